@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/base/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace fs = std::filesystem;
+namespace {
+
+[[noreturn]] void fail(const char* what, const fs::path& path) {
+  throw InputError(fmt::format("cannot {} {}: {}", what, path.string(), std::strerror(errno)));
+}
+
+class Descriptor {
+ public:
+  Descriptor(const fs::path& path, int flags) : fd_(::open(path.c_str(), flags | O_CLOEXEC)) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+fs::path parent_of(const fs::path& path) {
+  return path.has_parent_path() ? path.parent_path() : fs::path(".");
+}
+
+// Makes a rename or a new name in the folder survive a power cut.
+void sync_folder(const fs::path& folder) {
+  Descriptor fd(folder, O_RDONLY | O_DIRECTORY);
+  if (fd.get() >= 0) ::fsync(fd.get());
+}
+
+fs::path temporary_name(const fs::path& path) {
+  return parent_of(path) / fmt::format(".{}.tmp.{}", path.filename().string(), ::getpid());
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const fs::path& path) : path_(path) {
+  Descriptor fd(path, O_RDONLY);
+  struct stat info {};
+  if (fd.get() < 0 || ::fstat(fd.get(), &info) != 0) fail("open", path);
+  TWELL_REQUIRE(S_ISREG(info.st_mode), "cannot open {}: not a regular file", path.string());
+  size_ = static_cast<size_t>(info.st_size);
+  if (size_ == 0) return;  // mmap refuses an empty range
+  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  if (data == MAP_FAILED) fail("map", path);
+  data_ = static_cast<const std::byte*>(data);
+}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
+
+MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+std::string read_file(const fs::path& path) {
+  const MappedFile file(path);
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+}
+
+AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd_ < 0) fail("write", path_);
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ >= 0) {
+    ::close(fd_);
+    ::unlink(temporary_.c_str());
+  }
+}
+
+void AtomicFile::write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(fd_, bytes.data(), bytes.size());
+    if (count < 0) {
+      if (errno == EINTR) continue;
+      fail("write", path_);
+    }
+    bytes = bytes.subspan(static_cast<size_t>(count));
+    size_ += static_cast<uint64_t>(count);
+  }
+}
+
+void AtomicFile::commit() {
+  if (::fsync(fd_) != 0) fail("write", path_);
+  if (::close(std::exchange(fd_, -1)) != 0 || std::rename(temporary_.c_str(), path_.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary_.c_str());
+    errno = error;
+    fail("write", path_);
+  }
+  sync_folder(parent_of(path_));
+}
+
+void write_file_atomic(const fs::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
+void make_folder(const fs::path& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  TWELL_REQUIRE(!error && fs::is_directory(path), "cannot create folder {}: {}", path.string(),
+                error ? error.message() : "a file of that name exists");
+}
+
+void write_folder_atomic(const fs::path& path, const std::function<void(const fs::path&)>& fill) {
+  const fs::path target = path.has_filename() ? path : path.parent_path();
+  make_folder(parent_of(target));
+  const fs::path temporary = temporary_name(target);
+  const fs::path old = fs::path(temporary.string() + ".old");
+  std::error_code ignored;
+  fs::remove_all(temporary, ignored);
+  try {
+    make_folder(temporary);
+    fill(temporary);
+    sync_folder(temporary);
+    const bool replace = fs::exists(target);
+    if (replace && std::rename(target.c_str(), old.c_str()) != 0) fail("replace", target);
+    if (std::rename(temporary.c_str(), target.c_str()) != 0) {
+      const int error = errno;
+      if (replace) std::rename(old.c_str(), target.c_str());
+      errno = error;
+      fail("write", target);
+    }
+    sync_folder(parent_of(target));
+    fs::remove_all(old, ignored);
+  } catch (...) {
+    fs::remove_all(temporary, ignored);
+    throw;
+  }
+}
+
+}  // namespace twell

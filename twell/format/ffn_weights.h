@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights of one feed-forward layer. One layout everywhere, a neuron per row:
+//   w_gate [F, D], w_up [F, D], w_down [F, D].
+// Hugging Face stores down_proj as [D, F]; checkpoints are transposed when read and written.
+//   gated:      g = relu(x w_gate^T), u = x w_up^T, h = g * u, y = h w_down
+//   non-gated:  h = relu(x w_up^T), y = h w_down;  w_gate is empty
+#pragma once
+
+#include "twell/base/matrix.h"
+
+namespace twell {
+
+template <typename T>
+struct FfnMatrices {
+  Matrix<T> w_gate;  // [F, D], empty when the layer is not gated
+  Matrix<T> w_up;    // [F, D]
+  Matrix<T> w_down;  // [F, D]
+
+  bool gated() const { return !w_gate.empty(); }
+  int64_t ffn() const { return w_up.rows; }
+  int64_t width() const { return w_up.cols; }
+  // The projection whose ReLU decides which neurons fire.
+  Matrix<T> firing() const { return gated() ? w_gate : w_up; }
+};
+
+using FfnWeights = FfnMatrices<const float>;
+using FfnGrads = FfnMatrices<float>;  // accumulated into
+
+}  // namespace twell

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// A checkpoint is a folder: config.json, model.safetensors (or shards and their index),
+// tokenizer.json, and, for training, whatever the trainer adds. Hugging Face names and layouts.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "twell/base/dtype.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+// Reads config.json and the weights (any of F32, BF16, F16; converted to f32), checking names,
+// shapes, dtypes, sizes, and the content hash where the file carries one. InputError on any fault.
+std::unique_ptr<Model> load_model(const std::filesystem::path& folder);
+ModelConfig load_config(const std::filesystem::path& folder);
+
+// Writes config.json and model.safetensors into an existing folder (see write_folder_atomic).
+void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
+
+}  // namespace twell

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Model configuration: the Llama family, as Hugging Face config.json.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json_fwd.hpp>
+
+namespace twell {
+
+struct ModelConfig {
+  int64_t vocab_size = 0;       // V
+  int64_t width = 0;            // D, hidden_size
+  int64_t ffn = 0;              // F, intermediate_size
+  int64_t layers = 0;           // L, num_hidden_layers
+  int64_t heads = 0;            // H, num_attention_heads
+  int64_t kv_heads = 0;         // num_key_value_heads, divides heads
+  int64_t head_dim = 0;         // even
+  int64_t context = 0;          // max_position_embeddings
+  bool gated = true;            // false: no gate projection
+  bool tied_embeddings = true;  // tie_word_embeddings
+  double rope_theta = 10000.0;
+  double norm_eps = 1e-5;
+  double init_std = 0.02;  // initializer_range
+  int64_t bos_token = -1;  // -1: none
+  int64_t eos_token = -1;
+
+  // Throws InputError, with the values, on anything that cannot be a model.
+  void validate() const;
+  int64_t parameter_count() const;
+  // Forward FLOPs per token at a context of `seq` tokens, dense (2 per multiply-add).
+  double forward_flops_per_token(int64_t seq) const;
+};
+
+// "tiny", "0.5b", "1b", "1.5b", "2b"; InputError lists the names.
+ModelConfig preset_config(std::string_view name);
+std::vector<std::string> preset_names();
+
+// Hugging Face config.json. Unsupported architectures, activations or options are refused by name.
+ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
+nlohmann::json config_to_json(const ModelConfig& config);
+
+}  // namespace twell

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inference forward of the transformer, over new tokens of one or several sequences, with or
+// without a cache of past tokens.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "twell/base/context.h"
+#include "twell/model/kv_cache.h"
+#include "twell/model/weights.h"
+#include "twell/ops/ffn/ffn.h"
+#include "twell/ops/rope/rope.h"
+
+namespace twell {
+
+// Per-layer FFN plans and the tables a forward needs; made once per model and session.
+struct ForwardState {
+  ForwardState(const ModelConfig& config, FfnPolicy policy);
+  RopeTable rope;
+  std::vector<FfnPlan> ffn_plans;  // [L]
+};
+
+// One sequence's new tokens. With a cache, they follow cache->length(slot), which is advanced.
+struct ForwardSequence {
+  int64_t tokens = 0;  // number of new tokens
+  int64_t slot = 0;    // cache slot
+};
+
+struct Forward {
+  std::span<const int32_t> ids;                // [M], the sequences one after the other
+  std::span<const ForwardSequence> sequences;  // their tokens sum to M
+  KvCache* cache = nullptr;                    // null: each sequence starts at position 0
+  MatrixF hidden;                              // [M, D] out: after the final norm, before the head
+  // When given, [L][M]: active FFN neurons per layer and token.
+  std::vector<std::vector<int32_t>>* row_nnz = nullptr;
+};
+// InputError when a sequence would pass the context or the cache's capacity.
+void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem);
+
+// logits [M, V] = hidden [M, D] head^T
+void logits(Context& ctx, const Model& model, ConstMatrixF hidden, MatrixF out);
+
+}  // namespace twell

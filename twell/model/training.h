@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training forward and backward of the transformer over one micro-batch; the backward mirrors the
+// forward line by line. loss = CE (mean over tokens) + coeff * mean over layers(mean over tokens(
+// sum over neurons |h|)).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "twell/base/context.h"
+#include "twell/model/weights.h"
+#include "twell/ops/ffn_train/ffn_train.h"
+
+namespace twell {
+
+struct MicroBatchShape {
+  int64_t sequences = 0;  // B
+  int64_t length = 0;     // T; M = B * T
+};
+
+// One line of the memory plan.
+struct MemoryItem {
+  std::string name;
+  int64_t bytes = 0;
+};
+
+// Activations of one micro-batch; allocated once.
+class TrainingState {
+ public:
+  TrainingState(const ModelConfig& config, MicroBatchShape shape);
+  ~TrainingState();
+  static std::vector<MemoryItem> memory_plan(const ModelConfig& config, MicroBatchShape shape);
+  struct Activations;
+  Activations& activations() { return *activations_; }
+
+ private:
+  std::unique_ptr<Activations> activations_;
+};
+
+struct TrainingBatch {
+  std::span<const int32_t> inputs;   // [B * T]
+  std::span<const int32_t> targets;  // [B * T], -1: none
+  // Tokens of the whole optimizer step: CE and L1 gradients are scaled by 1 / step_tokens, so that
+  // the micro-batches of a step add up to the gradient of the mean.
+  int64_t step_tokens = 0;
+  float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
+  FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
+  std::vector<double> nnz_hint;               // [L] mean nnz of the previous step, or empty
+  std::vector<std::vector<uint8_t>>* active;  // [L][F] or null: see FfnTrainForward
+};
+
+struct TrainingResult {
+  double loss_sum = 0.0;  // CE in nats, summed over target tokens
+  int64_t loss_tokens = 0;
+  std::vector<FfnTrainStats> layers;  // [L]
+};
+
+// Forward and backward; d_flat (layout of parameter_table) is accumulated into.
+TrainingResult forward_backward(Context& ctx, const Model& model, const TrainingBatch& batch,
+                                TrainingState& state, std::span<float> d_flat);
+
+}  // namespace twell

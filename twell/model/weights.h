@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// All parameters of a model in one flat f32 buffer, and the table that says where each one is.
+// The optimizer sees the flat array, the layers see views. Gradients use the same layout.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "twell/base/buffer.h"
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+#include "twell/format/ffn_weights.h"
+#include "twell/model/config.h"
+
+namespace twell {
+
+struct ParamSpec {
+  std::string name;  // Hugging Face tensor name
+  int64_t rows = 0;  // as held in memory; a vector has one row
+  int64_t cols = 0;
+  int64_t offset = 0;       // elements from the start of the flat buffer
+  bool is_vector = false;   // norm weights: no weight decay
+  bool transposed = false;  // the checkpoint stores [cols, rows] (down_proj)
+  int64_t size() const { return rows * cols; }
+};
+
+// Every parameter in memory order; offsets are contiguous.
+std::vector<ParamSpec> parameter_table(const ModelConfig& config);
+
+template <typename T>
+struct LayerMatrices {
+  T* attention_norm = nullptr;  // [D]
+  Matrix<T> w_q;                // [H * hd, D]
+  Matrix<T> w_k;                // [H_kv * hd, D]
+  Matrix<T> w_v;                // [H_kv * hd, D]
+  Matrix<T> w_o;                // [D, H * hd]
+  T* ffn_norm = nullptr;        // [D]
+  FfnMatrices<T> ffn;
+};
+
+// Views into one flat buffer laid out by parameter_table.
+template <typename T>
+struct ModelMatrices {
+  Matrix<T> embedding;  // [V, D]
+  std::vector<LayerMatrices<T>> layers;
+  T* final_norm = nullptr;  // [D]
+  Matrix<T> head;           // [V, D]; the embedding itself when tied
+};
+template <typename T>
+ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat);
+
+struct Model {
+  explicit Model(const ModelConfig& config);  // zero weights
+  ModelConfig config;
+  std::vector<ParamSpec> table;
+  Buffer<float> flat;
+  ModelMatrices<const float> weights;
+};
+
+// N(0, init_std) for matrices, 1 for norms; a pure function of the seed.
+void init_weights(Model& model, uint64_t seed);
+
+}  // namespace twell

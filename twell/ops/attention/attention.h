@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal attention with grouped key/value heads, f32, softmax scale 1/sqrt(hd), never a full
+// [T, T] score matrix in memory. Head h of the queries reads key/value head h / (H / H_kv).
+//   q, out, d_q, d_out [M, H * hd]; the keys and values of a sequence are rows of H_kv * hd.
+// One problem holds several sequences (a training batch; a prefill or decode batch over a cache).
+// Query i of a sequence sees keys 0 .. kv_len - q_len + i.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+
+namespace twell {
+
+struct AttentionShape {
+  int64_t heads = 0;
+  int64_t kv_heads = 0;  // divides heads
+  int64_t head_dim = 0;
+};
+
+struct AttentionSequence {
+  int64_t q_begin = 0;  // first row of this sequence in q and out
+  int64_t q_len = 0;
+  ConstMatrixF k;  // [kv_len, H_kv * hd], kv_len >= q_len
+  ConstMatrixF v;  // [kv_len, H_kv * hd]
+};
+
+struct AttentionForward {
+  AttentionShape shape;
+  std::span<const AttentionSequence> sequences;
+  ConstMatrixF q;              // [M, H * hd]
+  MatrixF out;                 // [M, H * hd]
+  float* logsumexp = nullptr;  // [M, H] for the backward, or null (inference)
+};
+void attention_forward(Context& ctx, const AttentionForward& problem);
+
+// Training: every sequence has kv_len == q_len, and its k and v are rows q_begin... of one buffer.
+struct AttentionBackward {
+  AttentionShape shape;
+  std::span<const AttentionSequence> sequences;
+  ConstMatrixF q;                    // [M, H * hd]
+  ConstMatrixF out;                  // [M, H * hd]
+  const float* logsumexp = nullptr;  // [M, H]
+  ConstMatrixF d_out;                // [M, H * hd]
+  MatrixF d_q;                       // [M, H * hd], written
+  MatrixF d_k;                       // [M, H_kv * hd], written
+  MatrixF d_v;                       // [M, H_kv * hd], written
+};
+void attention_backward(Context& ctx, const AttentionBackward& problem);
+
+}  // namespace twell

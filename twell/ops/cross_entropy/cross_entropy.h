@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Output head and cross-entropy in one: logits = x W^T, CE = logsumexp(logits) - logits[target].
+// Works through chunks of tokens, so that the [M, V] logits never exist as a whole.
+//   x [M, D] f32, weight [V, D] f32, targets [M] int32 in [0, V), or -1 for a token without a
+//   target.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+
+namespace twell {
+
+struct CrossEntropy {
+  ConstMatrixF x;                    // [M, D] final hidden states
+  ConstMatrixF weight;               // [V, D]
+  std::span<const int32_t> targets;  // [M]
+  // Gradient of grad_scale * (sum of CE); both empty for evaluation.
+  float grad_scale = 0.0f;
+  MatrixF d_x;       // [M, D], written
+  MatrixF d_weight;  // [V, D], accumulated
+};
+
+struct CrossEntropyResult {
+  double loss_sum = 0.0;  // nats, over the tokens with a target
+  int64_t tokens = 0;
+};
+CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem);
+
+// -log p(targets[m]) per token, 0 where there is no target: for scoring texts. losses [M].
+void token_losses(Context& ctx, ConstMatrixF x, ConstMatrixF weight,
+                  std::span<const int32_t> targets, std::span<float> losses);
+
+}  // namespace twell

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feed-forward layer at inference: picks and runs one of its executions.
+//   dense       three library GEMMs
+//   row-fused   gate GEMM -> TwELL; per token, up and down over its active neurons only
+//   tile-union  gate GEMM -> TwELL; per tile of tokens, up and down as small GEMMs over the union
+//   of
+//               the tile's active neurons
+// All give the dense result within accumulation order, on every input.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+#include "twell/format/ffn_weights.h"
+
+namespace twell {
+
+enum class FfnExecution { kDense, kRowFused, kTileUnion };
+enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion };  // kAuto: the fastest as measured
+
+std::string_view ffn_execution_name(FfnExecution execution);  // "dense", "row-fused", "tile-union"
+FfnPolicy parse_ffn_policy(std::string_view name);            // "auto" and the above; InputError
+
+// What one layer has been seen to do, and what it runs because of it. One per layer and session.
+struct FfnPlan {
+  FfnPolicy policy = FfnPolicy::kAuto;
+  FfnExecution execution = FfnExecution::kDense;  // of the last call
+  std::string reason;                             // one line, for logs: why this execution
+  // Measured over the calls so far (dense calls count too).
+  int64_t tokens = 0;
+  int64_t nnz = 0;  // active (token, neuron) pairs
+  int64_t max_row_nnz = 0;
+  double nnz_per_token() const {
+    return tokens == 0 ? 0.0 : static_cast<double>(nnz) / static_cast<double>(tokens);
+  }
+};
+
+// y [M, D] = FFN(x [M, D]). y may not overlap x. Updates the plan.
+// row_nnz [M], when given, receives the number of active neurons of each token.
+void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
+                 std::span<int32_t> row_nnz = {});
+
+}  // namespace twell

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix product C = op(A) op(B) + beta * C, float32, row-major, through oneDNN.
+//   op(A) [M, K], op(B) [K, N], C [M, N]; strides are honoured.
+// A linear layer with weight W [out, in] is y = x W^T: trans_b on W; its backward is
+// dx = dy W and dW += dy^T x.
+// Errors: Error when shapes disagree. Deterministic for a given shape and thread count.
+#pragma once
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+
+namespace twell {
+
+struct Matmul {
+  ConstMatrixF a;
+  ConstMatrixF b;
+  MatrixF c;
+  bool trans_a = false;  // a is stored [K, M]
+  bool trans_b = false;  // b is stored [N, K]
+  float beta = 0.0f;     // 0: c is written without being read; 1: accumulated into
+};
+
+void matmul(Context& ctx, const Matmul& problem);
+
+// y [M, out] = x [M, in] W^T, W [out, in].
+void linear_forward(Context& ctx, ConstMatrixF x, ConstMatrixF weight, MatrixF y);
+// d_x = d_y W (d_x_beta 1 accumulates; an empty d_x is skipped) and d_weight += d_y^T x.
+struct LinearBackward {
+  ConstMatrixF x;       // [M, in]
+  ConstMatrixF weight;  // [out, in]
+  ConstMatrixF d_y;     // [M, out]
+  MatrixF d_x;          // [M, in] or empty
+  float d_x_beta = 0.0f;
+  MatrixF d_weight;  // [out, in], accumulated
+};
+void linear_backward(Context& ctx, const LinearBackward& problem);
+
+}  // namespace twell
