@@ -12,8 +12,9 @@
 
 namespace twell {
 
-// Reads config.json and the weights (any of F32, BF16, F16; converted to f32), checking names,
-// shapes, dtypes, sizes, and the content hash where the file carries one. InputError on any fault.
+// Reads config.json and model.safetensors or its shards (any of F32, BF16, F16; converted to f32),
+// checking names, shapes, dtypes, sizes, and the content hash where the file carries one.
+// InputError on any fault.
 std::unique_ptr<Model> load_model(const std::filesystem::path& folder);
 ModelConfig load_config(const std::filesystem::path& folder);
 

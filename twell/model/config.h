@@ -3,12 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include <nlohmann/json_fwd.hpp>
 
 namespace twell {
 
@@ -31,17 +29,25 @@ struct ModelConfig {
 
   // Throws InputError, with the values, on anything that cannot be a model.
   void validate() const;
+  int64_t q_width() const { return heads * head_dim; }      // H * hd
+  int64_t kv_width() const { return kv_heads * head_dim; }  // H_kv * hd
   int64_t parameter_count() const;
   // Forward FLOPs per token at a context of `seq` tokens, dense (2 per multiply-add).
   double forward_flops_per_token(int64_t seq) const;
 };
 
-// "tiny", "0.5b", "1b", "1.5b", "2b"; InputError lists the names.
-ModelConfig preset_config(std::string_view name);
+// "tiny", "0.5b", "1b", "1.5b", "2b"; InputError lists the names. A model that is not gated gets a
+// wider FFN, so that both kinds have about the same number of parameters.
+ModelConfig preset_config(std::string_view name, bool gated = true);
 std::vector<std::string> preset_names();
 
-// Hugging Face config.json. Unsupported architectures, activations or options are refused by name.
+// Hugging Face config.json: LlamaForCausalLM with hidden_act "relu", and the published
+// llama_sparse_relu. Unsupported architectures, activations or options are refused by name;
+// `source` is named in the message.
 ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
+ModelConfig parse_config(std::string_view text, const std::string& source);
+// What transformers reads as LlamaForCausalLM; a model that is not gated carries
+// "mlp_gated": false, which only this project understands.
 nlohmann::json config_to_json(const ModelConfig& config);
 
 }  // namespace twell

@@ -17,9 +17,9 @@ class KvCache {
   KvCache(const ModelConfig& config, int64_t slots, int64_t capacity);
   static int64_t bytes(const ModelConfig& config, int64_t slots, int64_t capacity);
 
-  MatrixF keys(int64_t layer, int64_t slot);    // [capacity, H_kv * hd]
-  MatrixF values(int64_t layer, int64_t slot);  // [capacity, H_kv * hd]
-  int64_t length(int64_t slot) const;           // tokens held
+  MatrixF keys(int64_t layer, int64_t slot) const;    // [capacity, H_kv * hd]
+  MatrixF values(int64_t layer, int64_t slot) const;  // [capacity, H_kv * hd]
+  int64_t length(int64_t slot) const;                 // tokens held
   void set_length(int64_t slot, int64_t length);
   int64_t capacity() const { return capacity_; }
   int64_t slots() const { return slots_; }

@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "twell/base/dtype.h"
@@ -22,29 +24,40 @@ struct TensorInfo {
   std::span<const std::byte> bytes;  // in the mapped file
 };
 
-// A mapped file whose header has been checked in full: sizes, ranges, overlaps, dtypes, duplicates.
-// InputError names the file and the fault.
+// The content of a file, its header checked in full: sizes, ranges, overlaps and holes, dtypes,
+// duplicates. The tensors' bytes point into `file`. InputError names the source and the fault.
+struct SafetensorsContent {
+  std::map<std::string, TensorInfo, std::less<>> tensors;
+  std::map<std::string, std::string> metadata;
+};
+SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source);
+
+// A mapped file. InputError names the file and the fault.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
-  const std::map<std::string, TensorInfo>& tensors() const { return tensors_; }
-  const TensorInfo& tensor(const std::string& name) const;  // InputError when missing
-  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  const auto& tensors() const { return content_.tensors; }
+  const auto& metadata() const { return content_.metadata; }
+  const TensorInfo& tensor(std::string_view name) const;  // InputError when missing
+  // Reads everything: InputError when the content is not what was hashed when the file was written.
+  // Files from elsewhere carry no hash and pass.
+  void verify_hash() const;
 
  private:
   MappedFile file_;
-  std::map<std::string, TensorInfo> tensors_;
-  std::map<std::string, std::string> metadata_;
+  SafetensorsContent content_;
 };
 
-// A tensor to be written: `write` produces its bytes in order through the sink it is given.
+// A tensor to be written: `write` produces its bytes in order through the sink it is given. It is
+// called twice, once for the content hash, and must give the same bytes.
 struct TensorToWrite {
   std::string name;
   std::string dtype;
   std::vector<int64_t> shape;
   std::function<void(const std::function<void(std::span<const std::byte>)>& sink)> write;
 };
-// Streams the file (never a second copy of all tensors in memory); atomic.
+// Streams the file (never a second copy of all tensors in memory); atomic. Adds the content hash
+// to the metadata.
 void write_safetensors(const std::filesystem::path& path, std::span<const TensorToWrite> tensors,
                        const std::map<std::string, std::string>& metadata);
 

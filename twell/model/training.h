@@ -32,6 +32,7 @@ class TrainingState {
  public:
   TrainingState(const ModelConfig& config, MicroBatchShape shape);
   ~TrainingState();
+  // What a training state allocates, to the byte, and an estimate of the ops' scratch memory.
   static std::vector<MemoryItem> memory_plan(const ModelConfig& config, MicroBatchShape shape);
   struct Activations;
   Activations& activations() { return *activations_; }
@@ -48,8 +49,8 @@ struct TrainingBatch {
   int64_t step_tokens = 0;
   float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
-  std::vector<double> nnz_hint;               // [L] mean nnz of the previous step, or empty
-  std::vector<std::vector<uint8_t>>* active;  // [L][F] or null: see FfnTrainForward
+  std::vector<double> nnz_hint;  // [L] mean nnz of the previous step, or empty
+  std::vector<std::vector<uint8_t>>* active = nullptr;  // [L][F]: see FfnTrainForward
 };
 
 struct TrainingResult {

@@ -35,6 +35,7 @@ struct LayerMatrices {
   Matrix<T> w_q;                // [H * hd, D]
   Matrix<T> w_k;                // [H_kv * hd, D]
   Matrix<T> w_v;                // [H_kv * hd, D]
+  Matrix<T> w_qkv;              // [(H + 2 * H_kv) * hd, D], the three above, which are adjacent
   Matrix<T> w_o;                // [D, H * hd]
   T* ffn_norm = nullptr;        // [D]
   FfnMatrices<T> ffn;
@@ -50,16 +51,19 @@ struct ModelMatrices {
 };
 template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat);
+extern template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
+extern template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
 
 struct Model {
-  explicit Model(const ModelConfig& config);  // zero weights
+  explicit Model(const ModelConfig& config);  // validates; zero weights
   ModelConfig config;
   std::vector<ParamSpec> table;
   Buffer<float> flat;
   ModelMatrices<const float> weights;
 };
 
-// N(0, init_std) for matrices, 1 for norms; a pure function of the seed.
-void init_weights(Model& model, uint64_t seed);
+// N(0, init_std) for matrices, 1 for norms; each value a pure function of the seed, the parameter's
+// place in the table and the element's in the parameter.
+void init_weights(Context& ctx, Model& model, uint64_t seed);
 
 }  // namespace twell
