@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+struct Candidate {
+  float logit;
+  int32_t id;
+};
+
+// Most likely first; equal logits in the order of their ids, so that the choice is reproducible.
+bool more_likely(const Candidate& a, const Candidate& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
+
+std::vector<Candidate> most_likely(std::span<const float> logits, int64_t count) {
+  std::vector<Candidate> candidates(logits.size());
+  for (size_t i = 0; i < logits.size(); ++i) {
+    TWELL_CHECK(!std::isnan(logits[i]), "logit of token {} is NaN", i);
+    candidates[i] = {logits[i], static_cast<int32_t>(i)};
+  }
+  const auto end = candidates.begin() + std::min<int64_t>(count, std::ssize(candidates));
+  std::partial_sort(candidates.begin(), end, candidates.end(), more_likely);
+  candidates.erase(end, candidates.end());
+  TWELL_CHECK(!candidates.empty() && std::isfinite(candidates.front().logit),
+              "no finite logit among {}", logits.size());
+  return candidates;
+}
+
+// Probability mass of each candidate relative to the first one's.
+std::vector<double> relative_weights(const std::vector<Candidate>& candidates, float temperature) {
+  std::vector<double> weights;
+  weights.reserve(candidates.size());
+  const double top = candidates.front().logit;
+  for (const Candidate& candidate : candidates) {
+    weights.push_back(std::exp((static_cast<double>(candidate.logit) - top) / temperature));
+  }
+  return weights;
+}
+
+double sum(const std::vector<double>& values) {
+  double total = 0.0;
+  for (const double value : values) total += value;
+  return total;
+}
+
+void keep_top_p(std::vector<double>& weights, double top_p) {
+  const double limit = top_p * sum(weights);
+  double mass = 0.0;
+  size_t keep = 0;
+  while (keep < weights.size() && mass < limit) mass += weights[keep++];
+  weights.resize(std::max<size_t>(keep, 1));
+}
+
+void keep_min_p(std::vector<double>& weights, double min_p) {
+  while (weights.size() > 1 && weights.back() < min_p) weights.pop_back();
+}
+
+}  // namespace
+
+void SamplerOptions::validate() const {
+  TWELL_REQUIRE(temperature >= 0.0f && std::isfinite(temperature),
+                "temperature must be 0 (greedy) or a positive number, got {}", temperature);
+  TWELL_REQUIRE(top_k >= 0, "top-k must be 0 (off) or positive, got {}", top_k);
+  TWELL_REQUIRE(top_p > 0.0f && top_p <= 1.0f, "top-p must be in (0, 1], got {}", top_p);
+  TWELL_REQUIRE(min_p >= 0.0f && min_p < 1.0f, "min-p must be in [0, 1), got {}", min_p);
+}
+
+int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
+               uint64_t index) {
+  if (options.temperature == 0.0f) return most_likely(logits, 1).front().id;
+  const int64_t count = options.top_k > 0 ? options.top_k : std::ssize(logits);
+  const std::vector<Candidate> candidates = most_likely(logits, count);
+  std::vector<double> weights = relative_weights(candidates, options.temperature);
+  if (options.top_p < 1.0f) keep_top_p(weights, options.top_p);
+  if (options.min_p > 0.0f) keep_min_p(weights, options.min_p);
+
+  double remaining = static_cast<double>(uniform(options.seed, stream, index)) * sum(weights);
+  for (size_t i = 0; i + 1 < weights.size(); ++i) {
+    remaining -= weights[i];
+    if (remaining < 0.0) return candidates[i].id;
+  }
+  return candidates[weights.size() - 1].id;
+}
+
+}  // namespace twell
