@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// The twell command. Every failure ends here as one line on stderr and an exit code.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "twell/base/error.h"
+
+namespace twell::cli {
+namespace {
+
+constexpr const char* kFooter = R"(Run 'twell COMMAND --help' for the options of a command.
+
+Exit codes: 0 success, 1 internal error, 2 unusable input (options, files, data),
+130 interrupted by SIGINT or SIGTERM.
+
+Examples:
+  twell train --data docs/ --out runs/first --preset tiny
+  twell tokenize --data docs/ --out shards/ --vocab-size 8192)";
+
+int fail(int code, std::string message) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  fmt::print(stderr, "twell: error: {}\n", message);
+  return code;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("TwELL: trains and runs language models whose feed-forward layers are sparse.",
+               "twell");
+  app.set_version_flag("--version", TWELL_VERSION, "Print the version and exit");
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  app.get_formatter()->column_width(36);
+  app.get_formatter()->label("SUBCOMMAND", "COMMAND");
+  app.require_subcommand(1);
+
+  CommonOptions common;
+  add_train_command(app, common);
+  add_tokenize_command(app, common);
+  app.footer(kFooter);  // after the commands, which would inherit it
+
+  try {
+    app.parse(argc, argv);
+    return common.run();
+  } catch (const CLI::Success& request) {  // --help, --version
+    return app.exit(request);
+  } catch (const CLI::RequiredError& error) {
+    if (!app.get_subcommands().empty()) return fail(kExitInput, error.what());
+    const std::vector<std::string> words = app.remaining();
+    return fail(kExitInput, words.empty() ? "no command given; 'twell --help' lists them"
+                                          : fmt::format("unknown command '{}'; 'twell --help' "
+                                                        "lists the commands",
+                                                        words.front()));
+  } catch (const CLI::Error& error) {
+    return fail(kExitInput, error.what());
+  } catch (const InputError& error) {
+    return fail(kExitInput, error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(kExitFailure, "out of memory");
+  } catch (const std::exception& error) {
+    return fail(kExitFailure, error.what());
+  }
+}
+
+}  // namespace
+}  // namespace twell::cli
+
+int main(int argc, char** argv) { return twell::cli::run(argc, argv); }
