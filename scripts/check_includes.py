@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer} <- cli;
+data needs base only. Reads every #include of the tree and the DEPS of twell/CMakeLists.txt."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+ALLOWED = {
+    "base": set(),
+    "data": {"base"},
+    "format": {"base"},
+    "sm90": {"base", "format"},
+    "ops": {"base", "format", "sm90", "ops"},
+    "model": {"base", "format", "data", "ops"},
+    "train": {"base", "format", "data", "ops", "model"},
+    "infer": {"base", "format", "data", "ops", "model"},
+    "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "cli"},
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli)/[^"]+)"', re.MULTILINE)
+ROOM = re.compile(r"twell_room\((\S+)((?:[^()]|\([^()]*\))*)\)")
+
+
+def layer_and_room(path):
+    """twell/ops/ffn/ffn.h -> ("ops", "ops/ffn"); twell/base/error.h -> ("base", "base")."""
+    parts = path.split("/")
+    if parts[0] == "cli":
+        return "cli", "cli"
+    if parts[1] == "ops":
+        return "ops", "/".join(parts[1:3])
+    return parts[1], parts[1]
+
+
+def declared_dependencies(root):
+    rooms = {}
+    for room, rest in ROOM.findall((root / "twell/CMakeLists.txt").read_text()):
+        words = rest.split()
+        direct = set()
+        if "DEPS" in words:
+            for word in words[words.index("DEPS") + 1:]:
+                if word == "LIBS":
+                    break
+                direct.add(word)
+        rooms[room] = direct
+    reachable = {}
+    for room in rooms:
+        seen, todo = {room}, [room]
+        while todo:
+            for dep in rooms.get(todo.pop(), ()):
+                if dep not in seen:
+                    seen.add(dep)
+                    todo.append(dep)
+        reachable[room] = seen
+    return reachable
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parent.parent
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "twell", "cli"],
+        cwd=root, check=True, capture_output=True, text=True).stdout.split()
+    reachable = declared_dependencies(root)
+    faults = []
+    checked = 0
+    for name in listing:
+        if not name.endswith((".h", ".cc", ".cu", ".cuh")) or not (root / name).exists():
+            continue
+        layer, room = layer_and_room(name)
+        for included in INCLUDE.findall((root / name).read_text()):
+            checked += 1
+            other_layer, other_room = layer_and_room(included)
+            if other_layer != layer and other_layer not in ALLOWED.get(layer, ()):
+                faults.append(f"{name}: {layer} must not include {included}")
+            elif layer != "cli" and other_room not in reachable.get(room, ()):
+                faults.append(f"{name}: {other_room} is not among the DEPS of {room} "
+                              "in twell/CMakeLists.txt")
+            if not (root / included).exists():
+                faults.append(f"{name}: {included} does not exist")
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if not faults:
+        print(f"includes: {checked} checked, all point the right way")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs what a build needs from the distribution (Debian 12, Ubuntu 22.04 and later).
+#   scripts/setup.sh          build tools and libraries
+#   scripts/setup.sh --test   these, and what the tests and checks need
+# Does nothing, and needs no network, when everything is there already.
+set -euo pipefail
+
+packages=(
+  g++ cmake ninja-build pkg-config
+  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
+  libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev zlib1g-dev
+)
+if [[ ${1:-} == --test ]]; then
+  packages+=(libgtest-dev libgmock-dev python3 python3-venv git)
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+  status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
+  [[ $status == installed ]] || missing+=("$package")
+done
+[[ ${#missing[@]} == 0 ]] && exit 0
+
+if ! command -v apt-get >/dev/null; then
+  echo "setup: apt-get not found; please install the equivalents of: ${missing[*]}" >&2
+  exit 2
+fi
+as_root=()
+if [[ $(id -u) != 0 ]]; then
+  command -v sudo >/dev/null || {
+    echo "setup: these packages are missing and this user cannot install them: ${missing[*]}" >&2
+    exit 2
+  }
+  as_root=(sudo)
+fi
+echo "setup: installing ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+"${as_root[@]}" apt-get update -qq
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+  --no-install-recommends "${missing[@]}" >/dev/null
