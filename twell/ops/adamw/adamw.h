@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // AdamW (Loshchilov & Hutter) with decoupled weight decay, and the global gradient norm.
-// Both work on flat f32 arrays of all parameters.
+// Both work on flat f32 arrays of all parameters and give the same bits for any thread count.
+//
+//   g = grad_scale * grad
+//   m = beta1 * m + (1 - beta1) * g              (exp_avg)
+//   v = beta2 * v + (1 - beta2) * g^2            (exp_avg_sq)
+//   w = w - lr * weight_decay * w
+//       - lr / (1 - beta1^step) * m / (sqrt(v / (1 - beta2^step)) + eps)
 #pragma once
 
 #include <cstdint>
@@ -10,13 +16,14 @@
 
 namespace twell {
 
+// Double, because 1 - beta of a float beta is off by up to 1e-5 of itself.
 struct AdamW {
-  float learning_rate = 1e-3f;
-  float beta1 = 0.9f;
-  float beta2 = 0.95f;
-  float eps = 1e-8f;
-  float weight_decay = 0.1f;
-  float grad_scale = 1.0f;  // applied to every gradient on the fly: the clipping factor
+  double learning_rate = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  double grad_scale = 1.0;  // applied to every gradient on the fly: the clipping factor
   int64_t step = 1;         // 1-based, for bias correction
 };
 // One contiguous run of parameters; all spans of equal size. Matches torch.optim.AdamW.
@@ -26,9 +33,10 @@ struct AdamWParams {
   std::span<float> exp_avg;
   std::span<float> exp_avg_sq;
 };
+// Errors: Error when the sizes differ or step < 1.
 void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params);
 
-// Euclidean norm, accumulated in double over fixed blocks: the same for any thread count.
+// Euclidean norm, accumulated in double over fixed blocks. NaN and infinity propagate.
 double global_norm(Context& ctx, std::span<const float> values);
 
 }  // namespace twell

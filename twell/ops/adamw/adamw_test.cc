@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/adamw/adamw.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+namespace golden {
+#include "twell/ops/adamw/adamw_golden.inc"
+}
+
+// A float result after a handful of roundings of values of this magnitude.
+constexpr double kUlps = 8 * std::numeric_limits<float>::epsilon();
+
+struct State {
+  explicit State(int64_t n, uint64_t seed = 1)
+      : weight(static_cast<size_t>(n)), grad(weight), exp_avg(weight), exp_avg_sq(weight) {
+    for (size_t i = 0; i < weight.size(); ++i) {
+      weight[i] = normal(seed, 0, i);
+      grad[i] = normal(seed, 1, i);
+    }
+  }
+  AdamWParams params() { return {weight, grad, exp_avg, exp_avg_sq}; }
+  std::vector<float> weight, grad, exp_avg, exp_avg_sq;
+};
+
+TEST(AdamW, MatchesTorchOverSteps) {
+  Context ctx(1);
+  State state(golden::kSize);
+  state.weight.assign(std::begin(golden::kInitial), std::end(golden::kInitial));
+  for (int step = 0; step < golden::kSteps; ++step) {
+    for (int i = 0; i < golden::kSize; ++i) {
+      state.grad[static_cast<size_t>(i)] = golden::kGrads[step * golden::kSize + i];
+    }
+    adamw_step(ctx, {.learning_rate = golden::kLearningRate[step], .step = step + 1},
+               state.params());
+    for (int i = 0; i < golden::kSize; ++i) {
+      const double expected = golden::kWeights[step * golden::kSize + i];
+      EXPECT_NEAR(state.weight[static_cast<size_t>(i)], expected,
+                  kUlps * std::max(std::abs(expected), golden::kLearningRate[step]))
+          << "step " << step << " element " << i;
+    }
+  }
+  for (size_t i = 0; i < golden::kSize; ++i) {
+    // Gradients that cancel leave an error of the largest term, at most 1 (1000 at element 5).
+    const double magnitude = i == 5 ? 1000.0 : 1.0;
+    EXPECT_NEAR(state.exp_avg[i], golden::kExpAvg[i], kUlps * magnitude);
+    EXPECT_NEAR(state.exp_avg_sq[i], golden::kExpAvgSq[i], kUlps * golden::kExpAvgSq[i]);
+  }
+}
+
+TEST(AdamW, MatchesDoubleReference) {
+  constexpr int kSteps = 20;
+  Context ctx(2);
+  State state(1003);
+  const std::vector<float> initial = state.weight;
+  const AdamW base = {.learning_rate = 3e-3, .beta2 = 0.999, .grad_scale = 0.37};
+  for (int step = 1; step <= kSteps; ++step) {
+    for (size_t i = 0; i < state.grad.size(); ++i) {
+      state.grad[i] = normal(5, static_cast<uint64_t>(step), i);
+    }
+    AdamW options = base;
+    options.step = step;
+    adamw_step(ctx, options, state.params());
+  }
+  for (size_t i = 0; i < initial.size(); ++i) {
+    double w = initial[i], m = 0.0, v = 0.0;
+    for (int step = 1; step <= kSteps; ++step) {
+      const double g = base.grad_scale * normal(5, static_cast<uint64_t>(step), i);
+      m = base.beta1 * m + (1 - base.beta1) * g;
+      v = base.beta2 * v + (1 - base.beta2) * g * g;
+      const double m_hat = m / (1 - std::pow(base.beta1, step));
+      const double v_hat = v / (1 - std::pow(base.beta2, step));
+      w -= base.learning_rate * base.weight_decay * w;
+      w -= base.learning_rate * m_hat / (std::sqrt(v_hat) + base.eps);
+    }
+    // Each step rounds the weight once or twice.
+    EXPECT_NEAR(state.weight[i], w, kUlps * kSteps * std::max(1.0, std::abs(w))) << i;
+  }
+}
+
+TEST(AdamW, SameBitsForAnyThreadCountAndSplit) {
+  const int64_t n = (1 << 16) + 37;
+  State one(n), three(n), pieces(n);
+  Context ctx1(1), ctx3(3);
+  adamw_step(ctx1, {}, one.params());
+  adamw_step(ctx3, {}, three.params());
+  EXPECT_EQ(one.weight, three.weight);
+  EXPECT_EQ(one.exp_avg, three.exp_avg);
+  EXPECT_EQ(one.exp_avg_sq, three.exp_avg_sq);
+  const AdamWParams all = pieces.params();
+  for (size_t begin = 0; begin < all.weight.size(); begin += 1001) {
+    const size_t count = std::min<size_t>(1001, all.weight.size() - begin);
+    adamw_step(ctx1, {},
+               {all.weight.subspan(begin, count), all.grad.subspan(begin, count),
+                all.exp_avg.subspan(begin, count), all.exp_avg_sq.subspan(begin, count)});
+  }
+  EXPECT_EQ(one.weight, pieces.weight);
+}
+
+TEST(AdamW, ZeroGradientOnlyDecays) {
+  Context ctx(1);
+  State state(5);
+  state.grad.assign(5, 0.0f);
+  const std::vector<float> before = state.weight;
+  adamw_step(ctx, {.learning_rate = 0.5, .weight_decay = 0.5}, state.params());
+  for (size_t i = 0; i < before.size(); ++i) EXPECT_FLOAT_EQ(state.weight[i], 0.75f * before[i]);
+}
+
+TEST(AdamW, RefusesMismatchedSizes) {
+  Context ctx(1);
+  State state(8);
+  AdamWParams params = state.params();
+  params.grad = params.grad.first(7);
+  EXPECT_THROW(adamw_step(ctx, {}, params), Error);
+  EXPECT_THROW(adamw_step(ctx, {.step = 0}, state.params()), Error);
+}
+
+TEST(GlobalNorm, MatchesDoubleSumForAnyThreadCount) {
+  for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{31}, int64_t{16384}, int64_t{200001}}) {
+    const State state(n);
+    double sum = 0.0;
+    for (const float g : state.grad) sum += static_cast<double>(g) * static_cast<double>(g);
+    Context ctx1(1), ctx2(2), ctx3(3);
+    const double norm = global_norm(ctx1, state.grad);
+    EXPECT_NEAR(norm, std::sqrt(sum), 1e-12 * std::sqrt(sum));
+    EXPECT_EQ(norm, global_norm(ctx2, state.grad));
+    EXPECT_EQ(norm, global_norm(ctx3, state.grad));
+  }
+}
+
+TEST(GlobalNorm, PropagatesNanAndDoesNotOverflow) {
+  Context ctx(1);
+  const std::vector<float> huge(100, 3e38f);
+  EXPECT_NEAR(global_norm(ctx, huge), 3e39, 3e39 * kUlps);
+  std::vector<float> bad(100, 1.0f);
+  bad[57] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(std::isnan(global_norm(ctx, bad)));
+}
+
+}  // namespace
+}  // namespace twell
