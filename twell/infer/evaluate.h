@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// How well a model predicts a text, and what its feed-forward layers do meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "twell/base/context.h"
+#include "twell/model/forward.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+struct EvaluateOptions {
+  int64_t length = 0;  // tokens a window sees at most; 0: the model's context
+  // New tokens scored per window. Equal to the length (0) windows do not overlap; smaller, every
+  // token is scored with at least length - stride tokens before it.
+  int64_t stride = 0;
+  int64_t batch_tokens = 2048;  // tokens that go through the layers together, at least one window
+  FfnPolicy ffn = FfnPolicy::kAuto;
+};
+
+// Active neurons per token of one layer, as a histogram.
+struct LayerActivity {
+  std::vector<int64_t> tokens_with;  // [F + 1]: tokens with exactly n active neurons
+
+  int64_t tokens() const;
+  double mean() const;
+  int64_t max() const;
+  // Smallest n such that a share of at least `quantile` of the tokens has at most n.
+  int64_t quantile(double quantile) const;
+};
+
+struct Evaluation {
+  int64_t tokens = 0;     // scored
+  double loss_sum = 0.0;  // nats
+  std::vector<LayerActivity> layers;
+
+  double cross_entropy() const;  // nats per token
+  double perplexity() const;
+  double bits_per_byte(int64_t text_bytes) const;
+};
+
+class Evaluator {
+ public:
+  // The context and the model must outlive it. InputError on impossible options.
+  Evaluator(Context& ctx, const Model& model, const EvaluateOptions& options);
+
+  // Scores ids[1..], each given those before it; ids[0] is context only.
+  void add(std::span<const int32_t> ids);
+  // Runs what is still waiting for a full batch and returns the result.
+  const Evaluation& finish();
+  const Evaluation& so_far() const { return result_; }
+  const ForwardState& state() const { return state_; }
+
+ private:
+  void run_batch();
+
+  Context& ctx_;
+  const Model& model_;
+  int64_t length_, stride_, batch_tokens_;
+  ForwardState state_;
+  std::vector<int32_t> inputs_;
+  std::vector<int32_t> targets_;  // -1: seen as context, scored elsewhere
+  std::vector<ForwardSequence> windows_;
+  Evaluation result_;
+};
+
+}  // namespace twell

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dense against sparse on one model and one text: speed and agreement, in one run.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "twell/base/context.h"
+#include "twell/model/forward.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+struct Timing {
+  double median = 0.0, p10 = 0.0, p90 = 0.0;  // seconds
+};
+// Percentiles by linear interpolation; InputError when there is no sample.
+Timing summarize(std::vector<double> seconds);
+
+struct ForwardComparisonOptions {
+  int64_t sequences = 8;  // B
+  int64_t length = 0;     // T; 0: the model's context
+  int64_t repeats = 9;    // timed runs of each, in turn
+  FfnPolicy sparse = FfnPolicy::kAuto;
+};
+
+struct LayerComparison {
+  FfnExecution execution = FfnExecution::kDense;
+  std::string reason;
+  double nnz_per_token = 0.0;
+};
+
+struct ForwardComparison {
+  int64_t tokens = 0;  // per run, B * T
+  // Of the layers alone, and of the whole forward with the output head's logits for every token.
+  Timing dense_body, sparse_body, dense_full, sparse_full;
+  double max_abs_logit = 0.0;
+  double max_abs_logit_diff = 0.0;
+  std::vector<LayerComparison> layers;
+};
+
+// ids [B * T]: B sequences of T tokens.
+ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<const int32_t> ids,
+                                  const ForwardComparisonOptions& options);
+
+}  // namespace twell
