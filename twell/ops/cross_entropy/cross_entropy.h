@@ -19,8 +19,8 @@ struct CrossEntropy {
   std::span<const int32_t> targets;  // [M]
   // Gradient of grad_scale * (sum of CE); both empty for evaluation.
   float grad_scale = 0.0f;
-  MatrixF d_x;       // [M, D], written
-  MatrixF d_weight;  // [V, D], accumulated
+  MatrixF d_x = {};       // [M, D], written
+  MatrixF d_weight = {};  // [V, D], accumulated
 };
 
 struct CrossEntropyResult {

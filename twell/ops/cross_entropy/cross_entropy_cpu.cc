@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
+#include "twell/base/buffer.h"
+#include "twell/base/error.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
+#include "twell/ops/cross_entropy/softmax_simd.h"
+#include "twell/ops/matmul/matmul.h"
+
+namespace twell {
+namespace {
+
+// Tokens per chunk: the logits take at most 32 MiB, and the GEMMs keep at least 128 rows to work on
+// (below that the weight gradient [V, D], rewritten per chunk, would dominate).
+int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
+  constexpr int64_t kMaxLogits = (int64_t{32} << 20) / static_cast<int64_t>(sizeof(float));
+  constexpr int64_t kMinTokens = 128;
+  return std::min(tokens, std::max(kMinTokens, kMaxLogits / vocab));
+}
+
+void check_shapes(ConstMatrixF x, ConstMatrixF weight, std::span<const int32_t> targets) {
+  TWELL_CHECK(x.cols == weight.cols, "x has width {}, the output weight {}", x.cols, weight.cols);
+  TWELL_CHECK(weight.rows > 0, "the output weight has no rows");
+  TWELL_CHECK(static_cast<int64_t>(targets.size()) == x.rows, "{} targets for {} tokens",
+              targets.size(), x.rows);
+  for (const int32_t target : targets) {
+    TWELL_CHECK(target >= -1 && target < weight.rows, "target {} is outside [-1, {})", target,
+                weight.rows);
+  }
+}
+
+// Calls fn(first token, logits [tokens, V]) for each chunk; the logits may be overwritten.
+template <typename Fn>
+void for_each_chunk(Context& ctx, ConstMatrixF x, ConstMatrixF weight, const Fn& fn) {
+  Arena::Scope scope(ctx.scratch());
+  const int64_t step = chunk_tokens(x.rows, weight.rows);
+  const MatrixF buffer = scope.matrix<float>(step, weight.rows);
+  for (int64_t begin = 0; begin < x.rows; begin += step) {
+    const int64_t count = std::min(step, x.rows - begin);
+    const MatrixF logits = buffer.slice_rows(0, count);
+    linear_forward(ctx, x.slice_rows(begin, count), weight, logits);
+    fn(begin, logits);
+  }
+}
+
+// The loss of one row of logits [V]; exp(logit - max) takes the row's place.
+double row_loss(float* logits, int64_t vocab, int32_t target, RowSoftmax& softmax) {
+  const double at_target = static_cast<double>(logits[target]);
+  softmax = exp_row(logits, vocab);
+  return std::log(softmax.sum) + static_cast<double>(softmax.max) - at_target;
+}
+
+// The same for a token that may have no target; the row becomes d_logits.
+double row_loss_and_gradient(float* logits, int64_t vocab, int32_t target, float grad_scale) {
+  if (target < 0) {
+    std::fill_n(logits, vocab, 0.0f);
+    return 0.0;
+  }
+  RowSoftmax softmax;
+  const double loss = row_loss(logits, vocab, target, softmax);
+  scale_row(logits, vocab, static_cast<float>(static_cast<double>(grad_scale) / softmax.sum));
+  logits[target] -= grad_scale;
+  return loss;
+}
+
+double row_loss_only(float* logits, int64_t vocab, int32_t target) {
+  RowSoftmax softmax;
+  return target < 0 ? 0.0 : row_loss(logits, vocab, target, softmax);
+}
+
+void check_gradients(const CrossEntropy& problem) {
+  const MatrixF& d_x = problem.d_x;
+  const MatrixF& d_weight = problem.d_weight;
+  TWELL_CHECK(d_x.empty() == d_weight.empty(), "cross-entropy needs both gradients or neither");
+  if (d_x.empty()) return;
+  TWELL_CHECK(d_x.rows == problem.x.rows && d_x.cols == problem.x.cols,
+              "d_x is [{}, {}], x [{}, {}]", d_x.rows, d_x.cols, problem.x.rows, problem.x.cols);
+  TWELL_CHECK(d_weight.rows == problem.weight.rows && d_weight.cols == problem.weight.cols,
+              "d_weight is [{}, {}], weight [{}, {}]", d_weight.rows, d_weight.cols,
+              problem.weight.rows, problem.weight.cols);
+}
+
+}  // namespace
+
+CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem) {
+  const ConstMatrixF x = problem.x;
+  const std::span<const int32_t> targets = problem.targets;
+  check_shapes(x, problem.weight, targets);
+  check_gradients(problem);
+  const bool backward = !problem.d_x.empty();
+
+  Arena::Scope scope(ctx.scratch());
+  double* const losses = scope.alloc<double>(x.rows);
+  for_each_chunk(ctx, x, problem.weight, [&](int64_t first, MatrixF logits) {
+    ctx.parallel_for(logits.rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t m = begin; m < end; ++m) {
+        const int32_t target = targets[static_cast<size_t>(first + m)];
+        float* const row = logits.row(m);
+        losses[first + m] =
+            backward ? row_loss_and_gradient(row, logits.cols, target, problem.grad_scale)
+                     : row_loss_only(row, logits.cols, target);
+      }
+    });
+    if (!backward) return;
+    linear_backward(ctx, {.x = x.slice_rows(first, logits.rows),
+                          .weight = problem.weight,
+                          .d_y = logits,
+                          .d_x = problem.d_x.slice_rows(first, logits.rows),
+                          .d_weight = problem.d_weight});
+  });
+
+  CrossEntropyResult result;
+  for (int64_t m = 0; m < x.rows; ++m) {
+    result.loss_sum += losses[m];
+    result.tokens += targets[static_cast<size_t>(m)] >= 0 ? 1 : 0;
+  }
+  return result;
+}
+
+void token_losses(Context& ctx, ConstMatrixF x, ConstMatrixF weight,
+                  std::span<const int32_t> targets, std::span<float> losses) {
+  check_shapes(x, weight, targets);
+  TWELL_CHECK(losses.size() == targets.size(), "{} losses for {} targets", losses.size(),
+              targets.size());
+  for_each_chunk(ctx, x, weight, [&](int64_t first, MatrixF logits) {
+    ctx.parallel_for(logits.rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t m = begin; m < end; ++m) {
+        const size_t token = static_cast<size_t>(first + m);
+        losses[token] =
+            static_cast<float>(row_loss_only(logits.row(m), logits.cols, targets[token]));
+      }
+    });
+  });
+}
+
+}  // namespace twell
