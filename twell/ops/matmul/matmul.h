@@ -29,7 +29,7 @@ struct LinearBackward {
   ConstMatrixF x;       // [M, in]
   ConstMatrixF weight;  // [out, in]
   ConstMatrixF d_y;     // [M, out]
-  MatrixF d_x;          // [M, in] or empty
+  MatrixF d_x = {};     // [M, in] or empty
   float d_x_beta = 0.0f;
   MatrixF d_weight;  // [out, in], accumulated
 };

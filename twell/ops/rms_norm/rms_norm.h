@@ -13,8 +13,8 @@ namespace twell {
 
 struct RmsNormForward {
   ConstMatrixF x;                 // [M, D]
-  ConstMatrixF residual;          // [M, D] or empty
-  MatrixF sum;                    // [M, D] s; needed with a residual, may be x itself; else empty
+  ConstMatrixF residual = {};     // [M, D] or empty
+  MatrixF sum = {};               // [M, D] s; needed with a residual, may be x itself; else empty
   const float* weight = nullptr;  // [D]
   MatrixF y;                      // [M, D]
   float* inv_rms = nullptr;       // [M] or null (inference)
