@@ -5,8 +5,9 @@
 add_library(twell_flags INTERFACE)
 target_include_directories(twell_flags INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_options(twell_flags INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
-    -Wno-missing-field-initializers>)  # the rest of a problem struct keeps its defaults
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion>
+  # A problem struct is filled by name; what is left out keeps its default.
+  $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>)
 if(TWELL_WERROR)
   target_compile_options(twell_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-Werror>
