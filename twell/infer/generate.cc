@@ -87,7 +87,7 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
     emit(stream.push(tokenizer.token_bytes(id)));
     if (stream.stopped()) {
       result.reason = StopReason::kStopString;
-    } else if (options.cancel.stop_requested()) {
+    } else if (options.cancel != nullptr && *options.cancel) {
       result.reason = StopReason::kCancelled;
     } else if (std::ssize(result.ids) == options.max_tokens) {
       result.reason = StopReason::kMaxTokens;

@@ -2,9 +2,9 @@
 // Text out of a prompt.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
-#include <stop_token>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,7 +20,7 @@ struct GenerateOptions {
   SamplerOptions sampler;
   std::vector<std::string> stop_strings;
   std::function<void(std::string_view text)> on_text;  // called as text becomes final
-  std::stop_token cancel;
+  const std::atomic<bool>* cancel = nullptr;  // stop after the current token once it is true
 };
 
 enum class StopReason { kEndOfText, kStopString, kMaxTokens, kContextFull, kCancelled };
