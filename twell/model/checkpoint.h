@@ -18,7 +18,8 @@ namespace twell {
 std::unique_ptr<Model> load_model(const std::filesystem::path& folder);
 ModelConfig load_config(const std::filesystem::path& folder);
 
-// Writes config.json and model.safetensors into an existing folder (see write_folder_atomic).
+// Writes config.json and model.safetensors (F32 or BF16) into an existing folder (see
+// write_folder_atomic).
 void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
 
 }  // namespace twell

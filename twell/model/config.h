@@ -32,8 +32,9 @@ struct ModelConfig {
   int64_t q_width() const { return heads * head_dim; }      // H * hd
   int64_t kv_width() const { return kv_heads * head_dim; }  // H_kv * hd
   int64_t parameter_count() const;
-  // Forward FLOPs per token at a context of `seq` tokens, dense (2 per multiply-add).
+  // Forward FLOPs per token, averaged over a sequence of `seq` tokens, dense (2 per multiply-add).
   double forward_flops_per_token(int64_t seq) const;
+  bool operator==(const ModelConfig&) const = default;
 };
 
 // "tiny", "0.5b", "1b", "1.5b", "2b"; InputError lists the names. A model that is not gated gets a
@@ -45,7 +46,7 @@ std::vector<std::string> preset_names();
 // llama_sparse_relu. Unsupported architectures, activations or options are refused by name;
 // `source` is named in the message.
 ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
-ModelConfig parse_config(std::string_view text, const std::string& source);
+ModelConfig parse_config_text(std::string_view text, const std::string& source);
 // What transformers reads as LlamaForCausalLM; a model that is not gated carries
 // "mlp_gated": false, which only this project understands.
 nlohmann::json config_to_json(const ModelConfig& config);

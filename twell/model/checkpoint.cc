@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading and writing the folder; the conversion of the values is in tensor_convert.h.
+#include "twell/model/checkpoint.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/model/checkpoint_tensors.h"
+#include "twell/model/safetensors.h"
+#include "twell/model/tensor_convert.h"
+
+namespace twell {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr const char* kHead = "lm_head.weight";
+
+std::vector<int64_t> stored_shape(const ParamSpec& spec) {
+  if (spec.is_vector) return {spec.cols};
+  if (spec.transposed) return {spec.cols, spec.rows};
+  return {spec.rows, spec.cols};
+}
+
+// Tensors that a checkpoint may hold although the model has no parameter of that name.
+bool may_be_extra(const std::string& name, const ModelConfig& config) {
+  // Constants that old versions of transformers saved; the configuration implies them.
+  if (name.ends_with(".rotary_emb.inv_freq")) return true;
+  return name == kHead && config.tied_embeddings;
+}
+
+void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
+                    const ModelConfig& config) {
+  const TensorInfo* info = tensors.find(spec.name);
+  if (info == nullptr) {
+    const bool gate = config.gated && spec.name.ends_with("mlp.gate_proj.weight");
+    throw InputError(fmt::format("{}: tensor {} {} is missing{}", tensors.source(), spec.name,
+                                 show_shape(stored_shape(spec)),
+                                 gate ? "; config.json of a model without gate projections needs "
+                                        "\"mlp_gated\": false"
+                                      : ""));
+  }
+  TWELL_REQUIRE(info->shape == stored_shape(spec),
+                "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
+                spec.name, show_shape(info->shape), show_shape(stored_shape(spec)));
+  require_float(*info, tensors.source());
+}
+
+void require_no_extra(const CheckpointTensors& tensors, const std::vector<ParamSpec>& table,
+                      const ModelConfig& config) {
+  std::set<std::string_view> known;
+  for (const ParamSpec& spec : table) known.insert(spec.name);
+  for (const TensorInfo* info : tensors.all()) {
+    TWELL_REQUIRE(known.contains(info->name) || may_be_extra(info->name, config),
+                  "{}: tensor {} {} has no place in the model that config.json describes",
+                  tensors.source(), info->name, show_shape(info->shape));
+  }
+}
+
+// Some writers store the head of a tied model as a second tensor.
+void require_tied_head_equal(const CheckpointTensors& tensors, const Model& model) {
+  const TensorInfo* head = tensors.find(kHead);
+  if (head == nullptr || !model.config.tied_embeddings) return;
+  const ConstMatrixF embedding = model.weights.embedding;
+  TWELL_REQUIRE(
+      head->shape == std::vector({embedding.rows, embedding.cols}) &&
+          equals_floats(*head, {embedding.data, static_cast<size_t>(model.table[0].size())}),
+      "{}: config.json ties the embeddings, but {} differs from {}; set "
+      "tie_word_embeddings to false",
+      tensors.source(), kHead, kEmbedding);
+}
+
+TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType dtype) {
+  const ConstMatrixF values(model.flat.data() + spec.offset, spec.rows, spec.cols);
+  return {spec.name, std::string(dtype_name(dtype)), stored_shape(spec),
+          [values, dtype, transposed = spec.transposed](const ByteSink& sink) {
+            transposed ? write_transposed(values, dtype, sink) : write_rows(values, dtype, sink);
+          }};
+}
+
+}  // namespace
+
+ModelConfig load_config(const fs::path& folder) {
+  TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
+  const fs::path path = folder / "config.json";
+  return parse_config_text(read_file(path), path.string());
+}
+
+std::unique_ptr<Model> load_model(const fs::path& folder) {
+  const ModelConfig config = load_config(folder);
+  const CheckpointTensors tensors(folder);
+  // Everything that can be refused by its header is, before memory is taken for the model.
+  const std::vector<ParamSpec> table = parameter_table(config);
+  for (const ParamSpec& spec : table) require_tensor(tensors, spec, config);
+  require_no_extra(tensors, table, config);
+  tensors.verify_hashes();
+
+  auto model = std::make_unique<Model>(config);
+  for (const ParamSpec& spec : model->table) {
+    const MatrixF values(model->flat.data() + spec.offset, spec.rows, spec.cols);
+    const TensorInfo& info = *tensors.find(spec.name);
+    spec.transposed ? read_transposed(info, values) : read_rows(info, values);
+  }
+  require_tied_head_equal(tensors, *model);
+  return model;
+}
+
+void save_model(const Model& model, const fs::path& folder, DType dtype) {
+  nlohmann::json config = config_to_json(model.config);
+  config["torch_dtype"] = dtype == DType::kF32 ? "float32" : "bfloat16";
+  write_file_atomic(folder / "config.json", config.dump(2) + "\n");
+  std::vector<TensorToWrite> tensors;
+  for (const ParamSpec& spec : model.table) tensors.push_back(tensor_to_write(model, spec, dtype));
+  // transformers asks for the name of the framework.
+  write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}});
+}
+
+}  // namespace twell

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/config.h"
+
+#include <fmt/ranges.h>
+
+#include <array>
+#include <cmath>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+// Far beyond any model, and small enough that no product of sizes overflows 64 bits.
+constexpr int64_t kMaxVocab = int64_t{1} << 24;
+constexpr int64_t kMaxWidth = int64_t{1} << 20;
+constexpr int64_t kMaxFfn = int64_t{1} << 24;
+constexpr int64_t kMaxLayers = int64_t{1} << 16;
+constexpr int64_t kMaxHeads = int64_t{1} << 16;
+constexpr int64_t kMaxHeadDim = int64_t{1} << 12;
+constexpr int64_t kMaxContext = int64_t{1} << 26;
+constexpr int64_t kMaxParameters = int64_t{1} << 40;  // 4 TiB of f32
+
+void require_range(const char* name, int64_t value, int64_t max) {
+  TWELL_REQUIRE(value >= 1 && value <= max, "{} must be between 1 and {}, got {}", name, max,
+                value);
+}
+
+void require_token(const char* name, int64_t token, int64_t vocab_size) {
+  TWELL_REQUIRE(token >= -1 && token < vocab_size,
+                "{} must be below vocab_size {} (or -1 for none), got {}", name, vocab_size, token);
+}
+
+ModelConfig published_preset(int64_t layers, bool gated) {
+  ModelConfig config;
+  config.vocab_size = 49152;
+  config.width = 2048;
+  config.ffn = gated ? 5632 : 8192;
+  config.layers = layers;
+  config.heads = 32;
+  config.kv_heads = 32;
+  config.head_dim = 64;
+  config.context = 2048;
+  config.gated = gated;
+  return config;
+}
+
+// Learns something in a few minutes on two cores; heavy enough in the FFN that sparsity pays.
+ModelConfig tiny_preset(bool gated) {
+  ModelConfig config;
+  config.vocab_size = 4096;
+  config.width = 256;
+  config.ffn = gated ? 1024 : 1536;
+  config.layers = 4;
+  config.heads = 4;
+  config.kv_heads = 4;
+  config.head_dim = 64;
+  config.context = 256;
+  config.gated = gated;
+  return config;
+}
+
+constexpr std::array<std::string_view, 5> kPresetNames = {"tiny", "0.5b", "1b", "1.5b", "2b"};
+
+}  // namespace
+
+void ModelConfig::validate() const {
+  require_range("vocab_size", vocab_size, kMaxVocab);
+  require_range("hidden_size", width, kMaxWidth);
+  require_range("intermediate_size", ffn, kMaxFfn);
+  require_range("num_hidden_layers", layers, kMaxLayers);
+  require_range("num_attention_heads", heads, kMaxHeads);
+  require_range("num_key_value_heads", kv_heads, kMaxHeads);
+  require_range("head_dim", head_dim, kMaxHeadDim);
+  require_range("max_position_embeddings", context, kMaxContext);
+  TWELL_REQUIRE(width % 8 == 0, "hidden_size must be a multiple of 8, got {}", width);
+  TWELL_REQUIRE(ffn % 8 == 0, "intermediate_size must be a multiple of 8, got {}", ffn);
+  TWELL_REQUIRE(head_dim % 2 == 0, "head_dim must be even for rotary embeddings, got {}", head_dim);
+  TWELL_REQUIRE(q_width() <= kMaxWidth,
+                "num_attention_heads {} times head_dim {} must be at most {}", heads, head_dim,
+                kMaxWidth);
+  TWELL_REQUIRE(heads % kv_heads == 0,
+                "num_key_value_heads must divide num_attention_heads, got {} and {}", kv_heads,
+                heads);
+  // The comparisons are false for NaN.
+  TWELL_REQUIRE(rope_theta >= 1.0 && rope_theta <= 1e15,
+                "rope_theta must be between 1 and 1e15, got {}", rope_theta);
+  TWELL_REQUIRE(norm_eps > 0.0 && norm_eps < 1.0,
+                "rms_norm_eps must be above 0 and below 1, got {}", norm_eps);
+  TWELL_REQUIRE(init_std >= 0.0 && init_std <= 10.0,
+                "initializer_range must be between 0 and 10, got {}", init_std);
+  require_token("bos_token_id", bos_token, vocab_size);
+  require_token("eos_token_id", eos_token, vocab_size);
+  TWELL_REQUIRE(parameter_count() <= kMaxParameters,
+                "the model would have {} parameters, more than {}", parameter_count(),
+                kMaxParameters);
+}
+
+int64_t ModelConfig::parameter_count() const {
+  const int64_t attention = (2 * q_width() + 2 * kv_width()) * width;
+  const int64_t feed_forward = (gated ? 3 : 2) * ffn * width;
+  const int64_t norms = 2 * width;
+  const int64_t tables = (tied_embeddings ? 1 : 2) * vocab_size * width;
+  return layers * (attention + feed_forward + norms) + tables + width;
+}
+
+double ModelConfig::forward_flops_per_token(int64_t seq) const {
+  const auto d = [](int64_t value) { return static_cast<double>(value); };
+  const double projections = 2.0 * d(q_width() + kv_width()) * d(width);
+  const double feed_forward = (gated ? 3.0 : 2.0) * d(ffn) * d(width);
+  // A token sees (seq + 1) / 2 keys on average, once for scores and once for values.
+  const double attention = (d(seq) + 1.0) * d(q_width());
+  const double head = d(vocab_size) * d(width);
+  return 2.0 * (d(layers) * (projections + feed_forward + attention) + head);
+}
+
+std::vector<std::string> preset_names() { return {kPresetNames.begin(), kPresetNames.end()}; }
+
+ModelConfig preset_config(std::string_view name, bool gated) {
+  if (name == "tiny") return tiny_preset(gated);
+  if (name == "0.5b") return published_preset(8, gated);
+  if (name == "1b") return published_preset(18, gated);
+  if (name == "1.5b") return published_preset(28, gated);
+  if (name == "2b") return published_preset(38, gated);
+  throw InputError(fmt::format("unknown preset \"{}\"; the presets are {}", name,
+                               fmt::join(kPresetNames, ", ")));
+}
+
+}  // namespace twell

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/tensor_convert.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kPiece = 1 << 14;  // values per piece: 64 KiB, which stays in the first caches
+constexpr int64_t kStrip = 16;       // rows of a transposed piece: one cache line of f32
+
+DType float_dtype(const std::string& name) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw_error(__FILE__, __LINE__, fmt::format("dtype {} is not a float", name));
+}
+
+// Reads 16-bit values through memcpy: a file need not align its tensors.
+template <typename Convert>
+void convert_16(const std::byte* in, int64_t count, float* out, Convert convert) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, in + 2 * i, sizeof(bits));
+    out[i] = convert(bits);
+  }
+}
+
+// Values [begin, begin + count) of the tensor.
+void to_floats(const TensorInfo& info, DType dtype, int64_t begin, int64_t count, float* out) {
+  const int64_t size = static_cast<int64_t>(dtype_size(dtype));
+  const std::byte* in = info.bytes.data() + begin * size;
+  switch (dtype) {
+    case DType::kF32:
+      std::memcpy(out, in, static_cast<size_t>(count * size));
+      break;
+    case DType::kF16:
+      convert_16(in, count, out, f16_to_float);
+      break;
+    case DType::kBF16:
+      convert_16(in, count, out, [](uint16_t bits) { return to_float(BF16{bits}); });
+      break;
+  }
+}
+
+// Sends values as F32 or BF16, the latter through a buffer that is kept between calls.
+class Encoder {
+ public:
+  Encoder(DType dtype, const ByteSink& sink) : dtype_(dtype), sink_(sink) {
+    TWELL_CHECK(dtype != DType::kF16, "weights are written as F32 or BF16");
+  }
+  void send(std::span<const float> values) {
+    if (dtype_ == DType::kF32) return sink_(std::as_bytes(values));
+    bf16_.resize(values.size());
+    std::transform(values.begin(), values.end(), bf16_.begin(), to_bf16);
+    sink_(std::as_bytes(std::span<const BF16>(bf16_)));
+  }
+
+ private:
+  DType dtype_;
+  const ByteSink& sink_;
+  std::vector<BF16> bf16_;
+};
+
+}  // namespace
+
+void require_float(const TensorInfo& info, const std::string& source) {
+  TWELL_REQUIRE(info.dtype == "F32" || info.dtype == "F16" || info.dtype == "BF16",
+                "{}: tensor {} is {}; weights must be F32, BF16 or F16", source, info.name,
+                info.dtype);
+}
+
+void read_rows(const TensorInfo& info, MatrixF out) {
+  to_floats(info, float_dtype(info.dtype), 0, out.rows * out.cols, out.data);
+}
+
+void read_transposed(const TensorInfo& info, MatrixF out) {
+  const DType dtype = float_dtype(info.dtype);
+  std::vector<float> strip(static_cast<size_t>(kStrip * out.rows));
+  for (int64_t col = 0; col < out.cols; col += kStrip) {
+    const int64_t count = std::min(kStrip, out.cols - col);
+    to_floats(info, dtype, col * out.rows, count * out.rows, strip.data());
+    for (int64_t row = 0; row < out.rows; ++row) {
+      for (int64_t i = 0; i < count; ++i) out(row, col + i) = strip[i * out.rows + row];
+    }
+  }
+}
+
+bool equals_floats(const TensorInfo& info, std::span<const float> values) {
+  const DType dtype = float_dtype(info.dtype);
+  std::vector<float> piece(kPiece);
+  for (int64_t begin = 0; begin < std::ssize(values); begin += kPiece) {
+    const int64_t count = std::min(kPiece, std::ssize(values) - begin);
+    to_floats(info, dtype, begin, count, piece.data());
+    // Bits, so that a NaN equals itself.
+    if (std::memcmp(piece.data(), &values[begin], static_cast<size_t>(count) * sizeof(float)) != 0)
+      return false;
+  }
+  return true;
+}
+
+void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink) {
+  Encoder encoder(dtype, sink);
+  const std::span<const float> all(values.data, static_cast<size_t>(values.rows * values.cols));
+  for (size_t begin = 0; begin < all.size(); begin += kPiece) {
+    encoder.send(all.subspan(begin, std::min<size_t>(kPiece, all.size() - begin)));
+  }
+}
+
+void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink) {
+  Encoder encoder(dtype, sink);
+  std::vector<float> strip(static_cast<size_t>(kStrip * values.rows));
+  for (int64_t col = 0; col < values.cols; col += kStrip) {
+    const int64_t count = std::min(kStrip, values.cols - col);
+    for (int64_t row = 0; row < values.rows; ++row) {
+      for (int64_t i = 0; i < count; ++i) strip[i * values.rows + row] = values(row, col + i);
+    }
+    encoder.send({strip.data(), static_cast<size_t>(count * values.rows)});
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Values of stored tensors to f32 matrices and back, as they are or transposed.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "twell/base/dtype.h"
+#include "twell/base/matrix.h"
+#include "twell/model/safetensors.h"
+
+namespace twell {
+
+using ByteSink = std::function<void(std::span<const std::byte>)>;
+
+// InputError unless the tensor is F32, F16 or BF16.
+void require_float(const TensorInfo& info, const std::string& source);
+
+// out [rows, cols], contiguous, from a tensor of as many values in the same order...
+void read_rows(const TensorInfo& info, MatrixF out);
+// ...or stored as [cols, rows].
+void read_transposed(const TensorInfo& info, MatrixF out);
+bool equals_floats(const TensorInfo& info, std::span<const float> values);
+
+// Streams values [rows, cols], contiguous, as F32 or BF16, a piece at a time; the second as
+// [cols, rows].
+void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink);
+void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink);
+
+}  // namespace twell

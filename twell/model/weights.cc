@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/weights.h"
+
+#include <algorithm>
+#include <numeric>
+#include <unordered_map>
+#include <utility>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+// Keeps these draws apart from those of other users of the same seed: "init" in ASCII.
+constexpr uint64_t kInitStream = uint64_t{0x696e6974} << 32;
+
+std::string layer_param(int64_t layer, const char* part) {
+  return fmt::format("model.layers.{}.{}.weight", layer, part);
+}
+
+class TableBuilder {
+ public:
+  void matrix(std::string name, int64_t rows, int64_t cols, bool transposed = false) {
+    add({std::move(name), rows, cols, offset_, /*is_vector=*/false, transposed});
+  }
+  void vector(std::string name, int64_t size) {
+    add({std::move(name), 1, size, offset_, /*is_vector=*/true, /*transposed=*/false});
+  }
+  std::vector<ParamSpec> take() { return std::move(table_); }
+
+ private:
+  void add(ParamSpec spec) {
+    offset_ += spec.size();
+    table_.push_back(std::move(spec));
+  }
+  std::vector<ParamSpec> table_;
+  int64_t offset_ = 0;
+};
+
+// Finds parameters of one flat buffer by name.
+template <typename T>
+class Views {
+ public:
+  Views(const std::vector<ParamSpec>& table, T* flat) : flat_(flat) {
+    for (const ParamSpec& spec : table) specs_.emplace(spec.name, &spec);
+  }
+  Matrix<T> matrix(const std::string& name) const {
+    const ParamSpec& spec = *specs_.at(name);
+    return {flat_ + spec.offset, spec.rows, spec.cols};
+  }
+  T* vector(const std::string& name) const { return flat_ + specs_.at(name)->offset; }
+
+ private:
+  T* flat_;
+  std::unordered_map<std::string, const ParamSpec*> specs_;
+};
+
+template <typename T>
+LayerMatrices<T> layer_matrices(const ModelConfig& config, const Views<T>& views, int64_t layer) {
+  const auto matrix = [&](const char* part) { return views.matrix(layer_param(layer, part)); };
+  LayerMatrices<T> out;
+  out.attention_norm = views.vector(layer_param(layer, "input_layernorm"));
+  out.w_q = matrix("self_attn.q_proj");
+  out.w_k = matrix("self_attn.k_proj");
+  out.w_v = matrix("self_attn.v_proj");
+  out.w_qkv = {out.w_q.data, config.q_width() + 2 * config.kv_width(), config.width};
+  out.w_o = matrix("self_attn.o_proj");
+  out.ffn_norm = views.vector(layer_param(layer, "post_attention_layernorm"));
+  if (config.gated) out.ffn.w_gate = matrix("mlp.gate_proj");
+  out.ffn.w_up = matrix("mlp.up_proj");
+  out.ffn.w_down = matrix("mlp.down_proj");
+  return out;
+}
+
+}  // namespace
+
+std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
+  const int64_t width = config.width;
+  TableBuilder table;
+  table.matrix("model.embed_tokens.weight", config.vocab_size, width);
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    const auto name = [layer](const char* part) { return layer_param(layer, part); };
+    table.vector(name("input_layernorm"), width);
+    // These three stay adjacent: w_qkv views them as one matrix.
+    table.matrix(name("self_attn.q_proj"), config.q_width(), width);
+    table.matrix(name("self_attn.k_proj"), config.kv_width(), width);
+    table.matrix(name("self_attn.v_proj"), config.kv_width(), width);
+    table.matrix(name("self_attn.o_proj"), width, config.q_width());
+    table.vector(name("post_attention_layernorm"), width);
+    if (config.gated) table.matrix(name("mlp.gate_proj"), config.ffn, width);
+    table.matrix(name("mlp.up_proj"), config.ffn, width);
+    table.matrix(name("mlp.down_proj"), config.ffn, width, /*transposed=*/true);
+  }
+  table.vector("model.norm.weight", width);
+  if (!config.tied_embeddings) table.matrix("lm_head.weight", config.vocab_size, width);
+  return table.take();
+}
+
+template <typename T>
+ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat) {
+  const std::vector<ParamSpec> table = parameter_table(config);
+  const Views<T> views(table, flat);
+  ModelMatrices<T> out;
+  out.embedding = views.matrix("model.embed_tokens.weight");
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    out.layers.push_back(layer_matrices(config, views, layer));
+  }
+  out.final_norm = views.vector("model.norm.weight");
+  out.head = config.tied_embeddings ? out.embedding : views.matrix("lm_head.weight");
+  return out;
+}
+template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
+template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
+
+Model::Model(const ModelConfig& config_in)
+    : config((config_in.validate(), config_in)),
+      table(parameter_table(config)),
+      flat(config.parameter_count()),
+      weights(model_matrices<const float>(config, flat.data())) {}
+
+void init_weights(Context& ctx, Model& model, uint64_t seed) {
+  constexpr int64_t kGrain = 4096;  // a draw costs tens of nanoseconds
+  const float std = static_cast<float>(model.config.init_std);
+  for (size_t param = 0; param < model.table.size(); ++param) {
+    const ParamSpec& spec = model.table[param];
+    float* values = model.flat.data() + spec.offset;
+    if (spec.is_vector) {
+      std::fill_n(values, spec.size(), 1.0f);
+      continue;
+    }
+    ctx.parallel_for(spec.size(), kGrain, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) {
+        values[i] = std * normal(seed, kInitStream + param, static_cast<uint64_t>(i));
+      }
+    });
+  }
+}
+
+}  // namespace twell
