@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell bench forward: a whole model, dense against sparse, on the same tokens in one run.
+#include <fmt/core.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/bench.h"
+#include "cli/loading.h"
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+#include "twell/infer/forward_comparison.h"
+
+namespace twell::cli {
+namespace {
+
+struct BenchForwardArguments {
+  ForwardComparisonOptions comparison;
+  TextOptions text;
+  std::string preset;
+  std::string ffn = "auto";
+  std::filesystem::path jsonl;
+};
+
+struct Subject {
+  std::unique_ptr<Model> model;
+  std::vector<int32_t> ids;
+  std::string description;
+};
+
+// A preset has random weights: about half of its neurons fire, so it says what dense costs.
+Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t seed) {
+  Subject subject;
+  subject.model = std::make_unique<Model>(preset_config(arguments.preset));
+  init_weights(ctx, *subject.model, seed);
+  const ModelConfig& config = subject.model->config;
+  const int64_t length =
+      arguments.comparison.length == 0 ? config.context : arguments.comparison.length;
+  subject.ids.resize(static_cast<size_t>(arguments.comparison.sequences * length));
+  constexpr uint64_t kStream = 0x62656e6368;  // apart from the streams of the weights
+  for (size_t i = 0; i < subject.ids.size(); ++i) {
+    subject.ids[i] = static_cast<int32_t>(
+        uniform_below(seed, kStream, i, static_cast<uint64_t>(config.vocab_size)));
+  }
+  subject.description = fmt::format("preset {}, random weights and tokens", arguments.preset);
+  return subject;
+}
+
+Subject trained(const CommonOptions& common, const BenchForwardArguments& arguments) {
+  LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+  Subject subject{.model = std::move(loaded.model), .ids = {}, .description = {}};
+  const int64_t context = subject.model->config.context;
+  const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
+  const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
+  for_each_piece(common, arguments.text, loaded.tokenizer, 0, [&](const TextPiece& piece) {
+    subject.ids.insert(subject.ids.end(), piece.ids.begin(), piece.ids.end());
+    return subject.ids.size() < wanted;
+  });
+  TWELL_REQUIRE(subject.ids.size() >= wanted,
+                "the text has {} tokens, {} sequences of {} need {}: give more text or lower "
+                "--batch or --seq",
+                subject.ids.size(), arguments.comparison.sequences, length, wanted);
+  subject.ids.resize(wanted);
+  subject.description = fmt::format("checkpoint {}", common.checkpoint.string());
+  return subject;
+}
+
+void print_row(const char* name, const Timing& dense, const Timing& sparse, int64_t tokens) {
+  const auto rate = [tokens](double seconds) { return static_cast<double>(tokens) / seconds; };
+  fmt::print(
+      "{:<14} {:>11.0f} {:>11.0f} {:>8.2f}x   {:.1f} [{:.1f}, {:.1f}] | {:.1f} [{:.1f}, "
+      "{:.1f}]\n",
+      name, rate(dense.median), rate(sparse.median), dense.median / sparse.median,
+      dense.median * 1e3, dense.p10 * 1e3, dense.p90 * 1e3, sparse.median * 1e3, sparse.p10 * 1e3,
+      sparse.p90 * 1e3);
+}
+
+void print_table(const ForwardComparison& result, const Subject& subject, int threads) {
+  fmt::print("{} on {} ({} threads), {} tokens a run\n", subject.description, cpu_name(), threads,
+             result.tokens);
+  fmt::print("{:<14} {:>11} {:>11} {:>9}   {}\n", "", "dense tok/s", "sparse", "ratio",
+             "ms dense [p10, p90] | sparse [p10, p90]");
+  print_row("layers", result.dense_body, result.sparse_body, result.tokens);
+  print_row("with logits", result.dense_full, result.sparse_full, result.tokens);
+  fmt::print("largest |logit| {:.3f}, largest difference {:.3g}\n", result.max_abs_logit,
+             result.max_abs_logit_diff);
+  fmt::print("{:>5} {:>11} {:>9}  {:<11} {}\n", "layer", "active/tok", "density", "execution",
+             "reason");
+  for (size_t i = 0; i < result.layers.size(); ++i) {
+    const LayerComparison& layer = result.layers[i];
+    fmt::print("{:>5} {:>11.1f} {:>8.2f}%  {:<11} {}\n", i, layer.nnz_per_token,
+               100.0 * layer.nnz_per_token / static_cast<double>(subject.model->config.ffn),
+               ffn_execution_name(layer.execution), layer.reason);
+  }
+}
+
+nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, int threads) {
+  const auto timing = [&](const Timing& t) {
+    return nlohmann::json{{"tokens_per_s", static_cast<double>(result.tokens) / t.median},
+                          {"median_s", t.median},
+                          {"p10_s", t.p10},
+                          {"p90_s", t.p90}};
+  };
+  nlohmann::json row = machine_json(threads);
+  row["bench"] = "forward";
+  row["subject"] = subject.description;
+  row["tokens"] = result.tokens;
+  row["ffn"] = subject.model->config.ffn;
+  row["dense"] = {{"layers", timing(result.dense_body)}, {"full", timing(result.dense_full)}};
+  row["sparse"] = {{"layers", timing(result.sparse_body)}, {"full", timing(result.sparse_full)}};
+  row["max_abs_logit"] = result.max_abs_logit;
+  row["max_abs_logit_diff"] = result.max_abs_logit_diff;
+  for (const LayerComparison& layer : result.layers) {
+    row["per_layer"].push_back({{"nnz_per_token", layer.nnz_per_token},
+                                {"execution", ffn_execution_name(layer.execution)},
+                                {"reason", layer.reason}});
+  }
+  return row;
+}
+
+int run_bench_forward(const CommonOptions& common, BenchForwardArguments& arguments) {
+  arguments.comparison.sparse = parse_ffn_policy(arguments.ffn);
+  TWELL_REQUIRE(common.checkpoint.empty() != arguments.preset.empty(),
+                "bench forward needs either --checkpoint DIR or --preset NAME");
+  TWELL_REQUIRE(arguments.comparison.sequences > 0 && arguments.comparison.sequences <= 1 << 16,
+                "--batch must be 1 to 65536 sequences, got {}", arguments.comparison.sequences);
+  TWELL_REQUIRE(arguments.comparison.length >= 0, "--seq must be positive, got {}",
+                arguments.comparison.length);
+  Context ctx(common.threads);
+  const Subject subject = arguments.preset.empty() ? trained(common, arguments)
+                                                   : untrained(ctx, arguments, common.seed);
+  const ForwardComparison result =
+      compare_forward(ctx, *subject.model, subject.ids, arguments.comparison);
+  print_table(result, subject, ctx.threads());
+  append_jsonl(arguments.jsonl, to_json(result, subject, ctx.threads()));
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_bench_forward_command(CLI::App& bench, CommonOptions& common) {
+  auto arguments = std::make_shared<BenchForwardArguments>();
+  CLI::App& command =
+      add_command(bench, common, "forward", "Forward of a whole model",
+                  [&common, arguments] { return run_bench_forward(common, *arguments); });
+  add_checkpoint_option(command, common)->required(false);
+  command
+      .add_option("--preset", arguments->preset,
+                  "A preset with random weights instead of a checkpoint: shows the dense cost only")
+      ->type_name("NAME");
+  add_text_options(command, common, arguments->text);
+  command.add_option("--batch", arguments->comparison.sequences, "Sequences per run")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--seq", arguments->comparison.length,
+                  "Tokens per sequence; 0: the model's context")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--repeats", arguments->comparison.repeats, "Timed runs of each, in turn")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--ffn", arguments->ffn,
+                  "Execution to compare with dense: auto, row-fused, tile-union, dense")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command
+      .add_option("--jsonl", arguments->jsonl, "Append the result as one JSON line to this file")
+      ->type_name("FILE");
+  add_compute_options(command, common);
+  command.footer(
+      "Example:\n  twell bench forward --checkpoint runs/first/checkpoint --shards "
+      "runs/first/shards");
+}
+
+}  // namespace twell::cli

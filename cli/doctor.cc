@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell doctor: what this machine offers, and whether the build can use it.
+#include <dnnl_version.h>
+#include <fmt/core.h>
+#include <hwy/targets.h>
+#include <sys/sysinfo.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/bench.h"
+#include "cli/commands.h"
+#include "cli/doctor_cuda.h"
+#include "twell/base/context.h"
+
+namespace twell::cli {
+namespace {
+
+// The instruction sets Highway will dispatch to here, best first.
+std::vector<std::string> simd_targets() {
+  std::vector<std::string> names;
+  for (int64_t left = hwy::SupportedTargets(); left != 0; left &= left - 1) {
+    names.emplace_back(hwy::TargetName(left & -left));
+  }
+  return names;
+}
+
+nlohmann::json examine() {
+  struct sysinfo memory {};
+  ::sysinfo(&memory);
+  const double gib = static_cast<double>(memory.mem_unit) / (1 << 30);
+  return {{"version", TWELL_VERSION},
+          {"cpu", cpu_name()},
+          {"cores", available_threads()},
+          {"memory_gib", static_cast<double>(memory.totalram) * gib},
+          {"simd", simd_targets()},
+          {"onednn",
+           fmt::format("{}.{}.{}", DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH)},
+          {"cuda", cuda_report()}};
+}
+
+void print(const nlohmann::json& report) {
+  std::string simd;
+  for (const auto& target : report["simd"]) {
+    simd += (simd.empty() ? "" : ", ") + target.get<std::string>();
+  }
+  fmt::print("twell        {}\n", report["version"].get<std::string>());
+  fmt::print("processor    {}\n", report["cpu"].get<std::string>());
+  fmt::print("cores        {}\n", report["cores"].get<int>());
+  fmt::print("memory       {:.1f} GiB\n", report["memory_gib"].get<double>());
+  fmt::print("vector sets  {}\n", simd);
+  fmt::print("oneDNN       {}\n", report["onednn"].get<std::string>());
+  const nlohmann::json& cuda = report["cuda"];
+  fmt::print("CUDA         {}\n", cuda["status"].get<std::string>());
+  for (const auto& device : cuda["devices"]) {
+    fmt::print("  {}: compute capability {}, {:.1f} GiB\n", device["name"].get<std::string>(),
+               device["compute_capability"].get<std::string>(), device["memory_gib"].get<double>());
+  }
+}
+
+int run_doctor(bool json) {
+  const nlohmann::json report = examine();
+  if (json) {
+    fmt::print("{}\n", report.dump());
+  } else {
+    print(report);
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_doctor_command(CLI::App& app, CommonOptions& common) {
+  auto json = std::make_shared<bool>(false);
+  CLI::App& command =
+      add_command(app, common, "doctor", "What this machine offers and this build can use",
+                  [json] { return run_doctor(*json); });
+  command.add_flag("--json", *json, "Print one JSON object");
+}
+
+}  // namespace twell::cli

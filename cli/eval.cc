@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell eval: cross-entropy, perplexity and bits per byte of a model on a text.
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "cli/loading.h"
+#include "twell/base/error.h"
+#include "twell/infer/evaluate.h"
+
+namespace twell::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct EvalArguments {
+  EvaluateOptions evaluate;
+  TextOptions text;
+  int64_t max_tokens = 0;
+  std::string ffn = "auto";
+  bool json = false;
+};
+
+int run_eval(const CommonOptions& common, EvalArguments& arguments) {
+  arguments.evaluate.ffn = parse_ffn_policy(arguments.ffn);
+  Context ctx(common.threads);
+  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+  Evaluator evaluator(ctx, *loaded.model, arguments.evaluate);
+  const bool live = ::isatty(STDERR_FILENO) != 0;
+  int64_t bytes = 0;
+  const Clock::time_point start = Clock::now();
+  for_each_piece(
+      common, arguments.text, loaded.tokenizer, arguments.max_tokens, [&](const TextPiece& piece) {
+        evaluator.add(piece.ids);
+        bytes += piece.bytes;
+        const Evaluation& so_far = evaluator.so_far();
+        if (live && so_far.tokens > 0) {
+          fmt::print(stderr, "\r{} tokens, CE {:.4f} ", so_far.tokens, so_far.cross_entropy());
+        }
+        return true;
+      });
+  const Evaluation& result = evaluator.finish();
+  if (live) fmt::print(stderr, "\r\x1b[K");
+  TWELL_REQUIRE(result.tokens > 0, "the text is empty: no token to score");
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  double nnz = 0.0;
+  for (const LayerActivity& layer : result.layers) nnz += layer.mean();
+  nnz /= static_cast<double>(result.layers.size());
+
+  if (arguments.json) {
+    const nlohmann::json line = {{"checkpoint", common.checkpoint.string()},
+                                 {"tokens", result.tokens},
+                                 {"bytes", bytes},
+                                 {"cross_entropy", result.cross_entropy()},
+                                 {"perplexity", result.perplexity()},
+                                 {"bits_per_byte", result.bits_per_byte(bytes)},
+                                 {"nnz_per_token_and_layer", nnz},
+                                 {"seconds", seconds}};
+    fmt::print("{}\n", line.dump());
+    return kExitOk;
+  }
+  fmt::print("tokens          {}\n", result.tokens);
+  fmt::print("text bytes      {}\n", bytes);
+  fmt::print("cross-entropy   {:.4f} nats per token\n", result.cross_entropy());
+  fmt::print("perplexity      {:.3f}\n", result.perplexity());
+  fmt::print("bits per byte   {:.4f}\n", result.bits_per_byte(bytes));
+  fmt::print("active neurons  {:.1f} of {} per token and layer\n", nnz, loaded.model->config.ffn);
+  fmt::print("speed           {:.0f} tok/s\n", static_cast<double>(result.tokens) / seconds);
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_eval_command(CLI::App& app, CommonOptions& common) {
+  auto arguments = std::make_shared<EvalArguments>();
+  CLI::App& command = add_command(app, common, "eval", "Cross-entropy of a model on a text",
+                                  [&common, arguments] { return run_eval(common, *arguments); });
+  add_checkpoint_option(command, common);
+  add_text_options(command, common, arguments->text);
+  command
+      .add_option("--length", arguments->evaluate.length,
+                  "Tokens a window sees at most; 0: the model's context")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--stride", arguments->evaluate.stride,
+                  "New tokens per window; 0: windows do not overlap. Smaller is slower and gives "
+                  "every token more context")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--max-tokens", arguments->max_tokens, "Stop after this many tokens; 0: all")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--ffn", arguments->ffn,
+                  "Execution of the FFN layers: auto, dense, row-fused, tile-union")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_flag("--json", arguments->json, "Print one JSON object");
+  add_compute_options(command, common);
+  command.footer(
+      "Bits per byte count the text's own bytes, so that models with different tokenizers "
+      "compare.\n\nExample:\n  twell eval --checkpoint runs/first/checkpoint --data book.txt");
+}
+
+}  // namespace twell::cli

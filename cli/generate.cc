@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell generate: text from a prompt, streamed.
+#include <fmt/core.h>
+
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "cli/interrupt.h"
+#include "cli/loading.h"
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/infer/generate.h"
+
+namespace twell::cli {
+namespace {
+
+struct GenerateArguments {
+  GenerateOptions generate;
+  std::filesystem::path prompt_file;
+  std::string ffn = "auto";
+  bool quiet = false;
+  bool json = false;
+};
+
+void print_json(const Generation& generation, const std::string& prompt) {
+  const nlohmann::json line = {{"prompt", prompt},
+                               {"text", generation.text},
+                               {"prompt_tokens", generation.prompt_tokens},
+                               {"tokens", generation.ids.size()},
+                               {"stop", stop_reason_name(generation.reason)},
+                               {"prefill_s", generation.prefill_seconds},
+                               {"decode_s", generation.decode_seconds}};
+  fmt::print("{}\n", line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+void print_summary(const Generation& generation, const Session& session) {
+  double nnz = 0.0;
+  for (const FfnPlan& plan : session.state().ffn_plans) nnz += plan.nnz_per_token();
+  const auto layers = static_cast<double>(session.state().ffn_plans.size());
+  const double tokens = static_cast<double>(generation.ids.size());
+  fmt::print(stderr,
+             "[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; "
+             "{:.1f} of {} FFN neurons active per token and layer]\n",
+             generation.ids.size(), tokens / generation.decode_seconds, generation.prompt_tokens,
+             static_cast<double>(generation.prompt_tokens) / generation.prefill_seconds,
+             stop_reason_name(generation.reason), nnz / layers, session.model().config.ffn);
+}
+
+int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
+  const std::string prompt =
+      arguments.prompt_file.empty() ? common.prompt : read_file(arguments.prompt_file);
+  arguments.generate.sampler.seed = common.seed;
+  arguments.generate.sampler.validate();
+  const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
+
+  Context ctx(common.threads);
+  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+  Session session(ctx, *loaded.model, {.ffn = policy});
+  const InterruptGuard interrupt;
+  arguments.generate.cancel = &interrupt.requested();
+  if (!arguments.json) {
+    fmt::print("{}", prompt);
+    std::fflush(stdout);
+    arguments.generate.on_text = [](std::string_view text) {
+      fmt::print("{}", text);
+      std::fflush(stdout);
+    };
+  }
+  const Generation generation = generate(session, loaded.tokenizer, prompt, arguments.generate);
+  if (arguments.json) {
+    print_json(generation, prompt);
+  } else {
+    fmt::print("\n");
+    if (!arguments.quiet) print_summary(generation, session);
+  }
+  return generation.reason == StopReason::kCancelled ? kExitInterrupted : kExitOk;
+}
+
+}  // namespace
+
+void add_generate_command(CLI::App& app, CommonOptions& common) {
+  auto arguments = std::make_shared<GenerateArguments>();
+  CLI::App& command =
+      add_command(app, common, "generate", "Continue a prompt with a trained model",
+                  [&common, arguments] { return run_generate(common, *arguments); });
+  add_checkpoint_option(command, common);
+  CLI::Option* prompt = add_prompt_option(command, common);
+  command.add_option("--prompt-file", arguments->prompt_file, "Read the prompt from a file")
+      ->type_name("PATH")
+      ->excludes(prompt);
+  GenerateOptions& options = arguments->generate;
+  command.add_option("--max-tokens", options.max_tokens, "New tokens at most")
+      ->type_name("N")
+      ->capture_default_str();
+  const std::string sampling = "Sampling";
+  command
+      .add_option("--temperature", options.sampler.temperature,
+                  "Softmax temperature; 0 takes the most likely token every time")
+      ->type_name("X")
+      ->capture_default_str()
+      ->group(sampling);
+  command
+      .add_option("--top-k", options.sampler.top_k, "Keep the k most likely tokens; 0: all of them")
+      ->type_name("K")
+      ->capture_default_str()
+      ->group(sampling);
+  command
+      .add_option("--top-p", options.sampler.top_p,
+                  "Keep the most likely tokens that together hold this share of probability")
+      ->type_name("P")
+      ->capture_default_str()
+      ->group(sampling);
+  command
+      .add_option("--min-p", options.sampler.min_p,
+                  "Drop tokens less likely than this times the most likely one")
+      ->type_name("P")
+      ->capture_default_str()
+      ->group(sampling);
+  command.add_option("--stop", options.stop_strings, "Stop before this text; repeatable")
+      ->type_name("TEXT")
+      ->allow_extra_args(false);
+  command
+      .add_option("--ffn", arguments->ffn,
+                  "Execution of the FFN layers: auto, dense, row-fused, tile-union")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command.add_flag("--json", arguments->json, "Print one JSON object instead of the text");
+  command.add_flag("--quiet", arguments->quiet, "Leave out the line of figures at the end");
+  add_compute_options(command, common);
+  command.footer(
+      "Example:\n  twell generate --checkpoint runs/first/checkpoint --prompt 'The ' "
+      "--temperature 0.8 --top-p 0.95 --max-tokens 100");
+}
+
+}  // namespace twell::cli

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/loading.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/data/shards.h"
+#include "twell/data/text_source.h"
+#include "twell/model/checkpoint.h"
+
+namespace twell::cli {
+namespace {
+
+// Long enough that the context lost at a cut does not matter, short enough to keep in memory.
+constexpr int64_t kShardPiece = int64_t{1} << 16;
+
+// Limits ids to the tokens that are left, and takes them off.
+bool take(std::vector<int32_t>& ids, int64_t& left) {
+  if (std::ssize(ids) - 1 >= left) {
+    ids.resize(static_cast<size_t>(left) + 1);
+    left = 0;
+    return false;
+  }
+  left -= std::ssize(ids) - 1;
+  return true;
+}
+
+int64_t text_bytes(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) {
+  int64_t bytes = 0;
+  for (size_t i = 1; i < ids.size(); ++i) {
+    if (!tokenizer.is_special(ids[i])) bytes += std::ssize(tokenizer.token_bytes(ids[i]));
+  }
+  return bytes;
+}
+
+void pieces_of_shards(const TextOptions& text, const Tokenizer& tokenizer, int64_t left,
+                      const std::function<bool(const TextPiece&)>& use) {
+  const ShardSet shards(text.shards, tokenizer);
+  const int64_t total = shards.tokens(Split::kValidation);
+  for (int64_t begin = 0; begin + 1 < total && left > 0; begin += kShardPiece) {
+    TextPiece piece;
+    piece.ids.resize(static_cast<size_t>(std::min(kShardPiece + 1, total - begin)));
+    shards.read(Split::kValidation, begin, piece.ids);
+    take(piece.ids, left);
+    piece.bytes = text_bytes(tokenizer, piece.ids);
+    if (!use(piece)) return;
+  }
+}
+
+void pieces_of_files(const CommonOptions& common, const TextOptions& text,
+                     const Tokenizer& tokenizer, int64_t left,
+                     const std::function<bool(const TextPiece&)>& use) {
+  TextSourceOptions options;
+  options.paths = common.data;
+  options.json_field = text.json_field;
+  options.bad_file = text.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
+  options.log = [](LogLevel, std::string_view message) {
+    fmt::print(stderr, "twell: {}\n", message);
+  };
+  TextSource source(options);
+  std::string document;
+  while (left > 0 && source.next(document)) {
+    TextPiece piece;
+    const int32_t eos = tokenizer.eos_token();
+    if (eos >= 0) piece.ids.push_back(eos);
+    tokenizer.encode(document, piece.ids, false);
+    if (piece.ids.size() < 2) continue;
+    const bool whole = take(piece.ids, left);
+    // Without an end-of-text token the first token of the text is context only.
+    piece.bytes = whole && eos >= 0 ? std::ssize(document) : text_bytes(tokenizer, piece.ids);
+    if (!use(piece)) return;
+  }
+}
+
+}  // namespace
+
+LoadedCheckpoint load_checkpoint(const std::filesystem::path& folder) {
+  LoadedCheckpoint loaded{load_model(folder), Tokenizer::load(folder / "tokenizer.json")};
+  TWELL_REQUIRE(loaded.tokenizer.vocab_size() <= loaded.model->config.vocab_size,
+                "{}: tokenizer.json has {} tokens, but the model only {} (config.json vocab_size)",
+                folder.string(), loaded.tokenizer.vocab_size(), loaded.model->config.vocab_size);
+  return loaded;
+}
+
+void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& text) {
+  CLI::Option* data = add_data_option(
+      command, common,
+      "Text to run on: files and folders (.txt, .jsonl, .gz, .xz, .zst); repeatable");
+  command
+      .add_option("--shards", text.shards,
+                  "Run on the held-out split of a folder of token shards instead")
+      ->type_name("DIR")
+      ->excludes(data);
+  command.add_option("--json-field", text.json_field, "Field of a .jsonl line that holds the text")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command
+      .add_option("--bad-files", text.bad_files,
+                  "What to do with unreadable, binary or non-UTF-8 files: error or skip")
+      ->check(CLI::IsMember({"error", "skip"}))
+      ->type_name("MODE")
+      ->capture_default_str();
+}
+
+void for_each_piece(const CommonOptions& common, const TextOptions& text,
+                    const Tokenizer& tokenizer, int64_t max_tokens,
+                    const std::function<bool(const TextPiece&)>& use) {
+  TWELL_REQUIRE(!common.data.empty() || !text.shards.empty(),
+                "no text given: use --data PATH or --shards DIR");
+  TWELL_REQUIRE(max_tokens >= 0, "--max-tokens must be 0 (all) or positive, got {}", max_tokens);
+  const int64_t left = max_tokens == 0 ? INT64_MAX : max_tokens;
+  if (!text.shards.empty()) {
+    pieces_of_shards(text, tokenizer, left, use);
+  } else {
+    pieces_of_files(common, text, tokenizer, left, use);
+  }
+}
+
+}  // namespace twell::cli

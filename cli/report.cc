@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell report: one page and one JSON object about a training run, from the files it left behind.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/commands.h"
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/model/checkpoint.h"
+
+namespace twell::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr int64_t kTableRows = 12;
+
+std::vector<json> read_jsonl(const fs::path& path) {
+  std::ifstream file(path);
+  TWELL_REQUIRE(file.good(), "cannot open {}", path.string());
+  std::vector<json> rows;
+  for (std::string line; std::getline(file, line);) {
+    rows.push_back(json::parse(line, nullptr, false));
+    TWELL_REQUIRE(rows.back().is_object(), "{} line {} is not a JSON object", path.string(),
+                  rows.size());
+  }
+  return rows;
+}
+
+// The rows that a validation belongs to.
+std::vector<json> validated(const std::vector<json>& rows) {
+  std::vector<json> result;
+  for (const json& row : rows) {
+    if (row.contains("val_ce")) result.push_back(row);
+  }
+  return result;
+}
+
+json make_report(const fs::path& run, const std::vector<json>& metrics, const json& bench) {
+  const std::vector<json> validations = validated(metrics);
+  TWELL_REQUIRE(!validations.empty() && metrics.back().contains("layers"),
+                "{}: metrics.jsonl holds no finished step with a validation", run.string());
+  const fs::path checkpoint = run / "checkpoint";
+  const ModelConfig config = load_config(checkpoint);
+  json nnz = json::array();
+  json dead = json::array();
+  for (const json& layer : metrics.back()["layers"]) {
+    nnz.push_back(layer.at("nnz"));
+    dead.push_back(layer.at("dead_share"));
+  }
+  json report = {{"checkpoint", checkpoint.string()},
+                 {"parameters", config.parameter_count()},
+                 {"layers", config.layers},
+                 {"ffn", config.ffn},
+                 {"steps", metrics.back().at("step")},
+                 {"tokens", metrics.back().at("tokens")},
+                 {"val_ce_first", validations.front().at("val_ce")},
+                 {"val_ce_last", validations.back().at("val_ce")},
+                 {"nnz_per_layer", nnz},
+                 {"dead_share_per_layer", dead}};
+  if (!bench.is_null()) {
+    const auto rate = [&](const char* execution, const char* part) {
+      return bench.at(execution).at(part).at("tokens_per_s");
+    };
+    report["dense_tokens_per_s"] = rate("dense", "full");
+    report["sparse_tokens_per_s"] = rate("sparse", "full");
+    report["dense_layers_tokens_per_s"] = rate("dense", "layers");
+    report["sparse_layers_tokens_per_s"] = rate("sparse", "layers");
+    report["max_abs_logit_diff"] = bench.at("max_abs_logit_diff");
+    report["cpu"] = bench.at("cpu");
+    report["threads"] = bench.at("threads");
+  }
+  return report;
+}
+
+// A dozen evenly spaced rows of the run: how the loss and the activity fell.
+void print_course(const std::vector<json>& metrics) {
+  fmt::print("{:>8} {:>10} {:>9} {:>9} {:>12} {:>7}\n", "step", "tokens", "CE", "val CE",
+             "active/tok", "dead");
+  std::vector<json> rows = validated(metrics);
+  std::erase_if(rows, [](const json& row) { return !row.contains("ce"); });
+  const int64_t count = std::ssize(rows);
+  const int64_t shown = std::min(count, kTableRows);
+  for (int64_t i = 0; i < shown; ++i) {
+    const json& row = rows[static_cast<size_t>(shown == 1 ? 0 : i * (count - 1) / (shown - 1))];
+    fmt::print("{:>8} {:>10} {:>9.4f} {:>9.4f} {:>12.1f} {:>6.1f}%\n", row["step"].get<int64_t>(),
+               row["tokens"].get<int64_t>(), row["ce"].get<double>(), row["val_ce"].get<double>(),
+               row["nnz"].get<double>(), 100.0 * row["dead_share"].get<double>());
+  }
+}
+
+void print_report(const json& report) {
+  fmt::print("\nvalidation CE          {:.4f} -> {:.4f} nats per token\n",
+             report["val_ce_first"].get<double>(), report["val_ce_last"].get<double>());
+  fmt::print("active of {} neurons ", report["ffn"].get<int64_t>());
+  for (const json& nnz : report["nnz_per_layer"]) fmt::print(" {:.1f}", nnz.get<double>());
+  fmt::print("  (per layer)\n");
+  if (report.contains("dense_tokens_per_s")) {
+    const double dense = report["dense_tokens_per_s"];
+    const double sparse = report["sparse_tokens_per_s"];
+    fmt::print("forward                dense {:.0f} tok/s, sparse {:.0f} tok/s: {:.2f}x\n", dense,
+               sparse, sparse / dense);
+    fmt::print("largest logit change   {:.3g}\n", report["max_abs_logit_diff"].get<double>());
+  }
+  fmt::print("checkpoint             {}\n", report["checkpoint"].get<std::string>());
+}
+
+int run_report(const fs::path& run) {
+  TWELL_REQUIRE(fs::is_directory(run), "{} is not the folder of a training run", run.string());
+  const std::vector<json> metrics = read_jsonl(run / "metrics.jsonl");
+  const std::vector<json> bench =
+      fs::exists(run / "bench.jsonl") ? read_jsonl(run / "bench.jsonl") : std::vector<json>{};
+  TWELL_REQUIRE(!metrics.empty(), "{} is empty: the run has not begun",
+                (run / "metrics.jsonl").string());
+  json report;
+  try {
+    report = make_report(run, metrics, bench.empty() ? json() : bench.back());
+  } catch (const json::exception& error) {
+    throw InputError(
+        fmt::format("{}: metrics.jsonl or bench.jsonl is not as this version writes "
+                    "it: {}",
+                    run.string(), error.what()));
+  }
+  write_file_atomic(run / "report.json", report.dump(2) + "\n");
+  print_course(metrics);
+  print_report(report);
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_report_command(CLI::App& app, CommonOptions& common) {
+  CLI::App& command =
+      add_command(app, common, "report", "Summary of a training run, as a table and report.json",
+                  [&common] { return run_report(common.out); });
+  add_out_option(command, common, "Folder of the training run")->required();
+  command.footer(
+      "Reads OUT/metrics.jsonl and, where there is one, the last row of OUT/bench.jsonl\n"
+      "(twell bench forward --jsonl OUT/bench.jsonl); writes OUT/report.json.\n\n"
+      "Example:\n  twell report --out runs/first");
+}
+
+}  // namespace twell::cli

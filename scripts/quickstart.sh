@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# From a bare machine to a trained sparse language model: installs what it needs, builds, trains a
+# small model on text every such machine has, and shows what became of it.
+#   scripts/quickstart.sh                 trains on the documentation and headers of this machine
+#   scripts/quickstart.sh --data PATH     trains on your text (repeatable)
+#   scripts/quickstart.sh --out DIR       elsewhere than runs/quickstart
+# More options are passed on to `twell train` (for example --steps 2000). A run that was interrupted
+# is continued; a finished one is only examined again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=runs/quickstart
+data=()
+train=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --data | --out)
+      [[ $# -ge 2 ]] || { echo "quickstart: $1 needs a value" >&2; exit 2; }
+      if [[ $1 == --data ]]; then data+=(--data "$2"); else out=$2; fi
+      shift 2
+      ;;
+    -h | --help)
+      sed -n '3,9s/^# \{0,1\}//p' "$0"
+      exit 0
+      ;;
+    *)
+      train+=("$1")
+      shift
+      ;;
+  esac
+done
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "install and build"
+scripts/setup.sh
+[[ -f build/release/build.ninja ]] || cmake --preset release >/dev/null
+cmake --build --preset release
+twell=build/release/twell
+
+if [[ ${#data[@]} == 0 ]]; then
+  # Text that comes with the build tools: C and C++ headers, licences, Perl and Python sources.
+  for folder in /usr/include /usr/share/perl /usr/share/doc /usr/lib/python3; do
+    [[ -d $folder ]] && data+=(--data "$folder")
+  done
+fi
+
+step "train"
+resume=()
+[[ -e $out/options.json ]] && resume=(--resume)
+"$twell" train --preset tiny "${data[@]}" --bad-files skip --max-data-bytes 50000000 \
+  --out "$out" "${resume[@]}" "${train[@]}"
+
+step "inspect: what fires, on held-out text"
+"$twell" inspect --checkpoint "$out/checkpoint" --shards "$out/shards"
+
+step "evaluate on held-out text"
+"$twell" eval --checkpoint "$out/checkpoint" --shards "$out/shards"
+
+step "dense against sparse, on held-out text"
+"$twell" bench forward --checkpoint "$out/checkpoint" --shards "$out/shards" \
+  --jsonl "$out/bench.jsonl"
+
+step "generate"
+"$twell" generate --checkpoint "$out/checkpoint" --prompt '#include <' --max-tokens 120 \
+  --temperature 0.7 --top-p 0.95 --seed 1
+
+step "report ($out/report.json)"
+"$twell" report --out "$out"
