@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix product C = op(A) op(B) + beta * C, float32, row-major, through oneDNN.
+// Matrix product C = op(A) op(B) + beta * C, float32, row-major: through oneDNN, and through a
+// kernel of row products for the few rows of a decoding step.
 //   op(A) [M, K], op(B) [K, N], C [M, N]; strides are honoured.
 // A linear layer with weight W [out, in] is y = x W^T: trans_b on W; its backward is
 // dx = dy W and dW += dy^T x.

@@ -64,9 +64,9 @@ void check(const Case& c, int threads) {
 }
 
 TEST(Matmul, RaggedShapes) {
-  const int64_t shapes[][3] = {{1, 1, 1},    {1, 33, 65},  {1, 300, 128}, {2, 65, 31},
-                               {3, 16, 200}, {7, 129, 64}, {16, 48, 17},  {17, 1, 33},
-                               {33, 65, 1},  {64, 64, 64}, {127, 129, 65}};
+  const int64_t shapes[][3] = {{1, 1, 1},    {1, 33, 65}, {1, 300, 128}, {2, 65, 31},
+                               {3, 16, 200}, {4, 9, 3},   {7, 129, 64},  {16, 48, 17},
+                               {17, 1, 33},  {33, 65, 1}, {64, 64, 64},  {127, 129, 65}};
   for (const auto& [m, n, k] : shapes) {
     for (const int transposes : {0, 1, 2, 3}) {
       for (const float beta : {0.0f, 1.0f}) {
