@@ -9,7 +9,7 @@ set -euo pipefail
 packages=(
   g++ cmake ninja-build pkg-config
   libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
-  libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev zlib1g-dev
+  libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libxxhash-dev zlib1g-dev
 )
 if [[ ${1:-} == --test ]]; then
   packages+=(libgtest-dev libgmock-dev python3 python3-venv git)
