@@ -7,6 +7,12 @@
 namespace twell::cli {
 
 void add_train_command(CLI::App& app, CommonOptions& common);
+void add_generate_command(CLI::App& app, CommonOptions& common);
+void add_eval_command(CLI::App& app, CommonOptions& common);
+void add_inspect_command(CLI::App& app, CommonOptions& common);
+void add_bench_command(CLI::App& app, CommonOptions& common);
+void add_report_command(CLI::App& app, CommonOptions& common);
 void add_tokenize_command(CLI::App& app, CommonOptions& common);
+void add_doctor_command(CLI::App& app, CommonOptions& common);
 
 }  // namespace twell::cli

@@ -39,7 +39,13 @@ int run(int argc, char** argv) {
 
   CommonOptions common;
   add_train_command(app, common);
+  add_generate_command(app, common);
+  add_eval_command(app, common);
+  add_inspect_command(app, common);
+  add_bench_command(app, common);
+  add_report_command(app, common);
   add_tokenize_command(app, common);
+  add_doctor_command(app, common);
   app.footer(kFooter);  // after the commands, which would inherit it
 
   try {

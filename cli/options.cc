@@ -72,7 +72,7 @@ void add_compute_options(CLI::App& command, CommonOptions& common) {
 
 CLI::App& add_command(CLI::App& app, CommonOptions& common, const std::string& name,
                       const std::string& description, std::function<int()> run) {
-  CLI::App* command = app.add_subcommand(name, description);
+  CLI::App* command = app.add_subcommand(name, description)->group("Commands");
   command->callback([&common, run = std::move(run)] { common.run = run; });
   return *command;
 }

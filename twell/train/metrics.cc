@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/metrics.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+// Bytes of the leading whole lines whose step is at most `last_step`.
+int64_t valid_prefix(const std::filesystem::path& path, int64_t last_step) {
+  std::ifstream file(path);
+  std::string line;
+  int64_t bytes = 0;
+  while (std::getline(file, line) && !file.eof()) {  // eof: the line has no newline, it is torn
+    const auto json = nlohmann::json::parse(line, nullptr, false);
+    if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer() ||
+        json["step"].get<int64_t>() > last_step) {
+      break;
+    }
+    bytes += static_cast<int64_t>(line.size()) + 1;
+  }
+  return bytes;
+}
+
+std::string scaled(double value, double base, std::initializer_list<const char*> units) {
+  const char* unit = *units.begin();
+  for (const char* next : units) {
+    unit = next;
+    if (value < base) break;
+    if (next != *(units.end() - 1)) value /= base;
+  }
+  const int digits = value < 10 ? 2 : value < 100 ? 1 : 0;
+  return fmt::format("{:.{}f}{}", value, digits, unit);
+}
+
+}  // namespace
+
+double StepMetrics::mean_nnz() const {
+  double sum = 0.0;
+  for (const LayerMetrics& layer : layers) sum += layer.nnz;
+  return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
+}
+
+double StepMetrics::mean_dead_share() const {
+  double sum = 0.0;
+  for (const LayerMetrics& layer : layers) sum += layer.dead_share;
+  return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
+}
+
+nlohmann::json metrics_json(const StepMetrics& metrics) {
+  nlohmann::json json = {{"step", metrics.step}, {"tokens", metrics.tokens}};
+  if (metrics.validation_ce) json["val_ce"] = *metrics.validation_ce;
+  if (metrics.layers.empty()) return json;
+  json["loss"] = metrics.loss();
+  json["ce"] = metrics.ce;
+  json["l1"] = metrics.l1;
+  json["l1_coeff"] = metrics.l1_coeff;
+  json["lr"] = metrics.learning_rate;
+  json["grad_norm"] = metrics.grad_norm;
+  json["nnz"] = metrics.mean_nnz();
+  json["dead_share"] = metrics.mean_dead_share();
+  json["seconds"] = metrics.seconds;
+  json["tokens_per_s"] = metrics.tokens_per_second;
+  for (const LayerMetrics& layer : metrics.layers) {
+    json["layers"].push_back({{"nnz", layer.nnz},
+                              {"max_nnz", layer.max_nnz},
+                              {"tail_rows", layer.tail_rows},
+                              {"l1", layer.l1},
+                              {"dead", layer.dead},
+                              {"dead_share", layer.dead_share},
+                              {"execution", ffn_train_execution_name(layer.execution)}});
+  }
+  return json;
+}
+
+MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t resumed_step)
+    : path_(path) {
+  const int64_t keep = valid_prefix(path, resumed_step);
+  fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  TWELL_REQUIRE(fd_ >= 0 && ::ftruncate(fd_, keep) == 0, "cannot write {}: {}", path.string(),
+                std::strerror(errno));
+}
+
+MetricsWriter::~MetricsWriter() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void MetricsWriter::write(const StepMetrics& metrics) {
+  const std::string line = metrics_json(metrics).dump() + "\n";
+  size_t done = 0;
+  while (done < line.size()) {
+    const ssize_t count = ::write(fd_, line.data() + done, line.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    TWELL_REQUIRE(count >= 0, "cannot write {}: {}", path_.string(), std::strerror(errno));
+    done += static_cast<size_t>(count);
+  }
+}
+
+std::string format_count(double value) { return scaled(value, 1000.0, {"", "k", "M", "G", "T"}); }
+
+std::string format_bytes(double bytes) {
+  return scaled(bytes, 1024.0, {" B", " KiB", " MiB", " GiB", " TiB"});
+}
+
+std::string format_duration(double seconds) {
+  const int64_t total = static_cast<int64_t>(seconds + 0.5);
+  if (total < 60) return fmt::format("{}s", total);
+  if (total < 3600) return fmt::format("{}m{:02}s", total / 60, total % 60);
+  if (total < 86400) return fmt::format("{}h{:02}m", total / 3600, total / 60 % 60);
+  return fmt::format("{}d{:02}h", total / 86400, total / 3600 % 24);
+}
+
+std::string format_progress(const StepMetrics& metrics, int64_t steps,
+                            std::optional<double> validation_ce, double eta_seconds) {
+  std::string line = fmt::format("step {}/{}  {} tok  CE {:.3f}", metrics.step, steps,
+                                 format_count(static_cast<double>(metrics.tokens)), metrics.ce);
+  if (validation_ce) line += fmt::format("  val {:.3f}", *validation_ce);
+  line +=
+      fmt::format("  L1 {:.1f}  nnz {:.1f}  dead {:.0f}%  {} tok/s", metrics.l1, metrics.mean_nnz(),
+                  100.0 * metrics.mean_dead_share(), format_count(metrics.tokens_per_second));
+  if (eta_seconds >= 0) line += "  ETA " + format_duration(eta_seconds);
+  return line;
+}
+
+}  // namespace twell

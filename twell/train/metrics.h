@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a training step measured: metrics.jsonl (one JSON object per step) and the progress line.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "twell/ops/ffn_train/ffn_train.h"
+
+namespace twell {
+
+// One layer over the tokens of one optimizer step.
+struct LayerMetrics {
+  double nnz = 0.0;         // active neurons per token, mean
+  int64_t max_nnz = 0;      // of one token
+  int64_t tail_rows = 0;    // tokens that the hybrid execution kept dense
+  double l1 = 0.0;          // sum over neurons of |h|, mean over tokens
+  int64_t dead = 0;         // neurons that no token activated
+  double dead_share = 0.0;  // of all neurons
+  FfnTrainExecution execution = FfnTrainExecution::kDense;
+};
+
+struct StepMetrics {
+  int64_t step = 0;    // optimizer steps done; 0: before the first
+  int64_t tokens = 0;  // trained on since the start of the run
+  double ce = 0.0;     // nats per token
+  double l1 = 0.0;     // mean of the layers' l1
+  double l1_coeff = 0.0;
+  double learning_rate = 0.0;
+  double grad_norm = 0.0;  // before clipping
+  double seconds = 0.0;    // of this step
+  double tokens_per_second = 0.0;
+  std::vector<LayerMetrics> layers;  // empty before the first step
+  std::optional<double> validation_ce;
+
+  double loss() const { return ce + l1_coeff * l1; }
+  double mean_nnz() const;
+  double mean_dead_share() const;
+};
+
+nlohmann::json metrics_json(const StepMetrics& metrics);
+
+// Appends one line per step. On opening, everything after `resumed_step` is cut off: lines of steps
+// that are about to be done again, and a line torn by a crash.
+class MetricsWriter {
+ public:
+  MetricsWriter(const std::filesystem::path& path, int64_t resumed_step);
+  ~MetricsWriter();
+  MetricsWriter(const MetricsWriter&) = delete;
+  MetricsWriter& operator=(const MetricsWriter&) = delete;
+  void write(const StepMetrics& metrics);
+
+ private:
+  std::filesystem::path path_;
+  int fd_ = -1;
+};
+
+// "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  8.1k tok/s  ETA
+// 3m12s" `validation_ce` is the latest one; eta_seconds < 0 leaves it out.
+std::string format_progress(const StepMetrics& metrics, int64_t steps,
+                            std::optional<double> validation_ce, double eta_seconds);
+std::string format_count(double value);       // 1234567 -> "1.23M"
+std::string format_duration(double seconds);  // 3912 -> "1h05m"
+std::string format_bytes(double bytes);       // 1536 -> "1.50 KiB"
+
+}  // namespace twell

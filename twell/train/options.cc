@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/options.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+// Beyond any run there will be; keeps products of two such numbers inside 64 bits.
+constexpr int64_t kMaxSteps = 1'000'000'000;
+constexpr int64_t kMaxBatchTokens = int64_t{1} << 32;
+
+constexpr int64_t kRecipeBatchTokens = 1'048'576;  // 512 sequences of 2,048 tokens
+constexpr int64_t kRecipeWarmupSteps = 600;
+
+void require_integer(const char* name, int64_t value, int64_t low, int64_t high) {
+  TWELL_REQUIRE(value >= low && value <= high, "{} must be between {} and {}, got {}", name, low,
+                high, value);
+}
+
+// NaN fails both comparisons.
+void require_real(const char* name, double value, double low, double high) {
+  TWELL_REQUIRE(value >= low && value <= high, "{} must be between {} and {}, got {}", name, low,
+                high, value);
+}
+
+void resolve_batch(TrainOptions& options, const ModelConfig& config) {
+  if (options.sequence_length == 0) options.sequence_length = config.context;
+  TWELL_REQUIRE(options.sequence_length >= 1 && options.sequence_length <= config.context,
+                "sequence length {} does not fit the model's context of {} tokens",
+                options.sequence_length, config.context);
+  require_integer("micro-batch", options.micro_batch, 1, 65536);
+  const int64_t micro_tokens = options.micro_batch_tokens();
+  if (options.batch_tokens == 0) options.batch_tokens = micro_tokens;
+  require_integer("batch tokens", options.batch_tokens, 1, kMaxBatchTokens);
+  TWELL_REQUIRE(options.batch_tokens % micro_tokens == 0,
+                "batch tokens {} is not a multiple of a micro-batch: {} sequences of {} tokens "
+                "make {}",
+                options.batch_tokens, options.micro_batch, options.sequence_length, micro_tokens);
+}
+
+void resolve_length(TrainOptions& options) {
+  require_integer("tokens", options.tokens, 0, std::numeric_limits<int64_t>::max() / 2);
+  if (options.tokens > 0) {
+    options.steps = (options.tokens + options.batch_tokens - 1) / options.batch_tokens;
+  }
+  require_integer("steps", options.steps, 1, kMaxSteps);
+  options.tokens = options.steps * options.batch_tokens;
+  if (options.warmup_steps == -1) {
+    options.warmup_steps = std::min(kRecipeWarmupSteps, options.steps / 10);
+  }
+  TWELL_REQUIRE(options.warmup_steps >= 0 && options.warmup_steps < options.steps,
+                "warm-up of {} steps does not fit a run of {} steps", options.warmup_steps,
+                options.steps);
+}
+
+void check_optimizer(const TrainOptions& options) {
+  TWELL_REQUIRE(options.learning_rate > 0 && options.learning_rate <= 10,
+                "learning rate must be above 0 and at most 10, got {}", options.learning_rate);
+  require_real("min lr ratio", options.min_lr_ratio, 0, 1);
+  TWELL_REQUIRE(options.beta1 >= 0 && options.beta1 < 1, "beta1 must be in [0, 1), got {}",
+                options.beta1);
+  TWELL_REQUIRE(options.beta2 >= 0 && options.beta2 < 1, "beta2 must be in [0, 1), got {}",
+                options.beta2);
+  require_real("eps", options.eps, 1e-30, 1);
+  require_real("weight decay", options.weight_decay, 0, 100);
+  require_real("clip norm", options.clip_norm, 0, 1e9);
+}
+
+void check_sparsity(const TrainOptions& options) {
+  require_real("L1 coefficient", options.l1_coeff, 0, 1e6);
+  require_integer("L1 zero steps", options.l1_zero_steps, 0, kMaxSteps);
+  require_integer("L1 ramp steps", options.l1_ramp_steps, 0, kMaxSteps);
+  require_real("reinit strength", options.reinit_strength, 0, 1);
+  require_real("reinit std", options.reinit_std, 0, 100);
+}
+
+}  // namespace
+
+std::string_view l1_reduction_name(L1Reduction reduction) {
+  return reduction == L1Reduction::kSum ? "sum" : "mean";
+}
+
+L1Reduction parse_l1_reduction(std::string_view name) {
+  if (name == "sum") return L1Reduction::kSum;
+  if (name == "mean") return L1Reduction::kMean;
+  throw InputError(fmt::format("unknown L1 reduction '{}'; use sum or mean", name));
+}
+
+TrainOptions preset_train_options(std::string_view preset) {
+  TrainOptions options;
+  const ModelConfig config = preset_config(preset);
+  if (preset == "tiny") return options;
+  // 10,000 steps for the 8-layer model, and as many more for every further 10 layers.
+  options.steps = 10'000 * (1 + (config.layers - 8) / 10);
+  options.batch_tokens = kRecipeBatchTokens;
+  return options;
+}
+
+TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
+  resolve_batch(options, config);
+  resolve_length(options);
+  check_optimizer(options);
+  check_sparsity(options);
+  require_integer("validate every", options.validate_every, 0, kMaxSteps);
+  require_integer("validation sequences", options.validation_sequences, 1, kMaxSteps);
+  require_integer("save every", options.save_every, 0, kMaxSteps);
+  require_integer("keep last", options.keep_last, 1, 1'000'000);
+  return options;
+}
+
+nlohmann::json trajectory_json(const TrainOptions& options) {
+  return {
+      {"sequence-length", options.sequence_length},
+      {"micro-batch", options.micro_batch},
+      {"batch-tokens", options.batch_tokens},
+      {"lr", options.learning_rate},
+      {"min-lr-ratio", options.min_lr_ratio},
+      {"warmup-steps", options.warmup_steps},
+      {"beta1", options.beta1},
+      {"beta2", options.beta2},
+      {"eps", options.eps},
+      {"weight-decay", options.weight_decay},
+      {"clip", options.clip_norm},
+      {"l1", options.l1_coeff},
+      {"l1-reduction", l1_reduction_name(options.l1_reduction)},
+      {"l1-zero-steps", options.l1_zero_steps},
+      {"l1-ramp-steps", options.l1_ramp_steps},
+      {"reinit-dead", options.reinit_dead},
+      {"reinit-strength", options.reinit_strength},
+      {"reinit-std", options.reinit_std},
+      {"ffn-policy", static_cast<int>(options.ffn_policy)},
+      {"seed", options.seed},
+  };
+}
+
+}  // namespace twell

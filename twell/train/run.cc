@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/run.h"
+
+#include <chrono>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/train/tensorboard.h"
+#include "twell/train/trainer.h"
+
+namespace twell {
+namespace {
+
+using Scalars = std::vector<std::pair<std::string, double>>;
+
+Scalars tensorboard_scalars(const StepMetrics& metrics) {
+  Scalars scalars;
+  if (metrics.validation_ce) scalars.emplace_back("loss/validation_ce", *metrics.validation_ce);
+  if (metrics.layers.empty()) return scalars;
+  scalars.insert(scalars.end(), {{"loss/ce", metrics.ce},
+                                 {"loss/l1", metrics.l1},
+                                 {"loss/total", metrics.loss()},
+                                 {"optimizer/learning_rate", metrics.learning_rate},
+                                 {"optimizer/l1_coeff", metrics.l1_coeff},
+                                 {"optimizer/grad_norm", metrics.grad_norm},
+                                 {"speed/tokens_per_s", metrics.tokens_per_second}});
+  for (size_t i = 0; i < metrics.layers.size(); ++i) {
+    scalars.emplace_back(fmt::format("nnz/layer_{:02}", i), metrics.layers[i].nnz);
+    scalars.emplace_back(fmt::format("dead_share/layer_{:02}", i), metrics.layers[i].dead_share);
+  }
+  return scalars;
+}
+
+std::string data_identity(const TrainRun& run) {
+  return fmt::format("{} train + {} validation, tokenizer {}", run.shards.tokens(Split::kTrain),
+                     run.shards.tokens(Split::kValidation), run.tokenizer.hash());
+}
+
+// The state of one call of run_training.
+class Loop {
+ public:
+  Loop(Context& ctx, Model& model, const TrainRun& run)
+      : run_(run),
+        ffn_(model.config.ffn),
+        trainer_(ctx, model, run.shards, run.options, data_identity(run)) {
+    if (run.resume_from) {
+      trainer_.restore(run.resume_from->folder);
+      summary_.checkpoint = run.resume_from->folder;
+      saved_step_ = trainer_.steps_done();
+    }
+    metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), trainer_.steps_done());
+    if (run.tensorboard) {
+      const int64_t first = run.resume_from ? trainer_.steps_done() + 1 : 0;
+      tensorboard_ = std::make_unique<TensorBoardWriter>(run.folder.path() / "tensorboard", first);
+    }
+  }
+
+  TrainSummary run() {
+    const auto start = std::chrono::steady_clock::now();
+    if (trainer_.steps_done() == 0 && run_.options.validate_every > 0) {
+      StepMetrics before;
+      validate(before);
+      report(before);
+    }
+    while (!trainer_.finished() && !run_.stop.load()) step();
+    summary_.interrupted = !trainer_.finished();
+    if (saved_step_ != trainer_.steps_done()) save();
+    summary_.steps_done = trainer_.steps_done();
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    summary_.seconds = elapsed.count();
+    return std::move(summary_);
+  }
+
+ private:
+  void step() {
+    const TrainOptions& options = run_.options;
+    StepMetrics metrics = trainer_.train_step();
+    log_changed_executions(metrics);
+    const bool last = trainer_.finished();
+    if (options.validate_every > 0 && (last || metrics.step % options.validate_every == 0)) {
+      validate(metrics);
+    }
+    report(metrics);
+    if (last || (options.save_every > 0 && metrics.step % options.save_every == 0)) save();
+    summary_.last = std::move(metrics);
+  }
+
+  void validate(StepMetrics& metrics) {
+    metrics.validation_ce = trainer_.validate();
+    if (!summary_.first_validation_ce) summary_.first_validation_ce = metrics.validation_ce;
+    summary_.last_validation_ce = metrics.validation_ce;
+  }
+
+  void report(const StepMetrics& metrics) {
+    metrics_->write(metrics);
+    if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
+    if (!run_.on_progress) return;
+    if (metrics.seconds > 0) {
+      // Exponential average over about the last ten steps.
+      step_seconds_ =
+          step_seconds_ == 0 ? metrics.seconds : 0.9 * step_seconds_ + 0.1 * metrics.seconds;
+    }
+    const double left = static_cast<double>(run_.options.steps - metrics.step);
+    run_.on_progress({metrics, run_.options.steps, summary_.last_validation_ce,
+                      step_seconds_ == 0 ? -1.0 : step_seconds_ * left});
+  }
+
+  void save() {
+    const Checkpoint saved = run_.folder.save(trainer_.steps_done(), run_.options.keep_last,
+                                              [this](const std::filesystem::path& folder) {
+                                                trainer_.save(folder);
+                                                run_.tokenizer.save(folder / "tokenizer.json");
+                                              });
+    saved_step_ = saved.step;
+    summary_.checkpoint = saved.folder;
+  }
+
+  void log_changed_executions(const StepMetrics& metrics) {
+    const std::vector<LayerMetrics>& before = summary_.last.layers;
+    if (!run_.log) return;
+    for (size_t i = 0; i < before.size(); ++i) {
+      const FfnTrainExecution now = metrics.layers[i].execution;
+      if (now == before[i].execution) continue;
+      run_.log(LogLevel::kInfo,
+               fmt::format("layer {}: {} -> {} from step {} on, with {:.1f} of {} neurons active "
+                           "per token",
+                           i, ffn_train_execution_name(before[i].execution),
+                           ffn_train_execution_name(now), metrics.step, before[i].nnz, ffn_));
+    }
+  }
+
+  const TrainRun& run_;
+  int64_t ffn_;
+  Trainer trainer_;
+  std::unique_ptr<MetricsWriter> metrics_;
+  std::unique_ptr<TensorBoardWriter> tensorboard_;
+  TrainSummary summary_;
+  double step_seconds_ = 0.0;
+  int64_t saved_step_ = -1;
+};
+
+}  // namespace
+
+TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run) {
+  try {
+    return Loop(ctx, model, run).run();
+  } catch (const DivergenceError& error) {
+    const std::optional<Checkpoint> good = run.folder.latest();
+    throw InputError(fmt::format(
+        "training diverged: {}; lower the learning rate or lengthen the warm-up ({})", error.what(),
+        good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// A training run from its first step, or the one it was interrupted at, to its last: validation,
+// metrics, checkpoints, and a clean stop.
+#pragma once
+
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <optional>
+
+#include "twell/base/context.h"
+#include "twell/base/log.h"
+#include "twell/data/shards.h"
+#include "twell/data/tokenizer.h"
+#include "twell/model/weights.h"
+#include "twell/train/metrics.h"
+#include "twell/train/options.h"
+#include "twell/train/run_folder.h"
+
+namespace twell {
+
+// Called after every step (and once before the first, when the model is validated first).
+struct Progress {
+  const StepMetrics& metrics;
+  int64_t steps = 0;                    // of the whole run
+  std::optional<double> validation_ce;  // the latest one
+  double eta_seconds = -1.0;            // negative: unknown
+};
+
+struct TrainRun {
+  const TrainOptions& options;  // resolved
+  const Tokenizer& tokenizer;   // saved with every checkpoint
+  const ShardSet& shards;
+  const RunFolder& folder;
+  std::optional<Checkpoint> resume_from;  // the model holds its weights
+  bool tensorboard = false;
+  const std::atomic<bool>& stop;  // once true: finish the step, save, return
+  LogSink log;
+  std::function<void(const Progress&)> on_progress;
+};
+
+struct TrainSummary {
+  StepMetrics last;  // of the last step done by this call; step 0 when there was none
+  int64_t steps_done = 0;
+  bool interrupted = false;
+  double seconds = 0.0;
+  std::optional<double> first_validation_ce, last_validation_ce;  // in this call
+  std::filesystem::path checkpoint;                               // the newest
+};
+
+// InputError when training diverges or a file cannot be written; the last good checkpoint stays.
+TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);
+
+}  // namespace twell

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/trainer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "twell/model/checkpoint.h"
+#include "twell/ops/adamw/adamw.h"
+#include "twell/train/schedule.h"
+#include "twell/train/trainer_state.h"
+#include "twell/train/validation.h"
+
+namespace twell {
+namespace {
+
+// Tokens of a micro-batch, as sizes of the id buffers.
+size_t batch_size(const TrainOptions& options) {
+  return static_cast<size_t>(options.micro_batch_tokens());
+}
+
+}  // namespace
+
+Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
+                 std::string data_identity)
+    : ctx_(ctx),
+      model_(model),
+      shards_(shards),
+      options_(options),
+      data_identity_(std::move(data_identity)),
+      sampler_(shards, Split::kTrain, options.sequence_length, options.seed, true),
+      state_(model.config, {options.micro_batch, options.sequence_length}),
+      optimizer_(model),
+      activity_(model.config),
+      grads_(model.flat.size()),
+      inputs_(batch_size(options)),
+      targets_(batch_size(options)) {}
+
+void Trainer::read_micro_batch(int64_t micro_batch) {
+  const int64_t first = step_ * options_.batch_sequences() + micro_batch * options_.micro_batch;
+  const size_t length = static_cast<size_t>(options_.sequence_length);
+  for (int64_t i = 0; i < options_.micro_batch; ++i) {
+    const size_t at = static_cast<size_t>(i) * length;
+    sampler_.sequence(first + i, std::span(inputs_).subspan(at, length),
+                      std::span(targets_).subspan(at, length));
+  }
+}
+
+double Trainer::accumulate_gradients(float l1_coeff) {
+  ctx_.parallel_for(grads_.size(), 1 << 16, [&](int64_t begin, int64_t end, int) {
+    std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
+  });
+  activity_.clear();
+  double loss_sum = 0.0;
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < options_.micro_batches(); ++i) {
+    read_micro_batch(i);
+    TrainingBatch batch;
+    batch.inputs = inputs_;
+    batch.targets = targets_;
+    batch.step_tokens = options_.batch_tokens;
+    batch.l1_coeff = l1_coeff;
+    batch.policy = options_.ffn_policy;
+    batch.nnz_hint = nnz_hint_;
+    batch.active = &activity_.active();
+    const TrainingResult result = forward_backward(ctx_, model_, batch, state_, grads_.span());
+    activity_.add(result.layers);
+    loss_sum += result.loss_sum;
+    tokens += result.loss_tokens;
+  }
+  return loss_sum / static_cast<double>(std::max<int64_t>(tokens, 1));
+}
+
+StepMetrics Trainer::train_step() {
+  const auto start = std::chrono::steady_clock::now();
+  StepMetrics metrics;
+  metrics.step = step_ + 1;
+  metrics.tokens = metrics.step * options_.batch_tokens;
+  metrics.learning_rate = learning_rate_at(options_, step_);
+  metrics.l1_coeff = l1_coeff_at(options_, step_, model_.config.ffn);
+
+  metrics.ce = accumulate_gradients(static_cast<float>(metrics.l1_coeff));
+  if (!std::isfinite(metrics.ce)) {
+    throw DivergenceError(fmt::format("the loss is {} at step {}", metrics.ce, metrics.step));
+  }
+  metrics.grad_norm = global_norm(ctx_, grads_.span());
+  if (!std::isfinite(metrics.grad_norm)) {
+    throw DivergenceError(
+        fmt::format("the gradient's norm is {} at step {}", metrics.grad_norm, metrics.step));
+  }
+  optimizer_.step(ctx_, options_, metrics.step, metrics.grad_norm, grads_.span(), model_);
+  if (options_.reinit_dead) {
+    reinit_dead_neurons(ctx_, options_, metrics.step, activity_.active(), model_);
+  }
+
+  metrics.layers = activity_.metrics();
+  nnz_hint_.clear();
+  for (const LayerMetrics& layer : metrics.layers) {
+    nnz_hint_.push_back(layer.nnz);
+    metrics.l1 += layer.l1 / static_cast<double>(metrics.layers.size());
+  }
+  ++step_;
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  metrics.seconds = elapsed.count();
+  metrics.tokens_per_second = static_cast<double>(options_.batch_tokens) / metrics.seconds;
+  return metrics;
+}
+
+double Trainer::validate() const {
+  return validation_cross_entropy(ctx_, model_, shards_,
+                                  {.sequences = options_.validation_sequences,
+                                   .length = options_.sequence_length,
+                                   .micro_batch = options_.micro_batch});
+}
+
+void Trainer::save(const std::filesystem::path& checkpoint) const {
+  if (!std::isfinite(global_norm(ctx_, model_.flat.span()))) {
+    throw DivergenceError(fmt::format("a weight is no finite number after step {}", step_));
+  }
+  save_model(model_, checkpoint, options_.save_dtype);
+  OptimizerTensors tensors{optimizer_.exp_avg(), optimizer_.exp_avg_sq(), {}};
+  if (options_.save_dtype != DType::kF32) tensors.weights = model_.flat.span();
+  save_trainer_state(checkpoint, {step_, trajectory_json(options_), data_identity_, nnz_hint_},
+                     tensors);
+}
+
+void Trainer::restore(const std::filesystem::path& checkpoint) {
+  const TrainerState saved = load_trainer_state(
+      checkpoint, {optimizer_.exp_avg(), optimizer_.exp_avg_sq(), model_.flat.span()});
+  require_same_trajectory(saved.trajectory, trajectory_json(options_));
+  TWELL_REQUIRE(saved.data == data_identity_,
+                "cannot resume on other data: the run was trained on tokens '{}', these are '{}'",
+                saved.data, data_identity_);
+  TWELL_REQUIRE(
+      saved.nnz_hint.empty() || static_cast<int64_t>(saved.nnz_hint.size()) == model_.config.layers,
+      "{}: the trainer state is of a model with {} layers, not {}", checkpoint.string(),
+      saved.nnz_hint.size(), model_.config.layers);
+  nnz_hint_ = saved.nnz_hint;
+  step_ = saved.step;
+}
+
+}  // namespace twell

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/trainer_state.h"
+
+#include <cstring>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/model/safetensors.h"
+
+namespace twell {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr int kFormat = 1;
+constexpr const char* kExpAvg = "exp_avg";
+constexpr const char* kExpAvgSq = "exp_avg_sq";
+constexpr const char* kWeights = "weights";
+
+TensorToWrite flat_tensor(const char* name, std::span<const float> values) {
+  return {name, "F32", {static_cast<int64_t>(values.size())}, [values](const auto& sink) {
+            sink(std::as_bytes(values));
+          }};
+}
+
+void read_flat(const TensorInfo& tensor, const fs::path& file, std::span<float> out) {
+  TWELL_REQUIRE(tensor.dtype == "F32" && tensor.bytes.size() == out.size_bytes(),
+                "{}: {} holds {} bytes of {}, the model has {} parameters", file.string(),
+                tensor.name, tensor.bytes.size(), tensor.dtype, out.size());
+  std::memcpy(out.data(), tensor.bytes.data(), out.size_bytes());
+}
+
+TrainerState parse_state(const std::string& text) {
+  const nlohmann::json json = nlohmann::json::parse(text);
+  TWELL_REQUIRE(json.at("format").get<int>() == kFormat, "format {} is not {}",
+                json.at("format").get<int>(), kFormat);
+  TrainerState state;
+  state.step = json.at("step").get<int64_t>();
+  state.trajectory = json.at("options");
+  state.data = json.at("data").get<std::string>();
+  state.nnz_hint = json.at("nnz_hint").get<std::vector<double>>();
+  TWELL_REQUIRE(state.step >= 0, "step {} is negative", state.step);
+  return state;
+}
+
+}  // namespace
+
+void save_trainer_state(const fs::path& checkpoint, const TrainerState& state,
+                        const OptimizerTensors& tensors) {
+  const fs::path folder = checkpoint / "trainer";
+  make_folder(folder);
+  const nlohmann::json json = {{"format", kFormat},
+                               {"step", state.step},
+                               {"options", state.trajectory},
+                               {"data", state.data},
+                               {"nnz_hint", state.nnz_hint}};
+  write_file_atomic(folder / "state.json", json.dump(2) + "\n");
+  std::vector<TensorToWrite> list = {flat_tensor(kExpAvg, tensors.exp_avg),
+                                     flat_tensor(kExpAvgSq, tensors.exp_avg_sq)};
+  if (!tensors.weights.empty()) list.push_back(flat_tensor(kWeights, tensors.weights));
+  write_safetensors(folder / "optimizer.safetensors", list, {});
+}
+
+TrainerState load_trainer_state(const fs::path& checkpoint, const OptimizerTensors& tensors) {
+  const fs::path folder = checkpoint / "trainer";
+  TWELL_REQUIRE(fs::exists(folder / "state.json"),
+                "{} has no trainer state to resume from; start from its weights with --from",
+                checkpoint.string());
+  TrainerState state;
+  try {
+    state = parse_state(read_file(folder / "state.json"));
+  } catch (const std::exception& error) {
+    throw InputError(fmt::format("{}: {}", (folder / "state.json").string(), error.what()));
+  }
+  const fs::path path = folder / "optimizer.safetensors";
+  const SafetensorsFile file(path);
+  file.verify_hash();
+  read_flat(file.tensor(kExpAvg), path, tensors.exp_avg);
+  read_flat(file.tensor(kExpAvgSq), path, tensors.exp_avg_sq);
+  if (file.tensors().contains(kWeights)) read_flat(file.tensor(kWeights), path, tensors.weights);
+  return state;
+}
+
+void require_same_trajectory(const nlohmann::json& saved, const nlohmann::json& given) {
+  for (const auto& [name, value] : given.items()) {
+    const nlohmann::json before = saved.value(name, nlohmann::json());
+    TWELL_REQUIRE(before == value,
+                  "cannot resume with another {}: the run has {}, now {} was given; use --from to "
+                  "start a new run from its weights",
+                  name, before.dump(), value.dump());
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/validation.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/model/forward.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
+
+namespace twell {
+
+double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
+                                const ValidationOptions& options) {
+  const BatchSampler sampler(shards, Split::kValidation, options.length, 0, false);
+  const int64_t sequences = std::min(options.sequences, sampler.windows());
+  const size_t length = static_cast<size_t>(options.length);
+  ForwardState state(model.config, FfnPolicy::kAuto);
+  double loss = 0.0;
+  int64_t tokens = 0;
+  for (int64_t begin = 0; begin < sequences; begin += options.micro_batch) {
+    const int64_t count = std::min(options.micro_batch, sequences - begin);
+    const int64_t rows = count * options.length;
+    std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
+    for (int64_t i = 0; i < count; ++i) {
+      const size_t at = static_cast<size_t>(i) * length;
+      sampler.sequence(begin + i, std::span(inputs).subspan(at, length),
+                       std::span(targets).subspan(at, length));
+    }
+    const std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});
+    Arena::Scope scratch(ctx.scratch());
+    const MatrixF hidden = scratch.matrix<float>(rows, model.config.width);
+    forward(ctx, model, state, {.ids = inputs, .sequences = shape, .hidden = hidden});
+    CrossEntropy head;
+    head.x = hidden;
+    head.weight = model.weights.head;
+    head.targets = targets;
+    const CrossEntropyResult result = cross_entropy(ctx, head);
+    loss += result.loss_sum;
+    tokens += result.tokens;
+  }
+  TWELL_CHECK(tokens > 0, "no validation tokens in {} sequences", sequences);
+  return loss / static_cast<double>(tokens);
+}
+
+}  // namespace twell
