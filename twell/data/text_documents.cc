@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/data/text_documents.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/data/utf8.h"
+
+namespace twell {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr size_t kProbeBytes = 8192;  // of a file's start, to tell text from binary
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+bool is_control(char c) {
+  const auto byte = static_cast<unsigned char>(c);
+  return (byte < 0x20 && !is_space(c) && c != '\b' && c != '\x1b') || byte == 0x7F;
+}
+
+// The unread part of a file's text: grows by chunks at its end, is consumed at its start.
+class StreamBuffer {
+ public:
+  StreamBuffer(const fs::path& path, size_t chunk_bytes)
+      : path_(path), reader_(path), chunk_bytes_(chunk_bytes) {
+    while (view().size() < kProbeBytes && grow()) {
+    }
+    const std::string_view reason = binary_reason(view().substr(0, kProbeBytes));
+    if (!reason.empty()) fail(reason);
+    constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+    if (view().starts_with(kByteOrderMark)) consume(kByteOrderMark.size());
+  }
+
+  std::string_view view() const { return std::string_view(buffer_).substr(begin_); }
+  void consume(size_t count) { begin_ += count; }
+
+  // Position of the delimiter among the next `limit` bytes, reading on as needed; npos when it is
+  // not there, and then view() holds `limit` bytes or all that is left.
+  size_t find(char delimiter, size_t limit) {
+    size_t searched = 0;
+    do {
+      const std::string_view next = view().substr(0, limit);
+      const size_t position = next.find(delimiter, searched);
+      if (position != std::string_view::npos) return position;
+      searched = next.size();
+    } while (searched < limit && grow());
+    return std::string_view::npos;
+  }
+
+  // Throws when the next `size` bytes are not UTF-8.
+  void check_utf8(size_t size) const {
+    const size_t invalid = find_invalid_utf8(view().substr(0, size));
+    if (invalid == size) return;
+    fail(fmt::format("invalid UTF-8 at byte {}{}", dropped_ + begin_ + invalid,
+                     compression_of(path_) == Compression::kNone ? "" : " of the unpacked text"));
+  }
+
+  [[noreturn]] void fail(std::string_view reason) const {
+    throw InputError(fmt::format("cannot use {} as text: {}", path_.string(), reason));
+  }
+  int64_t file_bytes_read() const { return reader_.file_bytes_read(); }
+
+ private:
+  bool grow() {
+    buffer_.erase(0, begin_);
+    dropped_ += begin_;
+    begin_ = 0;
+    const size_t before = buffer_.size();
+    buffer_.resize(before + chunk_bytes_);
+    const size_t count = reader_.read(std::span(buffer_).subspan(before));
+    buffer_.resize(before + count);
+    return count > 0;
+  }
+
+  fs::path path_;
+  ByteReader reader_;
+  size_t chunk_bytes_;
+  std::string buffer_;
+  size_t begin_ = 0;    // of the unread part in the buffer
+  size_t dropped_ = 0;  // bytes of the file before the buffer
+};
+
+// A whole text file, or its parts between NUL bytes.
+class TextDocuments : public DocumentReader {
+ public:
+  TextDocuments(const fs::path& path, const DocumentOptions& options)
+      : stream_(path, options.chunk_bytes), piece_bytes_(options.piece_bytes) {}
+
+  bool next(TextPiece& piece) override {
+    for (;;) {
+      // One byte more than a piece tells a document that ends here from one that goes on.
+      const size_t end = stream_.find('\0', piece_bytes_ + 1);
+      const bool ends = end != std::string_view::npos;
+      const std::string_view text = stream_.view().substr(0, ends ? end : piece_bytes_ + 1);
+      if (text.empty() && !ends) return false;
+      const size_t length = piece_length(text, piece_bytes_);
+      stream_.check_utf8(length);
+      piece.text.assign(text.substr(0, length));
+      piece.begins_document = begins_;
+      stream_.consume(length + (ends ? 1 : 0));
+      begins_ = ends;
+      if (length > 0) return true;
+    }
+  }
+
+  int64_t file_bytes_read() const override { return stream_.file_bytes_read(); }
+
+ private:
+  StreamBuffer stream_;
+  size_t piece_bytes_;
+  bool begins_ = true;
+};
+
+// Takes one string out of a JSON object without building the rest of it.
+class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  FieldFinder(const std::string& field, std::string& value) : field_(field), value_(value) {}
+
+  bool is_object() const { return is_object_; }
+  bool found() const { return found_; }
+
+  bool string(string_t& text) override {
+    if (!at_field()) return true;
+    found_ = true;
+    value_.swap(text);
+    return true;
+  }
+  bool key(string_t& name) override {
+    key_matches_ = depth_ == 1 && name == field_;
+    return true;
+  }
+  bool start_object(size_t) override {
+    is_object_ |= depth_ == 0;
+    return open();
+  }
+  bool start_array(size_t) override { return open(); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool null() override { return other(); }
+  bool boolean(bool) override { return other(); }
+  bool number_integer(number_integer_t) override { return other(); }
+  bool number_unsigned(number_unsigned_t) override { return other(); }
+  bool number_float(number_float_t, const string_t&) override { return other(); }
+  bool binary(binary_t&) override { return other(); }
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return false;
+  }
+
+ private:
+  bool at_field() const { return depth_ == 1 && key_matches_; }
+  bool other() {
+    if (at_field()) found_ = false;  // of repeated keys the last one counts
+    return true;
+  }
+  bool open() {
+    other();
+    ++depth_;
+    return true;
+  }
+  bool close() {
+    --depth_;
+    return true;
+  }
+
+  const std::string& field_;
+  std::string& value_;
+  int64_t depth_ = 0;
+  bool key_matches_ = false, is_object_ = false, found_ = false;
+};
+
+// One JSON object per line; blank lines are passed over.
+class JsonlDocuments : public DocumentReader {
+ public:
+  JsonlDocuments(const fs::path& path, const DocumentOptions& options)
+      : stream_(path, options.chunk_bytes), options_(options) {}
+
+  bool next(TextPiece& piece) override {
+    const bool begins = begin_ == document_.size();
+    while (begin_ == document_.size()) {
+      begin_ = 0;
+      document_.clear();
+      if (!read_line()) return false;
+    }
+    const std::string_view rest = std::string_view(document_).substr(begin_);
+    const size_t length = piece_length(rest, options_.piece_bytes);
+    piece.text.assign(rest.substr(0, length));
+    piece.begins_document = begins;
+    begin_ += length;
+    return true;
+  }
+
+  int64_t file_bytes_read() const override { return stream_.file_bytes_read(); }
+
+ private:
+  // Puts the next line's text into document_, nothing for a blank line; false at the end.
+  bool read_line() {
+    ++line_;
+    const size_t newline = stream_.find('\n', options_.max_json_line + 1);
+    const bool complete = newline != std::string_view::npos;
+    const std::string_view line = stream_.view().substr(0, complete ? newline : std::string::npos);
+    if (line.empty() && !complete) return false;
+    if (line.size() > options_.max_json_line) {
+      fail(fmt::format("is longer than {} MiB", options_.max_json_line >> 20));
+    }
+    stream_.check_utf8(line.size());
+    if (!std::all_of(line.begin(), line.end(), is_space)) parse(line);
+    stream_.consume(line.size() + (complete ? 1 : 0));
+    return true;
+  }
+
+  void parse(std::string_view line) {
+    FieldFinder finder(options_.json_field, document_);
+    if (!nlohmann::json::sax_parse(line.begin(), line.end(), &finder)) fail("is not valid JSON");
+    if (!finder.is_object()) fail("is not a JSON object");
+    if (!finder.found()) fail(fmt::format("has no string field \"{}\"", options_.json_field));
+  }
+
+  [[noreturn]] void fail(std::string_view reason) const {
+    stream_.fail(fmt::format("line {} {}", line_, reason));
+  }
+
+  StreamBuffer stream_;
+  DocumentOptions options_;
+  int64_t line_ = 0;
+  std::string document_;  // text of the current line
+  size_t begin_ = 0;      // of the part that has not been handed out
+};
+
+}  // namespace
+
+size_t piece_length(std::string_view text, size_t limit) {
+  if (text.size() <= limit) return text.size();
+  size_t newline = text.rfind('\n', limit - 1);
+  const size_t last_newline = newline;
+  // A piece of at least half the limit, so that a search backwards is paid for by what it yields.
+  while (newline != std::string_view::npos && newline >= limit / 2) {
+    if (!is_space(text[newline + 1])) return newline + 1;
+    newline = newline == 0 ? std::string_view::npos : text.rfind('\n', newline - 1);
+  }
+  if (last_newline != std::string_view::npos && last_newline >= limit / 2) return last_newline + 1;
+  return utf8_prefix(text, limit);
+}
+
+std::string_view binary_reason(std::string_view start) {
+  if (start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF")) {
+    return "it is UTF-16; convert it to UTF-8";
+  }
+  const auto controls = static_cast<size_t>(std::count_if(start.begin(), start.end(), is_control));
+  // The probe may end inside a sequence.
+  const bool is_utf8 = find_invalid_utf8(start) + 4 > start.size();
+  // NUL separates documents; text that is a third control characters has none worth the name.
+  const bool mostly_controls = controls >= 32 && controls * 3 > start.size();
+  if (mostly_controls || (!is_utf8 && controls > 0)) return "it is a binary file";
+  return {};
+}
+
+std::unique_ptr<DocumentReader> DocumentReader::open(const fs::path& path,
+                                                     const DocumentOptions& options) {
+  TWELL_CHECK(options.piece_bytes >= 4 && options.chunk_bytes > 0, "pieces of {}, chunks of {}",
+              options.piece_bytes, options.chunk_bytes);
+  const fs::path plain = compression_of(path) == Compression::kNone ? path : path.stem();
+  if (plain.extension() == ".jsonl") return std::make_unique<JsonlDocuments>(path, options);
+  return std::make_unique<TextDocuments>(path, options);
+}
+
+}  // namespace twell

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/data/text_source.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "twell/base/rng.h"
+#include "twell/data/test_files.h"
+#include "twell/data/utf8.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::vector<std::string> documents_of(TextSource& source, size_t max_piece = size_t{1} << 20) {
+  std::vector<std::string> documents;
+  TextPiece piece;
+  while (source.next(piece)) {
+    EXPECT_FALSE(piece.text.empty());
+    EXPECT_LE(piece.text.size(), max_piece);
+    EXPECT_EQ(find_invalid_utf8(piece.text), piece.text.size());
+    if (piece.begins_document) documents.emplace_back();
+    documents.back() += piece.text;
+  }
+  EXPECT_EQ(source.bytes_read(), source.total_bytes());
+  return documents;
+}
+
+std::vector<std::string> documents_in(const fs::path& path) {
+  TextSource source({.paths = {path}});
+  return documents_of(source);
+}
+
+std::string fault_of(const TextSourceOptions& options) {
+  try {
+    TextSource source(options);
+    documents_of(source);
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no fault";
+}
+std::string fault_of(const fs::path& path) { return fault_of({.paths = {path}}); }
+
+TEST(TextSource, SplitsTextAtNul) {
+  const TempFolder folder;
+  EXPECT_THAT(documents_in(folder.write("a", "one\r\nline")), ElementsAre("one\r\nline"));
+  EXPECT_THAT(documents_in(folder.write("b", std::string("one\0two\0", 8))),
+              ElementsAre("one", "two"));
+  EXPECT_THAT(documents_in(folder.write("c", std::string("\0\0one\0\0\0two", 11))),
+              ElementsAre("one", "two"));
+  EXPECT_THAT(documents_in(folder.write("d", "")), ElementsAre());
+  EXPECT_THAT(documents_in(folder.write("e", std::string(3, '\0'))), ElementsAre());
+  EXPECT_THAT(documents_in(folder.write("f", "\xEF\xBB\xBFtext")), ElementsAre("text"));
+  EXPECT_THAT(documents_in(folder.write("g", "\xEF\xBB\xBF")), ElementsAre());
+}
+
+TEST(TextSource, ReadsJsonLines) {
+  const TempFolder folder;
+  const auto file = folder.write(
+      "a.jsonl",
+      "{\"text\": \"one\\n\\u00e9\\ud83d\\ude00\", \"id\": 1}\r\n"
+      "\n  \n"
+      "{\"meta\": {\"text\": \"inner\", \"list\": [1, {\"text\": 2}]}, \"text\": \"\"}\n"
+      "{\"id\": \"text\", \"text\": \"two\", \"score\": 1.5, \"other\": null, \"body\": \"2\"}\n"
+      "{\"text\": 1, \"body\": \"3\", \"text\": \"last of two\"}");
+  EXPECT_THAT(documents_in(file), ElementsAre("one\n\u00e9\U0001F600", "two", "last of two"));
+  const auto bodies =
+      folder.write("b.jsonl", "{\"body\": \"1\"}\n{\"body\": \"2\", \"text\": \"x\"}");
+  TextSource source({.paths = {bodies}, .json_field = "body"});
+  EXPECT_THAT(documents_of(source), ElementsAre("1", "2"));
+}
+
+TEST(TextSource, ReadsCompressedFiles) {
+  const TempFolder folder;
+  folder.write("1.txt.gz", gzip("one") + gzip(std::string("+\0two", 5)));
+  folder.write("2.xz", xz("three"));
+  folder.write("3.jsonl.zst", zst("{\"text\": \"four\"}\n{\"te") + zst("xt\": \"five\"}\n"));
+  EXPECT_THAT(documents_in(folder.path()), ElementsAre("one+", "two", "three", "four", "five"));
+}
+
+TEST(TextSource, ListsFoldersInAFixedOrder) {
+  const TempFolder folder;
+  for (const char* name : {"b.txt", "a/z", "a/y/x", "a.txt", "B", ".hidden", ".git/config"}) {
+    folder.write(name, name);
+  }
+  fs::create_symlink("../a", folder.path() / "a/loop");
+  fs::create_symlink("nowhere", folder.path() / "broken");
+  fs::create_symlink("b.txt", folder.path() / "c-link-to-b");
+  fs::create_directory(folder.path() / "empty");
+  ASSERT_EQ(::mkfifo((folder.path() / "pipe").c_str(), 0600), 0);
+  EXPECT_THAT(documents_in(folder.path()), ElementsAre("B", "a/y/x", "a/z", "a.txt", "b.txt"));
+  // As given; a hidden file counts when named, a link to a folder is followed when named.
+  TextSource source({.paths = {folder.path() / "b.txt", folder.path() / ".hidden",
+                               folder.path() / "a/loop", folder.path()}});
+  EXPECT_THAT(documents_of(source), ElementsAre("b.txt", ".hidden", "a/y/x", "a/z", "B", "a.txt"));
+}
+
+TEST(TextSource, FollowsLinksToFilesOutside) {
+  const TempFolder folder, elsewhere;
+  fs::create_symlink(elsewhere.write("blob", "text"), folder.path() / "link.txt");
+  EXPECT_THAT(documents_in(folder.path()), ElementsAre("text"));
+}
+
+// Text whose characters, line ends and NULs fall on every side of chunk and piece ends.
+std::string ragged_text(uint64_t seed, size_t bytes) {
+  const char* parts[] = {"a",      " ",  "\n", "\r\n", "\n\n  ",     "word",        "\u00e9",
+                         "\u4e2d", "\t", ".",  "\n",   "\U0001F600", "longer words"};
+  std::string text;
+  for (uint64_t i = 0; text.size() < bytes; ++i) text += parts[uniform_below(seed, 0, i, 13)];
+  return text;
+}
+
+TEST(DocumentReader, AnyChunkAndPieceSizeGivesTheSameDocuments) {
+  const TempFolder folder;
+  std::vector<std::string> expected;
+  std::string file_text, json_text;
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    expected.push_back(ragged_text(seed, seed * seed * 90 + 1));
+    file_text += expected.back() + std::string(1 + seed % 2, '\0');
+    std::string escaped;
+    for (char c : expected.back()) {
+      escaped += c == '\n' ? "\\n" : c == '\r' ? "\\r" : c == '\t' ? "\\t" : std::string(1, c);
+    }
+    json_text += "{\"text\": \"" + escaped + "\"}\r\n";
+  }
+  for (const auto& path : {folder.write("a.txt", file_text), folder.write("a.jsonl", json_text)}) {
+    for (size_t chunk = 1; chunk < 40; ++chunk) {
+      const size_t piece_bytes = 4 + 37 * chunk;
+      const auto reader =
+          DocumentReader::open(path, {.piece_bytes = piece_bytes, .chunk_bytes = chunk});
+      std::vector<std::string> documents;
+      TextPiece piece;
+      while (reader->next(piece)) {
+        ASSERT_TRUE(!piece.text.empty() && piece.text.size() <= piece_bytes);
+        ASSERT_EQ(find_invalid_utf8(piece.text), piece.text.size());
+        if (piece.begins_document) documents.emplace_back();
+        documents.back() += piece.text;
+      }
+      ASSERT_EQ(documents, expected) << path << " chunk " << chunk;
+    }
+  }
+}
+
+TEST(PieceLength, PrefersLineStarts) {
+  EXPECT_EQ(piece_length("short", 5), 5u);
+  EXPECT_EQ(piece_length("one\ntwo\nthree", 10), 8u);  // after "two\n"
+  EXPECT_EQ(piece_length("one two\nthree", 8), 8u);    // the newline is the last byte allowed
+  EXPECT_EQ(piece_length("a line\n\n  more", 9), 8u);  // "\n\n" stays whole, "  more" is indented
+  EXPECT_EQ(piece_length("a line\n\nmore text", 10), 8u);  // not between the newlines
+  EXPECT_EQ(piece_length("a line\nb\n\n", 9), 7u);
+  EXPECT_EQ(piece_length("a\nlong line without end", 12), 12u);  // a tiny piece is no gain
+  EXPECT_EQ(piece_length("no newline \u4e2d\u6587", 12), 11u);   // between characters
+}
+
+TEST(TextSource, RefusesWhatIsNotThere) {
+  const TempFolder folder;
+  EXPECT_THAT(fault_of(TextSourceOptions{}), HasSubstr("no text given"));
+  EXPECT_THAT(fault_of(folder.path() / "none"),
+              AllOf(HasSubstr("none"), HasSubstr("No such file")));
+  EXPECT_THAT(fault_of(folder.path()), AllOf(HasSubstr(folder.path()), HasSubstr("no text files")));
+  folder.write(".hidden", "text");
+  EXPECT_THAT(fault_of(folder.path()), HasSubstr("hidden files do not count"));
+  EXPECT_THAT(fault_of("/dev/zero"), HasSubstr("neither a regular file nor a folder"));
+  EXPECT_THAT(fault_of({.paths = {folder.path() / ".hidden"}, .max_bytes = -1}), HasSubstr("-1"));
+}
+
+TEST(TextSource, NamesTheFaultOfABadFile) {
+  const TempFolder folder;
+  const auto fault = [&](const std::string& name, std::string_view text) {
+    const std::string what = fault_of(folder.write(name, text));
+    EXPECT_THAT(what, HasSubstr((folder.path() / name).string()));
+    EXPECT_EQ(what.find('\n'), std::string::npos) << what;
+    return what;
+  };
+  std::string elf(5000, '\0');
+  elf.replace(0, 6,
+              "\x7F"
+              "ELF\x02\xF3");
+  EXPECT_THAT(fault("program", elf), HasSubstr("binary"));
+  EXPECT_THAT(fault("zeros", std::string(100, '\0')), HasSubstr("binary"));
+  EXPECT_THAT(fault("utf16", std::string("\xFF\xFEt\0e\0x\0t\0", 10)), HasSubstr("UTF-16"));
+  EXPECT_THAT(fault("renamed.txt", gzip(std::string(3000, 'x'))), HasSubstr("binary"));
+  EXPECT_THAT(fault("latin1", "caf\xE9 au lait"), HasSubstr("invalid UTF-8 at byte 3"));
+  const std::string late = std::string(600000, 'x') + "\n\xC3";
+  EXPECT_THAT(fault("late", late), HasSubstr("invalid UTF-8 at byte 600001"));
+  EXPECT_THAT(fault("late.gz", gzip(late)), HasSubstr("byte 600001 of the unpacked text"));
+  EXPECT_THAT(fault("cut.zst", zst(late).substr(0, 30)), HasSubstr("truncated"));
+  EXPECT_THAT(fault("1.jsonl", "{\"text\": \"a\"}\n\n{\"text\": oops}"),
+              HasSubstr("line 3 is not valid JSON"));
+  EXPECT_THAT(fault("2.jsonl", "{\"text\": \"a\"}\n{\"body\": \"b\"}"),
+              HasSubstr("line 2 has no string field \"text\""));
+  EXPECT_THAT(fault("3.jsonl", "{\"text\": [\"a\"]}"), HasSubstr("line 1 has no string field"));
+  EXPECT_THAT(fault("4.jsonl", "{\"text\": \"a\", \"text\": null}"), HasSubstr("no string field"));
+  EXPECT_THAT(fault("5.jsonl", "\"text\"\n"), HasSubstr("line 1 is not a JSON object"));
+  EXPECT_THAT(fault("6.jsonl", "{\"text\": \"a\xFF\"}"), HasSubstr("invalid UTF-8 at byte 11"));
+  EXPECT_THAT(fault("7.jsonl", "{\"text\": \"\\ud800\"}"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(fault("8.jsonl", std::string(100000, '[')), HasSubstr("line 1 is not valid JSON"));
+  EXPECT_THAT(fault("9.jsonl", "{\"text\": \"a\"} {\"text\": \"b\"}"), HasSubstr("not valid JSON"));
+}
+
+TEST(DocumentReader, RefusesALineBeyondTheLimit) {
+  const TempFolder folder;
+  const auto file = folder.write("a.jsonl", "{\"text\": \"" + std::string(30, 'x') + "\"}\n");
+  TextPiece piece;
+  EXPECT_TRUE(DocumentReader::open(file, {.max_json_line = 42})->next(piece));
+  EXPECT_THROW(DocumentReader::open(file, {.max_json_line = 41})->next(piece), InputError);
+}
+
+TEST(TextSource, UnreadableFileStopsOrIsSkipped) {
+  if (::geteuid() == 0) GTEST_SKIP() << "root may read every file";
+  const TempFolder folder;
+  folder.write("a", "text");
+  fs::permissions(folder.write("b", "secret"), fs::perms::none);
+  fs::permissions(folder.write("c/d", "secret").parent_path(), fs::perms::none);
+  EXPECT_THAT(fault_of(folder.path()), HasSubstr("Permission denied"));
+  TextSource source({.paths = {folder.path()}, .bad_file = BadFile::kSkip});
+  EXPECT_THAT(documents_of(source), ElementsAre("text"));
+  EXPECT_EQ(source.files_skipped(), 2);
+  fs::permissions(folder.path() / "c", fs::perms::owner_all);
+}
+
+TEST(TextSource, SkipsBadFilesAndSaysSo) {
+  const TempFolder folder;
+  folder.write("00", "good");
+  // A document that turns bad in its second piece: its start stands, and the next one begins anew.
+  folder.write("01", "first line\nsecond line\n\xFF");
+  for (int i = 2; i < 9; ++i) folder.write(fmt::format("0{}.gz", i), "not gzip");
+  folder.write("09.jsonl", "{\"text\": \"line\"}\nnot json\n{\"text\": \"never read\"}\n");
+  folder.write("10", "also good");
+  std::vector<std::string> log;
+  TextSource source(
+      {.paths = {folder.path()},
+       .bad_file = BadFile::kSkip,
+       .piece_bytes = 16,
+       .log = [&](LogLevel, std::string_view message) { log.emplace_back(message); }});
+  const auto expected = ElementsAre("good", "first line\n", "line", "also good");
+  EXPECT_THAT(documents_of(source, 16), expected);
+  EXPECT_EQ(source.files_skipped(), 9);
+  ASSERT_EQ(log.size(), 6u);
+  EXPECT_THAT(log[0], AllOf(HasSubstr("01"), HasSubstr("invalid UTF-8")));
+  EXPECT_THAT(log[4], HasSubstr("05.gz"));
+  EXPECT_THAT(log[5], HasSubstr("skipped 9 bad files"));
+  source.rewind();
+  EXPECT_EQ(source.bytes_read(), 0);
+  EXPECT_THAT(documents_of(source, 16), expected);
+  EXPECT_EQ(source.files_skipped(), 9);
+  EXPECT_EQ(log.size(), 6u);  // reported once
+}
+
+TEST(TextSource, StopsAtTheByteLimit) {
+  const TempFolder folder;
+  folder.write("a", "12345");
+  folder.write("b", "67\u00e989");
+  const auto text_within = [&](int64_t max_bytes) {
+    TextSource source({.paths = {folder.path()}, .max_bytes = max_bytes});
+    std::string all, text;
+    while (source.next(text)) all += text + "|";
+    EXPECT_FALSE(source.next(text));
+    return all;
+  };
+  EXPECT_EQ(text_within(3), "123|");
+  EXPECT_EQ(text_within(5), "12345|");
+  EXPECT_EQ(text_within(7), "12345|67|");
+  EXPECT_EQ(text_within(8), "12345|67|");  // half a character is none
+  EXPECT_EQ(text_within(9), "12345|67\u00e9|");
+  EXPECT_EQ(text_within(1000), "12345|67\u00e989|");
+}
+
+TEST(TextSource, LongDocumentsComeInPieces) {
+  const TempFolder folder;
+  const std::string text = ragged_text(3, 3 << 20);
+  TextSource source({.paths = {folder.write("a.zst", zst(text))}});
+  TextPiece piece;
+  std::string all;
+  int pieces = 0;
+  for (; source.next(piece); ++pieces) {
+    EXPECT_EQ(piece.begins_document, pieces == 0);
+    all += piece.text;
+  }
+  EXPECT_EQ(all, text);
+  EXPECT_GE(pieces, 3);
+  EXPECT_LE(pieces, 7);
+}
+
+}  // namespace
+}  // namespace twell
