@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Entry points: checks, the choice of the execution, and what the executions share.
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/ops/ffn_train/executions.h"
+
+namespace twell {
+namespace {
+
+template <typename T>
+void check_layer(const FfnMatrices<T>& m, const char* what, int64_t width, int64_t ffn,
+                 bool gated) {
+  TWELL_CHECK(m.gated() == gated, "{} are {}gated, the saved activations are {}gated", what,
+              m.gated() ? "" : "not ", gated ? "" : "not ");
+  const auto check = [&](const auto& matrix, const char* name) {
+    TWELL_CHECK(matrix.rows == ffn && matrix.cols == width, "{}: {} is [{}, {}], expected [{}, {}]",
+                what, name, matrix.rows, matrix.cols, ffn, width);
+  };
+  if (gated) check(m.w_gate, "w_gate");
+  check(m.w_up, "w_up");
+  check(m.w_down, "w_down");
+}
+
+template <typename T>
+void check_rows(const Matrix<T>& m, const char* name, int64_t tokens, int64_t width) {
+  TWELL_CHECK(m.rows == tokens && m.cols == width, "{} is [{}, {}], expected [{}, {}]", name,
+              m.rows, m.cols, tokens, width);
+}
+
+}  // namespace
+
+std::string_view ffn_train_execution_name(FfnTrainExecution execution) {
+  return execution == FfnTrainExecution::kDense ? "dense" : "hybrid";
+}
+
+FfnTrainPolicy parse_ffn_train_policy(std::string_view name) {
+  if (name == "auto") return FfnTrainPolicy::kAuto;
+  if (name == "dense") return FfnTrainPolicy::kDense;
+  if (name == "hybrid") return FfnTrainPolicy::kHybrid;
+  TWELL_REQUIRE(false, "unknown training execution '{}'; use auto, dense or hybrid", name);
+}
+
+FfnTrainStats ffn_train_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved) {
+  const FfnWeights& w = problem.weights;
+  const int64_t tokens = problem.x.rows;
+  check_layer(w, "FFN weights", problem.x.cols, saved.ffn(), saved.gated());
+  check_rows(problem.y, "y", tokens, problem.x.cols);
+  TWELL_CHECK(tokens <= saved.max_tokens(), "{} tokens exceed the {} planned for", tokens,
+              saved.max_tokens());
+  TWELL_CHECK(problem.active.empty() || static_cast<int64_t>(problem.active.size()) == w.ffn(),
+              "{} active flags for {} neurons", problem.active.size(), w.ffn());
+  return dense_forward(ctx, problem, saved);
+}
+
+void ffn_train_backward(Context& ctx, const FfnTrainBackward& problem, FfnSaved& saved) {
+  const int64_t width = problem.x.cols;
+  check_layer(problem.weights, "FFN weights", width, saved.ffn(), saved.gated());
+  check_layer(problem.grads, "FFN gradients", width, saved.ffn(), saved.gated());
+  check_rows(problem.x, "x", saved.tokens, width);
+  check_rows(problem.d_y, "d_y", saved.tokens, width);
+  check_rows(problem.d_x, "d_x", saved.tokens, width);
+  dense_backward(ctx, problem, saved);
+}
+
+FiredFlags::FiredFlags(Context& ctx, Arena::Scope& scope, std::span<uint8_t> active)
+    : active_(active) {
+  if (active.empty()) return;
+  fired_ = scope.matrix<float>(ctx.threads(), static_cast<int64_t>(active.size()));
+  std::fill_n(fired_.data, fired_.rows * fired_.cols, 0.0f);
+}
+
+float* FiredFlags::of_thread(int thread) const {
+  return fired_.empty() ? nullptr : fired_.row(thread);
+}
+
+void FiredFlags::merge() const {
+  for (int64_t thread = 0; thread < fired_.rows; ++thread) {
+    for (int64_t j = 0; j < fired_.cols; ++j) {
+      if (fired_(thread, j) != 0.0f) active_[static_cast<size_t>(j)] = 1;
+    }
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "twell/ops/ffn_train/elementwise_simd.h"
+#include "twell/ops/ffn_train/executions.h"
+#include "twell/ops/matmul/matmul.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kRowGrain = 4;
+
+// Applies the activation to rows [first, first + h.rows); h [chunk, F] is written (gated).
+void activate(Context& ctx, const FfnSaved& saved, int64_t first, MatrixF h,
+              const FiredFlags& flags, std::span<RowActivity> activity) {
+  const MatrixF gate = saved.dense_gate(saved.tokens).slice_rows(first, h.rows);
+  const MatrixF up =
+      saved.gated() ? saved.dense_up(saved.tokens).slice_rows(first, h.rows) : MatrixF();
+  ctx.parallel_for(h.rows, kRowGrain, [&](int64_t begin, int64_t end, int thread) {
+    float* const fired = flags.of_thread(thread);
+    for (int64_t m = begin; m < end; ++m) {
+      activity[static_cast<size_t>(first + m)] =
+          saved.gated() ? relu_gate_row(gate.row(m), up.row(m), h.row(m), fired, h.cols)
+                        : relu_row(gate.row(m), fired, h.cols);
+    }
+  });
+}
+
+}  // namespace
+
+FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved) {
+  const FfnWeights& w = problem.weights;
+  const int64_t tokens = problem.x.rows;
+  saved.execution = FfnTrainExecution::kDense;
+  saved.tokens = tokens;
+  Arena::Scope scope(ctx.scratch());
+  const std::span<RowActivity> activity(scope.alloc<RowActivity>(tokens),
+                                        static_cast<size_t>(tokens));
+  const FiredFlags flags(ctx, scope, problem.active);
+  const int64_t chunk = std::min(tokens, kDenseChunk);
+  const MatrixF h_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
+
+  for (int64_t first = 0; first < tokens; first += chunk) {
+    const int64_t count = std::min(chunk, tokens - first);
+    const ConstMatrixF x = problem.x.slice_rows(first, count);
+    const MatrixF gate = saved.dense_gate(tokens).slice_rows(first, count);
+    linear_forward(ctx, x, w.firing(), gate);
+    if (w.gated()) linear_forward(ctx, x, w.w_up, saved.dense_up(tokens).slice_rows(first, count));
+    const MatrixF h = w.gated() ? h_buffer.slice_rows(0, count) : gate;
+    activate(ctx, saved, first, h, flags, activity);
+    matmul(ctx, {.a = h, .b = w.w_down, .c = problem.y.slice_rows(first, count)});
+  }
+
+  flags.merge();
+  FfnTrainStats stats = {.execution = FfnTrainExecution::kDense, .tokens = tokens};
+  for (const RowActivity& row : activity) {
+    stats.nnz += row.nnz;
+    stats.max_row_nnz = std::max<int64_t>(stats.max_row_nnz, row.nnz);
+    stats.l1_sum += row.l1;
+  }
+  return stats;
+}
+
+void dense_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved) {
+  const FfnWeights& w = problem.weights;
+  const FfnGrads& grads = problem.grads;
+  const int64_t tokens = saved.tokens;
+  const int64_t chunk = std::min(tokens, kDenseChunk);
+  Arena::Scope scope(ctx.scratch());
+  const MatrixF d_h_buffer = scope.matrix<float>(chunk, w.ffn());
+  const MatrixF d_up_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
+  const MatrixF h_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
+
+  for (int64_t first = 0; first < tokens; first += chunk) {
+    const int64_t count = std::min(chunk, tokens - first);
+    const ConstMatrixF x = problem.x.slice_rows(first, count);
+    const ConstMatrixF d_y = problem.d_y.slice_rows(first, count);
+    const MatrixF d_x = problem.d_x.slice_rows(first, count);
+    const MatrixF gate = saved.dense_gate(tokens).slice_rows(first, count);
+    const MatrixF d_h = d_h_buffer.slice_rows(0, count);
+    linear_forward(ctx, d_y, w.w_down, d_h);
+    if (!w.gated()) {
+      ctx.parallel_for(count, kRowGrain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t m = begin; m < end; ++m) {
+          relu_backward_row(gate.row(m), problem.l1_scale, d_h.row(m), w.ffn());
+        }
+      });
+      linear_backward(ctx,
+                      {.x = x, .weight = w.w_up, .d_y = d_h, .d_x = d_x, .d_weight = grads.w_up});
+      matmul(ctx, {.a = gate, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
+      continue;
+    }
+    const MatrixF up = saved.dense_up(tokens).slice_rows(first, count);
+    const MatrixF d_up = d_up_buffer.slice_rows(0, count);
+    const MatrixF h = h_buffer.slice_rows(0, count);
+    ctx.parallel_for(count, kRowGrain, [&](int64_t begin, int64_t end, int) {
+      for (int64_t m = begin; m < end; ++m) {
+        gated_backward_row(gate.row(m), up.row(m), problem.l1_scale, d_h.row(m), d_up.row(m),
+                           h.row(m), w.ffn());
+      }
+    });
+    const MatrixF d_gate = d_h;  // overwritten in place
+    linear_backward(
+        ctx, {.x = x, .weight = w.w_gate, .d_y = d_gate, .d_x = d_x, .d_weight = grads.w_gate});
+    linear_backward(ctx, {.x = x,
+                          .weight = w.w_up,
+                          .d_y = d_up,
+                          .d_x = d_x,
+                          .d_x_beta = 1.0f,
+                          .d_weight = grads.w_up});
+    matmul(ctx, {.a = h, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
+  }
+}
+
+}  // namespace twell

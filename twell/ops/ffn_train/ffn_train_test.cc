@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn_train/ffn_train.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/ops/ffn_train/ffn_train_reference.h"
+
+namespace twell {
+namespace {
+
+using reference::Problem;
+using reference::Tracked;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+std::vector<float> narrowed(const std::vector<double>& values) {
+  return {values.begin(), values.end()};
+}
+
+// One layer in float, with poisoned outputs and gradients that start at kStart.
+struct Layer {
+  static constexpr float kStart = 0.25f;
+
+  explicit Layer(const Problem& p)
+      : problem(p),
+        x(narrowed(p.x)),
+        d_y(narrowed(p.d_y)),
+        w_gate(narrowed(p.w_gate)),
+        w_up(narrowed(p.w_up)),
+        w_down(narrowed(p.w_down)),
+        y(x.size(), kNan),
+        d_x(x.size(), kNan),
+        d_w_gate(w_gate.size(), kStart),
+        d_w_up(w_up.size(), kStart),
+        d_w_down(w_down.size(), kStart),
+        active(static_cast<size_t>(p.ffn)) {}
+
+  template <typename T>
+  static Matrix<T> view(std::vector<std::remove_const_t<T>>& v, int64_t rows, int64_t cols) {
+    return v.empty() ? Matrix<T>() : Matrix<T>(v.data(), rows, cols);
+  }
+  FfnWeights weights() {
+    const int64_t f = problem.ffn, d = problem.width;
+    return {view<const float>(w_gate, f, d), view<const float>(w_up, f, d),
+            view<const float>(w_down, f, d)};
+  }
+  FfnGrads grads() {
+    const int64_t f = problem.ffn, d = problem.width;
+    return {view<float>(d_w_gate, f, d), view<float>(d_w_up, f, d), view<float>(d_w_down, f, d)};
+  }
+  // Tokens [begin, begin + count), with saved activations of their own.
+  void run(Context& ctx, FfnTrainPolicy policy, int64_t begin, int64_t count, FfnSaved& saved) {
+    const auto rows = [&](std::vector<float>& v) {
+      return view<float>(v, problem.tokens, problem.width).slice_rows(begin, count);
+    };
+    stats = ffn_train_forward(
+        ctx, {.weights = weights(), .x = rows(x), .y = rows(y), .policy = policy, .active = active},
+        saved);
+    ffn_train_backward(ctx,
+                       {.weights = weights(),
+                        .x = rows(x),
+                        .d_y = rows(d_y),
+                        .l1_scale = static_cast<float>(problem.l1_scale),
+                        .d_x = rows(d_x),
+                        .grads = grads()},
+                       saved);
+  }
+  void run(Context& ctx, FfnTrainPolicy policy) {
+    FfnSaved saved(problem.tokens, problem.ffn, problem.gated);
+    run(ctx, policy, 0, problem.tokens, saved);
+  }
+
+  Problem problem;
+  std::vector<float> x, d_y, w_gate, w_up, w_down;
+  std::vector<float> y, d_x, d_w_gate, d_w_up, d_w_down;
+  std::vector<uint8_t> active;
+  FfnTrainStats stats;
+};
+
+// Every value is a sum of products of sums: its error is that of the longest chain of additions,
+// in random-walk growth, times the magnitudes that went in.
+double relative_tolerance(const Problem& p) {
+  constexpr double kEps = std::numeric_limits<float>::epsilon();
+  const double terms = static_cast<double>(p.width + p.ffn + p.tokens);
+  return kEps * (8.0 + 2.0 * std::sqrt(terms));
+}
+
+void expect_near(const std::vector<float>& actual, const std::vector<Tracked>& expected,
+                 double start, double tolerance, const std::string& name) {
+  ASSERT_EQ(actual.size(), expected.size()) << name;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double want = expected[i].value + start;
+    const double bound = tolerance * (expected[i].magnitude + start);
+    // Negated, so that NaN fails; the first failure says enough.
+    if (!(std::abs(static_cast<double>(actual[i]) - want) <= bound)) {
+      FAIL() << name << "[" << i << "] is " << actual[i] << ", expected " << want << " +- "
+             << bound;
+    }
+  }
+}
+
+void expect_matches(const Layer& layer, const reference::Result& expected) {
+  const double tolerance = relative_tolerance(layer.problem);
+  expect_near(layer.y, expected.y, 0, tolerance, "y");
+  expect_near(layer.d_x, expected.d_x, 0, tolerance, "d_x");
+  expect_near(layer.d_w_gate, expected.d_w_gate, Layer::kStart, tolerance, "d_w_gate");
+  expect_near(layer.d_w_up, expected.d_w_up, Layer::kStart, tolerance, "d_w_up");
+  expect_near(layer.d_w_down, expected.d_w_down, Layer::kStart, tolerance, "d_w_down");
+  EXPECT_EQ(layer.active, expected.active);
+}
+
+void expect_stats(const FfnTrainStats& stats, const Problem& p, const reference::Result& expected) {
+  EXPECT_EQ(stats.tokens, p.tokens);
+  EXPECT_EQ(stats.nnz,
+            std::accumulate(expected.row_nnz.begin(), expected.row_nnz.end(), int64_t{0}));
+  EXPECT_EQ(stats.max_row_nnz, *std::max_element(expected.row_nnz.begin(), expected.row_nnz.end()));
+  EXPECT_NEAR(stats.l1_sum, expected.l1_sum.value,
+              relative_tolerance(p) * expected.l1_sum.magnitude);
+}
+
+struct Case {
+  std::string name;
+  int64_t tokens, width, ffn;
+  // Active neurons of token m.
+  int64_t (*row_nnz)(int64_t m, int64_t ffn);
+};
+
+int64_t none(int64_t, int64_t) { return 0; }
+int64_t all(int64_t, int64_t ffn) { return ffn; }
+int64_t few(int64_t m, int64_t ffn) { return m % std::max<int64_t>(1, ffn / 8); }
+int64_t below_width(int64_t, int64_t ffn) { return ffn / 4 - 1; }
+int64_t at_width(int64_t, int64_t ffn) { return ffn / 4; }
+int64_t above_width(int64_t, int64_t ffn) { return ffn / 4 + 1; }
+int64_t around_width(int64_t m, int64_t ffn) { return ffn / 4 - 1 + m % 3; }
+int64_t one_full_row(int64_t m, int64_t ffn) { return m == 1 ? ffn : m % 5; }
+int64_t third_full(int64_t m, int64_t ffn) { return m % 3 == 0 ? ffn : m % 7; }
+
+class FfnTrain : public testing::TestWithParam<std::tuple<Case, bool>> {};
+
+TEST_P(FfnTrain, BothExecutionsMatchTheReference) {
+  const auto& [c, gated] = GetParam();
+  Problem p =
+      reference::make_problem(c.tokens, c.width, c.ffn, gated,
+                              [&, fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); });
+  for (const double l1_scale : {0.0, 0.3}) {
+    p.l1_scale = static_cast<double>(static_cast<float>(l1_scale));
+    const reference::Result expected = reference::run(p);
+    for (const FfnTrainPolicy policy : {FfnTrainPolicy::kDense, FfnTrainPolicy::kHybrid}) {
+      SCOPED_TRACE(policy == FfnTrainPolicy::kDense ? "dense" : "hybrid");
+      Context ctx(2);
+      Layer layer(p);
+      layer.run(ctx, policy);
+      expect_matches(layer, expected);
+      expect_stats(layer.stats, p, expected);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, FfnTrain,
+    testing::Combine(
+        testing::Values(Case{"one_token", 1, 16, 48, few}, Case{"one_empty_token", 1, 8, 64, none},
+                        Case{"one_full_token", 1, 8, 64, all}, Case{"all_empty", 127, 24, 64, none},
+                        Case{"all_full", 129, 24, 64, all},
+                        Case{"below_width", 129, 24, 104, below_width},
+                        Case{"at_width", 127, 40, 104, at_width},
+                        Case{"above_width", 129, 24, 104, above_width},
+                        Case{"around_width", 127, 24, 72, around_width},
+                        Case{"one_full_row", 129, 40, 200, one_full_row},
+                        Case{"third_full", 129, 72, 96, third_full}, Case{"few", 700, 136, 96, few},
+                        Case{"wide_ffn", 3, 24, 8200, few}, Case{"tiny", 5, 8, 8, around_width}),
+        testing::Bool()),
+    [](const auto& suite_info) {
+      return std::get<0>(suite_info.param).name +
+             (std::get<1>(suite_info.param) ? "_gated" : "_plain");
+    });
+
+INSTANTIATE_TEST_SUITE_P(
+    Large, FfnTrain,
+    testing::Combine(testing::Values(Case{"tokens_beyond_65536", 65600, 8, 16, few},
+                                     Case{"ffn_beyond_65536", 3, 8, 65544, one_full_row}),
+                     testing::Bool()),
+    [](const auto& suite_info) {
+      return std::get<0>(suite_info.param).name +
+             (std::get<1>(suite_info.param) ? "_gated" : "_plain");
+    });
+
+TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
+  for (const bool gated : {true, false}) {
+    Problem p = reference::make_problem(4, 8, 12, gated, [](int64_t m) { return 3 * m; });
+    p.l1_scale = 0.7;
+    const reference::Result r = reference::run(p);
+    const auto check = [&](std::vector<double>& values, const std::vector<Tracked>& gradient,
+                           const std::string& name) {
+      constexpr double kStep = 1e-6;  // below the gates' distance from zero
+      for (size_t i = 0; i < values.size(); ++i) {
+        const double value = values[i];
+        values[i] = value + kStep;
+        const double plus = reference::objective(p);
+        values[i] = value - kStep;
+        const double minus = reference::objective(p);
+        values[i] = value;
+        EXPECT_NEAR(gradient[i].value, (plus - minus) / (2 * kStep), 1e-6) << name << i;
+      }
+    };
+    check(p.x, r.d_x, "x");
+    check(p.w_gate, r.d_w_gate, "w_gate");
+    check(p.w_up, r.d_w_up, "w_up");
+    check(p.w_down, r.d_w_down, "w_down");
+  }
+}
+
+TEST(FfnTrainBatches, MicroBatchesAccumulate) {
+  Problem p = reference::make_problem(50, 24, 64, true, [](int64_t m) { return m % 20; });
+  p.l1_scale = 0.5;
+  const reference::Result expected = reference::run(p);
+  Context ctx(2);
+  Layer layer(p);
+  FfnSaved saved(32, p.ffn, p.gated);
+  layer.run(ctx, FfnTrainPolicy::kHybrid, 0, 32, saved);
+  layer.run(ctx, FfnTrainPolicy::kDense, 32, 1, saved);
+  layer.run(ctx, FfnTrainPolicy::kHybrid, 33, 17, saved);
+  expect_matches(layer, expected);
+}
+
+TEST(FfnTrainBatches, RepeatsBitForBit) {
+  Problem p = reference::make_problem(333, 40, 128, true, [](int64_t m) { return m % 40; });
+  p.l1_scale = 0.5;
+  for (const FfnTrainPolicy policy : {FfnTrainPolicy::kDense, FfnTrainPolicy::kHybrid}) {
+    for (const int threads : {1, 2, 3}) {
+      Context ctx(threads);
+      Layer first(p), second(p);
+      first.run(ctx, policy);
+      second.run(ctx, policy);
+      EXPECT_EQ(first.y, second.y);
+      EXPECT_EQ(first.d_x, second.d_x);
+      EXPECT_EQ(first.d_w_gate, second.d_w_gate);
+      EXPECT_EQ(first.d_w_up, second.d_w_up);
+      EXPECT_EQ(first.d_w_down, second.d_w_down);
+      EXPECT_EQ(first.stats.l1_sum, second.stats.l1_sum);
+    }
+  }
+}
+
+TEST(FfnTrainContract, RefusesWhatDoesNotFit) {
+  Context ctx(1);
+  const Problem p = reference::make_problem(4, 8, 16, true, [](int64_t) { return 2; });
+  Layer layer(p);
+  FfnSaved short_of_tokens(3, 16, true);
+  EXPECT_THROW(layer.run(ctx, FfnTrainPolicy::kDense, 0, 4, short_of_tokens), Error);
+  FfnSaved not_gated(4, 16, false);
+  EXPECT_THROW(layer.run(ctx, FfnTrainPolicy::kDense, 0, 4, not_gated), Error);
+  FfnSaved other_ffn(4, 24, true);
+  EXPECT_THROW(layer.run(ctx, FfnTrainPolicy::kDense, 0, 4, other_ffn), Error);
+}
+
+TEST(FfnTrainPolicies, Names) {
+  EXPECT_EQ(parse_ffn_train_policy("auto"), FfnTrainPolicy::kAuto);
+  EXPECT_EQ(parse_ffn_train_policy("dense"), FfnTrainPolicy::kDense);
+  EXPECT_EQ(parse_ffn_train_policy("hybrid"), FfnTrainPolicy::kHybrid);
+  EXPECT_THROW(parse_ffn_train_policy("sparse"), InputError);
+  EXPECT_EQ(ffn_train_execution_name(FfnTrainExecution::kHybrid), "hybrid");
+}
+
+}  // namespace
+}  // namespace twell
