@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/activations.h"
+
+#include <algorithm>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
+constexpr int64_t kAlignFloats = static_cast<int64_t>(kAlignment) / kFloatBytes;
+
+// Cuts cache-line aligned arrays off a block and keeps account of them by name. Without a block it
+// only keeps account.
+class Carver {
+ public:
+  explicit Carver(float* block) : block_(block) {}
+
+  float* array(const char* item, int64_t size) {
+    float* data = block_ == nullptr ? nullptr : block_ + used_;
+    const int64_t taken = (size + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
+    used_ += taken;
+    account(item).bytes += taken * kFloatBytes;
+    return data;
+  }
+  MatrixF matrix(const char* item, int64_t rows, int64_t cols) {
+    return {array(item, rows * cols), rows, cols};
+  }
+  int64_t used() const { return used_; }  // floats
+  std::vector<MemoryItem> take_items() { return std::move(items_); }
+
+ private:
+  MemoryItem& account(const char* name) {
+    const auto found = std::find_if(items_.begin(), items_.end(),
+                                    [&](const MemoryItem& item) { return item.name == name; });
+    return found != items_.end() ? *found : items_.emplace_back(MemoryItem{name, 0});
+  }
+
+  float* block_;
+  int64_t used_ = 0;
+  std::vector<MemoryItem> items_;
+};
+
+ActivationViews carve(const ModelConfig& config, int64_t tokens, Carver& carver) {
+  constexpr const char* kStream = "activations: residual stream and norms";
+  constexpr const char* kAttention = "activations: attention";
+  constexpr const char* kGradients = "gradients of activations";
+  ActivationViews views;
+  views.layers.resize(static_cast<size_t>(config.layers));
+  for (LayerActivations& layer : views.layers) {
+    layer.attention_in = carver.matrix(kStream, tokens, config.width);
+    layer.attention_inv_rms = carver.array(kStream, tokens);
+    layer.attention_normed = carver.matrix(kStream, tokens, config.width);
+    layer.qkv = carver.matrix(kAttention, tokens, qkv_width(config));
+    layer.logsumexp = carver.array(kAttention, tokens * config.heads);
+    layer.attended = carver.matrix(kAttention, tokens, config.q_width());
+    layer.ffn_in = carver.matrix(kStream, tokens, config.width);
+    layer.ffn_inv_rms = carver.array(kStream, tokens);
+    layer.ffn_normed = carver.matrix(kStream, tokens, config.width);
+  }
+  views.delta = carver.matrix(kStream, tokens, config.width);
+  views.final_in = carver.matrix(kStream, tokens, config.width);
+  views.final_inv_rms = carver.array(kStream, tokens);
+  views.final_normed = carver.matrix(kStream, tokens, config.width);
+  views.d_residual = carver.matrix(kGradients, tokens, config.width);
+  views.d_normed = carver.matrix(kGradients, tokens, config.width);
+  views.d_qkv = carver.matrix(kGradients, tokens, qkv_width(config));
+  views.d_attended = carver.matrix(kGradients, tokens, config.q_width());
+  return views;
+}
+
+int64_t token_count(MicroBatchShape shape) { return shape.sequences * shape.length; }
+
+void require_shape(const ModelConfig& config, MicroBatchShape shape) {
+  TWELL_REQUIRE(shape.sequences >= 1, "a micro-batch holds at least 1 sequence, got {}",
+                shape.sequences);
+  TWELL_REQUIRE(shape.length >= 1 && shape.length <= config.context,
+                "a sequence length of {} does not fit the model's context of {}", shape.length,
+                config.context);
+  // With the limits of a configuration, no size in bytes overflows.
+  constexpr int64_t kMaxTokens = int64_t{1} << 24;
+  TWELL_REQUIRE(shape.sequences <= kMaxTokens / shape.length,
+                "a micro-batch of {} sequences of {} tokens is larger than {} tokens; use more "
+                "micro-batches per step",
+                shape.sequences, shape.length, kMaxTokens);
+}
+
+// The largest of the ops' scratch memories; they do not overlap in time. A test holds this against
+// what a step takes.
+int64_t scratch_bytes(const ModelConfig& config, int64_t tokens) {
+  // Cross-entropy works on chunks of about 32 MiB of logits, but no fewer than 128 tokens.
+  const int64_t chunk = std::max<int64_t>(128, (int64_t{8} << 20) / config.vocab_size);
+  const int64_t logits = std::min(tokens, chunk) * config.vocab_size;
+  // The dense FFN backward holds the gradients of g and u, and h, of 512 tokens.
+  const int64_t feed_forward = (config.gated ? 3 : 1) * std::min<int64_t>(tokens, 512) * config.ffn;
+  return std::max(logits, feed_forward) * kFloatBytes;
+}
+
+}  // namespace
+
+TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchShape shape_in)
+    : shape((require_shape(config, shape_in), shape_in)),
+      rope(shape.length, config.head_dim, config.rope_theta),
+      positions(token_count(shape)) {
+  const int64_t tokens = token_count(shape);
+  Carver plan(nullptr);
+  carve(config, tokens, plan);
+  memory = Buffer<float>(plan.used());
+  Carver carver(memory.data());
+  views = carve(config, tokens, carver);
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    ffn.emplace_back(tokens, config.ffn, config.gated);
+  }
+  for (int64_t i = 0; i < tokens; ++i) positions[i] = static_cast<int32_t>(i % shape.length);
+}
+
+std::vector<AttentionSequence> TrainingState::Activations::sequences(const QkvViews& qkv) const {
+  std::vector<AttentionSequence> out;
+  for (int64_t row = 0; row < qkv.q.rows; row += shape.length) {
+    out.push_back({.q_begin = row,
+                   .q_len = shape.length,
+                   .k = qkv.k.slice_rows(row, shape.length),
+                   .v = qkv.v.slice_rows(row, shape.length)});
+  }
+  return out;
+}
+
+TrainingState::TrainingState(const ModelConfig& config, MicroBatchShape shape)
+    : activations_(std::make_unique<Activations>(config, shape)) {}
+
+TrainingState::~TrainingState() = default;
+
+std::vector<MemoryItem> TrainingState::memory_plan(const ModelConfig& config,
+                                                   MicroBatchShape shape) {
+  require_shape(config, shape);
+  const int64_t tokens = token_count(shape);
+  Carver carver(nullptr);
+  carve(config, tokens, carver);
+  std::vector<MemoryItem> items = carver.take_items();
+  items.push_back(
+      {"activations: FFN", config.layers * FfnSaved::bytes(tokens, config.ffn, config.gated)});
+  const int64_t rope_values = shape.length * config.head_dim;  // cos and sin of half a head each
+  items.push_back({"positions and rotations", (rope_values + tokens) * kFloatBytes});
+  items.push_back({"scratch of the ops (estimate)", scratch_bytes(config, tokens)});
+  return items;
+}
+
+}  // namespace twell

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/forward.h"
+
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/model/qkv.h"
+#include "twell/ops/attention/attention.h"
+#include "twell/ops/embedding/embedding.h"
+#include "twell/ops/matmul/matmul.h"
+#include "twell/ops/rms_norm/rms_norm.h"
+
+namespace twell {
+namespace {
+
+void check_shapes(const ModelConfig& config, const ForwardState& state, const Forward& problem) {
+  int64_t tokens = 0;
+  for (const ForwardSequence& sequence : problem.sequences) {
+    TWELL_CHECK(sequence.tokens >= 1, "a sequence of {} tokens", sequence.tokens);
+    tokens += sequence.tokens;
+  }
+  TWELL_CHECK(tokens == std::ssize(problem.ids), "{} ids for sequences of {} tokens in all",
+              problem.ids.size(), tokens);
+  TWELL_CHECK(problem.hidden.rows == tokens && problem.hidden.cols == config.width,
+              "hidden [{}, {}] for {} tokens of width {}", problem.hidden.rows, problem.hidden.cols,
+              tokens, config.width);
+  TWELL_CHECK(std::ssize(state.ffn_plans) == config.layers, "{} FFN plans for {} layers",
+              state.ffn_plans.size(), config.layers);
+}
+
+int64_t past_tokens(const Forward& problem, const ForwardSequence& sequence) {
+  return problem.cache == nullptr ? 0 : problem.cache->length(sequence.slot);
+}
+
+void require_fits(const ModelConfig& config, const Forward& problem) {
+  std::vector<int64_t> slots;
+  for (const ForwardSequence& sequence : problem.sequences) {
+    const int64_t total = past_tokens(problem, sequence) + sequence.tokens;
+    TWELL_REQUIRE(total <= config.context,
+                  "a sequence of {} tokens is longer than the model's context of {}", total,
+                  config.context);
+    if (problem.cache == nullptr) continue;
+    TWELL_REQUIRE(total <= problem.cache->capacity(),
+                  "a sequence of {} tokens is longer than the cache's capacity of {}", total,
+                  problem.cache->capacity());
+    slots.push_back(sequence.slot);
+  }
+  std::sort(slots.begin(), slots.end());
+  TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),
+              "two sequences share a cache slot");
+}
+
+void copy_rows(Context& ctx, ConstMatrixF from, MatrixF to) {
+  ctx.parallel_for(from.rows, 64, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      std::copy_n(from.row(row), from.cols, to.row(row));
+    }
+  });
+}
+
+// One forward pass; everything it needs besides the result is scratch memory.
+class Pass {
+ public:
+  Pass(Context& ctx, const Model& model, ForwardState& state, const Forward& problem)
+      : ctx_(ctx),
+        config_(model.config),
+        weights_(model.weights),
+        state_(state),
+        problem_(problem),
+        scope_(ctx.scratch()) {
+    const int64_t tokens = problem.hidden.rows;
+    residual_ = scope_.matrix<float>(tokens, config_.width);
+    delta_ = scope_.matrix<float>(tokens, config_.width);
+    normed_ = scope_.matrix<float>(tokens, config_.width);
+    qkv_ = scope_.matrix<float>(tokens, qkv_width(config_));
+    attended_ = scope_.matrix<float>(tokens, config_.q_width());
+    positions_ = {scope_.alloc<int32_t>(tokens), static_cast<size_t>(tokens)};
+    lay_out_sequences();
+  }
+
+  void run() {
+    embedding_forward(ctx_, problem_.ids, weights_.embedding, residual_);
+    for (int64_t layer = 0; layer < config_.layers; ++layer) {
+      const LayerMatrices<const float>& w = weights_.layers[static_cast<size_t>(layer)];
+      if (layer == 0) {
+        norm(w.attention_norm, normed_);
+      } else {
+        add_and_norm(w.attention_norm, normed_);
+      }
+      linear_forward(ctx_, normed_, w.w_qkv, qkv_);
+      rope(ctx_, state_.rope, positions_, views_.qk);
+      attention(layer);
+      linear_forward(ctx_, attended_, w.w_o, delta_);
+      add_and_norm(w.ffn_norm, normed_);
+      feed_forward(layer, w.ffn);
+    }
+    add_and_norm(weights_.final_norm, problem_.hidden);
+    advance_cache();
+  }
+
+ private:
+  void lay_out_sequences() {
+    views_ = split_qkv(config_, qkv_);
+    int64_t row = 0;
+    for (const ForwardSequence& sequence : problem_.sequences) {
+      const int64_t past = past_tokens(problem_, sequence);
+      for (int64_t i = 0; i < sequence.tokens; ++i) {
+        positions_[static_cast<size_t>(row + i)] = static_cast<int32_t>(past + i);
+      }
+      AttentionSequence attended;
+      attended.q_begin = row;
+      attended.q_len = sequence.tokens;
+      attended.k = views_.k.slice_rows(row, sequence.tokens);
+      attended.v = views_.v.slice_rows(row, sequence.tokens);
+      attention_sequences_.push_back(attended);
+      row += sequence.tokens;
+    }
+  }
+
+  // y = norm(residual)
+  void norm(const float* weight, MatrixF y) {
+    rms_norm_forward(ctx_, {.x = residual_, .weight = weight, .y = y, .eps = eps()});
+  }
+
+  // residual += delta; y = norm(residual)
+  void add_and_norm(const float* weight, MatrixF y) {
+    rms_norm_forward(ctx_, {.x = residual_,
+                            .residual = delta_,
+                            .sum = residual_,
+                            .weight = weight,
+                            .y = y,
+                            .eps = eps()});
+  }
+
+  void attention(int64_t layer) {
+    if (problem_.cache != nullptr) append_to_cache(layer);
+    attention_forward(ctx_, {.shape = {config_.heads, config_.kv_heads, config_.head_dim},
+                             .sequences = attention_sequences_,
+                             .q = views_.q,
+                             .out = attended_});
+  }
+
+  // Copies the new keys and values behind the cached ones, and has the queries read them there.
+  void append_to_cache(int64_t layer) {
+    const KvCache& cache = *problem_.cache;
+    for (size_t i = 0; i < attention_sequences_.size(); ++i) {
+      AttentionSequence& sequence = attention_sequences_[i];
+      const int64_t slot = problem_.sequences[i].slot;
+      const int64_t past = cache.length(slot);
+      const MatrixF keys = cache.keys(layer, slot), values = cache.values(layer, slot);
+      copy_rows(ctx_, views_.k.slice_rows(sequence.q_begin, sequence.q_len),
+                keys.slice_rows(past, sequence.q_len));
+      copy_rows(ctx_, views_.v.slice_rows(sequence.q_begin, sequence.q_len),
+                values.slice_rows(past, sequence.q_len));
+      sequence.k = keys.slice_rows(0, past + sequence.q_len);
+      sequence.v = values.slice_rows(0, past + sequence.q_len);
+    }
+  }
+
+  void feed_forward(int64_t layer, const FfnWeights& weights) {
+    std::span<int32_t> row_nnz;
+    if (problem_.row_nnz != nullptr) {
+      row_nnz = (*problem_.row_nnz)[static_cast<size_t>(layer)];
+    }
+    ffn_forward(ctx_, weights, normed_, delta_, state_.ffn_plans[static_cast<size_t>(layer)],
+                row_nnz);
+  }
+
+  void advance_cache() {
+    if (problem_.cache == nullptr) return;
+    for (const ForwardSequence& sequence : problem_.sequences) {
+      const int64_t length = problem_.cache->length(sequence.slot) + sequence.tokens;
+      problem_.cache->set_length(sequence.slot, length);
+    }
+  }
+
+  float eps() const { return static_cast<float>(config_.norm_eps); }
+
+  Context& ctx_;
+  const ModelConfig& config_;
+  const ModelMatrices<const float>& weights_;
+  ForwardState& state_;
+  const Forward& problem_;
+  Arena::Scope scope_;
+  MatrixF residual_;  // [M, D] the residual stream
+  MatrixF delta_;     // [M, D] what the last block adds to it
+  MatrixF normed_;    // [M, D]
+  MatrixF qkv_;       // [M, (H + 2 * H_kv) * hd]
+  MatrixF attended_;  // [M, H * hd]
+  QkvViews views_;
+  std::span<int32_t> positions_;  // [M]
+  std::vector<AttentionSequence> attention_sequences_;
+};
+
+}  // namespace
+
+ForwardState::ForwardState(const ModelConfig& config, FfnPolicy policy)
+    : rope(config.context, config.head_dim, config.rope_theta),
+      ffn_plans(static_cast<size_t>(config.layers)) {
+  for (FfnPlan& plan : ffn_plans) plan.policy = policy;
+}
+
+void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem) {
+  check_shapes(model.config, state, problem);
+  require_fits(model.config, problem);
+  if (problem.row_nnz != nullptr) {
+    problem.row_nnz->resize(static_cast<size_t>(model.config.layers));
+    for (std::vector<int32_t>& row_nnz : *problem.row_nnz) row_nnz.resize(problem.ids.size());
+  }
+  if (problem.ids.empty()) return;
+  Pass(ctx, model, state, problem).run();
+}
+
+void logits(Context& ctx, const Model& model, ConstMatrixF hidden, MatrixF out) {
+  linear_forward(ctx, hidden, model.weights.head, out);
+}
+
+}  // namespace twell

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/training.h"
+
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/model/activations.h"
+#include "twell/ops/attention/attention.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
+#include "twell/ops/embedding/embedding.h"
+#include "twell/ops/matmul/matmul.h"
+#include "twell/ops/rms_norm/rms_norm.h"
+
+namespace twell {
+namespace {
+
+// One micro-batch, forward and backward. Each backward function undoes the forward function of the
+// same name, last line first.
+class Pass {
+ public:
+  Pass(Context& ctx, const Model& model, const TrainingBatch& batch,
+       TrainingState::Activations& activations, float* d_flat)
+      : ctx_(ctx),
+        config_(model.config),
+        weights_(model.weights),
+        grads_(model_matrices<float>(model.config, d_flat)),
+        batch_(batch),
+        act_(activations),
+        views_(activations.views),
+        eps_(static_cast<float>(model.config.norm_eps)) {}
+
+  TrainingResult run() {
+    forward();
+    loss();
+    backward();
+    return std::move(result_);
+  }
+
+ private:
+  using LayerWeights = LayerMatrices<const float>;
+  using LayerGrads = LayerMatrices<float>;
+
+  void forward() {
+    embedding_forward(ctx_, batch_.inputs, weights_.embedding, views_.layers[0].attention_in);
+    for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
+      const LayerWeights& w = weights_.layers[layer];
+      LayerActivations& a = views_.layers[layer];
+      attention_norm_forward(layer, w, a);
+      attention_block_forward(w, a);
+      norm_forward(a.attention_in, views_.delta, a.ffn_in, w.ffn_norm, a.ffn_normed, a.ffn_inv_rms);
+      feed_forward_forward(layer, w, a);
+    }
+    norm_forward(views_.layers.back().ffn_in, views_.delta, views_.final_in, weights_.final_norm,
+                 views_.final_normed, views_.final_inv_rms);
+  }
+
+  // The head belongs to the loss, which never holds all logits: its gradients are made here.
+  void loss() {
+    const CrossEntropyResult ce = cross_entropy(ctx_, {.x = views_.final_normed,
+                                                       .weight = weights_.head,
+                                                       .targets = batch_.targets,
+                                                       .grad_scale = 1.0f / step_tokens(),
+                                                       .d_x = views_.d_normed,
+                                                       .d_weight = grads_.head});
+    result_.loss_sum = ce.loss_sum;
+    result_.loss_tokens = ce.tokens;
+  }
+
+  void backward() {
+    std::fill_n(views_.d_residual.data, views_.d_residual.rows * views_.d_residual.cols, 0.0f);
+    norm_backward(views_.final_in, weights_.final_norm, views_.final_inv_rms, grads_.final_norm);
+    for (size_t layer = views_.layers.size(); layer-- > 0;) {
+      const LayerWeights& w = weights_.layers[layer];
+      const LayerGrads& d = grads_.layers[layer];
+      const LayerActivations& a = views_.layers[layer];
+      feed_forward_backward(layer, w, a, d);
+      norm_backward(a.ffn_in, w.ffn_norm, a.ffn_inv_rms, d.ffn_norm);
+      attention_block_backward(w, a, d);
+      norm_backward(a.attention_in, w.attention_norm, a.attention_inv_rms, d.attention_norm);
+    }
+    embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding);
+  }
+
+  // The first layer reads the embedding, the others what the layer before them adds up to.
+  void attention_norm_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
+    if (layer == 0) {
+      rms_norm_forward(ctx_, {.x = a.attention_in,
+                              .weight = w.attention_norm,
+                              .y = a.attention_normed,
+                              .inv_rms = a.attention_inv_rms,
+                              .eps = eps_});
+    } else {
+      norm_forward(views_.layers[layer - 1].ffn_in, views_.delta, a.attention_in, w.attention_norm,
+                   a.attention_normed, a.attention_inv_rms);
+    }
+  }
+
+  // sum = residual + delta; y = norm(sum)
+  void norm_forward(MatrixF residual, MatrixF delta, MatrixF sum, const float* weight, MatrixF y,
+                    float* inv_rms) {
+    rms_norm_forward(ctx_, {.x = residual,
+                            .residual = delta,
+                            .sum = sum,
+                            .weight = weight,
+                            .y = y,
+                            .inv_rms = inv_rms,
+                            .eps = eps_});
+  }
+
+  // The gradient of the sum is that of its terms: d_residual goes on to both.
+  void norm_backward(MatrixF sum, const float* weight, const float* inv_rms, float* d_weight) {
+    rms_norm_backward(ctx_, {.s = sum,
+                             .weight = weight,
+                             .inv_rms = inv_rms,
+                             .d_y = views_.d_normed,
+                             .d_s = views_.d_residual,
+                             .d_weight = d_weight});
+  }
+
+  void attention_block_forward(const LayerWeights& w, LayerActivations& a) {
+    const QkvViews qkv = split_qkv(config_, a.qkv);
+    linear_forward(ctx_, a.attention_normed, w.w_qkv, a.qkv);
+    rope(ctx_, act_.rope, act_.positions.span(), qkv.qk);
+    attention_forward(ctx_, {.shape = attention_shape(),
+                             .sequences = act_.sequences(qkv),
+                             .q = qkv.q,
+                             .out = a.attended,
+                             .logsumexp = a.logsumexp});
+    linear_forward(ctx_, a.attended, w.w_o, views_.delta);
+  }
+
+  void attention_block_backward(const LayerWeights& w, const LayerActivations& a,
+                                const LayerGrads& d) {
+    const QkvViews qkv = split_qkv(config_, a.qkv);
+    const QkvViews d_qkv = split_qkv(config_, views_.d_qkv);
+    linear_backward(ctx_, {.x = a.attended,
+                           .weight = w.w_o,
+                           .d_y = views_.d_residual,
+                           .d_x = views_.d_attended,
+                           .d_weight = d.w_o});
+    attention_backward(ctx_, {.shape = attention_shape(),
+                              .sequences = act_.sequences(qkv),
+                              .q = qkv.q,
+                              .out = a.attended,
+                              .logsumexp = a.logsumexp,
+                              .d_out = views_.d_attended,
+                              .d_q = d_qkv.q,
+                              .d_k = d_qkv.k,
+                              .d_v = d_qkv.v});
+    rope(ctx_, act_.rope, act_.positions.span(), d_qkv.qk, /*inverse=*/true);
+    linear_backward(ctx_, {.x = a.attention_normed,
+                           .weight = w.w_qkv,
+                           .d_y = views_.d_qkv,
+                           .d_x = views_.d_normed,
+                           .d_weight = d.w_qkv});
+  }
+
+  void feed_forward_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
+    FfnTrainForward problem = {
+        .weights = w.ffn, .x = a.ffn_normed, .y = views_.delta, .policy = batch_.policy};
+    if (!batch_.nnz_hint.empty()) problem.nnz_hint = batch_.nnz_hint[layer];
+    if (batch_.active != nullptr) problem.active = (*batch_.active)[layer];
+    result_.layers.push_back(ffn_train_forward(ctx_, problem, act_.ffn[layer]));
+  }
+
+  void feed_forward_backward(size_t layer, const LayerWeights& w, const LayerActivations& a,
+                             const LayerGrads& d) {
+    const float l1_scale = batch_.l1_coeff / (static_cast<float>(config_.layers) * step_tokens());
+    ffn_train_backward(ctx_,
+                       {.weights = w.ffn,
+                        .x = a.ffn_normed,
+                        .d_y = views_.d_residual,
+                        .l1_scale = l1_scale,
+                        .d_x = views_.d_normed,
+                        .grads = d.ffn},
+                       act_.ffn[layer]);
+  }
+
+  AttentionShape attention_shape() const {
+    return {config_.heads, config_.kv_heads, config_.head_dim};
+  }
+  float step_tokens() const { return static_cast<float>(batch_.step_tokens); }
+
+  Context& ctx_;
+  const ModelConfig& config_;
+  const ModelMatrices<const float>& weights_;
+  const ModelMatrices<float> grads_;
+  const TrainingBatch& batch_;
+  TrainingState::Activations& act_;
+  ActivationViews& views_;
+  const float eps_;
+  TrainingResult result_;
+};
+
+void check_batch(const ModelConfig& config, const TrainingBatch& batch, MicroBatchShape shape) {
+  const int64_t tokens = shape.sequences * shape.length;
+  const auto per_layer = [&](const auto& values) { return std::ssize(values) == config.layers; };
+  TWELL_CHECK(std::ssize(batch.inputs) == tokens && std::ssize(batch.targets) == tokens,
+              "{} inputs and {} targets for a micro-batch of {} x {} tokens", batch.inputs.size(),
+              batch.targets.size(), shape.sequences, shape.length);
+  TWELL_CHECK(batch.step_tokens >= 1, "a step of {} tokens", batch.step_tokens);
+  TWELL_CHECK(batch.nnz_hint.empty() || per_layer(batch.nnz_hint), "{} nnz hints for {} layers",
+              batch.nnz_hint.size(), config.layers);
+  TWELL_CHECK(batch.active == nullptr || per_layer(*batch.active),
+              "flags of active neurons for {} of {} layers", batch.active->size(), config.layers);
+}
+
+}  // namespace
+
+TrainingResult forward_backward(Context& ctx, const Model& model, const TrainingBatch& batch,
+                                TrainingState& state, std::span<float> d_flat) {
+  check_batch(model.config, batch, state.activations().shape);
+  TWELL_CHECK(std::ssize(d_flat) == model.config.parameter_count(),
+              "{} gradients for {} parameters", d_flat.size(), model.config.parameter_count());
+  return Pass(ctx, model, batch, state.activations(), d_flat.data()).run();
+}
+
+}  // namespace twell
