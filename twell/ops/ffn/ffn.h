@@ -2,10 +2,10 @@
 // The feed-forward layer at inference: picks and runs one of its executions.
 //   dense       three library GEMMs
 //   row-fused   gate GEMM -> TwELL; per token, up and down over its active neurons only
-//   tile-union  gate GEMM -> TwELL; per tile of tokens, up and down as small GEMMs over the union
-//   of
-//               the tile's active neurons
-// All give the dense result within accumulation order, on every input.
+//   tile-union  gate GEMM -> TwELL; per tile of tokens, up and down over the union of the tile's
+//               active neurons, each weight row read once
+// All give the dense result within accumulation order, on every input with finite weights. A NaN
+// gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,11 @@ std::string_view ffn_execution_name(FfnExecution execution);  // "dense", "row-f
 FfnPolicy parse_ffn_policy(std::string_view name);            // "auto" and the above; InputError
 
 // What one layer has been seen to do, and what it runs because of it. One per layer and session.
+// kAuto decides anew for each chunk of tokens, from the non-zeros its gate GEMM has just produced
+// and from nothing else, so the same tokens give the same bits whatever came before.
 struct FfnPlan {
   FfnPolicy policy = FfnPolicy::kAuto;
-  FfnExecution execution = FfnExecution::kDense;  // of the last call
+  FfnExecution execution = FfnExecution::kDense;  // of the last chunk of the last call
   std::string reason;                             // one line, for logs: why this execution
   // Measured over the calls so far (dense calls count too).
   int64_t tokens = 0;
@@ -41,7 +43,10 @@ struct FfnPlan {
 
 // y [M, D] = FFN(x [M, D]). y may not overlap x. Updates the plan.
 // row_nnz [M], when given, receives the number of active neurons of each token.
+// Scratch memory does not grow with M: tokens are worked on in chunks of at most kFfnChunkTokens.
 void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
                  std::span<int32_t> row_nnz = {});
+
+inline constexpr int64_t kFfnChunkTokens = 512;
 
 }  // namespace twell

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the executions of up and down cost, from measured non-zeros: a model and not a stopwatch, so
+// that the choice, and with it the result, repeats bit for bit.
+#pragma once
+
+#include <cstdint>
+
+#include "twell/ops/ffn/ffn.h"
+
+namespace twell {
+
+// Of one chunk of tokens. Costs are in units of one (token, neuron) pair inside a large GEMM. Width
+// and number of threads scale all of them alike and do not appear.
+struct FfnWork {
+  int64_t tokens = 0;      // M
+  int64_t ffn = 0;         // F
+  int64_t nnz = 0;         // active (token, neuron) pairs
+  int64_t union_size = 0;  // weight rows that tile-union reads, tile_union_size()
+};
+double dense_cost(const FfnWork& work);
+double row_fused_cost(const FfnWork& work);
+double tile_union_cost(const FfnWork& work);
+
+// Whether, whatever the union turns out to be, dense is the cheapest.
+bool surely_dense(const FfnWork& work);
+FfnExecution cheapest_execution(const FfnWork& work);
+
+}  // namespace twell

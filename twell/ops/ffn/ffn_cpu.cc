@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/ops/ffn/ffn.h"
+#include "twell/ops/ffn/ffn_cost.h"
+#include "twell/ops/ffn/ffn_stages.h"
+#include "twell/ops/matmul/matmul.h"
+
+namespace twell {
+namespace {
+
+struct Chunk {
+  const FfnWeights& weights;
+  ConstMatrixF x;    // [m, D]
+  MatrixF y;         // [m, D]
+  int32_t* row_nnz;  // [m]
+};
+
+struct Outcome {
+  FfnExecution execution = FfnExecution::kDense;
+  FfnWork work;
+};
+
+FfnExecution forced_execution(FfnPolicy policy) {
+  switch (policy) {
+    case FfnPolicy::kRowFused:
+      return FfnExecution::kRowFused;
+    case FfnPolicy::kTileUnion:
+      return FfnExecution::kTileUnion;
+    default:
+      return FfnExecution::kDense;
+  }
+}
+
+// No packing: the gate is counted while it is multiplied.
+Outcome run_dense(Context& ctx, const Chunk& chunk) {
+  Arena::Scope scope(ctx.scratch());
+  const int64_t m = chunk.x.rows;
+  const int64_t ffn = chunk.weights.ffn();
+  const MatrixF gate = scope.matrix<float>(m, ffn);
+  linear_forward(ctx, chunk.x, chunk.weights.firing(), gate);
+  dense_up_down(ctx, chunk.weights, chunk.x, gate, chunk.y, chunk.row_nnz);
+  return {FfnExecution::kDense, {.tokens = m, .ffn = ffn}};
+}
+
+Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
+  Arena::Scope scope(ctx.scratch());
+  const auto& [weights, x, y, row_nnz] = chunk;
+  TwellWide gate = alloc_twell_wide(scope, {.rows = x.rows, .cols = weights.ffn()});
+  const GateStats stats = gate_gemm(ctx, {.x = x, .weight = weights.firing(), .out = gate});
+  std::copy_n(gate.row_nnz, x.rows, row_nnz);
+
+  Outcome out{forced_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = stats.nnz}};
+  if (policy == FfnPolicy::kAuto && !surely_dense(out.work)) {
+    out.work.union_size = tile_union_size(ctx, gate, weights.width());
+    out.execution = cheapest_execution(out.work);
+  }
+  const SparseUpDown sparse{.gate = gate,
+                            .x = x,
+                            .w_up = weights.gated() ? weights.w_up : ConstMatrixF(),
+                            .w_down = weights.w_down,
+                            .y = y};
+  switch (out.execution) {
+    case FfnExecution::kDense:
+      dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
+      break;
+    case FfnExecution::kRowFused:
+      row_fused_up_down(ctx, sparse);
+      break;
+    case FfnExecution::kTileUnion:
+      tile_union_up_down(ctx, sparse);
+      break;
+  }
+  return out;
+}
+
+std::string explain(FfnPolicy policy, const FfnWork& work) {
+  if (policy != FfnPolicy::kAuto) return "set by the caller";
+  const double dense = dense_cost(work);
+  const double per_token = static_cast<double>(work.nnz) / static_cast<double>(work.tokens);
+  if (surely_dense(work)) {
+    return fmt::format("{:.1f} of {} neurons active per token: too many for a sparse execution",
+                       per_token, work.ffn);
+  }
+  return fmt::format(
+      "{:.1f} of {} neurons active per token: up and down estimated at {:.3f} (row-fused) and "
+      "{:.3f} (tile-union) of dense",
+      per_token, work.ffn, row_fused_cost(work) / dense, tile_union_cost(work) / dense);
+}
+
+void check_shapes(const FfnWeights& weights, ConstMatrixF x, MatrixF y,
+                  std::span<int32_t> row_nnz) {
+  const int64_t width = weights.width();
+  const int64_t ffn = weights.ffn();
+  TWELL_CHECK(
+      weights.w_down.rows == ffn && weights.w_down.cols == width &&
+          (!weights.gated() || (weights.w_gate.rows == ffn && weights.w_gate.cols == width)),
+      "FFN weights disagree: w_up [{}, {}], w_down [{}, {}], w_gate [{}, {}]", ffn, width,
+      weights.w_down.rows, weights.w_down.cols, weights.w_gate.rows, weights.w_gate.cols);
+  TWELL_CHECK(x.cols == width && y.cols == width && x.rows == y.rows,
+              "FFN of width {}: x is [{}, {}], y [{}, {}]", width, x.rows, x.cols, y.rows, y.cols);
+  TWELL_CHECK(row_nnz.empty() || std::ssize(row_nnz) == x.rows,
+              "row_nnz has {} entries for {} tokens", row_nnz.size(), x.rows);
+}
+
+}  // namespace
+
+std::string_view ffn_execution_name(FfnExecution execution) {
+  switch (execution) {
+    case FfnExecution::kRowFused:
+      return "row-fused";
+    case FfnExecution::kTileUnion:
+      return "tile-union";
+    default:
+      return "dense";
+  }
+}
+
+FfnPolicy parse_ffn_policy(std::string_view name) {
+  if (name == "auto") return FfnPolicy::kAuto;
+  if (name == "dense") return FfnPolicy::kDense;
+  if (name == "row-fused") return FfnPolicy::kRowFused;
+  if (name == "tile-union") return FfnPolicy::kTileUnion;
+  throw InputError(
+      fmt::format("unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name));
+}
+
+void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
+                 std::span<int32_t> row_nnz) {
+  check_shapes(weights, x, y, row_nnz);
+  if (x.rows == 0) return;
+  Arena::Scope scope(ctx.scratch());
+  int32_t* counts = row_nnz.empty() ? scope.alloc<int32_t>(x.rows) : row_nnz.data();
+
+  // Chunks of equal size, so that no small remainder streams all weights for a few tokens.
+  const int64_t chunks = (x.rows + kFfnChunkTokens - 1) / kFfnChunkTokens;
+  Outcome last;
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t begin = x.rows * c / chunks;
+    const int64_t count = x.rows * (c + 1) / chunks - begin;
+    const Chunk chunk{weights, x.slice_rows(begin, count), y.slice_rows(begin, count),
+                      counts + begin};
+    last = plan.policy == FfnPolicy::kDense ? run_dense(ctx, chunk)
+                                            : run_packed(ctx, chunk, plan.policy);
+  }
+  plan.execution = last.execution;
+  plan.reason = explain(plan.policy, last.work);
+  plan.tokens += x.rows;
+  for (int64_t row = 0; row < x.rows; ++row) {
+    plan.nnz += counts[row];
+    plan.max_row_nnz = std::max<int64_t>(plan.max_row_nnz, counts[row]);
+  }
+}
+
+}  // namespace twell

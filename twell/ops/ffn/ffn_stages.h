@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// What follows the gate GEMM in each execution, for one chunk of tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+#include "twell/format/ffn_weights.h"
+#include "twell/ops/gate_gemm/gate_gemm.h"
+#include "twell/ops/sparse_up_down/sparse_up_down.h"
+
+namespace twell {
+
+// y = FFN given gate = x firing()^T before its relu [M, F]; gate is overwritten where there is no
+// up projection to multiply. row_nnz [M] receives the active neurons of each token.
+void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
+                   int32_t* row_nnz);
+
+}  // namespace twell

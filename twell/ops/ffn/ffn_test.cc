@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/ffn.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr FfnPolicy kPolicies[] = {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused,
+                                   FfnPolicy::kTileUnion};
+
+// A layer whose gate fires with a chosen frequency: x has a constant last component that the gate
+// weights turn into a negative bias. Row `heavy` has the constant's sign turned: it fires densely.
+struct Layer {
+  Layer(int64_t m_in, int64_t d_in, int64_t f_in, bool gated_in, float bias, int64_t heavy = -1)
+      : m(m_in), d(d_in), f(f_in), gated(gated_in), x(m * d), gate(f * d), up(f * d), down(f * d) {
+    fill(x, 1, 1.0f);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    fill(gate, 2, scale);
+    fill(up, 3, scale);
+    fill(down, 4, scale);
+    Buffer<float>& firing = gated ? gate : up;
+    for (int64_t n = 0; n < f; ++n) firing[n * d + d - 1] = -bias;
+    for (int64_t row = 0; row < m; ++row) x[row * d + d - 1] = row == heavy ? -1.0f : 1.0f;
+  }
+  static void fill(Buffer<float>& out, uint64_t seed, float scale) {
+    for (int64_t i = 0; i < out.size(); ++i) {
+      out[i] = scale * normal(seed, 0, static_cast<uint64_t>(i));
+    }
+  }
+  FfnWeights weights() const {
+    FfnWeights out{{}, up.matrix(f, d), down.matrix(f, d)};
+    if (gated) out.w_gate = gate.matrix(f, d);
+    return out;
+  }
+  Buffer<float> run(FfnPolicy policy, int threads, FfnPlan* plan_out = nullptr,
+                    std::span<int32_t> row_nnz = {}) const {
+    Buffer<float> y(m * d);
+    for (float& value : y.span()) value = kNan;
+    Context ctx(threads);
+    FfnPlan plan;
+    plan.policy = policy;
+    ffn_forward(ctx, weights(), x.matrix(m, d), y.matrix(m, d), plan, row_nnz);
+    if (plan_out != nullptr) *plan_out = plan;
+    return y;
+  }
+
+  int64_t m, d, f;
+  bool gated;
+  Buffer<float> x, gate, up, down;
+};
+
+struct Reference {
+  std::vector<double> y;          // [M, D]
+  std::vector<double> tolerance;  // [M, D]
+  std::vector<int64_t> row_nnz;   // [M], neurons whose sign no rounding can change
+  std::vector<int64_t> unsure;    // [M], the others
+};
+
+double dot(const float* a, const float* b, int64_t n, double& norm) {
+  double sum = 0.0;
+  norm = 0.0;
+  for (int64_t k = 0; k < n; ++k) {
+    const double term = static_cast<double>(a[k]) * b[k];
+    sum += term;
+    norm += std::abs(term);
+  }
+  return sum;
+}
+
+// In double. An f32 sum of n products in any order is off by about eps * sqrt(n) * sum |terms|;
+// every stage adds such a term for its own sum and passes on those of its operands.
+Reference reference(const Layer& layer) {
+  const double eps = std::numeric_limits<float>::epsilon();
+  const double eps_d = eps * std::sqrt(static_cast<double>(layer.d));
+  const double eps_f = eps * std::sqrt(static_cast<double>(layer.f));
+  const auto size = static_cast<size_t>(layer.m * layer.d);
+  Reference out{std::vector<double>(size), std::vector<double>(size),
+                std::vector<int64_t>(static_cast<size_t>(layer.m)),
+                std::vector<int64_t>(static_cast<size_t>(layer.m))};
+  const Buffer<float>& firing = layer.gated ? layer.gate : layer.up;
+  for (int64_t row = 0; row < layer.m; ++row) {
+    const float* x = layer.x.data() + row * layer.d;
+    for (int64_t n = 0; n < layer.f; ++n) {
+      double g_norm = 0.0;
+      const double g = dot(x, firing.data() + n * layer.d, layer.d, g_norm);
+      const double g_error = eps_d * g_norm;
+      if (g > g_error) ++out.row_nnz[static_cast<size_t>(row)];
+      if (std::abs(g) <= g_error) ++out.unsure[static_cast<size_t>(row)];
+      double u = 1.0;
+      double u_norm = 0.0;
+      if (layer.gated) u = dot(x, layer.up.data() + n * layer.d, layer.d, u_norm);
+      const double h = std::max(g, 0.0) * u;
+      const double h_error =
+          g > -g_error ? g_error * std::abs(u) + std::max(g, 0.0) * eps_d * u_norm : 0.0;
+      for (int64_t k = 0; k < layer.d; ++k) {
+        const auto at = static_cast<size_t>(row * layer.d + k);
+        const double w = layer.down[n * layer.d + k];
+        out.y[at] += h * w;
+        out.tolerance[at] += (h_error + eps_f * std::abs(h)) * std::abs(w);
+      }
+    }
+  }
+  return out;
+}
+
+bool same_bits(const Buffer<float>& a, const Buffer<float>& b) {
+  return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.size()) * sizeof(float)) == 0;
+}
+
+// bias 2: a few percent of the neurons fire; 0: half of them; -9: all.
+TEST(Ffn, EveryExecutionGivesTheDenseResult) {
+  for (const bool gated : {true, false}) {
+    for (const float bias : {2.0f, 0.0f, -9.0f}) {
+      for (const int64_t m : {1, 127, 129}) {
+        const Layer layer(m, 72, 600, gated, bias, m > 1 ? 5 : -1);
+        const Reference expected = reference(layer);
+        for (const FfnPolicy policy : kPolicies) {
+          SCOPED_TRACE(testing::Message() << "gated " << gated << " bias " << bias << " M " << m
+                                          << " policy " << static_cast<int>(policy));
+          std::vector<int32_t> row_nnz(static_cast<size_t>(m), -1);
+          const Buffer<float> y = layer.run(policy, 2, nullptr, row_nnz);
+          for (size_t i = 0; i < expected.y.size(); ++i) {
+            ASSERT_NEAR(y[static_cast<int64_t>(i)], expected.y[i], expected.tolerance[i]) << i;
+          }
+          for (size_t row = 0; row < row_nnz.size(); ++row) {
+            EXPECT_GE(row_nnz[row], expected.row_nnz[row]);
+            EXPECT_LE(row_nnz[row], expected.row_nnz[row] + expected.unsure[row]);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Ffn, RepeatsBitForBitWhateverCameBefore) {
+  const Layer sparse(70, 64, 520, true, 2.0f);
+  const Layer dense(70, 64, 520, true, -9.0f);
+  for (const FfnPolicy policy : kPolicies) {
+    const Buffer<float> fresh = sparse.run(policy, 2);
+    Context ctx(2);
+    FfnPlan plan;
+    plan.policy = policy;
+    Buffer<float> y(70 * 64);
+    for (const Layer* layer : {&sparse, &dense, &sparse}) {
+      ffn_forward(ctx, layer->weights(), layer->x.matrix(70, 64), y.matrix(70, 64), plan);
+    }
+    EXPECT_TRUE(same_bits(fresh, y));
+  }
+}
+
+TEST(Ffn, ThreadCountsAgree) {
+  const Layer layer(129, 72, 600, true, 1.0f, 7);
+  const Reference expected = reference(layer);
+  for (const FfnPolicy policy : kPolicies) {
+    for (const int threads : {1, 3, 5}) {
+      const Buffer<float> y = layer.run(policy, threads);
+      for (size_t i = 0; i < expected.y.size(); ++i) {
+        ASSERT_NEAR(y[static_cast<int64_t>(i)], expected.y[i], expected.tolerance[i]) << i;
+      }
+    }
+  }
+}
+
+TEST(Ffn, ChunksOfManyTokensJoinUp) {
+  const Layer layer(2 * kFfnChunkTokens + 1, 16, 40, true, 1.0f);
+  const Reference expected = reference(layer);
+  for (const FfnPolicy policy : kPolicies) {
+    FfnPlan plan;
+    const Buffer<float> y = layer.run(policy, 2, &plan);
+    EXPECT_EQ(plan.tokens, layer.m);
+    for (size_t i = 0; i < expected.y.size(); ++i) {
+      ASSERT_NEAR(y[static_cast<int64_t>(i)], expected.y[i], expected.tolerance[i]) << i;
+    }
+  }
+}
+
+// Inf and NaN in a token stay in that token, and what a NaN gate gives is the same everywhere.
+TEST(Ffn, NonFiniteTokensBehaveAlikeInEveryExecution) {
+  Layer layer(6, 32, 200, true, 1.0f);
+  for (int64_t k = 0; k < layer.d; ++k) layer.x[2 * layer.d + k] = kNan;
+  const Buffer<float> dense = layer.run(FfnPolicy::kDense, 2);
+  for (int64_t k = 0; k < layer.d; ++k) EXPECT_EQ(dense[2 * layer.d + k], 0.0f);
+  for (const FfnPolicy policy : kPolicies) {
+    const Buffer<float> y = layer.run(policy, 2);
+    for (int64_t i = 0; i < y.size(); ++i) {
+      ASSERT_TRUE(std::isfinite(y[i])) << i;
+      ASSERT_NEAR(y[i], dense[i], 1e-4) << i;
+    }
+  }
+}
+
+TEST(FfnPlan, AutoFollowsWhatItMeasures) {
+  FfnPlan plan;
+  Layer(64, 64, 512, true, 2.5f).run(FfnPolicy::kAuto, 2, &plan);
+  EXPECT_NE(plan.execution, FfnExecution::kDense) << plan.reason;
+  EXPECT_EQ(plan.tokens, 64);
+  EXPECT_GT(plan.nnz, 0);
+  EXPECT_GE(plan.max_row_nnz * 64, plan.nnz);
+  Layer(64, 64, 512, true, -9.0f).run(FfnPolicy::kAuto, 2, &plan);
+  EXPECT_EQ(plan.execution, FfnExecution::kDense) << plan.reason;
+  EXPECT_EQ(plan.nnz, 64 * 512);
+  Layer(1, 64, 512, true, 2.5f).run(FfnPolicy::kAuto, 2, &plan);
+  EXPECT_EQ(plan.execution, FfnExecution::kRowFused) << plan.reason;
+  EXPECT_FALSE(plan.reason.empty());
+}
+
+TEST(FfnPolicy, Names) {
+  for (const auto& [name, policy] : {std::pair{"auto", FfnPolicy::kAuto},
+                                     {"dense", FfnPolicy::kDense},
+                                     {"row-fused", FfnPolicy::kRowFused},
+                                     {"tile-union", FfnPolicy::kTileUnion}}) {
+    EXPECT_EQ(parse_ffn_policy(name), policy);
+  }
+  EXPECT_EQ(ffn_execution_name(FfnExecution::kTileUnion), "tile-union");
+  EXPECT_THROW(parse_ffn_policy("sparse"), InputError);
+}
+
+TEST(Ffn, RefusesShapesThatDisagree) {
+  const Layer layer(4, 16, 24, true, 0.0f);
+  Context ctx(1);
+  FfnPlan plan;
+  Buffer<float> y(4 * 16);
+  EXPECT_THROW(ffn_forward(ctx, layer.weights(), layer.x.matrix(4, 16), y.matrix(3, 16), plan),
+               Error);
+  FfnWeights weights = layer.weights();
+  weights.w_down = layer.down.matrix(12, 16);
+  EXPECT_THROW(ffn_forward(ctx, weights, layer.x.matrix(4, 16), y.matrix(4, 16), plan), Error);
+}
+
+}  // namespace
+}  // namespace twell

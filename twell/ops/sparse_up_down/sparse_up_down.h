@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What follows the gate, on active neurons only:
+//   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
+//   non-gated:  y[m] = sum over active n of  h[m, n] * w_down[n]
+// Two orders of the same work:
+//   row-fused   token by token; each active neuron's weight rows are read for each token
+//   tile-union  tile of tokens by tile; each weight row of the tile's union of active neurons is
+//               read once and applied to the tokens it is active on
+// Every dot product and every y[m] is accumulated in one fixed order (ascending neurons), so both
+// give the same bits, for any number of threads and any split of the tokens.
+// Errors: Error when shapes disagree.
+#pragma once
+
+#include <cstdint>
+
+#include "twell/base/context.h"
+#include "twell/base/matrix.h"
+#include "twell/format/twell.h"
+
+namespace twell {
+
+struct SparseUpDown {
+  TwellWide gate;       // [M, F] g, or h of a layer without a gate; ascending columns, row_nnz set
+  ConstMatrixF x;       // [M, D]; not read without a gate
+  ConstMatrixF w_up;    // [F, D], or empty: no gate
+  ConstMatrixF w_down;  // [F, D]
+  MatrixF y;            // [M, D], written; overlaps nothing
+};
+void row_fused_up_down(Context& ctx, const SparseUpDown& problem);
+void tile_union_up_down(Context& ctx, const SparseUpDown& problem);
+
+// Tokens of one tile of tile_union_up_down: their x and y rows share a core's L2 cache.
+int64_t tile_union_tokens(int64_t width);
+
+// Sum over tiles of tile_union_tokens(width) consecutive tokens of the number of neurons active in
+// the tile: the weight rows that tile-union reads.
+int64_t tile_union_size(Context& ctx, const TwellWide& gate, int64_t width);
+
+}  // namespace twell

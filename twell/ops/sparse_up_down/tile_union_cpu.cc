@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/ops/sparse_up_down/pair_kernels_simd.h"
+#include "twell/ops/sparse_up_down/problem_check.h"
+#include "twell/ops/sparse_up_down/sparse_up_down.h"
+#include "twell/ops/sparse_up_down/work_split.h"
+
+namespace twell {
+namespace {
+
+// The pairs of one tile of tokens, neuron by neuron.
+struct TileUnion {
+  int64_t size = 0;             // active neurons
+  uint32_t* neuron = nullptr;   // [size] ascending
+  int64_t* begin = nullptr;     // [size + 1] first pair of each
+  int64_t* row = nullptr;       // [pairs] token, ascending within a neuron
+  float* gate = nullptr;        // [pairs]
+  int64_t* position = nullptr;  // [F] working memory: next pair of each neuron
+};
+
+TileUnion alloc_tile_union(Arena::Scope& scope, int64_t ffn, int64_t pairs) {
+  TileUnion out;
+  const int64_t neurons = std::min(ffn, pairs);
+  out.neuron = scope.alloc<uint32_t>(neurons);
+  out.begin = scope.alloc<int64_t>(neurons + 1);
+  out.row = scope.alloc<int64_t>(pairs);
+  out.gate = scope.alloc<float>(pairs);
+  out.position = scope.alloc<int64_t>(ffn);
+  return out;
+}
+
+// Transposes rows [begin, end) by counting.
+void transpose(const Csr& pairs, int64_t begin, int64_t end, TileUnion& out) {
+  std::fill_n(out.position, pairs.cols, 0);
+  for (int64_t i = pairs.row_begin[begin]; i < pairs.row_begin[end]; ++i) {
+    ++out.position[pairs.column[i]];
+  }
+  out.size = 0;
+  int64_t total = 0;
+  for (int64_t n = 0; n < pairs.cols; ++n) {
+    const int64_t count = out.position[n];
+    if (count == 0) continue;
+    out.neuron[out.size] = static_cast<uint32_t>(n);
+    out.begin[out.size++] = total;
+    out.position[n] = total;
+    total += count;
+  }
+  out.begin[out.size] = total;
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t i = pairs.row_begin[row]; i < pairs.row_begin[row + 1]; ++i) {
+      const int64_t at = out.position[pairs.column[i]]++;
+      out.row[at] = row;
+      out.gate[at] = pairs.value[i];
+    }
+  }
+}
+
+// Works on one neuron of the union at a time, while its two weight rows are in the L1 cache and
+// the tile's x and y in the L2 cache.
+class TileRunner {
+ public:
+  TileRunner(const SparseUpDown& problem, const TileUnion& tile) : problem_(problem), tile_(tile) {}
+
+  void run() {
+    for (int64_t u = 0; u < tile_.size; ++u) {
+      const int64_t next = tile_.neuron[std::min(u + 1, tile_.size - 1)];
+      for (int64_t at = tile_.begin[u]; at < tile_.begin[u + 1]; at += kBlock) {
+        apply(u, next, at, std::min(kBlock, tile_.begin[u + 1] - at));
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kBlock = 64;
+
+  void apply(int64_t u, int64_t next, int64_t at, int64_t count) {
+    const int64_t neuron = tile_.neuron[u];
+    const int64_t d = problem_.w_down.cols;
+    const float* h = tile_.gate + at;
+    float products[kBlock];
+    if (!problem_.w_up.empty()) {
+      const float* x[kBlock];
+      for (int64_t i = 0; i < count; ++i) x[i] = problem_.x.row(tile_.row[at + i]);
+      scaled_dots({.a = problem_.w_up.row(neuron),
+                   .b = x,
+                   .scale = h,
+                   .out = products,
+                   .count = count,
+                   .d = d,
+                   .prefetch = problem_.w_up.row(next)});
+      h = products;
+    }
+    float* y[kBlock];
+    for (int64_t i = 0; i < count; ++i) y[i] = problem_.y.row(tile_.row[at + i]);
+    spread_scaled_row({.y = y,
+                       .row = problem_.w_down.row(neuron),
+                       .scale = h,
+                       .count = count,
+                       .d = d,
+                       .prefetch = problem_.w_down.row(next)});
+  }
+
+  const SparseUpDown& problem_;
+  const TileUnion& tile_;
+};
+
+// Most pairs in any tile of a thread's rows [begin, end).
+int64_t max_tile_pairs(const Csr& pairs, int64_t begin, int64_t end, int64_t tokens) {
+  int64_t most = 0;
+  for (int64_t row = begin; row < end; row += tokens) {
+    most = std::max(most, pairs.row_begin[std::min(row + tokens, end)] - pairs.row_begin[row]);
+  }
+  return most;
+}
+
+}  // namespace
+
+int64_t tile_union_tokens(int64_t width) {
+  // Half of a 2 MiB L2 cache for one row of x and one of y per token.
+  constexpr int64_t kCacheBytes = int64_t{1} << 20;
+  const int64_t row_bytes = 2 * width * static_cast<int64_t>(sizeof(float));
+  return std::clamp<int64_t>(kCacheBytes / row_bytes, 16, 256);
+}
+
+void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
+  check_sparse_up_down(problem);
+  if (problem.y.rows == 0) return;
+  Arena::Scope scope(ctx.scratch());
+  const Csr pairs = csr_from_twell(ctx, scope, problem.gate);
+  const int64_t tokens = tile_union_tokens(problem.y.cols);
+
+  const int64_t parts = std::min<int64_t>(ctx.threads(), pairs.rows);
+  TileUnion* tiles = scope.alloc<TileUnion>(parts);
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = split_rows(pairs, part, parts);
+    const int64_t end = split_rows(pairs, part + 1, parts);
+    tiles[part] = alloc_tile_union(scope, pairs.cols, max_tile_pairs(pairs, begin, end, tokens));
+  }
+  parallel_over_rows(ctx, pairs, [&](int64_t begin, int64_t end, int64_t part) {
+    TileUnion& tile = tiles[part];
+    for (int64_t row = begin; row < end; row += tokens) {
+      const int64_t last = std::min(row + tokens, end);
+      for (int64_t r = row; r < last; ++r) std::fill_n(problem.y.row(r), problem.y.cols, 0.0f);
+      transpose(pairs, row, last, tile);
+      TileRunner(problem, tile).run();
+    }
+  });
+}
+
+int64_t tile_union_size(Context& ctx, const TwellWide& gate, int64_t width) {
+  const int64_t tokens = tile_union_tokens(width);
+  const int64_t tiles = (gate.shape.rows + tokens - 1) / tokens;
+  Arena::Scope scope(ctx.scratch());
+  int64_t* sizes = scope.alloc<int64_t>(tiles);
+  uint8_t* seen = scope.alloc<uint8_t>(ctx.threads() * gate.shape.cols);
+  ctx.parallel_for(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
+    uint8_t* mine = seen + thread * gate.shape.cols;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      std::fill_n(mine, gate.shape.cols, uint8_t{0});
+      int64_t size = 0;
+      const int64_t last = std::min((tile + 1) * tokens, gate.shape.rows);
+      for (int64_t row = tile * tokens; row < last; ++row) {
+        twell_for_each(gate, row, [&](int64_t column, float) {
+          size += 1 - mine[column];
+          mine[column] = 1;
+        });
+      }
+      sizes[tile] = size;
+    }
+  });
+  int64_t total = 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) total += sizes[tile];
+  return total;
+}
+
+}  // namespace twell
