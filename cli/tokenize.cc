@@ -1,12 +1,85 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <memory>
+
 #include "cli/commands.h"
+#include "cli/config_file.h"
+#include "cli/prepare_data.h"
+#include "twell/base/error.h"
+#include "twell/train/metrics.h"
 
 namespace twell::cli {
+namespace {
+
+constexpr double kPlainInterval = 10.0;  // seconds between progress lines without a terminal
+constexpr int64_t kDefaultVocabulary = 8192;
+
+constexpr const char* kFooter = R"(
+DIR receives the shards with their manifest.json, and tokenizer.json. 'twell train --shards DIR'
+trains on them.
+
+Examples:
+  twell tokenize --data docs/ --out shards/ --vocab-size 8192
+  twell tokenize --data web.jsonl.zst --json-field content --tokenizer tokenizer.json --out shards/)";
+
+struct TokenizeFlags {
+  DataOptions data;
+  int64_t vocab_size = kDefaultVocabulary;
+};
+
+void print_statistics(const PreparedData& prepared) {
+  const ShardCounts& counts = *prepared.written;
+  const int64_t tokens = counts.train_tokens + counts.validation_tokens;
+  const double bytes = static_cast<double>(counts.text_bytes);
+  fmt::print("documents        {}\n", counts.documents);
+  fmt::print("text             {}\n", format_bytes(bytes));
+  fmt::print("tokens           {}  ({} training, {} validation)\n", tokens, counts.train_tokens,
+             counts.validation_tokens);
+  fmt::print("bytes per token  {:.3f}\n",
+             bytes / static_cast<double>(std::max<int64_t>(tokens, 1)));
+  fmt::print("vocabulary       {}\n", prepared.tokenizer.vocab_size());
+  fmt::print("speed            {:.1f} MB/s\n",
+             bytes * 1e-6 / std::max(prepared.tokenize_seconds, 1e-9));
+  if (prepared.files_skipped > 0) fmt::print("files skipped    {}\n", prepared.files_skipped);
+}
+
+int tokenize(const TokenizeFlags& flags, const CommonOptions& common) {
+  TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
+  ProgressLine progress(kPlainInterval);
+  const PreparedData prepared =
+      prepare_shards({flags.data, common.data, flags.vocab_size, common.seed, common.threads},
+                     common.out, progress);
+  progress.finish();
+  if (prepared.written) {
+    print_statistics(prepared);
+  } else {
+    fmt::print("{} already holds the shards of this data\n", common.out.string());
+  }
+  return kExitOk;
+}
+
+}  // namespace
 
 void add_tokenize_command(CLI::App& app, CommonOptions& common) {
+  const auto flags = std::make_shared<TokenizeFlags>();
   CLI::App& command = add_command(app, common, "tokenize", "Turn text into shards of token ids",
-                                  [] { return kExitFailure; });
-  add_compute_options(command, common);
+                                  [flags, &common] { return tokenize(*flags, common); });
+  add_config_option(command);
+  add_data_option(command, common,
+                  "Text: files and folders of text or .jsonl, also .gz, .xz, .zst; repeatable");
+  add_out_option(command, common, "Folder of the shards");
+  add_text_options(command, flags->data);
+  add_tokenizer_options(command, flags->data);
+  command.add_option("--vocab-size", flags->vocab_size, "Vocabulary of a trained tokenizer")
+      ->type_name("V")
+      ->check(CLI::Range(int64_t{257}, int64_t{1} << 24).description(""))
+      ->capture_default_str()
+      ->group("Data");
+  add_seed_option(command, common);
+  add_threads_option(command, common);
+  command.footer(kFooter);
 }
 
 }  // namespace twell::cli

@@ -1,12 +1,196 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/core.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
 #include "cli/commands.h"
+#include "cli/config_file.h"
+#include "cli/memory.h"
+#include "cli/progress_line.h"
+#include "cli/signals.h"
+#include "cli/train_flags.h"
+#include "twell/base/context.h"
+#include "twell/base/error.h"
+#include "twell/model/checkpoint.h"
+#include "twell/train/plan.h"
+#include "twell/train/run.h"
 
 namespace twell::cli {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kFooter = R"(
+OUT holds checkpoint (the newest one, a link into checkpoints/), metrics.jsonl (every step, per
+layer), tokenizer and shards. SIGINT or SIGTERM finishes the step, saves and exits with code 130;
+a second one exits at once. A run that ended early continues with --resume.
+
+Examples:
+  twell train --data docs/ --out runs/first
+  twell train --data a.jsonl.zst --data b/ --out runs/wide --width 512 --ffn 2048 --steps 5000
+  twell train --config recipe.toml --l1 1e-4 --out runs/sparse
+  twell train --out runs/sparse --resume
+  twell train --preset 0.5b --dry-run)";
+
+void print_plan(const ModelConfig& config, const TrainOptions& options) {
+  const RunPlan plan = plan_run(config, options);
+  fmt::print("parameters       {:>14}  ({})\n", plan.parameters,
+             format_count(static_cast<double>(plan.parameters)));
+  for (const MemoryItem& item : plan.memory) {
+    fmt::print("memory           {:>14}  {}\n", format_bytes(static_cast<double>(item.bytes)),
+               item.name);
+  }
+  fmt::print("memory           {:>14}  in all\n",
+             format_bytes(static_cast<double>(plan.memory_bytes())));
+  fmt::print("FLOPs per token  {:>14.4g}  forward and backward, dense\n", plan.flops_per_token);
+  fmt::print("FLOPs per step   {:>14.4g}\n", plan.flops_per_step);
+  fmt::print("tokens per step  {:>14}  in {} micro-batch{} of {} x {}\n", options.batch_tokens,
+             options.micro_batches(), options.micro_batches() == 1 ? "" : "es", options.micro_batch,
+             options.sequence_length);
+  fmt::print("steps            {:>14}\n", options.steps);
+  fmt::print("tokens           {:>14}  ({})\n", options.tokens,
+             format_count(static_cast<double>(options.tokens)));
+}
+
+// The model's configuration before the tokenizer has its say.
+ModelConfig requested_config(const TrainFlags& flags) {
+  if (flags.from.empty()) return model_config(flags.model);
+  TWELL_REQUIRE(!flags.model.any(),
+                "--from takes the model from the checkpoint; leave the options of the model out");
+  return load_config(flags.from);
+}
+
+// A vocabulary that was not asked for is the tokenizer's.
+ModelConfig match_tokenizer(const TrainFlags& flags, ModelConfig config,
+                            const Tokenizer& tokenizer) {
+  if (flags.from.empty()) {
+    if (!flags.model.vocab_size) config.vocab_size = tokenizer.vocab_size();
+    config.eos_token = tokenizer.eos_token();
+  }
+  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
+                "the tokenizer has {} tokens, the model's vocabulary only {}",
+                tokenizer.vocab_size(), config.vocab_size);
+  config.validate();
+  return config;
+}
+
+// Shards and their tokenizer; made from --data unless there are some to use as they are.
+Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const ModelConfig& config,
+                  const fs::path& shards, ProgressLine& progress) {
+  const bool as_they_are = flags.resume || common.data.empty();
+  if (as_they_are && holds_shards(shards)) return Tokenizer::load(shards / "tokenizer.json");
+  TWELL_REQUIRE(!common.data.empty(),
+                "no text given: add --data PATH, or --shards DIR with shards "
+                "made by 'twell tokenize'");
+  DataOptions data = flags.data;
+  if (data.tokenizer.empty() && !flags.from.empty()) data.tokenizer = flags.from / "tokenizer.json";
+  return std::move(prepare_shards({data, common.data, config.vocab_size, common.seed,
+                                   common.threads, flags.shards.empty()},
+                                  shards, progress)
+                       .tokenizer);
+}
+
+std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const ModelConfig& config,
+                                  uint64_t seed, const std::optional<Checkpoint>& resume_from) {
+  if (resume_from) {
+    auto model = load_model(resume_from->folder);
+    TWELL_REQUIRE(model->config == config, "the options describe another model than {}",
+                  resume_from->folder.string());
+    return model;
+  }
+  if (!flags.from.empty()) return load_model(flags.from);
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, seed);
+  return model;
+}
+
+void print_summary(const TrainSummary& summary, const TrainOptions& options) {
+  fmt::print("\n{} after {} of {} steps ({} tokens), {}\n",
+             summary.interrupted ? "interrupted and saved" : "finished", summary.steps_done,
+             options.steps,
+             format_count(static_cast<double>(summary.steps_done * options.batch_tokens)),
+             format_duration(summary.seconds));
+  if (summary.last_validation_ce) {
+    fmt::print("validation CE    {:.4f} -> {:.4f}\n", *summary.first_validation_ce,
+               *summary.last_validation_ce);
+  }
+  if (!summary.last.layers.empty()) {
+    fmt::print("training CE      {:.4f}\nnon-zeros/layer ", summary.last.ce);
+    for (const LayerMetrics& layer : summary.last.layers) fmt::print(" {:.1f}", layer.nnz);
+    fmt::print("\ndead/layer      ");
+    for (const LayerMetrics& layer : summary.last.layers) {
+      fmt::print(" {:.0f}%", 100.0 * layer.dead_share);
+    }
+    fmt::print("\n");
+  }
+  fmt::print("checkpoint       {}\n", summary.checkpoint.string());
+}
+
+int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
+  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
+  const fs::path options_file = common.out / "options.json";
+  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
+
+  ModelConfig config = requested_config(flags);
+  TrainOptions options = resolve_options(train_options(flags, common), config);
+  if (flags.dry_run) {
+    print_plan(config, options);
+    return kExitOk;
+  }
+  require_memory(plan_run(config, options).memory_bytes());
+  Context ctx(common.threads);
+  const RunFolder folder(common.out, flags.resume);
+  ProgressLine progress(flags.log_interval);
+  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  const Tokenizer tokenizer = prepare(flags, common, config, shards, progress);
+  config = match_tokenizer(flags, config, tokenizer);
+  const ShardSet shard_set(shards, tokenizer);
+  progress.print(
+      fmt::format("data: {} training and {} validation tokens",
+                  format_count(static_cast<double>(shard_set.tokens(Split::kTrain))),
+                  format_count(static_cast<double>(shard_set.tokens(Split::kValidation)))));
+
+  const auto resume_from = flags.resume ? folder.latest() : std::nullopt;
+  const std::unique_ptr<Model> model = make_model(ctx, flags, config, options.seed, resume_from);
+  progress.print(fmt::format(
+      "model: {} parameters, {} layers, width {}, FFN {}{}",
+      format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
+      config.ffn, resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  folder.begin(given_options_json(command, {"data", "shards", "tokenizer", "from", "out"}));
+
+  TrainRun run{options,           tokenizer,         shard_set,           folder, resume_from,
+               flags.tensorboard, stop_on_signals(), progress.log_sink(), {}};
+  run.on_progress = [&](const Progress& now) {
+    if (now.metrics.step == 0) {
+      progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));
+      return;
+    }
+    progress.update(format_progress(now.metrics, now.steps, now.validation_ce, now.eta_seconds),
+                    now.metrics.validation_ce.has_value());
+  };
+  const TrainSummary summary = run_training(ctx, *model, run);
+  progress.finish();
+  print_summary(summary, options);
+  return summary.interrupted ? kExitInterrupted : kExitOk;
+}
+
+}  // namespace
 
 void add_train_command(CLI::App& app, CommonOptions& common) {
-  CLI::App& command = add_command(app, common, "train", "Train a language model on text",
-                                  [] { return kExitFailure; });
+  const auto flags = std::make_shared<TrainFlags>();
+  CLI::App& command = add_command(
+      app, common, "train", "Train a sparse language model on text",
+      [flags, &app, &common] { return train(*app.get_subcommand("train"), *flags, common); });
+  add_config_option(command);
+  add_data_option(command, common,
+                  "Text to train on: files and folders of text or .jsonl, also .gz, .xz, .zst; "
+                  "repeatable");
+  add_out_option(command, common, "Folder of the run");
+  add_train_flags(command, *flags);
   add_compute_options(command, common);
+  command.footer(kFooter);
 }
 
 }  // namespace twell::cli

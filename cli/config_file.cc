@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/config_file.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/model/json.h"
+
+namespace twell::cli {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr int kMaxDepth = 4;  // of tables; more is no grouping anyone means
+
+std::string json_scalar(const nlohmann::json& value, const std::string& key) {
+  if (value.is_string()) return value.get<std::string>();
+  TWELL_REQUIRE(value.is_boolean() || value.is_number(), "{} must be a string, number or boolean",
+                key);
+  return value.dump();
+}
+
+void collect_items(const nlohmann::json& object, std::vector<std::string> parents,
+                   std::vector<CLI::ConfigItem>& items) {
+  for (const auto& [key, value] : object.items()) {
+    if (value.is_object()) {
+      std::vector<std::string> inner = parents;
+      inner.push_back(key);
+      collect_items(value, inner, items);
+      continue;
+    }
+    CLI::ConfigItem& item = items.emplace_back();
+    item.parents = parents;
+    item.name = key;
+    if (value.is_array()) {
+      for (const nlohmann::json& element : value) item.inputs.push_back(json_scalar(element, key));
+    } else {
+      item.inputs.push_back(json_scalar(value, key));
+    }
+  }
+}
+
+std::vector<CLI::ConfigItem> read_items(const fs::path& file) {
+  const std::string text = read_file(file);
+  std::vector<CLI::ConfigItem> items;
+  if (file.extension() == ".json") {
+    const nlohmann::json json = parse_json(text, file.string(), kMaxDepth);
+    TWELL_REQUIRE(json.is_object(), "{}: not a JSON object", file.string());
+    collect_items(json, {}, items);
+    return items;
+  }
+  std::istringstream stream(text);
+  for (CLI::ConfigItem& item : CLI::ConfigTOML().from_config(stream)) {
+    const bool table_mark = item.name == "++" || item.name == "--";  // begin and end of a table
+    if (!table_mark) items.push_back(std::move(item));
+  }
+  return items;
+}
+
+void apply_item(CLI::Option& option, const CLI::ConfigItem& item, const std::string& name) {
+  if (option.get_expected_min() == 0) {  // a flag; its negated spelling turns the value round
+    TWELL_REQUIRE(item.inputs.size() == 1, "takes one value");
+    option.add_result(option.get_flag_value(name, item.inputs.front()));
+  } else {
+    option.add_result(item.inputs);
+  }
+  option.run_callback();
+}
+
+}  // namespace
+
+void add_config_option(CLI::App& command) {
+  command
+      .add_option_function<std::string>(
+          "--config", [&command](const std::string& file) { apply_config_file(command, file); },
+          "TOML or JSON (*.json) file of options: the long names below as keys; flags win over it")
+      ->type_name("FILE")
+      ->configurable(false);
+}
+
+void apply_config_file(CLI::App& command, const fs::path& file) {
+  std::set<const CLI::Option*> seen;
+  for (const CLI::ConfigItem& item : read_items(file)) {
+    std::string name = item.name;
+    std::replace(name.begin(), name.end(), '_', '-');
+    CLI::Option* option = command.get_option_no_throw("--" + name);
+    TWELL_REQUIRE(option != nullptr, "{}: unknown key '{}'", file.string(), item.name);
+    TWELL_REQUIRE(option->get_configurable(), "{}: '{}' can only be given as a flag", file.string(),
+                  item.name);
+    TWELL_REQUIRE(seen.insert(option).second, "{}: '{}' is set twice", file.string(), item.name);
+    if (!option->empty()) continue;
+    try {
+      apply_item(*option, item, name);
+    } catch (const std::exception& error) {
+      throw InputError(fmt::format("{}: {}: {}", file.string(), item.name, error.what()));
+    }
+  }
+}
+
+std::string given_options_json(const CLI::App& command, const std::set<std::string>& paths) {
+  nlohmann::json json = nlohmann::json::object();
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->empty() || !option->get_configurable() || option->get_lnames().empty()) continue;
+    const std::string& name = option->get_lnames().front();
+    std::vector<std::string> values = option->results();
+    if (paths.contains(name)) {
+      for (std::string& value : values) value = fs::absolute(value).string();
+    }
+    json[name] = values.size() == 1 ? nlohmann::json(values.front()) : nlohmann::json(values);
+  }
+  return json.dump(2) + "\n";
+}
+
+}  // namespace twell::cli

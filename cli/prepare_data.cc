@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/prepare_data.h"
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/base/rng.h"
+#include "twell/train/metrics.h"
+
+namespace twell::cli {
+namespace fs = std::filesystem;
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kSampleStream = 0x7361'6d70'6c65;  // "sample" in ASCII
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Documents are picked at random so that the sample covers all of the data, up to its byte limit.
+Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
+  TextSource source(request.text({}));
+  const int64_t limit = request.options.tokenizer_sample_mib << 20;
+  const double share =
+      static_cast<double>(limit) / static_cast<double>(std::max<int64_t>(source.total_bytes(), 1));
+  int64_t bytes = 0;
+  uint64_t index = 0;
+  const auto next_text = [&](std::string& text) {
+    while (bytes < limit && source.next(text)) {
+      if (uniform(request.seed, kSampleStream, index++) >= share) continue;
+      bytes += static_cast<int64_t>(text.size());
+      return true;
+    }
+    return false;
+  };
+  BpeTrainingOptions options;
+  options.vocab_size = request.vocab_size;
+  options.pre_tokenizer = request.options.pre_tokenizer;
+  options.threads = request.threads;
+  progress.update("training a tokenizer", true);
+  const auto start = Clock::now();
+  Tokenizer tokenizer = train_bpe(options, next_text);
+  progress.print(fmt::format("tokenizer: {} tokens, learned from {} of text in {:.1f} s",
+                             tokenizer.vocab_size(), format_bytes(static_cast<double>(bytes)),
+                             seconds_since(start)));
+  return tokenizer;
+}
+
+// What the shards are made from: equal for equal results.
+nlohmann::json source_identity(const DataRequest& request, int64_t total_bytes) {
+  const DataOptions& options = request.options;
+  nlohmann::json json = {{"bytes", total_bytes},
+                         {"json_field", options.json_field},
+                         {"bad_files", options.bad_files},
+                         {"validation_fraction", options.validation_fraction},
+                         {"seed", request.seed}};
+  for (const fs::path& path : request.paths) {
+    json["data"].push_back(fs::absolute(path).lexically_normal().string());
+  }
+  if (options.tokenizer.empty()) {
+    json["tokenizer"] = {{"vocab_size", request.vocab_size},
+                         {"pre_tokenizer", options.pre_tokenizer},
+                         {"sample_mib", options.tokenizer_sample_mib}};
+  } else {
+    json["tokenizer"] = Tokenizer::load(options.tokenizer).hash();
+  }
+  return json;
+}
+
+bool made_from(const fs::path& folder, const nlohmann::json& identity) {
+  if (!holds_shards(folder) || !fs::exists(folder / "source.json")) return false;
+  return nlohmann::json::parse(read_file(folder / "source.json"), nullptr, false) == identity;
+}
+
+}  // namespace
+
+void add_text_options(CLI::App& command, DataOptions& options) {
+  command
+      .add_option("--json-field", options.json_field, "Field of .jsonl lines that holds the text")
+      ->type_name("NAME")
+      ->capture_default_str()
+      ->group("Data");
+  command
+      .add_option("--bad-files", options.bad_files,
+                  "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
+      ->type_name("error|skip")
+      ->check(CLI::IsMember({"error", "skip"}).description(""))
+      ->capture_default_str()
+      ->group("Data");
+}
+
+void add_tokenizer_options(CLI::App& command, DataOptions& options) {
+  command
+      .add_option("--tokenizer", options.tokenizer,
+                  "Hugging Face tokenizer.json (byte-level BPE); without it one is trained")
+      ->type_name("FILE")
+      ->group("Data");
+  command
+      .add_option("--pre-tokenizer", options.pre_tokenizer,
+                  "How a trained tokenizer cuts text into words")
+      ->type_name("gpt2|smollm2|llama3|qwen2")
+      ->check(CLI::IsMember({"gpt2", "smollm2", "llama3", "qwen2"}).description(""))
+      ->capture_default_str()
+      ->group("Data");
+  command
+      .add_option("--tokenizer-sample", options.tokenizer_sample_mib,
+                  "MiB of text, at most, that a tokenizer is trained on")
+      ->type_name("MIB")
+      ->check(CLI::Range(1, 1 << 16).description(""))
+      ->capture_default_str()
+      ->group("Data");
+  command
+      .add_option("--val-fraction", options.validation_fraction,
+                  "Share of the documents set aside for validation")
+      ->type_name("X")
+      ->check(CLI::Range(1e-6, 0.5).description(""))
+      ->capture_default_str()
+      ->group("Data");
+}
+
+TextSourceOptions DataRequest::text(const LogSink& log) const {
+  TWELL_REQUIRE(!paths.empty(), "no text given: add --data PATH");
+  TextSourceOptions text;
+  text.paths = paths;
+  text.json_field = options.json_field;
+  text.bad_file = options.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
+  text.log = log;
+  return text;
+}
+
+bool holds_shards(const fs::path& folder) {
+  return fs::exists(folder / "manifest.json") && fs::exists(folder / "tokenizer.json");
+}
+
+PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
+                            ProgressLine& progress) {
+  TextSource source(request.text(progress.log_sink()));
+  const nlohmann::json identity = source_identity(request, source.total_bytes());
+  if (made_from(folder, identity)) {
+    return {Tokenizer::load(folder / "tokenizer.json"), std::nullopt, 0.0, 0};
+  }
+  TWELL_REQUIRE(request.replace || !fs::exists(folder) || fs::is_empty(folder),
+                "{} is in use and was not made from this data with these options; choose another "
+                "folder",
+                folder.string());
+  Tokenizer tokenizer = request.options.tokenizer.empty()
+                            ? train_tokenizer(request, progress)
+                            : Tokenizer::load(request.options.tokenizer);
+  TokenizeOptions options;
+  options.validation_fraction = request.options.validation_fraction;
+  options.seed = request.seed;
+  options.threads = request.threads;
+  const auto start = Clock::now();
+  options.progress = [&](int64_t done, int64_t total, int64_t tokens) {
+    const double bytes = static_cast<double>(done);
+    progress.update(fmt::format("tokenizing {:.0f}%  {} tokens  {:.1f} MB/s",
+                                100.0 * bytes / static_cast<double>(std::max<int64_t>(total, 1)),
+                                format_count(static_cast<double>(tokens)),
+                                bytes * 1e-6 / std::max(seconds_since(start), 1e-9)));
+  };
+  const ShardCounts counts = write_shards(source, tokenizer, folder, options);
+  const double seconds = seconds_since(start);
+  tokenizer.save(folder / "tokenizer.json");
+  write_file_atomic(folder / "source.json", identity.dump(2) + "\n");
+  return {std::move(tokenizer), counts, seconds, source.files_skipped()};
+}
+
+}  // namespace twell::cli

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The options of `twell train` and what they amount to: a model configuration and TrainOptions.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "cli/options.h"
+#include "cli/prepare_data.h"
+#include "twell/model/config.h"
+#include "twell/train/options.h"
+
+namespace twell::cli {
+
+// What is not given comes from the preset.
+struct ModelFlags {
+  std::optional<std::string> preset;
+  std::optional<int64_t> width, ffn, layers, heads, kv_heads, head_dim, context, vocab_size;
+  std::optional<bool> gated, tied;
+  std::optional<double> rope_theta, norm_eps, init_std;
+
+  bool any() const;
+};
+
+struct TrainFlags {
+  DataOptions data;
+  std::filesystem::path shards;
+  std::filesystem::path from;
+  bool resume = false;
+  bool dry_run = false;
+  bool tensorboard = false;
+  double log_interval = 10.0;  // seconds
+  ModelFlags model;
+  TrainOptions train;
+  std::optional<int64_t> steps, tokens, batch_tokens;  // those a preset has a say in
+  std::string l1_reduction = "sum";
+  std::string ffn_policy = "auto";
+  std::string save_dtype = "f32";
+};
+
+void add_train_flags(CLI::App& command, TrainFlags& flags);
+
+// The model that is trained; vocab_size is that of the flags or the preset.
+ModelConfig model_config(const ModelFlags& flags);
+// Not resolved yet.
+TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common);
+
+}  // namespace twell::cli
