@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention forward: tiles of keys, softmax with a running maximum and sum.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "twell/ops/attention/attention_items.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "twell/ops/attention/attention_forward.cc"
+#include "hwy/foreach_target.h"
+#include "twell/ops/attention/attention_tiles-inl.h"
+
+#ifndef TWELL_OPS_ATTENTION_FORWARD_SCRATCH_
+#define TWELL_OPS_ATTENTION_FORWARD_SCRATCH_
+namespace twell::attention {
+
+// Working memory of one item with `rows` query rows.
+struct ForwardScratch {
+  ForwardScratch(const AttentionShape& shape, int64_t rows, float* base)
+      : width(padded(shape.head_dim)),
+        keys(base),
+        values(keys + width * kTileKeys),
+        scores(values + kTileKeys * width),
+        q(scores + kStripRows * kTileKeys),
+        out(q + rows * width),
+        max(out + rows * width),
+        sum(max + rows) {}
+  static int64_t size(const AttentionShape& shape, int64_t rows) {
+    return 2 * (kTileKeys + rows) * padded(shape.head_dim) + kStripRows * kTileKeys + 2 * rows;
+  }
+
+  int64_t width;  // head_dim, padded
+  float* keys;    // [hd, kTileKeys] transposed
+  float* values;  // [kTileKeys, width], when they need padding
+  float* scores;  // [kStripRows, kTileKeys]
+  float* q;       // [rows, width], times the softmax scale
+  float* out;     // [rows, width], not yet divided by sum
+  float* max;     // [rows] of the scores so far
+  float* sum;     // [rows] of exp(score - max)
+};
+
+}  // namespace twell::attention
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace twell::attention {
+namespace HWY_NAMESPACE {
+namespace {
+
+// scores [whole vectors of n] become exp(score - max) with the running max of the row, those past n
+// zero. Returns by how much the row's earlier output and sum shrink.
+HWY_INLINE float softmax_row(float* scores, int64_t n, float& running_max, float& running_sum) {
+  const Tag d;
+  const int64_t whole = n / lanes() * lanes();
+  const auto valid = hn::FirstN(d, static_cast<size_t>(n - whole));
+  Vec max_v = hn::Set(d, running_max);
+  for (int64_t j = 0; j < whole; j += lanes()) max_v = hn::Max(max_v, hn::LoadU(d, scores + j));
+  if (whole < n) {
+    max_v = hn::IfThenElse(valid, hn::Max(max_v, hn::LoadU(d, scores + whole)), max_v);
+  }
+  const float max = hn::GetLane(hn::MaxOfLanes(d, max_v));
+  max_v = hn::Set(d, max);
+  Vec sum_v = hn::Zero(d);
+  for (int64_t j = 0; j < whole; j += lanes()) {
+    const Vec weight = hn::Exp(d, hn::Sub(hn::LoadU(d, scores + j), max_v));
+    hn::StoreU(weight, d, scores + j);
+    sum_v = hn::Add(sum_v, weight);
+  }
+  if (whole < n) {
+    const Vec weight =
+        hn::IfThenElseZero(valid, hn::Exp(d, hn::Sub(hn::LoadU(d, scores + whole), max_v)));
+    hn::StoreU(weight, d, scores + whole);
+    sum_v = hn::Add(sum_v, weight);
+  }
+  const float shrink = running_max == max ? 1.0f : std::exp(running_max - max);
+  running_max = max;
+  running_sum = running_sum * shrink + hn::GetLane(hn::SumOfLanes(d, sum_v));
+  return shrink;
+}
+
+// Rows [row, row + rows) of the item against the packed tile; keys[i] > 0 of it are visible to row
+// i.
+HWY_INLINE void forward_strip(const ForwardScratch& w, Tile values, int64_t head_dim, int64_t row,
+                              int64_t rows, const int64_t* keys) {
+  const int64_t width = w.width, visible = keys[rows - 1];
+  multiply_strip<false>({w.q + row * width, width, 1}, w.keys, kTileKeys, w.scores, kTileKeys, rows,
+                        whole_vectors(visible), head_dim);
+  for (int64_t i = 0; i < rows; ++i) {
+    float* scores = w.scores + i * kTileKeys;
+    const float shrink = softmax_row(scores, keys[i], w.max[row + i], w.sum[row + i]);
+    if (shrink != 1.0f) scale_row(w.out + (row + i) * width, shrink, width);
+    std::fill(scores + keys[i], scores + visible, 0.0f);
+  }
+  multiply_strip<true>({w.scores, kTileKeys, 1}, values.data, values.stride, w.out + row * width,
+                       width, rows, width, visible);
+}
+
+}  // namespace
+
+void forward_rows(const AttentionForward& p, const Item& item, float* scratch) {
+  const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)];
+  const int64_t hd = p.shape.head_dim, group = p.shape.heads / p.shape.kv_heads;
+  const int64_t rows = item.count * group, at = item.kv_head * hd;
+  const ForwardScratch w(p.shape, rows, scratch);
+  const int64_t width = w.width;
+  const float scale = softmax_scale(p.shape);
+  const auto query = [&](int64_t row) { return s.q_begin + item.begin + row / group; };
+  const auto head = [&](int64_t row) { return item.kv_head * group + row % group; };
+  for (int64_t row = 0; row < rows; ++row) {
+    pack_row(p.q.row(query(row)) + head(row) * hd, hd, scale, w.q + row * width);
+  }
+  std::fill_n(w.out, rows * width, 0.0f);
+  std::fill_n(w.max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(w.sum, rows, 0.0f);
+
+  const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to row 0
+  const int64_t all_keys = first_keys + item.count - 1;
+  for (int64_t tile = 0; tile < all_keys; tile += kTileKeys) {
+    const int64_t count = std::min(kTileKeys, all_keys - tile);
+    pack_transposed(s.k.row(tile) + at, s.k.stride, count, hd, w.keys);
+    const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
+    // Rows before this see none of the tile.
+    const int64_t start = std::max<int64_t>(0, (tile - first_keys + 1) * group);
+    for (int64_t row = start; row < rows; row += kStripRows) {
+      const int64_t strip = std::min(kStripRows, rows - row);
+      int64_t keys[kStripRows];
+      for (int64_t i = 0; i < strip; ++i) {
+        keys[i] = std::min(count, first_keys + (row + i) / group - tile);
+      }
+      forward_strip(w, values, hd, row, strip, keys);
+    }
+  }
+
+  for (int64_t row = 0; row < rows; ++row) {
+    scale_row(w.out + row * width, 1.0f / w.sum[row], width);
+    std::copy_n(w.out + row * width, hd, p.out.row(query(row)) + head(row) * hd);
+    if (p.logsumexp != nullptr) {
+      p.logsumexp[query(row) * p.shape.heads + head(row)] = w.max[row] + std::log(w.sum[row]);
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace twell::attention
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace twell::attention {
+HWY_EXPORT(forward_rows);
+
+int64_t forward_scratch(const AttentionShape& shape, int64_t rows) {
+  return ForwardScratch::size(shape, rows);
+}
+
+void forward_item(const AttentionForward& problem, const Item& item, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(forward_rows)(problem, item, scratch);
+}
+
+}  // namespace twell::attention
+#endif  // HWY_ONCE

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// How an attention problem is cut into work items, and what the kernels get. Internal to the room.
+//
+// An item is one (sequence, key/value head): all query heads of its group share the packed keys.
+// Its query rows are numbered r = query * group + head within the group, so that a row sees at
+// least the keys of the row before it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "twell/ops/attention/attention.h"
+
+namespace twell::attention {
+
+// Keys in a tile. A transposed key tile and a value tile of 64 x 64 floats fill 32 of the 48 KiB of
+// a current L1 cache.
+inline constexpr int64_t kTileKeys = 64;
+// Query rows multiplied at a time; see the register budget in attention_tiles-inl.h.
+inline constexpr int64_t kStripRows = 4;
+// Rows of packed operands are padded with zeros to a multiple of the widest vector, 16 floats.
+inline constexpr int64_t kPad = 16;
+
+inline int64_t padded(int64_t head_dim) { return (head_dim + kPad - 1) / kPad * kPad; }
+inline float softmax_scale(const AttentionShape& shape) {
+  return 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+}
+
+struct Item {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t begin, count;  // queries (forward) or keys (backward) of the sequence
+  double cost;           // multiply-adds
+};
+
+// Query-key pairs of `count` queries from `begin` on.
+inline double causal_pairs(const AttentionSequence& s, int64_t begin, int64_t count) {
+  const double first = static_cast<double>(s.k.rows - s.q_len + begin + 1);
+  return static_cast<double>(count) * (first + static_cast<double>(count - 1) / 2);
+}
+
+// Calls fn(item, thread); every thread gets a contiguous run of items of about the same cost.
+template <typename Fn>
+void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
+  double total = 0;
+  for (const Item& item : items) total += item.cost;
+  // Waking a thread pays from about 64 Ki multiply-adds on, some ten microseconds.
+  const double parts = std::clamp(total * 0x1p-16, 1.0, static_cast<double>(ctx.threads()));
+  const int64_t threads = static_cast<int64_t>(parts);
+  ctx.parallel_for(threads, 1, [&](int64_t first, int64_t last, int thread) {
+    double before = 0;
+    for (const Item& item : items) {
+      const double middle = before + item.cost / 2;
+      before += item.cost;
+      const int64_t part = static_cast<int64_t>(middle / total * static_cast<double>(threads));
+      if (part >= first && part < last) fn(item, thread);
+    }
+  });
+}
+
+// forward_scratch and backward_scratch: floats an item of that many query rows needs.
+int64_t forward_scratch(const AttentionShape& shape, int64_t rows);
+void forward_item(const AttentionForward& problem, const Item& item, float* scratch);
+
+int64_t backward_scratch(const AttentionShape& shape, int64_t rows);
+// d_q [q_len * group, padded(head_dim)]: this item's share, not yet times the softmax scale.
+void backward_item(const AttentionBackward& problem, const Item& item, float* d_q, float* scratch);
+
+}  // namespace twell::attention

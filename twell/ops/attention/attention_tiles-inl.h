@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector kernels under attention, once per instruction set: small products of row-major tiles,
+// packing, exponentials of score rows.
+#if defined(TWELL_OPS_ATTENTION_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TWELL_OPS_ATTENTION_TILES_INL_H_
+#undef TWELL_OPS_ATTENTION_TILES_INL_H_
+#else
+#define TWELL_OPS_ATTENTION_TILES_INL_H_
+#endif
+
+#include <algorithm>
+#include <limits>
+
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/highway.h"
+#include "twell/ops/attention/attention_items.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace twell::attention {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using Tag = hn::CappedTag<float, kPad>;
+using Vec = hn::Vec<Tag>;
+
+HWY_INLINE int64_t lanes() { return static_cast<int64_t>(hn::Lanes(Tag())); }
+HWY_INLINE int64_t whole_vectors(int64_t n) { return (n + lanes() - 1) / lanes() * lanes(); }
+
+// Vectors of a row held at a time. 4 rows x 4 vectors of sums, 4 of B and one of A are 21 of 32
+// registers; AVX2 and SSE have 16, and take 4 x 2 sums, which still cover the latency of two
+// multiply-adds a cycle.
+constexpr int kVectors = HWY_ARCH_X86 && HWY_TARGET > HWY_AVX3 ? 2 : 4;
+
+// A(i, k) = data[i * row + k * col]: a tile or its transpose.
+struct Left {
+  const float* data;
+  int64_t row, col;
+};
+
+// C [kRows, kCols vectors] = A [kRows, depth] B [depth, kCols vectors], plus C where kAdd.
+template <int kRows, int kCols, bool kAdd>
+HWY_INLINE void multiply_block(Left a, const float* HWY_RESTRICT b, int64_t b_stride,
+                               float* HWY_RESTRICT c, int64_t c_stride, int64_t depth) {
+  const Tag d;
+  const int64_t n = lanes();
+  const auto start = [&](int row, int col) HWY_ATTR {
+    if constexpr (kAdd) return hn::LoadU(d, c + row * c_stride + col * n);
+    return hn::Zero(d);
+  };
+  // Named one by one because vectors of unknown size (SVE) cannot be array elements.
+  Vec c00 = start(0, 0), c01 = c00, c02 = c00, c03 = c00;
+  Vec c10 = c00, c11 = c00, c12 = c00, c13 = c00, c20 = c00, c21 = c00, c22 = c00, c23 = c00;
+  Vec c30 = c00, c31 = c00, c32 = c00, c33 = c00;
+  const auto start_row = [&](int row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
+    x0 = start(row, 0);
+    if constexpr (kCols > 1) x1 = start(row, 1);
+    if constexpr (kCols > 2) x2 = start(row, 2), x3 = start(row, 3);
+  };
+  start_row(0, c00, c01, c02, c03);
+  if constexpr (kRows > 1) start_row(1, c10, c11, c12, c13);
+  if constexpr (kRows > 2) start_row(2, c20, c21, c22, c23), start_row(3, c30, c31, c32, c33);
+
+  const float* a0 = a.data;
+  for (int64_t k = 0; k < depth; ++k, a0 += a.col, b += b_stride) {
+    Vec b0 = hn::LoadU(d, b), b1 = b0, b2 = b0, b3 = b0;
+    if constexpr (kCols > 1) b1 = hn::LoadU(d, b + n);
+    if constexpr (kCols > 2) b2 = hn::LoadU(d, b + 2 * n), b3 = hn::LoadU(d, b + 3 * n);
+    const auto add_row = [&](int row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
+      const Vec v = hn::Set(d, a0[row * a.row]);
+      x0 = hn::MulAdd(v, b0, x0);
+      if constexpr (kCols > 1) x1 = hn::MulAdd(v, b1, x1);
+      if constexpr (kCols > 2) x2 = hn::MulAdd(v, b2, x2), x3 = hn::MulAdd(v, b3, x3);
+    };
+    add_row(0, c00, c01, c02, c03);
+    if constexpr (kRows > 1) add_row(1, c10, c11, c12, c13);
+    if constexpr (kRows > 2) add_row(2, c20, c21, c22, c23), add_row(3, c30, c31, c32, c33);
+  }
+
+  const auto store_row = [&](int row, Vec x0, Vec x1, Vec x2, Vec x3) HWY_ATTR {
+    float* to = c + row * c_stride;
+    hn::StoreU(x0, d, to);
+    if constexpr (kCols > 1) hn::StoreU(x1, d, to + n);
+    if constexpr (kCols > 2) hn::StoreU(x2, d, to + 2 * n), hn::StoreU(x3, d, to + 3 * n);
+  };
+  store_row(0, c00, c01, c02, c03);
+  if constexpr (kRows > 1) store_row(1, c10, c11, c12, c13);
+  if constexpr (kRows > 2) store_row(2, c20, c21, c22, c23), store_row(3, c30, c31, c32, c33);
+}
+
+template <int kRows, bool kAdd>
+HWY_INLINE void multiply_rows(Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+                              int64_t cols, int64_t depth) {
+  const int64_t n = lanes();
+  int64_t col = 0;
+  if constexpr (kVectors == 4) {
+    for (; col + 4 * n <= cols; col += 4 * n) {
+      multiply_block<kRows, 4, kAdd>(a, b + col, b_stride, c + col, c_stride, depth);
+    }
+  }
+  for (; col + 2 * n <= cols; col += 2 * n) {
+    multiply_block<kRows, 2, kAdd>(a, b + col, b_stride, c + col, c_stride, depth);
+  }
+  for (; col < cols; col += n) {
+    multiply_block<kRows, 1, kAdd>(a, b + col, b_stride, c + col, c_stride, depth);
+  }
+}
+
+// C [rows, cols] = A [rows, depth] B [depth, cols] (+ C). At most kStripRows rows; cols is padded:
+// whole vectors are read and written.
+template <bool kAdd>
+HWY_NOINLINE void multiply_strip(Left a, const float* b, int64_t b_stride, float* c,
+                                 int64_t c_stride, int64_t rows, int64_t cols, int64_t depth) {
+  if (rows == kStripRows) {
+    multiply_rows<kStripRows, kAdd>(a, b, b_stride, c, c_stride, cols, depth);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    multiply_rows<1, kAdd>({a.data + row * a.row, a.row, a.col}, b, b_stride, c + row * c_stride,
+                           c_stride, cols, depth);
+  }
+}
+
+// to [cols, kTileKeys] = transpose of from [rows <= kTileKeys, cols]; missing rows become zero.
+inline HWY_NOINLINE void pack_transposed(const float* from, int64_t stride, int64_t rows,
+                                         int64_t cols, float* to) {
+  int64_t r = 0;
+#if HWY_TARGET != HWY_SCALAR
+  // 4 x 4 values at a time, in one 128-bit block per row.
+  const hn::FixedTag<float, 4> d4;
+  const hn::Repartition<uint64_t, decltype(d4)> d2;
+  const int64_t whole_cols = cols / 4 * 4;
+  for (; r + 4 <= rows; r += 4) {
+    const float* row = from + r * stride;
+    for (int64_t c = 0; c < whole_cols; c += 4) {
+      const auto v0 = hn::LoadU(d4, row + c), v1 = hn::LoadU(d4, row + stride + c);
+      const auto v2 = hn::LoadU(d4, row + 2 * stride + c);
+      const auto v3 = hn::LoadU(d4, row + 3 * stride + c);
+      const auto low01 = hn::BitCast(d2, hn::InterleaveLower(d4, v0, v1));
+      const auto low23 = hn::BitCast(d2, hn::InterleaveLower(d4, v2, v3));
+      const auto high01 = hn::BitCast(d2, hn::InterleaveUpper(d4, v0, v1));
+      const auto high23 = hn::BitCast(d2, hn::InterleaveUpper(d4, v2, v3));
+      float* out = to + c * kTileKeys + r;
+      hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, low01, low23)), d4, out);
+      hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, low01, low23)), d4, out + kTileKeys);
+      hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, high01, high23)), d4, out + 2 * kTileKeys);
+      hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, high01, high23)), d4, out + 3 * kTileKeys);
+    }
+    for (int64_t c = whole_cols; c < cols; ++c) {
+      for (int64_t i = 0; i < 4; ++i) to[c * kTileKeys + r + i] = row[i * stride + c];
+    }
+  }
+#endif
+  for (int64_t c = 0; c < cols; ++c) {
+    for (int64_t i = r; i < rows; ++i) to[c * kTileKeys + i] = from[i * stride + c];
+    std::fill(to + c * kTileKeys + rows, to + (c + 1) * kTileKeys, 0.0f);
+  }
+}
+
+// to [padded(cols)] = scale * from [cols], the padding zero.
+HWY_INLINE void pack_row(const float* from, int64_t cols, float scale, float* to) {
+  const Tag d;
+  int64_t c = 0;
+  for (; c + lanes() <= cols; c += lanes()) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, from + c), hn::Set(d, scale)), d, to + c);
+  }
+  for (; c < cols; ++c) to[c] = scale * from[c];
+  std::fill(to + cols, to + padded(cols), 0.0f);
+}
+
+// A tile of rows of at least padded(cols) readable floats: the rows themselves, or a copy.
+struct Tile {
+  const float* data;
+  int64_t stride;
+};
+HWY_INLINE Tile padded_tile(const float* from, int64_t stride, int64_t rows, int64_t cols,
+                            float* copy) {
+  if (padded(cols) == cols) return {from, stride};
+  for (int64_t r = 0; r < rows; ++r)
+    pack_row(from + r * stride, cols, 1.0f, copy + r * padded(cols));
+  return {copy, padded(cols)};
+}
+
+// x *= factor, n a multiple of the vector size
+HWY_INLINE void scale_row(float* x, float factor, int64_t n) {
+  const Tag d;
+  const Vec f = hn::Set(d, factor);
+  for (int64_t i = 0; i < n; i += lanes()) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), f), d, x + i);
+}
+
+HWY_INLINE float dot_row(const float* a, const float* b, int64_t n) {
+  const Tag d;
+  Vec sum = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + lanes() <= n; i += lanes()) {
+    sum = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), sum);
+  }
+  float total = hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; i < n; ++i) total += a[i] * b[i];
+  return total;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace twell::attention
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard
