@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/weights.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "twell/base/error.h"
+#include "twell/model/kv_cache.h"
+
+namespace twell {
+namespace {
+
+ModelConfig small_config() {
+  ModelConfig config = preset_config("tiny");
+  config.vocab_size = 100;
+  config.width = 32;
+  config.ffn = 40;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 6;
+  return config;
+}
+
+TEST(Weights, TableCoversTheFlatBuffer) {
+  for (const bool gated : {true, false}) {
+    for (const bool tied : {true, false}) {
+      ModelConfig config = small_config();
+      config.gated = gated;
+      config.tied_embeddings = tied;
+      int64_t next = 0;
+      for (const ParamSpec& spec : parameter_table(config)) {
+        EXPECT_EQ(spec.offset, next) << spec.name;
+        next += spec.size();
+      }
+      EXPECT_EQ(next, config.parameter_count());
+    }
+  }
+}
+
+TEST(Weights, ViewsAreThePiecesOfTheTable) {
+  ModelConfig config = small_config();
+  config.tied_embeddings = false;
+  const Model model(config);
+  const auto offset = [&](const std::string& name) {
+    for (const ParamSpec& spec : model.table) {
+      if (spec.name == name) return spec.offset;
+    }
+    throw Error(name);
+  };
+  const LayerMatrices<const float>& layer = model.weights.layers[1];
+  const float* flat = model.flat.data();
+  EXPECT_EQ(layer.w_q.data, flat + offset("model.layers.1.self_attn.q_proj.weight"));
+  EXPECT_EQ(layer.w_k.data, flat + offset("model.layers.1.self_attn.k_proj.weight"));
+  EXPECT_EQ(layer.w_k.rows, 12);
+  EXPECT_EQ(layer.w_v.data, flat + offset("model.layers.1.self_attn.v_proj.weight"));
+  EXPECT_EQ(layer.w_qkv.data, layer.w_q.data);
+  EXPECT_EQ(layer.w_qkv.row(24), layer.w_k.data);
+  EXPECT_EQ(layer.w_qkv.row(36), layer.w_v.data);
+  EXPECT_EQ(layer.w_qkv.rows, 48);
+  EXPECT_EQ(layer.w_o.cols, 24);
+  EXPECT_EQ(layer.ffn.w_down.data, flat + offset("model.layers.1.mlp.down_proj.weight"));
+  EXPECT_EQ(layer.ffn.w_down.rows, 40);
+  EXPECT_EQ(layer.ffn_norm, flat + offset("model.layers.1.post_attention_layernorm.weight"));
+  EXPECT_EQ(model.weights.head.data, flat + offset("lm_head.weight"));
+}
+
+TEST(Weights, TiedHeadIsTheEmbedding) {
+  const Model model(small_config());
+  EXPECT_EQ(model.weights.head.data, model.weights.embedding.data);
+}
+
+TEST(Weights, InitIsAFunctionOfTheSeedAlone) {
+  Model a(small_config()), b(small_config()), c(small_config());
+  Context one(1), three(3);
+  init_weights(one, a, 5);
+  init_weights(three, b, 5);
+  init_weights(one, c, 6);
+  const size_t bytes = static_cast<size_t>(a.flat.size()) * sizeof(float);
+  EXPECT_EQ(std::memcmp(a.flat.data(), b.flat.data(), bytes), 0);
+  EXPECT_NE(std::memcmp(a.flat.data(), c.flat.data(), bytes), 0);
+}
+
+TEST(Weights, InitHasTheRightSpread) {
+  Model model(small_config());
+  Context ctx(1);
+  init_weights(ctx, model, 1);
+  for (const ParamSpec& spec : model.table) {
+    double sum = 0.0, squares = 0.0;
+    for (int64_t i = 0; i < spec.size(); ++i) {
+      const double value = static_cast<double>(model.flat[spec.offset + i]);
+      sum += value;
+      squares += value * value;
+    }
+    const double n = static_cast<double>(spec.size()), mean = sum / n;
+    if (spec.is_vector) {
+      EXPECT_EQ(mean, 1.0) << spec.name;
+      EXPECT_EQ(squares, n) << spec.name;
+      continue;
+    }
+    // Five standard errors of the mean and of the variance.
+    EXPECT_NEAR(mean, 0.0, 5 * 0.02 / std::sqrt(n)) << spec.name;
+    EXPECT_NEAR(squares / n, 0.0004, 5 * 0.0004 * std::sqrt(2.0 / n)) << spec.name;
+  }
+}
+
+TEST(Weights, RefusesAnImpossibleModel) {
+  ModelConfig config = small_config();
+  config.kv_heads = 3;
+  EXPECT_THROW(Model{config}, InputError);
+}
+
+TEST(KvCache, SlotsDoNotOverlap) {
+  const ModelConfig config = small_config();
+  const KvCache cache(config, 3, 10);
+  EXPECT_EQ(KvCache::bytes(config, 3, 10), 2 * 2 * 3 * 10 * 12 * 4);
+  EXPECT_EQ(cache.keys(0, 1).data, cache.keys(0, 0).data + 10 * 12);
+  EXPECT_EQ(cache.keys(1, 0).data, cache.keys(0, 2).data + 10 * 12);
+  EXPECT_EQ(cache.values(1, 2).rows, 10);
+  EXPECT_EQ(cache.values(1, 2).cols, 12);
+}
+
+TEST(KvCache, ChecksItsBounds) {
+  const ModelConfig config = small_config();
+  EXPECT_THROW(KvCache(config, 0, 10), InputError);
+  EXPECT_THROW(KvCache(config, 1, config.context + 1), InputError);
+  KvCache cache(config, 2, 10);
+  cache.set_length(1, 10);
+  EXPECT_EQ(cache.length(1), 10);
+  EXPECT_THROW(cache.set_length(1, 11), Error);
+  EXPECT_THROW(cache.set_length(2, 1), Error);
+}
+
+}  // namespace
+}  // namespace twell
