@@ -15,43 +15,40 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
 // Every function is written once over a tag D: the full vector, then single lanes for the rest.
+// NaN is not <= 0: it counts as active and stays.
 template <class D>
-struct Relu {
-  hn::Mask<D> active;
-  hn::Vec<D> value;
-};
-
-// NaN is not <= 0: it stays, and counts as active.
-template <class D>
-Relu<D> relu(D d, hn::Vec<D> x) {
-  const auto inactive = hn::Le(x, hn::Zero(d));
-  return {hn::Not(inactive), hn::IfThenZeroElse(inactive, x)};
+hn::Mask<D> inactive(D d, hn::Vec<D> g) {
+  return hn::Le(g, hn::Zero(d));
 }
 
 template <class D>
-size_t mark_and_count(D d, const Relu<D>& g, float* fired) {
+size_t mark_and_count(D d, hn::Mask<D> off, float* fired) {
   if (fired != nullptr) {
-    hn::StoreU(hn::IfThenElse(g.active, hn::Set(d, 1.0f), hn::LoadU(d, fired)), d, fired);
+    hn::StoreU(hn::IfThenElse(off, hn::LoadU(d, fired), hn::Set(d, 1.0f)), d, fired);
   }
-  return hn::CountTrue(d, g.active);
+  return hn::CountTrue(d, hn::Not(off));
 }
 
 template <class D>
 size_t gate_step(D d, float* gate, const float* up, float* h, float* fired, hn::Vec<D>& l1) {
-  const Relu<D> g = relu(d, hn::LoadU(d, gate));
-  const auto product = hn::Mul(g.value, hn::LoadU(d, up));
-  hn::StoreU(g.value, d, gate);
+  const auto x = hn::LoadU(d, gate);
+  const auto off = inactive(d, x);
+  const auto g = hn::IfThenZeroElse(off, x);
+  const auto product = hn::Mul(g, hn::LoadU(d, up));
+  hn::StoreU(g, d, gate);
   hn::StoreU(product, d, h);
   l1 = hn::Add(l1, hn::Abs(product));
-  return mark_and_count(d, g, fired);
+  return mark_and_count(d, off, fired);
 }
 
 template <class D>
 size_t relu_step(D d, float* h, float* fired, hn::Vec<D>& l1) {
-  const Relu<D> r = relu(d, hn::LoadU(d, h));
-  hn::StoreU(r.value, d, h);
-  l1 = hn::Add(l1, r.value);
-  return mark_and_count(d, r, fired);
+  const auto x = hn::LoadU(d, h);
+  const auto off = inactive(d, x);
+  const auto value = hn::IfThenZeroElse(off, x);
+  hn::StoreU(value, d, h);
+  l1 = hn::Add(l1, value);
+  return mark_and_count(d, off, fired);
 }
 
 template <class D>
@@ -66,14 +63,13 @@ void gated_backward_step(D d, const float* gate, const float* up, float l1, floa
   const auto d_product = hn::MulAdd(hn::Set(d, l1), sign, hn::LoadU(d, d_h));
   hn::StoreU(product, d, h);
   hn::StoreU(hn::Mul(d_product, g), d, d_up);
-  hn::StoreU(hn::IfThenZeroElse(hn::Le(g, zero), hn::Mul(d_product, u)), d, d_h);
+  hn::StoreU(hn::IfThenZeroElse(inactive(d, g), hn::Mul(d_product, u)), d, d_h);
 }
 
 template <class D>
 void relu_backward_step(D d, const float* h, float l1, float* d_h) {
-  const auto inactive = hn::Le(hn::LoadU(d, h), hn::Zero(d));
   const auto gradient = hn::Add(hn::LoadU(d, d_h), hn::Set(d, l1));
-  hn::StoreU(hn::IfThenZeroElse(inactive, gradient), d, d_h);
+  hn::StoreU(hn::IfThenZeroElse(inactive(d, hn::LoadU(d, h)), gradient), d, d_h);
 }
 
 using Full = hn::ScalableTag<float>;

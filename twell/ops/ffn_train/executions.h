@@ -13,6 +13,23 @@ namespace twell {
 FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved);
 void dense_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved);
 
+// False when the heavy rows outgrow the tail: y and active are untouched, and the caller runs
+// dense.
+[[nodiscard]] bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved,
+                                  FfnTrainStats& stats);
+void hybrid_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved);
+
+// Dense backward of some rows, which need not be neighbours in the batch.
+struct DenseBackwardStep {
+  ConstMatrixF x;     // [rows, D]
+  ConstMatrixF d_y;   // [rows, D]
+  ConstMatrixF gate;  // [rows, F] g; h when not gated
+  ConstMatrixF up;    // [rows, F] u; empty when not gated
+  MatrixF d_x;        // [rows, D], written
+};
+void dense_backward_step(Context& ctx, const FfnWeights& weights, float l1_scale,
+                         const DenseBackwardStep& step, const FfnGrads& grads);
+
 // Tokens per step of the dense work. The scratch of a step is a few [chunk, F] matrices, and its
 // GEMMs are large enough that rewriting the weight gradients per step costs nothing.
 inline constexpr int64_t kDenseChunk = 512;

@@ -4,6 +4,7 @@
 
 #include "twell/base/error.h"
 #include "twell/ops/ffn_train/ffn_train.h"
+#include "twell/ops/ffn_train/hybrid_work.h"
 
 namespace twell {
 namespace {
@@ -65,8 +66,9 @@ bool FfnSaved::plan_hybrid(int64_t m) {
   const int64_t budget = dense_words(m, ffn_, gated_);
   const int64_t compact = 2 * aligned(m) + (1 + planes) * aligned(m * width);
   const int64_t padding = planes * kAlignFloats;
-  const int64_t capacity = std::min(m, (budget - compact - padding) / (planes * ffn_));
   if (budget < compact + padding) return false;
+  int64_t capacity = std::min(m, (budget - compact - padding) / (planes * ffn_));
+  if (capacity > 0) capacity -= capacity % tail_granularity(capacity);
 
   Carver carver(storage_.data());
   hybrid = {.shape = {m, ffn_, width, capacity},

@@ -28,7 +28,20 @@ void check_rows(const Matrix<T>& m, const char* name, int64_t tokens, int64_t wi
               m.rows, m.cols, tokens, width);
 }
 
+bool wants_hybrid(const FfnTrainForward& problem) {
+  if (problem.policy != FfnTrainPolicy::kAuto) return problem.policy == FfnTrainPolicy::kHybrid;
+  return choose_ffn_train_execution(problem.x.rows, problem.x.cols, problem.weights.ffn(),
+                                    problem.nnz_hint) == FfnTrainExecution::kHybrid;
+}
+
 }  // namespace
+
+FfnTrainExecution choose_ffn_train_execution(int64_t tokens, int64_t width, int64_t ffn,
+                                             double nnz_hint) {
+  const bool sparse = nnz_hint >= 0.0 && nnz_hint < 0.05 * static_cast<double>(ffn);
+  return sparse && tokens >= 64 && width >= 64 ? FfnTrainExecution::kHybrid
+                                               : FfnTrainExecution::kDense;
+}
 
 std::string_view ffn_train_execution_name(FfnTrainExecution execution) {
   return execution == FfnTrainExecution::kDense ? "dense" : "hybrid";
@@ -50,6 +63,8 @@ FfnTrainStats ffn_train_forward(Context& ctx, const FfnTrainForward& problem, Ff
               saved.max_tokens());
   TWELL_CHECK(problem.active.empty() || static_cast<int64_t>(problem.active.size()) == w.ffn(),
               "{} active flags for {} neurons", problem.active.size(), w.ffn());
+  FfnTrainStats stats;
+  if (wants_hybrid(problem) && hybrid_forward(ctx, problem, saved, stats)) return stats;
   return dense_forward(ctx, problem, saved);
 }
 
@@ -60,7 +75,11 @@ void ffn_train_backward(Context& ctx, const FfnTrainBackward& problem, FfnSaved&
   check_rows(problem.x, "x", saved.tokens, width);
   check_rows(problem.d_y, "d_y", saved.tokens, width);
   check_rows(problem.d_x, "d_x", saved.tokens, width);
-  dense_backward(ctx, problem, saved);
+  if (saved.execution == FfnTrainExecution::kHybrid) {
+    hybrid_backward(ctx, problem, saved);
+  } else {
+    dense_backward(ctx, problem, saved);
+  }
 }
 
 FiredFlags::FiredFlags(Context& ctx, Arena::Scope& scope, std::span<uint8_t> active)

@@ -26,6 +26,26 @@ void activate(Context& ctx, const FfnSaved& saved, int64_t first, MatrixF h,
   });
 }
 
+// d_h [M, F] becomes the gradient in front of the ReLU.
+void backward_rows(Context& ctx, ConstMatrixF h, float l1_scale, MatrixF d_h) {
+  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t m = begin; m < end; ++m) {
+      relu_backward_row(h.row(m), l1_scale, d_h.row(m), d_h.cols);
+    }
+  });
+}
+
+// d_h [M, F] becomes d_gate; d_up and h [M, F] are written.
+void gated_backward_rows(Context& ctx, const DenseBackwardStep& step, float l1_scale, MatrixF d_h,
+                         MatrixF d_up, MatrixF h) {
+  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t m = begin; m < end; ++m) {
+      gated_backward_row(step.gate.row(m), step.up.row(m), l1_scale, d_h.row(m), d_up.row(m),
+                         h.row(m), d_h.cols);
+    }
+  });
+}
+
 }  // namespace
 
 FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved) {
@@ -61,54 +81,47 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
   return stats;
 }
 
+void dense_backward_step(Context& ctx, const FfnWeights& w, float l1_scale,
+                         const DenseBackwardStep& step, const FfnGrads& grads) {
+  const auto& [x, d_y, gate, up, d_x] = step;
+  const int64_t count = x.rows;
+  Arena::Scope scope(ctx.scratch());
+  const MatrixF d_h = scope.matrix<float>(count, w.ffn());
+  linear_forward(ctx, d_y, w.w_down, d_h);
+  if (!w.gated()) {
+    backward_rows(ctx, gate, l1_scale, d_h);
+    linear_backward(ctx,
+                    {.x = x, .weight = w.w_up, .d_y = d_h, .d_x = d_x, .d_weight = grads.w_up});
+    matmul(ctx, {.a = gate, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
+    return;
+  }
+  const MatrixF d_up = scope.matrix<float>(count, w.ffn());
+  const MatrixF h = scope.matrix<float>(count, w.ffn());
+  gated_backward_rows(ctx, step, l1_scale, d_h, d_up, h);
+  const MatrixF d_gate = d_h;  // overwritten in place
+  linear_backward(
+      ctx, {.x = x, .weight = w.w_gate, .d_y = d_gate, .d_x = d_x, .d_weight = grads.w_gate});
+  linear_backward(ctx, {.x = x,
+                        .weight = w.w_up,
+                        .d_y = d_up,
+                        .d_x = d_x,
+                        .d_x_beta = 1.0f,
+                        .d_weight = grads.w_up});
+  matmul(ctx, {.a = h, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
+}
+
 void dense_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved) {
-  const FfnWeights& w = problem.weights;
-  const FfnGrads& grads = problem.grads;
   const int64_t tokens = saved.tokens;
   const int64_t chunk = std::min(tokens, kDenseChunk);
-  Arena::Scope scope(ctx.scratch());
-  const MatrixF d_h_buffer = scope.matrix<float>(chunk, w.ffn());
-  const MatrixF d_up_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
-  const MatrixF h_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
-
   for (int64_t first = 0; first < tokens; first += chunk) {
     const int64_t count = std::min(chunk, tokens - first);
-    const ConstMatrixF x = problem.x.slice_rows(first, count);
-    const ConstMatrixF d_y = problem.d_y.slice_rows(first, count);
-    const MatrixF d_x = problem.d_x.slice_rows(first, count);
-    const MatrixF gate = saved.dense_gate(tokens).slice_rows(first, count);
-    const MatrixF d_h = d_h_buffer.slice_rows(0, count);
-    linear_forward(ctx, d_y, w.w_down, d_h);
-    if (!w.gated()) {
-      ctx.parallel_for(count, kRowGrain, [&](int64_t begin, int64_t end, int) {
-        for (int64_t m = begin; m < end; ++m) {
-          relu_backward_row(gate.row(m), problem.l1_scale, d_h.row(m), w.ffn());
-        }
-      });
-      linear_backward(ctx,
-                      {.x = x, .weight = w.w_up, .d_y = d_h, .d_x = d_x, .d_weight = grads.w_up});
-      matmul(ctx, {.a = gate, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
-      continue;
-    }
-    const MatrixF up = saved.dense_up(tokens).slice_rows(first, count);
-    const MatrixF d_up = d_up_buffer.slice_rows(0, count);
-    const MatrixF h = h_buffer.slice_rows(0, count);
-    ctx.parallel_for(count, kRowGrain, [&](int64_t begin, int64_t end, int) {
-      for (int64_t m = begin; m < end; ++m) {
-        gated_backward_row(gate.row(m), up.row(m), problem.l1_scale, d_h.row(m), d_up.row(m),
-                           h.row(m), w.ffn());
-      }
-    });
-    const MatrixF d_gate = d_h;  // overwritten in place
-    linear_backward(
-        ctx, {.x = x, .weight = w.w_gate, .d_y = d_gate, .d_x = d_x, .d_weight = grads.w_gate});
-    linear_backward(ctx, {.x = x,
-                          .weight = w.w_up,
-                          .d_y = d_up,
-                          .d_x = d_x,
-                          .d_x_beta = 1.0f,
-                          .d_weight = grads.w_up});
-    matmul(ctx, {.a = h, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
+    const DenseBackwardStep step = {
+        .x = problem.x.slice_rows(first, count),
+        .d_y = problem.d_y.slice_rows(first, count),
+        .gate = saved.dense_gate(tokens).slice_rows(first, count),
+        .up = saved.gated() ? saved.dense_up(tokens).slice_rows(first, count) : MatrixF(),
+        .d_x = problem.d_x.slice_rows(first, count)};
+    dense_backward_step(ctx, problem.weights, problem.l1_scale, step, problem.grads);
   }
 }
 

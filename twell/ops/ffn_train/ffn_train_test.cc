@@ -217,6 +217,65 @@ TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
   }
 }
 
+TEST(FfnTrainHybrid, StatisticsSayWhatRan) {
+  struct {
+    int64_t heavy_rows;
+    FfnTrainExecution execution;
+  } const cases[] = {{0, FfnTrainExecution::kHybrid},
+                     {1, FfnTrainExecution::kHybrid},
+                     {40, FfnTrainExecution::kHybrid},
+                     {128, FfnTrainExecution::kDense}};  // more than the tail holds
+  for (const bool gated : {true, false}) {
+    for (const auto& c : cases) {
+      const Problem p = reference::make_problem(
+          128, 8, 64, gated, [&](int64_t m) { return m < c.heavy_rows ? 17 : 16; });
+      Context ctx(2);
+      Layer layer(p);
+      layer.run(ctx, FfnTrainPolicy::kHybrid);
+      EXPECT_EQ(layer.stats.execution, c.execution);
+      EXPECT_EQ(layer.stats.nnz, 128 * 16 + c.heavy_rows);
+      if (c.execution == FfnTrainExecution::kHybrid) {
+        EXPECT_EQ(layer.stats.tail_rows, c.heavy_rows);
+      }
+    }
+  }
+}
+
+// The saved pattern is the one the format's own packing makes of relu(x w_gate^T).
+TEST(FfnTrainHybrid, SavedPatternMatchesTheFormat) {
+  const Problem p =
+      reference::make_problem(70, 8, 64, true, [](int64_t m) { return m % 10 == 0 ? 64 : m % 17; });
+  Context ctx(2);
+  Layer layer(p);
+  FfnSaved saved(70, 64, true);
+  layer.run(ctx, FfnTrainPolicy::kHybrid, 0, 70, saved);
+  std::vector<float> restored(70 * 64, kNan);
+  unpack_hybrid(saved.hybrid, {restored.data(), 70, 64});
+  for (int64_t m = 0; m < 70; ++m) {
+    for (int64_t j = 0; j < 64; ++j) {
+      const Tracked gate = reference::dot(p.x, m, p.w_gate, j, 8);
+      const double g = std::max(0.0, gate.value);
+      EXPECT_NEAR(restored[reference::at(m, 64, j)], g, relative_tolerance(p) * gate.magnitude);
+    }
+  }
+}
+
+TEST(FfnTrainHybrid, PlanStaysWithinTheDensePlan) {
+  for (const bool gated : {true, false}) {
+    for (const int64_t tokens : {1, 5, 127, 129, 4096}) {
+      for (const int64_t ffn : {8, 16, 104, 1024, 5632}) {
+        FfnSaved saved(tokens, ffn, gated);
+        if (!saved.plan_hybrid(tokens)) continue;
+        EXPECT_LE((hybrid_bytes<float, uint32_t>(saved.hybrid.shape, gated ? 2 : 1)),
+                  FfnSaved::bytes(tokens, ffn, gated));
+        if (tokens >= 127 && ffn >= 104) {
+          EXPECT_GE(saved.hybrid.shape.tail_capacity, tokens / 4);
+        }
+      }
+    }
+  }
+}
+
 TEST(FfnTrainBatches, MicroBatchesAccumulate) {
   Problem p = reference::make_problem(50, 24, 64, true, [](int64_t m) { return m % 20; });
   p.l1_scale = 0.5;

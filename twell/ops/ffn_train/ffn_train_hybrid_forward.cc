@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// gate GEMM in tiles of tokens -> pattern -> u, h and y on the pattern; heavy rows through GEMMs.
+#include <algorithm>
+#include <cmath>
+
+#include "twell/ops/ffn_train/elementwise_simd.h"
+#include "twell/ops/ffn_train/executions.h"
+#include "twell/ops/ffn_train/hybrid_work.h"
+#include "twell/ops/ffn_train/sparse_rows_simd.h"
+#include "twell/ops/matmul/matmul.h"
+
+namespace twell {
+namespace {
+
+// Gives the heavy rows of [first, first + count) their tail rows; false when the tail is full.
+bool place_heavy_rows(HybridF32& hybrid, int64_t first, int64_t count) {
+  for (int64_t m = first; m < first + count; ++m) {
+    hybrid.tail_slot[m] = -1;
+    if (hybrid.row_nnz[m] <= hybrid.shape.ell_width) continue;
+    if (hybrid.tail_rows == hybrid.shape.tail_capacity) return false;
+    hybrid.tail_slot[m] = static_cast<int32_t>(hybrid.tail_rows++);
+  }
+  return true;
+}
+
+// Stores a row of the gate GEMM; the tail's ReLU comes later.
+void store_row(const HybridF32& hybrid, const float* gate, int64_t m, float* fired) {
+  const int64_t ffn = hybrid.shape.cols;
+  if (!hybrid.is_compact(m)) {
+    std::copy_n(gate, ffn, hybrid.tail.row(hybrid.tail_slot[m]));
+    return;
+  }
+  uint32_t* const index = hybrid.index.row(m);
+  compress_active(gate, ffn, index, hybrid.value.row(m));
+  if (fired == nullptr) return;
+  for (int32_t i = 0; i < hybrid.row_nnz[m]; ++i) fired[index[i]] = 1.0f;
+}
+
+// The gate projection and its pattern. False when the tail cannot hold the heavy rows.
+bool find_pattern(Context& ctx, const FfnTrainForward& problem, const FiredFlags& flags,
+                  HybridF32& hybrid) {
+  const FfnWeights& w = problem.weights;
+  const int64_t tokens = problem.x.rows;
+  const int64_t tile = std::min(tokens, kDenseChunk);
+  Arena::Scope scope(ctx.scratch());
+  const MatrixF buffer = scope.matrix<float>(tile, w.ffn());
+  hybrid.tail_rows = 0;
+  for (int64_t first = 0; first < tokens; first += tile) {
+    const int64_t count = std::min(tile, tokens - first);
+    const MatrixF gate = buffer.slice_rows(0, count);
+    linear_forward(ctx, problem.x.slice_rows(first, count), w.firing(), gate);
+    ctx.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t m = begin; m < end; ++m) {
+        hybrid.row_nnz[first + m] = static_cast<int32_t>(count_active(gate.row(m), w.ffn()));
+      }
+    });
+    if (!place_heavy_rows(hybrid, first, count)) return false;
+    ctx.parallel_for(count, 4, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t m = begin; m < end; ++m) {
+        store_row(hybrid, gate.row(m), first + m, flags.of_thread(thread));
+      }
+    });
+  }
+  return true;
+}
+
+struct CompactForward {
+  const FfnTrainForward& problem;
+  const FfnSaved& saved;
+  int32_t* next;   // [M] first entry of each row that is not done yet
+  double* row_l1;  // [M]
+  MatrixF h;       // [threads, W]
+};
+
+// One row's entries [first, first + n), all in one block of neurons.
+void forward_entries(const CompactForward& work, int64_t m, int64_t first, int64_t n, float* h) {
+  const HybridF32& hybrid = work.saved.hybrid;
+  const FfnWeights& w = work.problem.weights;
+  const uint32_t* const index = hybrid.index.row(m) + first;
+  const float* const g = hybrid.value.row(m) + first;
+  const float* factor = g;
+  double l1 = 0.0;
+  if (w.gated()) {
+    float* const u = work.saved.up.row(m) + first;
+    gathered_dots(work.problem.x.row(m), w.w_up, index, n, u);
+    for (int64_t i = 0; i < n; ++i) h[i] = g[i] * u[i];
+    factor = h;
+  }
+  for (int64_t i = 0; i < n; ++i) l1 += static_cast<double>(std::abs(factor[i]));
+  work.row_l1[m] += l1;
+  gathered_sum(factor, w.w_down, index, n, work.problem.y.row(m));
+}
+
+// Rows [begin, end), a block of neurons at a time: its weights stay in cache while the rows pass.
+void forward_compact_rows(const CompactForward& work, int64_t begin, int64_t end, int thread) {
+  const HybridF32& hybrid = work.saved.hybrid;
+  const FfnWeights& w = work.problem.weights;
+  for (int64_t m = begin; m < end; ++m) {
+    work.next[m] = 0;
+    work.row_l1[m] = 0.0;
+    if (hybrid.is_compact(m)) std::fill_n(work.problem.y.row(m), w.width(), 0.0f);
+  }
+  const int64_t block = cached_rows(w.width(), 2);
+  for (int64_t block_end = block; block_end - block < w.ffn(); block_end += block) {
+    for (int64_t m = begin; m < end; ++m) {
+      if (!hybrid.is_compact(m)) continue;
+      const int64_t n = entries_below(hybrid, m, work.next[m], block_end) - work.next[m];
+      if (n == 0) continue;
+      forward_entries(work, m, work.next[m], n, work.h.row(thread));
+      work.next[m] += static_cast<int32_t>(n);
+    }
+  }
+}
+
+// Activation of tail rows [first, first + count); rows up to h.rows are padding, all zero.
+void activate_tail(Context& ctx, const FfnSaved& saved, int64_t first, int64_t count,
+                   const int32_t* tokens, MatrixF h, const FiredFlags& flags, double* row_l1) {
+  const HybridF32& hybrid = saved.hybrid;
+  const int64_t ffn = hybrid.shape.cols;
+  ctx.parallel_for(count, 1, [&](int64_t begin, int64_t end, int thread) {
+    float* const fired = flags.of_thread(thread);
+    for (int64_t r = begin; r < end; ++r) {
+      float* const gate = hybrid.tail.row(first + r);
+      const RowActivity activity =
+          saved.gated() ? relu_gate_row(gate, saved.up_tail.row(first + r), h.row(r), fired, ffn)
+                        : relu_row(gate, fired, ffn);
+      row_l1[tokens[first + r]] = activity.l1;
+    }
+  });
+  const MatrixF padding = h.slice_rows(count, h.rows - count);
+  std::fill_n(padding.data, padding.rows * ffn, 0.0f);
+}
+
+void forward_tail(Context& ctx, const FfnTrainForward& problem, const FfnSaved& saved,
+                  const FiredFlags& flags, double* row_l1) {
+  const FfnWeights& w = problem.weights;
+  const HybridF32& hybrid = saved.hybrid;
+  const int64_t capacity = hybrid.shape.tail_capacity;
+  Arena::Scope scope(ctx.scratch());
+  const int32_t* const tokens = tail_tokens(scope, hybrid);
+  const int64_t padded_rows = padded_tail(hybrid.tail_rows, capacity);
+  const MatrixF padding = hybrid.tail.slice_rows(hybrid.tail_rows, padded_rows - hybrid.tail_rows);
+  std::fill_n(padding.data, padding.rows * w.ffn(), 0.0f);
+  for (int64_t first = 0; first < hybrid.tail_rows; first += kDenseChunk) {
+    const int64_t count = std::min(kDenseChunk, hybrid.tail_rows - first);
+    const int64_t padded = padded_tail(count, capacity);
+    Arena::Scope step(ctx.scratch());
+    const MatrixF x = gather_rows(ctx, step, problem.x, tokens + first, count, padded);
+    const MatrixF y = step.matrix<float>(padded, w.width());
+    const MatrixF gate = hybrid.tail.slice_rows(first, padded);
+    const MatrixF h = w.gated() ? step.matrix<float>(padded, w.ffn()) : gate;
+    if (w.gated()) linear_forward(ctx, x, w.w_up, saved.up_tail.slice_rows(first, padded));
+    activate_tail(ctx, saved, first, count, tokens, h, flags, row_l1);
+    matmul(ctx, {.a = h, .b = w.w_down, .c = y});
+    scatter_rows(ctx, y, tokens + first, count, problem.y);
+  }
+}
+
+}  // namespace
+
+bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved,
+                    FfnTrainStats& stats) {
+  const int64_t tokens = problem.x.rows;
+  if (!saved.plan_hybrid(tokens)) return false;
+  const HybridF32& hybrid = saved.hybrid;
+  Arena::Scope scope(ctx.scratch());
+  const FiredFlags flags(ctx, scope, problem.active);
+  if (!find_pattern(ctx, problem, flags, saved.hybrid)) return false;
+  saved.execution = FfnTrainExecution::kHybrid;
+  saved.tokens = tokens;
+
+  const CompactForward work = {.problem = problem,
+                               .saved = saved,
+                               .next = scope.alloc<int32_t>(tokens),
+                               .row_l1 = scope.alloc<double>(tokens),
+                               .h = scope.matrix<float>(ctx.threads(), hybrid.shape.ell_width)};
+  parallel_balanced(ctx, row_work(scope, hybrid), tokens,
+                    [&](int64_t begin, int64_t end, int thread) {
+                      forward_compact_rows(work, begin, end, thread);
+                    });
+  if (hybrid.tail_rows > 0) forward_tail(ctx, problem, saved, flags, work.row_l1);
+  flags.merge();
+
+  const HybridStats pattern = hybrid_stats(hybrid);
+  stats = {.execution = FfnTrainExecution::kHybrid,
+           .tokens = tokens,
+           .nnz = pattern.nnz,
+           .max_row_nnz = pattern.max_row_nnz,
+           .tail_rows = pattern.tail_rows};
+  for (int64_t m = 0; m < tokens; ++m) stats.l1_sum += work.row_l1[m];
+  return true;
+}
+
+}  // namespace twell

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn_train/sparse_rows_simd.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "twell/ops/ffn_train/sparse_rows_simd.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace twell {
+namespace HWY_NAMESPACE {
+namespace {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using D = hn::ScalableTag<float>;
+using DI = hn::RebindToUnsigned<D>;
+using V = hn::Vec<D>;
+
+int64_t lanes() { return static_cast<int64_t>(hn::Lanes(D())); }
+
+int64_t count_of_active(const float* gate, int64_t n) {
+  const D d;
+  size_t count = 0;
+  int64_t i = 0;
+  for (; i + lanes() <= n; i += lanes()) {
+    count += hn::CountTrue(d, hn::Not(hn::Le(hn::LoadU(d, gate + i), hn::Zero(d))));
+  }
+  for (; i < n; ++i) count += gate[i] <= 0.0f ? 0 : 1;
+  return static_cast<int64_t>(count);
+}
+
+void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
+  const D d;
+  const DI di;
+  int64_t i = 0;
+  for (; i + lanes() <= n; i += lanes()) {
+    const auto g = hn::LoadU(d, gate + i);
+    const auto active = hn::Not(hn::Le(g, hn::Zero(d)));
+    // Most vectors of a sparse row hold nothing.
+    if (hn::AllFalse(d, active)) continue;
+    const auto column = hn::Iota(di, static_cast<uint32_t>(i));
+    // The blended store writes nothing past the last active lane: the next row begins there.
+    hn::CompressBlendedStore(column, hn::RebindMask(di, active), di, index);
+    const size_t stored = hn::CompressBlendedStore(g, active, d, value);
+    index += stored;
+    value += stored;
+  }
+  for (; i < n; ++i) {
+    if (gate[i] <= 0.0f) continue;
+    *index++ = static_cast<uint32_t>(i);
+    *value++ = gate[i];
+  }
+}
+
+// Four rows share the loads of x; two accumulators each keep the multipliers busy.
+void dots_of_four(const float* x, const float* const row[4], int64_t width, float* out) {
+  const D d;
+  V a0 = hn::Zero(d), a1 = a0, a2 = a0, a3 = a0;
+  V b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+  const int64_t step = lanes();
+  int64_t k = 0;
+  for (; k + 2 * step <= width; k += 2 * step) {
+    const V x0 = hn::LoadU(d, x + k);
+    const V x1 = hn::LoadU(d, x + k + step);
+    a0 = hn::MulAdd(x0, hn::LoadU(d, row[0] + k), a0);
+    a1 = hn::MulAdd(x0, hn::LoadU(d, row[1] + k), a1);
+    a2 = hn::MulAdd(x0, hn::LoadU(d, row[2] + k), a2);
+    a3 = hn::MulAdd(x0, hn::LoadU(d, row[3] + k), a3);
+    b0 = hn::MulAdd(x1, hn::LoadU(d, row[0] + k + step), b0);
+    b1 = hn::MulAdd(x1, hn::LoadU(d, row[1] + k + step), b1);
+    b2 = hn::MulAdd(x1, hn::LoadU(d, row[2] + k + step), b2);
+    b3 = hn::MulAdd(x1, hn::LoadU(d, row[3] + k + step), b3);
+  }
+  out[0] = hn::GetLane(hn::SumOfLanes(d, hn::Add(a0, b0)));
+  out[1] = hn::GetLane(hn::SumOfLanes(d, hn::Add(a1, b1)));
+  out[2] = hn::GetLane(hn::SumOfLanes(d, hn::Add(a2, b2)));
+  out[3] = hn::GetLane(hn::SumOfLanes(d, hn::Add(a3, b3)));
+  for (; k < width; ++k) {
+    for (int r = 0; r < 4; ++r) out[r] += x[k] * row[r][k];
+  }
+}
+
+void dots(const float* x, const ConstMatrixF& table, const uint32_t* rows, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 4) {
+    // A short last group repeats its last row.
+    const float* row[4];
+    for (int64_t r = 0; r < 4; ++r) row[r] = table.row(rows[HWY_MIN(i + r, n - 1)]);
+    float sums[4];
+    dots_of_four(x, row, table.cols, sums);
+    for (int64_t r = 0; r < HWY_MIN(n - i, int64_t{4}); ++r) out[i + r] = sums[r];
+  }
+}
+
+// out += factor[0] row[0] + ... + factor[R-1] row[R-1]
+template <int R>
+void sum_rows(const float* factor, const ConstMatrixF& table, const uint32_t* rows, float* out) {
+  const D d;
+  const float* row[R];
+  float f[R];  // local: no store to out can change them
+  for (int r = 0; r < R; ++r) {
+    row[r] = table.row(rows[r]);
+    f[r] = factor[r];
+  }
+  int64_t k = 0;
+  for (; k + lanes() <= table.cols; k += lanes()) {
+    V sum = hn::LoadU(d, out + k);
+    for (int r = 0; r < R; ++r) {
+      sum = hn::MulAdd(hn::Set(d, f[r]), hn::LoadU(d, row[r] + k), sum);
+    }
+    hn::StoreU(sum, d, out + k);
+  }
+  for (; k < table.cols; ++k) {
+    for (int r = 0; r < R; ++r) out[k] += f[r] * row[r][k];
+  }
+}
+
+void sum(const float* factor, const ConstMatrixF& table, const uint32_t* rows, int64_t n,
+         float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) sum_rows<8>(factor + i, table, rows + i, out);
+  if (i + 4 <= n) {
+    sum_rows<4>(factor + i, table, rows + i, out);
+    i += 4;
+  }
+  if (i + 2 <= n) {
+    sum_rows<2>(factor + i, table, rows + i, out);
+    i += 2;
+  }
+  if (i < n) sum_rows<1>(factor + i, table, rows + i, out);
+}
+
+template <int R>
+void sum_rows2(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
+               const uint32_t* rows, float* out_a, float* out_b) {
+  const D d;
+  const float* row[R];
+  float fa[R];
+  float fb[R];
+  for (int r = 0; r < R; ++r) {
+    row[r] = table.row(rows[r]);
+    fa[r] = factor_a[r];
+    fb[r] = factor_b[r];
+  }
+  int64_t k = 0;
+  for (; k + lanes() <= table.cols; k += lanes()) {
+    V sum_a = hn::LoadU(d, out_a + k);
+    V sum_b = hn::LoadU(d, out_b + k);
+    for (int r = 0; r < R; ++r) {
+      const V value = hn::LoadU(d, row[r] + k);
+      sum_a = hn::MulAdd(hn::Set(d, fa[r]), value, sum_a);
+      sum_b = hn::MulAdd(hn::Set(d, fb[r]), value, sum_b);
+    }
+    hn::StoreU(sum_a, d, out_a + k);
+    hn::StoreU(sum_b, d, out_b + k);
+  }
+  for (; k < table.cols; ++k) {
+    for (int r = 0; r < R; ++r) {
+      out_a[k] += fa[r] * row[r][k];
+      out_b[k] += fb[r] * row[r][k];
+    }
+  }
+}
+
+void sum2(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
+          const uint32_t* rows, int64_t n, float* out_a, float* out_b) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    sum_rows2<4>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
+  }
+  if (i + 2 <= n) {
+    sum_rows2<2>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
+    i += 2;
+  }
+  if (i < n) sum_rows2<1>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace twell
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace twell {
+namespace {
+HWY_EXPORT(count_of_active);
+HWY_EXPORT(compress);
+HWY_EXPORT(dots);
+HWY_EXPORT(sum);
+HWY_EXPORT(sum2);
+}  // namespace
+
+int64_t count_active(const float* gate, int64_t n) {
+  return HWY_DYNAMIC_DISPATCH(count_of_active)(gate, n);
+}
+
+void compress_active(const float* gate, int64_t n, uint32_t* index, float* value) {
+  HWY_DYNAMIC_DISPATCH(compress)(gate, n, index, value);
+}
+
+void gathered_dots(const float* x, ConstMatrixF table, const uint32_t* rows, int64_t n,
+                   float* out) {
+  HWY_DYNAMIC_DISPATCH(dots)(x, table, rows, n, out);
+}
+
+void gathered_sum(const float* factor, ConstMatrixF table, const uint32_t* rows, int64_t n,
+                  float* out) {
+  HWY_DYNAMIC_DISPATCH(sum)(factor, table, rows, n, out);
+}
+
+void gathered_sum2(const float* factor_a, const float* factor_b, ConstMatrixF table,
+                   const uint32_t* rows, int64_t n, float* out_a, float* out_b) {
+  HWY_DYNAMIC_DISPATCH(sum2)(factor_a, factor_b, table, rows, n, out_a, out_b);
+}
+
+}  // namespace twell
+#endif  // HWY_ONCE
