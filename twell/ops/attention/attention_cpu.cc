@@ -29,17 +29,28 @@ void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence
   }
 }
 
-// Items of at most `count` queries each.
+// Items of at most `rows` query rows: whole key/value heads where they fit, else `rows` of one
+// head.
 std::vector<Item> query_items(const AttentionShape& shape,
-                              std::span<const AttentionSequence> sequences, int64_t count) {
-  const double row_cost = static_cast<double>(2 * shape.heads / shape.kv_heads * shape.head_dim);
+                              std::span<const AttentionSequence> sequences, int64_t rows) {
+  const int64_t group = shape.heads / shape.kv_heads;
+  const double pair_cost = static_cast<double>(2 * group * shape.head_dim);
   std::vector<Item> items;
   for (size_t i = 0; i < sequences.size(); ++i) {
-    for (int64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-      for (int64_t begin = 0; begin < sequences[i].q_len; begin += count) {
-        const int64_t queries = std::min(count, sequences[i].q_len - begin);
-        items.push_back({static_cast<int64_t>(i), kv_head, begin, queries,
-                         row_cost * attention::causal_pairs(sequences[i], begin, queries)});
+    const AttentionSequence& s = sequences[i];
+    const int64_t count = std::max<int64_t>(1, std::min(s.q_len, rows / group));
+    const int64_t heads = std::clamp<int64_t>(rows / (group * count), 1, shape.kv_heads);
+    for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head += heads) {
+      for (int64_t begin = 0; begin < s.q_len; begin += count) {
+        Item item{static_cast<int64_t>(i),
+                  kv_head,
+                  std::min(heads, shape.kv_heads - kv_head),
+                  begin,
+                  std::min(count, s.q_len - begin),
+                  0};
+        item.cost = pair_cost * static_cast<double>(item.kv_heads) *
+                    attention::causal_pairs(s, begin, item.count);
+        items.push_back(item);
       }
     }
   }
@@ -65,7 +76,8 @@ std::vector<Item> key_items(const AttentionShape& shape,
         if (split >= splits) end = length;
         const double pairs = static_cast<double>(end - begin) *
                              (static_cast<double>(length) - static_cast<double>(begin + end) / 2);
-        items.push_back({static_cast<int64_t>(i), kv_head, begin, end - begin, pair_cost * pairs});
+        items.push_back(
+            {static_cast<int64_t>(i), kv_head, 1, begin, end - begin, pair_cost * pairs});
         begin = end;
       }
     }
@@ -73,23 +85,38 @@ std::vector<Item> key_items(const AttentionShape& shape,
   return items;
 }
 
+// d_q of the item's head = (or +=) scale * part [q_len * group, padded hd].
+void add_query_gradient(const AttentionBackward& problem, const Item& item, const float* part,
+                        bool add) {
+  const AttentionSequence& s = problem.sequences[static_cast<size_t>(item.sequence)];
+  const int64_t group = problem.shape.heads / problem.shape.kv_heads;
+  const int64_t hd = problem.shape.head_dim, width = padded(hd);
+  const float scale = attention::softmax_scale(problem.shape);
+  for (int64_t row = 0; row < s.q_len * group; ++row) {
+    const float* from = part + row * width;
+    float* to =
+        problem.d_q.row(s.q_begin + row / group) + (item.kv_head * group + row % group) * hd;
+#pragma omp simd
+    for (int64_t c = 0; c < hd; ++c) to[c] = (add ? to[c] : 0.0f) + scale * from[c];
+  }
+}
+
 }  // namespace
 
 void attention_forward(Context& ctx, const AttentionForward& problem) {
   check_shapes(problem.shape, problem.sequences, problem.q, problem.out);
   const int64_t group = problem.shape.heads / problem.shape.kv_heads;
-  // 256 query rows share the packing of each key tile, and fit the L2 cache with their output;
+  // 256 query rows share the packing of each tile of keys, and fit the L2 cache with their output;
   // fewer when the threads would run short of items. A row's result is the same for any cut.
-  constexpr int64_t kMaxRows = 256, kMinRows = 32, kItemsPerThread = 4;
-  int64_t count = std::max<int64_t>(1, kMaxRows / group);
-  std::vector<Item> items = query_items(problem.shape, problem.sequences, count);
-  while (static_cast<int64_t>(items.size()) < kItemsPerThread * ctx.threads() &&
-         count * group > kMinRows) {
-    count /= 2;
-    items = query_items(problem.shape, problem.sequences, count);
+  constexpr int64_t kMaxRows = 256, kItemsPerThread = 4;
+  int64_t cut = std::max(kMaxRows, group);
+  std::vector<Item> items = query_items(problem.shape, problem.sequences, cut);
+  while (static_cast<int64_t>(items.size()) < kItemsPerThread * ctx.threads() && cut >= 2 * group) {
+    cut /= 2;
+    items = query_items(problem.shape, problem.sequences, cut);
   }
   int64_t rows = 0;
-  for (const Item& item : items) rows = std::max(rows, item.count * group);
+  for (const Item& item : items) rows = std::max(rows, item.kv_heads * item.count * group);
   Arena::Scope scope(ctx.scratch());
   const MatrixF scratch =
       scope.matrix<float>(ctx.threads(), padded(attention::forward_scratch(problem.shape, rows)));
@@ -100,44 +127,39 @@ void attention_forward(Context& ctx, const AttentionForward& problem) {
 
 void attention_backward(Context& ctx, const AttentionBackward& problem) {
   check_shapes(problem.shape, problem.sequences, problem.q, problem.out);
-  const int64_t kv_heads = problem.shape.kv_heads, group = problem.shape.heads / kv_heads;
-  const int64_t hd = problem.shape.head_dim, width = padded(hd);
   int64_t longest = 0;
   for (const AttentionSequence& s : problem.sequences) {
     TWELL_CHECK(s.k.rows == s.q_len, "attention backward: {} keys for {} queries", s.k.rows,
                 s.q_len);
     longest = std::max(longest, s.q_len);
   }
-  // Few sequences and heads: the keys are cut too, whatever the number of threads, so that the sums
-  // of d_q do not depend on it.
+  // Where sequences and heads are few, the keys are cut too: by their number and not the threads',
+  // so that the order of summation in d_q is the same for any number of threads.
   constexpr int64_t kEnoughItems = 16;
   const int64_t heads =
       std::max<int64_t>(1, static_cast<int64_t>(problem.sequences.size()) * problem.shape.kv_heads);
-  const std::vector<Item> items =
-      key_items(problem.shape, problem.sequences, (kEnoughItems + heads - 1) / heads);
-  const int64_t rows = longest * group;
+  const int64_t splits = (kEnoughItems + heads - 1) / heads;
+  const std::vector<Item> items = key_items(problem.shape, problem.sequences, splits);
+
+  const int64_t rows = longest * problem.shape.heads / problem.shape.kv_heads;
+  const int64_t parts = splits == 1 ? ctx.threads() : static_cast<int64_t>(items.size());
   Arena::Scope scope(ctx.scratch());
+  const MatrixF d_q = scope.matrix<float>(parts, rows * padded(problem.shape.head_dim));
   const MatrixF scratch =
       scope.matrix<float>(ctx.threads(), padded(attention::backward_scratch(problem.shape, rows)));
-  const MatrixF d_q = scope.matrix<float>(static_cast<int64_t>(items.size()), rows * width);
   attention::for_each_item(ctx, items, [&](const Item& item, int thread) {
-    attention::backward_item(problem, item, d_q.row(&item - items.data()), scratch.row(thread));
+    float* part = d_q.row(splits == 1 ? thread : &item - items.data());
+    attention::backward_item(problem, item, part, scratch.row(thread));
+    if (splits == 1) add_query_gradient(problem, item, part, /*add=*/false);
   });
-
-  const float scale = attention::softmax_scale(problem.shape);
-  ctx.parallel_for(static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end, int) {
+  if (splits == 1) return;
+  ctx.parallel_for(parts, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const Item& first = items[static_cast<size_t>(i)];
-      if (first.begin != 0) continue;  // a later part of a sequence and head
-      const AttentionSequence& s = problem.sequences[static_cast<size_t>(first.sequence)];
-      for (int64_t row = 0; row < s.q_len * group; ++row) {
-        float* to =
-            problem.d_q.row(s.q_begin + row / group) + (first.kv_head * group + row % group) * hd;
-        for (int64_t c = 0; c < hd; ++c) to[c] = scale * d_q(i, row * width + c);
-        for (size_t j = static_cast<size_t>(i) + 1; j < items.size() && items[j].begin != 0; ++j) {
-          const float* part = d_q.row(static_cast<int64_t>(j)) + row * width;
-          for (int64_t c = 0; c < hd; ++c) to[c] += scale * part[c];
-        }
+      if (items[static_cast<size_t>(i)].begin != 0) continue;  // added by the head's first part
+      for (int64_t j = i; j < parts; ++j) {
+        const Item& item = items[static_cast<size_t>(j)];
+        if (j > i && item.begin == 0) break;
+        add_query_gradient(problem, item, d_q.row(j), /*add=*/j > i);
       }
     }
   });

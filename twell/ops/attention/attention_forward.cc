@@ -96,17 +96,38 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, Tile values, int64_t head
                        width, rows, width, visible);
 }
 
+// Rows [begin, begin + rows), those of one key/value head, against a tile of its keys and values, k
+// and v [<= kTileKeys, hd]; row i of them sees first_keys + i / group keys of the tile.
+HWY_INLINE void forward_tile(const ForwardScratch& w, ConstMatrixF k, ConstMatrixF v, int64_t group,
+                             int64_t begin, int64_t rows, int64_t first_keys) {
+  const int64_t head_dim = k.cols;
+  pack_transposed(k.data, k.stride, k.rows, head_dim, w.keys);
+  const Tile values = padded_tile(v.data, v.stride, v.rows, head_dim, w.values);
+  // Rows before this see none of the tile.
+  const int64_t start = std::max<int64_t>(0, (1 - first_keys) * group);
+  for (int64_t row = start; row < rows; row += kStripRows) {
+    const int64_t strip = std::min(kStripRows, rows - row);
+    int64_t keys[kStripRows];
+    for (int64_t i = 0; i < strip; ++i) {
+      keys[i] = std::min(k.rows, first_keys + (row + i) / group);
+    }
+    forward_strip(w, values, head_dim, begin + row, strip, keys);
+  }
+}
+
 }  // namespace
 
 void forward_rows(const AttentionForward& p, const Item& item, float* scratch) {
   const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)];
   const int64_t hd = p.shape.head_dim, group = p.shape.heads / p.shape.kv_heads;
-  const int64_t rows = item.count * group, at = item.kv_head * hd;
+  const int64_t head_rows = item.count * group, rows = item.kv_heads * head_rows;
   const ForwardScratch w(p.shape, rows, scratch);
   const int64_t width = w.width;
   const float scale = softmax_scale(p.shape);
-  const auto query = [&](int64_t row) { return s.q_begin + item.begin + row / group; };
-  const auto head = [&](int64_t row) { return item.kv_head * group + row % group; };
+  const auto query = [&](int64_t row) { return s.q_begin + item.begin + row % head_rows / group; };
+  const auto head = [&](int64_t row) {
+    return (item.kv_head + row / head_rows) * group + row % group;
+  };
   for (int64_t row = 0; row < rows; ++row) {
     pack_row(p.q.row(query(row)) + head(row) * hd, hd, scale, w.q + row * width);
   }
@@ -114,21 +135,16 @@ void forward_rows(const AttentionForward& p, const Item& item, float* scratch) {
   std::fill_n(w.max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(w.sum, rows, 0.0f);
 
-  const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to row 0
+  // Tiles of keys outside, heads inside: a decoding step then reads the cache in order.
+  const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to the first query
   const int64_t all_keys = first_keys + item.count - 1;
   for (int64_t tile = 0; tile < all_keys; tile += kTileKeys) {
     const int64_t count = std::min(kTileKeys, all_keys - tile);
-    pack_transposed(s.k.row(tile) + at, s.k.stride, count, hd, w.keys);
-    const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
-    // Rows before this see none of the tile.
-    const int64_t start = std::max<int64_t>(0, (tile - first_keys + 1) * group);
-    for (int64_t row = start; row < rows; row += kStripRows) {
-      const int64_t strip = std::min(kStripRows, rows - row);
-      int64_t keys[kStripRows];
-      for (int64_t i = 0; i < strip; ++i) {
-        keys[i] = std::min(count, first_keys + (row + i) / group - tile);
-      }
-      forward_strip(w, values, hd, row, strip, keys);
+    for (int64_t kv = 0; kv < item.kv_heads; ++kv) {
+      const int64_t at = (item.kv_head + kv) * hd;
+      forward_tile(w, {s.k.row(tile) + at, count, hd, s.k.stride},
+                   {s.v.row(tile) + at, count, hd, s.v.stride}, group, kv * head_rows, head_rows,
+                   first_keys - tile);
     }
   }
 

@@ -31,9 +31,9 @@ inline float softmax_scale(const AttentionShape& shape) {
 
 struct Item {
   int64_t sequence;
-  int64_t kv_head;
-  int64_t begin, count;  // queries (forward) or keys (backward) of the sequence
-  double cost;           // multiply-adds
+  int64_t kv_head, kv_heads;  // the first key/value head and how many
+  int64_t begin, count;       // queries (forward) or keys (backward) of the sequence
+  double cost;                // multiply-adds
 };
 
 // Query-key pairs of `count` queries from `begin` on.
@@ -61,12 +61,14 @@ void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
   });
 }
 
-// forward_scratch and backward_scratch: floats an item of that many query rows needs.
+// forward_scratch and backward_scratch: floats an item of that many query rows needs, all its heads
+// together.
 int64_t forward_scratch(const AttentionShape& shape, int64_t rows);
 void forward_item(const AttentionForward& problem, const Item& item, float* scratch);
 
 int64_t backward_scratch(const AttentionShape& shape, int64_t rows);
-// d_q [q_len * group, padded(head_dim)]: this item's share, not yet times the softmax scale.
+// An item is of one key/value head. d_q [q_len * group, padded(head_dim)] is what its keys give,
+// not yet times the softmax scale.
 void backward_item(const AttentionBackward& problem, const Item& item, float* d_q, float* scratch);
 
 }  // namespace twell::attention
