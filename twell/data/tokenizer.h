@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Byte-level BPE tokenizer, read from and written to Hugging Face tokenizer.json.
-// Round-trips any bytes: decode(encode(text)) == text, invalid UTF-8 included.
+//
+// Round-trips any bytes: decode(encode(text)) == text, invalid UTF-8 included, but for two things a
+// file can ask for, which lossless() tells: NFC normalization (a text comes back in form C), and a
+// vocabulary without a token for every byte (such bytes become "unk_token", or are dropped).
+// The ids are those of Hugging Face `tokenizers` with add_special_tokens=False. That library takes
+// valid UTF-8 only; here a stretch of invalid bytes is a pre-token of its own.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +42,8 @@ class Tokenizer {
   int64_t vocab_size() const;                  // ids are in [0, vocab_size)
   int32_t find(std::string_view token) const;  // id of an added token or raw byte string; -1
   int32_t eos_token() const;                   // "<|endoftext|>" and its kin; -1 when there is none
+  int32_t bos_token() const;  // what the file's template puts before a text; encode() does not
+  bool lossless() const;
   // Hash of everything that changes how text becomes ids; hex, stable across versions.
   std::string hash() const;
 
@@ -48,13 +55,15 @@ class Tokenizer {
 };
 
 struct BpeTrainingOptions {
-  int64_t vocab_size = 4096;           // 256 bytes and the special tokens included
+  int64_t vocab_size = 4096;           // the special tokens and the 256 bytes included
   std::string pre_tokenizer = "gpt2";  // "gpt2", "smollm2", "llama3", "qwen2"
-  std::vector<std::string> special_tokens = {"<|endoftext|>"};  // the first is EOS
+  // The first is EOS and has one of the names that eos_token() knows.
+  std::vector<std::string> special_tokens = {"<|endoftext|>"};
   int threads = 0;
 };
 // Learns a BPE. next_text fills a piece of text and returns true, or returns false at the end.
-// Deterministic. InputError when the text is too small for the vocabulary.
+// Ids: special tokens, the bytes in GPT-2's order, then one per merge. Depends on the text and its
+// cut into pieces alone, not on threads. InputError when the text is too small for the vocabulary.
 Tokenizer train_bpe(const BpeTrainingOptions& options,
                     const std::function<bool(std::string& text)>& next_text);
 

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The byte alphabet of tokenizer.json: byte-level vocabularies spell each byte as one printable
+// character (GPT-2's table: printable Latin-1 stands for itself, the other 68 bytes for U+0100 on).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace twell {
+
+// The 256 bytes in the order of their characters, which is the order of ids in GPT-2's vocabulary.
+const std::array<uint8_t, 256>& byte_alphabet_order();
+
+// "\n the" -> "ĊĠthe"
+std::string bytes_to_alphabet(std::string_view bytes);
+
+// The inverse. False when text holds a character outside the alphabet; bytes is then unspecified.
+bool alphabet_to_bytes(std::string_view text, std::string& bytes);
+
+}  // namespace twell

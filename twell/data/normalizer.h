@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Unicode normalization form C, the one normalizer supported. It is lossy: a text that is not in
+// form C comes back in it. Bytes that are not valid UTF-8 pass through.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace twell {
+
+// Returns text itself when it is in form C already, else a view of `buffer`, which holds the
+// result.
+std::string_view normalize_nfc(std::string_view text, std::string& buffer);
+
+}  // namespace twell

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ids of the pre-tokens seen lately. Natural text repeats its words, and looking one up takes a
+// tenth of merging it anew. A plain direct-mapped table of cache lines: no allocation, no eviction
+// policy, a collision just replaces.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace twell {
+
+class WordCache {
+ public:
+  static constexpr size_t kLongestWord = 30;
+  static constexpr size_t kMostIds = 8;
+
+  WordCache() : slots_(kSlots) {}
+
+  struct Slot {
+    uint8_t length = 0;  // of the word; 0 for an empty slot
+    uint8_t count = 0;   // of its ids
+    std::array<char, kLongestWord> word;
+    std::array<int32_t, kMostIds> ids;
+
+    bool holds(std::string_view text) const {
+      return length == text.size() && std::memcmp(word.data(), text.data(), text.size()) == 0;
+    }
+    void set(std::string_view text, std::span<const int32_t> values) {
+      length = static_cast<uint8_t>(text.size());
+      count = static_cast<uint8_t>(values.size());
+      std::memcpy(word.data(), text.data(), text.size());
+      std::memcpy(ids.data(), values.data(), values.size_bytes());
+    }
+  };
+  static_assert(sizeof(Slot) == 64);
+
+  // The slot that this word, of 1 to kLongestWord bytes, is in or would go to.
+  Slot& slot_of(std::string_view word) { return slots_[hash(word) % kSlots]; }
+
+ private:
+  static constexpr size_t kSlots = size_t{1} << 15;  // 2 MiB: stays in a core's own cache
+
+  template <typename T>
+  static uint64_t load(const char* data) {
+    T value;
+    std::memcpy(&value, data, sizeof(value));
+    return value;
+  }
+  static uint64_t mix(uint64_t hash, uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio
+    return hash ^ hash >> 32;
+  }
+  static uint64_t hash(std::string_view word) {
+    const char* data = word.data();
+    const size_t size = word.size();
+    const uint64_t seed = size;
+    if (size >= 8) {
+      uint64_t h = mix(seed, load<uint64_t>(data));
+      for (size_t i = 8; i + 8 < size; i += 8) h = mix(h, load<uint64_t>(data + i));
+      return mix(h, load<uint64_t>(data + size - 8));
+    }
+    if (size >= 4) {
+      return mix(seed, load<uint32_t>(data) << 32 | load<uint32_t>(data + size - 4));
+    }
+    const auto byte = [&](size_t i) {
+      return static_cast<uint64_t>(static_cast<uint8_t>(data[i]));
+    };
+    return mix(seed, byte(0) << 16 | byte(size / 2) << 8 | byte(size - 1));
+  }
+
+  std::vector<Slot> slots_;
+};
+
+}  // namespace twell
