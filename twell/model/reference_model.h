@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model in double precision, one token and one neuron at a time: what the tests hold the real
+// one against. Test code.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "twell/model/weights.h"
+
+namespace twell {
+
+struct ReferenceResult {
+  std::vector<double> logits;                 // [M, V]
+  double ce_sum = 0.0;                        // over tokens with a target
+  std::vector<double> l1_sum;                 // [L]
+  std::vector<std::vector<int32_t>> row_nnz;  // [L][M]
+  // Distance of the nearest gate to the kink of the ReLU: below it, a change of a gate's value
+  // switches no neuron.
+  double min_gate = std::numeric_limits<double>::infinity();
+};
+
+class ReferenceModel {
+ public:
+  using Row = std::vector<double>;
+
+  explicit ReferenceModel(const Model& model)
+      : flat(model.flat.span().begin(), model.flat.span().end()), config_(model.config) {
+    for (const ParamSpec& spec : model.table) offsets_.emplace(spec.name, spec.offset);
+  }
+
+  // Sequences of `length` tokens each; targets may be empty.
+  ReferenceResult run(std::span<const int32_t> inputs, std::span<const int32_t> targets,
+                      int64_t length) const {
+    ReferenceResult result;
+    result.l1_sum.assign(size(config_.layers), 0.0);
+    result.row_nnz.resize(size(config_.layers));
+    std::vector<Row> x;
+    for (const int32_t id : inputs) {
+      const double* row = param("model.embed_tokens.weight") + id * config_.width;
+      x.emplace_back(row, row + config_.width);
+    }
+    for (int64_t layer = 0; layer < config_.layers; ++layer) {
+      attention(layer, length, x);
+      for (Row& row : x) feed_forward(layer, row, result);
+    }
+    const double* head =
+        param(config_.tied_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
+    for (size_t m = 0; m < x.size(); ++m) {
+      const Row logits = linear(norm(x[m], param("model.norm.weight")), head, config_.vocab_size);
+      if (!targets.empty() && targets[m] >= 0) {
+        result.ce_sum += log_sum_exp(logits) - logits[size(targets[m])];
+      }
+      result.logits.insert(result.logits.end(), logits.begin(), logits.end());
+    }
+    return result;
+  }
+
+  std::vector<double> flat;  // laid out by parameter_table; may be changed between runs
+
+ private:
+  static size_t size(int64_t value) { return static_cast<size_t>(value); }
+
+  const double* param(const std::string& name) const { return flat.data() + offsets_.at(name); }
+  const double* layer_param(int64_t layer, const char* part) const {
+    return param("model.layers." + std::to_string(layer) + "." + part + ".weight");
+  }
+
+  static double log_sum_exp(const Row& values) {
+    const double max = *std::max_element(values.begin(), values.end());
+    double sum = 0.0;
+    for (const double value : values) sum += std::exp(value - max);
+    return max + std::log(sum);
+  }
+
+  // weight [out, in]
+  static Row linear(const Row& x, const double* weight, int64_t out) {
+    Row y(size(out), 0.0);
+    for (size_t o = 0; o < y.size(); ++o) {
+      for (size_t i = 0; i < x.size(); ++i) y[o] += x[i] * weight[o * x.size() + i];
+    }
+    return y;
+  }
+
+  Row norm(const Row& x, const double* weight) const {
+    double squares = 0.0;
+    for (const double value : x) squares += value * value;
+    const double scale =
+        1.0 / std::sqrt(squares / static_cast<double>(x.size()) + config_.norm_eps);
+    Row y(x.size());
+    for (size_t i = 0; i < x.size(); ++i) y[i] = x[i] * scale * weight[i];
+    return y;
+  }
+
+  void rotate(Row& x, int64_t position) const {
+    const int64_t half = config_.head_dim / 2;
+    for (size_t head = 0; head < x.size(); head += size(config_.head_dim)) {
+      for (int64_t i = 0; i < half; ++i) {
+        const double exponent =
+            -2.0 * static_cast<double>(i) / static_cast<double>(config_.head_dim);
+        const double angle = static_cast<double>(position) * std::pow(config_.rope_theta, exponent);
+        double& a = x[head + size(i)];
+        double& b = x[head + size(i + half)];
+        const double rotated = a * std::cos(angle) - b * std::sin(angle);
+        b = b * std::cos(angle) + a * std::sin(angle);
+        a = rotated;
+      }
+    }
+  }
+
+  void attention(int64_t layer, int64_t length, std::vector<Row>& x) const {
+    std::vector<Row> q, k, v;
+    for (size_t m = 0; m < x.size(); ++m) {
+      const Row normed = norm(x[m], layer_param(layer, "input_layernorm"));
+      q.push_back(linear(normed, layer_param(layer, "self_attn.q_proj"), config_.q_width()));
+      k.push_back(linear(normed, layer_param(layer, "self_attn.k_proj"), config_.kv_width()));
+      v.push_back(linear(normed, layer_param(layer, "self_attn.v_proj"), config_.kv_width()));
+      rotate(q.back(), static_cast<int64_t>(m) % length);
+      rotate(k.back(), static_cast<int64_t>(m) % length);
+    }
+    for (size_t m = 0; m < x.size(); ++m) {
+      const size_t first = m - m % size(length);
+      const Row attended = attend(q[m], {&k[first], &k[m] + 1}, {&v[first], &v[m] + 1});
+      add(linear(attended, layer_param(layer, "self_attn.o_proj"), config_.width), x[m]);
+    }
+  }
+
+  // One query row over the keys it may see.
+  Row attend(const Row& q, std::span<const Row> keys, std::span<const Row> values) const {
+    const size_t hd = size(config_.head_dim);
+    Row out(q.size(), 0.0);
+    for (size_t head = 0; head < size(config_.heads); ++head) {
+      const size_t kv = head / size(config_.heads / config_.kv_heads) * hd;
+      Row scores;
+      for (const Row& key : keys) {
+        double dot = 0.0;
+        for (size_t i = 0; i < hd; ++i) dot += q[head * hd + i] * key[kv + i];
+        scores.push_back(dot / std::sqrt(static_cast<double>(hd)));
+      }
+      const double total = log_sum_exp(scores);
+      for (size_t j = 0; j < keys.size(); ++j) {
+        const double weight = std::exp(scores[j] - total);
+        for (size_t i = 0; i < hd; ++i) out[head * hd + i] += weight * values[j][kv + i];
+      }
+    }
+    return out;
+  }
+
+  void feed_forward(int64_t layer, Row& x, ReferenceResult& result) const {
+    const Row normed = norm(x, layer_param(layer, "post_attention_layernorm"));
+    const Row up = linear(normed, layer_param(layer, "mlp.up_proj"), config_.ffn);
+    const Row gate =
+        config_.gated ? linear(normed, layer_param(layer, "mlp.gate_proj"), config_.ffn) : up;
+    const double* down = layer_param(layer, "mlp.down_proj");  // [F, D]
+    int32_t nnz = 0;
+    for (size_t f = 0; f < gate.size(); ++f) {
+      result.min_gate = std::min(result.min_gate, std::abs(gate[f]));
+      if (gate[f] <= 0.0) continue;
+      ++nnz;
+      const double h = config_.gated ? gate[f] * up[f] : up[f];
+      result.l1_sum[size(layer)] += std::abs(h);
+      for (size_t d = 0; d < x.size(); ++d) x[d] += h * down[f * x.size() + d];
+    }
+    result.row_nnz[size(layer)].push_back(nnz);
+  }
+
+  static void add(const Row& delta, Row& x) {
+    for (size_t i = 0; i < x.size(); ++i) x[i] += delta[i];
+  }
+
+  ModelConfig config_;
+  std::unordered_map<std::string, int64_t> offsets_;
+};
+
+// Norm of the difference over the norm of the reference.
+template <typename A, typename B>
+double relative_error(std::span<A> values, std::span<B> reference) {
+  double error = 0.0, total = 0.0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double expected = static_cast<double>(reference[i]);
+    const double difference = static_cast<double>(values[i]) - expected;
+    error += difference * difference;
+    total += expected * expected;
+  }
+  return total == 0.0 ? std::sqrt(error) : std::sqrt(error / total);
+}
+
+// Relative error, in norm, that float32 may add up to on the longest path through the model and
+// back. A product over K terms adds about eps * sqrt(K); a layer has four products, a softmax and
+// two norms in a row, and as many in its backward pass, and none of them amplifies the error of its
+// input by much.
+inline double float_tolerance(const ModelConfig& config) {
+  const double eps = static_cast<double>(std::numeric_limits<float>::epsilon());
+  const double longest = static_cast<double>(std::max(config.ffn, config.width));
+  const double ops = 14.0 * static_cast<double>(config.layers) + 4.0;
+  return eps * std::sqrt(longest) * ops;
+}
+
+// A small model whose activations go from busy to never: weights of a size that matters, one
+// direction that all tokens share, and gates that dislike it by up to `aversion`.
+inline Model sparse_model(const ModelConfig& config, uint64_t seed, float aversion) {
+  Model model(config);
+  Context ctx(1);
+  init_weights(ctx, model, seed);
+  const auto mutable_weights = model_matrices<float>(config, model.flat.data());
+  for (int64_t v = 0; v < config.vocab_size; ++v) mutable_weights.embedding(v, 0) = 0.5f;
+  for (const LayerMatrices<float>& layer : mutable_weights.layers) {
+    for (int64_t f = 0; f < config.ffn; ++f) {
+      layer.ffn.firing()(f, 0) -= aversion * static_cast<float>(f) / static_cast<float>(config.ffn);
+    }
+    for (int64_t d = 0; d < config.width; ++d) {
+      layer.attention_norm[d] = 0.75f + 0.01f * static_cast<float>(d % 50);
+      layer.ffn_norm[d] = 1.25f - 0.01f * static_cast<float>(d % 50);
+    }
+  }
+  return model;
+}
+
+}  // namespace twell
