@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
-#include "cli/interrupt.h"
 #include "cli/loading.h"
+#include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/infer/generate.h"
@@ -58,8 +58,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   Context ctx(common.threads);
   const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
   Session session(ctx, *loaded.model, {.ffn = policy});
-  const InterruptGuard interrupt;
-  arguments.generate.cancel = &interrupt.requested();
+  arguments.generate.cancel = &stop_on_signals();
   if (!arguments.json) {
     fmt::print("{}", prompt);
     std::fflush(stdout);

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/evaluate.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/infer/forward_comparison.h"
+#include "twell/infer/session.h"
+#include "twell/infer/test_model.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 61;
+
+// -log p(ids[i + 1]) given the tokens from `begin` on, one token at a time.
+double token_loss(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t begin,
+                  int64_t i) {
+  Session session(ctx, model, {.ffn = FfnPolicy::kDense});
+  const auto logits = session.append(
+      0, std::span(ids).subspan(static_cast<size_t>(begin), static_cast<size_t>(i + 1 - begin)));
+  double sum = 0.0;
+  for (const float logit : logits) sum += std::exp(static_cast<double>(logit));
+  return std::log(sum) - logits[static_cast<size_t>(ids[static_cast<size_t>(i) + 1])];
+}
+
+double reference_loss(Context& ctx, const Model& model, const std::vector<int32_t>& ids,
+                      int64_t length, int64_t stride) {
+  double total = 0.0;
+  const int64_t last = std::ssize(ids) - 1;
+  for (int64_t i = 0; i < last; ++i) {
+    // The window that scores position i ends at the first of length, length + stride, ... past it.
+    const int64_t end = i < length ? length : length + (i - length) / stride * stride + stride;
+    const int64_t begin = std::max<int64_t>(0, std::min(end, last) - length);
+    total += token_loss(ctx, model, ids, begin, i);
+  }
+  return total;
+}
+
+TEST(Evaluate, EqualsTokenByTokenScoring) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const std::vector<int32_t> ids = random_ids(75, kVocab, 9);
+  for (const auto& [length, stride] :
+       {std::pair<int64_t, int64_t>{48, 48}, {16, 16}, {16, 5}, {1, 1}, {48, 1}}) {
+    Evaluator evaluator(ctx, *model, {.length = length, .stride = stride, .batch_tokens = 100});
+    evaluator.add(ids);
+    const Evaluation& result = evaluator.finish();
+    EXPECT_EQ(result.tokens, 74);
+    const double expected = reference_loss(ctx, *model, ids, length, stride);
+    EXPECT_NEAR(result.loss_sum, expected, 74 * 1e-4) << length << " " << stride;
+    for (const LayerActivity& layer : result.layers) EXPECT_EQ(layer.tokens(), 74);
+  }
+}
+
+TEST(Evaluate, BatchingAndExecutionDoNotChangeTheResult) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  double first = 0.0;
+  for (const int64_t batch : {1, 50, 4096}) {
+    for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion}) {
+      Evaluator evaluator(ctx, *model, {.batch_tokens = batch, .ffn = policy});
+      evaluator.add(random_ids(75, kVocab, 9));
+      evaluator.add(random_ids(3, kVocab, 10));
+      evaluator.add(random_ids(1, kVocab, 10));  // nothing to score
+      const Evaluation& result = evaluator.finish();
+      EXPECT_EQ(result.tokens, 76);
+      if (first == 0.0) first = result.loss_sum;
+      EXPECT_NEAR(result.loss_sum, first, 76 * 1e-4);
+    }
+  }
+}
+
+TEST(Evaluate, Figures) {
+  Evaluation evaluation;
+  evaluation.tokens = 4;
+  evaluation.loss_sum = 4 * std::log(2.0);
+  EXPECT_DOUBLE_EQ(evaluation.perplexity(), 2.0);
+  EXPECT_DOUBLE_EQ(evaluation.bits_per_byte(8), 0.5);
+  LayerActivity layer{.tokens_with = {0, 5, 0, 4, 1}};
+  EXPECT_EQ(layer.tokens(), 10);
+  EXPECT_DOUBLE_EQ(layer.mean(), 2.1);
+  EXPECT_EQ(layer.quantile(0.5), 1);
+  EXPECT_EQ(layer.quantile(0.51), 3);
+  EXPECT_EQ(layer.quantile(0.9), 3);
+  EXPECT_EQ(layer.max(), 4);
+}
+
+TEST(Evaluate, RefusesImpossibleWindows) {
+  Context ctx(1);
+  const auto model = test_model(ctx, kVocab);
+  EXPECT_THROW(Evaluator(ctx, *model, {.length = 49}), InputError);
+  EXPECT_THROW(Evaluator(ctx, *model, {.length = -1}), InputError);
+  EXPECT_THROW(Evaluator(ctx, *model, {.length = 8, .stride = 9}), InputError);
+  EXPECT_THROW(Evaluator(ctx, *model, {.stride = -2}), InputError);
+  EXPECT_THROW(Evaluator(ctx, *model, {.batch_tokens = 0}), InputError);
+}
+
+TEST(ForwardComparison, FindsNoDifferenceBeyondRounding) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const std::vector<int32_t> ids = random_ids(3 * 40, kVocab, 2);
+  for (const FfnPolicy policy : {FfnPolicy::kRowFused, FfnPolicy::kTileUnion, FfnPolicy::kAuto}) {
+    const ForwardComparison result = compare_forward(
+        ctx, *model, ids, {.sequences = 3, .length = 40, .repeats = 1, .sparse = policy});
+    EXPECT_EQ(result.tokens, 120);
+    EXPECT_GT(result.max_abs_logit, 0.0);
+    EXPECT_LT(result.max_abs_logit_diff, 512 * 1.2e-7 * std::max(result.max_abs_logit, 1.0));
+    EXPECT_EQ(result.layers.size(), 2u);
+    EXPECT_GT(result.dense_full.median, result.dense_body.median);
+  }
+}
+
+TEST(ForwardComparison, NamesDamagedWeights) {
+  Context ctx(1);
+  const auto model = test_model(ctx, kVocab);
+  for (float& value : model->flat.span()) value = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THROW(compare_forward(ctx, *model, random_ids(8, kVocab, 2),
+                               {.sequences = 1, .length = 8, .repeats = 1}),
+               InputError);
+}
+
+TEST(Timing, Percentiles) {
+  const Timing timing = summarize({3.0, 1.0, 2.0, 5.0, 4.0});
+  EXPECT_DOUBLE_EQ(timing.median, 3.0);
+  EXPECT_DOUBLE_EQ(timing.p10, 1.4);
+  EXPECT_DOUBLE_EQ(timing.p90, 4.6);
+  EXPECT_DOUBLE_EQ(summarize({2.0}).p90, 2.0);
+  EXPECT_THROW(summarize({}), InputError);
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/session.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/infer/generate.h"
+#include "twell/infer/test_model.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 257;
+
+double max_abs(std::span<const float> values) {
+  double result = 0.0;
+  for (const float value : values) result = std::max(result, std::abs(static_cast<double>(value)));
+  return result;
+}
+
+// The same sums in another order: a few hundred roundings of logits of this size.
+void expect_close(std::span<const float> a, std::span<const float> b) {
+  ASSERT_EQ(a.size(), b.size());
+  const double tolerance = 512 * 1.2e-7 * std::max(max_abs(a), 1.0);
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], tolerance) << "token " << i;
+}
+
+TEST(Session, PiecewiseEqualsAtOnce) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const std::vector<int32_t> ids = random_ids(40, kVocab, 3);
+  Session whole(ctx, *model, {});
+  const auto at_once = whole.append(0, ids);
+  const std::vector<float> expected(at_once.begin(), at_once.end());
+
+  Session pieces(ctx, *model, {});
+  std::span<const float> got;
+  for (size_t begin = 0, size = 1; begin < ids.size(); begin += size, size = 2 * size) {
+    const size_t count = std::min(size, ids.size() - begin);
+    got = pieces.append(0, std::span(ids).subspan(begin, count));
+  }
+  EXPECT_EQ(pieces.length(0), 40);
+  expect_close(expected, got);
+}
+
+TEST(Session, SlotsAreIndependent) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const std::vector<int32_t> a = random_ids(9, kVocab, 4), b = random_ids(17, kVocab, 5);
+  Session session(ctx, *model, {.slots = 3});
+  session.append(2, a);
+  session.append(0, b);
+  const std::vector<int64_t> slots = {0, 2};
+  const std::vector<int32_t> next = {7, 8};
+  const ConstMatrixF both = session.decode(slots, next);
+  const std::vector<float> first(both.row(0), both.row(0) + kVocab);
+  const std::vector<float> second(both.row(1), both.row(1) + kVocab);
+
+  Session alone(ctx, *model, {});
+  alone.append(0, b);
+  expect_close(first, alone.append(0, std::span(next).subspan(0, 1)));
+  alone.clear(0);
+  EXPECT_EQ(alone.length(0), 0);
+  alone.append(0, a);
+  expect_close(second, alone.append(0, std::span(next).subspan(1, 1)));
+}
+
+TEST(Session, RefusesWhatDoesNotFit) {
+  Context ctx(1);
+  const auto model = test_model(ctx, kVocab);
+  EXPECT_THROW(Session(ctx, *model, {.slots = 0}), InputError);
+  EXPECT_THROW(Session(ctx, *model, {.capacity = 49}), InputError);
+  Session session(ctx, *model, {.capacity = 10});
+  session.append(0, random_ids(10, kVocab, 1));
+  EXPECT_THROW(session.append(0, random_ids(1, kVocab, 1)), InputError);
+  EXPECT_THROW(session.append(0, {}), InputError);
+}
+
+TEST(Generate, RepeatsWithTheSameSeedAndStreamsItsText) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const Tokenizer tokenizer = byte_tokenizer();
+  Session session(ctx, *model, {});
+  std::string streamed;
+  GenerateOptions options{.max_tokens = 20, .sampler = {.seed = 5}};
+  options.on_text = [&](std::string_view text) { streamed += text; };
+  const Generation first = generate(session, tokenizer, "abc", options);
+  EXPECT_EQ(first.text, streamed);
+  EXPECT_EQ(first.prompt_tokens, 3);
+  const Generation second = generate(session, tokenizer, "abc", options);
+  EXPECT_EQ(first.ids, second.ids);
+  options.sampler.seed = 6;
+  EXPECT_NE(generate(session, tokenizer, "abc", options).ids, first.ids);
+}
+
+TEST(Generate, SparseExecutionsGiveTheSameGreedyTokens) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const Tokenizer tokenizer = byte_tokenizer();
+  const GenerateOptions options{.max_tokens = 30, .sampler = {.temperature = 0.0f}};
+  std::vector<std::vector<int32_t>> ids;
+  for (const FfnPolicy policy :
+       {FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion, FfnPolicy::kAuto}) {
+    Session session(ctx, *model, {.ffn = policy});
+    ids.push_back(generate(session, tokenizer, "hello", options).ids);
+  }
+  for (const auto& other : ids) EXPECT_EQ(other, ids.front());
+}
+
+TEST(Generate, StopsForEachReason) {
+  Context ctx(1);
+  const auto model = test_model(ctx, kVocab);
+  const Tokenizer tokenizer = byte_tokenizer();
+  Session session(ctx, *model, {});
+  GenerateOptions options{.max_tokens = 5, .sampler = {.temperature = 0.0f}};
+  const Generation limited = generate(session, tokenizer, "x", options);
+  if (limited.reason == StopReason::kMaxTokens) {
+    EXPECT_EQ(limited.ids.size(), 5u);
+  } else {
+    EXPECT_EQ(limited.reason, StopReason::kEndOfText);
+  }
+
+  options.max_tokens = 1000;
+  options.sampler = {.top_k = 256, .seed = 11};
+  const Generation full = generate(session, tokenizer, "x", options);
+  if (full.reason == StopReason::kContextFull) {
+    // The last token is sampled from a full context and never fed.
+    EXPECT_EQ(static_cast<int64_t>(full.ids.size()), model->config.context);
+  } else {
+    EXPECT_EQ(full.reason, StopReason::kEndOfText);
+  }
+
+  const std::atomic<bool> cancel{true};
+  options.cancel = &cancel;
+  const Generation cancelled = generate(session, tokenizer, "x", options);
+  EXPECT_EQ(cancelled.reason, StopReason::kCancelled);
+  EXPECT_EQ(cancelled.ids.size(), 1u);
+
+  EXPECT_THROW(generate(session, tokenizer, std::string(48, 'x'), options), InputError);
+  options.max_tokens = 0;
+  EXPECT_THROW(generate(session, tokenizer, "x", options), InputError);
+}
+
+}  // namespace
+}  // namespace twell

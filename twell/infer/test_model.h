@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// A small random model and a byte tokenizer for the tests of this room.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "twell/base/context.h"
+#include "twell/base/rng.h"
+#include "twell/data/tokenizer.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+inline std::unique_ptr<Model> test_model(Context& ctx, int64_t vocab_size, uint64_t seed = 1) {
+  ModelConfig config;
+  config.vocab_size = vocab_size;
+  config.width = 32;
+  config.ffn = 96;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 8;
+  config.context = 48;
+  config.init_std = 0.3;  // large enough that logits differ well beyond rounding
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, seed);
+  return model;
+}
+
+// The 256 bytes and the end-of-text token: no merges.
+inline Tokenizer byte_tokenizer() {
+  std::string all;
+  for (int byte = 0; byte < 256; ++byte) all += static_cast<char>(byte);
+  bool given = false;
+  return train_bpe({.vocab_size = 257, .threads = 1}, [&](std::string& text) {
+    if (given) return false;
+    given = true;
+    text = all;
+    return true;
+  });
+}
+
+inline std::vector<int32_t> random_ids(int64_t count, int64_t vocab_size, uint64_t seed) {
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int32_t>(uniform_below(seed, 0, i, static_cast<uint64_t>(vocab_size)));
+  }
+  return ids;
+}
+
+}  // namespace twell
