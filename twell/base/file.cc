@@ -85,6 +85,10 @@ std::string read_file(const fs::path& path) {
 }
 
 AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  // Renaming onto a device or a pipe would replace it.
+  std::error_code ignored;
+  TWELL_REQUIRE(!fs::exists(path_, ignored) || fs::is_regular_file(path_, ignored),
+                "cannot write {}: not a regular file", path_.string());
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd_ < 0) fail("write", path_);
 }
@@ -134,16 +138,18 @@ void make_folder(const fs::path& path) {
 
 void write_folder_atomic(const fs::path& path, const std::function<void(const fs::path&)>& fill) {
   const fs::path target = path.has_filename() ? path : path.parent_path();
+  std::error_code ignored;
+  const bool replace = fs::exists(target, ignored);
+  TWELL_REQUIRE(!replace || fs::is_directory(target, ignored),
+                "cannot create folder {}: a file of that name exists", target.string());
   make_folder(parent_of(target));
   const fs::path temporary = temporary_name(target);
   const fs::path old = fs::path(temporary.string() + ".old");
-  std::error_code ignored;
   fs::remove_all(temporary, ignored);
   try {
     make_folder(temporary);
     fill(temporary);
     sync_folder(temporary);
-    const bool replace = fs::exists(target);
     if (replace && std::rename(target.c_str(), old.c_str()) != 0) fail("replace", target);
     if (std::rename(temporary.c_str(), target.c_str()) != 0) {
       const int error = errno;

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/base/file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <fstream>
+#include <stdexcept>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+class File : public ::testing::Test {
+ protected:
+  File() {
+    std::string name = (fs::temp_directory_path() / "twell_file_test.XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+    folder_ = name;
+  }
+  ~File() override { fs::remove_all(folder_); }
+
+  // Names in the folder: what a failed write must not add to.
+  std::vector<std::string> names() const {
+    std::vector<std::string> result;
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      result.push_back(entry.path().filename().string());
+    }
+    std::sort(result.begin(), result.end());
+    return result;
+  }
+  static void put(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
+
+  fs::path folder_;
+};
+
+// Files beyond `bytes` fail as on a full disk.
+class SizeLimit {
+ public:
+  explicit SizeLimit(rlim_t bytes) {
+    handler_ = std::signal(SIGXFSZ, SIG_IGN);
+    getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit limit = before_;
+    limit.rlim_cur = bytes;
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~SizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_{};
+  sighandler_t handler_;
+};
+
+template <typename Fn>
+std::string refusal(const Fn& fn) {
+  try {
+    fn();
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "not refused";
+}
+
+TEST_F(File, ReadsWhatWasWritten) {
+  const fs::path path = folder_ / "a.txt";
+  const std::string text("line\n\0\xff end", 11);
+  write_file_atomic(path, text);
+  EXPECT_EQ(read_file(path), text);
+  write_file_atomic(path, "");
+  EXPECT_EQ(read_file(path), "");
+  EXPECT_THAT(names(), ElementsAre("a.txt"));
+}
+
+TEST_F(File, MappingMovesAndEndsOnce) {
+  write_file_atomic(folder_ / "a", "aaa");
+  write_file_atomic(folder_ / "b", "b");
+  MappedFile a(folder_ / "a"), b(folder_ / "b");
+  const MappedFile moved = std::move(a);
+  EXPECT_EQ(moved.bytes().size(), 3u);
+  b = MappedFile(folder_ / "a");
+  EXPECT_EQ(b.bytes().size(), 3u);
+  EXPECT_EQ(b.path(), folder_ / "a");
+}
+
+TEST_F(File, WhatCannotBeReadIsNamed) {
+  const std::string missing = (folder_ / "missing").string();
+  EXPECT_EQ(refusal([&] { read_file(missing); }),
+            "cannot open " + missing + ": No such file or directory");
+  EXPECT_THAT(refusal([&] { read_file(folder_); }), HasSubstr("not a regular file"));
+}
+
+TEST_F(File, AnAbandonedWriteLeavesTheOldFile) {
+  const fs::path path = folder_ / "a.txt";
+  write_file_atomic(path, "old");
+  {
+    AtomicFile file(path);
+    file.write("half of the new");
+    EXPECT_EQ(file.size(), 15u);
+  }
+  EXPECT_EQ(read_file(path), "old");
+  EXPECT_THAT(names(), ElementsAre("a.txt"));
+}
+
+TEST_F(File, AFullDiskLeavesTheOldFile) {
+  const fs::path path = folder_ / "a.txt";
+  write_file_atomic(path, "old");
+  std::string message;
+  {
+    const SizeLimit limit(1000);
+    message = refusal([&] { write_file_atomic(path, std::string(5000, 'x')); });
+  }
+  EXPECT_THAT(message, StartsWith("cannot write " + path.string() + ": "));
+  EXPECT_EQ(read_file(path), "old");
+  EXPECT_THAT(names(), ElementsAre("a.txt"));
+}
+
+TEST_F(File, WritingToWhatIsNoFileIsRefusedAndChangesNothing) {
+  fs::create_directory(folder_ / "sub");
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  EXPECT_NE(refusal([&] { write_file_atomic(folder_ / "sub", "x"); }), "not refused");
+  EXPECT_NE(refusal([&] { write_file_atomic(folder_ / "pipe", "x"); }), "not refused");
+  EXPECT_NE(refusal([&] { write_file_atomic("/dev/full", "x"); }), "not refused");
+  EXPECT_NE(refusal([&] { write_file_atomic(folder_ / "none" / "a", "x"); }), "not refused");
+  EXPECT_TRUE(fs::is_directory(folder_ / "sub"));
+  EXPECT_TRUE(fs::is_fifo(folder_ / "pipe"));
+  EXPECT_TRUE(fs::is_character_file("/dev/full"));
+  EXPECT_THAT(names(), ElementsAre("pipe", "sub"));
+}
+
+TEST_F(File, AFolderIsReplacedWhole) {
+  const fs::path path = folder_ / "checkpoint";
+  write_folder_atomic(path, [](const fs::path& folder) {
+    put(folder / "a", "1");
+    put(folder / "b", "2");
+  });
+  write_folder_atomic(path / "", [](const fs::path& folder) { put(folder / "c", "3"); });
+  EXPECT_FALSE(fs::exists(path / "a")) << "the old content is gone";
+  EXPECT_EQ(read_file(path / "c"), "3");
+  EXPECT_THAT(names(), ElementsAre("checkpoint"));
+}
+
+TEST_F(File, AFailedFillLeavesTheOldFolder) {
+  const fs::path path = folder_ / "checkpoint";
+  write_folder_atomic(path, [](const fs::path& folder) { put(folder / "a", "1"); });
+  const auto fail = [](const fs::path& folder) {
+    put(folder / "b", "2");
+    throw std::runtime_error("interrupted");
+  };
+  EXPECT_THROW(write_folder_atomic(path, fail), std::runtime_error);
+  EXPECT_EQ(read_file(path / "a"), "1");
+  EXPECT_FALSE(fs::exists(path / "b"));
+  EXPECT_THROW(write_folder_atomic(folder_ / "other", fail), std::runtime_error);
+  EXPECT_THAT(names(), ElementsAre("checkpoint"));
+}
+
+TEST_F(File, AFolderDoesNotReplaceAFile) {
+  put(folder_ / "notes.txt", "mine");
+  bool filled = false;
+  const std::string message = refusal(
+      [&] { write_folder_atomic(folder_ / "notes.txt", [&](const fs::path&) { filled = true; }); });
+  EXPECT_THAT(message, HasSubstr("notes.txt"));
+  EXPECT_FALSE(filled);
+  EXPECT_EQ(read_file(folder_ / "notes.txt"), "mine");
+  EXPECT_THAT(names(), ElementsAre("notes.txt"));
+}
+
+TEST_F(File, MakesFoldersWithTheirParents) {
+  make_folder(folder_ / "x" / "y");
+  make_folder(folder_ / "x" / "y");
+  EXPECT_TRUE(fs::is_directory(folder_ / "x" / "y"));
+  put(folder_ / "file", "");
+  EXPECT_THAT(refusal([&] { make_folder(folder_ / "file"); }), HasSubstr("file"));
+  EXPECT_THAT(refusal([&] { make_folder(folder_ / "file" / "z"); }), HasSubstr("file"));
+}
+
+}  // namespace
+}  // namespace twell
