@@ -1,72 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokenized text on disk: a folder with manifest.json and memory-mapped shards of token ids
-// (little-endian u16 when the vocabulary allows, else u32), EOS after every document, split into
-// train and validation by document.
+// Tokenized text on disk: a folder with manifest.json (shard_manifest.h) and memory-mapped shards
+// of token ids (little-endian u16 when the vocabulary allows, else u32), EOS after every document.
+//
+// Train and validation: each document goes whole to one split, picked by a hash of its text (of its
+// first piece, when it comes in several) and the seed. So the split does not depend on the order of
+// the documents, and copies of a document are on the same side. The share of validation is asked
+// for in documents, wanted in tokens, and documents differ in size: where fewer than half or more
+// than twice the wanted tokens come out (few documents, one giant), the tail of the train stream
+// moves to the end of the validation stream, or the other way round, until the share is exact.
+// Validation is wanted to have at least 4,097 tokens, two windows of 2,048, but no more than a
+// tenth of the text for that reason.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "twell/base/file.h"
+#include "twell/data/shard_manifest.h"
 #include "twell/data/text_source.h"
 #include "twell/data/tokenizer.h"
 
 namespace twell {
 
 struct TokenizeOptions {
-  double validation_fraction = 0.01;  // of documents, picked by a hash of their index and seed
+  double validation_fraction = 0.01;  // in [0, 1); 0: no validation split
   int64_t shard_tokens = int64_t{1} << 26;
   uint64_t seed = 0;
   int threads = 0;
   std::function<void(int64_t bytes_read, int64_t total_bytes, int64_t tokens)> progress;
 };
-struct ShardCounts {
-  int64_t documents = 0, train_tokens = 0, validation_tokens = 0, text_bytes = 0,
-          validation_text_bytes = 0;
+
+// What write_shards needs of a tokenizer.
+struct TokenEncoder {
+  // Appends the ids of a text; called from several threads at once.
+  std::function<void(std::string_view text, std::vector<int32_t>& ids)> encode;
+  std::function<int64_t(int32_t id)> token_bytes;  // bytes of text that a token stands for
+  int32_t eos = -1;
+  int64_t vocab_size = 0;
+  std::string hash;
+
+  // Special tokens spelled out in the text stay text: a document cannot end itself.
+  static TokenEncoder of(const Tokenizer& tokenizer);  // which must outlive this
 };
-// Writes the shard set atomically: the folder is complete or absent. InputError when the text holds
-// no tokens for one of the splits.
+
+// Reads the whole source once, from its start, and writes the shard set atomically: the folder is
+// complete, or as it was before. The result depends on the text, the tokenizer, the seed and the
+// fraction alone. Reads ahead on a thread of its own, so source's log is called from there, but
+// never while `progress` runs. InputError: faults of the source; no tokens for one of the splits;
+// a tokenizer without EOS; a disk that is full.
 ShardCounts write_shards(TextSource& source, const Tokenizer& tokenizer,
                          const std::filesystem::path& folder, const TokenizeOptions& options);
+ShardCounts write_shards(TextSource& source, const TokenEncoder& encoder,
+                         const std::filesystem::path& folder, const TokenizeOptions& options);
 
-enum class Split { kTrain, kValidation };
-
+// The shards of a folder, mapped. Constant; may be read from several threads.
 class ShardSet {
  public:
-  // Checks the manifest against the files (sizes) and against the tokenizer's hash.
+  // Checks the manifest, the sizes of the files, and that the tokenizer is the one that made them;
+  // InputError says what does not fit and what to do.
   ShardSet(const std::filesystem::path& folder, const Tokenizer& tokenizer);
-  const ShardCounts& counts() const;
-  int64_t tokens(Split split) const;
-  // Copies ids [begin, begin + out.size()) of the split's token stream.
+  ShardSet(const std::filesystem::path& folder, const std::string& tokenizer_hash,
+           int64_t vocab_size);
+
+  const ShardCounts& counts() const { return manifest_.counts; }
+  int64_t tokens(Split split) const { return manifest_.tokens(split); }
+  // Copies ids [begin, begin + out.size()) of the split's token stream. InputError when an id is
+  // outside the vocabulary: the file was altered.
   void read(Split split, int64_t begin, std::span<int32_t> out) const;
+  // Reads every file and compares its checksum; InputError names a file that was altered.
+  void verify() const;
 
  private:
-  ShardCounts counts_;
-  std::vector<MappedFile> files_;
-  // ...
-};
+  struct Stream {
+    std::vector<MappedFile> files;
+    std::vector<int64_t> begins;  // of each file, in the token stream
+  };
+  const Stream& stream(Split split) const { return streams_[static_cast<size_t>(split)]; }
+  void map(Split split, const std::filesystem::path& folder);
 
-// Batches as a pure function of (seed, position): the stream is cut into windows of length + 1
-// tokens, every epoch visits all windows once in a fresh pseudo-random order (a keyed permutation,
-// no table). Validation reads windows in order.
-class BatchSampler {
- public:
-  BatchSampler(const ShardSet& shards, Split split, int64_t length, uint64_t seed, bool shuffle);
-  int64_t windows() const;
-  // Fills sequence number `index` (0, 1, 2, ... over the whole run): inputs [T], targets [T].
-  void sequence(int64_t index, std::span<int32_t> inputs, std::span<int32_t> targets) const;
-
- private:
-  const ShardSet& shards_;
-  Split split_;
-  int64_t length_;
-  uint64_t seed_;
-  bool shuffle_;
+  ShardManifest manifest_;
+  std::array<Stream, kSplits> streams_;
 };
 
 }  // namespace twell

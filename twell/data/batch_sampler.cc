@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/data/batch_sampler.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+constexpr uint64_t kShuffleStream = uint64_t{0x5348} << 48;  // of random numbers; "SH"
+constexpr uint64_t kRounds = 6;  // four make a Feistel network pseudo-random; two to spare
+
+// A Feistel network over two halves of half_bits bits each: invertible whatever its round function.
+uint64_t feistel(uint64_t value, int half_bits, uint64_t seed, uint64_t epoch) {
+  const uint64_t mask = (uint64_t{1} << half_bits) - 1;
+  uint64_t left = value >> half_bits, right = value & mask;
+  for (uint64_t round = 0; round < kRounds; ++round) {
+    const uint64_t stream = kShuffleStream + epoch * kRounds + round;
+    const uint64_t next = left ^ (philox(seed, stream, right)[0] & mask);
+    left = right;
+    right = next;
+  }
+  return left << half_bits | right;
+}
+
+}  // namespace
+
+uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch) {
+  TWELL_CHECK(index < n && n <= uint64_t{1} << 62, "index {} of {}", index, n);
+  if (n == 1) return 0;
+  const int half_bits = (static_cast<int>(std::bit_width(n - 1)) + 1) / 2;
+  // The network permutes up to 4n values; walking its cycle until it is back below n permutes n.
+  do {
+    index = feistel(index, half_bits, seed, epoch);
+  } while (index >= n);
+  return index;
+}
+
+BatchSampler::BatchSampler(const ShardSet& shards, Split split, int64_t length, uint64_t seed,
+                           bool shuffle)
+    : shards_(shards), split_(split), length_(length), seed_(seed), shuffle_(shuffle) {
+  TWELL_REQUIRE(length > 0, "the sequence length must be positive, got {}", length);
+  windows_ = (shards.tokens(split) - 1) / length;
+  TWELL_REQUIRE(windows_ > 0,
+                "the {} split has {} tokens, too few for a sequence of length {}, which takes one "
+                "more: give more text or shorten the sequences",
+                split_name(split), shards.tokens(split), length);
+}
+
+int64_t BatchSampler::window(int64_t index) const {
+  TWELL_CHECK(index >= 0, "sequence {}", index);
+  const int64_t place = index % windows_;
+  if (!shuffle_) return place;
+  return static_cast<int64_t>(permute(static_cast<uint64_t>(place), static_cast<uint64_t>(windows_),
+                                      seed_, static_cast<uint64_t>(index / windows_)));
+}
+
+void BatchSampler::sequence(int64_t index, std::span<int32_t> inputs,
+                            std::span<int32_t> targets) const {
+  TWELL_CHECK(std::ssize(inputs) == length_ && std::ssize(targets) == length_,
+              "inputs of {}, targets of {}, length {}", inputs.size(), targets.size(), length_);
+  const int64_t begin = window(index) * length_;
+  shards_.read(split_, begin, inputs);
+  // All but the last target are inputs too: one pass over the shards does.
+  std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
+  shards_.read(split_, begin + length_, targets.last(1));
+}
+
+}  // namespace twell

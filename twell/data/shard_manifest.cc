@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/data/shard_manifest.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kFormat = "twell-shards";
+constexpr int64_t kVersion = 1;
+// Far above any corpus, and low enough that sums and sizes in bytes cannot overflow.
+constexpr int64_t kMaxCount = int64_t{1} << 56;
+
+std::string_view dtype_of(const ShardManifest& manifest) {
+  return manifest.id_bytes() == 2 ? "u16" : "u32";
+}
+
+// Reads the fields of one JSON object.
+class Fields {
+ public:
+  Fields(const json& object, std::string source) : object_(object), source_(std::move(source)) {
+    TWELL_REQUIRE(object.is_object(), "{}: not a JSON object", source_);
+  }
+
+  const json& at(const char* key) const {
+    const auto field = object_.find(key);
+    TWELL_REQUIRE(field != object_.end(), "{}: \"{}\" is missing", source_, key);
+    return *field;
+  }
+  const std::string& text(const char* key) const {
+    const json& field = at(key);
+    TWELL_REQUIRE(field.is_string(), "{}: \"{}\" must be a string", source_, key);
+    return field.get_ref<const std::string&>();
+  }
+  int64_t integer(const char* key, int64_t lowest, int64_t highest) const {
+    const json& field = at(key);
+    // A value above the int64 range is unsigned, and wraps to a negative one here.
+    const int64_t value = field.is_number_integer() ? field.get<int64_t>() : -1;
+    TWELL_REQUIRE(field.is_number_integer() && value >= lowest && value <= highest,
+                  "{}: \"{}\" must be an integer from {} to {}", source_, key, lowest, highest);
+    return value;
+  }
+  int64_t count(const char* key) const { return integer(key, 0, kMaxCount); }
+  double number(const char* key) const {
+    const json& field = at(key);
+    TWELL_REQUIRE(field.is_number(), "{}: \"{}\" must be a number", source_, key);
+    return field.get<double>();
+  }
+  uint64_t unsigned_integer(const char* key) const {
+    const json& field = at(key);
+    TWELL_REQUIRE(field.is_number_unsigned(), "{}: \"{}\" must be an unsigned integer", source_,
+                  key);
+    return field.get<uint64_t>();
+  }
+  const std::string& source() const { return source_; }
+
+ private:
+  const json& object_;
+  std::string source_;
+};
+
+bool is_plain_name(std::string_view name) {
+  const auto plain = [](unsigned char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+           c == '_' || c == '-';
+  };
+  return !name.empty() && name.size() <= 255 && name[0] != '.' &&
+         std::all_of(name.begin(), name.end(), plain);
+}
+
+uint64_t parse_crc64(const Fields& shard) {
+  const std::string& digits = shard.text("crc64");
+  const bool valid =
+      digits.size() == 16 && digits.find_first_not_of("0123456789abcdef") == std::string::npos;
+  TWELL_REQUIRE(valid, "{}: \"crc64\" must be 16 hex digits", shard.source());
+  return std::stoull(digits, nullptr, 16);
+}
+
+std::vector<ShardFile> parse_shards(const Fields& split, int64_t total,
+                                    std::set<std::string>& names) {
+  const json& list = split.at("shards");
+  TWELL_REQUIRE(list.is_array(), "{}: \"shards\" must be a list", split.source());
+  std::vector<ShardFile> shards;
+  int64_t left = total;
+  for (const json& entry : list) {
+    const Fields fields(entry, fmt::format("{}, shard {}", split.source(), shards.size()));
+    const std::string& name = fields.text("file");
+    TWELL_REQUIRE(is_plain_name(name), "{}: \"file\" must be the plain name of a file beside it",
+                  fields.source());
+    TWELL_REQUIRE(names.insert(name).second, "{}: {} is listed twice", fields.source(), name);
+    shards.push_back({name, fields.integer("tokens", 1, kMaxCount), parse_crc64(fields)});
+    left -= shards.back().tokens;
+    TWELL_REQUIRE(left >= 0, "{}: more tokens than the {} of the split", fields.source(), total);
+  }
+  TWELL_REQUIRE(left == 0, "{}: the shards hold {} of {} tokens", split.source(), total - left,
+                total);
+  return shards;
+}
+
+}  // namespace
+
+std::string_view split_name(Split split) { return split == Split::kTrain ? "train" : "validation"; }
+
+std::string to_json(const ShardManifest& manifest) {
+  nlohmann::ordered_json root;
+  root["format"] = kFormat;
+  root["version"] = kVersion;
+  root["tokenizer_hash"] = manifest.tokenizer_hash;
+  root["vocab_size"] = manifest.vocab_size;
+  root["dtype"] = dtype_of(manifest);
+  root["seed"] = manifest.seed;
+  root["validation_fraction"] = manifest.validation_fraction;
+  root["documents"] = manifest.counts.documents;
+  root["text_bytes"] = manifest.counts.text_bytes;
+  root["validation_text_bytes"] = manifest.counts.validation_text_bytes;
+  for (const Split split : {Split::kTrain, Split::kValidation}) {
+    nlohmann::ordered_json& entry = root[std::string(split_name(split))];
+    entry["tokens"] = manifest.tokens(split);
+    entry["shards"] = nlohmann::ordered_json::array();
+    for (const ShardFile& shard : manifest.shards[static_cast<size_t>(split)]) {
+      entry["shards"].push_back({{"file", shard.name},
+                                 {"tokens", shard.tokens},
+                                 {"crc64", fmt::format("{:016x}", shard.crc64)}});
+    }
+  }
+  return root.dump(1) + "\n";
+}
+
+ShardManifest parse_shard_manifest(std::string_view text, const std::string& source) {
+  const json root = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  TWELL_REQUIRE(!root.is_discarded(), "{}: not valid JSON", source);
+  const Fields fields(root, source);
+  TWELL_REQUIRE(fields.text("format") == kFormat, "{}: not the manifest of token shards", source);
+  const int64_t version = fields.integer("version", 1, kMaxCount);
+  TWELL_REQUIRE(version == kVersion, "{}: version {} of the format, this program reads version {}",
+                source, version, kVersion);
+
+  ShardManifest manifest;
+  manifest.tokenizer_hash = fields.text("tokenizer_hash");
+  manifest.vocab_size = fields.integer("vocab_size", 1, INT32_MAX);
+  TWELL_REQUIRE(fields.text("dtype") == dtype_of(manifest),
+                "{}: \"dtype\" must be {} for a vocabulary of {}", source, dtype_of(manifest),
+                manifest.vocab_size);
+  manifest.seed = fields.unsigned_integer("seed");
+  manifest.validation_fraction = fields.number("validation_fraction");
+  manifest.counts.documents = fields.count("documents");
+  manifest.counts.text_bytes = fields.count("text_bytes");
+  manifest.counts.validation_text_bytes = fields.count("validation_text_bytes");
+  std::set<std::string> names;
+  for (const Split split : {Split::kTrain, Split::kValidation}) {
+    const std::string name(split_name(split));
+    const Fields entry(fields.at(name.c_str()), fmt::format("{}, {}", source, name));
+    const int64_t tokens = entry.count("tokens");
+    (split == Split::kTrain ? manifest.counts.train_tokens : manifest.counts.validation_tokens) =
+        tokens;
+    manifest.shards[static_cast<size_t>(split)] = parse_shards(entry, tokens, names);
+  }
+  return manifest;
+}
+
+}  // namespace twell

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// One split of a shard set being written: a stream of ids, cut into files of shard_tokens.
+#pragma once
+
+#include <lzma.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "twell/base/file.h"
+#include "twell/data/shard_manifest.h"
+
+namespace twell {
+
+class SplitWriter {
+ public:
+  // Writes <folder>/<split>-00000.bin, -00001.bin, ...
+  SplitWriter(std::filesystem::path folder, Split split, int64_t vocab_size, int64_t shard_tokens);
+
+  void append(std::span<const int32_t> ids);  // each in [0, vocab_size)
+  int64_t tokens() const { return tokens_; }
+  // Puts what is buffered on the disk; append() then goes on in a new file.
+  void finish();
+  const std::vector<ShardFile>& shards() const { return shards_; }
+
+  // After finish(): takes the last `count` tokens off, handing them to use(ids) in order.
+  void take_tail(int64_t count, const std::function<void(std::span<const int32_t>)>& use);
+
+ private:
+  struct OpenShard {
+    explicit OpenShard(const std::filesystem::path& path) : file(path) {}
+    AtomicFile file;
+    int64_t tokens = 0;
+    uint64_t crc64 = 0;
+  };
+  std::filesystem::path path_of(const ShardFile& shard) const { return folder_ / shard.name; }
+  void write_buffer();
+  void truncate_last(int64_t tokens);
+
+  std::filesystem::path folder_;
+  Split split_;
+  int64_t vocab_size_;
+  int64_t id_bytes_;
+  int64_t shard_tokens_;
+  int64_t tokens_ = 0;
+  std::vector<ShardFile> shards_;  // complete ones
+  std::unique_ptr<OpenShard> open_;
+  std::vector<std::byte> buffer_;  // ids of the open shard, not yet written
+};
+
+// Ids as they stand in a shard, little-endian u16 or u32, to int32. Gives the largest one, as the
+// unsigned number that it is.
+uint32_t unpack_ids(const std::byte* packed, int64_t id_bytes, std::span<int32_t> ids);
+
+uint64_t crc64(std::span<const std::byte> bytes, uint64_t before = 0);
+
+}  // namespace twell
