@@ -67,7 +67,6 @@ bool find_pattern(Context& ctx, const FfnTrainForward& problem, const FiredFlags
 struct CompactForward {
   const FfnTrainForward& problem;
   const FfnSaved& saved;
-  int32_t* next;   // [M] first entry of each row that is not done yet
   double* row_l1;  // [M]
   MatrixF h;       // [threads, W]
 };
@@ -91,25 +90,17 @@ void forward_entries(const CompactForward& work, int64_t m, int64_t first, int64
   gathered_sum(factor, w.w_down, index, n, work.problem.y.row(m));
 }
 
-// Rows [begin, end), a block of neurons at a time: its weights stay in cache while the rows pass.
 void forward_compact_rows(const CompactForward& work, int64_t begin, int64_t end, int thread) {
   const HybridF32& hybrid = work.saved.hybrid;
-  const FfnWeights& w = work.problem.weights;
+  const int64_t width = work.problem.weights.width();
   for (int64_t m = begin; m < end; ++m) {
-    work.next[m] = 0;
     work.row_l1[m] = 0.0;
-    if (hybrid.is_compact(m)) std::fill_n(work.problem.y.row(m), w.width(), 0.0f);
+    if (hybrid.is_compact(m)) std::fill_n(work.problem.y.row(m), width, 0.0f);
   }
-  const int64_t block = cached_rows(w.width(), 2);
-  for (int64_t block_end = block; block_end - block < w.ffn(); block_end += block) {
-    for (int64_t m = begin; m < end; ++m) {
-      if (!hybrid.is_compact(m)) continue;
-      const int64_t n = entries_below(hybrid, m, work.next[m], block_end) - work.next[m];
-      if (n == 0) continue;
-      forward_entries(work, m, work.next[m], n, work.h.row(thread));
-      work.next[m] += static_cast<int32_t>(n);
-    }
-  }
+  float* const h = work.h.row(thread);
+  for_each_cached_run(
+      hybrid, width, work.saved.gated() ? 2 : 1, begin, end,
+      [&](int64_t m, int64_t first, int64_t n) { forward_entries(work, m, first, n, h); });
 }
 
 // Activation of tail rows [first, first + count); rows up to h.rows are padding, all zero.
@@ -171,10 +162,9 @@ bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& save
 
   const CompactForward work = {.problem = problem,
                                .saved = saved,
-                               .next = scope.alloc<int32_t>(tokens),
                                .row_l1 = scope.alloc<double>(tokens),
                                .h = scope.matrix<float>(ctx.threads(), hybrid.shape.ell_width)};
-  parallel_balanced(ctx, row_work(scope, hybrid), tokens,
+  parallel_balanced(ctx, row_work(scope, hybrid, 0, tokens), tokens,
                     [&](int64_t begin, int64_t end, int thread) {
                       forward_compact_rows(work, begin, end, thread);
                     });

@@ -223,7 +223,7 @@ TEST(FfnTrainHybrid, StatisticsSayWhatRan) {
     FfnTrainExecution execution;
   } const cases[] = {{0, FfnTrainExecution::kHybrid},
                      {1, FfnTrainExecution::kHybrid},
-                     {40, FfnTrainExecution::kHybrid},
+                     {32, FfnTrainExecution::kHybrid},
                      {128, FfnTrainExecution::kDense}};  // more than the tail holds
   for (const bool gated : {true, false}) {
     for (const auto& c : cases) {
