@@ -24,8 +24,13 @@ if(NOT TWELL_CUDA STREQUAL "OFF")
     # Architectures are given per room: sm_90a for the Hopper kernels, sm_80 for the portable path.
     set(CMAKE_CUDA_ARCHITECTURES OFF)
     enable_language(CUDA)
-    # As a flag, because CMake 3.22 (Ubuntu 22.04) does not know CUDA_STANDARD 20.
-    set(CMAKE_CUDA_FLAGS "${CMAKE_CUDA_FLAGS} -std=c++20")
+    # CMake before 3.26 does not know nvcc's C++20 flag.
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+    endif()
+    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     find_package(CUDAToolkit 12.3 REQUIRED)
     set(TWELL_HAVE_CUDA ON)
   elseif(TWELL_CUDA STREQUAL "ON")
