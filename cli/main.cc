@@ -23,7 +23,9 @@ Examples:
   twell tokenize --data docs/ --out shards/ --vocab-size 8192)";
 
 int fail(int code, std::string message) {
-  std::replace(message.begin(), message.end(), '\n', ' ');
+  // One line, whatever a file name or a broken file put into it.
+  std::replace_if(
+      message.begin(), message.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
   fmt::print(stderr, "twell: error: {}\n", message);
   return code;
 }

@@ -11,6 +11,7 @@
 #include "twell/base/buffer.h"
 #include "twell/base/context.h"
 #include "twell/base/error.h"
+#include "twell/data/batch_sampler.h"
 #include "twell/data/shards.h"
 #include "twell/model/training.h"
 #include "twell/model/weights.h"

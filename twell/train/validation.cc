@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/data/batch_sampler.h"
 #include "twell/model/forward.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 
