@@ -5,6 +5,7 @@
 
 #include "twell/ops/ffn_train/executions.h"
 #include "twell/ops/ffn_train/hybrid_work.h"
+#include "twell/ops/ffn_train/sliced_table.h"
 #include "twell/ops/ffn_train/sparse_rows_simd.h"
 #include "twell/ops/ffn_train/transposed_rows.h"
 
@@ -13,99 +14,115 @@ namespace {
 
 float sign(float value) { return value > 0.0f ? 1.0f : (value < 0.0f ? -1.0f : 0.0f); }
 
-// Tokens worked on at a time, which bounds the scratch memory.
+// Tokens worked on at a time: bounds the scratch memory, and is the table of tokens that the weight
+// gradients read in slices.
 constexpr int64_t kSpan = 2048;
 
 struct CompactBackward {
   const FfnTrainBackward& problem;
   const FfnSaved& saved;
-  int64_t first;    // token of the span
-  int64_t count;    // tokens
-  MatrixF d_h;      // [span, W] on the compact pattern, L1 included
-  MatrixF factors;  // [threads, 2 * W] d_gate and d_up of a row's entries
+  int64_t first;   // token of the span
+  int64_t count;   // tokens
+  MatrixF d_h;     // [span, W] on the compact pattern, L1 included
+  MatrixF factor;  // [threads, W]
+  MatrixF slice;   // [threads, slice_floats of the weights or of the span's tokens]
+
+  float* d_h_row(int64_t m) const { return d_h.row(m - first); }
 };
 
-// One row's entries [first, first + n), all in one block of neurons.
-void backward_entries(const CompactBackward& work, int64_t m, int64_t first, int64_t n,
-                      float* factors) {
-  const HybridF32& hybrid = work.saved.hybrid;
+// d_h = d_y w_down^T + l1_scale * sign(h) on the pattern.
+void gradient_of_h(const CompactBackward& work, int64_t begin, int64_t end, float* buffer) {
   const FfnTrainBackward& problem = work.problem;
-  const FfnWeights& w = problem.weights;
-  const uint32_t* const index = hybrid.index.row(m) + first;
-  const float* const g = hybrid.value.row(m) + first;
-  float* const d_h = work.d_h.row(m - work.first) + first;
-  float* const d_x = problem.d_x.row(m);
-  gathered_dots(problem.d_y.row(m), w.w_down, index, n, d_h);
-  if (!w.gated()) {
-    for (int64_t i = 0; i < n; ++i) d_h[i] += problem.l1_scale;
-    gathered_sum(d_h, w.w_up, index, n, d_x);
-    return;
-  }
-  const float* const u = work.saved.up.row(m) + first;
-  float* const d_gate = factors;
-  float* const d_up = factors + n;
-  for (int64_t i = 0; i < n; ++i) {
-    d_h[i] += problem.l1_scale * sign(g[i] * u[i]);
-    d_gate[i] = d_h[i] * u[i];
-    d_up[i] = d_h[i] * g[i];
-  }
-  gathered_sum(d_gate, w.w_gate, index, n, d_x);
-  gathered_sum(d_up, w.w_up, index, n, d_x);
+  const HybridF32& hybrid = work.saved.hybrid;
+  for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
+    const float* const g = hybrid.value.row(m);
+    const float* const u = work.saved.gated() ? work.saved.up.row(m) : nullptr;
+    float* const d_h = work.d_h_row(m);
+    for (int64_t i = 0; i < n; ++i) {
+      d_h[i] = problem.l1_scale * sign(u == nullptr ? g[i] : g[i] * u[i]);
+    }
+  });
+  for_each_slice(problem.weights.w_down, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
+      gathered_dots(problem.d_y.row(m) + column, slice, index, n, work.d_h_row(m));
+    });
+  });
+}
+
+// d_x += (d_h * other) weight on the pattern, for the projection whose gradient is d_h * other.
+void add_input_gradient(const CompactBackward& work, ConstMatrixF weight, ConstMatrixF other,
+                        int64_t begin, int64_t end, int thread) {
+  const HybridF32& hybrid = work.saved.hybrid;
+  float* const factor = work.factor.row(thread);
+  for_each_slice(weight, work.slice.row(thread), [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
+      const float* const d_h = work.d_h_row(m);
+      for (int64_t i = 0; i < n; ++i) {
+        factor[i] = other.empty() ? d_h[i] : d_h[i] * other(m, i);
+      }
+      gathered_sum(factor, slice, index, n, work.problem.d_x.row(m) + column);
+    });
+  });
 }
 
 void backward_compact_rows(const CompactBackward& work, int64_t begin, int64_t end, int thread) {
-  const HybridF32& hybrid = work.saved.hybrid;
-  const int64_t width = work.problem.x.cols;
+  const FfnSaved& saved = work.saved;
+  const FfnWeights& w = work.problem.weights;
   for (int64_t m = begin; m < end; ++m) {
-    if (hybrid.is_compact(m)) std::fill_n(work.problem.d_x.row(m), width, 0.0f);
+    if (saved.hybrid.is_compact(m)) std::fill_n(work.problem.d_x.row(m), w.width(), 0.0f);
   }
-  float* const factors = work.factors.row(thread);
-  for_each_cached_run(
-      hybrid, width, work.saved.gated() ? 3 : 2, begin, end,
-      [&](int64_t m, int64_t first, int64_t n) { backward_entries(work, m, first, n, factors); });
-}
-
-void add_weight_gradients(const FfnTrainBackward& problem, const TransposedRows& rows,
-                          int64_t begin, int64_t end, int64_t neuron) {
-  const FfnGrads& grads = problem.grads;
-  const int64_t n = end - begin;
-  const uint32_t* const token = rows.token + begin;
-  float* const d_w_up = grads.w_up.row(neuron);
-  if (grads.gated()) {
-    gathered_sum2(rows.d_gate + begin, rows.d_up + begin, problem.x, token, n,
-                  grads.w_gate.row(neuron), d_w_up);
+  gradient_of_h(work, begin, end, work.slice.row(thread));
+  if (w.gated()) {
+    add_input_gradient(work, w.w_gate, saved.up, begin, end, thread);
+    add_input_gradient(work, w.w_up, saved.hybrid.value, begin, end, thread);
   } else {
-    gathered_sum(rows.d_up + begin, problem.x, token, n, d_w_up);
+    add_input_gradient(work, w.w_up, MatrixF(), begin, end, thread);
   }
-  gathered_sum(rows.h + begin, problem.d_y, token, n, grads.w_down.row(neuron));
 }
 
-// Tokens per block of the weight gradients: as many as keep x and d_y in cache, and at least as
-// many as give a neuron enough entries to be worth fetching its three gradient rows.
-int64_t tokens_per_block(int64_t tokens, int64_t width, int64_t ffn, int64_t nnz) {
-  constexpr int64_t kEntriesPerNeuron = 16;
-  const int64_t for_entries = nnz == 0 ? tokens : kEntriesPerNeuron * tokens * ffn / nnz;
-  return std::min(tokens, std::max(cached_rows(width, 2), for_entries));
+// The three weight gradients of neurons [begin, end).
+void backward_neurons(const CompactBackward& work, const TransposedRows& rows, int64_t begin,
+                      int64_t end, float* buffer) {
+  const FfnGrads& grads = work.problem.grads;
+  const auto for_each_neuron = [&](const auto& fn) {
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t first = rows.offset[j];
+      const int64_t n = rows.offset[j + 1] - first;
+      if (n > 0) fn(j, first, n);
+    }
+  };
+  const ConstMatrixF x = work.problem.x.slice_rows(work.first, work.count);
+  for_each_slice(x, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_neuron([&](int64_t j, int64_t first, int64_t n) {
+      float* const d_w_up = grads.w_up.row(j) + column;
+      if (grads.gated()) {
+        gathered_sum2(rows.d_gate + first, rows.d_up + first, slice, rows.token + first, n,
+                      grads.w_gate.row(j) + column, d_w_up);
+      } else {
+        gathered_sum(rows.d_up + first, slice, rows.token + first, n, d_w_up);
+      }
+    });
+  });
+  const ConstMatrixF d_y = work.problem.d_y.slice_rows(work.first, work.count);
+  for_each_slice(d_y, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_neuron([&](int64_t j, int64_t first, int64_t n) {
+      gathered_sum(rows.h + first, slice, rows.token + first, n, grads.w_down.row(j) + column);
+    });
+  });
 }
 
 void backward_span(Context& ctx, const CompactBackward& work) {
-  const int64_t ffn = work.saved.ffn();
   Arena::Scope scope(ctx.scratch());
   parallel_balanced(ctx, row_work(scope, work.saved.hybrid, work.first, work.count), work.count,
                     [&](int64_t begin, int64_t end, int thread) {
                       backward_compact_rows(work, work.first + begin, work.first + end, thread);
                     });
-  const CompactSpan span = {
-      .saved = work.saved, .first = work.first, .count = work.count, .d_h = work.d_h};
   const TransposedRows rows = transpose_rows(
-      ctx, scope, span, tokens_per_block(work.count, work.problem.x.cols, ffn, span.nnz()));
-  parallel_balanced(ctx, neuron_work(scope, rows), ffn, [&](int64_t begin, int64_t end, int) {
-    for (int64_t block = 0; block < rows.blocks; ++block) {
-      for (int64_t j = begin; j < end; ++j) {
-        add_weight_gradients(work.problem, rows, rows.begin(block, j), rows.begin(block, j + 1), j);
-      }
-    }
-  });
+      ctx, scope, {.saved = work.saved, .first = work.first, .count = work.count, .d_h = work.d_h});
+  parallel_balanced(ctx, rows.offset, work.saved.ffn(),
+                    [&](int64_t begin, int64_t end, int thread) {
+                      backward_neurons(work, rows, begin, end, work.slice.row(thread));
+                    });
 }
 
 void backward_tail(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved) {
@@ -135,13 +152,16 @@ void hybrid_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSav
   const int64_t width = hybrid.shape.ell_width;
   for (int64_t first = 0; first < saved.tokens; first += kSpan) {
     const int64_t count = std::min(kSpan, saved.tokens - first);
+    const int64_t slice = std::max(slice_floats(hybrid.shape.cols, problem.x.cols),
+                                   slice_floats(count, problem.x.cols));
     Arena::Scope scope(ctx.scratch());
     backward_span(ctx, {.problem = problem,
                         .saved = saved,
                         .first = first,
                         .count = count,
                         .d_h = scope.matrix<float>(count, width),
-                        .factors = scope.matrix<float>(ctx.threads(), 2 * width)});
+                        .factor = scope.matrix<float>(ctx.threads(), width),
+                        .slice = scope.matrix<float>(ctx.threads(), slice)});
   }
   if (hybrid.tail_rows > 0) backward_tail(ctx, problem, saved);
 }

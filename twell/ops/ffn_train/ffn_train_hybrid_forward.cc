@@ -6,6 +6,7 @@
 #include "twell/ops/ffn_train/elementwise_simd.h"
 #include "twell/ops/ffn_train/executions.h"
 #include "twell/ops/ffn_train/hybrid_work.h"
+#include "twell/ops/ffn_train/sliced_table.h"
 #include "twell/ops/ffn_train/sparse_rows_simd.h"
 #include "twell/ops/matmul/matmul.h"
 
@@ -69,38 +70,53 @@ struct CompactForward {
   const FfnSaved& saved;
   double* row_l1;  // [M]
   MatrixF h;       // [threads, W]
+  MatrixF slice;   // [threads, slice_floats]
 };
 
-// One row's entries [first, first + n), all in one block of neurons.
-void forward_entries(const CompactForward& work, int64_t m, int64_t first, int64_t n, float* h) {
+// u = x w_up^T on the pattern.
+void project_up(const CompactForward& work, int64_t begin, int64_t end, float* buffer) {
   const HybridF32& hybrid = work.saved.hybrid;
-  const FfnWeights& w = work.problem.weights;
-  const uint32_t* const index = hybrid.index.row(m) + first;
-  const float* const g = hybrid.value.row(m) + first;
-  const float* factor = g;
-  double l1 = 0.0;
-  if (w.gated()) {
-    float* const u = work.saved.up.row(m) + first;
-    gathered_dots(work.problem.x.row(m), w.w_up, index, n, u);
-    for (int64_t i = 0; i < n; ++i) h[i] = g[i] * u[i];
-    factor = h;
-  }
-  for (int64_t i = 0; i < n; ++i) l1 += static_cast<double>(std::abs(factor[i]));
-  work.row_l1[m] += l1;
-  gathered_sum(factor, w.w_down, index, n, work.problem.y.row(m));
+  const MatrixF& up = work.saved.up;
+  for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
+    std::fill_n(up.row(m), n, 0.0f);
+  });
+  for_each_slice(work.problem.weights.w_up, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
+      gathered_dots(work.problem.x.row(m) + column, slice, index, n, up.row(m));
+    });
+  });
+}
+
+// h of one row's entries: g * u, in `buffer`, or g itself.
+const float* activation(const FfnSaved& saved, int64_t m, int64_t n, float* buffer) {
+  const float* const g = saved.hybrid.value.row(m);
+  if (!saved.gated()) return g;
+  const float* const u = saved.up.row(m);
+  for (int64_t i = 0; i < n; ++i) buffer[i] = g[i] * u[i];
+  return buffer;
 }
 
 void forward_compact_rows(const CompactForward& work, int64_t begin, int64_t end, int thread) {
   const HybridF32& hybrid = work.saved.hybrid;
-  const int64_t width = work.problem.weights.width();
-  for (int64_t m = begin; m < end; ++m) {
-    work.row_l1[m] = 0.0;
-    if (hybrid.is_compact(m)) std::fill_n(work.problem.y.row(m), width, 0.0f);
-  }
+  const FfnWeights& w = work.problem.weights;
+  float* const buffer = work.slice.row(thread);
   float* const h = work.h.row(thread);
-  for_each_cached_run(
-      hybrid, width, work.saved.gated() ? 2 : 1, begin, end,
-      [&](int64_t m, int64_t first, int64_t n) { forward_entries(work, m, first, n, h); });
+  if (w.gated()) project_up(work, begin, end, buffer);
+  for (int64_t m = begin; m < end; ++m) {
+    if (!hybrid.is_compact(m)) continue;
+    const int64_t n = hybrid.row_nnz[m];
+    const float* const row = activation(work.saved, m, n, h);
+    double l1 = 0.0;
+    for (int64_t i = 0; i < n; ++i) l1 += static_cast<double>(std::abs(row[i]));
+    work.row_l1[m] = l1;
+    std::fill_n(work.problem.y.row(m), w.width(), 0.0f);
+  }
+  for_each_slice(w.w_down, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
+      gathered_sum(activation(work.saved, m, n, h), slice, index, n,
+                   work.problem.y.row(m) + column);
+    });
+  });
 }
 
 // Activation of tail rows [first, first + count); rows up to h.rows are padding, all zero.
@@ -160,10 +176,12 @@ bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& save
   saved.execution = FfnTrainExecution::kHybrid;
   saved.tokens = tokens;
 
-  const CompactForward work = {.problem = problem,
-                               .saved = saved,
-                               .row_l1 = scope.alloc<double>(tokens),
-                               .h = scope.matrix<float>(ctx.threads(), hybrid.shape.ell_width)};
+  const CompactForward work = {
+      .problem = problem,
+      .saved = saved,
+      .row_l1 = scope.alloc<double>(tokens),
+      .h = scope.matrix<float>(ctx.threads(), hybrid.shape.ell_width),
+      .slice = scope.matrix<float>(ctx.threads(), slice_floats(hybrid.shape.cols, problem.x.cols))};
   parallel_balanced(ctx, row_work(scope, hybrid, 0, tokens), tokens,
                     [&](int64_t begin, int64_t end, int thread) {
                       forward_compact_rows(work, begin, end, thread);

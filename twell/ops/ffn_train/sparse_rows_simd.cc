@@ -15,6 +15,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
 using DI = hn::RebindToUnsigned<D>;
 using V = hn::Vec<D>;
+using Lane = hn::CappedTag<float, 1>;
 
 int64_t lanes() { return static_cast<int64_t>(hn::Lanes(D())); }
 
@@ -87,91 +88,119 @@ void dots(const float* x, const ConstMatrixF& table, const uint32_t* rows, int64
     for (int64_t r = 0; r < 4; ++r) row[r] = table.row(rows[HWY_MIN(i + r, n - 1)]);
     float sums[4];
     dots_of_four(x, row, table.cols, sums);
-    for (int64_t r = 0; r < HWY_MIN(n - i, int64_t{4}); ++r) out[i + r] = sums[r];
+    for (int64_t r = 0; r < HWY_MIN(n - i, int64_t{4}); ++r) out[i + r] += sums[r];
   }
 }
 
-// out += factor[0] row[0] + ... + factor[R-1] row[R-1]
-template <int R>
-void sum_rows(const float* factor, const ConstMatrixF& table, const uint32_t* rows, float* out) {
+// Four vectors of columns, from column k on. The four sums do not wait for one another.
+void sum_columns4(const float* factor, const ConstMatrixF& table, const uint32_t* rows, int64_t n,
+                  int64_t k, float* out) {
   const D d;
-  const float* row[R];
-  float f[R];  // local: no store to out can change them
-  for (int r = 0; r < R; ++r) {
-    row[r] = table.row(rows[r]);
-    f[r] = factor[r];
+  const int64_t step = lanes();
+  V s0 = hn::LoadU(d, out + k);
+  V s1 = hn::LoadU(d, out + k + step);
+  V s2 = hn::LoadU(d, out + k + 2 * step);
+  V s3 = hn::LoadU(d, out + k + 3 * step);
+  for (int64_t i = 0; i < n; ++i) {
+    const float* const row = table.row(rows[i]) + k;
+    const V f = hn::Set(d, factor[i]);
+    s0 = hn::MulAdd(f, hn::LoadU(d, row), s0);
+    s1 = hn::MulAdd(f, hn::LoadU(d, row + step), s1);
+    s2 = hn::MulAdd(f, hn::LoadU(d, row + 2 * step), s2);
+    s3 = hn::MulAdd(f, hn::LoadU(d, row + 3 * step), s3);
   }
-  int64_t k = 0;
-  for (; k + lanes() <= table.cols; k += lanes()) {
-    V sum = hn::LoadU(d, out + k);
-    for (int r = 0; r < R; ++r) {
-      sum = hn::MulAdd(hn::Set(d, f[r]), hn::LoadU(d, row[r] + k), sum);
-    }
-    hn::StoreU(sum, d, out + k);
+  hn::StoreU(s0, d, out + k);
+  hn::StoreU(s1, d, out + k + step);
+  hn::StoreU(s2, d, out + k + 2 * step);
+  hn::StoreU(s3, d, out + k + 3 * step);
+}
+
+// One vector of columns, or one lane.
+template <class Tag>
+void sum_columns(Tag d, const float* factor, const ConstMatrixF& table, const uint32_t* rows,
+                 int64_t n, int64_t k, float* out) {
+  auto total = hn::LoadU(d, out + k);
+  for (int64_t i = 0; i < n; ++i) {
+    total = hn::MulAdd(hn::Set(d, factor[i]), hn::LoadU(d, table.row(rows[i]) + k), total);
   }
-  for (; k < table.cols; ++k) {
-    for (int r = 0; r < R; ++r) out[k] += f[r] * row[r][k];
-  }
+  hn::StoreU(total, d, out + k);
 }
 
 void sum(const float* factor, const ConstMatrixF& table, const uint32_t* rows, int64_t n,
          float* out) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) sum_rows<8>(factor + i, table, rows + i, out);
-  if (i + 4 <= n) {
-    sum_rows<4>(factor + i, table, rows + i, out);
-    i += 4;
+  int64_t k = 0;
+  for (; k + 4 * lanes() <= table.cols; k += 4 * lanes()) {
+    sum_columns4(factor, table, rows, n, k, out);
   }
-  if (i + 2 <= n) {
-    sum_rows<2>(factor + i, table, rows + i, out);
-    i += 2;
-  }
-  if (i < n) sum_rows<1>(factor + i, table, rows + i, out);
+  for (; k + lanes() <= table.cols; k += lanes()) sum_columns(D(), factor, table, rows, n, k, out);
+  for (; k < table.cols; ++k) sum_columns(Lane(), factor, table, rows, n, k, out);
 }
 
-template <int R>
-void sum_rows2(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
-               const uint32_t* rows, float* out_a, float* out_b) {
+void sum2_columns4(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
+                   const uint32_t* rows, int64_t n, int64_t k, float* out_a, float* out_b) {
   const D d;
-  const float* row[R];
-  float fa[R];
-  float fb[R];
-  for (int r = 0; r < R; ++r) {
-    row[r] = table.row(rows[r]);
-    fa[r] = factor_a[r];
-    fb[r] = factor_b[r];
+  const int64_t step = lanes();
+  V a0 = hn::LoadU(d, out_a + k);
+  V a1 = hn::LoadU(d, out_a + k + step);
+  V a2 = hn::LoadU(d, out_a + k + 2 * step);
+  V a3 = hn::LoadU(d, out_a + k + 3 * step);
+  V b0 = hn::LoadU(d, out_b + k);
+  V b1 = hn::LoadU(d, out_b + k + step);
+  V b2 = hn::LoadU(d, out_b + k + 2 * step);
+  V b3 = hn::LoadU(d, out_b + k + 3 * step);
+  for (int64_t i = 0; i < n; ++i) {
+    const float* const row = table.row(rows[i]) + k;
+    const V fa = hn::Set(d, factor_a[i]);
+    const V fb = hn::Set(d, factor_b[i]);
+    const V r0 = hn::LoadU(d, row);
+    const V r1 = hn::LoadU(d, row + step);
+    const V r2 = hn::LoadU(d, row + 2 * step);
+    const V r3 = hn::LoadU(d, row + 3 * step);
+    a0 = hn::MulAdd(fa, r0, a0);
+    a1 = hn::MulAdd(fa, r1, a1);
+    a2 = hn::MulAdd(fa, r2, a2);
+    a3 = hn::MulAdd(fa, r3, a3);
+    b0 = hn::MulAdd(fb, r0, b0);
+    b1 = hn::MulAdd(fb, r1, b1);
+    b2 = hn::MulAdd(fb, r2, b2);
+    b3 = hn::MulAdd(fb, r3, b3);
   }
-  int64_t k = 0;
-  for (; k + lanes() <= table.cols; k += lanes()) {
-    V sum_a = hn::LoadU(d, out_a + k);
-    V sum_b = hn::LoadU(d, out_b + k);
-    for (int r = 0; r < R; ++r) {
-      const V value = hn::LoadU(d, row[r] + k);
-      sum_a = hn::MulAdd(hn::Set(d, fa[r]), value, sum_a);
-      sum_b = hn::MulAdd(hn::Set(d, fb[r]), value, sum_b);
-    }
-    hn::StoreU(sum_a, d, out_a + k);
-    hn::StoreU(sum_b, d, out_b + k);
+  hn::StoreU(a0, d, out_a + k);
+  hn::StoreU(a1, d, out_a + k + step);
+  hn::StoreU(a2, d, out_a + k + 2 * step);
+  hn::StoreU(a3, d, out_a + k + 3 * step);
+  hn::StoreU(b0, d, out_b + k);
+  hn::StoreU(b1, d, out_b + k + step);
+  hn::StoreU(b2, d, out_b + k + 2 * step);
+  hn::StoreU(b3, d, out_b + k + 3 * step);
+}
+
+template <class Tag>
+void sum2_columns(Tag d, const float* factor_a, const float* factor_b, const ConstMatrixF& table,
+                  const uint32_t* rows, int64_t n, int64_t k, float* out_a, float* out_b) {
+  auto a = hn::LoadU(d, out_a + k);
+  auto b = hn::LoadU(d, out_b + k);
+  for (int64_t i = 0; i < n; ++i) {
+    const auto row = hn::LoadU(d, table.row(rows[i]) + k);
+    a = hn::MulAdd(hn::Set(d, factor_a[i]), row, a);
+    b = hn::MulAdd(hn::Set(d, factor_b[i]), row, b);
   }
-  for (; k < table.cols; ++k) {
-    for (int r = 0; r < R; ++r) {
-      out_a[k] += fa[r] * row[r][k];
-      out_b[k] += fb[r] * row[r][k];
-    }
-  }
+  hn::StoreU(a, d, out_a + k);
+  hn::StoreU(b, d, out_b + k);
 }
 
 void sum2(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
           const uint32_t* rows, int64_t n, float* out_a, float* out_b) {
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    sum_rows2<4>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
+  int64_t k = 0;
+  for (; k + 4 * lanes() <= table.cols; k += 4 * lanes()) {
+    sum2_columns4(factor_a, factor_b, table, rows, n, k, out_a, out_b);
   }
-  if (i + 2 <= n) {
-    sum_rows2<2>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
-    i += 2;
+  for (; k + lanes() <= table.cols; k += lanes()) {
+    sum2_columns(D(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
   }
-  if (i < n) sum_rows2<1>(factor_a + i, factor_b + i, table, rows + i, out_a, out_b);
+  for (; k < table.cols; ++k) {
+    sum2_columns(Lane(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
+  }
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the hybrid execution: a short list of rows of a table [*, D] against one row [D].
-// SIMD, picked at run time. Lists are in a fixed order, and so are the additions.
+// Kernels of the hybrid execution: a list of rows of a table against one row. The table is a slice
+// of columns that stays in cache (sliced_table.h); per row there are few columns and many entries,
+// so a group of columns lives in registers while the list passes. SIMD, picked at run time.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +15,9 @@ int64_t count_active(const float* gate, int64_t n);
 // Their columns and values, ascending; index and value have room for exactly that many.
 void compress_active(const float* gate, int64_t n, uint32_t* index, float* value);
 
-// out[i] = <x, table[rows[i]]>, i < n
+// out[i] += <x, table[rows[i]]>, i < n; x [table.cols]
 void gathered_dots(const float* x, ConstMatrixF table, const uint32_t* rows, int64_t n, float* out);
-// out [D] += sum over i < n of factor[i] * table[rows[i]]
+// out [table.cols] += sum over i < n of factor[i] * table[rows[i]]
 void gathered_sum(const float* factor, ConstMatrixF table, const uint32_t* rows, int64_t n,
                   float* out);
 // The same for two outputs of one list: each row of the table is read once.
