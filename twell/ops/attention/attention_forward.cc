@@ -15,6 +15,8 @@
 #define TWELL_OPS_ATTENTION_FORWARD_SCRATCH_
 namespace twell::attention {
 
+constexpr int64_t kFewRows = 2;  // of a sequence and key/value head, for dot_scores
+
 // Working memory of one item with `rows` query rows.
 struct ForwardScratch {
   ForwardScratch(const AttentionShape& shape, int64_t rows, float* base)
@@ -79,39 +81,73 @@ HWY_INLINE float softmax_row(float* scores, int64_t n, float& running_max, float
   return shrink;
 }
 
-// Rows [row, row + rows) of the item against the packed tile; keys[i] > 0 of it are visible to row
-// i.
-HWY_INLINE void forward_strip(const ForwardScratch& w, Tile values, int64_t head_dim, int64_t row,
+// scores [keys] = <k[j], q>: for the row or two of a decoding step, where packing the keys would
+// cost more than it saves.
+HWY_INLINE void dot_scores(const float* q, ConstMatrixF k, int64_t keys, float* scores) {
+  const Tag d;
+  const int64_t whole = k.cols / lanes() * lanes();
+  int64_t j = 0;
+  for (; j + 4 <= keys; j += 4) {
+    const float* key = k.row(j);
+    Vec s0 = hn::Zero(d), s1 = s0, s2 = s0, s3 = s0;
+    for (int64_t c = 0; c < whole; c += lanes()) {
+      const Vec v = hn::LoadU(d, q + c);
+      s0 = hn::MulAdd(v, hn::LoadU(d, key + c), s0);
+      s1 = hn::MulAdd(v, hn::LoadU(d, key + k.stride + c), s1);
+      s2 = hn::MulAdd(v, hn::LoadU(d, key + 2 * k.stride + c), s2);
+      s3 = hn::MulAdd(v, hn::LoadU(d, key + 3 * k.stride + c), s3);
+    }
+    scores[j] = hn::GetLane(hn::SumOfLanes(d, s0));
+    scores[j + 1] = hn::GetLane(hn::SumOfLanes(d, s1));
+    scores[j + 2] = hn::GetLane(hn::SumOfLanes(d, s2));
+    scores[j + 3] = hn::GetLane(hn::SumOfLanes(d, s3));
+    for (int64_t i = 0; i < 4; ++i) {
+      for (int64_t c = whole; c < k.cols; ++c) scores[j + i] += q[c] * k(j + i, c);
+    }
+  }
+  for (; j < keys; ++j) scores[j] = dot_row(q, k.row(j), k.cols);
+}
+
+// Keys and values of one key/value head.
+struct KeyTile {
+  ConstMatrixF keys;  // [<= kTileKeys, hd]
+  bool packed;        // the keys are in the scratch too, transposed
+  Tile values;        // [<= kTileKeys, padded hd]
+};
+
+// Rows [row, row + rows) of the item against the tile; keys[i] > 0 of it are visible to row i.
+HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int64_t row,
                               int64_t rows, const int64_t* keys) {
   const int64_t width = w.width, visible = keys[rows - 1];
-  multiply_strip<false>({w.q + row * width, width, 1}, w.keys, kTileKeys, w.scores, kTileKeys, rows,
-                        whole_vectors(visible), head_dim);
+  const float* q = w.q + row * width;
+  if (tile.packed) {
+    multiply_strip<false>({q, width, 1}, w.keys, kTileKeys, w.scores, kTileKeys, rows,
+                          whole_vectors(visible), tile.keys.cols);
+  }
   for (int64_t i = 0; i < rows; ++i) {
     float* scores = w.scores + i * kTileKeys;
+    if (!tile.packed) dot_scores(q + i * width, tile.keys, keys[i], scores);
     const float shrink = softmax_row(scores, keys[i], w.max[row + i], w.sum[row + i]);
     if (shrink != 1.0f) scale_row(w.out + (row + i) * width, shrink, width);
     std::fill(scores + keys[i], scores + visible, 0.0f);
   }
-  multiply_strip<true>({w.scores, kTileKeys, 1}, values.data, values.stride, w.out + row * width,
-                       width, rows, width, visible);
+  multiply_strip<true>({w.scores, kTileKeys, 1}, tile.values.data, tile.values.stride,
+                       w.out + row * width, width, rows, width, visible);
 }
 
-// Rows [begin, begin + rows), those of one key/value head, against a tile of its keys and values, k
-// and v [<= kTileKeys, hd]; row i of them sees first_keys + i / group keys of the tile.
-HWY_INLINE void forward_tile(const ForwardScratch& w, ConstMatrixF k, ConstMatrixF v, int64_t group,
+// Rows [begin, begin + rows), those of the tile's head; row i of them sees first_keys + i / group
+// keys of the tile.
+HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, int64_t group,
                              int64_t begin, int64_t rows, int64_t first_keys) {
-  const int64_t head_dim = k.cols;
-  pack_transposed(k.data, k.stride, k.rows, head_dim, w.keys);
-  const Tile values = padded_tile(v.data, v.stride, v.rows, head_dim, w.values);
   // Rows before this see none of the tile.
   const int64_t start = std::max<int64_t>(0, (1 - first_keys) * group);
   for (int64_t row = start; row < rows; row += kStripRows) {
     const int64_t strip = std::min(kStripRows, rows - row);
     int64_t keys[kStripRows];
     for (int64_t i = 0; i < strip; ++i) {
-      keys[i] = std::min(k.rows, first_keys + (row + i) / group);
+      keys[i] = std::min(tile.keys.rows, first_keys + (row + i) / group);
     }
-    forward_strip(w, values, head_dim, begin + row, strip, keys);
+    forward_strip(w, tile, begin + row, strip, keys);
   }
 }
 
@@ -138,13 +174,15 @@ void forward_rows(const AttentionForward& p, const Item& item, float* scratch) {
   // Tiles of keys outside, heads inside: a decoding step then reads the cache in order.
   const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to the first query
   const int64_t all_keys = first_keys + item.count - 1;
+  const bool packed = s.q_len * group > kFewRows;
   for (int64_t tile = 0; tile < all_keys; tile += kTileKeys) {
     const int64_t count = std::min(kTileKeys, all_keys - tile);
     for (int64_t kv = 0; kv < item.kv_heads; ++kv) {
       const int64_t at = (item.kv_head + kv) * hd;
-      forward_tile(w, {s.k.row(tile) + at, count, hd, s.k.stride},
-                   {s.v.row(tile) + at, count, hd, s.v.stride}, group, kv * head_rows, head_rows,
-                   first_keys - tile);
+      const ConstMatrixF keys(s.k.row(tile) + at, count, hd, s.k.stride);
+      if (packed) pack_transposed(keys.data, keys.stride, count, hd, w.keys);
+      const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
+      forward_tile(w, {keys, packed, values}, group, kv * head_rows, head_rows, first_keys - tile);
     }
   }
 

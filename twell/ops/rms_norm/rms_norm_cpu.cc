@@ -23,7 +23,7 @@ float add_square(const float* x, const float* residual, float* s, int64_t n) {
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
   int64_t i = 0;
-  const auto step = [&](int64_t at, auto& sum) {
+  const auto step = [&](int64_t at, auto& sum) HWY_ATTR {
     auto v = hn::LoadU(d, x + at);
     if (residual != nullptr) {
       v = hn::Add(v, hn::LoadU(d, residual + at));
