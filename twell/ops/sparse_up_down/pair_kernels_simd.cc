@@ -105,6 +105,8 @@ void add_scaled_rows_simd(const SumRows& p) {
   if (i < p.count) add_group<1>(p, i);
 }
 
+// Loads come before stores: rows are often a multiple of 4 KiB apart, and a load that follows a
+// store to the same offset within a page waits for it.
 template <int N>
 HWY_INLINE void spread_group(const SpreadRow& p, int64_t at) {
   const DF df;
@@ -116,9 +118,9 @@ HWY_INLINE void spread_group(const SpreadRow& p, int64_t at) {
   for (; k + lanes <= p.d; k += lanes) {
     const VF row = hn::LoadU(df, p.row + k);
     hwy::Prefetch(p.prefetch + k);
-    for (int i = 0; i < N; ++i) {
-      hn::StoreU(hn::MulAdd(scale[i], row, hn::LoadU(df, y[i] + k)), df, y[i] + k);
-    }
+    VF sum[N];
+    for (int i = 0; i < N; ++i) sum[i] = hn::MulAdd(scale[i], row, hn::LoadU(df, y[i] + k));
+    for (int i = 0; i < N; ++i) hn::StoreU(sum[i], df, y[i] + k);
   }
   const D1 d1;
   for (; k < p.d; ++k) {

@@ -12,12 +12,13 @@ namespace {
 
 // The pairs of one tile of tokens, neuron by neuron.
 struct TileUnion {
-  int64_t size = 0;             // active neurons
-  uint32_t* neuron = nullptr;   // [size] ascending
-  int64_t* begin = nullptr;     // [size + 1] first pair of each
-  int64_t* row = nullptr;       // [pairs] token, ascending within a neuron
-  float* gate = nullptr;        // [pairs]
-  int64_t* position = nullptr;  // [F] working memory: next pair of each neuron
+  int64_t size = 0;            // active neurons
+  uint32_t* neuron = nullptr;  // [size] ascending
+  int64_t* begin = nullptr;    // [size + 1] first pair of each
+  int64_t* row = nullptr;      // [pairs] token, ascending within a neuron
+  float* gate = nullptr;       // [pairs]
+  float* h = nullptr;          // [pairs]
+  int64_t* next = nullptr;     // [F] working memory: where the next pair of a neuron goes
 };
 
 TileUnion alloc_tile_union(Arena::Scope& scope, int64_t ffn, int64_t pairs) {
@@ -27,84 +28,80 @@ TileUnion alloc_tile_union(Arena::Scope& scope, int64_t ffn, int64_t pairs) {
   out.begin = scope.alloc<int64_t>(neurons + 1);
   out.row = scope.alloc<int64_t>(pairs);
   out.gate = scope.alloc<float>(pairs);
-  out.position = scope.alloc<int64_t>(ffn);
+  out.h = scope.alloc<float>(pairs);
+  out.next = scope.alloc<int64_t>(ffn);
   return out;
 }
 
 // Transposes rows [begin, end) by counting.
 void transpose(const Csr& pairs, int64_t begin, int64_t end, TileUnion& out) {
-  std::fill_n(out.position, pairs.cols, 0);
+  std::fill_n(out.next, pairs.cols, 0);
   for (int64_t i = pairs.row_begin[begin]; i < pairs.row_begin[end]; ++i) {
-    ++out.position[pairs.column[i]];
+    ++out.next[pairs.column[i]];
   }
   out.size = 0;
   int64_t total = 0;
   for (int64_t n = 0; n < pairs.cols; ++n) {
-    const int64_t count = out.position[n];
+    const int64_t count = out.next[n];
     if (count == 0) continue;
     out.neuron[out.size] = static_cast<uint32_t>(n);
     out.begin[out.size++] = total;
-    out.position[n] = total;
+    out.next[n] = total;
     total += count;
   }
   out.begin[out.size] = total;
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t i = pairs.row_begin[row]; i < pairs.row_begin[row + 1]; ++i) {
-      const int64_t at = out.position[pairs.column[i]]++;
+      const int64_t at = out.next[pairs.column[i]]++;
       out.row[at] = row;
       out.gate[at] = pairs.value[i];
     }
   }
 }
 
-// Works on one neuron of the union at a time, while its two weight rows are in the L1 cache and
-// the tile's x and y in the L2 cache.
-class TileRunner {
- public:
-  TileRunner(const SparseUpDown& problem, const TileUnion& tile) : problem_(problem), tile_(tile) {}
-
-  void run() {
-    for (int64_t u = 0; u < tile_.size; ++u) {
-      const int64_t next = tile_.neuron[std::min(u + 1, tile_.size - 1)];
-      for (int64_t at = tile_.begin[u]; at < tile_.begin[u + 1]; at += kBlock) {
-        apply(u, next, at, std::min(kBlock, tile_.begin[u + 1] - at));
-      }
+// fn(neuron, next_neuron, first_pair, count) for runs of at most kRun pairs of one neuron.
+constexpr int64_t kRun = 64;
+template <typename Fn>
+void for_each_run(const TileUnion& tile, const Fn& fn) {
+  for (int64_t u = 0; u < tile.size; ++u) {
+    const int64_t next = tile.neuron[std::min(u + 1, tile.size - 1)];
+    const int64_t end = tile.begin[u + 1];
+    for (int64_t at = tile.begin[u]; at < end; at += kRun) {
+      fn(tile.neuron[u], next, at, std::min(kRun, end - at));
     }
   }
+}
 
- private:
-  static constexpr int64_t kBlock = 64;
-
-  void apply(int64_t u, int64_t next, int64_t at, int64_t count) {
-    const int64_t neuron = tile_.neuron[u];
-    const int64_t d = problem_.w_down.cols;
-    const float* h = tile_.gate + at;
-    float products[kBlock];
-    if (!problem_.w_up.empty()) {
-      const float* x[kBlock];
-      for (int64_t i = 0; i < count; ++i) x[i] = problem_.x.row(tile_.row[at + i]);
-      scaled_dots({.a = problem_.w_up.row(neuron),
+// Up, then down: each goes once through the union's weight rows, one row in the L1 cache at a time,
+// with the tile's rows of x, then of y, in the L2 cache.
+void run_tile(const SparseUpDown& problem, const TileUnion& tile) {
+  const int64_t d = problem.w_down.cols;
+  const float* h = tile.gate;
+  if (!problem.w_up.empty()) {
+    for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
+      const float* x[kRun];
+      for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]);
+      scaled_dots({.a = problem.w_up.row(neuron),
                    .b = x,
-                   .scale = h,
-                   .out = products,
+                   .scale = tile.gate + at,
+                   .out = tile.h + at,
                    .count = count,
                    .d = d,
-                   .prefetch = problem_.w_up.row(next)});
-      h = products;
-    }
-    float* y[kBlock];
-    for (int64_t i = 0; i < count; ++i) y[i] = problem_.y.row(tile_.row[at + i]);
+                   .prefetch = problem.w_up.row(next)});
+    });
+    h = tile.h;
+  }
+  for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
+    float* y[kRun];
+    for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]);
     spread_scaled_row({.y = y,
-                       .row = problem_.w_down.row(neuron),
-                       .scale = h,
+                       .row = problem.w_down.row(neuron),
+                       .scale = h + at,
                        .count = count,
                        .d = d,
-                       .prefetch = problem_.w_down.row(next)});
-  }
-
-  const SparseUpDown& problem_;
-  const TileUnion& tile_;
-};
+                       .prefetch = problem.w_down.row(next)});
+  });
+}
 
 // Most pairs in any tile of a thread's rows [begin, end).
 int64_t max_tile_pairs(const Csr& pairs, int64_t begin, int64_t end, int64_t tokens) {
@@ -118,9 +115,9 @@ int64_t max_tile_pairs(const Csr& pairs, int64_t begin, int64_t end, int64_t tok
 }  // namespace
 
 int64_t tile_union_tokens(int64_t width) {
-  // Half of a 2 MiB L2 cache for one row of x and one of y per token.
+  // Half of a 2 MiB L2 cache for the tile's rows of x, or of y.
   constexpr int64_t kCacheBytes = int64_t{1} << 20;
-  const int64_t row_bytes = 2 * width * static_cast<int64_t>(sizeof(float));
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
   return std::clamp<int64_t>(kCacheBytes / row_bytes, 16, 256);
 }
 
@@ -144,7 +141,7 @@ void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
       const int64_t last = std::min(row + tokens, end);
       for (int64_t r = row; r < last; ++r) std::fill_n(problem.y.row(r), problem.y.cols, 0.0f);
       transpose(pairs, row, last, tile);
-      TileRunner(problem, tile).run();
+      run_tile(problem, tile);
     }
   });
 }
