@@ -2,6 +2,7 @@
 #include "twell/data/bpe.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -12,11 +13,6 @@ namespace {
 
 constexpr int32_t kNoMerge = std::numeric_limits<int32_t>::max();
 constexpr uint32_t kNoSymbol = std::numeric_limits<uint32_t>::max();
-
-// Heap order: the candidate of lowest rank, then the leftmost, on top.
-bool is_after(const Bpe::Scratch::Candidate& a, const Bpe::Scratch::Candidate& b) {
-  return a.rank != b.rank ? a.rank > b.rank : a.position > b.position;
-}
 
 }  // namespace
 
@@ -70,7 +66,7 @@ void Bpe::encode_long(std::string_view word, Scratch& scratch, std::vector<int32
                 "a text holds {} bytes without a break; at most {} can be tokenized", word.size(),
                 kNoSymbol - 1);
   std::vector<Scratch::Symbol>& symbols = scratch.symbols;
-  std::vector<Scratch::Candidate>& heap = scratch.heap;
+  std::vector<uint64_t>& heap = scratch.heap;
   symbols.clear();
   heap.clear();
   for (const char byte : word) {
@@ -86,27 +82,31 @@ void Bpe::encode_long(std::string_view word, Scratch& scratch, std::vector<int32
   const auto rank_pair = [&](uint32_t position) {
     Scratch::Symbol& symbol = symbols[position];
     symbol.rank = symbol.next == kNoSymbol ? kNoMerge : rank_of(symbol.id, symbols[symbol.next].id);
-    if (symbol.rank != kNoMerge) heap.push_back({symbol.rank, position});
-    return symbol.rank != kNoMerge;
+    if (symbol.rank == kNoMerge) return false;
+    heap.push_back(static_cast<uint64_t>(symbol.rank) << 32 | position);
+    return true;
   };
+  // The smallest on top: the lowest rank, of equals the leftmost.
+  const std::greater<uint64_t> after;
   for (uint32_t i = 0; i < symbols.size(); ++i) rank_pair(i);
-  std::make_heap(heap.begin(), heap.end(), is_after);
+  std::make_heap(heap.begin(), heap.end(), after);
 
   while (!heap.empty()) {
-    const Scratch::Candidate best = heap.front();
-    std::pop_heap(heap.begin(), heap.end(), is_after);
+    const uint32_t position = static_cast<uint32_t>(heap.front());
+    const int32_t rank = static_cast<int32_t>(heap.front() >> 32);
+    std::pop_heap(heap.begin(), heap.end(), after);
     heap.pop_back();
-    Scratch::Symbol& symbol = symbols[best.position];
-    if (symbol.id < 0 || symbol.rank != best.rank) continue;
+    Scratch::Symbol& symbol = symbols[position];
+    if (symbol.id < 0 || symbol.rank != rank) continue;
 
     Scratch::Symbol& eaten = symbols[symbol.next];
-    symbol.id = merges_[static_cast<size_t>(best.rank)].result;
+    symbol.id = merges_[static_cast<size_t>(rank)].result;
     symbol.next = eaten.next;
     eaten.id = -1;
-    if (symbol.next != kNoSymbol) symbols[symbol.next].previous = best.position;
-    if (rank_pair(best.position)) std::push_heap(heap.begin(), heap.end(), is_after);
+    if (symbol.next != kNoSymbol) symbols[symbol.next].previous = position;
+    if (rank_pair(position)) std::push_heap(heap.begin(), heap.end(), after);
     if (symbol.previous != kNoSymbol && rank_pair(symbol.previous)) {
-      std::push_heap(heap.begin(), heap.end(), is_after);
+      std::push_heap(heap.begin(), heap.end(), after);
     }
   }
   for (uint32_t i = 0; i != kNoSymbol; i = symbols[i].next) out.push_back(symbols[i].id);

@@ -31,12 +31,8 @@ class Bpe {
       int32_t rank;  // of the merge with the next symbol, kNoMerge when there is none
       uint32_t previous, next;
     };
-    struct Candidate {
-      int32_t rank;
-      uint32_t position;
-    };
     std::vector<Symbol> symbols;
-    std::vector<Candidate> heap;
+    std::vector<uint64_t> heap;  // rank << 32 | position of the pairs that can be merged
   };
 
   // Appends the ids of one pre-token. O(n log n) in its length.

@@ -56,6 +56,8 @@ struct Tokenizer::Impl {
                     std::vector<int32_t>& out) const;
   void encode_word(std::string_view word, TokenizerWorkspace& workspace,
                    std::vector<int32_t>& out) const;
+  void encode_long_word(std::string_view word, TokenizerWorkspace& workspace,
+                        std::vector<int32_t>& out) const;
   void merge_word(std::string_view word, TokenizerWorkspace& workspace,
                   std::vector<int32_t>& out) const;
 
@@ -98,8 +100,8 @@ void Tokenizer::Impl::encode_piece(std::string_view text, TokenizerWorkspace& wo
 
 void Tokenizer::Impl::encode_word(std::string_view word, TokenizerWorkspace& workspace,
                                   std::vector<int32_t>& out) const {
-  if (word.size() > WordCache::kLongestWord) return merge_word(word, workspace, out);
-  WordCache::Slot& slot = workspace.cache.slot_of(word);
+  if (word.size() > WordCache::kLongestWord) return encode_long_word(word, workspace, out);
+  WordCache::Slot& slot = workspace.words.slot_of(word);
   if (slot.holds(word)) {
     out.insert(out.end(), slot.ids.begin(), slot.ids.begin() + slot.count);
     return;
@@ -108,6 +110,19 @@ void Tokenizer::Impl::encode_word(std::string_view word, TokenizerWorkspace& wor
   merge_word(word, workspace, out);
   const std::span<const int32_t> ids = std::span<const int32_t>(out).subspan(before);
   if (ids.size() <= WordCache::kMostIds) slot.set(word, ids);
+}
+
+void Tokenizer::Impl::encode_long_word(std::string_view word, TokenizerWorkspace& workspace,
+                                       std::vector<int32_t>& out) const {
+  if (word.size() > LongWordCache::kLongestWord) return merge_word(word, workspace, out);
+  const std::vector<int32_t>* known = workspace.long_words.find(word);
+  if (known != nullptr) {
+    out.insert(out.end(), known->begin(), known->end());
+    return;
+  }
+  const size_t before = out.size();
+  merge_word(word, workspace, out);
+  workspace.long_words.set(word, std::span<const int32_t>(out).subspan(before));
 }
 
 void Tokenizer::Impl::merge_word(std::string_view word, TokenizerWorkspace& workspace,

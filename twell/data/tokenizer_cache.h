@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ids of the pre-tokens seen lately. Natural text repeats its words, and looking one up takes a
-// tenth of merging it anew. A plain direct-mapped table of cache lines: no allocation, no eviction
-// policy, a collision just replaces.
+// Ids of the pre-tokens seen lately: natural text repeats its words, and its rules and indents too.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <span>
+#include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace twell {
 
+// For the words, which are short: a direct-mapped table of cache lines. No allocation, no eviction
+// policy; a collision just replaces.
 class WordCache {
  public:
   static constexpr size_t kLongestWord = 30;
@@ -74,6 +77,30 @@ class WordCache {
   }
 
   std::vector<Slot> slots_;
+};
+
+// For long runs of spaces, dashes and the like, of which a text has few different ones.
+class LongWordCache {
+ public:
+  static constexpr size_t kLongestWord = 512;
+
+  // nullptr when the word is not there.
+  const std::vector<int32_t>* find(std::string_view word) const {
+    const auto entry = ids_.find(word);
+    return entry == ids_.end() ? nullptr : &entry->second;
+  }
+  void set(std::string_view word, std::span<const int32_t> ids) {
+    if (ids_.size() == kMostWords) ids_.clear();
+    ids_.emplace(word, std::vector<int32_t>(ids.begin(), ids.end()));
+  }
+
+ private:
+  static constexpr size_t kMostWords = 4096;  // 10 MiB of ids at most
+  struct Hash {
+    using is_transparent = void;
+    size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }
+  };
+  std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> ids_;
 };
 
 }  // namespace twell

@@ -15,7 +15,8 @@
 namespace twell {
 
 struct TokenizerWorkspace {
-  WordCache cache;
+  WordCache words;
+  LongWordCache long_words;
   Bpe::Scratch bpe;
   PreTokenizer::Scratch regex;
   std::string normalized;
