@@ -14,70 +14,78 @@ namespace {
 
 float sign(float value) { return value > 0.0f ? 1.0f : (value < 0.0f ? -1.0f : 0.0f); }
 
-// Tokens worked on at a time: bounds the scratch memory, and is the table of tokens that the weight
-// gradients read in slices.
-constexpr int64_t kSpan = 2048;
-
+// The compact rows of one span of tokens.
 struct CompactBackward {
   const FfnTrainBackward& problem;
   const FfnSaved& saved;
-  int64_t first;   // token of the span
-  int64_t count;   // tokens
-  MatrixF d_h;     // [span, W] on the compact pattern, L1 included
-  MatrixF factor;  // [threads, W]
-  MatrixF slice;   // [threads, slice_floats of the weights or of the span's tokens]
-
-  float* d_h_row(int64_t m) const { return d_h.row(m - first); }
+  CompactSpan span;
+  MatrixF slice;  // [threads, slice_floats of the weights or of the span's tokens]
 };
 
-// d_h = d_y w_down^T + l1_scale * sign(h) on the pattern.
-void gradient_of_h(const CompactBackward& work, int64_t begin, int64_t end, float* buffer) {
-  const FfnTrainBackward& problem = work.problem;
+// d_up = d_y w_down^T on the pattern, to begin with.
+void project_down(const CompactBackward& work, int64_t begin, int64_t end, float* buffer) {
   const HybridF32& hybrid = work.saved.hybrid;
+  const CompactSpan& span = work.span;
   for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
-    const float* const g = hybrid.value.row(m);
-    const float* const u = work.saved.gated() ? work.saved.up.row(m) : nullptr;
-    float* const d_h = work.d_h_row(m);
+    std::fill_n(span.d_up.row(m - span.first), n, 0.0f);
+  });
+  for_each_slice(work.problem.weights.w_down, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
+      gathered_dots(work.problem.d_y.row(m) + column, slice, index, n,
+                    span.d_up.row(m - span.first));
+    });
+  });
+}
+
+// From d_h in d_up: h, d_gate and d_up, with the L1 term.
+void differentiate_activation(const CompactBackward& work, int64_t begin, int64_t end) {
+  const CompactSpan& span = work.span;
+  const float l1_scale = work.problem.l1_scale;
+  for_each_entry_list(work.saved.hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
+    const float* const g = work.saved.hybrid.value.row(m);
+    float* const d_up = span.d_up.row(m - span.first);
+    float* const h = span.h.row(m - span.first);
+    if (!work.saved.gated()) {
+      for (int64_t i = 0; i < n; ++i) {
+        h[i] = g[i];
+        d_up[i] += l1_scale;
+      }
+      return;
+    }
+    const float* const u = work.saved.up.row(m);
+    float* const d_gate = span.d_gate.row(m - span.first);
     for (int64_t i = 0; i < n; ++i) {
-      d_h[i] = problem.l1_scale * sign(u == nullptr ? g[i] : g[i] * u[i]);
+      h[i] = g[i] * u[i];
+      const float d_h = d_up[i] + l1_scale * sign(h[i]);
+      d_gate[i] = d_h * u[i];
+      d_up[i] = d_h * g[i];
     }
   });
-  for_each_slice(problem.weights.w_down, buffer, [&](int64_t column, ConstMatrixF slice) {
-    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
-      gathered_dots(problem.d_y.row(m) + column, slice, index, n, work.d_h_row(m));
-    });
+}
+
+// d_x += gradient * weight on the pattern.
+void add_input_gradient(const CompactBackward& work, ConstMatrixF weight, MatrixF gradient,
+                        int64_t begin, int64_t end, float* buffer) {
+  for_each_slice(weight, buffer, [&](int64_t column, ConstMatrixF slice) {
+    for_each_entry_list(work.saved.hybrid, begin, end,
+                        [&](int64_t m, const uint32_t* index, int64_t n) {
+                          gathered_sum(gradient.row(m - work.span.first), slice, index, n,
+                                       work.problem.d_x.row(m) + column);
+                        });
   });
 }
 
-// d_x += (d_h * other) weight on the pattern, for the projection whose gradient is d_h * other.
-void add_input_gradient(const CompactBackward& work, ConstMatrixF weight, ConstMatrixF other,
-                        int64_t begin, int64_t end, int thread) {
-  const HybridF32& hybrid = work.saved.hybrid;
-  float* const factor = work.factor.row(thread);
-  for_each_slice(weight, work.slice.row(thread), [&](int64_t column, ConstMatrixF slice) {
-    for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
-      const float* const d_h = work.d_h_row(m);
-      for (int64_t i = 0; i < n; ++i) {
-        factor[i] = other.empty() ? d_h[i] : d_h[i] * other(m, i);
-      }
-      gathered_sum(factor, slice, index, n, work.problem.d_x.row(m) + column);
-    });
-  });
-}
-
-void backward_compact_rows(const CompactBackward& work, int64_t begin, int64_t end, int thread) {
-  const FfnSaved& saved = work.saved;
+void backward_compact_rows(const CompactBackward& work, int64_t begin, int64_t end, float* buffer) {
   const FfnWeights& w = work.problem.weights;
   for (int64_t m = begin; m < end; ++m) {
-    if (saved.hybrid.is_compact(m)) std::fill_n(work.problem.d_x.row(m), w.width(), 0.0f);
+    if (work.saved.hybrid.is_compact(m)) {
+      std::fill_n(work.problem.d_x.row(m), w.width(), 0.0f);
+    }
   }
-  gradient_of_h(work, begin, end, work.slice.row(thread));
-  if (w.gated()) {
-    add_input_gradient(work, w.w_gate, saved.up, begin, end, thread);
-    add_input_gradient(work, w.w_up, saved.hybrid.value, begin, end, thread);
-  } else {
-    add_input_gradient(work, w.w_up, MatrixF(), begin, end, thread);
-  }
+  project_down(work, begin, end, buffer);
+  differentiate_activation(work, begin, end);
+  if (w.gated()) add_input_gradient(work, w.w_gate, work.span.d_gate, begin, end, buffer);
+  add_input_gradient(work, w.w_up, work.span.d_up, begin, end, buffer);
 }
 
 // The three weight gradients of neurons [begin, end).
@@ -91,7 +99,7 @@ void backward_neurons(const CompactBackward& work, const TransposedRows& rows, i
       if (n > 0) fn(j, first, n);
     }
   };
-  const ConstMatrixF x = work.problem.x.slice_rows(work.first, work.count);
+  const ConstMatrixF x = work.problem.x.slice_rows(work.span.first, work.span.count);
   for_each_slice(x, buffer, [&](int64_t column, ConstMatrixF slice) {
     for_each_neuron([&](int64_t j, int64_t first, int64_t n) {
       float* const d_w_up = grads.w_up.row(j) + column;
@@ -103,7 +111,7 @@ void backward_neurons(const CompactBackward& work, const TransposedRows& rows, i
       }
     });
   });
-  const ConstMatrixF d_y = work.problem.d_y.slice_rows(work.first, work.count);
+  const ConstMatrixF d_y = work.problem.d_y.slice_rows(work.span.first, work.span.count);
   for_each_slice(d_y, buffer, [&](int64_t column, ConstMatrixF slice) {
     for_each_neuron([&](int64_t j, int64_t first, int64_t n) {
       gathered_sum(rows.h + first, slice, rows.token + first, n, grads.w_down.row(j) + column);
@@ -112,13 +120,14 @@ void backward_neurons(const CompactBackward& work, const TransposedRows& rows, i
 }
 
 void backward_span(Context& ctx, const CompactBackward& work) {
+  const CompactSpan& span = work.span;
   Arena::Scope scope(ctx.scratch());
-  parallel_balanced(ctx, row_work(scope, work.saved.hybrid, work.first, work.count), work.count,
+  parallel_balanced(ctx, row_work(scope, work.saved.hybrid, span.first, span.count), span.count,
                     [&](int64_t begin, int64_t end, int thread) {
-                      backward_compact_rows(work, work.first + begin, work.first + end, thread);
+                      backward_compact_rows(work, span.first + begin, span.first + end,
+                                            work.slice.row(thread));
                     });
-  const TransposedRows rows = transpose_rows(
-      ctx, scope, {.saved = work.saved, .first = work.first, .count = work.count, .d_h = work.d_h});
+  const TransposedRows rows = transpose_rows(ctx, scope, work.saved.hybrid, span);
   parallel_balanced(ctx, rows.offset, work.saved.ffn(),
                     [&](int64_t begin, int64_t end, int thread) {
                       backward_neurons(work, rows, begin, end, work.slice.row(thread));
@@ -149,18 +158,22 @@ void backward_tail(Context& ctx, const FfnTrainBackward& problem, const FfnSaved
 
 void hybrid_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSaved& saved) {
   const HybridF32& hybrid = saved.hybrid;
-  const int64_t width = hybrid.shape.ell_width;
-  for (int64_t first = 0; first < saved.tokens; first += kSpan) {
-    const int64_t count = std::min(kSpan, saved.tokens - first);
-    const int64_t slice = std::max(slice_floats(hybrid.shape.cols, problem.x.cols),
-                                   slice_floats(count, problem.x.cols));
+  const int64_t entries = hybrid.shape.ell_width;
+  const int64_t width = problem.x.cols;
+  for (int64_t first = 0; first < saved.tokens; first += kHybridSpan) {
+    const int64_t count = std::min(kHybridSpan, saved.tokens - first);
     Arena::Scope scope(ctx.scratch());
+    const CompactSpan span = {
+        .first = first,
+        .count = count,
+        .d_gate = saved.gated() ? scope.matrix<float>(count, entries) : MatrixF(),
+        .d_up = scope.matrix<float>(count, entries),
+        .h = scope.matrix<float>(count, entries)};
+    const int64_t slice =
+        std::max(slice_floats(hybrid.shape.cols, width), slice_floats(count, width));
     backward_span(ctx, {.problem = problem,
                         .saved = saved,
-                        .first = first,
-                        .count = count,
-                        .d_h = scope.matrix<float>(count, width),
-                        .factor = scope.matrix<float>(ctx.threads(), width),
+                        .span = span,
                         .slice = scope.matrix<float>(ctx.threads(), slice)});
   }
   if (hybrid.tail_rows > 0) backward_tail(ctx, problem, saved);

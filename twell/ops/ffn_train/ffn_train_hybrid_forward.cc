@@ -65,12 +65,16 @@ bool find_pattern(Context& ctx, const FfnTrainForward& problem, const FiredFlags
   return true;
 }
 
+// The compact rows of one span of tokens.
 struct CompactForward {
   const FfnTrainForward& problem;
   const FfnSaved& saved;
   double* row_l1;  // [M]
-  MatrixF h;       // [threads, W]
+  int64_t first;   // token of the span
+  MatrixF h;       // [span, W]
   MatrixF slice;   // [threads, slice_floats]
+
+  float* h_row(int64_t m) const { return h.row(m - first); }
 };
 
 // u = x w_up^T on the pattern.
@@ -87,36 +91,58 @@ void project_up(const CompactForward& work, int64_t begin, int64_t end, float* b
   });
 }
 
-// h of one row's entries: g * u, in `buffer`, or g itself.
-const float* activation(const FfnSaved& saved, int64_t m, int64_t n, float* buffer) {
-  const float* const g = saved.hybrid.value.row(m);
-  if (!saved.gated()) return g;
-  const float* const u = saved.up.row(m);
-  for (int64_t i = 0; i < n; ++i) buffer[i] = g[i] * u[i];
-  return buffer;
+// h = g * u (or g) on the pattern, and its sum per row.
+void activate_compact(const CompactForward& work, int64_t begin, int64_t end) {
+  const HybridF32& hybrid = work.saved.hybrid;
+  for (int64_t m = begin; m < end; ++m) {
+    if (!hybrid.is_compact(m)) continue;
+    const float* const g = hybrid.value.row(m);
+    const float* const u = work.saved.gated() ? work.saved.up.row(m) : nullptr;
+    float* const h = work.h_row(m);
+    double l1 = 0.0;
+    for (int64_t i = 0; i < hybrid.row_nnz[m]; ++i) {
+      h[i] = u == nullptr ? g[i] : g[i] * u[i];
+      l1 += static_cast<double>(std::abs(h[i]));
+    }
+    work.row_l1[m] = l1;
+  }
 }
 
 void forward_compact_rows(const CompactForward& work, int64_t begin, int64_t end, int thread) {
   const HybridF32& hybrid = work.saved.hybrid;
   const FfnWeights& w = work.problem.weights;
   float* const buffer = work.slice.row(thread);
-  float* const h = work.h.row(thread);
   if (w.gated()) project_up(work, begin, end, buffer);
+  activate_compact(work, begin, end);
   for (int64_t m = begin; m < end; ++m) {
-    if (!hybrid.is_compact(m)) continue;
-    const int64_t n = hybrid.row_nnz[m];
-    const float* const row = activation(work.saved, m, n, h);
-    double l1 = 0.0;
-    for (int64_t i = 0; i < n; ++i) l1 += static_cast<double>(std::abs(row[i]));
-    work.row_l1[m] = l1;
-    std::fill_n(work.problem.y.row(m), w.width(), 0.0f);
+    if (hybrid.is_compact(m)) std::fill_n(work.problem.y.row(m), w.width(), 0.0f);
   }
   for_each_slice(w.w_down, buffer, [&](int64_t column, ConstMatrixF slice) {
     for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
-      gathered_sum(activation(work.saved, m, n, h), slice, index, n,
-                   work.problem.y.row(m) + column);
+      gathered_sum(work.h_row(m), slice, index, n, work.problem.y.row(m) + column);
     });
   });
+}
+
+void forward_compact(Context& ctx, const FfnTrainForward& problem, const FfnSaved& saved,
+                     double* row_l1) {
+  const HybridF32& hybrid = saved.hybrid;
+  for (int64_t first = 0; first < saved.tokens; first += kHybridSpan) {
+    const int64_t count = std::min(kHybridSpan, saved.tokens - first);
+    Arena::Scope scope(ctx.scratch());
+    const CompactForward work = {
+        .problem = problem,
+        .saved = saved,
+        .row_l1 = row_l1,
+        .first = first,
+        .h = scope.matrix<float>(count, hybrid.shape.ell_width),
+        .slice =
+            scope.matrix<float>(ctx.threads(), slice_floats(hybrid.shape.cols, problem.x.cols))};
+    parallel_balanced(ctx, row_work(scope, hybrid, first, count), count,
+                      [&](int64_t begin, int64_t end, int thread) {
+                        forward_compact_rows(work, first + begin, first + end, thread);
+                      });
+  }
 }
 
 // Activation of tail rows [first, first + count); rows up to h.rows are padding, all zero.
@@ -176,17 +202,9 @@ bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& save
   saved.execution = FfnTrainExecution::kHybrid;
   saved.tokens = tokens;
 
-  const CompactForward work = {
-      .problem = problem,
-      .saved = saved,
-      .row_l1 = scope.alloc<double>(tokens),
-      .h = scope.matrix<float>(ctx.threads(), hybrid.shape.ell_width),
-      .slice = scope.matrix<float>(ctx.threads(), slice_floats(hybrid.shape.cols, problem.x.cols))};
-  parallel_balanced(ctx, row_work(scope, hybrid, 0, tokens), tokens,
-                    [&](int64_t begin, int64_t end, int thread) {
-                      forward_compact_rows(work, begin, end, thread);
-                    });
-  if (hybrid.tail_rows > 0) forward_tail(ctx, problem, saved, flags, work.row_l1);
+  double* const row_l1 = scope.alloc<double>(tokens);
+  forward_compact(ctx, problem, saved, row_l1);
+  if (hybrid.tail_rows > 0) forward_tail(ctx, problem, saved, flags, row_l1);
   flags.merge();
 
   const HybridStats pattern = hybrid_stats(hybrid);
@@ -195,7 +213,7 @@ bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& save
            .nnz = pattern.nnz,
            .max_row_nnz = pattern.max_row_nnz,
            .tail_rows = pattern.tail_rows};
-  for (int64_t m = 0; m < tokens; ++m) stats.l1_sum += work.row_l1[m];
+  for (int64_t m = 0; m < tokens; ++m) stats.l1_sum += row_l1[m];
   return true;
 }
 

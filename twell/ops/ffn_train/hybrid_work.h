@@ -11,6 +11,10 @@
 
 namespace twell {
 
+// Tokens whose compact rows are worked on at a time: bounds the scratch memory, and is the table of
+// tokens that the weight gradients read in slices.
+inline constexpr int64_t kHybridSpan = 2048;
+
 // Cumulative work of rows [first, first + count), [count + 1]: compact non-zeros, and one for
 // looking at a row at all.
 const int64_t* row_work(Arena::Scope& scope, const HybridF32& hybrid, int64_t first, int64_t count);

@@ -9,24 +9,19 @@ namespace twell {
 namespace {
 
 // Puts the entries of tokens [begin, end) at their places; place [F] moves on.
-void place_entries(const CompactSpan& span, int64_t begin, int64_t end, int64_t* place,
-                   const TransposedRows& out) {
-  const HybridF32& hybrid = span.saved.hybrid;
+void place_entries(const HybridF32& hybrid, const CompactSpan& span, int64_t begin, int64_t end,
+                   int64_t* place, const TransposedRows& out) {
   for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* neuron, int64_t n) {
-    const float* const g = hybrid.value.row(m);
-    const float* const d_h = span.d_h.row(m - span.first);
-    const float* const u = span.saved.gated() ? span.saved.up.row(m) : nullptr;
+    const int64_t r = m - span.first;
+    const float* const d_gate = out.d_gate == nullptr ? nullptr : span.d_gate.row(r);
+    const float* const d_up = span.d_up.row(r);
+    const float* const h = span.h.row(r);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = place[neuron[i]]++;
-      out.token[at] = static_cast<uint32_t>(m - span.first);
-      if (u != nullptr) {
-        out.d_gate[at] = d_h[i] * u[i];
-        out.d_up[at] = d_h[i] * g[i];
-        out.h[at] = g[i] * u[i];
-      } else {
-        out.d_up[at] = d_h[i];
-        out.h[at] = g[i];
-      }
+      out.token[at] = static_cast<uint32_t>(r);
+      if (d_gate != nullptr) out.d_gate[at] = d_gate[i];
+      out.d_up[at] = d_up[i];
+      out.h[at] = h[i];
     }
   });
 }
@@ -35,8 +30,8 @@ void place_entries(const CompactSpan& span, int64_t begin, int64_t end, int64_t*
 
 // A counting sort. Each part of the tokens has its own counts, then its own places, so that the
 // order is that of the tokens for any number of parts.
-TransposedRows transpose_rows(Context& ctx, Arena::Scope& scope, const CompactSpan& span) {
-  const HybridF32& hybrid = span.saved.hybrid;
+TransposedRows transpose_rows(Context& ctx, Arena::Scope& scope, const HybridF32& hybrid,
+                              const CompactSpan& span) {
   const int64_t ffn = hybrid.shape.cols;
   const int64_t parts = ctx.threads();
   const auto over_parts = [&](const auto& fn) {
@@ -66,11 +61,11 @@ TransposedRows transpose_rows(Context& ctx, Arena::Scope& scope, const CompactSp
   }
   out.offset[ffn] = total;
   out.token = scope.alloc<uint32_t>(total);
-  out.d_gate = span.saved.gated() ? scope.alloc<float>(total) : nullptr;
+  out.d_gate = !span.d_gate.empty() ? scope.alloc<float>(total) : nullptr;
   out.d_up = scope.alloc<float>(total);
   out.h = scope.alloc<float>(total);
   over_parts([&](int64_t part, int64_t begin, int64_t end) {
-    place_entries(span, begin, end, place.row(part), out);
+    place_entries(hybrid, span, begin, end, place.row(part), out);
   });
   return out;
 }

@@ -6,16 +6,18 @@
 
 #include "twell/base/buffer.h"
 #include "twell/base/context.h"
-#include "twell/ops/ffn_train/ffn_train.h"
+#include "twell/format/hybrid.h"
 
 namespace twell {
 
-// A run of tokens [first, first + count) and the gradient of h on its compact entries.
+// A run of tokens [first, first + count) and, on their compact entries, what the weight gradients
+// are made of.
 struct CompactSpan {
-  const FfnSaved& saved;
   int64_t first;
   int64_t count;
-  ConstMatrixF d_h;  // [count, W], L1 included
+  MatrixF d_gate;  // [count, W], gated only
+  MatrixF d_up;    // [count, W]; not gated: the gradient in front of the ReLU
+  MatrixF h;       // [count, W]
 };
 
 // Neuron j's entries are offset[j] .. offset[j + 1] - 1, in ascending tokens.
@@ -23,9 +25,10 @@ struct TransposedRows {
   int64_t* offset = nullptr;  // [F + 1]
   uint32_t* token = nullptr;  // [nnz] from the first of the span
   float* d_gate = nullptr;    // [nnz], gated only
-  float* d_up = nullptr;      // [nnz] not gated: the gradient in front of the ReLU
+  float* d_up = nullptr;      // [nnz]
   float* h = nullptr;         // [nnz]
 };
-TransposedRows transpose_rows(Context& ctx, Arena::Scope& scope, const CompactSpan& span);
+TransposedRows transpose_rows(Context& ctx, Arena::Scope& scope, const HybridF32& hybrid,
+                              const CompactSpan& span);
 
 }  // namespace twell
