@@ -232,15 +232,21 @@ class JsonlDocuments : public DocumentReader {
 
 size_t piece_length(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text.size();
-  size_t newline = text.rfind('\n', limit - 1);
-  const size_t last_newline = newline;
+  size_t cut = 0;
+  int cut_rank = 0;
   // A piece of at least half the limit, so that a search backwards is paid for by what it yields.
-  while (newline != std::string_view::npos && newline >= limit / 2) {
-    if (!is_space(text[newline + 1])) return newline + 1;
-    newline = newline == 0 ? std::string_view::npos : text.rfind('\n', newline - 1);
+  size_t newline = text.rfind('\n', limit - 1);
+  while (newline != std::string_view::npos && newline > limit / 2 && cut_rank < 3) {
+    const bool before_word = !is_space(text[newline + 1]);
+    const bool after_word = !is_space(text[newline - 1]);
+    const int rank = before_word ? (after_word ? 3 : 2) : 1;
+    if (rank > cut_rank) {
+      cut = newline + 1;
+      cut_rank = rank;
+    }
+    newline = text.rfind('\n', newline - 1);
   }
-  if (last_newline != std::string_view::npos && last_newline >= limit / 2) return last_newline + 1;
-  return utf8_prefix(text, limit);
+  return cut > 0 ? cut : utf8_prefix(text, limit);
 }
 
 std::string_view binary_reason(std::string_view start) {

@@ -37,9 +37,11 @@ class DocumentReader {
 };
 
 // Where to end a piece of at most `limit` bytes (at least 4): all of the text when it is short
-// enough, else after the last newline followed by a character that is not white space. There the
-// pre-tokenizers end a word too, so that the pieces give the same tokens as the whole document.
-// Text without such a place is cut at any newline, or else between two characters.
+// enough, else after the last newline in its second half that stands between two characters other
+// than white space. Every pre-tokenizer starts a word there, so that the pieces give the same
+// tokens as the whole document. Where there is none: after a newline followed by a character other
+// than white space (the same tokens with most pre-tokenizers), any newline, or between two
+// characters.
 size_t piece_length(std::string_view text, size_t limit);
 
 // Why the first bytes of a file say that it is no UTF-8 text; empty when they do not.
