@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell bench ffn: one feed-forward layer, every execution against dense, on captured or synthetic
+// activation patterns.
+#include <fmt/core.h>
+
+#include <cstring>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "cli/bench.h"
+#include "twell/base/error.h"
+#include "twell/model/safetensors.h"
+#include "twell/ops/ffn/ffn_benchmark.h"
+
+namespace twell::cli {
+namespace {
+
+struct BenchFfnArguments {
+  FfnBenchmark benchmark;
+  std::filesystem::path patterns;
+  std::optional<int64_t> layer;
+  int64_t tokens = 512;
+  int64_t begin = 0;
+  std::vector<double> nnz;
+  std::filesystem::path jsonl;
+};
+
+std::vector<uint16_t> read_u16(const SafetensorsFile& file, const std::string& name) {
+  const TensorInfo& tensor = file.tensor(name);
+  TWELL_REQUIRE(tensor.dtype == "U16" && tensor.shape.size() == 1,
+                "pattern tensor {} must be U16 with one dimension, it is {} with {}", name,
+                tensor.dtype, tensor.shape.size());
+  std::vector<uint16_t> values(static_cast<size_t>(tensor.shape[0]));
+  if (!values.empty()) std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
+  return values;
+}
+
+// Layers that the file holds a pattern of.
+std::set<int64_t> pattern_layers(const SafetensorsFile& file) {
+  std::set<int64_t> layers;
+  for (const auto& [name, tensor] : file.tensors()) {
+    int64_t layer = -1;
+    int end = 0;
+    if (std::sscanf(name.c_str(), "layer%ld.row_nnz%n", &layer, &end) == 1 &&
+        end == static_cast<int>(name.size())) {
+      layers.insert(layer);
+    }
+  }
+  return layers;
+}
+
+std::vector<FfnPattern> captured_patterns(const BenchFfnArguments& arguments) {
+  const SafetensorsFile file(arguments.patterns);
+  std::set<int64_t> layers = pattern_layers(file);
+  TWELL_REQUIRE(!layers.empty(), "{} holds no activation pattern (layerN.row_nnz, layerN.col)",
+                arguments.patterns.string());
+  if (arguments.layer) layers = {*arguments.layer};
+  std::vector<FfnPattern> patterns;
+  for (const int64_t layer : layers) {
+    patterns.push_back(captured_pattern(
+        fmt::format("{} layer {} tokens {}..{}", arguments.patterns.stem().string(), layer,
+                    arguments.begin, arguments.begin + arguments.tokens - 1),
+        read_u16(file, fmt::format("layer{}.row_nnz", layer)),
+        read_u16(file, fmt::format("layer{}.col", layer)), arguments.begin, arguments.tokens));
+  }
+  return patterns;
+}
+
+// Without a file: random neurons, at the asked-for means or over a sweep of densities.
+std::vector<FfnPattern> synthetic_patterns(const BenchFfnArguments& arguments, uint64_t seed) {
+  const double ffn = static_cast<double>(arguments.benchmark.ffn);
+  std::vector<double> densities;
+  for (const double nnz : arguments.nnz) {
+    TWELL_REQUIRE(nnz >= 0.0 && nnz <= ffn, "--nnz must be 0 to {} (the FFN size), got {}", ffn,
+                  nnz);
+    densities.push_back(nnz / ffn);
+  }
+  if (densities.empty()) densities = {0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0};
+  std::vector<FfnPattern> patterns;
+  for (const double density : densities) {
+    patterns.push_back(random_pattern(arguments.tokens, arguments.benchmark.ffn, density, seed));
+  }
+  return patterns;
+}
+
+void print_row(const FfnBenchmarkRow& row, const FfnBenchmark& options) {
+  // Three (non-gated: two) products of 2 M D F operations, as if nothing were skipped.
+  const double dense_flops = (options.gated ? 6.0 : 4.0) * static_cast<double>(row.tokens) *
+                             static_cast<double>(options.width) * static_cast<double>(options.ffn);
+  fmt::print("  {:<11} {:<11} {:>9.3f} [{:>8.3f}, {:>8.3f}] {:>9.0f} {:>8.1f} {:>7.2f}x {:>9.1e}\n",
+             row.policy == FfnPolicy::kAuto ? "auto" : ffn_execution_name(row.execution),
+             ffn_execution_name(row.execution), row.median_s * 1e3, row.p10_s * 1e3,
+             row.p90_s * 1e3, static_cast<double>(row.tokens) / row.median_s,
+             dense_flops / row.median_s * 1e-9, row.speedup, row.error);
+}
+
+nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, int threads) {
+  nlohmann::json json = machine_json(threads);
+  json["bench"] = "ffn";
+  json["pattern"] = row.pattern;
+  json["policy"] = row.policy == FfnPolicy::kAuto ? "auto" : ffn_execution_name(row.execution);
+  json["execution"] = ffn_execution_name(row.execution);
+  json["tokens"] = row.tokens;
+  json["width"] = options.width;
+  json["ffn"] = options.ffn;
+  json["gated"] = options.gated;
+  json["nnz_per_token"] = row.nnz_per_token;
+  json["max_row_nnz"] = row.max_row_nnz;
+  json["median_s"] = row.median_s;
+  json["p10_s"] = row.p10_s;
+  json["p90_s"] = row.p90_s;
+  json["ratio_to_dense"] = row.speedup;
+  json["error"] = row.error;
+  return json;
+}
+
+int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
+  TWELL_REQUIRE(arguments.tokens > 0, "--tokens must be positive, got {}", arguments.tokens);
+  TWELL_REQUIRE(arguments.begin >= 0, "--begin must not be negative, got {}", arguments.begin);
+  TWELL_REQUIRE(arguments.benchmark.repeats > 0, "--repeats must be positive, got {}",
+                arguments.benchmark.repeats);
+  arguments.benchmark.seed = common.seed;
+  const std::vector<FfnPattern> patterns = arguments.patterns.empty()
+                                               ? synthetic_patterns(arguments, common.seed)
+                                               : captured_patterns(arguments);
+  Context ctx(common.threads);
+  fmt::print("FFN forward, D {}, F {}, {}, f32, on {} ({} threads)\n", arguments.benchmark.width,
+             arguments.benchmark.ffn, arguments.benchmark.gated ? "gated" : "not gated", cpu_name(),
+             ctx.threads());
+  fmt::print("  {:<11} {:<11} {:>9} [{:>8}, {:>8}] {:>9} {:>8} {:>8} {:>9}\n", "policy", "runs",
+             "ms", "p10", "p90", "tok/s", "GFLOP/s*", "ratio", "error");
+  for (const FfnPattern& pattern : patterns) {
+    const std::vector<FfnBenchmarkRow> rows = benchmark_ffn(ctx, arguments.benchmark, pattern);
+    fmt::print("{}: {:.1f} active per token, {} at most\n", rows.front().pattern,
+               rows.front().nnz_per_token, rows.front().max_row_nnz);
+    for (const FfnBenchmarkRow& row : rows) {
+      print_row(row, arguments.benchmark);
+      append_jsonl(arguments.jsonl, to_json(row, arguments.benchmark, ctx.threads()));
+    }
+  }
+  fmt::print("* dense-equivalent: the operations of the dense layer over the time taken\n");
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_bench_ffn_command(CLI::App& bench, CommonOptions& common) {
+  auto arguments = std::make_shared<BenchFfnArguments>();
+  CLI::App& command =
+      add_command(bench, common, "ffn", "One feed-forward layer",
+                  [&common, arguments] { return run_bench_ffn(common, *arguments); });
+  FfnBenchmark& benchmark = arguments->benchmark;
+  CLI::Option* patterns =
+      command
+          .add_option(
+              "--patterns", arguments->patterns,
+              "Captured activation patterns: safetensors with layerN.row_nnz and layerN.col")
+          ->type_name("FILE");
+  command.add_option("--layer", arguments->layer, "Layer of the patterns; default: each in turn")
+      ->type_name("N")
+      ->needs(patterns);
+  command.add_option("--begin", arguments->begin, "First token of the captured patterns to use")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      .add_option("--nnz", arguments->nnz,
+                  "Without --patterns: mean active neurons per token, random; repeatable. Default: "
+                  "a sweep from 0.05% to 100%")
+      ->type_name("K")
+      ->allow_extra_args(false)
+      ->excludes(patterns);
+  command.add_option("--tokens", arguments->tokens, "Tokens per call")
+      ->type_name("M")
+      ->capture_default_str();
+  command.add_option("--width", benchmark.width, "Width of the layer")
+      ->type_name("D")
+      ->capture_default_str();
+  command.add_option("--ffn", benchmark.ffn, "Neurons of the layer")
+      ->type_name("F")
+      ->capture_default_str();
+  command.add_flag("--gated,!--no-gated", benchmark.gated, "With a gate projection (the default)");
+  command.add_option("--repeats", benchmark.repeats, "Timed rounds, each running everything once")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--jsonl", arguments->jsonl, "Append each row as one JSON line to this file")
+      ->type_name("FILE");
+  add_compute_options(command, common);
+  command.footer(
+      "The layer's own gate fires as in the pattern; results are compared with dense first.\n\n"
+      "Example:\n  twell bench ffn --tokens 512 --nnz 30 --nnz 300");
+}
+
+}  // namespace twell::cli
