@@ -44,7 +44,7 @@ struct FfnBenchmarkRow {
   int64_t tokens = 0;
   double nnz_per_token = 0.0;
   int64_t max_row_nnz = 0;
-  double error = 0.0;  // largest |y - y_dense| / |y_dense| (norms) of a token
+  double error = 0.0;  // largest |y - y_dense| / |y_dense| (norms) of any token
   double median_s = 0.0, p10_s = 0.0, p90_s = 0.0;
   double speedup = 1.0;  // median over the rounds of dense time / this time
 };
