@@ -15,6 +15,11 @@ std::string check_device(const std::string& device) {
   return "unknown device '" + device + "'; use cpu or auto";
 }
 
+// CLI11 would take -1 for the largest unsigned number.
+std::string check_not_negative(const std::string& value) {
+  return value.starts_with('-') ? value + " is negative" : std::string();
+}
+
 }  // namespace
 
 CLI::Option* add_data_option(CLI::App& command, CommonOptions& common, const std::string& help) {
@@ -43,6 +48,7 @@ CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common) {
   return command
       .add_option("--seed", common.seed, "Seed of every random choice; same seed, same result")
       ->type_name("N")
+      ->check(check_not_negative)
       ->capture_default_str()
       ->group(kComputeGroup);
 }

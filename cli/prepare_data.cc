@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/prepare_data.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
+#include <ranges>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
@@ -25,6 +28,10 @@ double seconds_since(Clock::time_point start) {
 // Documents are picked at random so that the sample covers all of the data, up to its byte limit.
 Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   TextSource source(request.text({}));
+  std::string first;
+  TWELL_REQUIRE(source.next(first), "there is no text in {}",
+                fmt::join(request.paths | std::views::transform(&fs::path::native), ", "));
+  source.rewind();
   const int64_t limit = request.options.tokenizer_sample_mib << 20;
   const double share =
       static_cast<double>(limit) / static_cast<double>(std::max<int64_t>(source.total_bytes(), 1));

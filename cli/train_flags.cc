@@ -36,9 +36,16 @@ class Group {
     return value(flag, target, fmt::format("{}", fmt::join(names, "|")), help)
         ->check(CLI::IsMember(names).description(""));
   }
-  template <typename T>
-  CLI::Option* flag(const std::string& names, T& target, const std::string& help) {
+  CLI::Option* flag(const std::string& names, bool& target, const std::string& help) {
     return command_.add_flag(names, target, help)->group(name_);
+  }
+  // A flag with a negated spelling. Bound to an optional, CLI11 would count it instead.
+  CLI::Option* choice_flag(const std::string& names, std::optional<bool>& target,
+                           const std::string& help) {
+    return command_.add_flag(names, help)
+        ->each(
+            [&target](const std::string& value) { target = CLI::detail::to_flag_value(value) > 0; })
+        ->group(name_);
   }
 
  private:
@@ -87,8 +94,10 @@ void add_model_flags(CLI::App& command, ModelFlags& flags) {
   model.optional("--context", flags.context, "T", "Longest sequence the model is for, in tokens");
   model.optional("--vocab-size", flags.vocab_size, "V",
                  "Vocabulary, also of a trained tokenizer (default with --tokenizer: its own)");
-  model.flag("--gated,!--no-gated", flags.gated, "Feed-forward layers with a gate, or without");
-  model.flag("--tied,!--untied", flags.tied, "One matrix for embedding and output head, or two");
+  model.choice_flag("--gated,!--no-gated", flags.gated,
+                    "Feed-forward layers with a gate, or without");
+  model.choice_flag("--tied,!--untied", flags.tied,
+                    "One matrix for embedding and output head, or two");
   model.optional("--rope-theta", flags.rope_theta, "X", "Base of the rotary embedding");
   model.optional("--norm-eps", flags.norm_eps, "X", "Epsilon of RMSNorm");
   model.optional("--init-std", flags.init_std, "X", "Standard deviation of initial weights");

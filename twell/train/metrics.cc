@@ -16,6 +16,7 @@ namespace {
 
 // Bytes of the leading whole lines whose step is at most `last_step`.
 int64_t valid_prefix(const std::filesystem::path& path, int64_t last_step) {
+  if (!std::filesystem::is_regular_file(path)) return 0;
   std::ifstream file(path);
   std::string line;
   int64_t bytes = 0;

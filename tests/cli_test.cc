@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// The built command, run as a user runs it: training, resuming, killing, and bad input, each fault
+// of which gives exit code 2 and one line on stderr.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+std::string slurp(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+struct Result {
+  int code = -1;  // exit code; 128 + signal when one ended it
+  std::string out, err;
+};
+
+class CliTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (fs::temp_directory_path() / "twell_cli.XXXXXX").string();
+    ASSERT_NE(::mkdtemp(name.data()), nullptr);
+    folder_ = name;
+    fs::create_directory(folder_ / "text");
+    for (int i = 0; i < 12; ++i) {
+      std::ofstream file(folder_ / "text" / (std::to_string(i) + ".txt"));
+      for (int j = 0; j < 200; ++j) {
+        file << "note " << j << ": the value of item " << i * j << " is " << j % 7 << "\n";
+      }
+    }
+  }
+  void TearDown() override {
+    std::error_code ignored;
+    fs::remove_all(folder_, ignored);
+  }
+
+  pid_t start(const std::vector<std::string>& arguments) const {
+    std::vector<std::string> words = {TWELL_BINARY};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    const fs::path out = folder_ / "stdout", err = folder_ / "stderr";
+    const pid_t child = ::fork();
+    if (child == 0) {
+      if (::chdir(folder_.c_str()) != 0 || std::freopen(out.c_str(), "w", stdout) == nullptr ||
+          std::freopen(err.c_str(), "w", stderr) == nullptr) {
+        ::_exit(126);
+      }
+      ::execv(TWELL_BINARY, argv.data());
+      ::_exit(127);
+    }
+    return child;
+  }
+  Result finish(pid_t child) const {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+            slurp(folder_ / "stdout"), slurp(folder_ / "stderr")};
+  }
+  Result run(const std::vector<std::string>& arguments) const { return finish(start(arguments)); }
+
+  // A run of a micro model; later flags win only where these have none.
+  static std::vector<std::string> train(const std::string& out,
+                                        const std::vector<std::string>& more = {}) {
+    std::vector<std::string> words = {"train", "--data",        "text", "--out",
+                                      out,     "--width",       "16",   "--ffn",
+                                      "48",    "--layers",      "1",    "--heads",
+                                      "2",     "--context",     "16",   "--vocab-size",
+                                      "300",   "--micro-batch", "2",    "--validation-sequences",
+                                      "4",     "--threads",     "1"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+
+  // Exit code 2, one line on stderr that names the fault, and no other output.
+  void expect_refused(const std::vector<std::string>& arguments, const std::string& fault) const {
+    const Result result = run(arguments);
+    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
+    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
+    EXPECT_THAT(result.err, HasSubstr(fault));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+  void write(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name, std::ios::binary) << text;
+  }
+  std::string weights(const std::string& run) const {
+    return slurp(folder_ / run / "checkpoint" / "model.safetensors");
+  }
+  // Waits until the run has logged `lines` steps; then `signal`.
+  Result signal_after(pid_t child, const std::string& run, int lines, int signal) const {
+    for (int i = 0; i < 3000; ++i) {
+      const std::string metrics = slurp(folder_ / run / "metrics.jsonl");
+      if (std::count(metrics.begin(), metrics.end(), '\n') >= lines) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    ::kill(child, signal);
+    return finish(child);
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(CliTest, TrainsAndARepeatIsTheSame) {
+  const Result first = run(train("a", {"--steps", "4", "--tensorboard"}));
+  ASSERT_EQ(first.code, 0) << first.err;
+  EXPECT_EQ(first.err, "");
+  EXPECT_THAT(first.out, HasSubstr("finished after 4 of 4 steps"));
+  for (const char* file : {"checkpoint/config.json", "checkpoint/model.safetensors",
+                           "checkpoint/tokenizer.json", "metrics.jsonl", "options.json"}) {
+    EXPECT_TRUE(fs::exists(folder_ / "a" / file)) << file;
+  }
+  ASSERT_EQ(run(train("b", {"--steps", "4"})).code, 0);
+  EXPECT_EQ(weights("a"), weights("b"));
+}
+
+TEST_F(CliTest, InterruptedAndKilledRunsResumeToTheSameWeights) {
+  const std::vector<std::string> options = {"--steps",          "300", "--save-every", "20",
+                                            "--validate-every", "0"};
+  ASSERT_EQ(run(train("whole", options)).code, 0);
+
+  const Result stopped = signal_after(start(train("int", options)), "int", 30, SIGTERM);
+  EXPECT_EQ(stopped.code, 130) << stopped.err;
+  EXPECT_THAT(stopped.out, HasSubstr("interrupted and saved"));
+  const Result resumed = run({"train", "--out", "int", "--resume"});
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_EQ(weights("int"), weights("whole"));
+
+  EXPECT_EQ(signal_after(start(train("kill", options)), "kill", 50, SIGKILL).code, 128 + SIGKILL);
+  EXPECT_EQ(run(train("kill", {"--steps", "300", "--validate-every", "0", "--save-every", "20",
+                               "--resume"}))
+                .code,
+            0);
+  EXPECT_EQ(weights("kill"), weights("whole"));
+}
+
+TEST_F(CliTest, OutputFolders) {
+  ASSERT_EQ(run(train("a", {"--steps", "2"})).code, 0);
+  const std::string before = weights("a");
+  expect_refused(train("a", {"--steps", "2"}), "--resume");
+  expect_refused(train("b", {"--steps", "2", "--resume"}), "nothing to resume");
+  expect_refused({"train", "--out", "a", "--resume", "--lr", "0.5"}, "another lr");
+  expect_refused({"train", "--out", "a", "--resume", "--width", "32"}, "another model");
+  expect_refused(train("text/1.txt", {"--steps", "2"}), "text/1.txt");
+  expect_refused(train("", {"--steps", "2"}), "--out");
+  EXPECT_EQ(weights("a"), before);
+
+  const Result from = run({"train", "--data", "text", "--out", "c", "--from", "a/checkpoint",
+                           "--steps", "2", "--micro-batch", "2", "--threads", "1"});
+  EXPECT_EQ(from.code, 0) << from.err;
+  expect_refused(
+      {"train", "--data", "text", "--out", "d", "--from", "a/checkpoint", "--width", "16"},
+      "--from");
+  fs::resize_file(folder_ / "a/checkpoint/model.safetensors", 2000);
+  expect_refused({"train", "--data", "text", "--out", "d", "--from", "a/checkpoint"},
+                 "model.safetensors");
+}
+
+TEST_F(CliTest, BadNumbers) {
+  const auto refused = [&](const std::string& flag, const std::string& value,
+                           const std::string& fault) {
+    expect_refused({"train", "--dry-run", flag, value}, fault);
+  };
+  refused("--steps", "0", "steps");
+  refused("--steps", "-5", "-5");
+  refused("--steps", "many", "--steps");
+  refused("--tokens", "0", "--tokens");
+  refused("--lr", "nan", "learning rate");
+  refused("--lr", "-1", "learning rate");
+  refused("--l1", "inf", "L1");
+  refused("--micro-batch", "0", "micro-batch");
+  refused("--batch-tokens", "1000", "not a multiple");
+  refused("--sequence-length", "1000000", "context");
+  refused("--width", "-8", "-8");
+  refused("--width", "1000000000000", "1000000000000");
+  refused("--heads", "7", "heads");
+  refused("--vocab-size", "0", "0");
+  refused("--keep-last", "0", "keep last");
+  refused("--val-fraction", "2", "--val-fraction");
+  refused("--threads", "-1", "--threads");
+  refused("--seed", "-1", "--seed");
+  refused("--preset", "3b", "3b");
+  refused("--device", "cuda", "cuda");
+  refused("--device", "tpu", "tpu");
+  refused("--ffn-policy", "fast", "--ffn-policy");
+  refused("--unknown", "1", "--unknown");
+  expect_refused({"train", "--data", "text", "--out", "x", "--layers", "65000"}, "memory");
+  expect_refused({}, "no command");
+  expect_refused({"trian"}, "trian");
+  EXPECT_FALSE(fs::exists(folder_ / "x"));
+}
+
+TEST_F(CliTest, BadData) {
+  write("empty.txt", "");
+  write("binary.txt", std::string("\x7f"
+                                  "ELF\x00\x01\x02\x00\xff\xfe",
+                                  10));
+  write("latin.txt", "caf\xe9 au lait\n");
+  write("broken.jsonl", "{\"text\": \"fine\"}\n{\"text\": \n");
+  write("no.txt.gz", "not gzip");
+  for (const char* data :
+       {"missing", "empty.txt", "binary.txt", "latin.txt", "broken.jsonl", "no.txt.gz"}) {
+    std::vector<std::string> words = train("x");
+    words[2] = data;
+    expect_refused(words, data);
+  }
+  expect_refused({"train", "--out", "x"}, "--data");
+  expect_refused(train("x", {"--tokenizer", "missing.json"}), "missing.json");
+  write("tokenizer.json", R"({"model": {"type": "Unigram", "vocab": []}})");
+  expect_refused(train("x", {"--tokenizer", "tokenizer.json"}), "tokenizer.json");
+  EXPECT_FALSE(fs::exists(folder_ / "x" / "options.json"));
+}
+
+TEST_F(CliTest, ConfigFiles) {
+  write("a.json", R"({"model": {"width": 64, "layers": 3, "heads": 4, "ffn": 128, "gated": false},
+                     "steps": 7, "l1_reduction": "mean"})");
+  write("a.toml",
+        "steps = 7\nl1-reduction = \"mean\"\n[model]\nwidth = 64\nlayers = 3\n"
+        "heads = 4\nffn = 128\ngated = false\n");
+  const Result json = run({"train", "--dry-run", "--config", "a.json"});
+  const Result toml = run({"train", "--dry-run", "--config", "a.toml"});
+  const Result flags = run({"train", "--dry-run", "--width", "64", "--layers", "3", "--heads", "4",
+                            "--ffn", "128", "--no-gated", "--steps", "7"});
+  EXPECT_EQ(json.code, 0) << json.err;
+  EXPECT_EQ(json.out, flags.out);
+  EXPECT_EQ(toml.out, flags.out);
+  EXPECT_NE(run({"train", "--dry-run", "--no-gated"}).out, run({"train", "--dry-run"}).out);
+  EXPECT_EQ(run({"train", "--dry-run", "--gated"}).out, run({"train", "--dry-run"}).out);
+  EXPECT_NE(run({"train", "--dry-run", "--untied"}).out, run({"train", "--dry-run"}).out);
+  const Result wins = run({"train", "--dry-run", "--steps", "8", "--config", "a.json"});
+  EXPECT_THAT(wins.out, testing::ContainsRegex("steps +8\n"));
+
+  const auto refused = [&](const std::string& name, const std::string& text,
+                           const std::string& fault) {
+    write(name, text);
+    expect_refused({"train", "--dry-run", "--config", name}, fault);
+  };
+  refused("b.json", R"({"widht": 64})", "unknown key 'widht'");
+  refused("b.toml", "widht = 64\n", "unknown key 'widht'");
+  refused("b.json", R"({"width": 64, "width": 32})", "width");
+  refused("b.toml", "width = 64\nsteps = 3\nwidth = 32\n", "width");
+  refused("b.json", R"({"steps": "many"})", "steps");
+  refused("b.json", R"({"steps": )", "b.json");
+  refused("b.json", R"({"dry-run": true})", "dry-run");
+  expect_refused({"train", "--dry-run", "--config", "missing.toml"}, "missing.toml");
+}
+
+TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
+  const std::vector<std::string> words = {"tokenize", "--data",       "text", "--out",
+                                          "shards",   "--vocab-size", "300"};
+  const Result first = run(words);
+  ASSERT_EQ(first.code, 0) << first.err;
+  EXPECT_THAT(first.out, HasSubstr("bytes per token"));
+  EXPECT_THAT(run(words).out, HasSubstr("already holds"));
+  expect_refused({"tokenize", "--data", "text/1.txt", "--out", "shards"}, "shards is in use");
+  expect_refused({"tokenize", "--data", "text", "--out", "text"}, "text is in use");
+  const Result trained =
+      run({"train", "--shards", "shards", "--out", "a", "--width", "16", "--ffn", "48", "--heads",
+           "2", "--layers", "1", "--context", "16", "--steps", "2", "--threads", "1"});
+  EXPECT_EQ(trained.code, 0) << trained.err;
+}
+
+TEST_F(CliTest, HelpOfEveryCommand) {
+  const Result all = run({"--help"});
+  EXPECT_EQ(all.code, 0);
+  for (const char* command :
+       {"train", "tokenize", "generate", "eval", "inspect", "bench", "doctor"}) {
+    EXPECT_THAT(all.out, HasSubstr(command));
+    EXPECT_EQ(run({command, "--help"}).code, 0) << command;
+  }
+}
+
+}  // namespace

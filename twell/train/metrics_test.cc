@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/metrics.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/train/test_run.h"
+
+namespace twell {
+namespace {
+
+StepMetrics sample(int64_t step) {
+  StepMetrics metrics;
+  metrics.step = step;
+  metrics.tokens = step * 1000;
+  metrics.ce = 3.25;
+  metrics.l1 = 20.0;
+  metrics.l1_coeff = 0.0125;
+  metrics.tokens_per_second = 8123;
+  metrics.layers.resize(2);
+  metrics.layers[0].nnz = 10.0;
+  metrics.layers[1].nnz = 31.0;
+  metrics.layers[1].dead_share = 0.5;
+  metrics.layers[1].execution = FfnTrainExecution::kHybrid;
+  return metrics;
+}
+
+std::vector<int64_t> steps_in(const std::filesystem::path& path) {
+  std::vector<int64_t> steps;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    steps.push_back(nlohmann::json::parse(line).at("step").get<int64_t>());
+  }
+  return steps;
+}
+
+TEST(Metrics, JsonHoldsStepAndLayers) {
+  const nlohmann::json json = metrics_json(sample(4));
+  EXPECT_EQ(json["step"], 4);
+  EXPECT_DOUBLE_EQ(json["loss"].get<double>(), 3.5);
+  EXPECT_DOUBLE_EQ(json["nnz"].get<double>(), 20.5);
+  EXPECT_DOUBLE_EQ(json["dead_share"].get<double>(), 0.25);
+  EXPECT_EQ(json["layers"].size(), 2u);
+  EXPECT_EQ(json["layers"][1]["execution"], "hybrid");
+  EXPECT_FALSE(json.contains("val_ce"));
+}
+
+TEST(Metrics, BeforeTheFirstStepOnlyValidation) {
+  StepMetrics metrics;
+  metrics.validation_ce = 9.5;
+  EXPECT_EQ(metrics_json(metrics).dump(), R"({"step":0,"tokens":0,"val_ce":9.5})");
+}
+
+TEST(Metrics, ResumingCutsOffLaterStepsAndATornLine) {
+  const TempFolder folder;
+  const auto path = folder.path() / "metrics.jsonl";
+  {
+    MetricsWriter writer(path, 0);
+    for (int64_t step = 1; step <= 5; ++step) writer.write(sample(step));
+  }
+  std::ofstream(path, std::ios::app) << R"({"step":6,"tok)";
+  {
+    MetricsWriter writer(path, 5);
+    writer.write(sample(6));
+  }
+  EXPECT_EQ(steps_in(path), (std::vector<int64_t>{1, 2, 3, 4, 5, 6}));
+  {
+    MetricsWriter writer(path, 3);
+    writer.write(sample(4));
+  }
+  EXPECT_EQ(steps_in(path), (std::vector<int64_t>{1, 2, 3, 4}));
+}
+
+TEST(Metrics, AFullDiskIsReported) {
+  const TempFolder folder;
+  MetricsWriter writer(folder.path() / "metrics.jsonl", 0);
+  // A limit on the size of files fails writes just as a full disk does.
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit tight{64, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &tight), 0);
+  std::string message;
+  try {
+    writer.write(sample(1));
+  } catch (const InputError& error) {
+    message = error.what();
+  }
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, old_handler);
+  EXPECT_NE(message.find("metrics.jsonl"), std::string::npos) << message;
+}
+
+TEST(Format, Numbers) {
+  EXPECT_EQ(format_count(0), "0.00");
+  EXPECT_EQ(format_count(999), "999");
+  EXPECT_EQ(format_count(1234567), "1.23M");
+  EXPECT_EQ(format_bytes(1536), "1.50 KiB");
+  EXPECT_EQ(format_duration(59.2), "59s");
+  EXPECT_EQ(format_duration(192), "3m12s");
+  EXPECT_EQ(format_duration(3912), "1h05m");
+  EXPECT_EQ(format_duration(200000), "2d07h");
+}
+
+TEST(Format, ProgressLine) {
+  EXPECT_EQ(format_progress(sample(120), 1000, 3.5, 192),
+            "step 120/1000  120k tok  CE 3.250  val 3.500  L1 20.0  nnz 20.5  dead 25%  "
+            "8.12k tok/s  ETA 3m12s");
+}
+
+}  // namespace
+}  // namespace twell

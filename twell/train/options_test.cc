@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/options.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+
+#include "twell/base/error.h"
+#include "twell/train/plan.h"
+#include "twell/train/test_run.h"
+
+namespace twell {
+namespace {
+
+using testing::HasSubstr;
+
+std::string refusal(const std::function<void(TrainOptions&)>& change) {
+  TrainOptions options = micro_options(100);
+  change(options);
+  try {
+    resolve_options(options, micro_config(300));
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(Options, DerivedValues) {
+  TrainOptions options;
+  options.tokens = 1000;
+  options.micro_batch = 3;
+  options = resolve_options(options, micro_config(300));
+  EXPECT_EQ(options.sequence_length, 16);
+  EXPECT_EQ(options.batch_tokens, 48);
+  EXPECT_EQ(options.steps, 21);
+  EXPECT_EQ(options.tokens, 21 * 48);
+  EXPECT_EQ(options.warmup_steps, 2);
+  options.tokens = 0;
+  options.steps = 10'000;
+  options.warmup_steps = -1;
+  EXPECT_EQ(resolve_options(options, micro_config(300)).warmup_steps, 600);
+}
+
+TEST(Options, RefusesWhatCannotBe) {
+  EXPECT_EQ(refusal([](auto&) {}), "accepted");
+  EXPECT_THAT(refusal([](auto& o) { o.steps = 0; }), HasSubstr("steps must be between 1"));
+  EXPECT_THAT(refusal([](auto& o) { o.steps = -3; }), HasSubstr("got -3"));
+  EXPECT_THAT(refusal([](auto& o) { o.tokens = -1; }), HasSubstr("tokens"));
+  EXPECT_THAT(refusal([](auto& o) { o.tokens = INT64_MAX; }), HasSubstr("tokens"));
+  EXPECT_THAT(refusal([](auto& o) { o.sequence_length = 17; }), HasSubstr("context of 16"));
+  EXPECT_THAT(refusal([](auto& o) { o.sequence_length = -1; }), HasSubstr("sequence length"));
+  EXPECT_THAT(refusal([](auto& o) { o.micro_batch = 0; }), HasSubstr("micro-batch"));
+  EXPECT_THAT(refusal([](auto& o) { o.batch_tokens = 65; }), HasSubstr("not a multiple"));
+  EXPECT_THAT(refusal([](auto& o) { o.batch_tokens = INT64_MAX; }), HasSubstr("batch tokens"));
+  EXPECT_THAT(refusal([](auto& o) { o.warmup_steps = 100; }), HasSubstr("warm-up"));
+  EXPECT_THAT(refusal([](auto& o) { o.learning_rate = 0; }), HasSubstr("learning rate"));
+  EXPECT_THAT(refusal([](auto& o) { o.learning_rate = std::nan(""); }), HasSubstr("got nan"));
+  EXPECT_THAT(refusal([](auto& o) { o.beta1 = 1; }), HasSubstr("beta1"));
+  EXPECT_THAT(refusal([](auto& o) { o.eps = 0; }), HasSubstr("eps"));
+  EXPECT_THAT(refusal([](auto& o) { o.weight_decay = -0.1; }), HasSubstr("weight decay"));
+  EXPECT_THAT(refusal([](auto& o) { o.l1_coeff = INFINITY; }), HasSubstr("L1 coefficient"));
+  EXPECT_THAT(refusal([](auto& o) { o.reinit_strength = 1.5; }), HasSubstr("reinit strength"));
+  EXPECT_THAT(refusal([](auto& o) { o.keep_last = 0; }), HasSubstr("keep last"));
+  EXPECT_THROW(parse_l1_reduction("max"), InputError);
+}
+
+TEST(Options, RecipesOfThePresets) {
+  EXPECT_EQ(preset_train_options("0.5b").steps, 10'000);
+  EXPECT_EQ(preset_train_options("1b").steps, 20'000);
+  EXPECT_EQ(preset_train_options("2b").steps, 40'000);
+  const TrainOptions options = resolve_options(preset_train_options("1.5b"), preset_config("1.5b"));
+  EXPECT_EQ(options.steps, 30'000);
+  EXPECT_EQ(options.warmup_steps, 600);
+  EXPECT_EQ(options.batch_sequences(), 512);
+  EXPECT_THROW(preset_train_options("3b"), InputError);
+}
+
+TEST(Plan, CountsEveryParameterFourTimes) {
+  const ModelConfig config = micro_config(300);
+  const RunPlan plan = plan_run(config, resolve_options(micro_options(10), config));
+  EXPECT_EQ(plan.parameters, config.parameter_count());
+  EXPECT_GT(plan.memory_bytes(), 16 * plan.parameters);
+  EXPECT_DOUBLE_EQ(plan.flops_per_step, 64 * plan.flops_per_token);
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// For this room's tests: a folder that is removed afterwards, a micro model, and text to train on.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "twell/base/error.h"
+#include "twell/data/shards.h"
+#include "twell/data/text_source.h"
+#include "twell/data/tokenizer.h"
+#include "twell/model/config.h"
+#include "twell/train/options.h"
+
+namespace twell {
+
+class TempFolder {
+ public:
+  TempFolder() {
+    std::string name = (std::filesystem::temp_directory_path() / "twell_train.XXXXXX").string();
+    TWELL_CHECK(::mkdtemp(name.data()) != nullptr, "cannot make a folder like {}", name);
+    path_ = name;
+  }
+  ~TempFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+inline ModelConfig micro_config(int64_t vocab_size) {
+  ModelConfig config;
+  config.vocab_size = vocab_size;
+  config.width = 16;
+  config.ffn = 48;
+  config.layers = 2;
+  config.heads = 2;
+  config.kv_heads = 1;
+  config.head_dim = 8;
+  config.context = 16;
+  return config;
+}
+
+inline TrainOptions micro_options(int64_t steps) {
+  TrainOptions options;
+  options.steps = steps;
+  options.micro_batch = 2;
+  options.batch_tokens = 64;  // two micro-batches of 2 x 16
+  options.warmup_steps = 2;
+  options.learning_rate = 1e-2;
+  options.l1_coeff = 1e-3;
+  options.validate_every = 0;
+  options.save_every = 0;
+  options.seed = 7;
+  return options;
+}
+
+// A tokenizer of 300 tokens and shards of a few thousand, written into a folder.
+struct MicroData {
+  explicit MicroData(const std::filesystem::path& folder)
+      : tokenizer(learn()), shards(write(folder, tokenizer), tokenizer) {}
+
+  Tokenizer tokenizer;
+  ShardSet shards;
+
+ private:
+  static std::string document(int index) {
+    std::string text;
+    for (int i = 0; i < 40; ++i) {
+      text += "line " + std::to_string(index * i) + " of document " + std::to_string(index) + "\n";
+    }
+    return text;
+  }
+  static Tokenizer learn() {
+    BpeTrainingOptions options;
+    options.vocab_size = 300;
+    int index = 0;
+    return train_bpe(options, [&index](std::string& text) {
+      text = document(index);
+      return index++ < 20;
+    });
+  }
+  static std::filesystem::path write(const std::filesystem::path& folder,
+                                     const Tokenizer& tokenizer) {
+    const std::filesystem::path text = folder / "text";
+    std::filesystem::create_directories(text);
+    for (int i = 0; i < 20; ++i) {
+      std::ofstream(text / (std::to_string(i) + ".txt")) << document(i);
+    }
+    TextSourceOptions options;
+    options.paths = {text};
+    TextSource source(options);
+    TokenizeOptions tokenize;
+    tokenize.validation_fraction = 0.2;
+    write_shards(source, tokenizer, folder / "shards", tokenize);
+    return folder / "shards";
+  }
+};
+
+}  // namespace twell

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whole runs of a micro model: learning, resuming bit for bit, and stopping on broken numbers.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <memory>
+
+#include "twell/model/checkpoint.h"
+#include "twell/train/run.h"
+#include "twell/train/test_run.h"
+#include "twell/train/trainer.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class TrainerTest : public testing::Test {
+ protected:
+  ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+  std::unique_ptr<Model> fresh_model() {
+    auto model = std::make_unique<Model>(config());
+    init_weights(ctx_, *model, 3);
+    return model;
+  }
+
+  // Runs in `out`, from its newest checkpoint when it has one; returns the model.
+  std::unique_ptr<Model> run(const fs::path& out, TrainOptions options,
+                             const std::function<void(const Progress&)>& on_progress = {}) {
+    const RunFolder folder(out, fs::exists(out));
+    folder.begin("{}");
+    const auto resume_from = folder.latest();
+    auto model = resume_from ? load_model(resume_from->folder) : fresh_model();
+    options = resolve_options(options, config());
+    TrainRun training{options, data_.tokenizer, data_.shards, folder,     resume_from,
+                      false,   stop_,           {},           on_progress};
+    summary_ = run_training(ctx_, *model, training);
+    return model;
+  }
+
+  void expect_same(const Model& a, const Model& b) {
+    ASSERT_EQ(a.flat.size(), b.flat.size());
+    EXPECT_EQ(std::memcmp(a.flat.data(), b.flat.data(), a.flat.span().size_bytes()), 0);
+  }
+  fs::path out(const char* name) const { return temp_.path() / name; }
+
+  TempFolder temp_;
+  MicroData data_{temp_.path()};
+  Context ctx_{1};
+  std::atomic<bool> stop_{false};
+  TrainSummary summary_;
+};
+
+TEST_F(TrainerTest, LearnsAndReports) {
+  TrainOptions options = micro_options(40);
+  options.validate_every = 20;
+  options.validation_sequences = 8;
+  int64_t reports = 0;
+  run(out("a"), options, [&](const Progress& now) {
+    if (now.metrics.step == 0) return;
+    ++reports;
+    EXPECT_EQ(now.metrics.layers.size(), 2u);
+  });
+  EXPECT_EQ(reports, 40);
+  EXPECT_EQ(summary_.steps_done, 40);
+  EXPECT_FALSE(summary_.interrupted);
+  EXPECT_NEAR(*summary_.first_validation_ce, std::log(300.0), 0.3);
+  EXPECT_LT(*summary_.last_validation_ce, *summary_.first_validation_ce - 1.0);
+  EXPECT_TRUE(fs::exists(out("a") / "checkpoint" / "tokenizer.json"));
+  std::ifstream metrics(out("a") / "metrics.jsonl");
+  EXPECT_EQ(std::count(std::istreambuf_iterator<char>(metrics), {}, '\n'), 41);
+}
+
+TEST_F(TrainerTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    TrainOptions options = micro_options(6);
+    options.save_dtype = dtype;
+    options.reinit_dead = true;
+    const std::string suffix = dtype == DType::kF32 ? "f32" : "bf16";
+    const auto straight = run(out(("straight-" + suffix).c_str()), options);
+    const fs::path folder = out(("halves-" + suffix).c_str());
+    run(folder, options, [&](const Progress& now) { stop_ = now.metrics.step == 3; });
+    EXPECT_TRUE(summary_.interrupted);
+    EXPECT_EQ(summary_.steps_done, 3);
+    stop_ = false;
+    const auto halves = run(folder, options);
+    EXPECT_EQ(summary_.steps_done, 6);
+    expect_same(*straight, *halves);
+  }
+}
+
+TEST_F(TrainerTest, ARunKilledBetweenSavesContinuesFromTheLastOne) {
+  TrainOptions options = micro_options(6);
+  options.save_every = 2;
+  const auto straight = run(out("straight"), options);
+  const auto die = [](const Progress& now) {
+    if (now.metrics.step == 5) throw std::runtime_error("killed");
+  };
+  EXPECT_THROW(run(out("killed"), options, die), std::runtime_error);
+  std::vector<int64_t> steps;
+  const auto resumed =
+      run(out("killed"), options, [&](const Progress& now) { steps.push_back(now.metrics.step); });
+  EXPECT_EQ(steps, (std::vector<int64_t>{5, 6}));
+  expect_same(*straight, *resumed);
+}
+
+TEST_F(TrainerTest, MicroBatchesAddUpToTheBatch) {
+  TrainOptions whole = micro_options(3);
+  whole.micro_batch = 4;
+  const auto a = run(out("whole"), whole);
+  const auto b = run(out("parts"), micro_options(3));
+  double distance = 0.0, norm = 0.0;
+  for (int64_t i = 0; i < a->flat.size(); ++i) {
+    distance += std::pow(a->flat[i] - b->flat[i], 2.0);
+    norm += std::pow(a->flat[i], 2.0);
+  }
+  EXPECT_LT(std::sqrt(distance / norm), 1e-4);
+}
+
+TEST_F(TrainerTest, ABrokenNumberStopsTheRunAndIsNeverSaved) {
+  TrainOptions options = micro_options(6);
+  options.save_every = 2;
+  for (const float poison : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+    const fs::path folder = out(std::isnan(poison) ? "nan" : "inf");
+    const RunFolder run_folder(folder, false);
+    const auto model = fresh_model();
+    options = resolve_options(options, config());
+    TrainRun training{options, data_.tokenizer, data_.shards, run_folder, std::nullopt,
+                      false,   stop_,           {},           {}};
+    training.on_progress = [&](const Progress& now) {
+      if (now.metrics.step == 3) model->flat[model->flat.size() / 2] = poison;
+    };
+    try {
+      run_training(ctx_, *model, training);
+      FAIL() << "went on";
+    } catch (const InputError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("diverged"));
+      EXPECT_THAT(error.what(), HasSubstr("step-000002"));
+    }
+    const auto good = load_model(run_folder.link_path());
+    for (const float weight : good->flat.span()) ASSERT_TRUE(std::isfinite(weight));
+  }
+}
+
+TEST_F(TrainerTest, AModelThatBrokeAfterItsLastStepIsNotSaved) {
+  TrainOptions options = micro_options(4);
+  const auto model = fresh_model();
+  options = resolve_options(options, config());
+  Trainer trainer(ctx_, *model, data_.shards, options, "data");
+  trainer.train_step();
+  model->flat[0] = std::nanf("");
+  EXPECT_THROW(trainer.save(temp_.path()), DivergenceError);
+  EXPECT_FALSE(fs::exists(temp_.path() / "model.safetensors"));
+}
+
+TEST_F(TrainerTest, ResumeRefusesOtherOptionsAndOtherData) {
+  TrainOptions options = resolve_options(micro_options(4), config());
+  const auto model = fresh_model();
+  fs::create_directories(out("checkpoint"));
+  Trainer(ctx_, *model, data_.shards, options, "data").save(out("checkpoint"));
+
+  const auto refusal = [&](const TrainOptions& other, const char* data) -> std::string {
+    try {
+      Trainer(ctx_, *model, data_.shards, other, data).restore(out("checkpoint"));
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_EQ(refusal(options, "data"), "accepted");
+  EXPECT_THAT(refusal(options, "other"), HasSubstr("other data"));
+  TrainOptions longer = options;
+  longer.steps = 100;
+  EXPECT_EQ(refusal(longer, "data"), "accepted");
+  options.learning_rate *= 2;
+  EXPECT_THAT(refusal(options, "data"), HasSubstr("another lr"));
+  fs::resize_file(out("checkpoint") / "trainer" / "optimizer.safetensors", 1000);
+  EXPECT_THAT(refusal(longer, "data"), HasSubstr("optimizer.safetensors"));
+  std::ofstream(out("checkpoint") / "trainer" / "state.json") << "{}";
+  EXPECT_THAT(refusal(longer, "data"), HasSubstr("state.json"));
+}
+
+TEST_F(TrainerTest, CountsNeuronsThatNoTokenActivated) {
+  const auto model = fresh_model();
+  const auto weights = model_matrices<float>(model->config, model->flat.data());
+  // x is the output of a norm, so it has some negative and some positive entries; a zero row of the
+  // gate never fires.
+  for (int64_t j = 0; j < 10; ++j) {
+    float* row = weights.layers[0].ffn.w_gate.row(j);
+    std::fill(row, row + model->config.width, 0.0f);
+  }
+  Trainer trainer(ctx_, *model, data_.shards, resolve_options(micro_options(4), config()), "data");
+  const StepMetrics metrics = trainer.train_step();
+  EXPECT_GE(metrics.layers[0].dead, 10);
+  EXPECT_LT(metrics.layers[0].dead, 20);
+  EXPECT_NEAR(metrics.layers[0].dead_share, static_cast<double>(metrics.layers[0].dead) / 48,
+              1e-12);
+}
+
+}  // namespace
+}  // namespace twell
