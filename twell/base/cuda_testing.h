@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What GPU tests and benchmarks share: a stream of their own, and copies between host and device.
+#pragma once
+
+#include <vector>
+
+#include "twell/base/cuda.h"
+
+namespace twell {
+
+// A stream that does not synchronise with the default stream.
+class TestStream {
+ public:
+  TestStream() { TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~TestStream() { cudaStreamDestroy(stream_); }
+  TestStream(const TestStream&) = delete;
+  TestStream& operator=(const TestStream&) = delete;
+  cudaStream_t get() const { return stream_; }
+  void synchronize() const { TWELL_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+template <typename T>
+DeviceBuffer<T> upload(const std::vector<T>& values) {
+  DeviceBuffer<T> buffer(static_cast<int64_t>(values.size()));
+  TWELL_CUDA_CHECK(
+      cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return buffer;
+}
+
+template <typename T>
+std::vector<T> download(const DeviceBuffer<T>& buffer) {
+  std::vector<T> values(static_cast<size_t>(buffer.size()));
+  TWELL_CUDA_CHECK(
+      cudaMemcpy(values.data(), buffer.data(), values.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  return values;
+}
+
+// Device memory of n values with every byte set to 0xff: NaN as bf16 or f32, -1 as an integer.
+template <typename T>
+DeviceBuffer<T> poisoned(int64_t n) {
+  DeviceBuffer<T> buffer(n);
+  TWELL_CUDA_CHECK(cudaMemset(buffer.data(), 0xff, static_cast<size_t>(buffer.bytes())));
+  return buffer;
+}
+
+// Captures what `enqueue` puts on the stream into a graph and replays it `times` times.
+template <typename Enqueue>
+void replay_as_graph(const TestStream& stream, int times, const Enqueue& enqueue) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
+  enqueue();
+  TWELL_CUDA_CHECK(cudaStreamEndCapture(stream.get(), &graph));
+  TWELL_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < times; ++i) TWELL_CUDA_CHECK(cudaGraphLaunch(executable, stream.get()));
+  stream.synchronize();
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+}
+
+}  // namespace twell

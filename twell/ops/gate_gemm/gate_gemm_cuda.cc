@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+
+#include <algorithm>
+
+#include "twell/ops/gate_gemm/gate_gemm_sm90.h"
+#include "twell/sm90/tensor_map.h"
+
+namespace twell {
+
+std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.out.shape;
+  if (shape.tile != gate_gemm::kTileN || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
+                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
+                       gate_gemm::kTileN);
+  }
+  if (problem.out.spill_slots < shape.max_spill_slots()) {
+    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
+                       shape.max_spill_slots());
+  }
+  // Rows and spill slots are 32-bit in the kernel.
+  if (shape.max_spill_slots() > int64_t{1} << 31) {
+    return fmt::format("{} tokens in {} tiles: at most 2^31 (row, tile) pairs per call",
+                       problem.tokens, shape.tiles());
+  }
+  return {};
+}
+
+void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
+  using namespace gate_gemm;
+  const std::string unsupported = gate_gemm_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  if (problem.tokens == 0) return;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(
+      problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
+  const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+  Params params;
+  params.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
+  params.map_w =
+      sm90::matrix_tensor_map(problem.w_gate, problem.ffn, problem.width, kTileN / kCluster);
+  params.out = {problem.out.words,
+                reinterpret_cast<uint32_t*>(problem.out.spill),
+                problem.out.row_nnz,
+                static_cast<int>(problem.tokens),
+                static_cast<int>(problem.out.shape.tiles()),
+                problem.out.shape.slots()};
+  params.k_steps = ceil_div(problem.width, kTileK);
+  params.m_pairs = ceil_div(problem.tokens, kTileM * kCluster);
+  params.n_tiles = ceil_div(problem.ffn, kTileN);
+  // 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters run at
+  // one time: 8 MiB of each, well inside the L2.
+  params.group = 8;
+  const int clusters = std::min(ctx.multiprocessors() / kCluster, params.m_pairs * params.n_tiles);
+  TWELL_CUDA_CHECK(launch_gate_gemm_sm90(params, clusters * kCluster, ctx.stream()));
+}
+
+}  // namespace twell

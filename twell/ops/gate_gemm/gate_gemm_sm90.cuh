@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gate GEMM for Hopper. Persistent; clusters of two CTAs, each CTA an output tile of 128 tokens
+// by 256 neurons (the TwELL tile); the two CTAs of a cluster share their neurons and load half of
+// the weight tile each, multicast to both.
+//   warpgroup 0     one thread feeds a ring of kStages k-steps through the copy engine
+//   warpgroups 1,2  64 tokens each: WGMMA, then pack
+// Packing a tile is deferred, in steps, into the next tile's first k-steps: its activations wait as
+// bf16 pairs in 64 registers, so the integer work of packing runs while the tensor cores are busy.
+#pragma once
+
+#include "twell/ops/gate_gemm/gate_gemm_sm90.h"
+#include "twell/ops/gate_gemm/twell_pack_sm90.cuh"
+#include "twell/sm90/barrier.cuh"
+#include "twell/sm90/copy.cuh"
+#include "twell/sm90/wgmma.cuh"
+
+namespace twell::gate_gemm {
+
+inline constexpr int kStages = 4;  // 4 x 48 KiB of the 227 KiB a CTA can have
+inline constexpr int kThreads = 384;
+inline constexpr uint32_t kBytesA = kTileM * kTileK * 2;
+inline constexpr uint32_t kBytesB = kTileN * kTileK * 2;
+inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
+// Ring, its 2 * kStages barriers, and slack for aligning the ring to the 1024-byte swizzle atom.
+inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;
+
+// Output tiles in the order the clusters take them: sweeps over F within a group of row tiles, so
+// that what runs at one time shares few rows of x and few rows of w_gate.
+struct TileOrder {
+  int m_pairs, n_tiles, group;
+  __device__ int count() const { return m_pairs * n_tiles; }
+  __device__ void locate(int index, int& m_pair, int& n_tile) const {
+    const int per_group = group * n_tiles;
+    const int first = index / per_group * group;
+    const int rows = min(group, m_pairs - first);
+    const int within = index % per_group;
+    m_pair = first + within % rows;
+    n_tile = within / rows;
+  }
+};
+
+__device__ __forceinline__ void produce(const Params& params, uint32_t ring, uint32_t full,
+                                        uint32_t empty, uint32_t rank) {
+  using namespace sm90;
+  const TileOrder order{params.m_pairs, params.n_tiles, params.group};
+  const int clusters = gridDim.x / kCluster;
+  RingCursor<kStages> cursor;
+  cursor.parity = 1;  // a fresh ring is empty
+  for (int tile = blockIdx.x / kCluster; tile < order.count(); tile += clusters) {
+    int m_pair, n_tile;
+    order.locate(tile, m_pair, n_tile);
+    const int row = (m_pair * kCluster + rank) * kTileM;
+    const int neuron = n_tile * kTileN + rank * (kTileN / kCluster);
+    for (int k = 0; k < params.k_steps; ++k, cursor.advance()) {
+      const uint32_t a = ring + cursor.stage * kStageBytes;
+      const uint32_t b = a + kBytesA + rank * (kBytesB / kCluster);
+      const uint32_t landed = full + cursor.stage * 8;
+      barrier_wait(empty + cursor.stage * 8, cursor.parity);
+      barrier_arrive_expect(landed, kStageBytes);
+      tensor_load(a, &params.map_x, k * kTileK, row, landed);
+      tensor_load_multicast(b, &params.map_w, k * kTileK, neuron, landed, (1 << kCluster) - 1);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t stage, int warpgroup,
+                                              bool accumulate) {
+  using namespace sm90;
+  const uint64_t a = k_major_operand(stage + warpgroup * (kBytesA / 2));
+  const uint64_t b = k_major_operand(stage + kBytesA);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileK / 16; ++k) {
+    wgmma<kTileN, false>(acc, a + k * 2, b + k * 2, accumulate || k > 0);
+  }
+  wgmma_commit();
+}
+
+__device__ __forceinline__ void consume(const Params& params, uint32_t ring, uint32_t full,
+                                        uint32_t empty, uint32_t rank, int warpgroup) {
+  using namespace sm90;
+  const TileOrder order{params.m_pairs, params.n_tiles, params.group};
+  const int clusters = gridDim.x / kCluster;
+  const int thread = threadIdx.x % 128;
+  // One thread per warpgroup tells both CTAs, whose copies fill this CTA's slots together.
+  const auto release = [&](int stage) {
+    if (thread < kCluster) barrier_arrive_cluster(empty + stage * 8, thread);
+  };
+  float acc[128];
+  PackedTile pending;
+  RingCursor<kStages> cursor;
+  // One round more than there are tiles, without k-steps, packs the last one.
+  for (int tile = blockIdx.x / kCluster;; tile += clusters) {
+    const int k_steps = tile < order.count() ? params.k_steps : 0;
+    int previous = 0;
+    for (int k = 0; k < k_steps || !pending.done(); ++k) {
+      if (k < k_steps) {
+        barrier_wait(full + cursor.stage * 8, cursor.parity);
+        multiply_step(acc, ring + cursor.stage * kStageBytes, warpgroup, k > 0);
+      }
+      if (k > 0 && k < k_steps) {
+        wgmma_wait<1>();
+        release(previous);
+      }
+      if (k < k_steps) {
+        previous = cursor.stage;
+        cursor.advance();
+      }
+      // Each packing step is cold code and costs a k-step some of its slack: every other one has
+      // measured better than every one. At D = 2048 all 17 steps fit the 32 k-steps.
+      if (k % 2 == 1 || k == 2 || k >= k_steps) pending.advance(params.out);
+    }
+    if (k_steps == 0) break;
+    wgmma_wait<0>();
+    release(previous);
+    int m_pair, n_tile;
+    order.locate(tile, m_pair, n_tile);
+    pending.take(acc, (m_pair * kCluster + rank) * kTileM + warpgroup * 64, n_tile);
+  }
+}
+
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
+  using namespace sm90;
+  extern __shared__ uint8_t shared[];
+  const uint32_t ring = (smem_address(shared) + 1023) & ~1023u;
+  const uint32_t full = ring + kStages * kStageBytes;
+  const uint32_t empty = full + kStages * 8;
+  const uint32_t rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&params.map_x);
+    prefetch_tensor_map(&params.map_w);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(full + stage * 8, 1);
+      barrier_init(empty + stage * 8, 2 * kCluster);  // both warpgroups of both CTAs
+    }
+    fence_barrier_init();
+  }
+  cluster_sync();
+  const int role = threadIdx.x / 128;
+  if (role == 0) {
+    registers_decrease<24>();
+    if (threadIdx.x == 0) produce(params, ring, full, empty, rank);
+  } else {
+    registers_increase<240>();
+    consume(params, ring, full, empty, rank, role - 1);
+  }
+  __syncwarp();
+  cluster_sync();  // no CTA leaves while the other may still signal its barriers
+}
+
+}  // namespace twell::gate_gemm

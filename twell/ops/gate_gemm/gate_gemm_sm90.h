@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch of the Hopper gate GEMM: what the host side passes to the kernel.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace twell::gate_gemm {
+
+inline constexpr int kTileM = 128;
+inline constexpr int kTileN = 256;  // the TwELL tile
+inline constexpr int kTileK = 64;   // 128 bytes, the widest swizzle
+inline constexpr int kCluster = 2;
+
+// Where packed tiles go: a TwellPacked of T = 256 with its derived sizes, which the kernel would
+// otherwise divide for.
+struct PackTarget {
+  uint32_t* words;   // [M, tiles, slots]
+  uint32_t* spill;   // [M * tiles, 128] pairs of bf16
+  int32_t* row_nnz;  // [M], starts at 0
+  int tokens;        // M
+  int tiles;
+  int slots;  // words per tile
+};
+
+struct Params {
+  CUtensorMap map_x;  // [M, D], boxes of kTileM rows
+  CUtensorMap map_w;  // [F, D], boxes of kTileN / kCluster rows
+  PackTarget out;
+  int k_steps;  // ceil(D / kTileK)
+  int m_pairs;  // cluster tiles along M
+  int n_tiles;  // along F
+  int group;    // cluster tiles along M that share a sweep over F, for L2 reuse
+};
+
+// ctas is a multiple of kCluster.
+cudaError_t launch_gate_gemm_sm90(const Params& params, int ctas, cudaStream_t stream);
+
+}  // namespace twell::gate_gemm

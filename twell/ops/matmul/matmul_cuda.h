@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dense matrix product on the GPU through cuBLASLt, bf16 in and out, f32 accumulation:
+//   c [M, N] = epilogue(a [M, K] op(b)),  b [N, K] (a weight of a linear layer) or [K, N].
+// A plan fixes the shape and the algorithm; it may be run on any operands of that shape.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+
+namespace twell {
+
+struct MatmulShapeCuda {
+  int64_t rows = 0;      // M
+  int64_t cols = 0;      // N
+  int64_t inner = 0;     // K
+  bool trans_b = false;  // b is [N, K]
+  bool relu = false;     // applied in the epilogue
+};
+
+class MatmulPlanCuda {
+ public:
+  // Takes the first algorithm that cuBLASLt proposes. Throws Error where it has none.
+  MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape);
+  ~MatmulPlanCuda();
+  MatmulPlanCuda(const MatmulPlanCuda&) = delete;
+  MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
+
+  // Times every proposed algorithm on these operands and keeps the fastest. Synchronises.
+  void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, __nv_bfloat16* c);
+
+  // Enqueues; never synchronises. The workspace is the plan's: one run at a time.
+  void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
+           __nv_bfloat16* c) const;
+
+ private:
+  static constexpr int kProposals = 16;
+  void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
+                const __nv_bfloat16* b, __nv_bfloat16* c) const;
+
+  cublasLtMatmulDesc_t operation_ = nullptr;
+  cublasLtMatrixLayout_t layout_a_ = nullptr;
+  cublasLtMatrixLayout_t layout_b_ = nullptr;
+  cublasLtMatrixLayout_t layout_c_ = nullptr;
+  cublasLtMatmulHeuristicResult_t proposals_[kProposals];
+  int proposal_count_ = 0;
+  int chosen_ = 0;
+  DeviceBuffer<std::byte> workspace_;
+};
+
+}  // namespace twell

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+#include "twell/ops/sparse_up_down/tile_union.h"
+
+namespace twell {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+int64_t TileUnionWorkspace::max_tiles(int64_t tokens) {
+  using namespace tile_union;
+  return ceil_div(tokens, kTileTokens) + ceil_div(tokens / kHeavyFactor, kTileTokens);
+}
+
+TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
+    : max_tokens_(max_tokens), ffn_(ffn) {
+  using namespace tile_union;
+  const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
+  tile_tokens_ = DeviceBuffer<int32_t>(tiles * kTileTokens);
+  union_size_ = DeviceBuffer<int32_t>(tiles);
+  union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
+  activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
+  tile_order_ = DeviceBuffer<int32_t>(tiles);
+  up_items_ = DeviceBuffer<int2>(tiles * ceil_div(blocks, kMaxChunkBlocks));
+  counts_ = DeviceBuffer<int32_t>(sizeof(Counts) / sizeof(int32_t));
+}
+
+int64_t TileUnionWorkspace::bytes() const {
+  return tile_tokens_.bytes() + union_size_.bytes() + union_ids_.bytes() + activations_.bytes() +
+         tile_order_.bytes() + up_items_.bytes() + counts_.bytes();
+}
+
+std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.gate.shape;
+  if (shape.tile != 256 || shape.slots() < 4 || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format(
+        "TwELL of [{}, {}] in tiles of {} with {} words, expected [{}, {}] in tiles of 256 with at "
+        "least 4",
+        shape.rows, shape.cols, shape.tile, shape.slots(), problem.tokens, problem.ffn);
+  }
+  if (problem.ffn > tile_union::kMaxFfn) {
+    return fmt::format("FFN size {}, at most {}", problem.ffn, tile_union::kMaxFfn);
+  }
+  // 16-byte pieces of x and of a weight are counted in 32 bits.
+  constexpr int64_t kMaxPieces = int64_t{1} << 32;
+  const int64_t pieces = std::max(problem.tokens, problem.ffn) * (problem.width / 8);
+  if (pieces >= kMaxPieces || problem.tokens > int64_t{1} << 30) {
+    return fmt::format("[{}, {}] with FFN size {} is too large for one call", problem.tokens,
+                       problem.width, problem.ffn);
+  }
+  return {};
+}
+
+void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
+                             TileUnionWorkspace& workspace) {
+  using namespace tile_union;
+  const std::string unsupported = tile_union_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "tile-union: {}", unsupported);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.ffn <= workspace.ffn(),
+              "tile-union: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              workspace.max_tokens(), workspace.ffn());
+  if (problem.tokens == 0) return;
+  Tiles tiles{};
+  tiles.tokens = workspace.tile_tokens_.data();
+  tiles.union_size = workspace.union_size_.data();
+  tiles.union_ids = workspace.union_ids_.data();
+  tiles.activations = workspace.activations_.data();
+  tiles.order = workspace.tile_order_.data();
+  tiles.up_items = workspace.up_items_.data();
+  tiles.counts = reinterpret_cast<Counts*>(workspace.counts_.data());
+  tiles.blocks = static_cast<int>(ceil_div(problem.ffn, kBlock));
+  tiles.max_tiles = static_cast<int>(TileUnionWorkspace::max_tiles(problem.tokens));
+
+  const TwellPacked& packed = problem.gate;
+  const Gate gate{packed.words,
+                  reinterpret_cast<const uint4*>(packed.spill),
+                  packed.row_nnz,
+                  static_cast<int>(problem.tokens),
+                  static_cast<int>(packed.shape.tiles()),
+                  packed.shape.slots()};
+  const cudaStream_t stream = ctx.stream();
+  TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, stream));
+  TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, stream));
+  TWELL_CUDA_CHECK(launch_schedule(tiles, stream));
+  Gemm gemm{tiles, problem.x, problem.w_up, nullptr, static_cast<int>(problem.width)};
+  if (problem.w_up != nullptr) {
+    TWELL_CUDA_CHECK(launch_up_sm90(gemm, ctx.multiprocessors(), stream));
+  }
+  gemm.weight = problem.w_down;
+  gemm.y = problem.y;
+  TWELL_CUDA_CHECK(launch_down_sm90(gemm, ctx.multiprocessors(), stream));
+}
+
+}  // namespace twell

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// Up projection of the tile-union execution, with the gate applied in the epilogue:
+//   activations[tile] *= x[tile tokens] w_up[union]^T, in place.
+// Persistent. An item is 128 tokens by up to 256 neurons of one tile's union.
+//   warpgroup 0     gathers rows of x and w_up, k-step by k-step
+//   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
+#pragma once
+
+#include "twell/ops/sparse_up_down/gather_ring_sm90.cuh"
+#include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/wgmma.cuh"
+
+namespace twell::tile_union::up {
+
+inline constexpr int kStages = 3;
+inline constexpr int kTileK = 64;
+inline constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
+inline constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
+inline constexpr uint32_t kStageBytes = kBytesX + kBytesW;
+inline constexpr uint32_t kBlockBytes = kTileTokens * kBlock * 2;  // one block of activations
+inline constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
+inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + 2 * kStages * 8 + 16 +
+                                         ItemFeed::kBytes +
+                                         1024;  // barriers, alignment to the swizzle atom
+
+struct Shared {
+  uint32_t ring, gate, feed, full, empty, gate_full, gate_empty;
+  __device__ explicit Shared(void* base) {
+    ring = (sm90::smem_address(base) + 1023) & ~1023u;
+    gate = ring + kStages * kStageBytes;
+    feed = gate + kGateBytes;
+    full = feed + ItemFeed::kBytes;
+    empty = full + kStages * 8;
+    gate_full = empty + kStages * 8;
+    gate_empty = gate_full + 8;
+  }
+};
+
+struct Item {
+  int tile, first_block, blocks, size;
+  // {tile, first block, blocks, neurons in the tile's union}
+  __device__ static int4 load(const Tiles& tiles, int index) {
+    if (index >= tiles.counts->up_items) return int4{-1, 0, 0, 0};
+    const int2 item = tiles.up_items[index];
+    return int4{item.x, item.y & 0xffff, item.y >> 16, tiles.union_size[item.x]};
+  }
+  __device__ explicit Item(int4 item)
+      : tile(item.x), first_block(item.y), blocks(item.z), size(item.w) {}
+  __device__ uint8_t* activations(const Tiles& tiles) const {
+    return reinterpret_cast<uint8_t*>(tiles.activations) +
+           (int64_t{tile} * tiles.blocks + first_block) * kBlockBytes;
+  }
+};
+
+// Rows p / 8 + 16 i of the stage's operands, 16-byte piece p % 8 of each: what producer p gathers.
+struct GatherRows {
+  static constexpr uint32_t kNone = ~0u;
+  uint32_t x[kTileTokens / 16];  // first 16-byte piece of the row, or kNone
+  uint32_t w[kMaxChunkBlocks * kBlock / 16];
+
+  __device__ __forceinline__ GatherRows(const Gemm& gemm, const Item& item) {
+    const int p = threadIdx.x % kProducers;
+    const int pieces = gemm.width / 8;
+    const int32_t* tokens = gemm.tiles.tokens + item.tile * kTileTokens;
+    const int first = item.first_block * kBlock;
+    const int32_t* ids = gemm.tiles.union_ids + int64_t{item.tile} * gemm.tiles.blocks * kBlock;
+#pragma unroll
+    for (int i = 0; i < kTileTokens / 16; ++i) {
+      const int token = tokens[p / 8 + 16 * i];
+      x[i] = token < 0 ? kNone : static_cast<uint32_t>(token) * pieces + p % 8;
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxChunkBlocks * kBlock / 16; ++i) {
+      const int position = first + p / 8 + 16 * i;
+      w[i] = position < item.size ? static_cast<uint32_t>(ids[position]) * pieces + p % 8 : kNone;
+    }
+  }
+};
+
+__device__ __forceinline__ void gather_step(const Gemm& gemm, const GatherRows& rows, int blocks,
+                                            uint32_t stage, int k) {
+  const int p = threadIdx.x % kProducers;
+  const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
+  const uint32_t piece = k * (kTileK / 8);
+  const uint32_t dst = stage + p / 8 * 128 + ((p % 8) ^ (p / 8 % 8)) * 16;
+  const auto* x = reinterpret_cast<const uint4*>(gemm.x) + piece;
+  const auto* w = reinterpret_cast<const uint4*>(gemm.weight) + piece;
+#pragma unroll
+  for (int i = 0; i < kTileTokens / 16; ++i) {
+    const bool valid = inside && rows.x[i] != GatherRows::kNone;
+    sm90::gather16(dst + i * 2048, x + (valid ? rows.x[i] : 0), valid);
+  }
+#pragma unroll
+  for (int block = 0; block < kMaxChunkBlocks; ++block) {
+    if (block >= blocks) break;
+#pragma unroll
+    for (int j = 0; j < kBlock / 16; ++j) {
+      const int i = block * (kBlock / 16) + j;
+      const bool valid = inside && rows.w[i] != GatherRows::kNone;
+      sm90::gather16(dst + kBytesX + i * 2048, w + (valid ? rows.w[i] : 0), valid);
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const Gemm& gemm, const Shared& shared) {
+  using namespace sm90;
+  GatherRing<kStages> ring{shared.full, shared.empty};
+  const int k_steps = (gemm.width + kTileK - 1) / kTileK;
+  ItemFeed feed{shared.feed};
+  ItemFeeder feeder(feed, &gemm.tiles.counts->up_taken,
+                    [&](int index) { return Item::load(gemm.tiles, index); });
+  for (uint32_t gate_parity = 1;; gate_parity ^= 1) {
+    feeder.publish();
+    const Item item(feed.take());
+    if (item.tile < 0) break;
+    const GatherRows rows(gemm, item);
+    // The gate waits until the consumers are past the previous item's epilogue.
+    const auto load_gate = [&] {
+      if (threadIdx.x % kProducers != 0) return;
+      barrier_wait(shared.gate_empty, gate_parity);
+      barrier_arrive_expect(shared.gate_full, item.blocks * kBlockBytes);
+      bulk_load(shared.gate, item.activations(gemm.tiles), item.blocks * kBlockBytes,
+                shared.gate_full);
+    };
+    for (int k = 0; k < k_steps; ++k) {
+      if (k == kStages) load_gate();
+      const int stage = ring.acquire();
+      gather_step(gemm, rows, item.blocks, shared.ring + stage * kStageBytes, k);
+      ring.commit();
+    }
+    if (k_steps <= kStages) load_gate();
+  }
+}
+
+// State of a consumer across items.
+struct Consumer {
+  const Gemm& gemm;
+  const Shared& shared;
+  const int warpgroup = threadIdx.x / 128 - 1;
+  const int thread = threadIdx.x % 128;
+  StageReader<kStages> ring{shared.full, shared.empty};
+  uint32_t gate_parity = 0;
+  bool storing = false;
+
+  __device__ __forceinline__ void finish_store() {
+    if (storing && thread == 0) {
+      sm90::bulk_store_wait_read();
+      sm90::barrier_arrive(shared.gate_empty);
+    }
+    storing = false;
+  }
+
+  template <int N>
+  __device__ __forceinline__ void multiply(float (&acc)[128], int k_steps) {
+    using namespace sm90;
+    int previous = 0;
+    for (int k = 0; k < k_steps; ++k) {
+      const int current = ring.wait();
+      const uint32_t stage = shared.ring + current * kStageBytes;
+      const uint64_t a = k_major_operand(stage + warpgroup * (kBytesX / 2));
+      const uint64_t b = k_major_operand(stage + kBytesX);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTileK / 16; ++i) {
+        wgmma<N, false>(acc, a + i * 2, b + i * 2, k > 0 || i > 0);
+      }
+      wgmma_commit();
+      if (k == 0) {
+        finish_store();
+      } else {
+        wgmma_wait<1>();
+        ring.release(previous);
+      }
+      previous = current;
+      ring.advance();
+    }
+    wgmma_wait<0>();
+    ring.release(previous);
+  }
+
+  // h = g * u, in f32, rounded once.
+  template <int N>
+  __device__ __forceinline__ void apply_gate(const float (&acc)[128]) {
+    const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const uint32_t at = base + i / 8 * kBlockBytes + ((i % 8) ^ (row % 8)) * 16;
+      multiply_pair(at, acc[4 * i], acc[4 * i + 1]);
+      multiply_pair(at + 8 * 128, acc[4 * i + 2], acc[4 * i + 3]);
+    }
+  }
+  __device__ __forceinline__ static void multiply_pair(uint32_t at, float low, float high) {
+    uint32_t pair;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
+    low *= __uint_as_float(pair << 16);
+    high *= __uint_as_float(pair & 0xffff0000u);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
+  }
+
+  template <int N>
+  __device__ __forceinline__ void run(float (&acc)[128], const Item& item, int k_steps) {
+    using namespace sm90;
+    multiply<N>(acc, k_steps);
+    barrier_wait(shared.gate_full, gate_parity);
+    gate_parity ^= 1;
+    apply_gate<N>(acc);
+    fence_async_shared();
+    named_barrier(1 + warpgroup, 128);
+    if (thread == 0) {
+      const uint32_t half = warpgroup * (kBlockBytes / 2);
+      uint8_t* out = item.activations(gemm.tiles) + half;
+      for (int block = 0; block < N / kBlock; ++block) {
+        bulk_store(out + block * kBlockBytes, shared.gate + half + block * kBlockBytes,
+                   kBlockBytes / 2);
+      }
+      bulk_store_commit();
+    }
+    storing = true;
+  }
+};
+
+__device__ __forceinline__ void consume(const Gemm& gemm, const Shared& shared) {
+  Consumer consumer{gemm, shared};
+  const int k_steps = (gemm.width + kTileK - 1) / kTileK;
+  ItemFeed feed{shared.feed};
+  float acc[128];
+  for (;;) {
+    const Item item(feed.take());
+    if (item.tile < 0) break;
+    switch (item.blocks) {
+      case 1:
+        consumer.run<64>(acc, item, k_steps);
+        break;
+      case 2:
+        consumer.run<128>(acc, item, k_steps);
+        break;
+      case 3:
+        consumer.run<192>(acc, item, k_steps);
+        break;
+      default:
+        consumer.run<256>(acc, item, k_steps);
+        break;
+    }
+  }
+  if (consumer.thread == 0) sm90::bulk_store_wait();
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    tile_union_up_sm90_kernel(const __grid_constant__ Gemm gemm) {
+  extern __shared__ uint8_t memory[];
+  const Shared shared(memory);
+  if (threadIdx.x == 0) {
+    init_ring(shared.full, shared.empty, kStages);
+    ItemFeed{shared.feed}.init();
+    sm90::barrier_init(shared.gate_full, 1);
+    sm90::barrier_init(shared.gate_empty, kConsumerWarpgroups);
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kProducers) {
+    sm90::registers_decrease<kProducerRegisters>();
+    produce(gemm, shared);
+  } else {
+    sm90::registers_increase<kConsumerRegisters>();
+    consume(gemm, shared);
+  }
+}
+
+}  // namespace twell::tile_union::up

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hopper copies into and out of shared memory: tensor (TMA) and linear bulk copies that complete on
+// an mbarrier, and 16-byte cp.async for gathers. Thin names over PTX, no policy.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "twell/sm90/barrier.cuh"
+
+namespace twell::sm90 {
+
+// --- tensor copies: box of a 2-D tensor map at (inner, outer)
+// -------------------------------------
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+__device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map, int32_t inner,
+                                            int32_t outer, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(inner), "r"(outer), "r"(barrier)
+      : "memory");
+}
+// The same box to the same offset in every CTA of the mask, each signalled on its own barrier.
+__device__ __forceinline__ void tensor_load_multicast(uint32_t dst, const CUtensorMap* map,
+                                                      int32_t inner, int32_t outer,
+                                                      uint32_t barrier, uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(inner), "r"(outer), "r"(barrier), "h"(cta_mask)
+      : "memory");
+}
+
+// --- linear bulk copies: bytes a multiple of 16, both addresses 16-byte aligned
+// -------------------
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(dst),
+      "l"(src), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// The sources of this thread's bulk stores may be overwritten.
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// This thread's bulk stores are complete.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// --- 16-byte gathers -----------------------------------------------------------------------------
+// valid = false reads nothing and writes zeros. Past L1: each line is used once per SM.
+__device__ __forceinline__ void gather16(uint32_t dst, const void* src, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
+}
+// Arrives at the barrier once all gathers that this thread has issued so far have landed. Their
+// data is ordinary writes: a thread that waits on the barrier and then has WGMMA read it runs
+// fence_async_shared in between.
+__device__ __forceinline__ void gather_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+}  // namespace twell::sm90
