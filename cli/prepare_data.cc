@@ -25,6 +25,13 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Bytes on disk that will be read, as far as that can be known before.
+int64_t expected_bytes(const DataRequest& request, const TextSource& source) {
+  const int64_t limit = request.options.max_bytes;
+  const int64_t total = std::max<int64_t>(source.total_bytes(), 1);
+  return limit > 0 ? std::min(limit, total) : total;
+}
+
 // Documents are picked at random so that the sample covers all of the data, up to its byte limit.
 Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   TextSource source(request.text({}));
@@ -34,7 +41,7 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   source.rewind();
   const int64_t limit = request.options.tokenizer_sample_mib << 20;
   const double share =
-      static_cast<double>(limit) / static_cast<double>(std::max<int64_t>(source.total_bytes(), 1));
+      static_cast<double>(limit) / static_cast<double>(expected_bytes(request, source));
   int64_t bytes = 0;
   uint64_t index = 0;
   const auto next_text = [&](std::string& text) {
@@ -64,6 +71,7 @@ nlohmann::json source_identity(const DataRequest& request, int64_t total_bytes) 
   nlohmann::json json = {{"bytes", total_bytes},
                          {"json_field", options.json_field},
                          {"bad_files", options.bad_files},
+                         {"max_bytes", options.max_bytes},
                          {"validation_fraction", options.validation_fraction},
                          {"seed", request.seed}};
   for (const fs::path& path : request.paths) {
@@ -97,6 +105,13 @@ void add_text_options(CLI::App& command, DataOptions& options) {
                   "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
       ->type_name("error|skip")
       ->check(CLI::IsMember({"error", "skip"}).description(""))
+      ->capture_default_str()
+      ->group("Data");
+  command
+      .add_option("--max-data-bytes", options.max_bytes,
+                  "Stop reading after this many bytes of text; 0: read everything")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->group("Data");
 }
@@ -136,6 +151,7 @@ TextSourceOptions DataRequest::text(const LogSink& log) const {
   text.paths = paths;
   text.json_field = options.json_field;
   text.bad_file = options.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
+  text.max_bytes = options.max_bytes;
   text.log = log;
   return text;
 }
@@ -163,10 +179,11 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
   options.seed = request.seed;
   options.threads = request.threads;
   const auto start = Clock::now();
-  options.progress = [&](int64_t done, int64_t total, int64_t tokens) {
+  const double total = static_cast<double>(expected_bytes(request, source));
+  options.progress = [&](int64_t done, int64_t, int64_t tokens) {
     const double bytes = static_cast<double>(done);
     progress.update(fmt::format("tokenizing {:.0f}%  {} tokens  {:.1f} MB/s",
-                                100.0 * bytes / static_cast<double>(std::max<int64_t>(total, 1)),
+                                std::min(100.0, 100.0 * bytes / total),
                                 format_count(static_cast<double>(tokens)),
                                 bytes * 1e-6 / std::max(seconds_since(start), 1e-9)));
   };

@@ -20,14 +20,14 @@ namespace twell::cli {
 struct DataOptions {
   std::string json_field = "text";
   std::string bad_files = "error";
+  int64_t max_bytes = 0;  // of text; 0: all
   double validation_fraction = 0.01;
   std::filesystem::path tokenizer;  // empty: train one
   std::string pre_tokenizer = "gpt2";
   int64_t tokenizer_sample_mib = 32;
 };
 void add_text_options(CLI::App& command, DataOptions& options);  // --json-field, --bad-files
-void add_tokenizer_options(CLI::App& command,
-                           DataOptions& options);  // --tokenizer and its training
+void add_tokenizer_options(CLI::App& command, DataOptions& options);
 
 struct DataRequest {
   const DataOptions& options;

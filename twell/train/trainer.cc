@@ -109,10 +109,12 @@ StepMetrics Trainer::train_step() {
 }
 
 double Trainer::validate() const {
-  return validation_cross_entropy(ctx_, model_, shards_,
-                                  {.sequences = options_.validation_sequences,
-                                   .length = options_.sequence_length,
-                                   .micro_batch = options_.micro_batch});
+  // Half a training micro-batch at a time: its scratch fits into what training has reserved.
+  ValidationOptions validation;
+  validation.sequences = options_.validation_sequences;
+  validation.length = options_.sequence_length;
+  validation.micro_batch = std::max<int64_t>(1, options_.micro_batch / 2);
+  return validation_cross_entropy(ctx_, model_, shards_, validation);
 }
 
 void Trainer::save(const std::filesystem::path& checkpoint) const {
