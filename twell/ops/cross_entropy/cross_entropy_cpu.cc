@@ -11,11 +11,11 @@
 namespace twell {
 namespace {
 
-// Tokens per chunk: the logits take at most 32 MiB, and the GEMMs keep at least 128 rows to work on
+// Tokens per chunk: the logits take at most 32 MiB, and the GEMMs keep at least 256 rows to work on
 // (below that the weight gradient [V, D], rewritten per chunk, would dominate).
 int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
   constexpr int64_t kMaxLogits = (int64_t{32} << 20) / static_cast<int64_t>(sizeof(float));
-  constexpr int64_t kMinTokens = 128;
+  constexpr int64_t kMinTokens = 256;
   return std::min(tokens, std::max(kMinTokens, kMaxLogits / vocab));
 }
 

@@ -133,11 +133,8 @@ void ffn_train_step(benchmark::State& state, const Shape& shape, double density)
 }  // namespace twell
 
 int main(int argc, char** argv) {
-  const twell::Shape shapes[] = {{2048, 256, 1024},
-                                 {2048, 512, 2048},
-                                 {8192, 512, 2048},
-                                 {2048, 768, 3072},
-                                 {2048, 2048, 5632}};
+  const twell::Shape shapes[] = {{128, 512, 2048},  {2048, 256, 1024}, {2048, 512, 2048},
+                                 {8192, 512, 2048}, {2048, 768, 3072}, {2048, 2048, 5632}};
   for (const twell::Shape& shape : shapes) {
     for (const double density : {0.005, 0.01, 0.02, 0.05, 0.08, 0.12, 0.16, 0.20}) {
       const std::string name = "M" + std::to_string(shape.tokens) + "/D" +

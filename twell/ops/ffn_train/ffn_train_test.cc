@@ -320,6 +320,17 @@ TEST(FfnTrainContract, RefusesWhatDoesNotFit) {
   EXPECT_THROW(layer.run(ctx, FfnTrainPolicy::kDense, 0, 4, other_ffn), Error);
 }
 
+TEST(FfnTrainPolicies, AutoFollowsTheHint) {
+  const auto choose = [](double nnz_hint) {
+    return choose_ffn_train_execution(2048, 256, 1024, nnz_hint);
+  };
+  EXPECT_EQ(choose(-1.0), FfnTrainExecution::kDense);
+  EXPECT_EQ(choose(0.0), FfnTrainExecution::kHybrid);
+  EXPECT_EQ(choose(50.0), FfnTrainExecution::kHybrid);
+  EXPECT_EQ(choose(512.0), FfnTrainExecution::kDense);
+  EXPECT_EQ(choose_ffn_train_execution(1, 256, 1024, 10.0), FfnTrainExecution::kDense);
+}
+
 TEST(FfnTrainPolicies, Names) {
   EXPECT_EQ(parse_ffn_train_policy("auto"), FfnTrainPolicy::kAuto);
   EXPECT_EQ(parse_ffn_train_policy("dense"), FfnTrainPolicy::kDense);
