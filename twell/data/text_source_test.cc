@@ -155,7 +155,7 @@ TEST(PieceLength, PrefersLineStarts) {
   EXPECT_EQ(piece_length("short", 5), 5u);
   EXPECT_EQ(piece_length("one\ntwo\nthree", 10), 8u);  // after "two\n"
   EXPECT_EQ(piece_length("one two\nthree", 8), 8u);    // the newline is the last byte allowed
-  EXPECT_EQ(piece_length("ones two\nb\n\nc \nd\n e", 15), 9u);    // between two words comes first,
+  EXPECT_EQ(piece_length("ones two\nb\n\nc \nd\n e", 15), 9u);   // between two words comes first,
   EXPECT_EQ(piece_length("one two \n\nb", 10), 10u);             // then before a word,
   EXPECT_EQ(piece_length("a line\n\n  more", 9), 8u);            // then any newline,
   EXPECT_EQ(piece_length("a\nlong line without end", 12), 12u);  // unless the piece were tiny,
