@@ -51,7 +51,7 @@ class TileUnionWorkspace {
   DeviceBuffer<int32_t> union_ids_;          // [tiles, F rounded up to 64]
   DeviceBuffer<__nv_bfloat16> activations_;  // [tiles, F / 64 rounded up, 128, 64] swizzled
   DeviceBuffer<int32_t> tile_order_;         // [tiles]
-  DeviceBuffer<int2> up_items_;              // [tiles * F / 256 rounded up]
+  DeviceBuffer<int2> up_items_;              // [tiles * F / 128 rounded up]
   DeviceBuffer<int32_t> counts_;             // TileUnionCounts
 };
 

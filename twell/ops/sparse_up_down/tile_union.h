@@ -15,10 +15,12 @@
 
 namespace twell::tile_union {
 
-inline constexpr int kTileTokens = 128;    // two warpgroups of 64 rows
-inline constexpr int kBlock = 64;          // neurons per block: 128 bytes, the widest swizzle
-inline constexpr int kMaxChunkBlocks = 4;  // an up item: at most 256 neurons, one WGMMA wide
-inline constexpr int kColumns = 256;       // columns of y per down item
+inline constexpr int kTileTokens = 128;  // two warpgroups of 64 rows
+inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the widest swizzle
+// An up item: at most 192 neurons. 256 would halve the traffic of x, but leaves shared memory for
+// three stages only, and a fourth one measured better (docs/kernels.md).
+inline constexpr int kMaxChunkBlocks = 3;
+inline constexpr int kColumns = 256;  // columns of y per down item
 
 // A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean. So
 // less than 1 / kHeavyFactor of the rows are heavy, which bounds the number of extra tiles.
@@ -70,7 +72,8 @@ struct Gemm {
 
 cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, cudaStream_t stream);
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, cudaStream_t stream);
-cudaError_t launch_schedule(const Tiles& tiles, cudaStream_t stream);
+// ctas: what launch_up_sm90 will be given.
+cudaError_t launch_schedule(const Tiles& tiles, int ctas, cudaStream_t stream);
 cudaError_t launch_up_sm90(const Gemm& gemm, int ctas, cudaStream_t stream);
 cudaError_t launch_down_sm90(const Gemm& gemm, int ctas, cudaStream_t stream);
 

@@ -25,7 +25,7 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
   union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
   activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
   tile_order_ = DeviceBuffer<int32_t>(tiles);
-  up_items_ = DeviceBuffer<int2>(tiles * ceil_div(blocks, kMaxChunkBlocks));
+  up_items_ = DeviceBuffer<int2>(tiles * ceil_div(blocks, kMaxChunkBlocks - 1));
   counts_ = DeviceBuffer<int32_t>(sizeof(Counts) / sizeof(int32_t));
 }
 
@@ -94,7 +94,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   const cudaStream_t stream = ctx.stream();
   TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, stream));
   TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, stream));
-  TWELL_CUDA_CHECK(launch_schedule(tiles, stream));
+  TWELL_CUDA_CHECK(launch_schedule(tiles, ctx.multiprocessors(), stream));
   Gemm gemm{tiles, problem.x, problem.w_up, nullptr, static_cast<int>(problem.width)};
   if (problem.w_up != nullptr) {
     TWELL_CUDA_CHECK(launch_up_sm90(gemm, ctx.multiprocessors(), stream));

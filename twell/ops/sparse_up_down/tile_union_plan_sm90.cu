@@ -78,17 +78,40 @@ __global__ void __launch_bounds__(kThreads) split_rows_kernel(Gate gate, Tiles t
   if (threadIdx.x == 0) tiles.counts->tiles = plain_tiles + heavy_tiles;
 }
 
+__device__ int tile_blocks(const Tiles& tiles, int tile) {
+  return (tiles.union_size[tile] + kBlock - 1) / kBlock;
+}
+
+// Blocks per up item that finish first: rounds of items over the CTAs, each item costing what its
+// k-steps read, 128 rows of x and 64 of w_up per block.
+__device__ int best_chunk(const Tiles& tiles, int count, int ctas, int* scratch) {
+  int best = kMaxChunkBlocks, best_cost = INT_MAX;
+  for (int chunk = kMaxChunkBlocks; chunk >= kMaxChunkBlocks - 1; --chunk) {
+    int items = 0;
+    for (int tile = threadIdx.x; tile < count; tile += kThreads) {
+      items += (tile_blocks(tiles, tile) + chunk - 1) / chunk;
+    }
+    int total;
+    block_scan(items, scratch, total);
+    const int cost = (total + ctas - 1) / ctas * (kTileTokens / kBlock + chunk);
+    if (cost < best_cost) {
+      best = chunk;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
 // One CTA. Counting sort of the tiles by blocks, largest first, so that the last wave of the
 // persistent GEMMs is made of small items; then each tile is cut into near-equal chunks.
-__global__ void __launch_bounds__(kThreads) schedule_kernel(Tiles tiles) {
+__global__ void __launch_bounds__(kThreads) schedule_kernel(Tiles tiles, int ctas) {
   extern __shared__ uint32_t buckets[];  // [blocks + 1], by falling size
   __shared__ int scratch[kWarps];
   const int count = tiles.counts->tiles;
-  const auto tile_blocks = [&](int tile) { return (tiles.union_size[tile] + kBlock - 1) / kBlock; };
   for (int i = threadIdx.x; i <= tiles.blocks; i += kThreads) buckets[i] = 0;
   __syncthreads();
   for (int tile = threadIdx.x; tile < count; tile += kThreads) {
-    atomicAdd(&buckets[tiles.blocks - tile_blocks(tile)], 1u);
+    atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u);
   }
   __syncthreads();
   int base = 0;
@@ -103,15 +126,16 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(Tiles tiles) {
   __syncthreads();
   // The order within a bucket is arbitrary: it decides who computes a tile, not its result.
   for (int tile = threadIdx.x; tile < count; tile += kThreads) {
-    tiles.order[atomicAdd(&buckets[tiles.blocks - tile_blocks(tile)], 1u)] = tile;
+    tiles.order[atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u)] = tile;
   }
   __syncthreads();
+  const int chunk_blocks = best_chunk(tiles, count, ctas, scratch);
   int items = 0;
   for (int first = 0; first < count; first += kThreads) {
     const int i = first + threadIdx.x;
     const int tile = i < count ? tiles.order[i] : 0;
-    const int blocks = i < count ? tile_blocks(tile) : 0;
-    const int chunks = (blocks + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
+    const int blocks = i < count ? tile_blocks(tiles, tile) : 0;
+    const int chunks = (blocks + chunk_blocks - 1) / chunk_blocks;
     int total;
     const int at = items + block_scan(chunks, scratch, total);
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -134,8 +158,8 @@ cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, cudaStream_t
   return cudaGetLastError();
 }
 
-cudaError_t launch_schedule(const Tiles& tiles, cudaStream_t stream) {
-  schedule_kernel<<<1, kThreads, (tiles.blocks + 1) * 4, stream>>>(tiles);
+cudaError_t launch_schedule(const Tiles& tiles, int ctas, cudaStream_t stream) {
+  schedule_kernel<<<1, kThreads, (tiles.blocks + 1) * 4, stream>>>(tiles, ctas);
   return cudaGetLastError();
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Up projection of the tile-union execution, with the gate applied in the epilogue:
 //   activations[tile] *= x[tile tokens] w_up[union]^T, in place.
-// Persistent. An item is 128 tokens by up to 256 neurons of one tile's union.
+// Persistent. An item is 128 tokens by up to 192 neurons of one tile's union.
 //   warpgroup 0     gathers rows of x and w_up, k-step by k-step
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
 #pragma once
@@ -12,8 +12,9 @@
 
 namespace twell::tile_union::up {
 
-inline constexpr int kStages = 3;
+inline constexpr int kStages = 4;
 inline constexpr int kTileK = 64;
+inline constexpr int kAccumulators = kMaxChunkBlocks * kBlock / 2;
 inline constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
 inline constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
 inline constexpr uint32_t kStageBytes = kBytesX + kBytesW;
@@ -151,7 +152,7 @@ struct Consumer {
   }
 
   template <int N>
-  __device__ __forceinline__ void multiply(float (&acc)[128], int k_steps) {
+  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int k_steps) {
     using namespace sm90;
     int previous = 0;
     for (int k = 0; k < k_steps; ++k) {
@@ -180,7 +181,7 @@ struct Consumer {
 
   // h = g * u, in f32, rounded once.
   template <int N>
-  __device__ __forceinline__ void apply_gate(const float (&acc)[128]) {
+  __device__ __forceinline__ void apply_gate(const float (&acc)[kAccumulators]) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
 #pragma unroll
@@ -200,7 +201,7 @@ struct Consumer {
   }
 
   template <int N>
-  __device__ __forceinline__ void run(float (&acc)[128], const Item& item, int k_steps) {
+  __device__ __forceinline__ void run(float (&acc)[kAccumulators], const Item& item, int k_steps) {
     using namespace sm90;
     multiply<N>(acc, k_steps);
     barrier_wait(shared.gate_full, gate_parity);
@@ -225,7 +226,7 @@ __device__ __forceinline__ void consume(const Gemm& gemm, const Shared& shared) 
   Consumer consumer{gemm, shared};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
-  float acc[128];
+  float acc[kAccumulators];
   for (;;) {
     const Item item(feed.take());
     if (item.tile < 0) break;
@@ -236,11 +237,8 @@ __device__ __forceinline__ void consume(const Gemm& gemm, const Shared& shared) 
       case 2:
         consumer.run<128>(acc, item, k_steps);
         break;
-      case 3:
-        consumer.run<192>(acc, item, k_steps);
-        break;
       default:
-        consumer.run<256>(acc, item, k_steps);
+        consumer.run<192>(acc, item, k_steps);
         break;
     }
   }

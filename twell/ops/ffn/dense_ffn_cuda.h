@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The dense feed-forward layer on the GPU, bf16, through cuBLASLt: the baseline of the sparse
+// executions, and what a layer that is not sparse runs.
+//   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
+//   non-gated:  h = relu(x w_up^T), y = h w_down
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "twell/base/cuda.h"
+#include "twell/ops/matmul/matmul_cuda.h"
+
+namespace twell {
+
+// Device memory, row-major.
+struct FfnWeightsCuda {
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D], null when the layer is not gated
+  const __nv_bfloat16* w_up = nullptr;    // [F, D]
+  const __nv_bfloat16* w_down = nullptr;  // [F, D]
+};
+
+class DenseFfnCuda {
+ public:
+  // For exactly `tokens` tokens; owns the activations in between, 2 M F values when gated.
+  DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated);
+
+  // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises.
+  void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+            __nv_bfloat16* y);
+
+  // y [M, D] = FFN(x [M, D]). Never synchronises.
+  void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+               __nv_bfloat16* y) const;
+  // Its two halves: the gate, and what follows it. Gated layers only.
+  void gate(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x) const;
+  void up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+               __nv_bfloat16* y) const;
+  __nv_bfloat16* gate_values() const { return gate_.data(); }  // [M, F]
+
+ private:
+  int64_t tokens_;
+  int64_t ffn_;
+  bool gated_;
+  std::unique_ptr<MatmulPlanCuda> gate_plan_, up_plan_, down_plan_;
+  DeviceBuffer<__nv_bfloat16> gate_;    // [M, F]
+  DeviceBuffer<__nv_bfloat16> hidden_;  // [M, F]
+};
+
+}  // namespace twell

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole layer on the GPU, from x to y: dense, and gate GEMM -> TwELL -> tile-union, against
+// double precision. The sparse execution may not be further off than the dense one.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+
+namespace twell {
+namespace {
+
+std::vector<__nv_bfloat16> random_bf16(int64_t n, uint64_t stream, float scale) {
+  std::vector<__nv_bfloat16> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = __float2bfloat16(scale * normal(11, stream, i));
+  }
+  return values;
+}
+
+std::vector<double> widened(const std::vector<__nv_bfloat16>& values) {
+  std::vector<double> out(values.size());
+  std::transform(values.begin(), values.end(), out.begin(),
+                 [](__nv_bfloat16 v) { return static_cast<double>(__bfloat162float(v)); });
+  return out;
+}
+
+double dot(const double* a, const double* b, int64_t n) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+std::vector<double> reference_ffn(const std::vector<double>& x, const std::vector<double>& gate,
+                                  const std::vector<double>& up, const std::vector<double>& down,
+                                  int64_t tokens, int64_t width, int64_t ffn) {
+  std::vector<double> y(x.size());
+  for (int64_t m = 0; m < tokens; ++m) {
+    const double* row = x.data() + m * width;
+    for (int64_t n = 0; n < ffn; ++n) {
+      // The neuron that decides whether it fires is w_gate's, or w_up's without a gate.
+      const double fires = dot(row, (gate.empty() ? up : gate).data() + n * width, width);
+      if (fires <= 0.0) continue;
+      const double h = gate.empty() ? fires : fires * dot(row, up.data() + n * width, width);
+      for (int64_t d = 0; d < width; ++d) {
+        y[static_cast<size_t>(m * width + d)] += h * down[static_cast<size_t>(n * width + d)];
+      }
+    }
+  }
+  return y;
+}
+
+double relative_error(const std::vector<__nv_bfloat16>& got, const std::vector<double>& want) {
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double difference = static_cast<double>(__bfloat162float(got[i])) - want[i];
+    error += difference * difference;
+    size += want[i] * want[i];
+  }
+  return std::sqrt(error / size);  // NaN where anything is NaN
+}
+
+class FfnCudaTest : public testing::TestWithParam<bool> {};
+
+TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  const bool gated = GetParam();
+  const int64_t tokens = 260, width = 320, ffn = 1000;
+  const auto x = random_bf16(tokens * width, 0, 1.0f);
+  auto firing = random_bf16(ffn * width, 1, 0.05f);
+  const auto other = random_bf16(ffn * width, 2, 0.05f);
+  const auto down = random_bf16(ffn * width, 3, 0.05f);
+  // Neurons differ: every fifth one fires on half of the tokens, the others on none but a few.
+  auto biased = x;
+  for (int64_t m = 0; m < tokens; ++m) {
+    biased[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
+  }
+  for (int64_t n = 0; n < ffn; ++n) {
+    firing[static_cast<size_t>(n * width)] = __float2bfloat16(n % 5 == 0 ? 0.0f : -2.5f);
+  }
+  const auto device_x = upload(biased);
+  const auto device_firing = upload(firing), device_other = upload(other),
+             device_down = upload(down);
+  const FfnWeightsCuda weights{gated ? device_firing.data() : nullptr,
+                               gated ? device_other.data() : device_firing.data(),
+                               device_down.data()};
+  const auto none = std::vector<double>();
+  const auto want =
+      reference_ffn(widened(biased), gated ? widened(firing) : none,
+                    widened(gated ? other : firing), widened(down), tokens, width, ffn);
+
+  const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
+  const DenseFfnCuda dense(ctx, tokens, width, ffn, gated);
+  dense.forward(ctx, weights, device_x.data(), dense_y.data());
+
+  const TwellShape shape{tokens, ffn, 256, 8};
+  const DeviceBuffer<uint32_t> words(shape.words());
+  const DeviceBuffer<BF16> spill(shape.max_spill_slots() * shape.tile);
+  const DeviceBuffer<int32_t> row_nnz(tokens);
+  const TwellPacked packed{shape, words.data(), spill.data(), shape.max_spill_slots(),
+                           row_nnz.data()};
+  const auto sparse_y = poisoned<__nv_bfloat16>(tokens * width);
+  TileUnionWorkspace workspace(tokens, ffn);
+  gate_gemm_cuda(ctx, {tokens, width, ffn, device_x.data(), device_firing.data(), packed});
+  tile_union_up_down_cuda(ctx,
+                          {tokens, width, ffn, packed, device_x.data(),
+                           gated ? weights.w_up : nullptr, weights.w_down, sparse_y.data()},
+                          workspace);
+  stream.synchronize();
+
+  const double dense_error = relative_error(download(dense_y), want);
+  const double sparse_error = relative_error(download(sparse_y), want);
+  EXPECT_LT(dense_error, std::ldexp(1.0, -7));
+  // Non-gated layers round in the same places; only the order of the sums differs.
+  EXPECT_LE(sparse_error, dense_error * (gated ? 1.0 : 1.01));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest, testing::Values(true, false));
+
+}  // namespace
+}  // namespace twell
