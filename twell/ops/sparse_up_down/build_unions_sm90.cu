@@ -93,10 +93,15 @@ struct Pairs {
   template <typename Visit>
   __device__ void read_spilled(int tiles, const Visit& visit) const {
     const int lane = threadIdx.x % 32;
+    const auto load = [&](int i) {
+      return i < tiles ? gate.spill[int64_t{spilled->list[i].y} * 32 + lane] : uint4{};
+    };
+    uint4 next = load(threadIdx.x / 32);
     for (int i = threadIdx.x / 32; i < tiles; i += kThreads / 32) {
-      const int2 tile = spilled->list[i];
-      visit.eight(tile.x & 0xff, (tile.x >> 8) * 256 + lane * 8,
-                  gate.spill[int64_t{tile.y} * 32 + lane]);
+      const uint4 values = next;
+      next = load(i + kThreads / 32);
+      const int tile = spilled->list[i].x;
+      visit.eight(tile & 0xff, (tile >> 8) * 256 + lane * 8, values);
     }
   }
 };

@@ -25,7 +25,7 @@ using D1 = hn::CappedTag<float, 1>;  // tails: the same fused arithmetic, one el
 // flight, which covers their latency, and the order of one sum is the same for every N. The lines
 // that the following group of rows will want are prefetched on the way.
 template <int N>
-HWY_INLINE void dot_group(const ScaledDots& p, int64_t at) {
+HWY_INLINE void dot_group(const AddDots& p, int64_t at) {
   const DF df;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   const float* const* rows = p.b + at;
@@ -50,11 +50,11 @@ HWY_INLINE void dot_group(const ScaledDots& p, int64_t at) {
     for (int64_t j = k; j < p.d; ++j) {
       tail = hn::MulAdd(hn::LoadU(d1, p.a + j), hn::LoadU(d1, rows[i] + j), tail);
     }
-    p.out[at + i] = p.scale[at + i] * hn::GetLane(tail);
+    p.sums[at + i] += hn::GetLane(tail);
   }
 }
 
-void scaled_dots_simd(const ScaledDots& p) {
+void add_dots_simd(const AddDots& p) {
   int64_t i = 0;
   for (; i + 4 <= p.count; i += 4) dot_group<4>(p, i);
   if (i + 2 <= p.count) {
@@ -149,11 +149,11 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace twell {
 
-HWY_EXPORT(scaled_dots_simd);
+HWY_EXPORT(add_dots_simd);
 HWY_EXPORT(add_scaled_rows_simd);
 HWY_EXPORT(spread_scaled_row_simd);
 
-void scaled_dots(const ScaledDots& problem) { HWY_DYNAMIC_DISPATCH(scaled_dots_simd)(problem); }
+void add_dots(const AddDots& problem) { HWY_DYNAMIC_DISPATCH(add_dots_simd)(problem); }
 void add_scaled_rows(const SumRows& problem) {
   HWY_DYNAMIC_DISPATCH(add_scaled_rows_simd)(problem);
 }

@@ -1,24 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inner loops over (token, neuron) pairs; Highway, dispatched at run time. In all of them the sum
-// behind one output has a fixed order that does not depend on how pairs are grouped into calls.
-// `prefetch` is a row [d] that will be read next, never null (any readable row will do).
+// Inner loops over (token, neuron) pairs; Highway, dispatched at run time. The sum behind one
+// output has a fixed order, however pairs are grouped into calls and whatever the tile: a dot
+// product adds up those of consecutive blocks of kColumnBlock elements, a sum of rows adds one row
+// at a time. `prefetch` is a row [d] that will be read next, never null (any readable row will do).
 #pragma once
 
 #include <cstdint>
 
 namespace twell {
 
-// out[i] = scale[i] * <a, b[i]> for i < count.
-struct ScaledDots {
+// One page of a row: long enough to stream, short enough for the rows of many tokens in a cache.
+inline constexpr int64_t kColumnBlock = 1024;
+
+// sums[i] += <a, b[i]> for i < count; one call for each block of columns, in their order.
+struct AddDots {
   const float* a;         // [d]
   const float* const* b;  // [count] pointers to [d]
-  const float* scale;     // [count]
-  float* out;             // [count]
+  float* sums;            // [count]
   int64_t count;
-  int64_t d;
+  int64_t d;  // at most kColumnBlock
   const float* prefetch;
 };
-void scaled_dots(const ScaledDots& problem);
+void add_dots(const AddDots& problem);
 
 // y += sum over i < count of scale[i] * rows[i], added in the order of i.
 struct SumRows {

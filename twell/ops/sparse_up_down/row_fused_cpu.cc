@@ -26,17 +26,22 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
   const auto& [pairs, begin, end] = range;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t count = std::min(kBlock, end - i);
-    const float* rows[kBlock];
-    for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.row(pairs.column[i + j]);
-    const float* next = problem.w_down.row(pairs.column[begin]);
-    if (i + count < end) next = problem.w_up.row(pairs.column[i + count]);
-    scaled_dots({.a = x,
-                 .b = rows,
-                 .scale = pairs.value + i,
-                 .out = h + (i - begin),
-                 .count = count,
-                 .d = problem.w_up.cols,
-                 .prefetch = next});
+    float* sums = h + (i - begin);
+    std::fill_n(sums, count, 0.0f);
+    for (int64_t first = 0; first < problem.w_up.cols; first += kColumnBlock) {
+      const int64_t d = std::min(kColumnBlock, problem.w_up.cols - first);
+      const float* rows[kBlock];
+      for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.row(pairs.column[i + j]) + first;
+      // Next: the same rows' next block if it is as wide, then the rows of down.
+      const bool more = first + 2 * d <= problem.w_up.cols;
+      add_dots({.a = x + first,
+                .b = rows,
+                .sums = sums,
+                .count = count,
+                .d = d,
+                .prefetch = more ? rows[0] + d : problem.w_down.row(pairs.column[i])});
+    }
+    for (int64_t j = 0; j < count; ++j) sums[j] *= pairs.value[i + j];
   }
 }
 

@@ -29,11 +29,12 @@ struct SparseUpDown {
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);
 void tile_union_up_down(Context& ctx, const SparseUpDown& problem);
 
-// Tokens of one tile of tile_union_up_down: their x and y rows share a core's L2 cache.
-int64_t tile_union_tokens(int64_t width);
+// Tokens of one tile of tile_union_up_down: a thread's share of them, as far as a core's L2 cache
+// holds a block of their columns.
+int64_t tile_union_tokens(Context& ctx, int64_t tokens, int64_t width);
 
-// Sum over tiles of tile_union_tokens(width) consecutive tokens of the number of neurons active in
-// the tile: the weight rows that tile-union reads.
+// Sum over tiles of tile_union_tokens() consecutive tokens of the number of neurons active in the
+// tile: the weight rows that tile-union reads (threads may cut the tiles a little differently).
 int64_t tile_union_size(Context& ctx, const TwellWide& gate, int64_t width);
 
 }  // namespace twell

@@ -128,7 +128,7 @@ const Case kCases[] = {
     {3, 264, 130, 0.0f},        {127, 72, 600, 0.03f},       {129, 40, 300, 0.3f},
     {130, 136, 256, 0.02f, 0},  {67, 24, 700, 0.01f, 66},    {40, 64, 200, 1.0f},
     {1, 72, 600, 0.05f, -1, 0}, {129, 40, 300, 0.1f, 3, 0},  {33, 16, 70000, 0.002f},
-    {5, 8, 100, 1.0f, -1, 0},   {300, 2048, 64, 0.05f, 200},
+    {5, 8, 100, 1.0f, -1, 0},   {300, 2048, 64, 0.05f, 200}, {70, 1096, 50, 0.2f},
 };
 
 TEST(SparseUpDown, BothOrdersAreCorrectAndAgreeBitForBit) {
@@ -148,7 +148,7 @@ TEST(SparseUpDown, BothOrdersAreCorrectAndAgreeBitForBit) {
 TEST(SparseUpDown, UnionSizeCountsActiveNeuronsOfEachTile) {
   const Case c{600, 2048, 90, 0.01f, 300};
   Problem problem(c);
-  const int64_t tokens = tile_union_tokens(c.d);
+  const int64_t tokens = tile_union_tokens(problem.context(), c.m, c.d);
   int64_t expected = 0;
   for (int64_t begin = 0; begin < c.m; begin += tokens) {
     for (int64_t n = 0; n < c.f; ++n) {

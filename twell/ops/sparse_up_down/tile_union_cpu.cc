@@ -72,35 +72,58 @@ void for_each_run(const TileUnion& tile, const Fn& fn) {
   }
 }
 
-// Up, then down: each goes once through the union's weight rows, one row in the L1 cache at a time,
-// with the tile's rows of x, then of y, in the L2 cache.
-void run_tile(const SparseUpDown& problem, const TileUnion& tile) {
-  const int64_t d = problem.w_down.cols;
-  const float* h = tile.gate;
-  if (!problem.w_up.empty()) {
-    for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
-      const float* x[kRun];
-      for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]);
-      scaled_dots({.a = problem.w_up.row(neuron),
-                   .b = x,
-                   .scale = tile.gate + at,
-                   .out = tile.h + at,
-                   .count = count,
-                   .d = d,
-                   .prefetch = problem.w_up.row(next)});
-    });
-    h = tile.h;
-  }
+// One block of columns: the weight rows of the union stream past once, each in the L1 cache while
+// it is used, with the tile's columns of x or y in the L2 cache.
+struct Columns {
+  int64_t first;
+  int64_t d;
+};
+
+void up(const SparseUpDown& problem, const TileUnion& tile, Columns columns) {
+  const auto [first, d] = columns;
+  for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
+    const float* x[kRun];
+    for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]) + first;
+    add_dots({.a = problem.w_up.row(neuron) + first,
+              .b = x,
+              .sums = tile.h + at,
+              .count = count,
+              .d = d,
+              .prefetch = problem.w_up.row(next) + first});
+  });
+}
+
+void down(const SparseUpDown& problem, const TileUnion& tile, const float* h, Columns columns) {
+  const auto [first, d] = columns;
   for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
     float* y[kRun];
-    for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]);
+    for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]) + first;
     spread_scaled_row({.y = y,
-                       .row = problem.w_down.row(neuron),
+                       .row = problem.w_down.row(neuron) + first,
                        .scale = h + at,
                        .count = count,
                        .d = d,
-                       .prefetch = problem.w_down.row(next)});
+                       .prefetch = problem.w_down.row(next) + first});
   });
+}
+
+template <typename Fn>
+void for_each_block(int64_t width, const Fn& fn) {
+  for (int64_t first = 0; first < width; first += kColumnBlock) {
+    fn(Columns{first, std::min(kColumnBlock, width - first)});
+  }
+}
+
+void run_tile(const SparseUpDown& problem, const TileUnion& tile) {
+  const float* h = tile.gate;
+  if (!problem.w_up.empty()) {
+    const int64_t pairs = tile.begin[tile.size];
+    std::fill_n(tile.h, pairs, 0.0f);
+    for_each_block(problem.w_up.cols, [&](Columns columns) { up(problem, tile, columns); });
+    for (int64_t i = 0; i < pairs; ++i) tile.h[i] *= tile.gate[i];
+    h = tile.h;
+  }
+  for_each_block(problem.w_down.cols, [&](Columns columns) { down(problem, tile, h, columns); });
 }
 
 // Most pairs in any tile of a thread's rows [begin, end).
@@ -114,11 +137,12 @@ int64_t max_tile_pairs(const Csr& pairs, int64_t begin, int64_t end, int64_t tok
 
 }  // namespace
 
-int64_t tile_union_tokens(int64_t width) {
-  // Half of a 2 MiB L2 cache for the tile's rows of x, or of y.
+int64_t tile_union_tokens(Context& ctx, int64_t tokens, int64_t width) {
+  // Half of a 2 MiB L2 cache for a block of columns of the tile's x, or of its y.
   constexpr int64_t kCacheBytes = int64_t{1} << 20;
-  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
-  return std::clamp<int64_t>(kCacheBytes / row_bytes, 16, 256);
+  const int64_t row_bytes = std::min(width, kColumnBlock) * static_cast<int64_t>(sizeof(float));
+  const int64_t share = (tokens + ctx.threads() - 1) / ctx.threads();
+  return std::clamp<int64_t>(kCacheBytes / row_bytes, 1, std::max<int64_t>(share, 1));
 }
 
 void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
@@ -126,7 +150,7 @@ void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
   if (problem.y.rows == 0) return;
   Arena::Scope scope(ctx.scratch());
   const Csr pairs = csr_from_twell(ctx, scope, problem.gate);
-  const int64_t tokens = tile_union_tokens(problem.y.cols);
+  const int64_t tokens = tile_union_tokens(ctx, problem.y.rows, problem.y.cols);
 
   const int64_t parts = std::min<int64_t>(ctx.threads(), pairs.rows);
   TileUnion* tiles = scope.alloc<TileUnion>(parts);
@@ -147,7 +171,7 @@ void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
 }
 
 int64_t tile_union_size(Context& ctx, const TwellWide& gate, int64_t width) {
-  const int64_t tokens = tile_union_tokens(width);
+  const int64_t tokens = tile_union_tokens(ctx, gate.shape.rows, width);
   const int64_t tiles = (gate.shape.rows + tokens - 1) / tokens;
   Arena::Scope scope(ctx.scratch());
   int64_t* sizes = scope.alloc<int64_t>(tiles);
