@@ -2,6 +2,7 @@
 // Ids of the pre-tokens seen lately: natural text repeats its words, and its rules and indents too.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -36,8 +37,8 @@ class WordCache {
     void set(std::string_view text, std::span<const int32_t> values) {
       length = static_cast<uint8_t>(text.size());
       count = static_cast<uint8_t>(values.size());
-      std::memcpy(word.data(), text.data(), text.size());
-      std::memcpy(ids.data(), values.data(), values.size_bytes());
+      std::copy(text.begin(), text.end(), word.begin());
+      std::copy(values.begin(), values.end(), ids.begin());
     }
   };
   static_assert(sizeof(Slot) == 64);
