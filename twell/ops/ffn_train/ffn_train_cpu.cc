@@ -36,9 +36,10 @@ bool wants_hybrid(const FfnTrainForward& problem) {
 
 }  // namespace
 
-// ffn_train_bench, one AVX-512 core with 2 MiB of second-level cache, forward and backward: hybrid
-// is 4.3-4.8x as fast as dense at 1% density, 2.7-3.3x at 5%, 2.0-2.2x at 12%, 1.4-1.6x at 20%, for
-// D 256-2048, F 1024-5632. Beyond a quarter, rows leave the compact part and the gain is gone.
+// ffn_train_bench, one AVX-512 core with 2 MiB of second-level cache, 2048 tokens, D 256-2048,
+// F 1024-5632, uniform random patterns, forward and backward: hybrid is 4.3-4.8x as fast as dense
+// at 1% density, 2.7-3.3x at 5%, 1.3-1.6x at 20%; with 128 tokens 2.9x, 2.2x, 1.5x. Beyond a
+// quarter, rows leave the compact part and the gain is gone.
 FfnTrainExecution choose_ffn_train_execution(int64_t tokens, int64_t width, int64_t ffn,
                                              double nnz_hint) {
   constexpr double kMaxDensity = 0.20;
