@@ -40,17 +40,20 @@ cmake --build --preset release
 twell=build/release/twell
 
 if [[ ${#data[@]} == 0 ]]; then
-  # Text that comes with the build tools: C and C++ headers, licences, Perl and Python sources.
-  for folder in /usr/include /usr/share/perl /usr/share/doc /usr/lib/python3; do
+  # Text that comes with the build tools: headers, documentation, licences.
+  for folder in /usr/include /usr/share/cmake-* /usr/share/doc /usr/share/common-licenses; do
     [[ -d $folder ]] && data+=(--data "$folder")
   done
 fi
 
 step "train"
-resume=()
-[[ -e $out/options.json ]] && resume=(--resume)
-"$twell" train --preset tiny "${data[@]}" --bad-files skip --max-data-bytes 50000000 \
-  --out "$out" "${resume[@]}" "${train[@]}"
+if [[ -e $out/options.json ]]; then
+  # The options of the run are remembered; only those given now are passed.
+  "$twell" train --out "$out" --resume "${train[@]}"
+else
+  "$twell" train --out "$out" "${data[@]}" --bad-files skip --max-data-bytes 50000000 \
+    --preset tiny --steps 1500 --lr 2e-3 --l1 1e-3 --log-every 5 "${train[@]}"
+fi
 
 step "inspect: what fires, on held-out text"
 "$twell" inspect --checkpoint "$out/checkpoint" --shards "$out/shards"

@@ -96,9 +96,13 @@ StepMetrics Trainer::train_step() {
   }
 
   metrics.layers = activity_.metrics();
-  nnz_hint_.clear();
-  for (const LayerMetrics& layer : metrics.layers) {
-    nnz_hint_.push_back(layer.nnz);
+  // Smoothed over a few steps: a layer near the limit should not change its execution every step.
+  constexpr double kNewest = 0.2;
+  const bool first = nnz_hint_.empty();
+  nnz_hint_.resize(metrics.layers.size());
+  for (size_t i = 0; i < metrics.layers.size(); ++i) {
+    const LayerMetrics& layer = metrics.layers[i];
+    nnz_hint_[i] = first ? layer.nnz : nnz_hint_[i] + kNewest * (layer.nnz - nnz_hint_[i]);
     metrics.l1 += layer.l1 / static_cast<double>(metrics.layers.size());
   }
   ++step_;
