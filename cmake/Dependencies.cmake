@@ -13,7 +13,13 @@ pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)
-find_package(dnnl REQUIRED)
+# Not find_package(dnnl): Debian's package of it asks for OpenCL, which it does not use.
+find_path(DNNL_INCLUDE_DIR dnnl.hpp REQUIRED)
+find_library(DNNL_LIBRARY dnnl REQUIRED)
+add_library(twell_dnnl INTERFACE)
+add_library(twell::dnnl ALIAS twell_dnnl)
+target_include_directories(twell_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
+target_link_libraries(twell_dnnl INTERFACE ${DNNL_LIBRARY})
 
 # CUDA is optional: without a toolkit the CPU build is complete.
 set(TWELL_HAVE_CUDA OFF)
