@@ -52,7 +52,7 @@ if [[ -e $out/options.json ]]; then
   "$twell" train --out "$out" --resume "${train[@]}"
 else
   "$twell" train --out "$out" "${data[@]}" --bad-files skip --max-data-bytes 50000000 \
-    --preset tiny --steps 1500 --lr 2e-3 --l1 1e-3 --log-every 5 "${train[@]}"
+    --preset tiny --steps 1000 --lr 2e-3 --l1 1e-3 --log-every 5 "${train[@]}"
 fi
 
 step "inspect: what fires, on held-out text"
