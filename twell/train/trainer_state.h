@@ -19,7 +19,7 @@ struct TrainerState {
   int64_t step = 0;              // optimizer steps done
   nlohmann::json trajectory;     // trajectory_json of the options
   std::string data;              // identity of the token stream
-  std::vector<double> nnz_hint;  // [L] mean non-zeros of the last step; empty before the first
+  std::vector<double> nnz_hint;  // [L] smoothed non-zeros per token; empty before the first
 };
 
 // Everything is flat [N], in the order of the model's parameter table.
