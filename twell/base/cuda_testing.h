@@ -22,11 +22,18 @@ class TestStream {
   cudaStream_t stream_ = nullptr;
 };
 
+// Copies and fills run on the default stream, may return before they are done, and a TestStream
+// does not wait for them.
+inline void synchronize_default_stream() {
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
+}
+
 template <typename T>
 DeviceBuffer<T> upload(const std::vector<T>& values) {
   DeviceBuffer<T> buffer(static_cast<int64_t>(values.size()));
   TWELL_CUDA_CHECK(
       cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  synchronize_default_stream();
   return buffer;
 }
 
@@ -43,6 +50,7 @@ template <typename T>
 DeviceBuffer<T> poisoned(int64_t n) {
   DeviceBuffer<T> buffer(n);
   TWELL_CUDA_CHECK(cudaMemset(buffer.data(), 0xff, static_cast<size_t>(buffer.bytes())));
+  synchronize_default_stream();
   return buffer;
 }
 

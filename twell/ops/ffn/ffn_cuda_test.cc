@@ -103,9 +103,9 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   dense.forward(ctx, weights, device_x.data(), dense_y.data());
 
   const TwellShape shape{tokens, ffn, 256, 8};
-  const DeviceBuffer<uint32_t> words(shape.words());
-  const DeviceBuffer<BF16> spill(shape.max_spill_slots() * shape.tile);
-  const DeviceBuffer<int32_t> row_nnz(tokens);
+  const auto words = poisoned<uint32_t>(shape.words());
+  const auto spill = poisoned<BF16>(shape.max_spill_slots() * shape.tile);
+  const auto row_nnz = poisoned<int32_t>(tokens);
   const TwellPacked packed{shape, words.data(), spill.data(), shape.max_spill_slots(),
                            row_nnz.data()};
   const auto sparse_y = poisoned<__nv_bfloat16>(tokens * width);

@@ -11,7 +11,7 @@ namespace twell::tile_union {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kCluster = 4;
+constexpr int kCluster = 8;
 static_assert(kMaxFfn == (kStaged - 8 - kBlock) / 256 * 256 * kCluster);
 
 // Spilled tiles met by a batch of pairs, shared out to whole warps: they come in bunches, and a
@@ -210,8 +210,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 4)
   extern __shared__ uint32_t shared[];
   __shared__ int32_t tokens[kTileTokens];
   __shared__ int sizes[kCluster];  // of the parts of the union
-  // 36 KiB, so that an SM holds the 4 CTAs its threads allow, and all clusters of 16,384 tokens are
-  // resident at once.
+  // 36 KiB: an SM still holds the 4 CTAs that its threads allow.
   __shared__ alignas(16) uint16_t staged[kStaged];
   const int tile = tiles.counts->tiles - 1 - static_cast<int>(blockIdx.x) / kCluster;
   if (tile < 0) return;  // the whole cluster

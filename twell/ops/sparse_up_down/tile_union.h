@@ -27,10 +27,10 @@ inline constexpr int kColumns = 256;  // columns of y per down item
 inline constexpr int kHeavyFactor = 3;
 inline constexpr int kHeavyFloor = 64;
 
-// Neurons of a union that build_unions can stage for one token: a quarter of F in its CTA of a
-// cluster of four, and the alignment at both ends.
+// Neurons of a union that build_unions can stage for one token: an eighth of F in each CTA of a
+// cluster of eight, and the alignment at both ends.
 inline constexpr int kStaged = 18432;
-inline constexpr int kMaxFfn = (kStaged - 8 - kBlock) / 256 * 256 * 4;
+inline constexpr int kMaxFfn = (kStaged - 8 - kBlock) / 256 * 256 * 8;
 
 struct Counts {
   int32_t tiles;
