@@ -45,6 +45,21 @@ void sync_folder(const fs::path& folder) {
   if (fd.get() >= 0) ::fsync(fd.get());
 }
 
+// Puts `fresh` in the place of `target`, whose former content ends up under the name of `fresh`.
+// One step where the file system can exchange two names; else there is an instant without `target`.
+void replace_folder(const fs::path& fresh, const fs::path& target) {
+  if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) return;
+  const fs::path old = fs::path(fresh.string() + ".old");
+  if (std::rename(target.c_str(), old.c_str()) != 0) fail("replace", target);
+  if (std::rename(fresh.c_str(), target.c_str()) != 0) {
+    const int error = errno;
+    std::rename(old.c_str(), target.c_str());
+    errno = error;
+    fail("replace", target);
+  }
+  std::rename(old.c_str(), fresh.c_str());
+}
+
 fs::path temporary_name(const fs::path& path) {
   return parent_of(path) / fmt::format(".{}.tmp.{}", path.filename().string(), ::getpid());
 }
@@ -144,21 +159,18 @@ void write_folder_atomic(const fs::path& path, const std::function<void(const fs
                 "cannot create folder {}: a file of that name exists", target.string());
   make_folder(parent_of(target));
   const fs::path temporary = temporary_name(target);
-  const fs::path old = fs::path(temporary.string() + ".old");
   fs::remove_all(temporary, ignored);
   try {
     make_folder(temporary);
     fill(temporary);
     sync_folder(temporary);
-    if (replace && std::rename(target.c_str(), old.c_str()) != 0) fail("replace", target);
-    if (std::rename(temporary.c_str(), target.c_str()) != 0) {
-      const int error = errno;
-      if (replace) std::rename(old.c_str(), target.c_str());
-      errno = error;
+    if (replace) {
+      replace_folder(temporary, target);
+    } else if (std::rename(temporary.c_str(), target.c_str()) != 0) {
       fail("write", target);
     }
     sync_folder(parent_of(target));
-    fs::remove_all(old, ignored);
+    fs::remove_all(temporary, ignored);  // after an exchange: the former content
   } catch (...) {
     fs::remove_all(temporary, ignored);
     throw;
