@@ -158,10 +158,16 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
       "model: {} parameters, {} layers, width {}, FFN {}{}",
       format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
       config.ffn, resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
-  folder.begin(given_options_json(command, {"data", "shards", "tokenizer", "from", "out"}));
-
-  TrainRun run{options,           tokenizer,         shard_set,           folder, resume_from,
-               flags.tensorboard, stop_on_signals(), progress.log_sink(), {}};
+  TrainRun run{options,
+               tokenizer,
+               shard_set,
+               folder,
+               given_options_json(command, {"data", "shards", "tokenizer", "from", "out"}),
+               resume_from,
+               flags.tensorboard,
+               stop_on_signals(),
+               progress.log_sink(),
+               {}};
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
       progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));

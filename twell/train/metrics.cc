@@ -82,9 +82,9 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
   return json;
 }
 
-MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t resumed_step)
+MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step)
     : path_(path) {
-  const int64_t keep = valid_prefix(path, resumed_step);
+  const int64_t keep = valid_prefix(path, last_kept_step);
   fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   TWELL_REQUIRE(fd_ >= 0 && ::ftruncate(fd_, keep) == 0, "cannot write {}: {}", path.string(),
                 std::strerror(errno));

@@ -45,11 +45,11 @@ struct StepMetrics {
 
 nlohmann::json metrics_json(const StepMetrics& metrics);
 
-// Appends one line per step. On opening, everything after `resumed_step` is cut off: lines of steps
-// that are about to be done again, and a line torn by a crash.
+// Appends one line per step. On opening, everything after `last_kept_step` is cut off: lines of
+// steps that are about to be done again, and a line torn by a crash.
 class MetricsWriter {
  public:
-  MetricsWriter(const std::filesystem::path& path, int64_t resumed_step);
+  MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step);
   ~MetricsWriter();
   MetricsWriter(const MetricsWriter&) = delete;
   MetricsWriter& operator=(const MetricsWriter&) = delete;

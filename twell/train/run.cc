@@ -50,7 +50,9 @@ class Loop {
       summary_.checkpoint = run.resume_from->folder;
       saved_step_ = trainer_.steps_done();
     }
-    metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), trainer_.steps_done());
+    run.folder.begin(run.saved_options);
+    const int64_t kept = run.resume_from ? trainer_.steps_done() : -1;  // metrics of these steps
+    metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), kept);
     if (run.tensorboard) {
       const int64_t first = run.resume_from ? trainer_.steps_done() + 1 : 0;
       tensorboard_ = std::make_unique<TensorBoardWriter>(run.folder.path() / "tensorboard", first);

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <string>
 
 #include "twell/base/context.h"
 #include "twell/base/log.h"
@@ -32,6 +33,7 @@ struct TrainRun {
   const Tokenizer& tokenizer;   // saved with every checkpoint
   const ShardSet& shards;
   const RunFolder& folder;
+  std::string saved_options;  // what the folder keeps for a resume, once the run can start
   std::optional<Checkpoint> resume_from;  // the model holds its weights
   bool tensorboard = false;
   const std::atomic<bool>& stop;  // once true: finish the step, save, return

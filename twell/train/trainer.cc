@@ -36,7 +36,12 @@ Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const Train
       activity_(model.config),
       grads_(model.flat.size()),
       inputs_(batch_size(options)),
-      targets_(batch_size(options)) {}
+      targets_(batch_size(options)) {
+  // Refuses a validation split without one window now, not at the first validation.
+  if (options.validate_every > 0) {
+    BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);
+  }
+}
 
 void Trainer::read_micro_batch(int64_t micro_batch) {
   const int64_t first = step_ * options_.batch_sequences() + micro_batch * options_.micro_batch;

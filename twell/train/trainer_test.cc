@@ -33,12 +33,11 @@ class TrainerTest : public testing::Test {
   std::unique_ptr<Model> run(const fs::path& out, TrainOptions options,
                              const std::function<void(const Progress&)>& on_progress = {}) {
     const RunFolder folder(out, fs::exists(out));
-    folder.begin("{}");
     const auto resume_from = folder.latest();
     auto model = resume_from ? load_model(resume_from->folder) : fresh_model();
     options = resolve_options(options, config());
-    TrainRun training{options, data_.tokenizer, data_.shards, folder,     resume_from,
-                      false,   stop_,           {},           on_progress};
+    TrainRun training{options,     data_.tokenizer, data_.shards, folder, "{}",
+                      resume_from, false,           stop_,        {},     on_progress};
     summary_ = run_training(ctx_, *model, training);
     return model;
   }
@@ -130,8 +129,8 @@ TEST_F(TrainerTest, ABrokenNumberStopsTheRunAndIsNeverSaved) {
     const RunFolder run_folder(folder, false);
     const auto model = fresh_model();
     options = resolve_options(options, config());
-    TrainRun training{options, data_.tokenizer, data_.shards, run_folder, std::nullopt,
-                      false,   stop_,           {},           {}};
+    TrainRun training{options,      data_.tokenizer, data_.shards, run_folder, "{}",
+                      std::nullopt, false,           stop_,        {},         {}};
     training.on_progress = [&](const Progress& now) {
       if (now.metrics.step == 3) model->flat[model->flat.size() / 2] = poison;
     };
