@@ -177,6 +177,7 @@ TEST(TokenizerRefusal, UnknownBytesBecomeTheUnknownTokenWhenThereIsOne) {
   EXPECT_FALSE(dropping.lossless());
   EXPECT_EQ(dropping.decode(dropping.encode("aqb tqhe")), "ab the");
   EXPECT_EQ(dropping.encode("tqhe"), dropping.encode("the"));
+  EXPECT_THAT(dropping.encode("q"), testing::IsEmpty());
 
   file["model"]["unk_token"] = "<|endoftext|>";
   vocab["<|endoftext|>"] = 257;
