@@ -72,6 +72,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
     print_json(generation, prompt);
   } else {
     fmt::print("\n");
+    std::fflush(stdout);  // before what goes to stderr
     if (!arguments.quiet) print_summary(generation, session);
   }
   return generation.reason == StopReason::kCancelled ? kExitInterrupted : kExitOk;
