@@ -8,10 +8,10 @@ target_compile_options(twell_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion>
   # A problem struct is filled by name; what is left out keeps its default.
   $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>)
-# Highway compiles its code once per instruction set: AVX-512, AVX2 and the baseline (NEON on Arm)
-# are worth the time, those in between are not.
+# Highway compiles its code once per instruction set. AVX-512, AVX2 and the baseline (NEON on Arm) are
+# worth the time, those in between are not; SVE cannot keep vectors in arrays, as our kernels do.
 target_compile_definitions(twell_flags INTERFACE
-  "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3_DL)")
+  "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
 if(TWELL_WERROR)
   target_compile_options(twell_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-Werror>
