@@ -9,7 +9,9 @@
 namespace twell {
 
 GateStats gate_gemm(Context& ctx, const GateGemm& problem) {
-  const auto& [x, weight, out] = problem;
+  const ConstMatrixF& x = problem.x;
+  const ConstMatrixF& weight = problem.weight;
+  const TwellWide& out = problem.out;
   const TwellShape& shape = out.shape;
   const std::string reason = twell_unsupported<uint64_t>(shape);
   TWELL_CHECK(reason.empty(), "{}", reason);
