@@ -4,9 +4,11 @@
 // Hugging Face stores down_proj as [D, F]; checkpoints are transposed when read and written.
 //   gated:      g = relu(x w_gate^T), u = x w_up^T, h = g * u, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down;  w_gate is empty
+// With another activation in the place of relu nothing is zero, and the layer runs dense.
 #pragma once
 
 #include "twell/base/matrix.h"
+#include "twell/format/activation.h"
 
 namespace twell {
 
@@ -15,6 +17,7 @@ struct FfnMatrices {
   Matrix<T> w_gate;  // [F, D], empty when the layer is not gated
   Matrix<T> w_up;    // [F, D]
   Matrix<T> w_down;  // [F, D]
+  BlendedActivation activation = {};
 
   bool gated() const { return !w_gate.empty(); }
   int64_t ffn() const { return w_up.rows; }

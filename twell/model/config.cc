@@ -31,6 +31,39 @@ void require_token(const char* name, int64_t token, int64_t vocab_size) {
                 "{} must be below vocab_size {} (or -1 for none), got {}", name, vocab_size, token);
 }
 
+// The comparisons are false for NaN.
+void require_real(const char* name, double value, double low, double high) {
+  TWELL_REQUIRE(value >= low && value <= high,
+                "{} of the rope scaling must be between {} and {}, "
+                "got {}",
+                name, low, high, value);
+}
+
+void require_rope_scaling(const RopeScaling& rope) {
+  constexpr double kMaxFactor = 1e6;
+  require_real("factor", rope.factor, 1.0, kMaxFactor);
+  if (rope.type == RopeType::kLlama3) {
+    require_real("low_freq_factor", rope.low_freq_factor, 1e-6, kMaxFactor);
+    require_real("high_freq_factor", rope.high_freq_factor, 1e-6, kMaxFactor);
+    TWELL_REQUIRE(rope.high_freq_factor > rope.low_freq_factor,
+                  "high_freq_factor {} of the rope scaling must be above low_freq_factor {}",
+                  rope.high_freq_factor, rope.low_freq_factor);
+  }
+  if (rope.type == RopeType::kYarn) {
+    require_real("beta_fast", rope.beta_fast, 1e-6, kMaxFactor);
+    require_real("beta_slow", rope.beta_slow, 1e-6, kMaxFactor);
+    require_real("attention_factor", rope.attention_factor, 0.0, kMaxFactor);
+    require_real("mscale", rope.mscale, 0.0, kMaxFactor);
+    require_real("mscale_all_dim", rope.mscale_all_dim, 0.0, kMaxFactor);
+  }
+  if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn) {
+    TWELL_REQUIRE(rope.original_context >= 1 && rope.original_context <= kMaxContext,
+                  "original_max_position_embeddings of the rope scaling must be between 1 and {}, "
+                  "got {}",
+                  kMaxContext, rope.original_context);
+  }
+}
+
 ModelConfig published_preset(int64_t layers, bool gated) {
   ModelConfig config;
   config.vocab_size = 49152;
@@ -91,6 +124,11 @@ void ModelConfig::validate() const {
                 "initializer_range must be between 0 and 10, got {}", init_std);
   require_token("bos_token_id", bos_token, vocab_size);
   require_token("eos_token_id", eos_token, vocab_size);
+  for (const int64_t token : more_eos_tokens) require_token("eos_token_id", token, vocab_size);
+  require_rope_scaling(rope_scaling);
+  TWELL_REQUIRE(sliding_window >= 0 && sliding_window <= kMaxContext,
+                "sliding_window must be between 1 and {}, or null, got {}", kMaxContext,
+                sliding_window);
   TWELL_REQUIRE(parameter_count() <= kMaxParameters,
                 "the model would have {} parameters, more than {}", parameter_count(),
                 kMaxParameters);
@@ -99,9 +137,10 @@ void ModelConfig::validate() const {
 int64_t ModelConfig::parameter_count() const {
   const int64_t attention = (2 * q_width() + 2 * kv_width()) * width;
   const int64_t feed_forward = (gated ? 3 : 2) * ffn * width;
-  const int64_t norms = 2 * width;
+  const int64_t norms = 2 * width + (qk_norm ? 2 * head_dim : 0);
+  const int64_t biases = qkv_bias ? q_width() + 2 * kv_width() : 0;
   const int64_t tables = (tied_embeddings ? 1 : 2) * vocab_size * width;
-  return layers * (attention + feed_forward + norms) + tables + width;
+  return layers * (attention + feed_forward + norms + biases) + tables + width;
 }
 
 double ModelConfig::forward_flops_per_token(int64_t seq) const {

@@ -8,7 +8,37 @@
 #include <string_view>
 #include <vector>
 
+#include "twell/format/activation.h"
+
 namespace twell {
+
+// What the layers of a family have is in the fields of ModelConfig; the family is whose names and
+// keys a checkpoint goes by.
+enum class Family { kLlama, kMistral, kQwen2, kQwen3 };
+
+// How rotary frequencies were stretched for contexts longer than those of the pretraining:
+// transformers' rope_type and its parameters.
+enum class RopeType {
+  kDefault,
+  kLinear,   // all frequencies divided by factor
+  kDynamic,  // changes nothing within the context, beyond which no sequence goes
+  kLlama3,   // low frequencies divided by factor, a ramp between the two limits
+  kYarn,     // the same idea with limits in rotations; cos and sin are scaled too
+};
+struct RopeScaling {
+  RopeType type = RopeType::kDefault;
+  double factor = 1.0;
+  int64_t original_context = 0;   // original_max_position_embeddings; llama3 and yarn
+  double low_freq_factor = 1.0;   // llama3
+  double high_freq_factor = 4.0;  // llama3
+  double beta_fast = 32.0;        // yarn, rotations over the original context
+  double beta_slow = 1.0;         // yarn
+  double attention_factor = 0.0;  // yarn, on cos and sin; 0: derived from those below and factor
+  double mscale = 0.0;            // yarn; 0: not given
+  double mscale_all_dim = 0.0;    // yarn; 0: not given
+  bool truncate = true;           // yarn: limits are rounded to whole dimensions
+  bool operator==(const RopeScaling&) const = default;
+};
 
 struct ModelConfig {
   int64_t vocab_size = 0;       // V
@@ -26,11 +56,23 @@ struct ModelConfig {
   double init_std = 0.02;  // initializer_range
   int64_t bos_token = -1;  // -1: none
   int64_t eos_token = -1;
+  std::vector<int64_t> more_eos_tokens;  // further tokens that end a text
+
+  Family family = Family::kLlama;
+  Activation activation = Activation::kRelu;
+  bool qkv_bias = false;  // on the query, key and value projections
+  bool qk_norm = false;   // RMSNorm over each head of queries and keys, before the rotation
+  RopeScaling rope_scaling;
+  int64_t sliding_window = 0;  // tokens that attention sees; 0: all. Longer sequences are refused
 
   // Throws InputError, with the values, on anything that cannot be a model.
   void validate() const;
   int64_t q_width() const { return heads * head_dim; }      // H * hd
   int64_t kv_width() const { return kv_heads * head_dim; }  // H_kv * hd
+  // Longest sequence the model can be given: the context, or the sliding window where shorter.
+  int64_t max_sequence() const {
+    return sliding_window > 0 && sliding_window < context ? sliding_window : context;
+  }
   int64_t parameter_count() const;
   // Forward FLOPs per token, averaged over a sequence of `seq` tokens, dense (2 per multiply-add).
   double forward_flops_per_token(int64_t seq) const;

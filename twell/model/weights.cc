@@ -19,18 +19,26 @@ std::string layer_param(int64_t layer, const char* part) {
   return fmt::format("model.layers.{}.{}.weight", layer, part);
 }
 
+std::string layer_bias(int64_t layer, const char* part) {
+  return fmt::format("model.layers.{}.{}.bias", layer, part);
+}
+
 class TableBuilder {
  public:
   void matrix(std::string name, int64_t rows, int64_t cols, bool transposed = false) {
-    add({std::move(name), rows, cols, offset_, /*is_vector=*/false, transposed});
+    add({.name = std::move(name), .rows = rows, .cols = cols, .transposed = transposed});
   }
   void vector(std::string name, int64_t size) {
-    add({std::move(name), 1, size, offset_, /*is_vector=*/true, /*transposed=*/false});
+    add({.name = std::move(name), .rows = 1, .cols = size, .is_vector = true});
+  }
+  void bias(std::string name, int64_t size) {
+    add({.name = std::move(name), .rows = 1, .cols = size, .is_vector = true, .is_bias = true});
   }
   std::vector<ParamSpec> take() { return std::move(table_); }
 
  private:
   void add(ParamSpec spec) {
+    spec.offset = offset_;
     offset_ += spec.size();
     table_.push_back(std::move(spec));
   }
@@ -65,11 +73,17 @@ LayerMatrices<T> layer_matrices(const ModelConfig& config, const Views<T>& views
   out.w_k = matrix("self_attn.k_proj");
   out.w_v = matrix("self_attn.v_proj");
   out.w_qkv = {out.w_q.data, config.q_width() + 2 * config.kv_width(), config.width};
+  if (config.qkv_bias) out.b_qkv = views.vector(layer_bias(layer, "self_attn.q_proj"));
+  if (config.qk_norm) {
+    out.q_norm = views.vector(layer_param(layer, "self_attn.q_norm"));
+    out.k_norm = views.vector(layer_param(layer, "self_attn.k_norm"));
+  }
   out.w_o = matrix("self_attn.o_proj");
   out.ffn_norm = views.vector(layer_param(layer, "post_attention_layernorm"));
   if (config.gated) out.ffn.w_gate = matrix("mlp.gate_proj");
   out.ffn.w_up = matrix("mlp.up_proj");
   out.ffn.w_down = matrix("mlp.down_proj");
+  out.ffn.activation = {config.activation};
   return out;
 }
 
@@ -86,6 +100,15 @@ std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
     table.matrix(name("self_attn.q_proj"), config.q_width(), width);
     table.matrix(name("self_attn.k_proj"), config.kv_width(), width);
     table.matrix(name("self_attn.v_proj"), config.kv_width(), width);
+    if (config.qkv_bias) {  // adjacent for the same reason
+      table.bias(layer_bias(layer, "self_attn.q_proj"), config.q_width());
+      table.bias(layer_bias(layer, "self_attn.k_proj"), config.kv_width());
+      table.bias(layer_bias(layer, "self_attn.v_proj"), config.kv_width());
+    }
+    if (config.qk_norm) {
+      table.vector(name("self_attn.q_norm"), config.head_dim);
+      table.vector(name("self_attn.k_norm"), config.head_dim);
+    }
     table.matrix(name("self_attn.o_proj"), width, config.q_width());
     table.vector(name("post_attention_layernorm"), width);
     if (config.gated) table.matrix(name("mlp.gate_proj"), config.ffn, width);
@@ -126,7 +149,7 @@ void init_weights(Context& ctx, Model& model, uint64_t seed) {
     const ParamSpec& spec = model.table[param];
     float* values = model.flat.data() + spec.offset;
     if (spec.is_vector) {
-      std::fill_n(values, spec.size(), 1.0f);
+      std::fill_n(values, spec.size(), spec.is_bias ? 0.0f : 1.0f);
       continue;
     }
     ctx.parallel_for(spec.size(), kGrain, [&](int64_t begin, int64_t end, int) {

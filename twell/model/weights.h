@@ -21,7 +21,8 @@ struct ParamSpec {
   int64_t rows = 0;  // as held in memory; a vector has one row
   int64_t cols = 0;
   int64_t offset = 0;       // elements from the start of the flat buffer
-  bool is_vector = false;   // norm weights: no weight decay
+  bool is_vector = false;   // norm weights and biases: no weight decay
+  bool is_bias = false;     // starts at 0 where norm weights start at 1
   bool transposed = false;  // the checkpoint stores [cols, rows] (down_proj)
   int64_t size() const { return rows * cols; }
 };
@@ -36,6 +37,9 @@ struct LayerMatrices {
   Matrix<T> w_k;                // [H_kv * hd, D]
   Matrix<T> w_v;                // [H_kv * hd, D]
   Matrix<T> w_qkv;              // [(H + 2 * H_kv) * hd, D], the three above, which are adjacent
+  T* b_qkv = nullptr;           // [(H + 2 * H_kv) * hd], the biases of q, k, v; null without
+  T* q_norm = nullptr;          // [hd], null without
+  T* k_norm = nullptr;          // [hd], null without
   Matrix<T> w_o;                // [D, H * hd]
   T* ffn_norm = nullptr;        // [D]
   FfnMatrices<T> ffn;
@@ -62,8 +66,8 @@ struct Model {
   ModelMatrices<const float> weights;
 };
 
-// N(0, init_std) for matrices, 1 for norms; each value a pure function of the seed, the parameter's
-// place in the table and the element's in the parameter.
+// N(0, init_std) for matrices, 1 for norms, 0 for biases; each value a pure function of the seed,
+// the parameter's place in the table and the element's in the parameter.
 void init_weights(Context& ctx, Model& model, uint64_t seed);
 
 }  // namespace twell

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -30,6 +31,8 @@ TEST(Weights, TableCoversTheFlatBuffer) {
       ModelConfig config = small_config();
       config.gated = gated;
       config.tied_embeddings = tied;
+      config.qkv_bias = tied;
+      config.qk_norm = gated;
       int64_t next = 0;
       for (const ParamSpec& spec : parameter_table(config)) {
         EXPECT_EQ(spec.offset, next) << spec.name;
@@ -67,6 +70,27 @@ TEST(Weights, ViewsAreThePiecesOfTheTable) {
   EXPECT_EQ(model.weights.head.data, flat + offset("lm_head.weight"));
 }
 
+TEST(Weights, BiasesAndHeadNormsAreViewedWhereTheConfigurationHasThem) {
+  ModelConfig config = small_config();
+  EXPECT_EQ(Model(config).weights.layers[1].b_qkv, nullptr);
+  EXPECT_EQ(Model(config).weights.layers[1].q_norm, nullptr);
+  config.qkv_bias = config.qk_norm = true;
+  config.activation = Activation::kSilu;
+  const Model model(config);
+  const LayerMatrices<const float>& layer = model.weights.layers[1];
+  const auto found = [&](const std::string& name) {
+    const auto spec = std::find_if(model.table.begin(), model.table.end(),
+                                   [&](const ParamSpec& s) { return s.name == name; });
+    return spec == model.table.end() ? nullptr : model.flat.data() + spec->offset;
+  };
+  EXPECT_EQ(layer.b_qkv, found("model.layers.1.self_attn.q_proj.bias"));
+  EXPECT_EQ(layer.b_qkv + 24, found("model.layers.1.self_attn.k_proj.bias"));
+  EXPECT_EQ(layer.b_qkv + 36, found("model.layers.1.self_attn.v_proj.bias"));
+  EXPECT_EQ(layer.q_norm, found("model.layers.1.self_attn.q_norm.weight"));
+  EXPECT_EQ(layer.k_norm, found("model.layers.1.self_attn.k_norm.weight"));
+  EXPECT_EQ(layer.ffn.activation.kind, Activation::kSilu);
+}
+
 TEST(Weights, TiedHeadIsTheEmbedding) {
   const Model model(small_config());
   EXPECT_EQ(model.weights.head.data, model.weights.embedding.data);
@@ -84,7 +108,9 @@ TEST(Weights, InitIsAFunctionOfTheSeedAlone) {
 }
 
 TEST(Weights, InitHasTheRightSpread) {
-  Model model(small_config());
+  ModelConfig config = small_config();
+  config.qkv_bias = config.qk_norm = true;
+  Model model(config);
   Context ctx(1);
   init_weights(ctx, model, 1);
   for (const ParamSpec& spec : model.table) {
@@ -95,6 +121,10 @@ TEST(Weights, InitHasTheRightSpread) {
       squares += value * value;
     }
     const double n = static_cast<double>(spec.size()), mean = sum / n;
+    if (spec.is_bias) {
+      EXPECT_EQ(squares, 0.0) << spec.name;
+      continue;
+    }
     if (spec.is_vector) {
       EXPECT_EQ(mean, 1.0) << spec.name;
       EXPECT_EQ(squares, n) << spec.name;

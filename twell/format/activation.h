@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The function behind the firing projection of a feed-forward layer. Only ReLU makes exact zeros;
+// layers with another one run dense.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace twell {
+
+enum class Activation {
+  kRelu,       // max(x, 0)
+  kSilu,       // x sigmoid(x)
+  kGelu,       // x Phi(x), Phi the standard normal distribution
+  kGeluTanh,   // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+  kQuickGelu,  // x sigmoid(1.702 x)
+};
+
+// Hugging Face's name: "relu", "silu", "gelu", "gelu_pytorch_tanh", "quick_gelu".
+std::string_view activation_name(Activation activation);
+// Any of transformers' names for the above; InputError names `source` and lists them.
+Activation parse_activation(std::string_view name, const std::string& source);
+
+// relu_share * relu(x) + (1 - relu_share) * kind(x): a layer on its way from one to the other.
+struct BlendedActivation {
+  Activation kind = Activation::kRelu;
+  float relu_share = 0.0f;  // in [0, 1]
+
+  bool is_relu() const { return kind == Activation::kRelu || relu_share >= 1.0f; }
+};
+
+}  // namespace twell
