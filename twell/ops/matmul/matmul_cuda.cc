@@ -16,16 +16,17 @@ void check_cublas(cublasStatus_t status, const char* call, int line) {
 #define TWELL_CUBLAS_CHECK(call) check_cublas((call), #call, __LINE__)
 
 struct LtHandle {
-  LtHandle() { TWELL_CUBLAS_CHECK(cublasLtCreate(&handle)); }
+  LtHandle() : workspace(kWorkspaceBytes) { TWELL_CUBLAS_CHECK(cublasLtCreate(&handle)); }
   ~LtHandle() { cublasLtDestroy(handle); }
   LtHandle(const LtHandle&) = delete;
   LtHandle& operator=(const LtHandle&) = delete;
   cublasLtHandle_t handle = nullptr;
+  DeviceBuffer<std::byte> workspace;
 };
 
-cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols) {
+cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t type = CUDA_R_16BF) {
   cublasLtMatrixLayout_t layout = nullptr;
-  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, CUDA_R_16BF, static_cast<uint64_t>(rows),
+  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
                                                 static_cast<uint64_t>(cols), rows));
   return layout;
 }
@@ -33,8 +34,7 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols) {
 }  // namespace
 
 // cuBLAS is column-major: it computes c^T [N, M] = op(b)^T a^T.
-MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape)
-    : workspace_(kWorkspaceBytes) {
+MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) {
   TWELL_CUBLAS_CHECK(cublasLtMatmulDescCreate(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const cublasOperation_t op_b = shape.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   TWELL_CUBLAS_CHECK(
@@ -46,7 +46,7 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape)
   layout_b_ =
       shape.trans_b ? make_layout(shape.inner, shape.cols) : make_layout(shape.cols, shape.inner);
   layout_a_ = make_layout(shape.inner, shape.rows);
-  layout_c_ = make_layout(shape.cols, shape.rows);
+  layout_c_ = make_layout(shape.cols, shape.rows, shape.f32_out ? CUDA_R_32F : CUDA_R_16BF);
 
   cublasLtMatmulPreference_t preference = nullptr;
   TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -70,22 +70,21 @@ MatmulPlanCuda::~MatmulPlanCuda() {
 }
 
 void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
-                              const __nv_bfloat16* a, const __nv_bfloat16* b,
-                              __nv_bfloat16* c) const {
+                              const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
   const float one = 1.0f, zero = 0.0f;
-  TWELL_CUBLAS_CHECK(cublasLtMatmul(ctx.service<LtHandle>().handle, operation_, &one, b, layout_b_,
-                                    a, layout_a_, &zero, c, layout_c_, c, layout_c_, &algorithm,
-                                    workspace_.data(), static_cast<size_t>(workspace_.bytes()),
-                                    ctx.stream()));
+  const LtHandle& lt = ctx.service<LtHandle>();
+  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_, &one, b, layout_b_, a, layout_a_, &zero,
+                                    c, layout_c_, c, layout_c_, &algorithm, lt.workspace.data(),
+                                    static_cast<size_t>(lt.workspace.bytes()), ctx.stream()));
 }
 
 void MatmulPlanCuda::run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
-                         __nv_bfloat16* c) const {
+                         void* c) const {
   run_with(ctx, proposals_[chosen_].algo, a, b, c);
 }
 
 void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
-                          __nv_bfloat16* c) {
+                          void* c) {
   cudaEvent_t begin, end;
   TWELL_CUDA_CHECK(cudaEventCreate(&begin));
   TWELL_CUDA_CHECK(cudaEventCreate(&end));

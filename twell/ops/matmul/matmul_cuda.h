@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense matrix product on the GPU through cuBLASLt, bf16 in and out, f32 accumulation:
+// Dense matrix product on the GPU through cuBLASLt, bf16 in, bf16 or f32 out, f32 accumulation:
 //   c [M, N] = epilogue(a [M, K] op(b)),  b [N, K] (a weight of a linear layer) or [K, N].
 // A plan fixes the shape and the algorithm; it may be run on any operands of that shape.
 #pragma once
@@ -19,6 +19,7 @@ struct MatmulShapeCuda {
   int64_t inner = 0;     // K
   bool trans_b = false;  // b is [N, K]
   bool relu = false;     // applied in the epilogue
+  bool f32_out = false;  // c is float, not __nv_bfloat16
 };
 
 class MatmulPlanCuda {
@@ -30,16 +31,16 @@ class MatmulPlanCuda {
   MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
 
   // Times every proposed algorithm on these operands and keeps the fastest. Synchronises.
-  void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, __nv_bfloat16* c);
+  void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
 
-  // Enqueues; never synchronises. The workspace is the plan's: one run at a time.
-  void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
-           __nv_bfloat16* c) const;
+  // Enqueues; never synchronises. c [M, N] is of the shape's output type. Plans of one context
+  // share a workspace, which the context's stream keeps apart.
+  void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const;
 
  private:
   static constexpr int kProposals = 16;
   void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
-                const __nv_bfloat16* b, __nv_bfloat16* c) const;
+                const __nv_bfloat16* b, void* c) const;
 
   cublasLtMatmulDesc_t operation_ = nullptr;
   cublasLtMatrixLayout_t layout_a_ = nullptr;
@@ -48,7 +49,6 @@ class MatmulPlanCuda {
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
-  DeviceBuffer<std::byte> workspace_;
 };
 
 }  // namespace twell

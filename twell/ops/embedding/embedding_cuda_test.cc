@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/embedding/embedding_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+
+namespace twell {
+namespace {
+
+TEST(EmbeddingCudaTest, CopiesRows) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 8}, {129, 264}, {3, 2048}}) {
+    const int64_t vocab = 57;
+    const auto table = random_bf16(vocab * width, 1);
+    std::vector<int32_t> ids(static_cast<size_t>(tokens));
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>((i * 31 + 56) % 57);
+    const auto device_table = upload(table);
+    const auto device_ids = upload(ids);
+    const auto out = poisoned<__nv_bfloat16>(tokens * width);
+    TWELL_CUDA_CHECK(launch_embedding(
+        {tokens, width, device_ids.data(), device_table.data(), out.data()}, stream.get()));
+    stream.synchronize();
+    const auto got = to_floats(download(out)), rows = to_floats(table);
+    for (int64_t m = 0; m < tokens; ++m) {
+      for (int64_t d = 0; d < width; ++d) {
+        ASSERT_EQ(got[static_cast<size_t>(m * width + d)],
+                  rows[static_cast<size_t>(ids[static_cast<size_t>(m)] * width + d)]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace twell

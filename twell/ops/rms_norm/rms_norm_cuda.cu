@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
+
+namespace twell {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPiece = 8;  // values in one 16-byte access
+
+struct alignas(16) Piece {
+  __nv_bfloat162 pair[kPiece / 2];
+};
+
+__device__ float block_sum(float value) {
+  __shared__ float of_warp[kThreads / 32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
+// One block per row; each thread keeps its kPieces pieces of the row in registers.
+template <int kPieces>
+__global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
+  const int64_t pieces = p.width / kPiece;
+  const int64_t row = int64_t{blockIdx.x} * pieces;
+  Piece s[kPieces];
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+    if (at >= pieces) break;
+    s[i] = reinterpret_cast<const Piece*>(p.x)[row + at];
+    if (p.residual != nullptr) {
+      const Piece r = reinterpret_cast<const Piece*>(p.residual)[row + at];
+#pragma unroll
+      for (int k = 0; k < kPiece / 2; ++k) s[i].pair[k] = __hadd2(s[i].pair[k], r.pair[k]);
+      reinterpret_cast<Piece*>(p.sum)[row + at] = s[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = __bfloat1622float2(s[i].pair[k]);
+      squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
+    }
+  }
+  const float inv = rsqrtf(block_sum(squares) / static_cast<float>(p.width) + p.eps);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+    if (at >= pieces) break;
+    const Piece w = reinterpret_cast<const Piece*>(p.weight)[at];
+    Piece y;
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = __bfloat1622float2(s[i].pair[k]), scale = __bfloat1622float2(w.pair[k]);
+      y.pair[k] = __floats2bfloat162_rn(v.x * inv * scale.x, v.y * inv * scale.y);
+    }
+    reinterpret_cast<Piece*>(p.y)[row + at] = y;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
+  if (p.width % kPiece != 0 || p.width > kMaxNormWidth || p.width <= 0) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.tokens == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(p.tokens);
+  const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
+  if (p.width <= covered) {
+    rms_norm_kernel<1><<<blocks, kThreads, 0, stream>>>(p);
+  } else if (p.width <= 2 * covered) {
+    rms_norm_kernel<2><<<blocks, kThreads, 0, stream>>>(p);
+  } else if (p.width <= 4 * covered) {
+    rms_norm_kernel<4><<<blocks, kThreads, 0, stream>>>(p);
+  } else {
+    rms_norm_kernel<8><<<blocks, kThreads, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace twell

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/rms_norm/rms_norm.h"
+
+namespace twell {
+namespace {
+
+struct NormCase {
+  int64_t tokens, width;
+  bool residual;
+};
+
+class RmsNormCudaTest : public testing::TestWithParam<NormCase> {};
+
+TEST_P(RmsNormCudaTest, EqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [tokens, width, with_residual] = GetParam();
+  const TestStream stream;
+  const auto x = random_bf16(tokens * width, 1, 2.0f), residual = random_bf16(tokens * width, 2),
+             weight = random_bf16(width, 3);
+  const auto device_x = upload(x), device_residual = upload(residual),
+             device_weight = upload(weight);
+  const auto sum = poisoned<__nv_bfloat16>(tokens * width);
+  const auto y = poisoned<__nv_bfloat16>(tokens * width);
+  TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens,
+                                    .width = width,
+                                    .x = device_x.data(),
+                                    .residual = with_residual ? device_residual.data() : nullptr,
+                                    .sum = sum.data(),
+                                    .weight = device_weight.data(),
+                                    .y = y.data(),
+                                    .eps = 1e-5f},
+                                   stream.get()));
+  stream.synchronize();
+
+  // The CPU op on the rounded sum.
+  std::vector<float> s = to_floats(x);
+  const std::vector<float> r = to_floats(residual), w = to_floats(weight);
+  if (with_residual) {
+    for (size_t i = 0; i < s.size(); ++i) {
+      s[i] = __bfloat162float(__float2bfloat16(s[i] + r[i]));
+    }
+    EXPECT_EQ(to_floats(download(sum)), s);
+  }
+  Context ctx(1);
+  std::vector<float> want(s.size());
+  rms_norm_forward(ctx, {.x = {s.data(), tokens, width},
+                         .weight = w.data(),
+                         .y = {want.data(), tokens, width},
+                         .eps = 1e-5f});
+  const auto got = to_floats(download(y));
+  for (size_t i = 0; i < want.size(); ++i) {
+    // Half a bf16 unit, and what f32 sums of another order add.
+    ASSERT_NEAR(got[i], want[i], std::abs(want[i]) * (std::ldexp(1.0f, -9) + 1e-5f) + 1e-30f) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormCudaTest,
+                         testing::Values(NormCase{1, 8, true}, NormCase{3, 320, false},
+                                         NormCase{129, 2048, true}, NormCase{2, 2056, true},
+                                         NormCase{5, 5120, false}, NormCase{2, 16384, true}));
+
+TEST(RmsNormCudaTest, RefusesWidths) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  for (const int64_t width : {int64_t{12}, kMaxNormWidth + 8}) {
+    EXPECT_EQ(launch_rms_norm({.tokens = 1, .width = width}, nullptr), cudaErrorInvalidValue);
+  }
+}
+
+}  // namespace
+}  // namespace twell
