@@ -6,6 +6,8 @@
 //               active neurons, each weight row read once
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
+// A layer whose activation is not ReLU runs dense whatever the policy says; its active neurons are
+// those whose activation is not zero, and a NaN goes through it.
 #pragma once
 
 #include <cstdint>

@@ -75,7 +75,10 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   return out;
 }
 
-std::string explain(FfnPolicy policy, const FfnWork& work) {
+std::string explain(FfnPolicy policy, const BlendedActivation& activation, const FfnWork& work) {
+  if (!activation.is_relu()) {
+    return fmt::format("{} leaves no zeros to skip", activation_name(activation.kind));
+  }
   if (policy != FfnPolicy::kAuto) return "set by the caller";
   const double dense = dense_cost(work);
   const double per_token = static_cast<double>(work.nnz) / static_cast<double>(work.tokens);
@@ -141,11 +144,11 @@ void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, Matrix
     const int64_t count = x.rows * (c + 1) / chunks - begin;
     const Chunk chunk{weights, x.slice_rows(begin, count), y.slice_rows(begin, count),
                       counts + begin};
-    last = plan.policy == FfnPolicy::kDense ? run_dense(ctx, chunk)
-                                            : run_packed(ctx, chunk, plan.policy);
+    const bool dense = plan.policy == FfnPolicy::kDense || !weights.activation.is_relu();
+    last = dense ? run_dense(ctx, chunk) : run_packed(ctx, chunk, plan.policy);
   }
   plan.execution = last.execution;
-  plan.reason = explain(plan.policy, last.work);
+  plan.reason = explain(plan.policy, weights.activation, last.work);
   plan.tokens += x.rows;
   for (int64_t row = 0; row < x.rows; ++row) {
     plan.nnz += counts[row];

@@ -1,9 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/activation/activation_rows.h"
 #include "twell/ops/ffn/ffn_stages.h"
 #include "twell/ops/ffn/gate_multiply_simd.h"
 #include "twell/ops/matmul/matmul.h"
 
 namespace twell {
+namespace {
+
+// h [n] holds u, or the pre-activation itself when the layer is not gated; it becomes f(gate) * u.
+// Returns the number of values that are not zero.
+int64_t activate(const FfnWeights& weights, const float* gate, float* h, int64_t n) {
+  if (!weights.activation.is_relu()) {
+    return activate_row(weights.activation, gate, weights.gated() ? h : nullptr, h, nullptr, n).nnz;
+  }
+  return weights.gated() ? gate_multiply(gate, h, h, n) : relu_count(h, n);
+}
+
+}  // namespace
 
 void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
                    int32_t* row_nnz) {
@@ -16,10 +29,7 @@ void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, Matr
   constexpr int64_t kGrain = 4;  // rows worth waking a thread for
   ctx.parallel_for(gate.rows, kGrain, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t nnz = weights.gated()
-                              ? gate_multiply(gate.row(row), h.row(row), h.row(row), h.cols)
-                              : relu_count(h.row(row), h.cols);
-      row_nnz[row] = static_cast<int32_t>(nnz);
+      row_nnz[row] = static_cast<int32_t>(activate(weights, gate.row(row), h.row(row), h.cols));
     }
   });
   matmul(ctx, {.a = h, .b = weights.w_down, .c = y});

@@ -41,6 +41,7 @@ struct Layer {
   FfnWeights weights() const {
     FfnWeights out{{}, up.matrix(f, d), down.matrix(f, d)};
     if (gated) out.w_gate = gate.matrix(f, d);
+    out.activation = {activation};
     return out;
   }
   Buffer<float> run(FfnPolicy policy, int threads, FfnPlan* plan_out = nullptr,
@@ -57,7 +58,12 @@ struct Layer {
 
   int64_t m, d, f;
   bool gated;
+  Activation activation = Activation::kRelu;
   Buffer<float> x, gate, up, down;
+
+  double activate(double z) const {
+    return activation == Activation::kSilu ? z / (1.0 + std::exp(-z)) : std::max(z, 0.0);
+  }
 };
 
 struct Reference {
@@ -100,9 +106,14 @@ Reference reference(const Layer& layer) {
       double u = 1.0;
       double u_norm = 0.0;
       if (layer.gated) u = dot(x, layer.up.data() + n * layer.d, layer.d, u_norm);
-      const double h = std::max(g, 0.0) * u;
-      const double h_error =
-          g > -g_error ? g_error * std::abs(u) + std::max(g, 0.0) * eps_d * u_norm : 0.0;
+      const double fired = layer.activate(g);
+      const double h = fired * u;
+      // The slope of SiLU is 1.1 at most; its own rounding is a few eps.
+      const double slope = layer.activation == Activation::kSilu ? 1.1 : 1.0;
+      const double h_error = g > -g_error || layer.activation != Activation::kRelu
+                                 ? slope * g_error * std::abs(u) +
+                                       std::abs(fired) * (eps_d * u_norm + 4.0 * eps * std::abs(u))
+                                 : 0.0;
       for (int64_t k = 0; k < layer.d; ++k) {
         const auto at = static_cast<size_t>(row * layer.d + k);
         const double w = layer.down[n * layer.d + k];
@@ -116,6 +127,25 @@ Reference reference(const Layer& layer) {
 
 bool same_bits(const Buffer<float>& a, const Buffer<float>& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.size()) * sizeof(float)) == 0;
+}
+
+TEST(Ffn, OtherActivationsRunDenseWhateverThePolicy) {
+  for (const bool gated : {true, false}) {
+    Layer layer(129, 72, 600, gated, 0.5f);
+    layer.activation = Activation::kSilu;
+    const Reference expected = reference(layer);
+    for (const FfnPolicy policy : kPolicies) {
+      FfnPlan plan;
+      std::vector<int32_t> row_nnz(129, -1);
+      const Buffer<float> y = layer.run(policy, 2, &plan, row_nnz);
+      for (size_t i = 0; i < expected.y.size(); ++i) {
+        ASSERT_NEAR(y[static_cast<int64_t>(i)], expected.y[i], expected.tolerance[i]) << i;
+      }
+      EXPECT_EQ(plan.execution, FfnExecution::kDense);
+      EXPECT_EQ(plan.reason, "silu leaves no zeros to skip");
+      EXPECT_EQ(row_nnz, std::vector<int32_t>(129, 600));
+    }
+  }
 }
 
 // bias 2: a few percent of the neurons fire; 0: half of them; -9: all.

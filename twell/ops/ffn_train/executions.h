@@ -23,7 +23,7 @@ void hybrid_backward(Context& ctx, const FfnTrainBackward& problem, const FfnSav
 struct DenseBackwardStep {
   ConstMatrixF x;     // [rows, D]
   ConstMatrixF d_y;   // [rows, D]
-  ConstMatrixF gate;  // [rows, F] g; h when not gated
+  ConstMatrixF gate;  // [rows, F] as FfnSaved::dense_gate
   ConstMatrixF up;    // [rows, F] u; empty when not gated
   MatrixF d_x;        // [rows, D], written
 };

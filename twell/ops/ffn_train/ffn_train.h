@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feed-forward layer in training: forward that keeps what backward needs, and backward with the
 // L1 term's gradient on the non-zero pattern. Source: the TwELL paper, hybrid format.
-//   dense   everything as GEMMs; keeps g and u [M, F] (non-gated: h)
+//   dense   everything as GEMMs; keeps g and u [M, F] (non-gated: h), or for an activation other
+//           than ReLU what stands in front of it, and u
 //   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h): keeps
 //           and works on active neurons only
 // A neuron is active on a token when its ReLU passes something, g > 0; NaN counts as active, so
 // that it reaches the loss. Both executions give the same result within accumulation order. When
 // the heavy rows outgrow the tail, the hybrid execution turns to dense by itself and says so in the
 // statistics.
+// With another activation than ReLU the execution is dense whatever the policy, and what counts as
+// active is what activation_rows.h says.
 // Repeats bit for bit for a given shape and thread count.
 #pragma once
 
@@ -56,7 +59,8 @@ class FfnSaved {
   MatrixF up;        // [M, W] u on the compact pattern, gated only
   MatrixF up_tail;   // [tail_capacity, F] u of the heavy rows, gated only
 
-  // Dense plan for M tokens: g, or h when not gated; u.
+  // Dense plan for M tokens: g, or h when not gated, or what stands in front of the activation
+  // when that is not ReLU; u.
   MatrixF dense_gate(int64_t m) const;  // [M, F]
   MatrixF dense_up(int64_t m) const;    // [M, F], gated only
   // Lays the hybrid plan out for M tokens in the same memory; false when not even an empty tail
@@ -91,7 +95,7 @@ FfnTrainStats ffn_train_forward(Context& ctx, const FfnTrainForward& problem, Ff
 
 // Gradient of  <y, d_y> + l1_scale * sum |h|  (|.| has gradient 0 at 0).
 struct FfnTrainBackward {
-  FfnWeights weights;
+  FfnWeights weights;     // of the forward, its activation included
   ConstMatrixF x;         // [M, D] of the forward
   ConstMatrixF d_y;       // [M, D]
   float l1_scale = 0.0f;  // coefficient / (layers * tokens) for the recipe's sum reduction

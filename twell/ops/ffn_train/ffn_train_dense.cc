@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "twell/ops/activation/activation_rows.h"
 #include "twell/ops/ffn_train/elementwise_simd.h"
 #include "twell/ops/ffn_train/executions.h"
 #include "twell/ops/matmul/matmul.h"
@@ -10,18 +11,32 @@ namespace {
 
 constexpr int64_t kRowGrain = 4;
 
-// Applies the activation to rows [first, first + h.rows); h [chunk, F] is written (gated).
-void activate(Context& ctx, const FfnSaved& saved, int64_t first, MatrixF h,
-              const FiredFlags& flags, std::span<RowActivity> activity) {
+// A non-gated ReLU leaves h in the place of its input; every other layer has h beside it.
+bool needs_h(const FfnWeights& w) { return w.gated() || !w.activation.is_relu(); }
+
+RowActivity smooth_row(const BlendedActivation& f, const float* gate, const float* up, float* h,
+                       float* fired, int64_t n) {
+  const ActivatedRow row = activate_row(f, gate, up, h, fired, n);
+  return {static_cast<int32_t>(row.nnz), row.l1};
+}
+
+// Applies the activation to rows [first, first + h.rows); h [chunk, F] is written.
+void activate(Context& ctx, const BlendedActivation& f, const FfnSaved& saved, int64_t first,
+              MatrixF h, const FiredFlags& flags, std::span<RowActivity> activity) {
   const MatrixF gate = saved.dense_gate(saved.tokens).slice_rows(first, h.rows);
   const MatrixF up =
       saved.gated() ? saved.dense_up(saved.tokens).slice_rows(first, h.rows) : MatrixF();
   ctx.parallel_for(h.rows, kRowGrain, [&](int64_t begin, int64_t end, int thread) {
     float* const fired = flags.of_thread(thread);
     for (int64_t m = begin; m < end; ++m) {
-      activity[static_cast<size_t>(first + m)] =
-          saved.gated() ? relu_gate_row(gate.row(m), up.row(m), h.row(m), fired, h.cols)
-                        : relu_row(gate.row(m), fired, h.cols);
+      RowActivity& row = activity[static_cast<size_t>(first + m)];
+      if (!f.is_relu()) {
+        row = smooth_row(f, gate.row(m), up.empty() ? nullptr : up.row(m), h.row(m), fired, h.cols);
+      } else if (saved.gated()) {
+        row = relu_gate_row(gate.row(m), up.row(m), h.row(m), fired, h.cols);
+      } else {
+        row = relu_row(gate.row(m), fired, h.cols);
+      }
     }
   });
 }
@@ -46,6 +61,24 @@ void gated_backward_rows(Context& ctx, const DenseBackwardStep& step, float l1_s
   });
 }
 
+// d_h [M, F] becomes the gradient in front of the activation; d_up (gated) and h [M, F] are
+// written.
+void smooth_backward_rows(Context& ctx, const BlendedActivation& f, const DenseBackwardStep& step,
+                          float l1_scale, MatrixF d_h, MatrixF d_up, MatrixF h) {
+  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t m = begin; m < end; ++m) {
+      activate_backward_row(f,
+                            {.x = step.gate.row(m),
+                             .u = step.up.empty() ? nullptr : step.up.row(m),
+                             .l1 = l1_scale,
+                             .d_h = d_h.row(m),
+                             .d_u = d_up.empty() ? nullptr : d_up.row(m),
+                             .h = h.row(m)},
+                            d_h.cols);
+    }
+  });
+}
+
 }  // namespace
 
 FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& saved) {
@@ -58,7 +91,7 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
                                         static_cast<size_t>(tokens));
   const FiredFlags flags(ctx, scope, problem.active);
   const int64_t chunk = std::min(tokens, kDenseChunk);
-  const MatrixF h_buffer = w.gated() ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
+  const MatrixF h_buffer = needs_h(w) ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
 
   for (int64_t first = 0; first < tokens; first += chunk) {
     const int64_t count = std::min(chunk, tokens - first);
@@ -66,8 +99,8 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
     const MatrixF gate = saved.dense_gate(tokens).slice_rows(first, count);
     linear_forward(ctx, x, w.firing(), gate);
     if (w.gated()) linear_forward(ctx, x, w.w_up, saved.dense_up(tokens).slice_rows(first, count));
-    const MatrixF h = w.gated() ? h_buffer.slice_rows(0, count) : gate;
-    activate(ctx, saved, first, h, flags, activity);
+    const MatrixF h = needs_h(w) ? h_buffer.slice_rows(0, count) : gate;
+    activate(ctx, w.activation, saved, first, h, flags, activity);
     matmul(ctx, {.a = h, .b = w.w_down, .c = problem.y.slice_rows(first, count)});
   }
 
@@ -88,25 +121,27 @@ void dense_backward_step(Context& ctx, const FfnWeights& w, float l1_scale,
   Arena::Scope scope(ctx.scratch());
   const MatrixF d_h = scope.matrix<float>(count, w.ffn());
   linear_forward(ctx, d_y, w.w_down, d_h);
-  if (!w.gated()) {
+  const MatrixF d_up = w.gated() ? scope.matrix<float>(count, w.ffn()) : MatrixF();
+  const MatrixF h_buffer = needs_h(w) ? scope.matrix<float>(count, w.ffn()) : MatrixF();
+  if (!w.activation.is_relu()) {
+    smooth_backward_rows(ctx, w.activation, step, l1_scale, d_h, d_up, h_buffer);
+  } else if (w.gated()) {
+    gated_backward_rows(ctx, step, l1_scale, d_h, d_up, h_buffer);
+  } else {
     backward_rows(ctx, gate, l1_scale, d_h);
-    linear_backward(ctx,
-                    {.x = x, .weight = w.w_up, .d_y = d_h, .d_x = d_x, .d_weight = grads.w_up});
-    matmul(ctx, {.a = gate, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
-    return;
   }
-  const MatrixF d_up = scope.matrix<float>(count, w.ffn());
-  const MatrixF h = scope.matrix<float>(count, w.ffn());
-  gated_backward_rows(ctx, step, l1_scale, d_h, d_up, h);
-  const MatrixF d_gate = d_h;  // overwritten in place
+  const MatrixF d_firing = d_h;  // overwritten in place
   linear_backward(
-      ctx, {.x = x, .weight = w.w_gate, .d_y = d_gate, .d_x = d_x, .d_weight = grads.w_gate});
-  linear_backward(ctx, {.x = x,
-                        .weight = w.w_up,
-                        .d_y = d_up,
-                        .d_x = d_x,
-                        .d_x_beta = 1.0f,
-                        .d_weight = grads.w_up});
+      ctx, {.x = x, .weight = w.firing(), .d_y = d_firing, .d_x = d_x, .d_weight = grads.firing()});
+  if (w.gated()) {
+    linear_backward(ctx, {.x = x,
+                          .weight = w.w_up,
+                          .d_y = d_up,
+                          .d_x = d_x,
+                          .d_x_beta = 1.0f,
+                          .d_weight = grads.w_up});
+  }
+  const ConstMatrixF h = needs_h(w) ? ConstMatrixF(h_buffer) : gate;
   matmul(ctx, {.a = h, .b = d_y, .c = grads.w_down, .trans_a = true, .beta = 1.0f});
 }
 

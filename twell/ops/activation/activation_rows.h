@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elementwise work of a dense feed-forward layer whose activation f is not ReLU, one token's row
+// [F] per call; SIMD, picked at run time. The ReLU layers have rows of their own, which know about
+// zeros.
+//   gated      h = f(x) * u
+//   non-gated  h = f(x), u is null
+// f may be a blend with ReLU. Values are within a few ulp of the definitions in
+// format/activation.h.
+#pragma once
+
+#include <cstdint>
+
+#include "twell/format/activation.h"
+
+namespace twell {
+
+struct ActivatedRow {
+  // Neurons with f(x) != 0; of a blend with ReLU those with x > 0, which is what the ReLU will
+  // leave.
+  int64_t nnz = 0;
+  double l1 = 0.0;  // sum of |h|
+};
+
+// h [n] is written, and may be x or u. fired [n], when not null, is set to 1 where nnz counts.
+ActivatedRow activate_row(const BlendedActivation& f, const float* x, const float* u, float* h,
+                          float* fired, int64_t n);
+
+// With d = d_h + l1 * sign(h): h [n] is written again, d_u [n] = d * f(x) (gated), and d_h [n]
+// becomes the gradient of x, d * u * f'(x).
+struct ActivationBackwardRow {
+  const float* x = nullptr;  // [n]
+  const float* u = nullptr;  // [n], null when not gated
+  float l1 = 0.0f;
+  float* d_h = nullptr;  // [n] overwritten
+  float* d_u = nullptr;  // [n] written, null when not gated
+  float* h = nullptr;    // [n] written
+};
+void activate_backward_row(const BlendedActivation& f, const ActivationBackwardRow& row, int64_t n);
+
+}  // namespace twell

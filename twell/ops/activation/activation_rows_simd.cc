@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/base/error.h"
+#include "twell/ops/activation/activation_rows.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "twell/ops/activation/activation_rows_simd.cc"
+// clang-format off
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
+#include <hwy/highway.h>
+#include <hwy/contrib/math/math-inl.h>
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace twell {
+namespace HWY_NAMESPACE {
+namespace {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Every activation here is x * s(x) with a smooth step s from 0 to 1, so that f' = s + x s'.
+template <class V>
+struct Step {
+  V s;
+  V slope;
+};
+
+// s = sigmoid(z), slope = s (1 - s). Through exp(-|z|), which cannot overflow and leaves both tails
+// their relative precision.
+template <class D, class V = hn::Vec<D>>
+Step<V> sigmoid(D d, V z) {
+  const V one = hn::Set(d, 1.0f);
+  const V e = hn::Exp(d, hn::Neg(hn::Abs(z)));
+  const V larger = hn::Div(one, hn::Add(one, e));
+  const V smaller = hn::Mul(e, larger);
+  return {hn::IfThenElse(hn::Lt(z, hn::Zero(d)), smaller, larger), hn::Mul(larger, smaller)};
+}
+
+struct Silu {
+  template <class D, class V = hn::Vec<D>>
+  Step<V> operator()(D d, V x) const {
+    return sigmoid(d, x);
+  }
+};
+
+struct QuickGelu {
+  template <class D, class V = hn::Vec<D>>
+  Step<V> operator()(D d, V x) const {
+    const V scale = hn::Set(d, 1.702f);
+    const Step<V> step = sigmoid(d, hn::Mul(scale, x));
+    return {step.s, hn::Mul(scale, step.slope)};
+  }
+};
+
+// 0.5 (1 + tanh(z)) = sigmoid(2 z), with 2 z = a x + b x^3.
+struct GeluTanh {
+  template <class D, class V = hn::Vec<D>>
+  Step<V> operator()(D d, V x) const {
+    constexpr float kA = 1.5957691216f;  // 2 sqrt(2 / pi)
+    constexpr float kB = 0.044715f * kA;
+    // Beyond 32 the step is exactly 0 or 1; the cube must not overflow.
+    const V limit = hn::Set(d, 32.0f);
+    const V near = hn::Clamp(x, hn::Neg(limit), limit);
+    const V square = hn::Mul(near, near);
+    const V a = hn::Set(d, kA);
+    const Step<V> step = sigmoid(d, hn::Mul(near, hn::MulAdd(square, hn::Set(d, kB), a)));
+    return {step.s, hn::Mul(step.slope, hn::MulAdd(square, hn::Set(d, 3.0f * kB), a))};
+  }
+};
+
+// s = Phi(x) = erfc(-x / sqrt(2)) / 2. erfc(z) for z >= 0 is t exp(-z^2 + p(t)), t = 1 / (1 + z/2),
+// with the Chebyshev fit of Numerical Recipes (relative error below 1.2e-7).
+struct Gelu {
+  template <class D, class V = hn::Vec<D>>
+  Step<V> operator()(D d, V x) const {
+    constexpr float kFit[] = {-1.26551223f, 1.00002368f,  0.37409196f, 0.09678418f,  -0.18628806f,
+                              0.27886807f,  -1.13520398f, 1.48851587f, -0.82215223f, 0.17087277f};
+    const V half = hn::Set(d, 0.5f), one = hn::Set(d, 1.0f);
+    const V z = hn::Mul(hn::Abs(x), hn::Set(d, 0.70710678f));
+    const V t = hn::Div(one, hn::MulAdd(z, half, one));
+    V p = hn::Set(d, kFit[9]);
+    for (int i = 8; i >= 0; --i) p = hn::MulAdd(p, t, hn::Set(d, kFit[i]));
+    const V tail = hn::Mul(hn::Mul(half, t), hn::Exp(d, hn::NegMulAdd(z, z, p)));
+    const V density =
+        hn::Mul(hn::Set(d, 0.39894228f), hn::Exp(d, hn::Mul(hn::Mul(x, x), hn::Neg(half))));
+    return {hn::IfThenElse(hn::Lt(x, hn::Zero(d)), tail, hn::Sub(one, tail)), density};
+  }
+};
+
+// f(x) and f'(x) of the blend.
+template <class D, class F, class V = hn::Vec<D>>
+Step<V> blended(D d, const F& f, float relu_share, V x) {
+  const Step<V> step = f(d, x);
+  const V value = hn::Mul(x, step.s), slope = hn::MulAdd(x, step.slope, step.s);
+  if (relu_share == 0.0f) return {value, slope};
+  const V share = hn::Set(d, relu_share), rest = hn::Set(d, 1.0f - relu_share);
+  const auto fires = hn::Gt(x, hn::Zero(d));
+  return {hn::MulAdd(rest, value, hn::IfThenElseZero(fires, hn::Mul(share, x))),
+          hn::MulAdd(rest, slope, hn::IfThenElseZero(fires, share))};
+}
+
+// Calls step(tag, i) over [0, n): full vectors, then single lanes.
+template <class Step>
+void over_row(int64_t n, const Step& step) {
+  const hn::ScalableTag<float> full;
+  const hn::CappedTag<float, 1> single;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(full));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) step(full, i);
+  for (; i < n; ++i) step(single, i);
+}
+
+template <class F>
+ActivatedRow forward_row(const F& f, float relu_share, const float* x, const float* u, float* h,
+                         float* fired, int64_t n) {
+  ActivatedRow row;
+  over_row(n, [&](auto d, int64_t i) HWY_ATTR {
+    const auto v = hn::LoadU(d, x + i);
+    const auto value = blended(d, f, relu_share, v).s;
+    const auto zero = hn::Zero(d);
+    const auto on = relu_share > 0.0f ? hn::Gt(v, zero) : hn::Ne(value, zero);
+    const auto product = u == nullptr ? value : hn::Mul(value, hn::LoadU(d, u + i));
+    hn::StoreU(product, d, h + i);
+    row.nnz += static_cast<int64_t>(hn::CountTrue(d, on));
+    row.l1 += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, hn::Abs(product))));
+    if (fired != nullptr) {
+      hn::StoreU(hn::IfThenElse(on, hn::Set(d, 1.0f), hn::LoadU(d, fired + i)), d, fired + i);
+    }
+  });
+  return row;
+}
+
+template <class F>
+void backward_row(const F& f, float relu_share, const ActivationBackwardRow& row, int64_t n) {
+  over_row(n, [&](auto d, int64_t i) HWY_ATTR {
+    const auto zero = hn::Zero(d);
+    const auto step = blended(d, f, relu_share, hn::LoadU(d, row.x + i));
+    const auto up = row.u == nullptr ? hn::Set(d, 1.0f) : hn::LoadU(d, row.u + i);
+    const auto h = hn::Mul(step.s, up);
+    const auto sign = hn::IfThenElse(hn::Eq(h, zero), zero, hn::CopySign(hn::Set(d, 1.0f), h));
+    const auto gradient = hn::MulAdd(hn::Set(d, row.l1), sign, hn::LoadU(d, row.d_h + i));
+    hn::StoreU(h, d, row.h + i);
+    if (row.d_u != nullptr) hn::StoreU(hn::Mul(gradient, step.s), d, row.d_u + i);
+    hn::StoreU(hn::Mul(hn::Mul(gradient, up), step.slope), d, row.d_h + i);
+  });
+}
+
+ActivatedRow forward(const BlendedActivation& f, const float* x, const float* u, float* h,
+                     float* fired, int64_t n) {
+  switch (f.kind) {
+    case Activation::kSilu:
+      return forward_row(Silu(), f.relu_share, x, u, h, fired, n);
+    case Activation::kGelu:
+      return forward_row(Gelu(), f.relu_share, x, u, h, fired, n);
+    case Activation::kGeluTanh:
+      return forward_row(GeluTanh(), f.relu_share, x, u, h, fired, n);
+    default:
+      return forward_row(QuickGelu(), f.relu_share, x, u, h, fired, n);
+  }
+}
+
+void backward(const BlendedActivation& f, const ActivationBackwardRow& row, int64_t n) {
+  switch (f.kind) {
+    case Activation::kSilu:
+      return backward_row(Silu(), f.relu_share, row, n);
+    case Activation::kGelu:
+      return backward_row(Gelu(), f.relu_share, row, n);
+    case Activation::kGeluTanh:
+      return backward_row(GeluTanh(), f.relu_share, row, n);
+    default:
+      return backward_row(QuickGelu(), f.relu_share, row, n);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace twell
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace twell {
+namespace {
+
+HWY_EXPORT(forward);
+HWY_EXPORT(backward);
+
+void check(const BlendedActivation& f) {
+  TWELL_CHECK(f.kind != Activation::kRelu, "ReLU rows are not computed here");
+  TWELL_CHECK(f.relu_share >= 0.0f && f.relu_share <= 1.0f, "a ReLU share of {}", f.relu_share);
+}
+
+}  // namespace
+
+ActivatedRow activate_row(const BlendedActivation& f, const float* x, const float* u, float* h,
+                          float* fired, int64_t n) {
+  check(f);
+  return HWY_DYNAMIC_DISPATCH(forward)(f, x, u, h, fired, n);
+}
+
+void activate_backward_row(const BlendedActivation& f, const ActivationBackwardRow& row,
+                           int64_t n) {
+  check(f);
+  HWY_DYNAMIC_DISPATCH(backward)(f, row, n);
+}
+
+}  // namespace twell
+#endif  // HWY_ONCE

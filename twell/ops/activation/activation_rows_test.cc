@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/activation/activation_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numbers>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+constexpr Activation kSmooth[] = {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
+                                  Activation::kQuickGelu};
+constexpr double kEps = 0x1p-23;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+double reference(Activation activation, double x) {
+  const auto sigmoid = [](double z) { return 1.0 / (1.0 + std::exp(-z)); };
+  switch (activation) {
+    case Activation::kSilu:
+      return x * sigmoid(x);
+    case Activation::kGelu:
+      return 0.5 * x * std::erfc(-x / std::numbers::sqrt2);
+    case Activation::kGeluTanh:
+      return 0.5 * x *
+             (1.0 + std::tanh(std::sqrt(2.0 / std::numbers::pi) * (x + 0.044715 * x * x * x)));
+    default:
+      return x * sigmoid(1.702 * x);
+  }
+}
+
+double blended(const BlendedActivation& f, double x) {
+  const double share = static_cast<double>(f.relu_share);
+  return share * std::max(x, 0.0) + (1.0 - share) * reference(f.kind, x);
+}
+
+// From far below to far above, with both ends and the neighbourhood of zero.
+std::vector<float> arguments(int64_t n) {
+  std::vector<float> x = {0.0f, -0.0f, 1e-30f, -1e-30f, 88.0f, -88.0f, 1e4f, -1e4f, 1e30f, -1e30f};
+  for (uint64_t i = x.size(); i < static_cast<uint64_t>(n); ++i) {
+    x.push_back(3.0f * normal(1, 0, i));
+  }
+  x.resize(static_cast<size_t>(n));
+  return x;
+}
+
+class ActivationRows : public ::testing::TestWithParam<Activation> {};
+
+TEST_P(ActivationRows, ForwardMatchesTheDefinition) {
+  for (const float share : {0.0f, 0.3f, 1.0f}) {
+    for (const int64_t n : {1, 7, 16, 129, 4096}) {
+      const BlendedActivation f{GetParam(), share};
+      const std::vector<float> x = arguments(n);
+      std::vector<float> u, h(x.size(), kNan), fired(x.size(), 0.0f);
+      for (size_t i = 0; i < x.size(); ++i) u.push_back(normal(2, 0, i));
+      double l1 = 0.0;
+      int64_t nnz = 0;
+      const ActivatedRow row = activate_row(f, x.data(), u.data(), h.data(), fired.data(), n);
+      for (size_t i = 0; i < x.size(); ++i) {
+        const double v = static_cast<double>(x[i]);
+        const double expected = blended(f, v) * static_cast<double>(u[i]);
+        // A few ulp of x times the step in front of it, which is at most 1; where the value is far
+        // smaller than x the step is a tail, whose exponent carries the relative error |x|^2 eps.
+        const double bound = kEps * std::abs(static_cast<double>(u[i])) *
+                             (8.0 * std::abs(blended(f, v)) + 2.0 * std::min(std::abs(v), 1.0));
+        EXPECT_NEAR(h[i], expected, bound + 1e-38) << v;
+        l1 += std::abs(static_cast<double>(h[i]));
+        const bool on = share > 0.0f ? x[i] > 0.0f : h[i] != 0.0f;
+        nnz += on;
+        EXPECT_EQ(fired[i], on ? 1.0f : 0.0f) << v;
+      }
+      EXPECT_EQ(row.nnz, nnz);
+      EXPECT_NEAR(row.l1, l1, 64 * kEps * l1);
+    }
+  }
+}
+
+TEST_P(ActivationRows, BackwardIsTheDerivative) {
+  constexpr int64_t kN = 133;
+  for (const float share : {0.0f, 0.6f}) {
+    for (const bool gated : {true, false}) {
+      const BlendedActivation f{GetParam(), share};
+      constexpr float kL1 = 0.25f;
+      std::vector<float> x, u, d_out, h(kN, kNan), d_u(kN, kNan);
+      for (uint64_t i = 0; i < kN; ++i) {
+        x.push_back(2.0f * normal(3, 0, i));
+        u.push_back(gated ? normal(4, 0, i) : 1.0f);
+        d_out.push_back(normal(5, 0, i));
+      }
+      std::vector<float> d_x = d_out;
+      activate_backward_row(f,
+                            {.x = x.data(),
+                             .u = gated ? u.data() : nullptr,
+                             .l1 = kL1,
+                             .d_h = d_x.data(),
+                             .d_u = gated ? d_u.data() : nullptr,
+                             .h = h.data()},
+                            kN);
+      for (size_t i = 0; i < kN; ++i) {
+        const double v = static_cast<double>(x[i]), up = static_cast<double>(u[i]);
+        const double value = blended(f, v), step = 1e-5;
+        const double slope = (blended(f, v + step) - blended(f, v - step)) / (2.0 * step);
+        const double sign = value * up > 0.0 ? 1.0 : -1.0;
+        const double d = static_cast<double>(d_out[i]) + static_cast<double>(kL1) * sign;
+        const double near = 16.0 * kEps * (1.0 + std::abs(v)) * std::abs(d) * (1.0 + std::abs(up));
+        EXPECT_NEAR(h[i], value * up, 8.0 * kEps * std::abs(up) * (std::abs(value) + 1.0));
+        EXPECT_NEAR(d_x[i], d * up * slope, near + 1e-8);
+        if (gated) {
+          EXPECT_NEAR(d_u[i], d * value, near);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ActivationRows, WorksInPlaceAndKeepsNotANumber) {
+  std::vector<float> x = {kNan, 1.0f, -1.0f};
+  activate_row({GetParam()}, x.data(), nullptr, x.data(), nullptr, 3);
+  EXPECT_TRUE(std::isnan(x[0]));
+  EXPECT_NEAR(x[1], reference(GetParam(), 1.0), 4 * kEps);
+  EXPECT_NEAR(x[2], reference(GetParam(), -1.0), 4 * kEps);
+}
+
+TEST(ActivationRowsContract, ReluIsNotComputedHere) {
+  float x = 1.0f;
+  EXPECT_THROW(activate_row({}, &x, nullptr, &x, nullptr, 1), Error);
+  EXPECT_THROW(activate_row({Activation::kSilu, 1.5f}, &x, nullptr, &x, nullptr, 1), Error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Smooth, ActivationRows, ::testing::ValuesIn(kSmooth),
+                         [](const auto& suite_info) {
+                           return std::string(activation_name(suite_info.param));
+                         });
+
+}  // namespace
+}  // namespace twell
