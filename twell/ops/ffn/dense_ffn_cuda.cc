@@ -4,51 +4,81 @@
 #include "twell/ops/ffn/gate_multiply.h"
 
 namespace twell {
+namespace {
 
-DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated)
-    : tokens_(tokens), ffn_(ffn), gated_(gated), hidden_(tokens * ffn) {
+// Counting what a gated layer fires costs nothing beside the multiplication. Without a gate it is a
+// pass of its own, so a sample has to do.
+constexpr int64_t kSampleStride = 16;
+
+}  // namespace
+
+DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+                           __nv_bfloat16* gate, __nv_bfloat16* hidden)
+    : tokens_(tokens), ffn_(ffn), gated_(gated), gate_(gate), hidden_(hidden) {
   TWELL_CHECK(width % 8 == 0 && ffn % 8 == 0, "width {} and FFN size {} must be multiples of 8",
               width, ffn);
-  const MatmulShapeCuda up{tokens, ffn, width, true, !gated};
+  const MatmulShapeCuda up{
+      .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = !gated};
   if (gated) {
-    gate_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn);
-    gate_plan_ =
-        std::make_unique<MatmulPlanCuda>(ctx, MatmulShapeCuda{tokens, ffn, width, true, true});
+    const MatmulShapeCuda shape{
+        .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = true};
+    gate_plan_ = std::make_unique<MatmulPlanCuda>(ctx, shape);
   }
   up_plan_ = std::make_unique<MatmulPlanCuda>(ctx, up);
-  down_plan_ =
-      std::make_unique<MatmulPlanCuda>(ctx, MatmulShapeCuda{tokens, width, ffn, false, false});
+  const MatmulShapeCuda down{.rows = tokens, .cols = width, .inner = ffn};
+  down_plan_ = std::make_unique<MatmulPlanCuda>(ctx, down);
+}
+
+DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated)
+    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr) {
+  owned_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn * (gated ? 2 : 1));
+  hidden_ = owned_.data();
+  if (gated) gate_ = owned_.data() + tokens * ffn;
 }
 
 void DenseFfnCuda::tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                         __nv_bfloat16* y) {
-  if (gated_) gate_plan_->tune(ctx, x, weights.w_gate, gate_.data());
-  up_plan_->tune(ctx, x, weights.w_up, hidden_.data());
-  down_plan_->tune(ctx, hidden_.data(), weights.w_down, y);
+  if (gated_) gate_plan_->tune(ctx, x, weights.w_gate, gate_);
+  up_plan_->tune(ctx, x, weights.w_up, hidden_);
+  down_plan_->tune(ctx, hidden_, weights.w_down, y);
 }
 
 void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
                         const __nv_bfloat16* x) const {
-  gate_plan_->run(ctx, x, weights.w_gate, gate_.data());
+  gate_plan_->run(ctx, x, weights.w_gate, gate_);
 }
 
 void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
-                           __nv_bfloat16* y) const {
-  up_plan_->run(ctx, x, weights.w_up, hidden_.data());
-  TWELL_CUDA_CHECK(
-      launch_gate_multiply(hidden_.data(), gate_.data(), tokens_ * ffn_, ctx.stream()));
-  down_plan_->run(ctx, hidden_.data(), weights.w_down, y);
+                           __nv_bfloat16* y, const DenseCountsCuda& counts) const {
+  up_plan_->run(ctx, x, weights.w_up, hidden_);
+  TWELL_CUDA_CHECK(launch_gate_multiply({.u = hidden_,
+                                         .g = gate_,
+                                         .tokens = tokens_,
+                                         .ffn = ffn_,
+                                         .row_nnz = counts.row_nnz,
+                                         .counts = counts.activity},
+                                        ctx.stream()));
+  down_plan_->run(ctx, hidden_, weights.w_down, y);
 }
 
 void DenseFfnCuda::forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
-                           __nv_bfloat16* y) const {
+                           __nv_bfloat16* y, const DenseCountsCuda& counts) const {
   if (gated_) {
     gate(ctx, weights, x);
-    up_down(ctx, weights, x, y);
-  } else {
-    up_plan_->run(ctx, x, weights.w_up, hidden_.data());
-    down_plan_->run(ctx, hidden_.data(), weights.w_down, y);
+    up_down(ctx, weights, x, y, counts);
+    return;
   }
+  up_plan_->run(ctx, x, weights.w_up, hidden_);
+  if (counts.row_nnz != nullptr || counts.activity != nullptr) {
+    TWELL_CUDA_CHECK(launch_gate_multiply({.g = hidden_,
+                                           .tokens = tokens_,
+                                           .ffn = ffn_,
+                                           .row_nnz = counts.row_nnz,
+                                           .counts = counts.activity,
+                                           .stride = counts.row_nnz != nullptr ? 1 : kSampleStride},
+                                          ctx.stream()));
+  }
+  down_plan_->run(ctx, hidden_, weights.w_down, y);
 }
 
 }  // namespace twell

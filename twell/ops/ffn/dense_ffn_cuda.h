@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "twell/base/cuda.h"
+#include "twell/format/activity_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
@@ -22,10 +23,19 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
 };
 
+// What a dense call counts beside its result. Both may be null.
+struct DenseCountsCuda {
+  int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token
+  ActivityCuda* activity = nullptr;  // added to; non-gated layers count every 16th token
+};
+
 class DenseFfnCuda {
  public:
   // For exactly `tokens` tokens; owns the activations in between, 2 M F values when gated.
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated);
+  // The same in the caller's memory: gate [M, F] (not needed without a gate) and hidden [M, F].
+  DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+               __nv_bfloat16* gate, __nv_bfloat16* hidden);
 
   // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises.
   void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
@@ -33,20 +43,21 @@ class DenseFfnCuda {
 
   // y [M, D] = FFN(x [M, D]). Never synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
-               __nv_bfloat16* y) const;
+               __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
   // Its two halves: the gate, and what follows it. Gated layers only.
   void gate(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x) const;
   void up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
-               __nv_bfloat16* y) const;
-  __nv_bfloat16* gate_values() const { return gate_.data(); }  // [M, F]
+               __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
+  __nv_bfloat16* gate_values() const { return gate_; }  // [M, F]
 
  private:
   int64_t tokens_;
   int64_t ffn_;
   bool gated_;
   std::unique_ptr<MatmulPlanCuda> gate_plan_, up_plan_, down_plan_;
-  DeviceBuffer<__nv_bfloat16> gate_;    // [M, F]
-  DeviceBuffer<__nv_bfloat16> hidden_;  // [M, F]
+  DeviceBuffer<__nv_bfloat16> owned_;  // both of the below, or nothing
+  __nv_bfloat16* gate_ = nullptr;      // [M, F]
+  __nv_bfloat16* hidden_ = nullptr;    // [M, F]
 };
 
 }  // namespace twell

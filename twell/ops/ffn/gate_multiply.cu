@@ -6,27 +6,49 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
-    gate_multiply_kernel(uint4* u, const uint4* g, int64_t pieces) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= pieces) return;
-  uint4 product = u[i];
-  const uint4 gate = g[i];
-  auto* a = reinterpret_cast<__nv_bfloat162*>(&product);
-  const auto* b = reinterpret_cast<const __nv_bfloat162*>(&gate);
+// A CTA per token.
+__global__ void __launch_bounds__(kThreads) gate_multiply_kernel(GateMultiply problem) {
+  const int64_t row = int64_t{blockIdx.x} * problem.stride;
+  const int pieces = static_cast<int>(problem.ffn / 8);
+  const auto* gate = reinterpret_cast<const uint4*>(problem.g) + row * pieces;
+  auto* up = reinterpret_cast<uint4*>(problem.u) + row * pieces;
+  const bool multiplies = problem.u != nullptr;
+  int count = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    uint4 g = gate[i];
+    uint4 u = multiplies ? up[i] : uint4{};
+    auto* a = reinterpret_cast<__nv_bfloat162*>(&u);
+    auto* b = reinterpret_cast<__nv_bfloat162*>(&g);
+    const auto* bits = reinterpret_cast<const uint32_t*>(&g);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) a[k] = __hmul2(a[k], b[k]);
-  u[i] = product;
+    for (int k = 0; k < 4; ++k) {
+      a[k] = __hmul2(a[k], b[k]);
+      count += ((bits[k] & 0x7fffu) != 0) + ((bits[k] & 0x7fff0000u) != 0);
+    }
+    if (multiplies) up[i] = u;
+  }
+  if (problem.row_nnz == nullptr && problem.counts == nullptr) return;
+  __shared__ int total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (problem.row_nnz != nullptr) problem.row_nnz[row] = total;
+  if (problem.counts != nullptr) {
+    atomicAdd(&problem.counts->tokens, 1ull);
+    atomicAdd(&problem.counts->nnz, static_cast<unsigned long long>(total));
+    atomicMax(&problem.counts->max_row_nnz, static_cast<unsigned long long>(total));
+  }
 }
 
 }  // namespace
 
-cudaError_t launch_gate_multiply(__nv_bfloat16* u, const __nv_bfloat16* g, int64_t n,
-                                 cudaStream_t stream) {
-  const int64_t pieces = n / 8;
-  gate_multiply_kernel<<<static_cast<unsigned>((pieces + kThreads - 1) / kThreads), kThreads, 0,
-                         stream>>>(reinterpret_cast<uint4*>(u), reinterpret_cast<const uint4*>(g),
-                                   pieces);
+cudaError_t launch_gate_multiply(const GateMultiply& problem, cudaStream_t stream) {
+  const int64_t rows = (problem.tokens + problem.stride - 1) / problem.stride;
+  gate_multiply_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
   return cudaGetLastError();
 }
 

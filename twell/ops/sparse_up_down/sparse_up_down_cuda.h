@@ -15,6 +15,7 @@
 #include <string>
 
 #include "twell/base/cuda.h"
+#include "twell/format/activity_cuda.h"
 #include "twell/format/twell.h"
 
 namespace twell {
@@ -29,6 +30,7 @@ struct SparseUpDownCuda {
   const __nv_bfloat16* w_up = nullptr;    // [F, D], or null: no gate
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
+  ActivityCuda* activity = nullptr;       // added to; may be null
 };
 
 // Device memory of one tile-union call in flight, for up to max_tokens tokens. The largest part is
@@ -41,6 +43,8 @@ class TileUnionWorkspace {
   int64_t max_tokens() const { return max_tokens_; }
   int64_t ffn() const { return ffn_; }
   int64_t bytes() const;
+  // Memory for at least [max_tokens, ffn] values that is free between calls.
+  __nv_bfloat16* values() const { return activations_.data(); }
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/ffn_cuda.h"
+
+#include <algorithm>
+
+#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kTwellTile = 256;
+constexpr int32_t kCompression = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+TwellShape twell_shape(int64_t tokens, int64_t ffn) {
+  return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
+}
+
+LayerActivity measured(const ActivityCuda& counts, const FfnPlanCuda& before, int64_t ffn) {
+  LayerActivity now = before.activity;
+  if (counts.tokens > 0) {
+    now.nnz_per_token = static_cast<double>(counts.nnz) / static_cast<double>(counts.tokens);
+  }
+  if (counts.unions > 0) {
+    now.union_share = static_cast<double>(counts.union_neurons) /
+                      (static_cast<double>(counts.unions) * static_cast<double>(ffn));
+  }
+  return now;
+}
+
+}  // namespace
+
+FfnPlansCuda::FfnPlansCuda(CudaContext& ctx, int64_t layers, int64_t ffn, FfnPolicy policy)
+    : ffn_(ffn), counts_(layers), plans_(static_cast<size_t>(layers)) {
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(counts_.data(), 0, static_cast<size_t>(counts_.bytes()), ctx.stream()));
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    plans_[static_cast<size_t>(layer)].plan.policy = policy;
+    plans_[static_cast<size_t>(layer)].counts = counts_.data() + layer;
+  }
+}
+
+void FfnPlansCuda::update(CudaContext& ctx) {
+  std::vector<ActivityCuda> counts(plans_.size());
+  const auto bytes = static_cast<size_t>(counts_.bytes());
+  TWELL_CUDA_CHECK(
+      cudaMemcpyAsync(counts.data(), counts_.data(), bytes, cudaMemcpyDeviceToHost, ctx.stream()));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(counts_.data(), 0, bytes, ctx.stream()));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  for (size_t layer = 0; layer < plans_.size(); ++layer) {
+    FfnPlanCuda& plan = plans_[layer];
+    const ActivityCuda& count = counts[layer];
+    plan.activity = measured(count, plan, ffn_);
+    plan.plan.tokens += static_cast<int64_t>(count.tokens);
+    plan.plan.nnz += static_cast<int64_t>(count.nnz);
+    plan.plan.max_row_nnz =
+        std::max(plan.plan.max_row_nnz, static_cast<int64_t>(count.max_row_nnz));
+  }
+}
+
+int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens) {
+  // Two rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
+  // enough to make the last, partly filled round cheap.
+  const int64_t most = std::max(ctx.multiprocessors() / 2, 1) * int64_t{2 * 256};
+  const int64_t chunks = std::max<int64_t>(ceil_div(max_tokens, most), 1);
+  return std::min(ceil_div(ceil_div(max_tokens, chunks), 128) * 128, most);
+}
+
+FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t width, int64_t ffn,
+                                   bool gated)
+    : max_tokens_(max_tokens),
+      chunk_tokens_(chunk_tokens(ctx, max_tokens)),
+      width_(width),
+      ffn_(ffn),
+      gated_(gated),
+      words_(twell_shape(chunk_tokens_, ffn).words()),
+      gate_(twell_shape(chunk_tokens_, ffn).max_spill_slots() * kTwellTile),
+      row_nnz_(chunk_tokens_),
+      tile_union_(chunk_tokens_, ffn) {}
+
+FfnWorkspaceCuda::~FfnWorkspaceCuda() = default;
+
+int64_t FfnWorkspaceCuda::bytes() const {
+  return words_.bytes() + gate_.bytes() + row_nnz_.bytes() + tile_union_.bytes();
+}
+
+// The executions of one chunk of tokens.
+class FfnCallCuda {
+ public:
+  FfnCallCuda(CudaContext& ctx, const FfnForwardCuda& chunk, FfnPlanCuda& plan,
+              FfnWorkspaceCuda& workspace)
+      : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
+
+  void dense() const {
+    std::unique_ptr<DenseFfnCuda>& dense = workspace_.dense_[chunk_.tokens];
+    if (!dense) {
+      dense = std::make_unique<DenseFfnCuda>(
+          ctx_, chunk_.tokens, workspace_.width_, workspace_.ffn_, workspace_.gated_,
+          workspace_.gate_.data(), workspace_.tile_union_.values());
+    }
+    dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
+                   {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
+  }
+
+  void tile_union() const { tile_union_up_down_cuda(ctx_, packed_gate(), workspace_.tile_union_); }
+
+ private:
+  // Runs the gate GEMM; what is left to do is the returned problem.
+  SparseUpDownCuda packed_gate() const {
+    FfnWorkspaceCuda& w = workspace_;
+    const TwellShape shape = twell_shape(chunk_.tokens, w.ffn_);
+    const TwellPacked gate{
+        .shape = shape,
+        .words = w.words_.data(),
+        .spill = reinterpret_cast<BF16*>(w.gate_.data()),
+        .spill_slots = shape.max_spill_slots(),
+        .row_nnz = chunk_.row_nnz != nullptr ? chunk_.row_nnz : w.row_nnz_.data()};
+    const FfnWeightsCuda& weights = chunk_.weights;
+    gate_gemm_cuda(ctx_, {.tokens = chunk_.tokens,
+                          .width = w.width_,
+                          .ffn = w.ffn_,
+                          .x = chunk_.x,
+                          .w_gate = w.gated_ ? weights.w_gate : weights.w_up,
+                          .out = gate});
+    return {.tokens = chunk_.tokens,
+            .width = w.width_,
+            .ffn = w.ffn_,
+            .gate = gate,
+            .x = chunk_.x,
+            .w_up = w.gated_ ? weights.w_up : nullptr,
+            .w_down = weights.w_down,
+            .y = chunk_.y,
+            .activity = plan_.counts};
+  }
+
+  CudaContext& ctx_;
+  const FfnForwardCuda& chunk_;
+  FfnPlanCuda& plan_;
+  FfnWorkspaceCuda& workspace_;
+};
+
+void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                      FfnWorkspaceCuda& workspace) {
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
+              problem.tokens, workspace.max_tokens());
+  if (problem.tokens == 0) return;
+  const GpuLayerShape shape{.width = workspace.width(),
+                            .ffn = workspace.ffn(),
+                            .gated = workspace.gated(),
+                            .hopper = ctx.compute_capability() == 90};
+  GpuChoice choice = choose_gpu_execution(shape, problem.tokens, plan.plan.policy, plan.activity);
+  plan.plan.execution = choice.execution;
+  plan.plan.reason = std::move(choice.reason);
+  const int64_t chunks =
+      ceil_div(problem.tokens, FfnWorkspaceCuda::chunk_tokens(ctx, workspace.max_tokens()));
+  const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
+  for (int64_t begin = 0; begin < problem.tokens; begin += step) {
+    FfnForwardCuda chunk = problem;
+    chunk.tokens = std::min(step, problem.tokens - begin);
+    chunk.x += begin * workspace.width();
+    chunk.y += begin * workspace.width();
+    if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
+    const FfnCallCuda call(ctx, chunk, plan, workspace);
+    if (choice.execution == FfnExecution::kTileUnion) {
+      call.tile_union();
+    } else {
+      call.dense();
+    }
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feed-forward layer on the GPU at inference, bf16 with f32 accumulation: picks and runs one of
+// its executions, like ffn.h on the CPU.
+//   dense       cuBLASLt
+//   tile-union  gate GEMM -> TwELL -> per 128 tokens, up and down over the union of active neurons
+//   row-fused   up and down over each token's own active neurons; up to 64 tokens, kernels that
+//               read only weight rows that are needed
+// All give the dense result within accumulation order, on every input.
+//
+// What to run is decided from what a layer has been seen to do. Kernels count on the device;
+// FfnPlansCuda::update() fetches the counts, at a point where the caller waits for the device
+// anyway. Between updates the choice depends on the number of tokens only, so runs repeat and calls
+// can be captured in a CUDA graph (with the choice of the time of capture).
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "twell/base/cuda.h"
+#include "twell/format/activity_cuda.h"
+#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/ffn.h"
+#include "twell/ops/ffn/gpu_choice.h"
+#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+
+namespace twell {
+
+// One layer. The plan's counts are as of the last update.
+struct FfnPlanCuda {
+  FfnPlan plan;
+  LayerActivity activity;
+  ActivityCuda* counts = nullptr;  // device memory: since the last update
+};
+
+// The plans of a model's layers, whose counts are fetched together.
+class FfnPlansCuda {
+ public:
+  // ffn: F of every layer.
+  FfnPlansCuda(CudaContext& ctx, int64_t layers, int64_t ffn, FfnPolicy policy);
+
+  FfnPlanCuda& operator[](int64_t layer) { return plans_[static_cast<size_t>(layer)]; }
+  const FfnPlanCuda& operator[](int64_t layer) const { return plans_[static_cast<size_t>(layer)]; }
+  int64_t size() const { return static_cast<int64_t>(plans_.size()); }
+
+  // Waits for the stream and takes over what the layers did since the last call.
+  void update(CudaContext& ctx);
+
+ private:
+  int64_t ffn_;
+  DeviceBuffer<ActivityCuda> counts_;  // [L]
+  std::vector<FfnPlanCuda> plans_;     // [L]
+};
+
+// Device memory of one layer call in flight, shared by all layers of one shape on one stream.
+class FfnWorkspaceCuda {
+ public:
+  // For calls of up to max_tokens tokens, which are worked on in chunks: memory does not grow with
+  // max_tokens beyond chunk_tokens().
+  FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t width, int64_t ffn, bool gated);
+  ~FfnWorkspaceCuda();
+
+  int64_t max_tokens() const { return max_tokens_; }
+  int64_t width() const { return width_; }
+  int64_t ffn() const { return ffn_; }
+  bool gated() const { return gated_; }
+  int64_t bytes() const;
+  // Tokens worked on at once.
+  static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens);
+
+ private:
+  friend class FfnCallCuda;
+  int64_t max_tokens_, chunk_tokens_;
+  int64_t width_, ffn_;
+  bool gated_;
+  DeviceBuffer<uint32_t> words_;      // TwELL words of a chunk
+  DeviceBuffer<__nv_bfloat16> gate_;  // its spill slots, or the dense gate [chunk, F]
+  DeviceBuffer<int32_t> row_nnz_;     // [chunk]
+  TileUnionWorkspace tile_union_;     // its values double as the dense hidden [chunk, F]
+  std::map<int64_t, std::unique_ptr<DenseFfnCuda>> dense_;  // by number of tokens
+};
+
+struct FfnForwardCuda {
+  int64_t tokens = 0;                // M, at most the workspace's
+  FfnWeightsCuda weights;            // of the workspace's shape
+  const __nv_bfloat16* x = nullptr;  // [M, D]
+  __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
+  int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
+};
+
+// Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
+void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                      FfnWorkspaceCuda& workspace);
+
+}  // namespace twell
