@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer} <- cli;
+"""Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer, tasks} <- cli;
 data needs base only. Reads every #include of the tree and the DEPS of twell/CMakeLists.txt."""
 
 import pathlib
@@ -17,7 +17,8 @@ ALLOWED = {
     "model": {"base", "format", "data", "ops"},
     "train": {"base", "format", "data", "ops", "model"},
     "infer": {"base", "format", "data", "ops", "model"},
-    "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "cli"},
+    "tasks": {"base", "format", "data", "ops", "model"},
+    "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "tasks", "cli"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli)/[^"]+)"', re.MULTILINE)
 ROOM = re.compile(r"twell_room\((\S+)((?:[^()]|\([^()]*\))*)\)")

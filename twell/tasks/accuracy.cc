@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/tasks/accuracy.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+int64_t index_of_highest(const std::vector<double>& values) {
+  return std::max_element(values.begin(), values.end()) - values.begin();
+}
+
+Accuracy accuracy(int64_t correct, int64_t items) {
+  Accuracy out;
+  const auto n = static_cast<double>(items);
+  out.mean = static_cast<double>(correct) / n;
+  // The squared deviations of `correct` ones and otherwise zeros add up to n p (1 - p).
+  if (items > 1) out.standard_error = std::sqrt(out.mean * (1.0 - out.mean) / (n - 1.0));
+  return out;
+}
+
+}  // namespace
+
+ItemScore score_item(const TaskItem& item, std::vector<double> log_likelihoods) {
+  TWELL_CHECK(log_likelihoods.size() == item.choices.size(), "{} scores for {} choices",
+              log_likelihoods.size(), item.choices.size());
+  std::vector<double> normalized;
+  for (size_t i = 0; i < log_likelihoods.size(); ++i) {
+    TWELL_CHECK(!std::isnan(log_likelihoods[i]), "the log-likelihood of choice {} is not a number",
+                i);
+    normalized.push_back(log_likelihoods[i] / static_cast<double>(item.choices[i].characters));
+  }
+  ItemScore out;
+  out.correct = index_of_highest(log_likelihoods) == item.gold;
+  out.correct_norm = index_of_highest(normalized) == item.gold;
+  out.log_likelihoods = std::move(log_likelihoods);
+  return out;
+}
+
+TaskAccuracy task_accuracy(const Task& task, std::span<const ItemScore> scores) {
+  TWELL_CHECK(!scores.empty(), "no items to take an accuracy of");
+  TaskAccuracy out;
+  out.items = std::ssize(scores);
+  const int64_t correct = std::count_if(scores.begin(), scores.end(),
+                                        [](const ItemScore& score) { return score.correct; });
+  out.acc = accuracy(correct, out.items);
+  if (task.has_acc_norm) {
+    const int64_t norm = std::count_if(scores.begin(), scores.end(),
+                                       [](const ItemScore& score) { return score.correct_norm; });
+    out.acc_norm = accuracy(norm, out.items);
+  }
+  return out;
+}
+
+}  // namespace twell

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/tasks/task_file.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/data/decompress.h"
+#include "twell/model/content_hash.h"
+#include "twell/model/json.h"
+#include "twell/tasks/text_ops.h"
+
+namespace twell {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr size_t kMaxLine = size_t{16} << 20;
+constexpr int kMaxDepth = 16;
+constexpr std::string_view kLines = ".jsonl";
+
+// The lines of a file, decompressed as its name asks.
+class LineReader {
+ public:
+  explicit LineReader(const fs::path& path) : path_(path), reader_(path) {}
+
+  // False at the end. The line is valid until the next call.
+  bool next(std::string_view& line) {
+    size_t end = 0;
+    while ((end = buffer_.find('\n', begin_)) == std::string::npos && grow()) {
+    }
+    end = std::min(end, buffer_.size());
+    if (begin_ == buffer_.size() && ended_) return false;
+    line = std::string_view(buffer_).substr(begin_, end - begin_);
+    begin_ = std::min(end + 1, buffer_.size());
+    if (++number_ == 1 && line.starts_with("\xEF\xBB\xBF")) line.remove_prefix(3);
+    return true;
+  }
+  int64_t number() const { return number_; }  // of the last line, from 1
+
+ private:
+  bool grow() {
+    if (ended_) return false;
+    TWELL_REQUIRE(buffer_.size() - begin_ <= kMaxLine, "{} line {} is longer than {} MiB",
+                  path_.string(), number_ + 1, kMaxLine >> 20);
+    buffer_.erase(0, begin_);
+    begin_ = 0;
+    constexpr size_t kChunk = size_t{256} << 10;
+    const size_t before = buffer_.size();
+    buffer_.resize(before + kChunk);
+    const size_t count = reader_.read(std::span(buffer_).subspan(before));
+    buffer_.resize(before + count);
+    ended_ = count == 0;
+    return !ended_;
+  }
+
+  fs::path path_;
+  ByteReader reader_;
+  std::string buffer_;
+  size_t begin_ = 0;
+  int64_t number_ = 0;
+  bool ended_ = false;
+};
+
+// The file itself or a compressed one; empty when there is none.
+fs::path existing(const fs::path& path) {
+  std::error_code ignored;
+  for (const char* ending : {"", ".gz", ".xz", ".zst"}) {
+    const fs::path candidate = path.string() + ending;
+    if (fs::exists(candidate, ignored)) return candidate;
+  }
+  return {};
+}
+
+// A Parquet file where the task's items were looked for; empty when there is none.
+fs::path find_parquet(const Task& task, const fs::path& folder) {
+  for (const std::string_view name : task.files) {
+    std::error_code error;
+    for (fs::directory_iterator entry((folder / name).parent_path(), error), end;
+         !error && entry != end; entry.increment(error)) {
+      const std::string file = entry->path().filename().string();
+      const bool of_task = file.starts_with(task.split) || file.starts_with(task.name);
+      if (of_task && file.ends_with(".parquet")) return entry->path();
+    }
+  }
+  return {};
+}
+
+fs::path find_file(const Task& task, const fs::path& folder) {
+  TWELL_REQUIRE(fs::is_directory(folder), "{} is not a folder (--task-data)", folder.string());
+  std::string looked_for;
+  for (const std::string_view name : task.files) {
+    const fs::path found = existing(folder / name);
+    if (!found.empty()) return found;
+    looked_for += fmt::format("{}{}", looked_for.empty() ? "" : ", ", name);
+  }
+  const fs::path parquet = find_parquet(task, folder);
+  TWELL_REQUIRE(parquet.empty(),
+                "{} is a Parquet file, which is not read; convert it once: python3 -c \"import "
+                "pandas; pandas.read_parquet('{}').to_json('{}', orient='records', lines=True)\"",
+                parquet.string(), parquet.string(),
+                (folder / fmt::format("{}{}", task.name, kLines)).string());
+  throw InputError(
+      fmt::format("no items of {} in {}: looked for its {} split as {} (or .gz, .xz, "
+                  ".zst of these)",
+                  task.name, folder.string(), task.split, looked_for));
+}
+
+// dev.jsonl.gz -> dev-labels.lst
+std::vector<std::string> read_labels(const fs::path& items) {
+  const std::string name = items.filename().string();
+  const fs::path path = items.parent_path() / (name.substr(0, name.find(kLines)) + "-labels.lst");
+  std::vector<std::string> labels;
+  if (!fs::exists(path)) return labels;
+  LineReader reader(path);
+  for (std::string_view line; reader.next(line);) labels.emplace_back(strip(line));
+  return labels;
+}
+
+}  // namespace
+
+TaskData load_task(const Task& task, const fs::path& folder, int64_t limit) {
+  TaskData out;
+  out.file = find_file(task, folder);
+  const std::vector<std::string> labels = read_labels(out.file);
+  ContentHash hash;
+  LineReader reader(out.file);
+  std::string_view line;
+  while ((limit == 0 || std::ssize(out.items) < limit) && reader.next(line)) {
+    if (strip(line).empty()) continue;
+    const std::string where = fmt::format("{} line {}", out.file.string(), reader.number());
+    nlohmann::json item = parse_json(line, where, kMaxDepth);
+    hash.add_bytes(std::as_bytes(std::span(line)));
+    if (out.items.size() < labels.size() && item.is_object() && !item.contains("label")) {
+      item["label"] = labels[out.items.size()];
+      hash.add_bytes(std::as_bytes(std::span(labels[out.items.size()])));
+    }
+    out.items.push_back(task.read(item, where));
+    out.items.back().line = reader.number();
+  }
+  TWELL_REQUIRE(!out.items.empty(), "{} holds no items", out.file.string());
+  out.hash = hash.digest();
+  return out;
+}
+
+}  // namespace twell

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/tasks/task_run.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/model/content_hash.h"
+#include "twell/tasks/choice_scores.h"
+#include "twell/tasks/score_log.h"
+
+namespace twell {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Groups = std::vector<ChoiceGroup>;  // of one item
+
+std::string hash_of(const Model& model) {
+  ContentHash hash;
+  hash.add_bytes(std::as_bytes(std::span<const float>(model.flat.span())));
+  return hash.digest();
+}
+
+int64_t longest(const Groups& groups) {
+  int64_t tokens = 0;
+  for (const ChoiceGroup& group : groups) tokens = std::max(tokens, group.tokens());
+  return tokens;
+}
+
+int64_t fed_tokens(const Groups& groups) {
+  int64_t tokens = 0;
+  for (const ChoiceGroup& group : groups) {
+    tokens += std::ssize(group.context);
+    for (const auto& continuation : group.continuations) tokens += std::ssize(continuation) - 1;
+  }
+  return tokens;
+}
+
+// Items from the longest to the shortest, as many a batch as fit it when all are padded to the
+// longest: memory for keys and values is laid out that way.
+std::vector<std::vector<size_t>> plan_batches(const std::vector<Groups>& items,
+                                              int64_t batch_tokens) {
+  std::vector<size_t> order(items.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return longest(items[a]) > longest(items[b]); });
+  std::vector<std::vector<size_t>> batches;
+  int64_t length = 0, sequences = 0;
+  for (const size_t item : order) {
+    const int64_t more = std::ssize(items[item]);
+    if (batches.empty() || (sequences + more) * length > batch_tokens) {
+      batches.emplace_back();
+      length = longest(items[item]);
+      sequences = 0;
+    }
+    batches.back().push_back(item);
+    sequences += more;
+  }
+  return batches;
+}
+
+}  // namespace
+
+struct TaskRunner::Work {
+  const TaskData& data;
+  std::vector<Groups> items;
+  ItemScores scores;
+  TaskProgress progress;
+
+  bool done(const std::vector<size_t>& batch) const {
+    return std::all_of(batch.begin(), batch.end(),
+                       [&](size_t item) { return scores[item].has_value(); });
+  }
+};
+
+TaskRunner::TaskRunner(Context& ctx, const Model& model, const Tokenizer& tokenizer,
+                       const TaskRunOptions& options)
+    : ctx_(ctx),
+      model_(model),
+      tokenizer_(tokenizer),
+      options_(options),
+      encoder_(tokenizer, model.config, options.begin_token),
+      state_(model.config, parse_ffn_policy(options.ffn)) {
+  TWELL_REQUIRE(options.batch_tokens >= 1, "the batch must be at least one token, got {}",
+                options.batch_tokens);
+  if (options_.out.empty()) return;
+  make_folder(options_.out);
+  model_hash_ = hash_of(model);
+}
+
+std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& data) {
+  Work work{.data = data, .items = {}, .scores = ItemScores(data.items.size()), .progress = {}};
+  for (const TaskItem& item : data.items) {
+    work.items.push_back(
+        encoder_.encode(item, fmt::format("{} line {}", data.file.string(), item.line)));
+    work.progress.tokens += fed_tokens(work.items.back());
+  }
+  const nlohmann::ordered_json subject = {{"task", task.name},
+                                          {"checkpoint", model_hash_},
+                                          {"tokenizer", tokenizer_.hash()},
+                                          {"items", data.hash},
+                                          {"bos", options_.begin_token},
+                                          {"ffn", options_.ffn},
+                                          {"batch_tokens", options_.batch_tokens}};
+  const std::filesystem::path log = options_.out / (std::string(task.name) + ".jsonl");
+  const auto save = [&] {
+    if (!options_.out.empty()) write_score_log(log, subject, data.items, work.scores);
+  };
+  if (!options_.out.empty()) work.scores = read_score_log(log, subject, data.items);
+
+  TaskProgress& progress = work.progress;
+  progress.task = &task;
+  progress.items = std::ssize(data.items);
+  for (size_t i = 0; i < work.items.size(); ++i) {
+    if (!work.scores[i]) continue;
+    ++progress.items_done;
+    progress.tokens_done += fed_tokens(work.items[i]);
+  }
+  progress.tokens_found = progress.tokens_done;
+
+  Clock::time_point saved = Clock::now();
+  for (const std::vector<size_t>& batch : plan_batches(work.items, options_.batch_tokens)) {
+    if (work.done(batch)) continue;
+    run_batch(work, batch);
+    if (options_.on_progress) options_.on_progress(progress);
+    const bool cancelled = options_.cancel != nullptr && options_.cancel->load();
+    if (cancelled ||
+        std::chrono::duration<double>(Clock::now() - saved).count() >= options_.save_seconds) {
+      save();
+      saved = Clock::now();
+    }
+    if (cancelled && progress.items_done < progress.items) return std::nullopt;
+  }
+  save();
+  std::vector<ItemScore> scores;
+  for (std::optional<ItemScore>& score : work.scores) scores.push_back(std::move(*score));
+  return task_accuracy(task, scores);
+}
+
+void TaskRunner::run_batch(Work& work, const std::vector<size_t>& batch) {
+  Groups groups;
+  for (const size_t item : batch) {
+    groups.insert(groups.end(), work.items[item].begin(), work.items[item].end());
+  }
+  const std::vector<std::vector<double>> scores = continuation_scores(ctx_, model_, state_, groups);
+  size_t next = 0;
+  for (const size_t item : batch) {
+    std::vector<double> log_likelihoods(work.data.items[item].choices.size());
+    for (const ChoiceGroup& group : work.items[item]) {
+      for (size_t i = 0; i < group.choices.size(); ++i) {
+        const double score = scores[next][i];
+        TWELL_REQUIRE(score == score,
+                      "the model gives a probability that is not a number: its weights are damaged "
+                      "(twell inspect finds them)");
+        log_likelihoods[static_cast<size_t>(group.choices[i])] = score;
+      }
+      ++next;
+    }
+    if (!work.scores[item]) {
+      ++work.progress.items_done;
+      work.progress.tokens_done += fed_tokens(work.items[item]);
+    }
+    work.scores[item] = score_item(work.data.items[item], std::move(log_likelihoods));
+  }
+}
+
+}  // namespace twell
