@@ -15,7 +15,7 @@ namespace twell {
 
 struct SessionOptions {
   int64_t slots = 1;     // sequences held at once
-  int64_t capacity = 0;  // tokens per sequence; 0: the model's context
+  int64_t capacity = 0;  // tokens per sequence; 0: ModelConfig::max_sequence
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
+#include "twell/model/rotary.h"
 
 namespace twell {
 namespace {
@@ -52,6 +53,10 @@ ActivationViews carve(const ModelConfig& config, int64_t tokens, Carver& carver)
     layer.attention_in = carver.matrix(kStream, tokens, config.width);
     layer.attention_inv_rms = carver.array(kStream, tokens);
     layer.attention_normed = carver.matrix(kStream, tokens, config.width);
+    if (config.qk_norm) {
+      layer.qk_in = carver.matrix(kAttention, tokens, config.q_width() + config.kv_width());
+      layer.qk_inv_rms = carver.array(kAttention, tokens * (config.heads + config.kv_heads));
+    }
     layer.qkv = carver.matrix(kAttention, tokens, qkv_width(config));
     layer.logsumexp = carver.array(kAttention, tokens * config.heads);
     layer.attended = carver.matrix(kAttention, tokens, config.q_width());
@@ -75,9 +80,10 @@ int64_t token_count(MicroBatchShape shape) { return shape.sequences * shape.leng
 void require_shape(const ModelConfig& config, MicroBatchShape shape) {
   TWELL_REQUIRE(shape.sequences >= 1, "a micro-batch holds at least 1 sequence, got {}",
                 shape.sequences);
-  TWELL_REQUIRE(shape.length >= 1 && shape.length <= config.context,
-                "a sequence length of {} does not fit the model's context of {}", shape.length,
-                config.context);
+  TWELL_REQUIRE(shape.length >= 1 && shape.length <= config.max_sequence(),
+                "a sequence length of {} does not fit the model's context of {}{}", shape.length,
+                config.max_sequence(),
+                config.max_sequence() < config.context ? " (its sliding_window)" : "");
   // With the limits of a configuration, no size in bytes overflows.
   constexpr int64_t kMaxTokens = int64_t{1} << 24;
   TWELL_REQUIRE(shape.sequences <= kMaxTokens / shape.length,
@@ -93,7 +99,10 @@ int64_t scratch_bytes(const ModelConfig& config, int64_t tokens) {
   const int64_t chunk = std::max<int64_t>(128, (int64_t{8} << 20) / config.vocab_size);
   const int64_t logits = std::min(tokens, chunk) * config.vocab_size;
   // The dense FFN backward holds the gradients of g and u, and h, of 512 tokens.
-  const int64_t feed_forward = (config.gated ? 3 : 1) * std::min<int64_t>(tokens, 512) * config.ffn;
+  const int64_t feed_forward = (config.gated                             ? 3
+                                : config.activation == Activation::kRelu ? 1
+                                                                         : 2) *
+                               std::min<int64_t>(tokens, 512) * config.ffn;
   return std::max(logits, feed_forward) * kFloatBytes;
 }
 
@@ -101,7 +110,7 @@ int64_t scratch_bytes(const ModelConfig& config, int64_t tokens) {
 
 TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchShape shape_in)
     : shape((require_shape(config, shape_in), shape_in)),
-      rope(shape.length, config.head_dim, config.rope_theta),
+      rope(rope_table(config, shape.length)),
       positions(token_count(shape)) {
   const int64_t tokens = token_count(shape);
   Carver plan(nullptr);

@@ -18,6 +18,8 @@ struct LayerActivations {
   MatrixF attention_in;                // [M, D] residual stream in front of the attention
   float* attention_inv_rms = nullptr;  // [M]
   MatrixF attention_normed;            // [M, D]
+  MatrixF qk_in;                       // [M, (H + H_kv) * hd] in front of their norms, or empty
+  float* qk_inv_rms = nullptr;         // [(H + H_kv) * M], null without those norms
   MatrixF qkv;                         // [M, (H + 2 * H_kv) * hd], queries and keys rotated
   float* logsumexp = nullptr;          // [M, H]
   MatrixF attended;                    // [M, H * hd]

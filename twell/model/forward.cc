@@ -4,8 +4,11 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
+#include "twell/model/head_norm.h"
 #include "twell/model/qkv.h"
+#include "twell/model/rotary.h"
 #include "twell/ops/attention/attention.h"
+#include "twell/ops/bias/bias.h"
 #include "twell/ops/embedding/embedding.h"
 #include "twell/ops/matmul/matmul.h"
 #include "twell/ops/rms_norm/rms_norm.h"
@@ -39,6 +42,10 @@ void require_fits(const ModelConfig& config, const Forward& problem) {
     TWELL_REQUIRE(total <= config.context,
                   "a sequence of {} tokens is longer than the model's context of {}", total,
                   config.context);
+    TWELL_REQUIRE(total <= config.max_sequence(),
+                  "a sequence of {} tokens is longer than the model's sliding_window of {}; "
+                  "attention does not slide here",
+                  total, config.sliding_window);
     if (problem.cache == nullptr) continue;
     TWELL_REQUIRE(total <= problem.cache->capacity(),
                   "a sequence of {} tokens is longer than the cache's capacity of {}", total,
@@ -88,6 +95,11 @@ class Pass {
         add_and_norm(w.attention_norm, normed_);
       }
       linear_forward(ctx_, normed_, w.w_qkv, qkv_);
+      if (w.b_qkv != nullptr) bias_forward(ctx_, w.b_qkv, qkv_);
+      if (w.q_norm != nullptr) {
+        head_norm_forward(ctx_, views_.q, config_.head_dim, w.q_norm, eps());
+        head_norm_forward(ctx_, views_.k, config_.head_dim, w.k_norm, eps());
+      }
       rope(ctx_, state_.rope, positions_, views_.qk);
       attention(layer);
       linear_forward(ctx_, attended_, w.w_o, delta_);
@@ -195,7 +207,7 @@ class Pass {
 }  // namespace
 
 ForwardState::ForwardState(const ModelConfig& config, FfnPolicy policy)
-    : rope(config.context, config.head_dim, config.rope_theta),
+    : rope(rope_table(config, config.max_sequence())),
       ffn_plans(static_cast<size_t>(config.layers)) {
   for (FfnPlan& plan : ffn_plans) plan.policy = policy;
 }

@@ -96,6 +96,43 @@ TEST_F(ForwardTest, AgreesWithTheReference) {
   }
 }
 
+TEST_F(ForwardTest, EveryOptionOfTheFamiliesAgreesWithTheReference) {
+  for (const Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
+                                      Activation::kQuickGelu, Activation::kRelu}) {
+    ModelConfig config = small_config(true, activation != Activation::kSilu);
+    config.activation = activation;
+    config.qkv_bias = activation != Activation::kGelu;
+    config.qk_norm = activation != Activation::kRelu;
+    config.rope_scaling = {.type = RopeType::kLlama3, .factor = 8.0, .original_context = 16};
+    const Model model = sparse_model(config, 4, 1.0f);
+    const std::vector<int32_t> ids = random_ids(2 * 17, 1);
+    const ReferenceResult expected = ReferenceModel(model).run(ids, {}, 17);
+    ForwardState state(config, FfnPolicy::kAuto);
+    const std::vector<ForwardSequence> sequences(2, {.tokens = 17});
+    const Outcome out(ctx_, model, state, ids, sequences);
+    EXPECT_LE(relative_error(out.all(), std::span(expected.logits)), float_tolerance(config));
+  }
+}
+
+TEST_F(ForwardTest, NothingSlidesBeyondTheWindow) {
+  ModelConfig config = config_;
+  config.sliding_window = 9;
+  const Model model = sparse_model(config, 1, 1.0f);
+  ForwardState state(config, FfnPolicy::kDense);
+  ForwardState open(config_, FfnPolicy::kDense);
+  const std::vector<int32_t> ids = random_ids(10, 2);
+  const ForwardSequence fits = {.tokens = 9}, beyond = {.tokens = 10};
+  const Outcome inside(ctx_, model, state, std::span(ids).first(9), {&fits, 1});
+  const Outcome expected(ctx_, model_, open, std::span(ids).first(9), {&fits, 1});
+  EXPECT_EQ(relative_error(inside.all(), expected.all()), 0.0);
+  try {
+    Outcome(ctx_, model, state, ids, {&beyond, 1});
+    ADD_FAILURE();
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("sliding_window of 9"), std::string::npos);
+  }
+}
+
 TEST_F(ForwardTest, RaggedSequencesDoNotSeeEachOther) {
   ForwardState state(config_, FfnPolicy::kDense);
   const std::vector<int32_t> ids = random_ids(1 + 24 + 7, 2);

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "twell/model/rotary.h"
 #include "twell/model/weights.h"
 
 namespace twell {
@@ -33,6 +34,7 @@ class ReferenceModel {
   explicit ReferenceModel(const Model& model)
       : flat(model.flat.span().begin(), model.flat.span().end()), config_(model.config) {
     for (const ParamSpec& spec : model.table) offsets_.emplace(spec.name, spec.offset);
+    rotary_ = rotary_frequencies(config_);
   }
 
   // Sequences of `length` tokens each; targets may be empty.
@@ -98,17 +100,51 @@ class ReferenceModel {
     return y;
   }
 
-  void rotate(Row& x, int64_t position) const {
-    const int64_t half = config_.head_dim / 2;
+  // With its bias, where there are biases.
+  Row project(const Row& x, int64_t layer, const std::string& part, int64_t out) const {
+    Row y = linear(x, layer_param(layer, part.c_str()), out);
+    if (!config_.qkv_bias) return y;
+    const double* bias = param("model.layers." + std::to_string(layer) + "." + part + ".bias");
+    for (size_t i = 0; i < y.size(); ++i) y[i] += bias[i];
+    return y;
+  }
+
+  Row head_norms(const Row& x, const double* weight) const {
+    Row out;
     for (size_t head = 0; head < x.size(); head += size(config_.head_dim)) {
-      for (int64_t i = 0; i < half; ++i) {
-        const double exponent =
-            -2.0 * static_cast<double>(i) / static_cast<double>(config_.head_dim);
-        const double angle = static_cast<double>(position) * std::pow(config_.rope_theta, exponent);
-        double& a = x[head + size(i)];
-        double& b = x[head + size(i + half)];
-        const double rotated = a * std::cos(angle) - b * std::sin(angle);
-        b = b * std::cos(angle) + a * std::sin(angle);
+      const auto at = x.begin() + static_cast<ptrdiff_t>(head);
+      const Row normed = norm(Row(at, at + config_.head_dim), weight);
+      out.insert(out.end(), normed.begin(), normed.end());
+    }
+    return out;
+  }
+
+  double activate(double z) const {
+    switch (config_.activation) {
+      case Activation::kRelu:
+        return std::max(z, 0.0);
+      case Activation::kSilu:
+        return z / (1.0 + std::exp(-z));
+      case Activation::kGelu:
+        return 0.5 * z * std::erfc(-z / std::sqrt(2.0));
+      case Activation::kGeluTanh:
+        return z / (1.0 + std::exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)));
+      case Activation::kQuickGelu:
+        return z / (1.0 + std::exp(-1.702 * z));
+    }
+    return 0.0;
+  }
+
+  void rotate(Row& x, int64_t position) const {
+    const size_t half = rotary_.radians.size();
+    for (size_t head = 0; head < x.size(); head += 2 * half) {
+      for (size_t i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position) * rotary_.radians[i];
+        const double c = rotary_.scale * std::cos(angle), s = rotary_.scale * std::sin(angle);
+        double& a = x[head + i];
+        double& b = x[head + half + i];
+        const double rotated = a * c - b * s;
+        b = b * c + a * s;
         a = rotated;
       }
     }
@@ -118,9 +154,13 @@ class ReferenceModel {
     std::vector<Row> q, k, v;
     for (size_t m = 0; m < x.size(); ++m) {
       const Row normed = norm(x[m], layer_param(layer, "input_layernorm"));
-      q.push_back(linear(normed, layer_param(layer, "self_attn.q_proj"), config_.q_width()));
-      k.push_back(linear(normed, layer_param(layer, "self_attn.k_proj"), config_.kv_width()));
-      v.push_back(linear(normed, layer_param(layer, "self_attn.v_proj"), config_.kv_width()));
+      q.push_back(project(normed, layer, "self_attn.q_proj", config_.q_width()));
+      k.push_back(project(normed, layer, "self_attn.k_proj", config_.kv_width()));
+      v.push_back(project(normed, layer, "self_attn.v_proj", config_.kv_width()));
+      if (config_.qk_norm) {
+        q.back() = head_norms(q.back(), layer_param(layer, "self_attn.q_norm"));
+        k.back() = head_norms(k.back(), layer_param(layer, "self_attn.k_norm"));
+      }
       rotate(q.back(), static_cast<int64_t>(m) % length);
       rotate(k.back(), static_cast<int64_t>(m) % length);
     }
@@ -161,9 +201,10 @@ class ReferenceModel {
     int32_t nnz = 0;
     for (size_t f = 0; f < gate.size(); ++f) {
       result.min_gate = std::min(result.min_gate, std::abs(gate[f]));
-      if (gate[f] <= 0.0) continue;
+      const double fired = activate(gate[f]);
+      if (fired == 0.0) continue;
       ++nnz;
-      const double h = config_.gated ? gate[f] * up[f] : up[f];
+      const double h = config_.gated ? fired * up[f] : fired;
       result.l1_sum[size(layer)] += std::abs(h);
       for (size_t d = 0; d < x.size(); ++d) x[d] += h * down[f * x.size() + d];
     }
@@ -175,6 +216,7 @@ class ReferenceModel {
   }
 
   ModelConfig config_;
+  RotaryFrequencies rotary_;
   std::unordered_map<std::string, int64_t> offsets_;
 };
 
@@ -217,6 +259,17 @@ inline Model sparse_model(const ModelConfig& config, uint64_t seed, float aversi
     for (int64_t d = 0; d < config.width; ++d) {
       layer.attention_norm[d] = 0.75f + 0.01f * static_cast<float>(d % 50);
       layer.ffn_norm[d] = 1.25f - 0.01f * static_cast<float>(d % 50);
+    }
+    if (config.qkv_bias) {
+      for (int64_t i = 0; i < config.q_width() + 2 * config.kv_width(); ++i) {
+        layer.b_qkv[i] = 0.1f * static_cast<float>(i % 7 - 3);
+      }
+    }
+    if (config.qk_norm) {
+      for (int64_t i = 0; i < config.head_dim; ++i) {
+        layer.q_norm[i] = 0.8f + 0.05f * static_cast<float>(i % 9);
+        layer.k_norm[i] = 1.2f - 0.05f * static_cast<float>(i % 9);
+      }
     }
   }
   return model;

@@ -5,7 +5,9 @@
 
 #include "twell/base/error.h"
 #include "twell/model/activations.h"
+#include "twell/model/head_norm.h"
 #include "twell/ops/attention/attention.h"
+#include "twell/ops/bias/bias.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 #include "twell/ops/embedding/embedding.h"
 #include "twell/ops/matmul/matmul.h"
@@ -120,6 +122,8 @@ class Pass {
   void attention_block_forward(const LayerWeights& w, LayerActivations& a) {
     const QkvViews qkv = split_qkv(config_, a.qkv);
     linear_forward(ctx_, a.attention_normed, w.w_qkv, a.qkv);
+    if (w.b_qkv != nullptr) bias_forward(ctx_, w.b_qkv, a.qkv);
+    if (w.q_norm != nullptr) head_norms_forward(w, a, qkv);
     rope(ctx_, act_.rope, act_.positions.span(), qkv.qk);
     attention_forward(ctx_, {.shape = attention_shape(),
                              .sequences = act_.sequences(qkv),
@@ -148,6 +152,8 @@ class Pass {
                               .d_k = d_qkv.k,
                               .d_v = d_qkv.v});
     rope(ctx_, act_.rope, act_.positions.span(), d_qkv.qk, /*inverse=*/true);
+    if (w.q_norm != nullptr) head_norms_backward(w, a, d_qkv, d);
+    if (w.b_qkv != nullptr) bias_backward(ctx_, views_.d_qkv, d.b_qkv);
     linear_backward(ctx_, {.x = a.attention_normed,
                            .weight = w.w_qkv,
                            .d_y = views_.d_qkv,
@@ -155,9 +161,39 @@ class Pass {
                            .d_weight = d.w_qkv});
   }
 
+  void head_norms_forward(const LayerWeights& w, LayerActivations& a, const QkvViews& qkv) {
+    for (int64_t m = 0; m < qkv.qk.rows; ++m) {
+      std::copy_n(qkv.qk.row(m), qkv.qk.cols, a.qk_in.row(m));
+    }
+    head_norm_forward(ctx_, qkv.q, config_.head_dim, w.q_norm, eps_, a.qk_inv_rms);
+    head_norm_forward(ctx_, qkv.k, config_.head_dim, w.k_norm, eps_, key_inv_rms(a));
+  }
+
+  void head_norms_backward(const LayerWeights& w, const LayerActivations& a, const QkvViews& d_qkv,
+                           const LayerGrads& d) {
+    const int64_t q_width = config_.q_width(), stride = a.qk_in.stride;
+    head_norm_backward(ctx_, {.x = {a.qk_in.data, a.qk_in.rows, q_width, stride},
+                              .head_dim = config_.head_dim,
+                              .weight = w.q_norm,
+                              .inv_rms = a.qk_inv_rms,
+                              .d = d_qkv.q,
+                              .d_weight = d.q_norm});
+    head_norm_backward(ctx_,
+                       {.x = {a.qk_in.data + q_width, a.qk_in.rows, config_.kv_width(), stride},
+                        .head_dim = config_.head_dim,
+                        .weight = w.k_norm,
+                        .inv_rms = key_inv_rms(a),
+                        .d = d_qkv.k,
+                        .d_weight = d.k_norm});
+  }
+
+  float* key_inv_rms(const LayerActivations& a) const {
+    return a.qk_inv_rms + config_.heads * a.qk_in.rows;
+  }
+
   void feed_forward_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
     FfnTrainForward problem = {
-        .weights = w.ffn, .x = a.ffn_normed, .y = views_.delta, .policy = batch_.policy};
+        .weights = ffn_weights(w), .x = a.ffn_normed, .y = views_.delta, .policy = batch_.policy};
     if (!batch_.nnz_hint.empty()) problem.nnz_hint = batch_.nnz_hint[layer];
     if (batch_.active != nullptr) problem.active = (*batch_.active)[layer];
     result_.layers.push_back(ffn_train_forward(ctx_, problem, act_.ffn[layer]));
@@ -167,7 +203,7 @@ class Pass {
                              const LayerGrads& d) {
     const float l1_scale = batch_.l1_coeff / (static_cast<float>(config_.layers) * step_tokens());
     ffn_train_backward(ctx_,
-                       {.weights = w.ffn,
+                       {.weights = ffn_weights(w),
                         .x = a.ffn_normed,
                         .d_y = views_.d_residual,
                         .l1_scale = l1_scale,
@@ -176,6 +212,11 @@ class Pass {
                        act_.ffn[layer]);
   }
 
+  FfnWeights ffn_weights(const LayerWeights& w) const {
+    FfnWeights weights = w.ffn;
+    if (batch_.activation) weights.activation = *batch_.activation;
+    return weights;
+  }
   AttentionShape attention_shape() const {
     return {config_.heads, config_.kv_heads, config_.head_dim};
   }

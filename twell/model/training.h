@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,6 +50,8 @@ struct TrainingBatch {
   int64_t step_tokens = 0;
   float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
+  // Instead of the model's own: a layer on its way from another activation to ReLU.
+  std::optional<BlendedActivation> activation;
   std::vector<double> nnz_hint;  // [L] mean nnz of the previous step, or empty
   std::vector<std::vector<uint8_t>>* active = nullptr;  // [L][F]: see FfnTrainForward
 };

@@ -91,19 +91,28 @@ std::vector<double> finite_differences(const ReferenceModel& reference, const Da
 struct Variant {
   bool gated, tied;
   int64_t kv_heads;
+  Activation activation = Activation::kRelu;
+  bool qkv_bias = false, qk_norm = false;
 };
 
 class GradientTest : public ::testing::TestWithParam<Variant> {};
 
 TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
-  const auto [gated, tied, kv_heads] = GetParam();
-  const ModelConfig config = small_config(gated, tied, kv_heads);
+  const Variant variant = GetParam();
+  ModelConfig config = small_config(variant.gated, variant.tied, variant.kv_heads);
+  config.activation = variant.activation;
+  config.qkv_bias = variant.qkv_bias;
+  config.qk_norm = variant.qk_norm;
+  if (variant.qk_norm) {
+    config.rope_scaling = {.type = RopeType::kYarn, .factor = 4.0, .original_context = 8};
+  }
   const MicroBatchShape shape = {2, 5};
   const Model model = sparse_model(config, 3, 0.5f);
   const Data data = random_data(config, shape);
   const ReferenceModel reference(model);
   const ReferenceResult expected = reference.run(data.inputs, data.targets, shape.length);
-  ASSERT_GT(expected.min_gate, 5e-5) << "too close to a kink for differences; choose another seed";
+  ASSERT_TRUE(config.activation != Activation::kRelu || expected.min_gate > 5e-5)
+      << "too close to a kink for differences; choose another seed";
   const std::vector<double> expected_grad = finite_differences(reference, data, shape.length);
 
   Context ctx(2);
@@ -138,11 +147,16 @@ TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
 
 INSTANTIATE_TEST_SUITE_P(Variants, GradientTest,
                          ::testing::Values(Variant{true, true, 2}, Variant{true, false, 4},
-                                           Variant{false, true, 1}, Variant{false, false, 2}),
+                                           Variant{false, true, 1}, Variant{false, false, 2},
+                                           Variant{true, true, 2, Activation::kSilu, true, false},
+                                           Variant{true, false, 2, Activation::kRelu, false, true},
+                                           Variant{false, true, 2, Activation::kGelu, true, true}),
                          [](const auto& instance) {
                            const Variant v = instance.param;
-                           return fmt::format("{}_{}_{}kv", v.gated ? "gated" : "plain",
-                                              v.tied ? "tied" : "untied", v.kv_heads);
+                           return fmt::format("{}_{}_{}kv_{}{}{}", v.gated ? "gated" : "plain",
+                                              v.tied ? "tied" : "untied", v.kv_heads,
+                                              activation_name(v.activation),
+                                              v.qkv_bias ? "_bias" : "", v.qk_norm ? "_norm" : "");
                          });
 
 // What one call computes, as bits.

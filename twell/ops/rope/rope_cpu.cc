@@ -2,6 +2,7 @@
 #include "twell/ops/rope/rope.h"
 
 #include <cmath>
+#include <vector>
 
 #include "twell/base/error.h"
 
@@ -50,20 +51,33 @@ HWY_AFTER_NAMESPACE();
 namespace twell {
 HWY_EXPORT(rotate_row);
 
+namespace {
+
+std::vector<double> plain_frequencies(int64_t head_dim, double theta) {
+  TWELL_CHECK(head_dim > 0 && head_dim % 2 == 0, "rope: head size {} is not even", head_dim);
+  std::vector<double> out;
+  for (int64_t i = 0; i < head_dim; i += 2) {
+    out.push_back(std::pow(theta, -static_cast<double>(i) / static_cast<double>(head_dim)));
+  }
+  return out;
+}
+
+}  // namespace
+
 RopeTable::RopeTable(int64_t max_positions_in, int64_t head_dim_in, double theta)
+    : RopeTable(max_positions_in, plain_frequencies(head_dim_in, theta), 1.0) {}
+
+RopeTable::RopeTable(int64_t max_positions_in, std::span<const double> radians, double scale)
     : max_positions(max_positions_in),
-      head_dim(head_dim_in),
+      head_dim(2 * std::ssize(radians)),
       cos(max_positions * head_dim / 2),
       sin(max_positions * head_dim / 2) {
-  TWELL_CHECK(head_dim > 0 && head_dim % 2 == 0, "rope: head size {} is not even", head_dim);
   const int64_t half = head_dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const double frequency =
-        std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(head_dim));
-    for (int64_t position = 0; position < max_positions; ++position) {
-      const double angle = static_cast<double>(position) * frequency;
-      cos[position * half + i] = static_cast<float>(std::cos(angle));
-      sin[position * half + i] = static_cast<float>(std::sin(angle));
+  for (int64_t position = 0; position < max_positions; ++position) {
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = static_cast<double>(position) * radians[static_cast<size_t>(i)];
+      cos[position * half + i] = static_cast<float>(scale * std::cos(angle));
+      sin[position * half + i] = static_cast<float>(scale * std::sin(angle));
     }
   }
 }

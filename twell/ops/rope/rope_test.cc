@@ -43,6 +43,24 @@ TEST(Rope, MatchesTheRotationInDouble) {
   }
 }
 
+TEST(Rope, GivenAnglesAndAScale) {
+  Context ctx(1);
+  const double angles[] = {0.5, 0.01};
+  const RopeTable table(20, angles, 1.25);
+  const std::vector<int32_t> positions = {0, 3, 19};
+  const auto before = TestMatrix::random(3, 4, 1);
+  TestMatrix x = before;
+  rope(ctx, table, positions, x.view());
+  for (int64_t m = 0; m < 3; ++m) {
+    for (int64_t i = 0; i < 2; ++i) {
+      const double angle = positions[static_cast<size_t>(m)] * angles[i];
+      const double a = before(m, i), b = before(m, i + 2);
+      const double expected = 1.25 * (a * std::cos(angle) - b * std::sin(angle));
+      EXPECT_NEAR(x(m, i), expected, 2 * kEps * 1.25 * std::hypot(a, b));
+    }
+  }
+}
+
 // The gradient of <rope(x), g> with respect to x is the inverse rotation of g.
 TEST(Rope, InverseIsTheTranspose) {
   Context ctx(3);
