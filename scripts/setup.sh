@@ -3,14 +3,20 @@
 # Installs what a build needs from the distribution (Debian 12, Ubuntu 22.04 and later).
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
+# Where there is a CUDA toolkit, the headers of cudnn-frontend too (into .cache/).
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
 
 packages=(
   g++ cmake ninja-build pkg-config
-  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev
+  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libxxhash-dev zlib1g-dev
 )
+cuda=0
+if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
+  cuda=1
+  packages+=(python3 python3-venv)
+fi
 if [[ ${1:-} == --test ]]; then
   packages+=(libgtest-dev libgmock-dev python3 python3-venv git)
 fi
@@ -20,7 +26,14 @@ for package in "${packages[@]}"; do
   status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
   [[ $status == installed ]] || missing+=("$package")
 done
-[[ ${#missing[@]} == 0 ]] && exit 0
+fetch_headers() {
+  [[ $cuda == 0 ]] || "$(dirname "$0")/fetch_cudnn_frontend.sh" ||
+    echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
+}
+if [[ ${#missing[@]} == 0 ]]; then
+  fetch_headers
+  exit 0
+fi
 
 if ! command -v apt-get >/dev/null; then
   echo "setup: apt-get not found; please install the equivalents of: ${missing[*]}" >&2
@@ -39,3 +52,4 @@ export DEBIAN_FRONTEND=noninteractive
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
   --no-install-recommends "${missing[@]}" >/dev/null
+fetch_headers

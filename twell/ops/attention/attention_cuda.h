@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal attention with grouped key/value heads on the GPU, bf16 with f32 accumulation. Same
+// meaning as attention.h: head h of the queries reads key/value head h / (H / H_kv); query i of a
+// sequence sees keys 0 .. kv_len - q_len + i.
+//
+// One query per sequence (decode) runs a kernel that reads the cache once, keys cut into splits
+// whose number depends on the workspace alone, so that a sequence gives the same bits in any
+// company. Uniform batches of whole sequences run cuDNN where it is found; all else our own tiled
+// kernel. hd is a multiple of 8, at most 256. Never synchronises.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+#include "twell/ops/attention/attention_kernels.h"
+
+namespace twell {
+
+// Partial results of split keys: one attention call in flight.
+class AttentionWorkspaceCuda {
+ public:
+  // For decode of up to max_sequences sequences of up to max_kv_len keys.
+  AttentionWorkspaceCuda(int64_t max_sequences, int64_t heads, int64_t head_dim,
+                         int64_t max_kv_len);
+  static int64_t bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,
+                              int64_t max_kv_len);
+  const AttentionSplits& splits() const { return splits_; }
+
+ private:
+  AttentionSplits splits_;
+  DeviceBuffer<float> partial_;
+};
+
+// Error for shapes that are not supported (attention_unsupported says which).
+void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
+                    const AttentionWorkspaceCuda& workspace);
+
+// Why this head size cannot run; null when it can.
+const char* attention_unsupported(int64_t head_dim);
+
+// cuDNN's forward for uniform batches; false when cuDNN is not there or does not take the shape.
+bool attention_cudnn(CudaContext& ctx, const AttentionCuda& problem);
+// "cuDNN 9.19.0", or why it is not used.
+const char* cudnn_status();
+
+}  // namespace twell

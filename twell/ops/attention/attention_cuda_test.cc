@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/attention/attention_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/attention/attention.h"
+
+namespace twell {
+namespace {
+
+struct Lengths {
+  int64_t q_len, kv_len;
+};
+
+// Sequences over a cache: keys and values of sequence i in rows [i * capacity, i * capacity +
+// kv_len), in random order of the slots; queries packed, in rows wider than H * hd.
+struct Problem {
+  Problem(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::vector<Lengths>& lengths,
+          bool whole)
+      : shape{heads, kv_heads, head_dim}, kv_width(kv_heads * head_dim), uniform(whole) {
+    q_stride = uniform ? heads * head_dim + 2 * kv_width : heads * head_dim + 24;
+    for (const Lengths& length : lengths) capacity = std::max(capacity, length.kv_len);
+    const auto count = static_cast<int64_t>(lengths.size());
+    for (int64_t i = 0; i < count; ++i) {
+      const Lengths length = lengths[static_cast<size_t>(i)];
+      q_begin.push_back(static_cast<int32_t>(tokens));
+      q_len.push_back(static_cast<int32_t>(length.q_len));
+      kv_len.push_back(static_cast<int32_t>(length.kv_len));
+      kv_begin.push_back((count - 1 - i) * capacity);
+      tokens += length.q_len;
+      max_q_len = std::max(max_q_len, length.q_len);
+    }
+    rows = count * capacity;
+    q = random_bf16(tokens * q_stride, 1);
+    k = random_bf16(rows * kv_width, 2);
+    v = random_bf16(rows * kv_width, 3);
+    if (uniform) {  // [q | k | v] in one row
+      kv_stride = q_stride;
+      for (size_t i = 0; i < kv_begin.size(); ++i) kv_begin[i] = q_begin[i];
+    } else {
+      kv_stride = kv_width;
+    }
+  }
+
+  // The CPU op on the same values.
+  std::vector<float> reference() const {
+    const std::vector<float> q_f = to_floats(q), k_f = to_floats(k), v_f = to_floats(v);
+    const int64_t width = shape.heads * shape.head_dim;
+    std::vector<float> out(static_cast<size_t>(tokens * width));
+    std::vector<AttentionSequence> sequences;
+    for (size_t i = 0; i < q_len.size(); ++i) {
+      AttentionSequence s;
+      s.q_begin = q_begin[i];
+      s.q_len = q_len[i];
+      const float* base_k = uniform ? q_f.data() + width : k_f.data();
+      const float* base_v = uniform ? q_f.data() + width + kv_width : v_f.data();
+      s.k = ConstMatrixF(base_k + kv_begin[i] * kv_stride, kv_len[i], kv_width, kv_stride);
+      s.v = ConstMatrixF(base_v + kv_begin[i] * kv_stride, kv_len[i], kv_width, kv_stride);
+      sequences.push_back(s);
+    }
+    Context ctx(1);
+    attention_forward(ctx, {.shape = shape,
+                            .sequences = sequences,
+                            .q = ConstMatrixF(q_f.data(), tokens, width, q_stride),
+                            .out = MatrixF(out.data(), tokens, width)});
+    return out;
+  }
+
+  AttentionShape shape;
+  int64_t kv_width;
+  bool uniform;  // whole sequences of one length, q, k and v in one row
+  int64_t q_stride = 0, kv_stride = 0;
+  int64_t capacity = 0, tokens = 0, max_q_len = 0, rows = 0;
+  std::vector<int32_t> q_begin, q_len, kv_len;
+  std::vector<int64_t> kv_begin;
+  std::vector<__nv_bfloat16> q, k, v;
+};
+
+enum class Kernel { kAny, kTiled, kCudnn };
+
+std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAny) {
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  const auto q = upload(problem.q), k = upload(problem.k), v = upload(problem.v);
+  const auto q_begin = upload(problem.q_begin), q_len = upload(problem.q_len),
+             kv_len = upload(problem.kv_len);
+  const auto kv_begin = upload(problem.kv_begin);
+  const int64_t width = problem.shape.heads * problem.shape.head_dim;
+  const auto out = poisoned<__nv_bfloat16>(problem.tokens * width);
+  const auto count = static_cast<int64_t>(problem.q_len.size());
+  const AttentionWorkspaceCuda workspace(count, problem.shape.heads, problem.shape.head_dim,
+                                         problem.capacity);
+  AttentionCuda p;
+  p.heads = problem.shape.heads;
+  p.kv_heads = problem.shape.kv_heads;
+  p.head_dim = problem.shape.head_dim;
+  p.sequences = {count,         problem.max_q_len, q_begin.data(), q_len.data(),
+                 kv_len.data(), kv_begin.data(),   problem.uniform};
+  p.q = q.data();
+  p.q_stride = problem.q_stride;
+  p.k = problem.uniform ? q.data() + width : k.data();
+  p.v = problem.uniform ? q.data() + width + problem.kv_width : v.data();
+  p.kv_stride = problem.kv_stride;
+  p.out = out.data();
+  if (kernel == Kernel::kTiled) {
+    TWELL_CUDA_CHECK(launch_attention_tiled(p, stream.get()));
+  } else if (kernel == Kernel::kCudnn) {
+    EXPECT_TRUE(attention_cudnn(ctx, p)) << cudnn_status();
+  } else {
+    attention_cuda(ctx, p, workspace);
+  }
+  stream.synchronize();
+  return to_floats(download(out));
+}
+
+// Weights that sum to one are rounded to bf16, then the result: 2^-9 each of the largest value. f32
+// sums add far less.
+void expect_near(const std::vector<float>& got, const std::vector<float>& want,
+                 const Problem& problem) {
+  float largest = 0.0f;
+  for (const float value : to_floats(problem.uniform ? problem.q : problem.v)) {
+    largest = std::max(largest, std::abs(value));
+  }
+  const float tolerance = std::ldexp(largest, -8);
+  for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], tolerance) << i;
+}
+
+class AttentionCudaTest : public testing::TestWithParam<AttentionShape> {};
+
+TEST_P(AttentionCudaTest, PrefillOverCacheEqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [heads, kv_heads, head_dim] = GetParam();
+  const Problem problem(heads, kv_heads, head_dim,
+                        {{1, 1}, {127, 127}, {129, 300}, {0, 0}, {1, 65}, {64, 64}, {130, 130}},
+                        false);
+  expect_near(on_device(problem), problem.reference(), problem);
+}
+
+TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [heads, kv_heads, head_dim] = GetParam();
+  const Problem problem(heads, kv_heads, head_dim,
+                        {{1, 1}, {1, 255}, {1, 256}, {1, 257}, {0, 0}, {1, 700}, {1, 33}}, false);
+  const auto got = on_device(problem);
+  expect_near(got, problem.reference(), problem);
+  EXPECT_EQ(got, on_device(problem));
+}
+
+TEST_P(AttentionCudaTest, UniformBatchEqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [heads, kv_heads, head_dim] = GetParam();
+  for (const int64_t length : {int64_t{17}, int64_t{256}}) {
+    const Problem problem(heads, kv_heads, head_dim, std::vector<Lengths>(3, {length, length}),
+                          true);
+    const auto want = problem.reference();
+    expect_near(on_device(problem, Kernel::kTiled), want, problem);
+    expect_near(on_device(problem), want, problem);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AttentionCudaTest,
+                         testing::Values(AttentionShape{4, 2, 8}, AttentionShape{3, 3, 24},
+                                         AttentionShape{8, 2, 64}, AttentionShape{6, 1, 80},
+                                         AttentionShape{4, 4, 128}, AttentionShape{5, 1, 128},
+                                         AttentionShape{2, 1, 256}));
+
+TEST(AttentionCudnnTest, TakesThePresetsShape) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  if (!std::string_view(cudnn_status()).starts_with("cuDNN 9")) GTEST_SKIP() << cudnn_status();
+  const Problem problem(8, 8, 64, std::vector<Lengths>(2, {512, 512}), true);
+  expect_near(on_device(problem, Kernel::kCudnn), problem.reference(), problem);
+}
+
+TEST(AttentionCudaTest, RefusesHeadSizes) {
+  EXPECT_NE(attention_unsupported(12), nullptr);
+  EXPECT_NE(attention_unsupported(264), nullptr);
+  EXPECT_EQ(attention_unsupported(64), nullptr);
+}
+
+}  // namespace
+}  // namespace twell

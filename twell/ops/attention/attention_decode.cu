@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of one query per sequence over its cached keys: bound by reading keys and values once.
+// A block takes one split of the keys of one sequence and key/value head, for up to kGroup of the
+// query heads that share it. A few lanes take a key's row together, 16 bytes each.
+#include <cuda_bf16.h>
+
+#include "twell/ops/attention/attention_kernels.h"
+
+namespace twell {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kPiece = 8;     // values in one 16-byte load
+constexpr int kInFlight = 4;  // keys a lane loads before it uses the first
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ void load_piece(float (&to)[kPiece], const __nv_bfloat16* from) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+  const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    const float2 pair = __bfloat1622float2(pairs[i]);
+    to[2 * i] = pair.x;
+    to[2 * i + 1] = pair.y;
+  }
+}
+
+// A softmax-weighted sum of values, as far as it has come.
+struct Partial {
+  float top;  // largest score, base 2
+  float sum;
+  float value[kPiece];
+
+  __device__ void add(const Partial& other) {
+    const float new_top = fmaxf(top, other.top);
+    if (new_top == -INFINITY) return;
+    const float mine = exp2f(top - new_top), others = exp2f(other.top - new_top);
+    top = new_top;
+    sum = sum * mine + other.sum * others;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) value[i] = value[i] * mine + other.value[i] * others;
+  }
+};
+
+__device__ Partial shuffled(const Partial& from, int offset) {
+  Partial to;
+  to.top = __shfl_xor_sync(0xffffffffu, from.top, offset);
+  to.sum = __shfl_xor_sync(0xffffffffu, from.sum, offset);
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i)
+    to.value[i] = __shfl_xor_sync(0xffffffffu, from.value[i], offset);
+  return to;
+}
+
+// kLanes lanes per key, kLanes * 8 >= hd.
+template <int kLanes, int kGroup>
+__global__ void __launch_bounds__(kThreads)
+    attention_decode_kernel(AttentionCuda p, AttentionSplits splits) {
+  const int group = static_cast<int>(p.heads / p.kv_heads);
+  const int groups = (group + kGroup - 1) / kGroup;  // blocks that share a key/value head
+  const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
+  const int kv_head = static_cast<int>(blockIdx.y) / groups;
+  const int head_in_group = static_cast<int>(blockIdx.y) % groups * kGroup;
+  const int kv_len = p.sequences.kv_len[sequence];
+  const int begin = static_cast<int>(split * splits.keys);
+  if (begin >= kv_len || p.sequences.q_len[sequence] == 0) return;
+  const int end = min(kv_len, begin + static_cast<int>(splits.keys));
+
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int at = lane % kLanes * kPiece;  // this lane's part of a head
+  const bool inside = at < p.head_dim;
+  const int64_t q_row = p.sequences.q_begin[sequence];
+  const int64_t kv_at = p.sequences.kv_begin[sequence] * p.kv_stride + kv_head * p.head_dim + at;
+  const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
+  float q[kGroup][kPiece] = {};
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) {
+    if (!inside || head_in_group + g >= group) continue;
+    load_piece(q[g],
+               p.q + q_row * p.q_stride + (kv_head * group + head_in_group + g) * p.head_dim + at);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) q[g][i] *= scale;
+  }
+
+  constexpr int kKeysPerWarp = 32 / kLanes;
+  constexpr int kStep = kWarps * kKeysPerWarp;
+  Partial partial[kGroup];
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) partial[g] = {-INFINITY, 0.0f, {}};
+  for (int base = begin; base < end; base += kStep * kInFlight) {
+    float k[kInFlight][kPiece] = {}, v[kInFlight][kPiece] = {};
+    const int first = base + warp * kKeysPerWarp + lane / kLanes;
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const int key = first + u * kStep;
+      if (!inside || key >= end) continue;
+      load_piece(k[u], p.k + kv_at + key * p.kv_stride);
+      load_piece(v[u], p.v + kv_at + key * p.kv_stride);
+    }
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      float score[kInFlight];
+      float top = partial[g].top;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        score[u] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[g][i], k[u][i], score[u]);
+#pragma unroll
+        for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+          score[u] += __shfl_xor_sync(0xffffffffu, score[u], offset);
+        }
+        const int key = first + u * kStep;
+        if (key >= end) score[u] = -INFINITY;
+        top = fmaxf(top, score[u]);
+      }
+      const float top_or_0 = top == -INFINITY ? 0.0f : top;  // this lane has no key yet
+      const float shrink = exp2f(partial[g].top - top_or_0);
+      partial[g].top = top;
+      partial[g].sum *= shrink;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) partial[g].value[i] *= shrink;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const float weight = exp2f(score[u] - top_or_0);
+        partial[g].sum += weight;
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) {
+          partial[g].value[i] = fmaf(weight, v[u][i], partial[g].value[i]);
+        }
+      }
+    }
+  }
+
+  __shared__ Partial of_warp[kWarps][kGroup][kLanes];
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) {
+#pragma unroll
+    for (int offset = kLanes; offset < 32; offset *= 2) {
+      partial[g].add(shuffled(partial[g], offset));
+    }
+    if (lane < kLanes) of_warp[warp][g][lane] = partial[g];
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < kGroup * kLanes; i += kThreads) {
+    const int g = i / kLanes, piece = i % kLanes;
+    if (head_in_group + g >= group || piece * kPiece >= p.head_dim) continue;
+    Partial total = of_warp[0][g][piece];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) total.add(of_warp[w][g][piece]);
+    const int64_t head = kv_head * group + head_in_group + g;
+    if (splits.count == 1) {
+      __nv_bfloat16* to = p.out + (q_row * p.heads + head) * p.head_dim + piece * kPiece;
+      for (int c = 0; c < kPiece; ++c) to[c] = __float2bfloat16(total.value[c] / total.sum);
+      continue;
+    }
+    const int64_t slot = (sequence * p.heads + head) * splits.count + split;
+    float* to = splits.values + slot * p.head_dim + piece * kPiece;
+    for (int c = 0; c < kPiece; ++c) to[c] = total.value[c];
+    if (piece == 0) {
+      splits.max_sum[2 * slot] = total.top;
+      splits.max_sum[2 * slot + 1] = total.sum;
+    }
+  }
+}
+
+// out of the splits of one (sequence, head), in their order.
+__global__ void attention_combine_kernel(AttentionCuda p, AttentionSplits splits) {
+  const int64_t sequence = blockIdx.y, head = blockIdx.x;
+  const int column = static_cast<int>(threadIdx.x);
+  if (p.sequences.q_len[sequence] == 0) return;
+  const int64_t used = (p.sequences.kv_len[sequence] + splits.keys - 1) / splits.keys;
+  const int64_t slot = (sequence * p.heads + head) * splits.count;
+  float top = -INFINITY;
+  for (int64_t i = 0; i < used; ++i) top = fmaxf(top, splits.max_sum[2 * (slot + i)]);
+  float value = 0.0f, sum = 0.0f;
+  for (int64_t i = 0; i < used; ++i) {
+    const float weight = exp2f(splits.max_sum[2 * (slot + i)] - top);
+    sum += weight * splits.max_sum[2 * (slot + i) + 1];
+    value += weight * splits.values[(slot + i) * p.head_dim + column];
+  }
+  p.out[(p.sequences.q_begin[sequence] * p.heads + head) * p.head_dim + column] =
+      __float2bfloat16(value / sum);
+}
+
+template <int kLanes, int kGroup>
+void launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
+  const int64_t group = p.heads / p.kv_heads;
+  const dim3 grid(static_cast<unsigned>(splits.count),
+                  static_cast<unsigned>(p.kv_heads * ((group + kGroup - 1) / kGroup)),
+                  static_cast<unsigned>(p.sequences.count));
+  attention_decode_kernel<kLanes, kGroup><<<grid, kThreads, 0, stream>>>(p, splits);
+}
+
+template <int kLanes>
+void launch_lanes(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
+  const int64_t group = p.heads / p.kv_heads;
+  if (group == 1) {
+    launch<kLanes, 1>(p, splits, stream);
+  } else if (group == 2) {
+    launch<kLanes, 2>(p, splits, stream);
+  } else {
+    launch<kLanes, 4>(p, splits, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
+                                    cudaStream_t stream) {
+  if (p.head_dim <= 32) {
+    launch_lanes<4>(p, splits, stream);
+  } else if (p.head_dim <= 64) {
+    launch_lanes<8>(p, splits, stream);
+  } else if (p.head_dim <= 128) {
+    launch_lanes<16>(p, splits, stream);
+  } else {
+    launch_lanes<32>(p, splits, stream);
+  }
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess || splits.count == 1) return status;
+  attention_combine_kernel<<<dim3(static_cast<unsigned>(p.heads),
+                                  static_cast<unsigned>(p.sequences.count)),
+                             static_cast<unsigned>(p.head_dim), 0, stream>>>(p, splits);
+  return cudaGetLastError();
+}
+
+}  // namespace twell

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention problem in device memory, and the launches of our own kernels. Plain types, which
+// nvcc compiles; attention_cuda.h is the interface.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace twell {
+
+// Arrays in device memory, so that a captured graph can be replayed with other lengths.
+struct AttentionSequencesCuda {
+  int64_t count = 0;
+  int64_t max_q_len = 0;              // upper bound of q_len
+  const int32_t* q_begin = nullptr;   // [count] first row in q and out
+  const int32_t* q_len = nullptr;     // [count]
+  const int32_t* kv_len = nullptr;    // [count] at least q_len; 0 with q_len 0
+  const int64_t* kv_begin = nullptr;  // [count] first row in k and v
+  // Every sequence has q_len = kv_len = max_q_len, sequence i starting at row i * max_q_len of q, k
+  // and v.
+  bool uniform = false;
+};
+
+struct AttentionCuda {
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  AttentionSequencesCuda sequences;
+  const __nv_bfloat16* q = nullptr;  // rows of H * hd, q_stride apart
+  int64_t q_stride = 0;
+  const __nv_bfloat16* k = nullptr;  // rows of H_kv * hd, kv_stride apart
+  const __nv_bfloat16* v = nullptr;
+  int64_t kv_stride = 0;
+  __nv_bfloat16* out = nullptr;  // [M, H * hd]
+};
+
+// Keys of a sequence are cut into pieces of `keys`; each leaves a partial result.
+struct AttentionSplits {
+  int64_t max_sequences = 0;
+  int64_t count = 0;  // splits of the longest sequence
+  int64_t keys = 0;
+  float* values = nullptr;   // [sequences, H, count, hd]
+  float* max_sum = nullptr;  // [sequences, H, count, 2]: maximum (base 2), sum
+};
+
+cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);
+// max_q_len 1; query i is row q_begin[i].
+cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,
+                                    cudaStream_t stream);
+
+}  // namespace twell

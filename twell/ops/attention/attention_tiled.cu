@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiled causal attention with tensor-core instructions of sm_80: a block takes 128 queries of one
+// head and walks over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
+#include <cuda_bf16.h>
+
+#include "twell/ops/attention/attention_kernels.h"
+
+namespace twell {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kQueries = 16 * kWarps;  // per block: one row tile of an mma per warp
+constexpr int kKeys = 64;              // per tile
+constexpr int kPiece = 8;              // values in a 16-byte copy
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Rows of shared tiles are padded by one piece, which keeps ldmatrix free of bank conflicts.
+template <int kHeadDim>
+constexpr int kRow = kHeadDim + kPiece;
+
+template <int kHeadDim>
+constexpr int kSharedBytes = (kQueries + 4 * kKeys) * kRow<kHeadDim> * 2;
+
+__device__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes, or zeros where `valid` is false.
+__device__ void copy_async(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 16 : 0));
+}
+__device__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int kPending>
+__device__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+}
+
+__device__ void load_matrices(uint32_t (&r)[4], const __nv_bfloat16* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(p)));
+}
+__device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(p)));
+}
+
+__device__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Rows [begin, begin + kRows) of `from` into a shared tile; zeros from row `end` and column hd on.
+template <int kHeadDim, int kRows>
+__device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int begin,
+                          int end, int head_dim) {
+  constexpr int kPieces = kHeadDim / kPiece;
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces, col = i % kPieces * kPiece;
+    const bool valid = begin + row < end && col < head_dim;
+    copy_async(tile + row * kRow<kHeadDim> + col,
+               valid ? from + (begin + row) * stride + col : from, valid);
+  }
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda p) {
+  extern __shared__ __align__(16) __nv_bfloat16 shared[];
+  constexpr int kStride = kRow<kHeadDim>;
+  __nv_bfloat16* q_tile = shared;
+  __nv_bfloat16* k_tiles = q_tile + kQueries * kStride;    // two
+  __nv_bfloat16* v_tiles = k_tiles + 2 * kKeys * kStride;  // two
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int sequence = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+  const int q_len = p.sequences.q_len[sequence], kv_len = p.sequences.kv_len[sequence];
+  // The last tile of queries sees the most keys: it goes first.
+  const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kQueries;
+  if (first >= q_len) return;
+  const int hd = static_cast<int>(p.head_dim), past = kv_len - q_len;
+  const int64_t q_row = p.sequences.q_begin[sequence];
+  const int64_t kv_row = p.sequences.kv_begin[sequence];
+  const int64_t kv_at = kv_row * p.kv_stride + head / (p.heads / p.kv_heads) * p.head_dim;
+  const __nv_bfloat16* keys = p.k + kv_at;
+  const __nv_bfloat16* values = p.v + kv_at;
+
+  const int last_key = min(kv_len, past + first + kQueries);  // one past it
+  const int tile_end = (last_key + kKeys - 1) / kKeys;
+  const auto load_keys = [&](int tile) {
+    const int slot = tile % 2 * kKeys * kStride;
+    load_tile<kHeadDim, kKeys>(k_tiles + slot, keys, p.kv_stride, tile * kKeys, kv_len, hd);
+    load_tile<kHeadDim, kKeys>(v_tiles + slot, values, p.kv_stride, tile * kKeys, kv_len, hd);
+    commit_copies();
+  };
+  load_tile<kHeadDim, kQueries>(q_tile, p.q + q_row * p.q_stride + head * p.head_dim, p.q_stride,
+                                first, q_len, hd);
+  load_keys(0);
+
+  float out[kHeadDim / 8][4] = {};
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
+  const float scale = kLog2E * rsqrtf(static_cast<float>(hd));
+  const int row0 = past + first + warp * 16 + lane / 4;  // position of this lane's first row
+  for (int tile = 0; tile < tile_end; ++tile) {
+    if (tile + 1 < tile_end) {
+      load_keys(tile + 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncthreads();
+    const __nv_bfloat16* k_tile = k_tiles + tile % 2 * kKeys * kStride;
+    const __nv_bfloat16* v_tile = v_tiles + tile % 2 * kKeys * kStride;
+
+    float scores[kKeys / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kHeadDim; k += 16) {
+      uint32_t a[4];
+      load_matrices(a, q_tile + (warp * 16 + lane % 16) * kStride + k + lane / 16 * 8);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n += 2) {
+        uint32_t b[4];
+        load_matrices(b,
+                      k_tile + (n * 8 + lane / 16 * 8 + lane % 8) * kStride + k + lane / 8 % 2 * 8);
+        multiply_add(scores[n], a, b[0], b[1]);
+        multiply_add(scores[n + 1], a, b[2], b[3]);
+      }
+    }
+
+    const int key0 = tile * kKeys + lane % 4 * 2;
+    // Some query of the block may not see some key of the tile.
+    if (tile * kKeys + kKeys - 1 > past + first) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = key0 + n * 8 + i % 2, row = row0 + i / 2 * 8;
+          if (key > row) scores[n][i] = -INFINITY;
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // the lane's two rows
+      float top = row_max[half];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+      }
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float base = top * scale;  // finite: every query sees key 0
+      const float shrink = exp2f(row_max[half] * scale - base);
+      row_max[half] = top;
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          scores[n][i] = exp2f(fmaf(scores[n][i], scale, -base));
+          sum += scores[n][i];
+        }
+      }
+      row_sum[half] = row_sum[half] * shrink + sum;
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        out[n][2 * half] *= shrink;
+        out[n][2 * half + 1] *= shrink;
+      }
+    }
+
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      const int n0 = k / 8;
+      const uint32_t a[4] = {pack(scores[n0][0], scores[n0][1]), pack(scores[n0][2], scores[n0][3]),
+                             pack(scores[n0 + 1][0], scores[n0 + 1][1]),
+                             pack(scores[n0 + 1][2], scores[n0 + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; n += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(
+            b, v_tile + (k + lane / 8 % 2 * 8 + lane % 8) * kStride + n * 8 + lane / 16 * 8);
+        multiply_add(out[n], a, b[0], b[1]);
+        multiply_add(out[n + 1], a, b[2], b[3]);
+      }
+    }
+    __syncthreads();  // before this tile's memory is loaded anew
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = row_sum[half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int row = first + warp * 16 + lane / 4 + half * 8;
+    if (row >= q_len) continue;
+    __nv_bfloat16* to = p.out + ((q_row + row) * p.heads + head) * p.head_dim + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      if (n * 8 < hd) {
+        *reinterpret_cast<__nv_bfloat162*>(to + n * 8) =
+            __floats2bfloat162_rn(out[n][2 * half] / sum, out[n][2 * half + 1] / sum);
+      }
+    }
+  }
+}
+
+template <int kHeadDim>
+cudaError_t launch(const AttentionCuda& p, cudaStream_t stream) {
+  const auto kernel = attention_tiled_kernel<kHeadDim>;
+  const cudaError_t status = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kHeadDim>);
+  if (status != cudaSuccess) return status;
+  const dim3 grid(static_cast<unsigned>((p.sequences.max_q_len + kQueries - 1) / kQueries),
+                  static_cast<unsigned>(p.heads), static_cast<unsigned>(p.sequences.count));
+  kernel<<<grid, kThreads, kSharedBytes<kHeadDim>, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_attention_tiled(const AttentionCuda& p, cudaStream_t stream) {
+  if (p.head_dim <= 32) return launch<32>(p, stream);
+  if (p.head_dim <= 64) return launch<64>(p, stream);
+  if (p.head_dim <= 128) return launch<128>(p, stream);
+  return launch<256>(p, stream);
+}
+
+}  // namespace twell
