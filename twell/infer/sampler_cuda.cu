@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// A block per row. What the filters keep is always a prefix of the tokens in falling order of their
+// logits, so nothing is sorted: a prefix is found by radix selection on the logits' bits, by the
+// number of its tokens (top-k) or by its mass (top-p, and the draw itself).
+#include "twell/infer/sampler_cuda.h"
+
+namespace twell {
+namespace {
+
+using u64 = unsigned long long;
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kDigitBits = 4;
+constexpr int kDigits = 1 << kDigitBits;
+constexpr float kOne = 4294967296.0f;  // weight of the most likely token
+
+// Unsigned integers in the order of the floats; 0 and -0 are equal.
+__device__ uint32_t key_of(float value) {
+  const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);
+  return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ u64 warp_sum(u64 value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+
+// A prefix in falling order: all tokens with larger keys than `key`, and the first `ties` of those
+// that have it.
+struct Prefix {
+  uint32_t key;
+  u64 ties;
+};
+
+class Row {
+ public:
+  __device__ Row(const SampleCuda& p, const float* logits, float top)
+      : p_(p), logits_(logits), top_(top), per_unit_(1.4426950408889634f / p.temperature) {}
+
+  __device__ float weight(float logit) const { return exp2f((logit - top_) * per_unit_); }
+  __device__ u64 mass(float logit, float least) const {
+    const float relative = weight(logit);
+    return relative < least ? 0 : static_cast<u64>(relative * kOne);
+  }
+
+  // Sum of count(logit) over the prefix.
+  template <typename Count>
+  __device__ u64 total(const Prefix& prefix, const Count& count) const {
+    __shared__ u64 sum;
+    __syncthreads();
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
+    u64 mine = 0, tie = 0;
+    for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+      const uint32_t key = key_of(logits_[i]);
+      if (key > prefix.key) mine += count(logits_[i]);
+      if (key == prefix.key) tie = count(logits_[i]);
+    }
+    mine = warp_sum(mine);
+    if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
+    __shared__ u64 tied;
+    if (threadIdx.x == 0) tied = 0;
+    __syncthreads();
+    if (tie != 0) tied = tie;  // all that are not 0 are the same
+    __syncthreads();
+    return sum + prefix.ties * tied;
+  }
+
+  // The smallest prefix whose count is at least `limit`, which is positive and at most the total.
+  template <typename Count>
+  __device__ Prefix select(u64 limit, const Count& count) const {
+    __shared__ u64 of_digit[kDigits];
+    uint32_t found = 0;  // the digits so far
+    u64 above = 0;       // count of all larger keys
+    for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
+      __syncthreads();
+      if (threadIdx.x < kDigits) of_digit[threadIdx.x] = 0;
+      __syncthreads();
+      u64 mine[kDigits] = {};
+      const int fixed = shift + kDigitBits;  // bits below those found already
+      for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+        const uint32_t key = key_of(logits_[i]);
+        if (fixed < 32 && (key >> fixed) != (found >> fixed)) continue;
+        const uint32_t digit = (key >> shift) % kDigits;
+        const u64 value = count(logits_[i]);
+#pragma unroll
+        for (uint32_t d = 0; d < kDigits; ++d) mine[d] += d == digit ? value : 0;
+      }
+#pragma unroll
+      for (int d = 0; d < kDigits; ++d) {
+        const u64 sum = warp_sum(mine[d]);
+        if (threadIdx.x % 32 == 0 && sum != 0) atomicAdd(&of_digit[d], sum);
+      }
+      __syncthreads();
+      int digit = kDigits - 1;
+      while (digit > 0 && above + of_digit[digit] < limit) above += of_digit[digit--];
+      found |= static_cast<uint32_t>(digit) << shift;
+    }
+    // All tokens with this key count the same.
+    __shared__ u64 each;
+    __syncthreads();
+    if (threadIdx.x == 0) each = 1;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+      if (key_of(logits_[i]) == found && count(logits_[i]) != 0) each = count(logits_[i]);
+    }
+    __syncthreads();
+    return {found, (limit - above + each - 1) / each};
+  }
+
+  // The last token of a prefix: of those with its key, the `ties`-th in the order of ids.
+  __device__ void write_last(const Prefix& prefix, int32_t* id) const {
+    u64 seen = 0;
+    for (int64_t base = 0; base < p_.vocab; base += kThreads) {
+      const int64_t i = base + threadIdx.x;
+      const bool match = i < p_.vocab && key_of(logits_[i]) == prefix.key;
+      const u64 here = static_cast<u64>(__syncthreads_count(match));
+      if (seen + here < prefix.ties) {
+        seen += here;
+        continue;
+      }
+      if (threadIdx.x == 0) {
+        for (int64_t at = base; seen < prefix.ties; ++at) {
+          seen += key_of(logits_[at]) == prefix.key ? 1 : 0;
+          *id = static_cast<int32_t>(at);
+        }
+      }
+      return;
+    }
+  }
+
+ private:
+  const SampleCuda& p_;
+  const float* logits_;
+  float top_, per_unit_;
+};
+
+// Largest logit; NaN if any is.
+__device__ float largest(const SampleCuda& p, const float* logits) {
+  float top = -INFINITY;
+  bool nan = false;
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) {
+    nan |= isnan(logits[i]);
+    top = fmaxf(top, logits[i]);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+  }
+  __shared__ float of_warp[kWarps];
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = top;
+  if (__syncthreads_or(nan)) return NAN;
+  for (int warp = 0; warp < kWarps; ++warp) top = fmaxf(top, of_warp[warp]);
+  return top;
+}
+
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
+  const float* logits = p.logits + blockIdx.x * p.stride;
+  int32_t* id = p.ids + blockIdx.x;
+  const float top = largest(p, logits);
+  if (!isfinite(top)) {
+    if (threadIdx.x == 0) *id = -1;
+    return;
+  }
+  const Row row(p, logits, top);
+  if (p.temperature == 0.0f) {
+    row.write_last({key_of(top), 1}, id);
+    return;
+  }
+  Prefix kept{0, static_cast<u64>(p.vocab)};  // every token: the keys of numbers are above 0
+  if (p.top_k > 0 && p.top_k < p.vocab) {
+    kept = row.select(static_cast<u64>(p.top_k), [](float) { return u64{1}; });
+  }
+  const auto of_kept = [&](float least) {
+    return [&row, &kept, least](float logit) {
+      return key_of(logit) < kept.key ? u64{0} : row.mass(logit, least);
+    };
+  };
+  if (p.top_p < 1.0f) {
+    const u64 total = row.total(kept, of_kept(0.0f));
+    const u64 limit = static_cast<u64>(ceil(static_cast<double>(p.top_p) * total));
+    const Prefix smaller = row.select(max(limit, u64{1}), of_kept(0.0f));
+    __syncthreads();
+    kept = smaller;
+  }
+  const u64 total = row.total(kept, of_kept(p.min_p));
+  const u64 drawn = static_cast<u64>(static_cast<double>(p.uniforms[blockIdx.x]) * total);
+  row.write_last(row.select(min(drawn + 1, total), of_kept(p.min_p)), id);
+}
+
+}  // namespace
+
+cudaError_t launch_sample(const SampleCuda& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  sample_kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace twell
