@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Every source file is formatted by clang-format 14.0.6 (pinned: other versions differ) and opens
-# with its licence line. `scripts/check_format.sh --fix` formats in place.
+# Every source file is formatted by clang-format 14, which Debian 12 and Ubuntu 22.04 and later have
+# (other versions differ), and opens with its licence line.
+# `scripts/check_format.sh --fix` formats in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version=14.0.6
-clang_format=clang-format
-if ! clang-format --version 2>/dev/null | grep -q "version $version"; then
-  clang_format=.tools/venv/bin/clang-format
-  if [[ ! -x $clang_format ]]; then
-    python3 -m venv .tools/venv
-    .tools/venv/bin/pip install --quiet "clang-format==$version"
+version=14
+clang_format=
+for candidate in "clang-format-$version" clang-format; do
+  if "$candidate" --version 2>/dev/null | grep -q "version $version\."; then
+    clang_format=$candidate
+    break
   fi
+done
+if [[ -z $clang_format ]]; then
+  echo "check_format: clang-format $version not found: install the package clang-format-$version, or" \
+    "'pip install clang-format==$version.0.6'" >&2
+  exit 2
 fi
 
 mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh')

@@ -8,13 +8,13 @@ cd "$(dirname "$0")/.."
 
 seconds=${1:-60}
 [[ $# -gt 0 ]] && shift
-scripts/setup.sh --test
-cmake --preset fuzz >/dev/null
-cmake --build --preset fuzz
+scripts/setup.sh --fuzz
 targets=("$@")
 if [[ ${#targets[@]} == 0 ]]; then
   mapfile -t targets < <(cd twell && find . -name '*_fuzz.cc' -exec basename {} .cc \; | sort)
 fi
+cmake --preset fuzz >/dev/null
+cmake --build --preset fuzz --target "${targets[@]}"
 for target in "${targets[@]}"; do
   name=${target%_fuzz}
   echo "== $target, $seconds s"

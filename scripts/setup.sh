@@ -3,6 +3,7 @@
 # Installs what a build needs from the distribution (Debian 12, Ubuntu 22.04 and later).
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
+#   scripts/setup.sh --fuzz   these, and what the fuzz targets need
 # Where there is a CUDA toolkit, the headers of cudnn-frontend too (into .cache/).
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
@@ -17,8 +18,12 @@ if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
   packages+=(python3 python3-venv)
 fi
-if [[ ${1:-} == --test ]]; then
-  packages+=(libgtest-dev libgmock-dev python3 python3-venv git)
+recommends=--no-install-recommends
+if [[ ${1:-} == --fuzz ]]; then
+  packages+=(clang libomp-dev)
+  recommends=--install-recommends  # clang's sanitizer runtime is one, or part of clang
+elif [[ ${1:-} == --test ]]; then
+  packages+=(libgtest-dev libgmock-dev python3 clang-format-14 git)
 fi
 
 missing=()
@@ -51,5 +56,5 @@ echo "setup: installing ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-  --no-install-recommends "${missing[@]}" >/dev/null
+  "$recommends" "${missing[@]}" >/dev/null
 fetch_headers

@@ -12,8 +12,8 @@
 
 namespace twell {
 
-// y = FFN given gate = x firing()^T before its activation [M, F]; gate is overwritten where there is no
-// up projection to multiply. row_nnz [M] receives the active neurons of each token.
+// y = FFN given gate = x firing()^T before its activation [M, F]; gate is overwritten where there
+// is no up projection to multiply. row_nnz [M] receives the active neurons of each token.
 void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
                    int32_t* row_nnz);
 
