@@ -29,6 +29,8 @@ std::vector<int64_t> stored_shape(const ParamSpec& spec) {
 bool may_be_extra(const std::string& name, const ModelConfig& config) {
   // Constants that old versions of transformers saved; the configuration implies them.
   if (name.ends_with(".rotary_emb.inv_freq")) return true;
+  // Counters of the published sparse models: "model.layers.0.mlp.tracker.last_activated".
+  if (name.find("tracker.") != std::string::npos) return true;
   return name == kHead && config.tied_embeddings;
 }
 
@@ -89,16 +91,20 @@ ModelConfig load_config(const fs::path& folder) {
   return parse_config_text(read_file(path), path.string());
 }
 
-std::unique_ptr<Model> load_model(const fs::path& folder) {
+OpenCheckpoint open_checkpoint(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
-  const CheckpointTensors tensors(folder);
-  // Everything that can be refused by its header is, before memory is taken for the model.
-  const std::vector<ParamSpec> table = parameter_table(config);
-  for (const ParamSpec& spec : table) require_tensor(tensors, spec, config);
-  require_no_extra(tensors, table, config);
-  tensors.verify_hashes();
+  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
+  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
+  require_no_extra(opened.tensors, opened.table, config);
+  opened.tensors.verify_hashes();
+  return opened;
+}
 
-  auto model = std::make_unique<Model>(config);
+std::unique_ptr<Model> load_model(const fs::path& folder) {
+  // Everything that can be refused by its header is, before memory is taken for the model.
+  const OpenCheckpoint opened = open_checkpoint(folder);
+  const CheckpointTensors& tensors = opened.tensors;
+  auto model = std::make_unique<Model>(opened.config);
   for (const ParamSpec& spec : model->table) {
     const MatrixF values(model->flat.data() + spec.offset, spec.rows, spec.cols);
     const TensorInfo& info = *tensors.find(spec.name);

@@ -77,6 +77,106 @@ TEST(Config, ReadsBothPlacesOfRopeTheta) {
   EXPECT_EQ(parse_config(config, "x").rope_theta, 50000.0);
 }
 
+// What each family's files say, shortened.
+TEST(Config, ReadsTheFamilies) {
+  const auto read = [](const char* text) { return parse_config(json::parse(text), "config.json"); };
+  const ModelConfig llama = read(R"({"model_type": "llama", "architectures": ["LlamaForCausalLM"],
+      "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16,
+      "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-05,
+      "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                       "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+      "eos_token_id": [7, 8, 9], "pretraining_tp": 1, "attention_dropout": 0.0,
+      "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": true})");
+  EXPECT_EQ(llama.activation, Activation::kSilu);
+  EXPECT_EQ(llama.rope_scaling,
+            (RopeScaling{.type = RopeType::kLlama3, .factor = 32.0, .original_context = 8192}));
+  EXPECT_EQ(llama.eos_token, 7);
+  EXPECT_EQ(llama.more_eos_tokens, (std::vector<int64_t>{8, 9}));
+
+  const std::string sizes = R"("hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+      "num_attention_heads": 8, "vocab_size": 100, )";
+  const auto family = [&](const std::string& rest) { return read(("{" + sizes + rest).c_str()); };
+  const ModelConfig mistral = family(R"("model_type": "mistral"})");
+  EXPECT_EQ(mistral.family, Family::kMistral);
+  EXPECT_EQ(mistral.sliding_window, 4096);
+  EXPECT_EQ(mistral.context, 131072);
+  EXPECT_EQ(mistral.max_sequence(), 4096);
+  EXPECT_EQ(mistral.kv_heads, 8);
+  EXPECT_EQ(family(R"("model_type": "mistral", "sliding_window": null})").max_sequence(), 131072);
+
+  const ModelConfig qwen2 = family(R"("model_type": "qwen2", "num_key_value_heads": 2,
+      "sliding_window": 32768, "use_sliding_window": false, "max_window_layers": 21,
+      "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}})");
+  EXPECT_TRUE(qwen2.qkv_bias);
+  EXPECT_EQ(qwen2.sliding_window, 0);
+  EXPECT_EQ(qwen2.rope_scaling.type, RopeType::kYarn);
+  EXPECT_EQ(qwen2.rope_scaling.original_context, 16384);
+  EXPECT_EQ(family(R"("model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 512,
+      "use_sliding_window": true})")
+                .max_sequence(),
+            512);
+
+  const ModelConfig qwen3 = family(R"("model_type": "qwen3", "num_key_value_heads": 2,
+      "attention_bias": false, "layer_types": ["full_attention"]})");
+  EXPECT_TRUE(qwen3.qk_norm);
+  EXPECT_FALSE(qwen3.qkv_bias);
+  EXPECT_EQ(qwen3.head_dim, 128);
+}
+
+TEST(Config, FamiliesAndOptionsRoundTrip) {
+  for (const Family family : {Family::kLlama, Family::kMistral, Family::kQwen2, Family::kQwen3}) {
+    ModelConfig config = preset_config("tiny");
+    config.family = family;
+    config.qkv_bias = family == Family::kQwen2;
+    config.qk_norm = family == Family::kQwen3;
+    config.head_dim = 128;
+    config.activation = Activation::kGeluTanh;
+    config.eos_token = 5;
+    config.more_eos_tokens = {6, 7};
+    if (family != Family::kLlama) config.sliding_window = 64;
+    EXPECT_EQ(parse_config(config_to_json(config), "x"), config);
+    const RopeScaling scalings[] = {
+        {.type = RopeType::kLinear, .factor = 2.0},
+        {.type = RopeType::kDynamic, .factor = 2.5},
+        {.type = RopeType::kLlama3, .factor = 8.0, .original_context = 64, .high_freq_factor = 3.0},
+        {.type = RopeType::kYarn,
+         .factor = 4.0,
+         .original_context = 64,
+         .beta_fast = 16.0,
+         .attention_factor = 1.5,
+         .truncate = false},
+        {.type = RopeType::kYarn,
+         .factor = 4.0,
+         .original_context = 64,
+         .mscale = 0.7,
+         .mscale_all_dim = 0.9}};
+    for (const RopeScaling& scaling : scalings) {
+      config.rope_scaling = scaling;
+      EXPECT_EQ(parse_config(config_to_json(config), "x"), config);
+    }
+  }
+}
+
+TEST(Config, SparsityKeysDecideTheLayerOfPublishedSparseModels) {
+  json config = hugging_face_config();
+  config["model_type"] = "llama_sparse_relu";
+  config["architectures"] = {"SparseLlamaForCausalLM"};
+  config["sparsity_gated_mlp"] = false;
+  config["sparsity_new_intermediate_size"] = 192;
+  config["sparsity_l1_coeff"] = 2e-5;
+  config["auto_map"] = {{"AutoConfig", "modeling.SparseLlamaConfig"}};
+  const ModelConfig read = parse_config(config, "x");
+  EXPECT_FALSE(read.gated);
+  EXPECT_EQ(read.ffn, 192);
+  EXPECT_EQ(read.activation, Activation::kRelu);
+  config["sparsity_use_hybrid_kernel"] = true;
+  EXPECT_THAT(refusal(config), HasSubstr("sparsity_use_hybrid_kernel true"));
+  config = hugging_face_config();
+  config["sparsity_l1_coeff"] = 2e-5;
+  EXPECT_THAT(refusal(config), HasSubstr("sparsity_l1_coeff"));
+}
+
 TEST(Config, PublishedSparseModelsAreReluWhateverTheySay) {
   json config = hugging_face_config();
   config["model_type"] = "llama_sparse_relu";
@@ -86,18 +186,23 @@ TEST(Config, PublishedSparseModelsAreReluWhateverTheySay) {
 }
 
 TEST(Config, RefusesByName) {
-  expect_refused("hidden_act", "silu", "hidden_act \"silu\" is not supported");
-  expect_refused("hidden_act", nullptr, "hidden_act \"silu\"");
-  expect_refused("model_type", "qwen2", "model_type \"qwen2\"");
+  expect_refused("hidden_act", "mish", "hidden_act: activation \"mish\" is not supported");
+  expect_refused("model_type", "gemma", "model_type \"gemma\"");
   expect_refused("model_type", 3, "model_type must be a string, got 3");
   expect_refused("architectures", {"MixtralForCausalLM"}, "MixtralForCausalLM");
   expect_refused("attention_bias", true, "attention_bias");
   expect_refused("mlp_bias", true, "mlp_bias");
-  expect_refused("rope_scaling", {{"rope_type", "llama3"}}, "rope_scaling of type \"llama3\"");
-  expect_refused("rope_parameters", {{"type", "yarn"}}, "\"yarn\"");
+  expect_refused("rope_scaling", {{"rope_type", "llama3"}}, "factor of rope_scaling is missing");
+  expect_refused("rope_parameters", {{"type", "longrope"}}, "\"longrope\"");
+  expect_refused("rope_scaling", {{"type", "linear"}, {"factor", 0.5}}, "factor of the rope");
+  expect_refused("rope_scaling", {{"type", "default"}, {"mrope_section", {1}}}, "mrope_section");
+  expect_refused("sliding_window", 128, "a sliding_window is not supported with llama");
+  expect_refused("layer_types", {"full_attention", "chunked_attention"}, "chunked_attention");
+  expect_refused("use_mrope", true, "use_mrope true is not supported");
+  expect_refused("no_rope_layers", {1, 0}, "no_rope_layers ([1,0]) is not understood");
   expect_refused("quantization_config", json::object(), "quantization_config");
   expect_refused("partial_rotary_factor", 0.5, "partial_rotary_factor");
-  expect_refused("eos_token_id", {1, 2}, "eos_token_id must be one token, got [1,2]");
+  expect_refused("eos_token_id", {1, "2"}, "eos_token_id must be an integer, got \"2\"");
 }
 
 TEST(Config, RefusesImpossibleNumbers) {
