@@ -29,6 +29,16 @@ void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence
   }
 }
 
+// Adds the item, cut along its keys where its sequence has few query rows.
+void add_split(std::vector<Item>& items, Item item, const AttentionSequence& s, int64_t group) {
+  const int64_t keys = s.k.rows - s.q_len + item.begin + item.count;
+  if (s.q_len * group <= attention::kSplitRows) {
+    item.parts = (keys + attention::kSplitKeys - 1) / attention::kSplitKeys;
+    item.cost /= static_cast<double>(item.parts);
+  }
+  for (item.part = 0; item.part < item.parts; ++item.part) items.push_back(item);
+}
+
 // Items of at most `rows` query rows: whole key/value heads where they fit, else `rows` of one
 // head.
 std::vector<Item> query_items(const AttentionShape& shape,
@@ -50,7 +60,7 @@ std::vector<Item> query_items(const AttentionShape& shape,
                   0};
         item.cost = pair_cost * static_cast<double>(item.kv_heads) *
                     attention::causal_pairs(s, begin, item.count);
-        items.push_back(item);
+        add_split(items, item, s, group);
       }
     }
   }
@@ -115,13 +125,30 @@ void attention_forward(Context& ctx, const AttentionForward& problem) {
     cut /= 2;
     items = query_items(problem.shape, problem.sequences, cut);
   }
-  int64_t rows = 0;
-  for (const Item& item : items) rows = std::max(rows, item.kv_heads * item.count * group);
+  // Parts of one group of queries lie one after the other.
+  int64_t rows = 0, partial_floats = 0;
+  std::vector<int64_t> partial_at(items.size(), -1);
+  for (size_t i = 0; i < items.size(); ++i) {
+    const int64_t item_rows = items[i].kv_heads * items[i].count * group;
+    rows = std::max(rows, item_rows);
+    if (items[i].parts == 1) continue;
+    partial_at[i] = partial_floats;
+    partial_floats += attention::partial_size(problem.shape, item_rows);
+  }
   Arena::Scope scope(ctx.scratch());
   const MatrixF scratch =
       scope.matrix<float>(ctx.threads(), padded(attention::forward_scratch(problem.shape, rows)));
+  float* const partials = scope.alloc<float>(partial_floats);
   attention::for_each_item(ctx, items, [&](const Item& item, int thread) {
-    attention::forward_item(problem, item, scratch.row(thread));
+    const int64_t at = partial_at[static_cast<size_t>(&item - items.data())];
+    attention::forward_item(problem, item, at < 0 ? nullptr : partials + at, scratch.row(thread));
+  });
+  if (partial_floats == 0) return;
+  ctx.parallel_for(std::ssize(items), 1, [&](int64_t begin, int64_t end, int) {
+    for (size_t i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      if (items[i].parts == 1 || items[i].part > 0) continue;  // merged by the first part
+      attention::merge_partials(problem, items[i], partials + partial_at[i]);
+    }
   });
 }
 

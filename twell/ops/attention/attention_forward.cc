@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward: tiles of keys, softmax with a running maximum and sum.
+// Attention forward: tiles of keys, softmax with a running maximum and sum, merged where the keys
+// were shared out.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -17,6 +18,20 @@ namespace twell::attention {
 
 constexpr int64_t kFewRows = 2;  // of a sequence and key/value head, for dot_scores
 
+// The softmax of `rows` query rows over the keys so far. Those of disjoint keys can be merged.
+template <typename T>
+struct RunningSoftmax {
+  RunningSoftmax(const AttentionShape& shape, int64_t rows, T* base)
+      : out(base), max(out + rows * padded(shape.head_dim)), sum(max + rows) {}
+  static int64_t size(const AttentionShape& shape, int64_t rows) {
+    return rows * (padded(shape.head_dim) + 2);
+  }
+
+  T* out;  // [rows, padded hd], not yet divided by sum
+  T* max;  // [rows] of the scores; -infinity where there was no key yet
+  T* sum;  // [rows] of exp(score - max)
+};
+
 // Working memory of one item with `rows` query rows.
 struct ForwardScratch {
   ForwardScratch(const AttentionShape& shape, int64_t rows, float* base)
@@ -25,11 +40,10 @@ struct ForwardScratch {
         values(keys + width * kTileKeys),
         scores(values + kTileKeys * width),
         q(scores + kStripRows * kTileKeys),
-        out(q + rows * width),
-        max(out + rows * width),
-        sum(max + rows) {}
+        softmax(shape, rows, q + rows * width) {}
   static int64_t size(const AttentionShape& shape, int64_t rows) {
-    return 2 * (kTileKeys + rows) * padded(shape.head_dim) + kStripRows * kTileKeys + 2 * rows;
+    return (2 * kTileKeys + rows) * padded(shape.head_dim) + kStripRows * kTileKeys +
+           RunningSoftmax<float>::size(shape, rows);
   }
 
   int64_t width;  // head_dim, padded
@@ -37,9 +51,24 @@ struct ForwardScratch {
   float* values;  // [kTileKeys, width], when they need padding
   float* scores;  // [kStripRows, kTileKeys]
   float* q;       // [rows, width], times the softmax scale
-  float* out;     // [rows, width], not yet divided by sum
-  float* max;     // [rows] of the scores so far
-  float* sum;     // [rows] of exp(score - max)
+  RunningSoftmax<float> softmax;
+};
+
+// Query rows of an item, and where they stand: all rows of a key/value head, then the next one's.
+struct ItemRows {
+  ItemRows(const AttentionForward& p, const Item& item)
+      : group(p.shape.heads / p.shape.kv_heads),
+        per_head(item.count * group),
+        count(item.kv_heads * per_head),
+        first_query(p.sequences[static_cast<size_t>(item.sequence)].q_begin + item.begin),
+        first_head(item.kv_head * group) {}
+  int64_t query(int64_t row) const { return first_query + row % per_head / group; }
+  int64_t head(int64_t row) const { return first_head + row / per_head * group + row % group; }
+
+  int64_t group;     // query heads of a key/value head
+  int64_t per_head;  // rows of a key/value head
+  int64_t count;
+  int64_t first_query, first_head;
 };
 
 }  // namespace twell::attention
@@ -127,12 +156,13 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
   for (int64_t i = 0; i < rows; ++i) {
     float* scores = w.scores + i * kTileKeys;
     if (!tile.packed) dot_scores(q + i * width, tile.keys, keys[i], scores);
-    const float shrink = softmax_row(scores, keys[i], w.max[row + i], w.sum[row + i]);
-    if (shrink != 1.0f) scale_row(w.out + (row + i) * width, shrink, width);
+    const float shrink =
+        softmax_row(scores, keys[i], w.softmax.max[row + i], w.softmax.sum[row + i]);
+    if (shrink != 1.0f) scale_row(w.softmax.out + (row + i) * width, shrink, width);
     std::fill(scores + keys[i], scores + visible, 0.0f);
   }
   multiply_strip<true>({w.scores, kTileKeys, 1}, tile.values.data, tile.values.stride,
-                       w.out + row * width, width, rows, width, visible);
+                       w.softmax.out + row * width, width, rows, width, visible);
 }
 
 // Rows [begin, begin + rows), those of the tile's head; row i of them sees first_keys + i / group
@@ -151,48 +181,66 @@ HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, int64
   }
 }
 
+// Merges `count` softmaxes of one row, `stride` floats apart: writes the row of the result.
+HWY_INLINE void finish_row(const AttentionForward& p, const ItemRows& rows, int64_t row,
+                           RunningSoftmax<const float> first, int64_t stride, int64_t count) {
+  const int64_t hd = p.shape.head_dim;
+  float max = first.max[row];
+  for (int64_t i = 1; i < count; ++i) max = std::max(max, first.max[row + i * stride]);
+  const auto weight = [&](int64_t i) { return std::exp(first.max[row + i * stride] - max); };
+  float sum = 0.0f;
+  for (int64_t i = 0; i < count; ++i) sum += weight(i) * first.sum[row + i * stride];
+  float* const out = p.out.row(rows.query(row)) + rows.head(row) * hd;
+  for (int64_t i = 0; i < count; ++i) {
+    add_scaled(first.out + row * padded(hd) + i * stride, weight(i) / sum, hd, /*add=*/i > 0, out);
+  }
+  if (p.logsumexp != nullptr) {
+    p.logsumexp[rows.query(row) * p.shape.heads + rows.head(row)] = max + std::log(sum);
+  }
+}
+
 }  // namespace
 
-void forward_rows(const AttentionForward& p, const Item& item, float* scratch) {
+void finish_rows(const AttentionForward& p, const Item& item, const float* parts) {
+  const ItemRows rows(p, item);
+  const int64_t stride = RunningSoftmax<float>::size(p.shape, rows.count);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    finish_row(p, rows, row, {p.shape, rows.count, parts}, stride, item.parts);
+  }
+}
+
+void forward_rows(const AttentionForward& p, const Item& item, float* partial, float* scratch) {
   const AttentionSequence& s = p.sequences[static_cast<size_t>(item.sequence)];
-  const int64_t hd = p.shape.head_dim, group = p.shape.heads / p.shape.kv_heads;
-  const int64_t head_rows = item.count * group, rows = item.kv_heads * head_rows;
-  const ForwardScratch w(p.shape, rows, scratch);
+  const int64_t hd = p.shape.head_dim;
+  const ItemRows rows(p, item);
+  ForwardScratch w(p.shape, rows.count, scratch);
+  if (partial != nullptr) w.softmax = {p.shape, rows.count, partial};
   const int64_t width = w.width;
   const float scale = softmax_scale(p.shape);
-  const auto query = [&](int64_t row) { return s.q_begin + item.begin + row % head_rows / group; };
-  const auto head = [&](int64_t row) {
-    return (item.kv_head + row / head_rows) * group + row % group;
-  };
-  for (int64_t row = 0; row < rows; ++row) {
-    pack_row(p.q.row(query(row)) + head(row) * hd, hd, scale, w.q + row * width);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    pack_row(p.q.row(rows.query(row)) + rows.head(row) * hd, hd, scale, w.q + row * width);
   }
-  std::fill_n(w.out, rows * width, 0.0f);
-  std::fill_n(w.max, rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(w.sum, rows, 0.0f);
+  std::fill_n(w.softmax.out, rows.count * width, 0.0f);
+  std::fill_n(w.softmax.max, rows.count, -std::numeric_limits<float>::infinity());
+  std::fill_n(w.softmax.sum, rows.count, 0.0f);
 
   // Tiles of keys outside, heads inside: a decoding step then reads the cache in order.
   const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to the first query
   const int64_t all_keys = first_keys + item.count - 1;
-  const bool packed = s.q_len * group > kFewRows;
-  for (int64_t tile = 0; tile < all_keys; tile += kTileKeys) {
-    const int64_t count = std::min(kTileKeys, all_keys - tile);
+  const int64_t end = item.part + 1 < item.parts ? (item.part + 1) * kSplitKeys : all_keys;
+  const bool packed = s.q_len * rows.group > kFewRows;
+  for (int64_t tile = item.part * kSplitKeys; tile < end; tile += kTileKeys) {
+    const int64_t count = std::min(kTileKeys, end - tile);
     for (int64_t kv = 0; kv < item.kv_heads; ++kv) {
       const int64_t at = (item.kv_head + kv) * hd;
       const ConstMatrixF keys(s.k.row(tile) + at, count, hd, s.k.stride);
       if (packed) pack_transposed(keys.data, keys.stride, count, hd, w.keys);
       const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
-      forward_tile(w, {keys, packed, values}, group, kv * head_rows, head_rows, first_keys - tile);
+      forward_tile(w, {keys, packed, values}, rows.group, kv * rows.per_head, rows.per_head,
+                   first_keys - tile);
     }
   }
-
-  for (int64_t row = 0; row < rows; ++row) {
-    scale_row(w.out + row * width, 1.0f / w.sum[row], width);
-    std::copy_n(w.out + row * width, hd, p.out.row(query(row)) + head(row) * hd);
-    if (p.logsumexp != nullptr) {
-      p.logsumexp[query(row) * p.shape.heads + head(row)] = w.max[row] + std::log(w.sum[row]);
-    }
-  }
+  if (partial == nullptr) finish_rows(p, item, w.softmax.out);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -202,13 +250,23 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace twell::attention {
 HWY_EXPORT(forward_rows);
+HWY_EXPORT(finish_rows);
 
 int64_t forward_scratch(const AttentionShape& shape, int64_t rows) {
   return ForwardScratch::size(shape, rows);
 }
 
-void forward_item(const AttentionForward& problem, const Item& item, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(forward_rows)(problem, item, scratch);
+int64_t partial_size(const AttentionShape& shape, int64_t rows) {
+  return RunningSoftmax<float>::size(shape, rows);
+}
+
+void forward_item(const AttentionForward& problem, const Item& item, float* partial,
+                  float* scratch) {
+  HWY_DYNAMIC_DISPATCH(forward_rows)(problem, item, partial, scratch);
+}
+
+void merge_partials(const AttentionForward& problem, const Item& item, const float* partials) {
+  HWY_DYNAMIC_DISPATCH(finish_rows)(problem, item, partials);
 }
 
 }  // namespace twell::attention

@@ -24,6 +24,12 @@ inline constexpr int64_t kStripRows = 4;
 // Rows of packed operands are padded with zeros to a multiple of the widest vector, 16 floats.
 inline constexpr int64_t kPad = 16;
 
+// A few query rows on many keys, as in decoding, leave threads idle when only heads are shared out.
+// So for up to kSplitRows of them the keys are cut, too, always at multiples of kSplitKeys: the
+// result depends on the shape alone, not on the threads.
+inline constexpr int64_t kSplitKeys = 4 * kTileKeys;
+inline constexpr int64_t kSplitRows = 64;
+
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPad - 1) / kPad * kPad; }
 inline float softmax_scale(const AttentionShape& shape) {
   return 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
@@ -34,6 +40,9 @@ struct Item {
   int64_t kv_head, kv_heads;  // the first key/value head and how many
   int64_t begin, count;       // queries (forward) or keys (backward) of the sequence
   double cost;                // multiply-adds
+  // Forward: of `parts` items on the same queries this one looks at the keys from
+  // part * kSplitKeys on.
+  int64_t part = 0, parts = 1;
 };
 
 // Query-key pairs of `count` queries from `begin` on.
@@ -64,7 +73,13 @@ void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
 // forward_scratch and backward_scratch: floats an item of that many query rows needs, all its heads
 // together.
 int64_t forward_scratch(const AttentionShape& shape, int64_t rows);
-void forward_item(const AttentionForward& problem, const Item& item, float* scratch);
+// What one of several parts leaves, partial_size floats, goes to `partial`; an item that is alone
+// has none and writes the result.
+int64_t partial_size(const AttentionShape& shape, int64_t rows);
+void forward_item(const AttentionForward& problem, const Item& item, float* partial,
+                  float* scratch);
+// Writes the result of an item from its item.parts partials, one after the other.
+void merge_partials(const AttentionForward& problem, const Item& item, const float* partials);
 
 int64_t backward_scratch(const AttentionShape& shape, int64_t rows);
 // An item is of one key/value head. d_q [q_len * group, padded(head_dim)] is what its keys give,

@@ -164,6 +164,26 @@ TEST(AttentionForward, DecodeOnALongCache) {
   }
 }
 
+// Few query rows on many keys: the keys are cut, at multiples of 256.
+TEST(AttentionForward, KeysCutAmongThreads) {
+  const std::vector<Lengths> lengths = {{1, 255}, {1, 256}, {1, 257},
+                                        {2, 257}, {5, 514}, {1, 2048}};
+  check_forward(Problem({2, 1, 64}, lengths), 3);
+  check_forward(Problem({32, 1, 64}, {{1, 1100}, {2, 513}, {3, 600}}), 3);
+  check_forward(Problem({3, 3, 17}, {{1, 600}, {21, 530}}), 2);
+  check_forward(Problem({2, 1, 64}, {{1, 700}}, 300.0f), 3);
+}
+
+TEST(AttentionForward, IsTheSameForAnyThreadCount) {
+  const Problem p({8, 2, 64}, {{1, 2500}, {16, 900}, {17, 900}, {300, 300}, {1, 40}});
+  const ForwardResult one = run_forward(p, 1);
+  for (const int threads : {2, 3, 8}) {
+    const ForwardResult more = run_forward(p, threads);
+    EXPECT_TRUE(more.out.same_bits(one.out)) << threads;
+    EXPECT_TRUE(more.logsumexp.same_bits(one.logsumexp)) << threads;
+  }
+}
+
 // Scores of +-1000 overflow an exp without the running maximum; here the softmax is one-hot or
 // tied.
 TEST(AttentionForward, LargeScores) { check_forward(Problem({2, 1, 64}, {{150, 150}}, 300.0f), 2); }

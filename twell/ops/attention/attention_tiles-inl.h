@@ -187,6 +187,18 @@ HWY_INLINE void scale_row(float* x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i += lanes()) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), f), d, x + i);
 }
 
+// to = (or +=) factor * from
+HWY_INLINE void add_scaled(const float* from, float factor, int64_t n, bool add, float* to) {
+  const Tag d;
+  const Vec f = hn::Set(d, factor);
+  int64_t i = 0;
+  for (; i + lanes() <= n; i += lanes()) {
+    const Vec before = add ? hn::LoadU(d, to + i) : hn::Zero(d);
+    hn::StoreU(hn::MulAdd(f, hn::LoadU(d, from + i), before), d, to + i);
+  }
+  for (; i < n; ++i) to[i] = (add ? to[i] : 0.0f) + factor * from[i];
+}
+
 HWY_INLINE float dot_row(const float* a, const float* b, int64_t n) {
   const Tag d;
   Vec sum = hn::Zero(d);
