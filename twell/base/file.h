@@ -24,6 +24,9 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return {data_, size_}; }
   const std::filesystem::path& path() const { return path_; }
+  // The pages that lie wholly within `part` need not stay in memory: a file larger than memory can
+  // be read through. Reading them again reads the file again.
+  void release(std::span<const std::byte> part) const;
 
  private:
   std::filesystem::path path_;

@@ -2,13 +2,12 @@
 // Reading and writing the folder; the conversion of the values is in tensor_convert.h.
 #include "twell/model/checkpoint.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/model/checkpoint_tensors.h"
+#include "twell/model/convert_config.h"
 #include "twell/model/safetensors.h"
 #include "twell/model/tensor_convert.h"
 
@@ -18,49 +17,6 @@ namespace {
 
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
-
-std::vector<int64_t> stored_shape(const ParamSpec& spec) {
-  if (spec.is_vector) return {spec.cols};
-  if (spec.transposed) return {spec.cols, spec.rows};
-  return {spec.rows, spec.cols};
-}
-
-// Tensors that a checkpoint may hold although the model has no parameter of that name.
-bool may_be_extra(const std::string& name, const ModelConfig& config) {
-  // Constants that old versions of transformers saved; the configuration implies them.
-  if (name.ends_with(".rotary_emb.inv_freq")) return true;
-  // Counters of the published sparse models: "model.layers.0.mlp.tracker.last_activated".
-  if (name.find("tracker.") != std::string::npos) return true;
-  return name == kHead && config.tied_embeddings;
-}
-
-void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
-                    const ModelConfig& config) {
-  const TensorInfo* info = tensors.find(spec.name);
-  if (info == nullptr) {
-    const bool gate = config.gated && spec.name.ends_with("mlp.gate_proj.weight");
-    throw InputError(fmt::format("{}: tensor {} {} is missing{}", tensors.source(), spec.name,
-                                 show_shape(stored_shape(spec)),
-                                 gate ? "; config.json of a model without gate projections needs "
-                                        "\"mlp_gated\": false"
-                                      : ""));
-  }
-  TWELL_REQUIRE(info->shape == stored_shape(spec),
-                "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
-                spec.name, show_shape(info->shape), show_shape(stored_shape(spec)));
-  require_float(*info, tensors.source());
-}
-
-void require_no_extra(const CheckpointTensors& tensors, const std::vector<ParamSpec>& table,
-                      const ModelConfig& config) {
-  std::set<std::string_view> known;
-  for (const ParamSpec& spec : table) known.insert(spec.name);
-  for (const TensorInfo* info : tensors.all()) {
-    TWELL_REQUIRE(known.contains(info->name) || may_be_extra(info->name, config),
-                  "{}: tensor {} {} has no place in the model that config.json describes",
-                  tensors.source(), info->name, show_shape(info->shape));
-  }
-}
 
 // Some writers store the head of a tied model as a second tensor.
 void require_tied_head_equal(const CheckpointTensors& tensors, const Model& model) {
@@ -77,7 +33,7 @@ void require_tied_head_equal(const CheckpointTensors& tensors, const Model& mode
 
 TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType dtype) {
   const ConstMatrixF values(model.flat.data() + spec.offset, spec.rows, spec.cols);
-  return {spec.name, std::string(dtype_name(dtype)), stored_shape(spec),
+  return {spec.name, std::string(dtype_name(dtype)), spec.stored_shape(),
           [values, dtype, transposed = spec.transposed](const ByteSink& sink) {
             transposed ? write_transposed(values, dtype, sink) : write_rows(values, dtype, sink);
           }};
@@ -94,8 +50,7 @@ ModelConfig load_config(const fs::path& folder) {
 OpenCheckpoint open_checkpoint(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
   OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
-  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
-  require_no_extra(opened.tensors, opened.table, config);
+  require_tensors_of(opened.tensors, config);
   opened.tensors.verify_hashes();
   return opened;
 }
@@ -116,7 +71,7 @@ std::unique_ptr<Model> load_model(const fs::path& folder) {
 
 void save_model(const Model& model, const fs::path& folder, DType dtype) {
   nlohmann::json config = config_to_json(model.config);
-  config["torch_dtype"] = dtype == DType::kF32 ? "float32" : "bfloat16";
+  config["torch_dtype"] = torch_dtype_name(dtype);
   write_file_atomic(folder / "config.json", config.dump(2) + "\n");
   std::vector<TensorToWrite> tensors;
   for (const ParamSpec& spec : model.table) tensors.push_back(tensor_to_write(model, spec, dtype));

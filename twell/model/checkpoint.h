@@ -8,6 +8,7 @@
 #include <string>
 
 #include "twell/base/dtype.h"
+#include "twell/model/checkpoint_tensors.h"
 #include "twell/model/weights.h"
 
 namespace twell {
@@ -16,9 +17,18 @@ namespace twell {
 // checking names, shapes, dtypes, sizes, and the content hash where the file carries one.
 // InputError on any fault.
 std::unique_ptr<Model> load_model(const std::filesystem::path& folder);
+
+// Its parts, for readers of their own: a folder of which everything has been checked but the values
+// themselves, which lie in mapped files.
+struct OpenCheckpoint {
+  ModelConfig config;
+  std::vector<ParamSpec> table;
+  CheckpointTensors tensors;  // has every parameter of the table, in its shape, as floats
+};
+OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
 ModelConfig load_config(const std::filesystem::path& folder);
 
-// Writes config.json and model.safetensors (F32 or BF16) into an existing folder (see
+// Writes config.json and model.safetensors into an existing folder (see
 // write_folder_atomic).
 void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
 

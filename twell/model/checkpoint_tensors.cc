@@ -3,9 +3,13 @@
 
 #include <fmt/ranges.h>
 
+#include <set>
+
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/model/json.h"
+#include "twell/model/tensor_convert.h"
+#include "twell/model/weights.h"
 
 namespace twell {
 namespace fs = std::filesystem;
@@ -19,6 +23,34 @@ bool is_plain_file_name(const std::string& name) {
   return name.ends_with(".safetensors") && name.find('/') == std::string::npos &&
          name.find('\\') == std::string::npos && name.find('\0') == std::string::npos &&
          !name.starts_with('.');
+}
+
+void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
+                    const ModelConfig& config) {
+  const TensorInfo* info = tensors.find(spec.name);
+  if (info == nullptr) {
+    const bool gate = config.gated && spec.name.ends_with("mlp.gate_proj.weight");
+    throw InputError(fmt::format("{}: tensor {} {} is missing{}", tensors.source(), spec.name,
+                                 show_shape(spec.stored_shape()),
+                                 gate ? "; config.json of a model without gate projections needs "
+                                        "\"mlp_gated\": false"
+                                      : ""));
+  }
+  TWELL_REQUIRE(info->shape == spec.stored_shape(),
+                "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
+                spec.name, show_shape(info->shape), show_shape(spec.stored_shape()));
+  require_float(*info, tensors.source());
+}
+
+void require_no_extra(const CheckpointTensors& tensors, const std::vector<ParamSpec>& table,
+                      const ModelConfig& config) {
+  std::set<std::string_view> known;
+  for (const ParamSpec& spec : table) known.insert(spec.name);
+  for (const TensorInfo* info : tensors.all()) {
+    TWELL_REQUIRE(known.contains(info->name) || may_be_extra(info->name, config),
+                  "{}: tensor {} {} has no place in the model that config.json describes",
+                  tensors.source(), info->name, show_shape(info->shape));
+  }
 }
 
 }  // namespace
@@ -85,6 +117,20 @@ std::vector<const TensorInfo*> CheckpointTensors::all() const {
 
 void CheckpointTensors::verify_hashes() const {
   for (const auto& [name, file] : files_) file.verify_hash();
+}
+
+bool may_be_extra(const std::string& name, const ModelConfig& config) {
+  // Constants that old versions of transformers saved; the configuration implies them.
+  if (name.ends_with(".rotary_emb.inv_freq")) return true;
+  // Counters of the published sparse models: "model.layers.0.mlp.tracker.last_activated".
+  if (name.find("tracker.") != std::string::npos) return true;
+  return name == "lm_head.weight" && config.tied_embeddings;
+}
+
+void require_tensors_of(const CheckpointTensors& tensors, const ModelConfig& config) {
+  const std::vector<ParamSpec> table = parameter_table(config);
+  for (const ParamSpec& spec : table) require_tensor(tensors, spec, config);
+  require_no_extra(tensors, table, config);
 }
 
 }  // namespace twell

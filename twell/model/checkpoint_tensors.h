@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "twell/model/config.h"
 #include "twell/model/safetensors.h"
 
 namespace twell {
@@ -18,6 +19,7 @@ class CheckpointTensors {
   explicit CheckpointTensors(const std::filesystem::path& folder);
   const TensorInfo* find(std::string_view name) const;  // null when there is none
   std::vector<const TensorInfo*> all() const;           // by name
+  const std::map<std::string, SafetensorsFile>& files() const { return files_; }
   void verify_hashes() const;
   const std::string& source() const { return source_; }  // the file to name in messages
 
@@ -33,6 +35,11 @@ class CheckpointTensors {
 // of the folder is refused.
 std::map<std::string, std::string> parse_shard_index(std::string_view text,
                                                      const std::string& source);
+
+// Checks names, shapes and dtypes against the parameter table of a configuration.
+void require_tensors_of(const CheckpointTensors& tensors, const ModelConfig& config);
+// Tensors that a checkpoint may hold although the model has no parameter of that name.
+bool may_be_extra(const std::string& name, const ModelConfig& config);
 
 std::string show_shape(const std::vector<int64_t>& shape);  // "[4096, 256]"
 

@@ -121,6 +121,16 @@ TEST_F(CheckpointTest, BFloat16RoundTripsToTheRoundedWeights) {
   expect_equal(*load_model(folder_), model);
 }
 
+TEST_F(CheckpointTest, Float16RoundTripsToTheRoundedWeightsAndRefusesWhatIsTooLarge) {
+  Model model = random_model(small_config(), 1);
+  save_model(model, folder_, DType::kF16);
+  for (float& value : model.flat.span()) value = f16_to_float(float_to_f16(value));
+  expect_equal(*load_model(folder_), model);
+  EXPECT_EQ(json::parse(read_file(folder_ / "config.json"))["torch_dtype"], "float16");
+  model.flat[3] = 70000.0f;
+  EXPECT_THROW(save_model(model, folder_, DType::kF16), InputError);
+}
+
 TEST_F(CheckpointTest, DownProjectionIsStoredTheHuggingFaceWay) {
   const Model model = random_model(small_config(), 1);
   save_model(model, folder_, DType::kF32);

@@ -173,6 +173,10 @@ SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std:
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
     : file_(path), content_(parse_safetensors(file_.bytes(), path.string())) {}
 
+std::vector<const TensorInfo*> SafetensorsFile::file_order() const {
+  return twell::file_order(content_);
+}
+
 const TensorInfo& SafetensorsFile::tensor(std::string_view name) const {
   const auto it = content_.tensors.find(name);
   TWELL_REQUIRE(it != content_.tensors.end(), "{}: tensor {} is missing", file_.path().string(),
@@ -190,6 +194,7 @@ void SafetensorsFile::verify_hash() const {
   for (const auto& [name, info] : content_.tensors) {
     hash.add_tensor(name, info.dtype, info.shape);
     hash.add_bytes(info.bytes);
+    release(info.bytes);
   }
   TWELL_REQUIRE(hash.digest() == expected->second,
                 "{}: the content does not match its hash ({} expected {}): the file was damaged or "

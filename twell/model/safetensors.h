@@ -38,6 +38,11 @@ class SafetensorsFile {
   explicit SafetensorsFile(const std::filesystem::path& path);
   const auto& tensors() const { return content_.tensors; }
   const auto& metadata() const { return content_.metadata; }
+  const std::filesystem::path& path() const { return file_.path(); }
+  std::span<const std::byte> bytes() const { return file_.bytes(); }
+  std::vector<const TensorInfo*> file_order() const;  // by the place of their bytes
+  // See MappedFile::release.
+  void release(std::span<const std::byte> part) const { file_.release(part); }
   const TensorInfo& tensor(std::string_view name) const;  // InputError when missing
   // Reads everything: InputError when the content is not what was hashed when the file was written.
   // Files from elsewhere carry no hash and pass.

@@ -2,6 +2,7 @@
 #include "twell/model/tensor_convert.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -47,23 +48,33 @@ void to_floats(const TensorInfo& info, DType dtype, int64_t begin, int64_t count
   }
 }
 
-// Sends values as F32 or BF16, the latter through a buffer that is kept between calls.
+uint16_t checked_f16(float value) {
+  const uint16_t bits = float_to_f16(value);
+  TWELL_REQUIRE((bits & 0x7fffu) != 0x7c00u || std::isinf(value),
+                "a weight of {} is too large for F16; use BF16 or F32", value);
+  return bits;
+}
+
+// Sends values in a type, through a buffer that is kept between calls.
 class Encoder {
  public:
-  Encoder(DType dtype, const ByteSink& sink) : dtype_(dtype), sink_(sink) {
-    TWELL_CHECK(dtype != DType::kF16, "weights are written as F32 or BF16");
-  }
+  Encoder(DType dtype, const ByteSink& sink) : dtype_(dtype), sink_(sink) {}
   void send(std::span<const float> values) {
     if (dtype_ == DType::kF32) return sink_(std::as_bytes(values));
-    bf16_.resize(values.size());
-    std::transform(values.begin(), values.end(), bf16_.begin(), to_bf16);
-    sink_(std::as_bytes(std::span<const BF16>(bf16_)));
+    half_.resize(values.size());
+    if (dtype_ == DType::kBF16) {
+      std::transform(values.begin(), values.end(), half_.begin(),
+                     [](float value) { return to_bf16(value).bits; });
+    } else {
+      std::transform(values.begin(), values.end(), half_.begin(), checked_f16);
+    }
+    sink_(std::as_bytes(std::span<const uint16_t>(half_)));
   }
 
  private:
   DType dtype_;
   const ByteSink& sink_;
-  std::vector<BF16> bf16_;
+  std::vector<uint16_t> half_;
 };
 
 }  // namespace
@@ -101,6 +112,18 @@ bool equals_floats(const TensorInfo& info, std::span<const float> values) {
       return false;
   }
   return true;
+}
+
+void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink) {
+  const DType stored = float_dtype(info.dtype);
+  const int64_t size = std::ssize(info.bytes) / static_cast<int64_t>(dtype_size(stored));
+  Encoder encoder(dtype, sink);
+  std::vector<float> piece(static_cast<size_t>(std::min(size, kPiece)));
+  for (int64_t begin = 0; begin < size; begin += kPiece) {
+    const int64_t count = std::min(kPiece, size - begin);
+    to_floats(info, stored, begin, count, piece.data());
+    encoder.send({piece.data(), static_cast<size_t>(count)});
+  }
 }
 
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink) {

@@ -24,9 +24,11 @@ void read_rows(const TensorInfo& info, MatrixF out);
 void read_transposed(const TensorInfo& info, MatrixF out);
 bool equals_floats(const TensorInfo& info, std::span<const float> values);
 
-// Streams values [rows, cols], contiguous, as F32 or BF16, a piece at a time; the second as
-// [cols, rows].
+// Streams values [rows, cols], contiguous, in the given type, a piece at a time; the second as
+// [cols, rows]. InputError on a finite value that F16 cannot hold.
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink);
 void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink);
+// The values of a stored tensor, in its order, in another type.
+void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink);
 
 }  // namespace twell

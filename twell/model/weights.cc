@@ -89,6 +89,12 @@ LayerMatrices<T> layer_matrices(const ModelConfig& config, const Views<T>& views
 
 }  // namespace
 
+std::vector<int64_t> ParamSpec::stored_shape() const {
+  if (is_vector) return {cols};
+  if (transposed) return {cols, rows};
+  return {rows, cols};
+}
+
 std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
   const int64_t width = config.width;
   TableBuilder table;
@@ -135,6 +141,7 @@ ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat) {
 }
 template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
 template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
+template ModelMatrices<const BF16> model_matrices(const ModelConfig&, const BF16*);
 
 Model::Model(const ModelConfig& config_in)
     : config((config_in.validate(), config_in)),

@@ -10,6 +10,7 @@
 
 #include "twell/base/buffer.h"
 #include "twell/base/context.h"
+#include "twell/base/dtype.h"
 #include "twell/base/matrix.h"
 #include "twell/format/ffn_weights.h"
 #include "twell/model/config.h"
@@ -25,6 +26,7 @@ struct ParamSpec {
   bool is_bias = false;     // starts at 0 where norm weights start at 1
   bool transposed = false;  // the checkpoint stores [cols, rows] (down_proj)
   int64_t size() const { return rows * cols; }
+  std::vector<int64_t> stored_shape() const;  // in a checkpoint
 };
 
 // Every parameter in memory order; offsets are contiguous.
@@ -57,6 +59,7 @@ template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat);
 extern template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
 extern template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
+extern template ModelMatrices<const BF16> model_matrices(const ModelConfig&, const BF16*);
 
 struct Model {
   explicit Model(const ModelConfig& config);  // validates; zero weights
