@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <fstream>
+#ifdef __GLIBC__  // known once a header of the C library is read
+#include <malloc.h>
+#endif
 
 #include "twell/base/error.h"
 #include "twell/train/metrics.h"
@@ -28,6 +31,12 @@ void require_memory(int64_t planned_bytes) {
                 "--micro-batch or --sequence-length",
                 format_bytes(static_cast<double>(planned_bytes)),
                 format_bytes(static_cast<double>(limit)));
+}
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  ::malloc_trim(0);
+#endif
 }
 
 }  // namespace twell::cli

@@ -160,6 +160,21 @@ bool holds_shards(const fs::path& folder) {
   return fs::exists(folder / "manifest.json") && fs::exists(folder / "tokenizer.json");
 }
 
+int64_t shard_bytes(const DataRequest& request, const fs::path& folder) {
+  if (holds_shards(folder)) {
+    int64_t bytes = 0;
+    for (const fs::directory_entry& file : fs::directory_iterator(folder)) {
+      if (file.path().extension() == ".bin") bytes += static_cast<int64_t>(file.file_size());
+    }
+    return bytes;
+  }
+  if (request.paths.empty()) return 0;
+  // English and code come to about three bytes a token, more with large vocabularies.
+  constexpr int64_t kTextBytesPerToken = 3;
+  const int64_t id_bytes = request.vocab_size <= 65536 ? 2 : 4;
+  return expected_bytes(request, TextSource(request.text({}))) / kTextBytesPerToken * id_bytes;
+}
+
 PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
                             ProgressLine& progress) {
   TextSource source(request.text(progress.log_sink()));

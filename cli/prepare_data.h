@@ -54,5 +54,7 @@ PreparedData prepare_shards(const DataRequest& request, const std::filesystem::p
 
 // Shards made earlier, with the tokenizer beside them.
 bool holds_shards(const std::filesystem::path& folder);
+// Bytes of the shards in `folder`, or else, estimated, of those that the request would make there.
+int64_t shard_bytes(const DataRequest& request, const std::filesystem::path& folder);
 
 }  // namespace twell::cli

@@ -34,16 +34,19 @@ Examples:
   twell train --out runs/sparse --resume
   twell train --preset 0.5b --dry-run)";
 
-void print_plan(const ModelConfig& config, const TrainOptions& options) {
-  const RunPlan plan = plan_run(config, options);
+void print_plan(const ModelConfig& config, const TrainOptions& options, const RunPlan& plan) {
   fmt::print("parameters       {:>14}  ({})\n", plan.parameters,
              format_count(static_cast<double>(plan.parameters)));
   for (const MemoryItem& item : plan.memory) {
     fmt::print("memory           {:>14}  {}\n", format_bytes(static_cast<double>(item.bytes)),
                item.name);
   }
+  if (plan.mapped_bytes > 0) {
+    fmt::print("memory           {:>14}  token shards (mapped; given up when memory is short)\n",
+               format_bytes(static_cast<double>(plan.mapped_bytes)));
+  }
   fmt::print("memory           {:>14}  in all\n",
-             format_bytes(static_cast<double>(plan.memory_bytes())));
+             format_bytes(static_cast<double>(plan.memory_bytes() + plan.mapped_bytes)));
   fmt::print("FLOPs per token  {:>14.4g}  forward and backward, dense\n", plan.flops_per_token);
   fmt::print("FLOPs per step   {:>14.4g}\n", plan.flops_per_step);
   fmt::print("tokens per step  {:>14}  in {} micro-batch{} of {} x {}\n", options.batch_tokens,
@@ -76,6 +79,11 @@ ModelConfig match_tokenizer(const TrainFlags& flags, ModelConfig config,
   return config;
 }
 
+DataRequest data_request(const TrainFlags& flags, const DataOptions& data,
+                         const CommonOptions& common, const ModelConfig& config) {
+  return {data, common.data, config.vocab_size, common.seed, common.threads, flags.shards.empty()};
+}
+
 // Shards and their tokenizer; made from --data unless there are some to use as they are.
 Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const ModelConfig& config,
                   const fs::path& shards, ProgressLine& progress) {
@@ -86,10 +94,8 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
                 "made by 'twell tokenize'");
   DataOptions data = flags.data;
   if (data.tokenizer.empty() && !flags.from.empty()) data.tokenizer = flags.from / "tokenizer.json";
-  return std::move(prepare_shards({data, common.data, config.vocab_size, common.seed,
-                                   common.threads, flags.shards.empty()},
-                                  shards, progress)
-                       .tokenizer);
+  return std::move(
+      prepare_shards(data_request(flags, data, common, config), shards, progress).tokenizer);
 }
 
 std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const ModelConfig& config,
@@ -135,16 +141,19 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
 
   ModelConfig config = requested_config(flags);
   TrainOptions options = resolve_options(train_options(flags, common), config);
+  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  const RunPlan plan = plan_run(
+      config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
   if (flags.dry_run) {
-    print_plan(config, options);
+    print_plan(config, options, plan);
     return kExitOk;
   }
-  require_memory(plan_run(config, options).memory_bytes());
+  require_memory(plan.memory_bytes());
   Context ctx(common.threads);
   const RunFolder folder(common.out, flags.resume);
   ProgressLine progress(flags.log_interval);
-  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const Tokenizer tokenizer = prepare(flags, common, config, shards, progress);
+  return_freed_memory();  // tens of MiB of text and tables, not part of the plan
   config = match_tokenizer(flags, config, tokenizer);
   const ShardSet shard_set(shards, tokenizer);
   progress.print(

@@ -12,10 +12,10 @@
 namespace twell {
 namespace {
 
-size_t round_up(size_t bytes, size_t unit = kAlignment) { return (bytes + unit - 1) / unit * unit; }
+size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Weights and activations span thousands of 4 KiB pages, more than the TLB holds; sparse executions
-// jump between them. Large blocks ask for 2 MiB pages, at a cost of at most 1/8 in size.
+// jump between them. Large blocks ask for 2 MiB pages; what is left over at their end stays small.
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kHugeFrom = 8 * kHugePage;
 
@@ -25,7 +25,7 @@ constexpr size_t kMinBlock = size_t{1} << 20;  // 1 MiB, so that small ops share
 
 void* aligned_zeroed(size_t bytes) {
   const size_t alignment = bytes >= kHugeFrom ? kHugePage : kAlignment;
-  const size_t size = std::max(round_up(bytes, alignment), kAlignment);
+  const size_t size = std::max(round_up(bytes), kAlignment);
   void* data = size >= bytes ? std::aligned_alloc(alignment, size) : nullptr;
   TWELL_CHECK(data != nullptr, "cannot allocate {} bytes of memory", bytes);
 #ifdef MADV_HUGEPAGE
@@ -40,22 +40,30 @@ void aligned_release(void* data) { std::free(data); }
 
 void* Arena::allocate(size_t bytes) {
   bytes = std::max(round_up(bytes), kAlignment);
+  size_t before = block_ < blocks_.size() ? blocks_[block_].before : 0;
   while (block_ < blocks_.size() &&
          offset_ + bytes > static_cast<size_t>(blocks_[block_].bytes.size())) {
-    const size_t used = blocks_[block_].before + offset_;
+    before += offset_;
     ++block_;
     offset_ = 0;
-    if (block_ < blocks_.size()) blocks_[block_].before = used;
+    if (block_ < blocks_.size()) blocks_[block_].before = before;
   }
   if (block_ == blocks_.size()) {
-    const size_t before = blocks_.empty() ? 0 : blocks_.back().before + blocks_.back().bytes.size();
-    blocks_.push_back(
-        {Buffer<std::byte>(static_cast<int64_t>(std::max(bytes, kMinBlock))), before});
+    const size_t size = std::max({bytes, kMinBlock, blocks_.empty() ? peak_ : 0});
+    blocks_.push_back({Buffer<std::byte>(static_cast<int64_t>(size)), before});
   }
   std::byte* data = blocks_[block_].bytes.data() + offset_;
   offset_ += bytes;
   peak_ = std::max(peak_, blocks_[block_].before + offset_);
   return data;
+}
+
+void Arena::reserve(size_t bytes) {
+  TWELL_CHECK(block_ == 0 && offset_ == 0, "{} bytes of scratch reserved while some is in use",
+              bytes);
+  if (blocks_.size() == 1 && static_cast<size_t>(blocks_[0].bytes.size()) >= bytes) return;
+  blocks_.clear();
+  blocks_.push_back({Buffer<std::byte>(static_cast<int64_t>(std::max(bytes, kMinBlock))), 0});
 }
 
 size_t Arena::reserved_bytes() const {
@@ -69,6 +77,8 @@ Arena::Scope::Scope(Arena& arena) : arena_(arena), block_(arena.block_), offset_
 Arena::Scope::~Scope() {
   arena_.block_ = block_;
   arena_.offset_ = offset_;
+  // What did not fit made further blocks: from now on one of the peak's size does.
+  if (block_ == 0 && offset_ == 0 && arena_.blocks_.size() > 1) arena_.blocks_.clear();
 }
 
 }  // namespace twell

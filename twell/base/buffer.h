@@ -41,9 +41,12 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Bump allocator for scratch. Blocks are kept between uses, so a steady state allocates nothing.
+// Bump allocator for scratch. Memory is kept between uses, so a steady state allocates nothing, and
+// holds no more than the peak: in one block, where what is in use may grow into further ones.
 class Arena {
  public:
+  // Makes that much ready at once; Error while anything is in use.
+  void reserve(size_t bytes);
   void* allocate(size_t bytes);
   size_t peak_bytes() const { return peak_; }
   size_t reserved_bytes() const;

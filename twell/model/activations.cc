@@ -5,6 +5,7 @@
 
 #include "twell/base/error.h"
 #include "twell/model/rotary.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
 
 namespace twell {
 namespace {
@@ -92,20 +93,6 @@ void require_shape(const ModelConfig& config, MicroBatchShape shape) {
                 shape.sequences, shape.length, kMaxTokens);
 }
 
-// The largest of the ops' scratch memories; they do not overlap in time. A test holds this against
-// what a step takes.
-int64_t scratch_bytes(const ModelConfig& config, int64_t tokens) {
-  // Cross-entropy works on chunks of about 32 MiB of logits, but no fewer than 128 tokens.
-  const int64_t chunk = std::max<int64_t>(128, (int64_t{8} << 20) / config.vocab_size);
-  const int64_t logits = std::min(tokens, chunk) * config.vocab_size;
-  // The dense FFN backward holds the gradients of g and u, and h, of 512 tokens.
-  const int64_t feed_forward = (config.gated                             ? 3
-                                : config.activation == Activation::kRelu ? 1
-                                                                         : 2) *
-                               std::min<int64_t>(tokens, 512) * config.ffn;
-  return std::max(logits, feed_forward) * kFloatBytes;
-}
-
 }  // namespace
 
 TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchShape shape_in)
@@ -140,6 +127,19 @@ TrainingState::TrainingState(const ModelConfig& config, MicroBatchShape shape)
 
 TrainingState::~TrainingState() = default;
 
+// The largest of the ops' scratch memories; they do not overlap in time. A test holds this against
+// what a step takes.
+int64_t TrainingState::scratch_bytes(const ModelConfig& config, MicroBatchShape shape) {
+  // What oneDNN packs of the operands of a product: up to 5.2 MiB on two cores, tiny preset.
+  constexpr int64_t kProductBytes = int64_t{6} << 20;
+  const int64_t tokens = token_count(shape);
+  // The dense FFN backward holds the gradients of g and u, and h, of 512 tokens.
+  const int64_t matrices = config.gated ? 3 : config.activation == Activation::kRelu ? 1 : 2;
+  const int64_t feed_forward = matrices * std::min<int64_t>(tokens, 512) * config.ffn * kFloatBytes;
+  return std::max(cross_entropy_scratch_bytes(tokens, config.vocab_size), feed_forward) +
+         kProductBytes;
+}
+
 std::vector<MemoryItem> TrainingState::memory_plan(const ModelConfig& config,
                                                    MicroBatchShape shape) {
   require_shape(config, shape);
@@ -151,7 +151,7 @@ std::vector<MemoryItem> TrainingState::memory_plan(const ModelConfig& config,
       {"activations: FFN", config.layers * FfnSaved::bytes(tokens, config.ffn, config.gated)});
   const int64_t rope_values = shape.length * config.head_dim;  // cos and sin of half a head each
   items.push_back({"positions and rotations", (rope_values + tokens) * kFloatBytes});
-  items.push_back({"scratch of the ops (estimate)", scratch_bytes(config, tokens)});
+  items.push_back({"scratch of the ops (estimate)", scratch_bytes(config, shape)});
   return items;
 }
 

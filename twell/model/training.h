@@ -33,8 +33,10 @@ class TrainingState {
  public:
   TrainingState(const ModelConfig& config, MicroBatchShape shape);
   ~TrainingState();
-  // What a training state allocates, to the byte, and an estimate of the ops' scratch memory.
+  // What a training state allocates, to the byte, and scratch_bytes().
   static std::vector<MemoryItem> memory_plan(const ModelConfig& config, MicroBatchShape shape);
+  // An estimate from above of the scratch memory that the ops of a pass take from the context.
+  static int64_t scratch_bytes(const ModelConfig& config, MicroBatchShape shape);
   struct Activations;
   Activations& activations() { return *activations_; }
 

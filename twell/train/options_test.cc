@@ -79,10 +79,17 @@ TEST(Options, RecipesOfThePresets) {
 
 TEST(Plan, CountsEveryParameterFourTimes) {
   const ModelConfig config = micro_config(300);
-  const RunPlan plan = plan_run(config, resolve_options(micro_options(10), config));
+  const TrainOptions options = resolve_options(micro_options(10), config);
+  const RunPlan plan = plan_run(config, options, 0);
   EXPECT_EQ(plan.parameters, config.parameter_count());
   EXPECT_GT(plan.memory_bytes(), 16 * plan.parameters);
   EXPECT_DOUBLE_EQ(plan.flops_per_step, 64 * plan.flops_per_token);
+  EXPECT_EQ(plan.mapped_bytes, 0);
+  // A long run reads all of its shards, a short one the surroundings of its windows.
+  EXPECT_EQ(plan_run(config, options, 1000).mapped_bytes, 1000);
+  const RunPlan large = plan_run(config, options, int64_t{1} << 40);
+  EXPECT_LT(large.mapped_bytes, int64_t{1} << 24);
+  EXPECT_EQ(large.memory_bytes(), plan.memory_bytes());
 }
 
 }  // namespace

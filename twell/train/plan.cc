@@ -1,12 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/plan.h"
 
+#include <algorithm>
+
 namespace twell {
 namespace {
 
-// Resident besides what is planned: the program and its libraries (11 MiB before it does anything),
-// compiled GEMM kernels and a tokenizer, as measured on the smallest preset.
-constexpr int64_t kProcessBytes = int64_t{24} << 20;
+// Resident besides what is planned, as measured on the smallest preset: 12 MiB of the program and
+// its libraries; compiled GEMM kernels, a tokenizer, and what is left of making shards.
+constexpr int64_t kProcessBytes = int64_t{32} << 20;
+
+// Linux maps up to 16 pages around the one that is read.
+constexpr int64_t kReadAroundBytes = int64_t{64} << 10;
+
+int64_t mapped_bytes(const TrainOptions& options, int64_t shard_bytes) {
+  const double windows =
+      static_cast<double>(options.steps) * static_cast<double>(options.batch_sequences()) +
+      static_cast<double>(options.validation_sequences);
+  const double window_bytes = static_cast<double>(options.sequence_length * 4 + kReadAroundBytes);
+  return static_cast<int64_t>(std::min(static_cast<double>(shard_bytes), windows * window_bytes));
+}
 
 }  // namespace
 
@@ -16,7 +29,7 @@ int64_t RunPlan::memory_bytes() const {
   return total;
 }
 
-RunPlan plan_run(const ModelConfig& config, const TrainOptions& options) {
+RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) {
   RunPlan plan;
   plan.parameters = config.parameter_count();
   const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
@@ -28,6 +41,8 @@ RunPlan plan_run(const ModelConfig& config, const TrainOptions& options) {
   plan.memory.insert(plan.memory.end(), activations.begin(), activations.end());
 
   plan.memory.push_back({"program, libraries, tokenizer (estimate)", kProcessBytes});
+
+  plan.mapped_bytes = mapped_bytes(options, shard_bytes);
 
   // The backward pass multiplies twice for every multiplication of the forward pass.
   plan.flops_per_token = 3.0 * config.forward_flops_per_token(options.sequence_length);

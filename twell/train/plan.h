@@ -14,12 +14,16 @@ namespace twell {
 struct RunPlan {
   int64_t parameters = 0;
   std::vector<MemoryItem> memory;
+  // Pages of the mapped token shards that the run will have read. They count as resident, but leave
+  // when memory is short, and are in the page cache in any case.
+  int64_t mapped_bytes = 0;
   double flops_per_token = 0.0;  // forward and backward, dense
   double flops_per_step = 0.0;
 
-  int64_t memory_bytes() const;
+  int64_t memory_bytes() const;  // without the mapped
 };
 
-RunPlan plan_run(const ModelConfig& config, const TrainOptions& options);  // options resolved
+// Options are resolved. shard_bytes: of all shard files; 0: unknown.
+RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes);
 
 }  // namespace twell

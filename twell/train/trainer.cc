@@ -37,6 +37,9 @@ Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const Train
       grads_(model.flat.size()),
       inputs_(batch_size(options)),
       targets_(batch_size(options)) {
+  // In one block, before the ops of a first step would take it in pieces of growing size.
+  ctx.scratch().reserve(static_cast<size_t>(
+      TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
   // Refuses a validation split without one window now, not at the first validation.
   if (options.validate_every > 0) {
     BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);

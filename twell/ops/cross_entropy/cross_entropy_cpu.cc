@@ -83,6 +83,11 @@ void check_gradients(const CrossEntropy& problem) {
 
 }  // namespace
 
+int64_t cross_entropy_scratch_bytes(int64_t tokens, int64_t vocab) {
+  return chunk_tokens(tokens, vocab) * vocab * static_cast<int64_t>(sizeof(float)) +
+         tokens * static_cast<int64_t>(sizeof(double));
+}
+
 CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem) {
   const ConstMatrixF x = problem.x;
   const std::span<const int32_t> targets = problem.targets;
