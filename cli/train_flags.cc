@@ -72,7 +72,7 @@ void add_run_flags(CLI::App& command, TrainFlags& flags) {
   run.value("--validate-every", flags.train.validate_every, "STEPS",
             "Steps between validations; 0: never");
   run.value("--validation-sequences", flags.train.validation_sequences, "N",
-            "Sequences of a validation, at most");
+            "Sequences of a validation, at most; spread evenly over the split");
   run.flag("--tensorboard", flags.tensorboard, "Also write TensorBoard events to OUT/tensorboard");
   run.value("--log-every", flags.log_interval, "SECONDS",
             "Time between progress lines when stdout is no terminal")

@@ -9,7 +9,7 @@
 #include <numeric>
 #include <vector>
 
-#include "twell/data/test_files.h"
+#include "twell/base/test_folder.h"
 
 namespace twell {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "twell/base/rng.h"
+#include "twell/base/test_folder.h"
 #include "twell/data/batch_sampler.h"
-#include "twell/data/test_files.h"
 
 namespace twell {
 namespace {

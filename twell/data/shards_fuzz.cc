@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/base/test_folder.h"
 #include "twell/data/batch_sampler.h"
 #include "twell/data/shards.h"
-#include "twell/data/test_files.h"
 
 namespace twell {
 namespace {

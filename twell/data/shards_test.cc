@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "twell/base/rng.h"
-#include "twell/data/test_files.h"
+#include "twell/base/test_folder.h"
 
 namespace twell {
 namespace {

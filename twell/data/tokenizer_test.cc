@@ -13,7 +13,7 @@
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
-#include "twell/data/test_files.h"
+#include "twell/base/test_folder.h"
 
 namespace twell {
 namespace {

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// For this room's tests: a folder that is removed afterwards, a micro model, and text to train on.
+// For this room's tests: a micro model and text to train on.
 #pragma once
 
-#include <unistd.h>
-
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
 
-#include "twell/base/error.h"
+#include "twell/base/test_folder.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
 #include "twell/data/tokenizer.h"
@@ -17,25 +14,6 @@
 #include "twell/train/options.h"
 
 namespace twell {
-
-class TempFolder {
- public:
-  TempFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "twell_train.XXXXXX").string();
-    TWELL_CHECK(::mkdtemp(name.data()) != nullptr, "cannot make a folder like {}", name);
-    path_ = name;
-  }
-  ~TempFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline ModelConfig micro_config(int64_t vocab_size) {
   ModelConfig config;

@@ -25,7 +25,9 @@ double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet
     std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
     for (int64_t i = 0; i < count; ++i) {
       const size_t at = static_cast<size_t>(i) * length;
-      sampler.sequence(begin + i, std::span(inputs).subspan(at, length),
+      // Neighbouring windows come from the same few documents: a stride samples all of the split.
+      const int64_t window = (begin + i) * sampler.windows() / sequences;
+      sampler.sequence(window, std::span(inputs).subspan(at, length),
                        std::span(targets).subspan(at, length));
     }
     const std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});

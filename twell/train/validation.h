@@ -11,7 +11,7 @@
 namespace twell {
 
 struct ValidationOptions {
-  int64_t sequences = 0;  // the first ones of the split, at most
+  int64_t sequences = 0;  // at most; fewer than the split has are spread evenly over it
   int64_t length = 0;     // tokens of a sequence
   int64_t micro_batch = 1;
 };
