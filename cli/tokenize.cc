@@ -17,16 +17,18 @@ constexpr double kPlainInterval = 10.0;  // seconds between progress lines witho
 constexpr int64_t kDefaultVocabulary = 8192;
 
 constexpr const char* kFooter = R"(
-DIR receives the shards with their manifest.json, and tokenizer.json. 'twell train --shards DIR'
-trains on them.
+OUT receives the shards with their manifest.json, and tokenizer.json. 'twell train --shards OUT'
+trains on them; it checks their sizes and every token it reads, --verify every byte.
 
 Examples:
   twell tokenize --data docs/ --out shards/ --vocab-size 8192
-  twell tokenize --data web.jsonl.zst --json-field content --tokenizer tokenizer.json --out shards/)";
+  twell tokenize --data web.jsonl.zst --json-field content --tokenizer tokenizer.json --out shards/
+  twell tokenize --verify shards/)";
 
 struct TokenizeFlags {
   DataOptions data;
   int64_t vocab_size = kDefaultVocabulary;
+  std::filesystem::path verify;
 };
 
 void print_statistics(const PreparedData& prepared) {
@@ -45,7 +47,16 @@ void print_statistics(const PreparedData& prepared) {
   if (prepared.files_skipped > 0) fmt::print("files skipped    {}\n", prepared.files_skipped);
 }
 
+int verify(const std::filesystem::path& folder) {
+  const ShardSet shards(folder, Tokenizer::load(folder / "tokenizer.json"));
+  shards.verify();
+  fmt::print("{}: {} training and {} validation tokens, every checksum right\n", folder.string(),
+             shards.tokens(Split::kTrain), shards.tokens(Split::kValidation));
+  return kExitOk;
+}
+
 int tokenize(const TokenizeFlags& flags, const CommonOptions& common) {
+  if (!flags.verify.empty()) return verify(flags.verify);
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
   ProgressLine progress(kPlainInterval);
   const PreparedData prepared =
@@ -70,6 +81,13 @@ void add_tokenize_command(CLI::App& app, CommonOptions& common) {
   add_data_option(command, common,
                   "Text: files and folders of text or .jsonl, also .gz, .xz, .zst; repeatable");
   add_out_option(command, common, "Folder of the shards");
+  command
+      .add_option("--verify", flags->verify,
+                  "Instead: read the shards of this folder and check them against the checksums of "
+                  "their manifest")
+      ->type_name("DIR")
+      ->excludes("--data", "--out")
+      ->configurable(false);
   add_text_options(command, flags->data);
   add_tokenizer_options(command, flags->data);
   command.add_option("--vocab-size", flags->vocab_size, "Vocabulary of a trained tokenizer")
