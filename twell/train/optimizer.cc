@@ -19,19 +19,19 @@ Optimizer::Optimizer(const Model& model)
 void Optimizer::step(Context& ctx, const TrainOptions& options, int64_t step, double grad_norm,
                      std::span<const float> grads, Model& model) {
   AdamW adamw;
-  adamw.learning_rate = static_cast<float>(learning_rate_at(options, step - 1));
-  adamw.beta1 = static_cast<float>(options.beta1);
-  adamw.beta2 = static_cast<float>(options.beta2);
-  adamw.eps = static_cast<float>(options.eps);
+  adamw.learning_rate = learning_rate_at(options, step - 1);
+  adamw.beta1 = options.beta1;
+  adamw.beta2 = options.beta2;
+  adamw.eps = options.eps;
   adamw.step = step;
   if (options.clip_norm > 0 && grad_norm > options.clip_norm) {
-    adamw.grad_scale = static_cast<float>(options.clip_norm / grad_norm);
+    adamw.grad_scale = options.clip_norm / grad_norm;
   }
   for (const Run& run : runs_) {
     const auto part = [&run](auto span) {
       return span.subspan(static_cast<size_t>(run.offset), static_cast<size_t>(run.size));
     };
-    adamw.weight_decay = run.decay ? static_cast<float>(options.weight_decay) : 0.0f;
+    adamw.weight_decay = run.decay ? options.weight_decay : 0.0;
     adamw_step(ctx, adamw,
                {part(model.flat.span()), part(grads), part(exp_avg()), part(exp_avg_sq())});
   }
