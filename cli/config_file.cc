@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/config_file.h"
 
+#include <toml++/toml.h>
+
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -22,49 +25,74 @@ std::string json_scalar(const nlohmann::json& value, const std::string& key) {
   return value.dump();
 }
 
-void collect_items(const nlohmann::json& object, std::vector<std::string> parents,
-                   std::vector<CLI::ConfigItem>& items) {
+// TOML's values are JSON's; a date, which JSON has not, becomes null, which no option takes.
+nlohmann::json to_json(const toml::node& node) {
+  if (const toml::table* table = node.as_table()) {
+    nlohmann::json object = nlohmann::json::object();
+    for (const auto& [key, value] : *table) object[std::string(key.str())] = to_json(value);
+    return object;
+  }
+  if (const toml::array* array = node.as_array()) {
+    nlohmann::json list = nlohmann::json::array();
+    for (const toml::node& element : *array) list.push_back(to_json(element));
+    return list;
+  }
+  if (const auto* text = node.as_string()) return text->get();
+  if (const auto* number = node.as_integer()) return number->get();
+  if (const auto* truth = node.as_boolean()) return truth->get();
+  if (const auto* number = node.as_floating_point()) {
+    if (std::isfinite(number->get())) return number->get();
+    return fmt::format("{}", number->get());  // inf and nan, to be refused as flags refuse them
+  }
+  return nullptr;
+}
+
+nlohmann::json parse_toml(const std::string& text, const std::string& source) {
+  try {
+    return to_json(toml::parse(text));
+  } catch (const toml::parse_error& error) {
+    throw InputError(
+        fmt::format("{}:{}: {}", source, error.source().begin.line, error.description()));
+  }
+}
+
+struct ConfigItem {
+  std::string name;
+  std::vector<std::string> values;
+};
+
+void collect_items(const nlohmann::json& object, std::vector<ConfigItem>& items) {
   for (const auto& [key, value] : object.items()) {
     if (value.is_object()) {
-      std::vector<std::string> inner = parents;
-      inner.push_back(key);
-      collect_items(value, inner, items);
+      collect_items(value, items);
       continue;
     }
-    CLI::ConfigItem& item = items.emplace_back();
-    item.parents = parents;
-    item.name = key;
+    ConfigItem& item = items.emplace_back(ConfigItem{key, {}});
     if (value.is_array()) {
-      for (const nlohmann::json& element : value) item.inputs.push_back(json_scalar(element, key));
+      for (const nlohmann::json& element : value) item.values.push_back(json_scalar(element, key));
     } else {
-      item.inputs.push_back(json_scalar(value, key));
+      item.values.push_back(json_scalar(value, key));
     }
   }
 }
 
-std::vector<CLI::ConfigItem> read_items(const fs::path& file) {
+std::vector<ConfigItem> read_items(const fs::path& file) {
   const std::string text = read_file(file);
-  std::vector<CLI::ConfigItem> items;
-  if (file.extension() == ".json") {
-    const nlohmann::json json = parse_json(text, file.string(), kMaxDepth);
-    TWELL_REQUIRE(json.is_object(), "{}: not a JSON object", file.string());
-    collect_items(json, {}, items);
-    return items;
-  }
-  std::istringstream stream(text);
-  for (CLI::ConfigItem& item : CLI::ConfigTOML().from_config(stream)) {
-    const bool table_mark = item.name == "++" || item.name == "--";  // begin and end of a table
-    if (!table_mark) items.push_back(std::move(item));
-  }
+  const nlohmann::json json = file.extension() == ".json"
+                                  ? parse_json(text, file.string(), kMaxDepth)
+                                  : parse_toml(text, file.string());
+  TWELL_REQUIRE(json.is_object(), "{}: not a JSON object", file.string());
+  std::vector<ConfigItem> items;
+  collect_items(json, items);
   return items;
 }
 
-void apply_item(CLI::Option& option, const CLI::ConfigItem& item, const std::string& name) {
+void apply_item(CLI::Option& option, const ConfigItem& item, const std::string& name) {
   if (option.get_expected_min() == 0) {  // a flag; its negated spelling turns the value round
-    TWELL_REQUIRE(item.inputs.size() == 1, "takes one value");
-    option.add_result(option.get_flag_value(name, item.inputs.front()));
+    TWELL_REQUIRE(item.values.size() == 1, "takes one value");
+    option.add_result(option.get_flag_value(name, item.values.front()));
   } else {
-    option.add_result(item.inputs);
+    option.add_result(item.values);
   }
   option.run_callback();
 }
@@ -82,7 +110,7 @@ void add_config_option(CLI::App& command) {
 
 void apply_config_file(CLI::App& command, const fs::path& file) {
   std::set<const CLI::Option*> seen;
-  for (const CLI::ConfigItem& item : read_items(file)) {
+  for (const ConfigItem& item : read_items(file)) {
     std::string name = item.name;
     std::replace(name.begin(), name.end(), '_', '-');
     CLI::Option* option = command.get_option_no_throw("--" + name);

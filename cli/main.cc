@@ -3,8 +3,10 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <memory>
 #include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/commands.h"
@@ -22,6 +24,18 @@ Examples:
   twell train --data docs/ --out runs/first --preset tiny
   twell tokenize --data docs/ --out shards/ --vocab-size 8192)";
 
+// Names of flags as they are typed: CLI11 writes a negated one as --no-gated{false}.
+class HelpFormatter : public CLI::Formatter {
+  std::string make_option_name(const CLI::Option* option, bool positional) const override {
+    constexpr std::string_view kNegated = "{false}";
+    std::string name = CLI::Formatter::make_option_name(option, positional);
+    for (size_t at; (at = name.find(kNegated)) != std::string::npos;) {
+      name.erase(at, kNegated.size());
+    }
+    return name;
+  }
+};
+
 int fail(int code, std::string message) {
   // One line, whatever a file name or a broken file put into it.
   std::replace_if(
@@ -35,6 +49,7 @@ int run(int argc, char** argv) {
                "twell");
   app.set_version_flag("--version", TWELL_VERSION, "Print the version and exit");
   app.set_help_flag("-h,--help", "Print this help and exit");
+  app.formatter(std::make_shared<HelpFormatter>());
   app.get_formatter()->column_width(36);
   app.get_formatter()->label("SUBCOMMAND", "COMMAND");
   app.require_subcommand(1);
@@ -46,6 +61,7 @@ int run(int argc, char** argv) {
   add_inspect_command(app, common);
   add_bench_command(app, common);
   add_report_command(app, common);
+  add_convert_command(app, common);
   add_tokenize_command(app, common);
   add_doctor_command(app, common);
   app.footer(kFooter);  // after the commands, which would inherit it

@@ -13,6 +13,11 @@ pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)
+# Headers alone; Debian's package file would also link its library.
+find_path(TOMLPLUSPLUS_INCLUDE_DIR toml++/toml.h REQUIRED)
+add_library(twell_tomlplusplus INTERFACE)
+add_library(twell::tomlplusplus ALIAS twell_tomlplusplus)
+target_include_directories(twell_tomlplusplus SYSTEM INTERFACE ${TOMLPLUSPLUS_INCLUDE_DIR})
 # Not find_package(dnnl): Debian's package of it asks for OpenCL, which it does not use.
 find_path(DNNL_INCLUDE_DIR dnnl.hpp REQUIRED)
 find_library(DNNL_LIBRARY dnnl REQUIRED)

@@ -102,6 +102,14 @@ class CliTest : public testing::Test {
   void write(const std::string& name, const std::string& text) const {
     std::ofstream(folder_ / name, std::ios::binary) << text;
   }
+  // The first file of tokens in a folder of shards.
+  fs::path shard_file(const std::string& shards) const {
+    for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / shards)) {
+      if (entry.path().extension() != ".json") return entry.path();
+    }
+    ADD_FAILURE() << "no shard in " << shards;
+    return {};
+  }
   std::string weights(const std::string& run) const {
     return slurp(folder_ / run / "checkpoint" / "model.safetensors");
   }
@@ -253,10 +261,23 @@ TEST_F(CliTest, ConfigFiles) {
     write(name, text);
     expect_refused({"train", "--dry-run", "--config", name}, fault);
   };
+  // In quotes '#' begins no comment and brackets no list.
+  write("#1 [a].txt", "text");
+  write("quoted.toml",
+        "[run]\ndata = [\"text\", \"#1 [a].txt\"] # both\nout = \"run #1\"\nsteps = 1\n");
+  EXPECT_EQ(run({"train", "--config", "quoted.toml", "--width", "16", "--ffn", "48", "--layers",
+                 "1", "--heads", "2", "--context", "16", "--vocab-size", "300", "--threads", "1"})
+                .code,
+            0);
+  EXPECT_TRUE(fs::exists(folder_ / "run #1" / "checkpoint"));
+
   refused("b.json", R"({"widht": 64})", "unknown key 'widht'");
   refused("b.toml", "widht = 64\n", "unknown key 'widht'");
   refused("b.json", R"({"width": 64, "width": 32})", "width");
   refused("b.toml", "width = 64\nsteps = 3\nwidth = 32\n", "width");
+  refused("b.toml", "width = 64\nsteps 3\n", "b.toml:2: ");
+  refused("b.toml", "steps = 1979-05-27\n", "steps must be a string, number or boolean");
+  refused("b.toml", "lr = inf\n", "lr");
   refused("b.json", R"({"steps": "many"})", "steps");
   refused("b.json", R"({"steps": )", "b.json");
   refused("b.json", R"({"dry-run": true})", "dry-run");
@@ -272,10 +293,20 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
   EXPECT_THAT(run(words).out, HasSubstr("already holds"));
   expect_refused({"tokenize", "--data", "text/1.txt", "--out", "shards"}, "shards is in use");
   expect_refused({"tokenize", "--data", "text", "--out", "text"}, "text is in use");
+  EXPECT_THAT(run({"tokenize", "--verify", "shards"}).out, HasSubstr("every checksum right"));
+  expect_refused({"tokenize", "--verify", "text"}, "text");
+  expect_refused({"tokenize", "--verify", "shards", "--out", "x"}, "--verify");
   const Result trained =
       run({"train", "--shards", "shards", "--out", "a", "--width", "16", "--ffn", "48", "--heads",
            "2", "--layers", "1", "--context", "16", "--steps", "2", "--threads", "1"});
   EXPECT_EQ(trained.code, 0) << trained.err;
+
+  // Another token of the vocabulary: only the checksum can tell.
+  const fs::path shard = shard_file("shards");
+  std::string bytes = slurp(shard);
+  bytes[0] = static_cast<char>(bytes[0] ^ 1);
+  std::ofstream(shard, std::ios::binary) << bytes;
+  expect_refused({"tokenize", "--verify", "shards"}, shard.filename().string() + " was altered");
 }
 
 TEST_F(CliTest, HelpOfEveryCommand) {
@@ -286,6 +317,7 @@ TEST_F(CliTest, HelpOfEveryCommand) {
     EXPECT_THAT(all.out, HasSubstr(command));
     EXPECT_EQ(run({command, "--help"}).code, 0) << command;
   }
+  EXPECT_THAT(run({"train", "--help"}).out, HasSubstr("--gated,--no-gated "));
 }
 
 }  // namespace
