@@ -29,7 +29,8 @@ FfnPolicy parse_ffn_policy(std::string_view name);            // "auto" and the 
 
 // What one layer has been seen to do, and what it runs because of it. One per layer and session.
 // kAuto decides anew for each chunk of tokens, from the non-zeros its gate GEMM has just produced
-// and from nothing else, so the same tokens give the same bits whatever came before.
+// (those of a few tokens, where they leave no doubt) and from nothing else, so the same tokens give
+// the same bits whatever came before.
 struct FfnPlan {
   FfnPolicy policy = FfnPolicy::kAuto;
   FfnExecution execution = FfnExecution::kDense;  // of the last chunk of the last call

@@ -224,8 +224,11 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
     TWELL_CHECK(errors.back() <= tolerance, "{} is off by {} from dense on pattern {}",
                 ffn_execution_name(subject.plan.execution), errors.back(), pattern.name);
   }
-  for (int round = 0; round < options.repeats; ++round) {
-    for (Subject& subject : subjects) subject.run_timed(ctx, layer);
+  // Each round starts with another execution: what one leaves in the caches helps them in turn.
+  for (size_t round = 0; round < static_cast<size_t>(options.repeats); ++round) {
+    for (size_t i = 0; i < subjects.size(); ++i) {
+      subjects[(i + round) % subjects.size()].run_timed(ctx, layer);
+    }
   }
   std::vector<FfnBenchmarkRow> rows;
   for (size_t i = 0; i < subjects.size(); ++i) {

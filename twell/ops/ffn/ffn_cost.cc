@@ -35,8 +35,9 @@ double tile_union_cost(const FfnWork& work) {
 }
 
 bool surely_dense(const FfnWork& work) {
+  // At best all tokens have the same neurons.
   FfnWork best = work;
-  best.union_size = 0;
+  best.union_size = work.nnz / std::max<int64_t>(work.tokens, 1);
   return kSparseShare * dense_cost(best) <= std::min(row_fused_cost(best), tile_union_cost(best));
 }
 

@@ -31,6 +31,11 @@ struct GateStats {
 };
 GateStats gate_gemm(Context& ctx, const GateGemm& problem);
 
+// Its two halves, for a caller that looks at the gate in between: the product alone, which is then
+// gate_dense(out), and relu and packing. A gate that runs dense need not be packed.
+void gate_product(Context& ctx, const GateGemm& problem);
+GateStats gate_pack(Context& ctx, const TwellWide& out);
+
 // [M, F], stride tiles * T: x weight^T of the last gate_gemm into `out`; its relu is the gate.
 inline MatrixF gate_dense(const TwellWide& out) {
   return {out.spill, out.shape.rows, out.shape.cols, out.shape.tiles() * out.shape.tile};

@@ -9,6 +9,11 @@
 namespace twell {
 
 GateStats gate_gemm(Context& ctx, const GateGemm& problem) {
+  gate_product(ctx, problem);
+  return gate_pack(ctx, problem.out);
+}
+
+void gate_product(Context& ctx, const GateGemm& problem) {
   const ConstMatrixF& x = problem.x;
   const ConstMatrixF& weight = problem.weight;
   const TwellWide& out = problem.out;
@@ -23,6 +28,10 @@ GateStats gate_gemm(Context& ctx, const GateGemm& problem) {
               out.spill_slots);
 
   linear_forward(ctx, x, weight, gate_dense(out));
+}
+
+GateStats gate_pack(Context& ctx, const TwellWide& out) {
+  const TwellShape& shape = out.shape;
   // A row packs in about a microsecond per 5,000 columns; a thread is worth waking for sixteen.
   ctx.parallel_for(shape.rows, 16,
                    [&](int64_t begin, int64_t end, int) { pack_gate_rows(out, begin, end); });
