@@ -45,9 +45,7 @@ const Library& library() {
   return loaded;
 }
 
-void check(fe::error_t error) {
-  TWELL_CHECK(error.is_good(), "cuDNN: {}", error.get_message());
-}
+void check(fe::error_t error) { TWELL_CHECK(error.is_good(), "cuDNN: {}", error.get_message()); }
 
 constexpr int64_t kQ = 1, kK = 2, kV = 3, kOut = 4;  // tensors of the graph
 

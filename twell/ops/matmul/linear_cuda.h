@@ -2,7 +2,7 @@
 // A linear layer on the GPU: y [M, N] = x [M, K] w^T, w [N, K], all row-major bf16 (y on request
 // f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the weights once at memory
 // speed; more run cuBLASLt, with one plan per shape kept in the context.
-// N and K are multiples of 8. Never synchronises, but for a new shape while tuning is on.
+// K is a multiple of 8. Never synchronises, but for a new shape while tuning is on.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -57,7 +57,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LinearCudaTest,
                          testing::Values(LinearCase{1, 8, 8}, LinearCase{1, 136, 2048},
                                          LinearCase{2, 264, 264}, LinearCase{3, 72, 1000},
                                          LinearCase{5, 40, 328}, LinearCase{8, 1016, 512},
-                                         LinearCase{9, 48, 64}, LinearCase{129, 264, 320}));
+                                         LinearCase{9, 48, 64}, LinearCase{1, 257, 40},
+                                         LinearCase{33, 57, 72}, LinearCase{129, 264, 320}));
 
 // What few-row kernels give for a token does not depend on the tokens beside it.
 TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {

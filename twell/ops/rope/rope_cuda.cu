@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kMaxThreads) rope_kernel(RopeCuda p) {
   const int pieces = half / kPiece;  // of one half of a head
   const int heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads);
   const bool cached = p.keys != nullptr;
-  const int work = (heads + (cached ? 2 : 1) * kv_heads) * pieces;
+  const int work = (heads + (cached || p.bias != nullptr ? 2 : 1) * kv_heads) * pieces;
   __nv_bfloat16* row = p.qkv + token * (heads + 2 * kv_heads) * p.head_dim;
   const int64_t cache_at = cached ? p.cache_rows[token] * kv_heads * p.head_dim : 0;
   const int64_t table_at = p.positions[token] * int64_t{half};
@@ -29,6 +29,14 @@ __global__ void __launch_bounds__(kMaxThreads) rope_kernel(RopeCuda p) {
     const __nv_bfloat16* from = row + head * p.head_dim + at;
     P first = *reinterpret_cast<const P*>(from);
     P second = *reinterpret_cast<const P*>(from + half);
+    if (p.bias != nullptr) {
+      const __nv_bfloat16* bias = p.bias + head * p.head_dim + at;
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        first.value[k] = __hadd(first.value[k], bias[k]);
+        second.value[k] = __hadd(second.value[k], bias[half + k]);
+      }
+    }
     __nv_bfloat16* to = row + head * p.head_dim + at;
     if (cached && head >= heads) {
       const bool key = head < heads + kv_heads;

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The integers that describe a batch of sequences to the kernels: filled in page-locked memory,
+// copied to the device in one piece. Internal to model and infer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+#include "twell/ops/attention/attention_kernels.h"
+
+namespace twell {
+
+// Where the arrays are, on either side. The places depend on the two numbers alone, so that a
+// captured graph finds them again.
+struct BatchArrays {
+  int32_t* ids = nullptr;         // [M]
+  int32_t* positions = nullptr;   // [M]
+  int64_t* cache_rows = nullptr;  // [M] rows of the cache, with one
+  int32_t* q_begin = nullptr;     // [S], and so the next ones: see AttentionSequencesCuda
+  int32_t* q_len = nullptr;
+  int32_t* kv_len = nullptr;
+  int64_t* kv_begin = nullptr;
+  float* uniforms = nullptr;  // [S] random numbers of the sampler
+  size_t bytes = 0;           // of all
+};
+
+class BatchCuda {
+ public:
+  BatchCuda(int64_t max_tokens, int64_t max_sequences);
+  ~BatchCuda();
+  BatchCuda(const BatchCuda&) = delete;
+  BatchCuda& operator=(const BatchCuda&) = delete;
+
+  // The page-locked side, free to be written: waits for the last copy out of it.
+  BatchArrays host(int64_t tokens, int64_t sequences);
+  BatchArrays device(int64_t tokens, int64_t sequences) const;
+  // Enqueues the copy. A captured one is followed by copied() after each launch of its graph.
+  void enqueue_copy(CudaContext& ctx, int64_t tokens, int64_t sequences) const;
+  void copied(CudaContext& ctx) const;
+
+  int64_t max_tokens() const { return max_tokens_; }
+  int64_t max_sequences() const { return max_sequences_; }
+
+ private:
+  int64_t max_tokens_, max_sequences_;
+  std::byte* host_ = nullptr;
+  DeviceBuffer<std::byte> device_;
+  cudaEvent_t copied_ = nullptr;
+};
+
+}  // namespace twell

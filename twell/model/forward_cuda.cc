@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/forward_cuda.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "twell/model/qkv.h"
+#include "twell/model/rotary.h"
+#include "twell/ops/embedding/embedding_cuda.h"
+#include "twell/ops/matmul/linear_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
+#include "twell/ops/rope/rope_cuda.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kRowStep = 128;  // of padded batches
+
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Values of bf16 per token in the buffers of a forward.
+int64_t values_per_token(const ModelConfig& config) {
+  return 3 * config.width + qkv_width(config) + config.q_width();
+}
+
+ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
+                        const ForwardPlanCuda& plan) {
+  TWELL_CHECK(plan.max_tokens >= 1 && plan.max_sequences >= 1 && plan.max_length >= 1,
+              "a forward planned for {} tokens in {} sequences of {}", plan.max_tokens,
+              plan.max_sequences, plan.max_length);
+  require_device_memory(ForwardCuda::bytes_needed(ctx, config, plan),
+                        fmt::format("activations of {} tokens", plan.max_tokens));
+  return plan;
+}
+
+DeviceBuffer<float> to_device(std::span<const float> values) {
+  DeviceBuffer<float> buffer(std::ssize(values));
+  TWELL_CUDA_CHECK(
+      cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // which our streams do not wait for
+  return buffer;
+}
+
+void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
+                  std::span<const ForwardSequence> sequences) {
+  std::vector<int64_t> slots;
+  for (const ForwardSequence& sequence : sequences) {
+    const int64_t past = cache == nullptr ? 0 : cache->length(sequence.slot);
+    const int64_t total = past + sequence.tokens;
+    TWELL_REQUIRE(total <= config.max_sequence(),
+                  "a sequence of {} tokens is longer than the model's context of {}", total,
+                  config.max_sequence());
+    if (cache == nullptr) continue;
+    TWELL_REQUIRE(total <= cache->capacity(),
+                  "a sequence of {} tokens is longer than the cache's capacity of {}", total,
+                  cache->capacity());
+    slots.push_back(sequence.slot);
+  }
+  std::sort(slots.begin(), slots.end());
+  TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),
+              "two sequences share a cache slot");
+}
+
+}  // namespace
+
+int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
+                                  const ForwardPlanCuda& plan) {
+  const int64_t rows = round_up(plan.max_tokens, kRowStep);
+  // The FFN holds the gate or TwELL, and the hidden values, of one chunk.
+  const int64_t chunk = FfnWorkspaceCuda::chunk_tokens(ctx, plan.max_tokens);
+  return 2 * rows * values_per_token(config) + 4 * chunk * config.ffn + chunk * config.ffn / 2 +
+         AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
+                                              plan.max_length) +
+         4 * config.max_sequence() * config.head_dim;
+}
+
+ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan)
+    : ctx_(ctx),
+      model_(model),
+      config_(model.config()),
+      plan_(checked(ctx, config_, plan)),
+      batch_(plan.max_tokens, plan.max_sequences),
+      attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
+      ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
+      ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn) {
+  const RopeTable table = rope_table(config_, config_.max_sequence());
+  cos_ = to_device(table.cos.span());
+  sin_ = to_device(table.sin.span());
+  const int64_t rows = round_up(plan.max_tokens, kRowStep);
+  residual_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
+  delta_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
+  hidden_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
+  qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
+  attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
+}
+
+void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
+                        KvCacheCuda* cache) {
+  require_fits(config_, cache, sequences);
+  for (size_t m = 0; m < ids.size(); ++m) {
+    TWELL_CHECK(ids[m] >= 0 && ids[m] < config_.vocab_size,
+                "token id {} at position {} is outside the vocabulary of {}", ids[m], m,
+                config_.vocab_size);
+  }
+  staged_ = {.tokens = std::ssize(ids), .sequences = std::ssize(sequences), .cache = cache};
+  const BatchArrays host = batch_.host(staged_.tokens, staged_.sequences);
+  std::copy(ids.begin(), ids.end(), host.ids);
+  staged_.uniform = cache == nullptr;
+  int64_t row = 0;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const auto [tokens, slot] = sequences[i];
+    TWELL_CHECK(tokens >= 1 && row + tokens <= staged_.tokens,
+                "sequence {} of {} tokens, {} of {} ids are left", i, tokens, staged_.tokens - row,
+                staged_.tokens);
+    const int64_t past = cache == nullptr ? 0 : cache->length(slot);
+    host.q_begin[i] = static_cast<int32_t>(row);
+    host.q_len[i] = static_cast<int32_t>(tokens);
+    host.kv_len[i] = static_cast<int32_t>(past + tokens);
+    host.kv_begin[i] = cache == nullptr ? row : cache->first_row(slot);
+    host.uniforms[i] = 0.0f;
+    for (int64_t t = 0; t < tokens; ++t, ++row) {
+      host.positions[row] = static_cast<int32_t>(past + t);
+      host.cache_rows[row] = cache == nullptr ? 0 : cache->first_row(slot) + past + t;
+    }
+    staged_.max_q_len = std::max(staged_.max_q_len, tokens);
+    staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
+    if (cache != nullptr) cache->set_length(slot, past + tokens);
+  }
+  TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
+}
+
+int64_t ForwardCuda::padded_tokens() const {
+  if (staged_.tokens <= kFewRows) return staged_.tokens;
+  return round_up(staged_.tokens, staged_.tokens <= kRowStep ? 16 : kRowStep);
+}
+
+void ForwardCuda::linear(const __nv_bfloat16* x, const Matrix<const BF16>& w,
+                         __nv_bfloat16* y) const {
+  linear_cuda(ctx_, {.rows = padded_tokens(),
+                     .cols = w.rows,
+                     .inner = w.cols,
+                     .x = x,
+                     .w = device_bf16(w.data),
+                     .y = y});
+}
+
+// residual += delta, when there is one; y = norm(residual)
+void ForwardCuda::add_and_norm(const BF16* weight, __nv_bfloat16* y, bool add) const {
+  TWELL_CUDA_CHECK(launch_rms_norm({.tokens = staged_.tokens,
+                                    .width = config_.width,
+                                    .x = residual_.data(),
+                                    .residual = add ? delta_.data() : nullptr,
+                                    .sum = residual_.data(),
+                                    .weight = device_bf16(weight),
+                                    .y = y,
+                                    .eps = static_cast<float>(config_.norm_eps)},
+                                   ctx_.stream()));
+}
+
+void ForwardCuda::attention(int64_t layer) {
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const int64_t stride = qkv_width(config_);
+  const bool cached = staged_.cache != nullptr;
+  const __nv_bfloat16* keys = cached ? staged_.cache->keys(layer) : qkv_.data() + config_.q_width();
+  const __nv_bfloat16* values =
+      cached ? staged_.cache->values(layer) : qkv_.data() + config_.q_width() + config_.kv_width();
+  attention_cuda(ctx_,
+                 {.heads = config_.heads,
+                  .kv_heads = config_.kv_heads,
+                  .head_dim = config_.head_dim,
+                  .sequences = {.count = staged_.sequences,
+                                .max_q_len = staged_.max_q_len,
+                                .q_begin = batch.q_begin,
+                                .q_len = batch.q_len,
+                                .kv_len = batch.kv_len,
+                                .kv_begin = batch.kv_begin,
+                                .uniform = staged_.uniform},
+                  .q = qkv_.data(),
+                  .q_stride = stride,
+                  .k = keys,
+                  .v = values,
+                  .kv_stride = cached ? config_.kv_width() : stride,
+                  .out = attended_.data()},
+                 attention_);
+}
+
+void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
+  const auto done = [&](ForwardStage stage) {
+    if (hooks.after_stage) hooks.after_stage(stage);
+  };
+  batch_.enqueue_copy(ctx_, staged_.tokens, staged_.sequences);
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const ModelMatrices<const BF16>& weights = model_.weights();
+  TWELL_CUDA_CHECK(launch_embedding({.tokens = staged_.tokens,
+                                     .width = config_.width,
+                                     .ids = batch.ids,
+                                     .table = device_bf16(weights.embedding.data),
+                                     .out = residual_.data()},
+                                    ctx_.stream()));
+  done(ForwardStage::kEmbedding);
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    const LayerMatrices<const BF16>& w = weights.layers[static_cast<size_t>(layer)];
+    add_and_norm(w.attention_norm, hidden_.data(), /*add=*/layer > 0);
+    done(ForwardStage::kNorm);
+    linear(hidden_.data(), w.w_qkv, qkv_.data());
+    done(ForwardStage::kQkv);
+    const bool cached = staged_.cache != nullptr;
+    TWELL_CUDA_CHECK(launch_rope({.tokens = staged_.tokens,
+                                  .heads = config_.heads,
+                                  .kv_heads = config_.kv_heads,
+                                  .head_dim = config_.head_dim,
+                                  .cos = cos_.data(),
+                                  .sin = sin_.data(),
+                                  .positions = batch.positions,
+                                  .bias = device_bf16(w.b_qkv),
+                                  .qkv = qkv_.data(),
+                                  .keys = cached ? staged_.cache->keys(layer) : nullptr,
+                                  .values = cached ? staged_.cache->values(layer) : nullptr,
+                                  .cache_rows = cached ? batch.cache_rows : nullptr},
+                                 ctx_.stream()));
+    done(ForwardStage::kRope);
+    attention(layer);
+    done(ForwardStage::kAttention);
+    linear(attended_.data(), w.w_o, delta_.data());
+    done(ForwardStage::kOutput);
+    add_and_norm(w.ffn_norm, hidden_.data(), /*add=*/true);
+    done(ForwardStage::kNorm);
+    const FfnForwardCuda ffn{
+        .tokens = staged_.tokens,
+        .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
+                    .w_up = device_bf16(w.ffn.w_up.data),
+                    .w_down = device_bf16(w.ffn.w_down.data)},
+        .x = hidden_.data(),
+        .y = delta_.data(),
+        .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens};
+    if (hooks.ffn) {
+      hooks.ffn(layer, ffn);
+    } else {
+      ffn_forward_cuda(ctx_, ffn, ffn_plans_[layer], ffn_);
+    }
+    done(ForwardStage::kFfn);
+  }
+  add_and_norm(weights.final_norm, hidden_.data(), /*add=*/true);
+  done(ForwardStage::kNorm);
+}
+
+void ForwardCuda::run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
+                      KvCacheCuda* cache, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
+  stage(ids, sequences, cache);
+  enqueue(row_nnz, hooks);
+  enqueued();
+}
+
+void ForwardCuda::logits(const __nv_bfloat16* hidden, int64_t rows, float* out) const {
+  const Matrix<const BF16>& head = model_.weights().head;
+  linear_cuda(ctx_, {.rows = rows,
+                     .cols = head.rows,
+                     .inner = head.cols,
+                     .x = hidden,
+                     .w = device_bf16(head.data),
+                     .y = out,
+                     .f32_out = true});
+}
+
+}  // namespace twell

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inference forward of the transformer on the GPU, over new tokens of one or several sequences,
+// with or without a cache: forward.h's meaning, in bf16. Memory is planned once, for a largest
+// batch; a forward allocates nothing but plans of matrix products of new shapes, and never waits
+// for the device.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "twell/base/cuda.h"
+#include "twell/model/batch_cuda.h"
+#include "twell/model/forward.h"
+#include "twell/model/kv_cache_cuda.h"
+#include "twell/model/model_cuda.h"
+#include "twell/ops/attention/attention_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
+
+namespace twell {
+
+struct ForwardPlanCuda {
+  int64_t max_tokens = 0;     // of one forward, all sequences together
+  int64_t max_sequences = 0;  // of one forward
+  int64_t max_length = 0;     // of a sequence with its past
+  FfnPolicy ffn = FfnPolicy::kAuto;
+};
+
+// Parts of a layer, for those who time them.
+enum class ForwardStage { kEmbedding, kNorm, kQkv, kRope, kAttention, kOutput, kFfn };
+
+// What a caller may put in the way; for benchmarks.
+struct ForwardHooksCuda {
+  std::function<void(ForwardStage stage)> after_stage;
+  // Runs a layer's FFN in place of ffn_forward_cuda.
+  std::function<void(int64_t layer, const FfnForwardCuda& problem)> ffn;
+};
+
+class ForwardCuda {
+ public:
+  // InputError with the numbers when the device has too little memory. The context and the model
+  // outlive it.
+  ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan);
+  // Device memory it takes, roughly; before it is made.
+  static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
+                              const ForwardPlanCuda& plan);
+
+  // Checks the batch, writes it down for the device and advances the cache. InputError when a
+  // sequence would pass the context or the cache's capacity.
+  void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
+             KvCacheCuda* cache);
+  // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
+  // be replayed after each stage() of as many sequences of as many tokens each.
+  // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
+  void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
+  // After enqueue or the launch of its graph, before the next stage().
+  void enqueued() const { batch_.copied(ctx_); }
+
+  // stage, enqueue, enqueued.
+  void run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
+           KvCacheCuda* cache, int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
+
+  const __nv_bfloat16* hidden() const { return hidden_.data(); }  // [M, D] after the final norm
+  // logits [rows, V] f32 of hidden states [rows, D].
+  void logits(const __nv_bfloat16* hidden, int64_t rows, float* out) const;
+
+  FfnPlansCuda& ffn_plans() { return ffn_plans_; }
+  const FfnPlansCuda& ffn_plans() const { return ffn_plans_; }
+  FfnWorkspaceCuda& ffn_workspace() { return ffn_; }
+  BatchCuda& batch() { return batch_; }
+  const ModelCuda& model() const { return model_; }
+  const ForwardPlanCuda& plan() const { return plan_; }
+
+ private:
+  // The batch that was staged last.
+  struct Staged {
+    int64_t tokens = 0, sequences = 0, max_q_len = 0;
+    bool uniform = false;  // whole sequences of one length, without a cache
+    KvCacheCuda* cache = nullptr;
+  };
+  void attention(int64_t layer);
+  void linear(const __nv_bfloat16* x, const Matrix<const BF16>& w, __nv_bfloat16* y) const;
+  void add_and_norm(const BF16* weight, __nv_bfloat16* y, bool add) const;
+  // Rows that a matrix product of the batch is run with: few shapes, so few plans.
+  int64_t padded_tokens() const;
+
+  CudaContext& ctx_;
+  const ModelCuda& model_;
+  const ModelConfig& config_;
+  ForwardPlanCuda plan_;
+  Staged staged_;
+  BatchCuda batch_;
+  AttentionWorkspaceCuda attention_;
+  FfnWorkspaceCuda ffn_;
+  FfnPlansCuda ffn_plans_;
+  DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
+  DeviceBuffer<__nv_bfloat16> residual_;  // [M, D]
+  DeviceBuffer<__nv_bfloat16> delta_;     // [M, D] what the last block adds
+  DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result
+  DeviceBuffer<__nv_bfloat16> qkv_;       // [M, (H + 2 H_kv) * hd]
+  DeviceBuffer<__nv_bfloat16> attended_;  // [M, H * hd]
+};
+
+}  // namespace twell

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whole models on the GPU against the CPU, on the same bf16 weights.
+#include "twell/model/forward_cuda.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/model/checkpoint.h"
+
+namespace twell {
+namespace {
+
+struct ModelCase {
+  const char* name;
+  ModelConfig config;
+};
+
+ModelConfig small(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated, bool tied) {
+  ModelConfig config;
+  config.vocab_size = 331;
+  config.width = 64;
+  config.ffn = 192;
+  config.layers = 3;
+  config.heads = heads;
+  config.kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.context = 300;
+  config.gated = gated;
+  config.tied_embeddings = tied;
+  config.init_std = 0.1;
+  return config;
+}
+
+std::vector<ModelCase> model_cases() {
+  std::vector<ModelCase> cases = {{"mha_tied", small(4, 4, 16, true, true)},
+                                  {"gqa_untied", small(4, 2, 16, true, false)},
+                                  {"mqa_not_gated", small(4, 1, 32, false, true)},
+                                  {"odd_head", small(2, 1, 24, true, false)},
+                                  {"bias", small(8, 2, 8, true, true)}};
+  cases[4].config.qkv_bias = true;
+  cases[4].config.family = Family::kQwen2;
+  return cases;
+}
+
+// Random weights, rounded to bf16, which the GPU holds.
+std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config) {
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, 3);
+  for (const ParamSpec& spec : model->table) {
+    for (int64_t i = spec.offset; i < spec.offset + spec.size(); ++i) {
+      if (spec.is_vector) model->flat[i] += 0.1f * normal(9, 0, static_cast<uint64_t>(i));
+      model->flat[i] = to_float(to_bf16(model->flat[i]));
+    }
+  }
+  return model;
+}
+
+std::vector<int32_t> random_ids(int64_t count, int64_t vocab, uint64_t stream) {
+  std::vector<int32_t> ids;
+  for (int64_t i = 0; i < count; ++i) {
+    ids.push_back(static_cast<int32_t>(
+        uniform_below(4, stream, static_cast<uint64_t>(i), static_cast<uint64_t>(vocab))));
+  }
+  return ids;
+}
+
+class ForwardCudaTest : public testing::TestWithParam<ModelCase> {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    stream_ = std::make_unique<TestStream>();
+    ctx_ = std::make_unique<CudaContext>(stream_->get());
+    model_ = rounded_model(cpu_, GetParam().config);
+    device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
+  }
+
+  std::vector<float> cpu_logits(const std::vector<int32_t>& ids,
+                                const std::vector<ForwardSequence>& sequences,
+                                std::vector<std::vector<int32_t>>* row_nnz = nullptr) {
+    ForwardState state(model_->config, FfnPolicy::kDense);
+    Buffer<float> hidden(std::ssize(ids) * model_->config.width);
+    const MatrixF rows = hidden.matrix(std::ssize(ids), model_->config.width);
+    forward(cpu_, *model_, state,
+            {.ids = ids, .sequences = sequences, .hidden = rows, .row_nnz = row_nnz});
+    std::vector<float> out(ids.size() * static_cast<size_t>(model_->config.vocab_size));
+    logits(cpu_, *model_, rows, MatrixF(out.data(), rows.rows, model_->config.vocab_size));
+    return out;
+  }
+
+  std::vector<float> device_logits(ForwardCuda& forward, int64_t rows) {
+    const auto out = poisoned<float>(rows * model_->config.vocab_size);
+    forward.logits(forward.hidden(), rows, out.data());
+    stream_->synchronize();
+    return download(out);
+  }
+
+  // A layer rounds its results to bf16 in about ten places, each a relative 2^-9 at most; errors of
+  // different places are independent, and the norms keep their relative size. Twice that.
+  void expect_near(const std::vector<float>& got, const std::vector<float>& want) {
+    ASSERT_EQ(got.size(), want.size());
+    double error = 0.0, size = 0.0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const double difference = static_cast<double>(got[i]) - want[i];
+      error += difference * difference;
+      size += static_cast<double>(want[i]) * want[i];
+    }
+    const double layers = static_cast<double>(model_->config.layers);
+    EXPECT_LE(std::sqrt(error / size), 2.0 * std::ldexp(std::sqrt(10.0 * layers + 2.0), -9));
+  }
+
+  Context cpu_{2};
+  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaContext> ctx_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<ModelCuda> device_model_;
+};
+
+TEST_P(ForwardCudaTest, LogitsOfRaggedBatchesEqualCpu) {
+  const int64_t vocab = model_->config.vocab_size;
+  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion, FfnPolicy::kAuto}) {
+    if (policy != FfnPolicy::kDense && ctx_->compute_capability() != 90) continue;
+    ForwardCuda forward(*ctx_, *device_model_,
+                        {.max_tokens = 700, .max_sequences = 5, .max_length = 300, .ffn = policy});
+    for (const std::vector<ForwardSequence>& sequences :
+         std::vector<std::vector<ForwardSequence>>{{{1, 0}},
+                                                   {{17, 0}, {1, 0}, {130, 0}, {64, 0}},
+                                                   {{129, 0}, {129, 0}, {129, 0}},
+                                                   {{300, 0}, {1, 0}}}) {
+      int64_t tokens = 0;
+      for (const ForwardSequence& sequence : sequences) tokens += sequence.tokens;
+      const auto ids = random_ids(tokens, vocab, static_cast<uint64_t>(tokens));
+      forward.run(ids, sequences, nullptr);
+      const auto got = device_logits(forward, tokens);
+      expect_near(got, cpu_logits(ids, sequences));
+      forward.run(ids, sequences, nullptr);
+      EXPECT_EQ(device_logits(forward, tokens), got) << "a second run differs";
+    }
+  }
+}
+
+TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
+  const int64_t vocab = model_->config.vocab_size;
+  ForwardCuda forward(*ctx_, *device_model_,
+                      {.max_tokens = 200, .max_sequences = 3, .max_length = 300});
+  KvCacheCuda cache(model_->config, 3, 300);
+  const std::vector<int64_t> lengths = {290, 5, 140};
+  std::vector<std::vector<int32_t>> texts;
+  for (const int64_t length : lengths) {
+    texts.push_back(random_ids(length, vocab, static_cast<uint64_t>(length)));
+  }
+  // All but the last three tokens in ragged pieces, then a token at a time for all together.
+  std::vector<int64_t> at = {0, 0, 0};
+  std::vector<int32_t> ids;
+  std::vector<ForwardSequence> sequences;
+  const auto add = [&](size_t slot, int64_t count) {
+    ids.insert(ids.end(), texts[slot].begin() + at[slot], texts[slot].begin() + at[slot] + count);
+    sequences.push_back({count, static_cast<int64_t>(slot)});
+    at[slot] += count;
+  };
+  const auto run = [&] {
+    forward.run(ids, sequences, &cache);
+    ids.clear();
+    sequences.clear();
+  };
+  add(0, 150);
+  run();
+  add(2, 60);
+  add(0, 137);
+  run();
+  add(1, 2);
+  add(2, 77);
+  run();
+  std::vector<float> got;
+  for (int step = 0; step < 3; ++step) {
+    for (size_t slot = 0; slot < 3; ++slot) add(slot, 1);
+    run();
+    got = device_logits(forward, 3);
+  }
+  std::vector<float> want;
+  for (size_t slot = 0; slot < 3; ++slot) {
+    EXPECT_EQ(cache.length(static_cast<int64_t>(slot)), lengths[slot]);
+    const auto all = cpu_logits(texts[slot], {{lengths[slot], 0}});
+    want.insert(want.end(), all.end() - vocab, all.end());
+  }
+  expect_near(got, want);
+}
+
+TEST_P(ForwardCudaTest, CountsActiveNeurons) {
+  ForwardCuda forward(*ctx_, *device_model_,
+                      {.max_tokens = 200, .max_sequences = 1, .max_length = 200});
+  const auto ids = random_ids(200, model_->config.vocab_size, 1);
+  const auto counts = poisoned<int32_t>(model_->config.layers * 200);
+  forward.run(ids, std::vector<ForwardSequence>{{200, 0}}, nullptr, counts.data());
+  stream_->synchronize();
+  std::vector<std::vector<int32_t>> want;
+  cpu_logits(ids, {{200, 0}}, &want);
+  const auto got = download(counts);
+  // The first layer sees the same but for rounding: few gates are that close to 0.
+  int64_t difference = 0, total = 0;
+  for (size_t m = 0; m < 200; ++m) {
+    difference += std::abs(got[m] - want[0][m]);
+    total += want[0][m];
+  }
+  EXPECT_LE(difference, total / 50);
+  for (const int32_t count : got) {
+    ASSERT_GE(count, 0);
+    ASSERT_LE(count, model_->config.ffn);
+  }
+}
+
+TEST_P(ForwardCudaTest, LoadsCheckpointsOfBothTypes) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      (std::string("twell_forward_cuda_test_") + GetParam().name);
+  std::filesystem::create_directories(folder);
+  const auto ids = random_ids(40, model_->config.vocab_size, 2);
+  const std::vector<ForwardSequence> sequences = {{40, 0}};
+  const ForwardPlanCuda plan{.max_tokens = 40, .max_sequences = 1, .max_length = 40};
+  ForwardCuda from_host(*ctx_, *device_model_, plan);
+  from_host.run(ids, sequences, nullptr);
+  const auto want = device_logits(from_host, 40);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    save_model(*model_, folder, dtype);
+    const auto loaded = ModelCuda::load(*ctx_, folder);
+    ForwardCuda from_file(*ctx_, *loaded, plan);
+    from_file.run(ids, sequences, nullptr);
+    EXPECT_EQ(device_logits(from_file, 40), want);
+  }
+  std::filesystem::remove_all(folder);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, ForwardCudaTest, testing::ValuesIn(model_cases()),
+                         [](const auto& param) { return std::string(param.param.name); });
+
+TEST(ModelCudaTest, RefusesByName) {
+  ModelConfig config = small(4, 4, 16, true, true);
+  EXPECT_EQ(cuda_model_unsupported(config), "");
+  config.activation = Activation::kSilu;
+  EXPECT_THAT(cuda_model_unsupported(config), testing::HasSubstr("ReLU"));
+  config = small(4, 4, 12, true, true);
+  EXPECT_THAT(cuda_model_unsupported(config), testing::HasSubstr("multiple of 8"));
+}
+
+}  // namespace
+}  // namespace twell
