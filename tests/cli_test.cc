@@ -277,7 +277,7 @@ TEST_F(CliTest, ConfigFiles) {
   refused("b.toml", "width = 64\nsteps = 3\nwidth = 32\n", "width");
   refused("b.toml", "width = 64\nsteps 3\n", "b.toml:2: ");
   refused("b.toml", "steps = 1979-05-27\n", "steps must be a string, number or boolean");
-  refused("b.toml", "lr = inf\n", "lr");
+  refused("b.toml", "lr = inf\n", "got inf");
   refused("b.json", R"({"steps": "many"})", "steps");
   refused("b.json", R"({"steps": )", "b.json");
   refused("b.json", R"({"dry-run": true})", "dry-run");
