@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Per tile of tokens: the union of its active neurons, and its activations compacted onto it.
-// One cluster per tile, whose CTAs share the columns and learn each other's part sizes.
-#include <cooperative_groups.h>
-
+// Per tile of tokens: the union of its active neurons, and its activations compacted onto it, in
+// two kernels. In both, kParts CTAs share the columns of a tile: the first marks what fires in a
+// mask in global memory; in the second each CTA reads the whole mask of its tile, a bit per neuron,
+// and so knows where its part of the union begins.
+#include <algorithm>
 #include <cstdint>
 
+#include "twell/ops/sparse_up_down/schedule_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::tile_union {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kCluster = 8;
-static_assert(kMaxFfn == (kStaged - 8 - kBlock) / 256 * 256 * kCluster);
+// Values that a CTA stages. 36 KiB: an SM still holds the 4 CTAs that its threads allow.
+constexpr int kStaged = 18432;
+constexpr int kCtasPerMultiprocessor = 4;
+constexpr int kMinParts = 8, kMaxParts = 32;
+static_assert(kMaxFfn <= kMaxParts * kStaged);
 
 // Spilled tiles met by a batch of pairs, shared out to whole warps: they come in bunches, and a
 // thread or a warp that met many would hold up the rest.
@@ -133,60 +139,101 @@ struct MarkActive {
   }
 };
 
-// Second pass: the values of some slots, at their neuron's position in the union, into a staging
-// buffer of `pitch` values per slot.
+// Second pass: the values of some slots whose neuron's position in the union is one of `pitch` from
+// `first` on, into a staging buffer of `pitch` values per slot.
 struct StageValues {
   const uint32_t* mask;
-  const int* before;  // neurons of this CTA's part of the union in words below
-  int first_word;
-  uint16_t* staged;  // position 0 of slot 0: shifted back by what precedes the first staged one
+  const int* before;  // neurons of the union in words below
+  int first;
+  uint16_t* staged;  // of slot 0
   int pitch;
 
   __device__ void entry(int slot, int column, uint32_t bits) const {
-    const int i = column / 32 - first_word;
-    const int position = before[i] + __popc(mask[i] & ((1u << (column % 32)) - 1));
-    staged[slot * pitch + position] = static_cast<uint16_t>(bits);
+    const int i = column / 32;
+    const int position = before[i] - first + __popc(mask[i] & ((1u << (column % 32)) - 1));
+    if (static_cast<uint32_t>(position) < static_cast<uint32_t>(pitch)) {
+      staged[slot * pitch + position] = static_cast<uint16_t>(bits);
+    }
   }
   __device__ void eight(int slot, int column, const uint4& values) const {
     const uint32_t parts[4] = {values.x, values.y, values.z, values.w};
-    const int i = column / 32 - first_word;
+    const int i = column / 32;
     const uint32_t word = mask[i];
-    const int position = before[i] + __popc(word & ((1u << (column % 32)) - 1));
-    uint16_t* to = staged + slot * pitch + position;
+    int position = before[i] - first + __popc(word & ((1u << (column % 32)) - 1));
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if ((word >> (column % 32 + j) & 1) == 0) continue;
-      *to++ = static_cast<uint16_t>(parts[j / 2] >> (j % 2 * 16));
+      if (static_cast<uint32_t>(position) < static_cast<uint32_t>(pitch)) {
+        staged[slot * pitch + position] = static_cast<uint16_t>(parts[j / 2] >> (j % 2 * 16));
+      }
+      ++position;
     }
   }
 };
 
-// Writes positions [begin, end) of slots [first_slot, + slots) to the tile's activations. staged
-// holds them from position begin / 8 * 8 on. Whole 16-byte pieces where all of a piece is ours: its
-// other values may belong to a neighbouring CTA.
-__device__ void store_staged(const uint16_t* staged, int pitch, int begin, int end, int first_slot,
+// Writes the staged values of some slots, positions [first, first + pitch), to the tile's
+// activations.
+__device__ void store_staged(const uint16_t* staged, int pitch, int first, int first_slot,
                              int slots, __nv_bfloat16* activations) {
-  const int first_piece = begin / 8, pieces = (end + 7) / 8 - first_piece;
+  const int pieces = pitch / 8;
   for (int i = threadIdx.x; i < pieces * slots; i += kThreads) {
-    const int piece = first_piece + i % pieces, slot = i / pieces;
-    const uint16_t* from = staged + slot * pitch + (i % pieces) * 8;
-    const int row = first_slot + slot;
-    auto* to = reinterpret_cast<uint16_t*>(activations) +
-               piece / (kBlock / 8) * (kTileTokens * kBlock) + row * kBlock +
-               ((piece % (kBlock / 8)) ^ (row % 8)) * 8;
-    if (piece * 8 >= begin && piece * 8 + 8 <= end) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int j = 0; j < 8; ++j) {
-        if (piece * 8 + j >= begin && piece * 8 + j < end) to[j] = from[j];
-      }
-    }
+    const int piece = first / 8 + i % pieces, row = first_slot + i / pieces;
+    auto* to = reinterpret_cast<uint4*>(activations) +
+               (piece / (kBlock / 8) * kTileTokens + row) * (kBlock / 8) +
+               ((piece % (kBlock / 8)) ^ (row % 8));
+    *to = reinterpret_cast<const uint4*>(staged)[i];
   }
 }
 
-// Inclusive-to-exclusive prefix sums of the mask's bits by the first warp: before[i] = neurons of
-// words below i. Returns the total, to the first warp.
-__device__ int scan_mask(const uint32_t* mask, int words, int* before) {
+// Which part of which tile a CTA works on. The last tiles, of heavy rows, take longest and start
+// first.
+struct Assignment {
+  int tile, rank, parts;  // tile < 0: none
+
+  __device__ Assignment(const Tiles& tiles, int parts_in)
+      : tile(tiles.counts->tiles - 1 - static_cast<int>(blockIdx.x) / parts_in),
+        rank(static_cast<int>(blockIdx.x) % parts_in),
+        parts(parts_in) {}
+};
+
+// The column tiles of one part.
+struct Columns {
+  int first, count;
+  __device__ Columns(int col_tiles, const Assignment& work) {
+    const int share = (col_tiles + work.parts - 1) / work.parts;
+    first = min(work.rank * share, col_tiles);
+    count = min(share, col_tiles - first);
+  }
+  __device__ int first_word() const { return first * (256 / 32); }
+  __device__ int words() const { return count * (256 / 32); }
+};
+
+__device__ void load_tokens(const Tiles& tiles, int tile, int32_t* tokens) {
+  if (threadIdx.x < kTileTokens) {
+    tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 4)
+    mark_unions_kernel(Gate gate, Tiles tiles, int parts) {
+  extern __shared__ uint32_t mask[];  // [words of this part]
+  __shared__ int32_t tokens[kTileTokens];
+  __shared__ SpilledTiles spilled;
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
+  const Assignment work(tiles, parts);
+  if (work.tile < 0) return;
+  const Columns columns(gate.col_tiles, work);
+  load_tokens(tiles, work.tile, tokens);
+  for (int i = threadIdx.x; i < columns.words(); i += kThreads) mask[i] = 0;
+  const Pairs pairs{gate, tokens, columns.first, columns.count, &spilled};
+  pairs.for_each(0, kTileTokens, MarkActive{mask, columns.first_word()});
+  uint32_t* out = tiles.mask + int64_t{work.tile} * gate.col_tiles * 8 + columns.first_word();
+  for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
+}
+
+// Exclusive prefix sums of the mask's bits by the first warp, before[words] being the total.
+__device__ void scan_mask(const uint32_t* mask, int words, int* before) {
   const int lane = threadIdx.x % 32;
   int sum = 0;
   for (int base = 0; base < words; base += 32) {
@@ -200,87 +247,119 @@ __device__ int scan_mask(const uint32_t* mask, int words, int* before) {
     if (i < words) before[i] = sum + through - count;
     sum += __shfl_sync(~0u, through, 31);
   }
-  return sum;
+  if (lane == 0) before[words] = sum;
 }
 
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 4)
-    build_unions_kernel(Gate gate, Tiles tiles) {
-  namespace cg = cooperative_groups;
-  const auto cluster = cg::this_cluster();
+// Column tiles that have a neuron at positions [begin, end) of the union.
+struct TileRange {
+  int first, last;  // shared; none when last < first
+
+  __device__ void find(const int* before, int col_tiles, int begin, int end) {
+    if (threadIdx.x == 0) {
+      first = col_tiles;
+      last = -1;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < col_tiles; i += kThreads) {
+      const int from = before[i * 8], to = before[i * 8 + 8];
+      if (from < to && from < end && to > begin) {
+        atomicMin(&first, i);
+        atomicMax(&last, i);
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// Tells that the tile's size is known. True, to all threads, in the CTA that tells so last.
+__device__ bool last_size(const Tiles& tiles, int tile, int size) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    tiles.union_size[tile] = size;
+    __threadfence();
+    last = atomicAdd(&tiles.counts->sized, 1) == tiles.counts->tiles - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+__global__ void __launch_bounds__(kThreads, 4)
+    build_unions_kernel(Gate gate, Tiles tiles, ActivityCuda* activity, int ctas, int parts) {
   extern __shared__ uint32_t shared[];
   __shared__ int32_t tokens[kTileTokens];
-  __shared__ int sizes[kCluster];  // of the parts of the union
-  // 36 KiB: an SM still holds the 4 CTAs that its threads allow.
   __shared__ alignas(16) uint16_t staged[kStaged];
-  const int tile = tiles.counts->tiles - 1 - static_cast<int>(blockIdx.x) / kCluster;
-  if (tile < 0) return;  // the whole cluster
-  const int rank = static_cast<int>(cluster.block_rank());
-  const int col_tiles = gate.col_tiles;
-  const int share = (col_tiles + kCluster - 1) / kCluster;
-  const int first = min(rank * share, col_tiles);
-  const int count = min(share, col_tiles - first);
-  const int words = count * (256 / 32), first_word = first * (256 / 32);
-  uint32_t* mask = shared;                                            // [words] a bit per neuron
-  int* before = reinterpret_cast<int*>(shared) + share * (256 / 32);  // [words]
-  if (threadIdx.x < kTileTokens) {
-    tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
-  }
-  for (int i = threadIdx.x; i < words; i += kThreads) mask[i] = 0;
-  cluster.barrier_arrive();
-
   __shared__ SpilledTiles spilled;
-  const Pairs pairs{gate, tokens, first, count, &spilled};
-  pairs.for_each(0, kTileTokens, MarkActive{mask, first_word});
-  cluster.barrier_wait();  // all CTAs have started, so that their shared memory can be written
-  if (threadIdx.x < 32) {
-    const int size = scan_mask(mask, words, before);
-    if (threadIdx.x < kCluster) *cluster.map_shared_rank(&sizes[rank], threadIdx.x) = size;
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
+  const Assignment work(tiles, parts);
+  const int tile = work.tile;
+  if (tile < 0) return;
+  const int words = gate.col_tiles * 8;
+  uint32_t* mask = shared;                               // [words] a bit per neuron
+  int* before = reinterpret_cast<int*>(shared) + words;  // [words + 1] neurons of words below
+  load_tokens(tiles, tile, tokens);
+  for (int i = threadIdx.x; i < words; i += kThreads) {
+    mask[i] = tiles.mask[int64_t{tile} * words + i];
   }
-  cluster.sync();
-  int begin = 0, total = 0;
-  for (int i = 0; i < kCluster; ++i) {
-    if (i < rank) begin += sizes[i];
-    total += sizes[i];
+  __syncthreads();
+  if (threadIdx.x < 32) scan_mask(mask, words, before);
+  __syncthreads();
+  const int total = before[words];
+  if (work.rank == 0 && last_size(tiles, tile, total)) {
+    make_schedule<kThreads>(tiles, ctas, reinterpret_cast<uint32_t*>(staged), activity);
+    __syncthreads();
   }
-  if (rank == 0 && threadIdx.x == 0) tiles.union_size[tile] = total;
 
-  int32_t* ids = tiles.union_ids + int64_t{tile} * tiles.blocks * kBlock + begin;
+  // The union is padded to whole blocks.
+  const int padded = (total + kBlock - 1) / kBlock * kBlock;
+  const int share = (padded / 8 + work.parts - 1) / work.parts * 8;
+  const int begin = min(work.rank * share, padded), pitch = min(share, padded - begin);
+  if (pitch == 0) return;
+  int32_t* ids = tiles.union_ids + int64_t{tile} * tiles.blocks * kBlock;
   for (int i = threadIdx.x; i < words; i += kThreads) {
     int position = before[i];
+    if (position >= begin + pitch || before[i + 1] <= begin) continue;
     for (uint32_t left = mask[i]; left != 0; left &= left - 1) {
-      ids[position++] = (first_word + i) * 32 + __ffs(left) - 1;
+      if (position >= begin && position < begin + pitch) ids[position] = i * 32 + __ffs(left) - 1;
+      ++position;
     }
   }
-  // The last part also pads the union to whole blocks.
-  const int end =
-      rank == kCluster - 1 ? (total + kBlock - 1) / kBlock * kBlock : begin + sizes[rank];
   __nv_bfloat16* out = tiles.activations + int64_t{tile} * tiles.blocks * (kTileTokens * kBlock);
-  const int lead = begin % 8;
-  const int pitch = (lead + end - begin + 7) / 8 * 8;
-  const int slots_at_once = min(kTileTokens, kStaged / max(pitch, 8));
-  for (int slot = 0; end > begin && slot < kTileTokens; slot += slots_at_once) {
+  const int slots_at_once = min(kTileTokens, kStaged / pitch);
+  __shared__ TileRange range;
+  range.find(before, gate.col_tiles, begin, begin + pitch);
+  const Pairs pairs{gate, tokens, range.first, max(range.last + 1 - range.first, 0), &spilled};
+  for (int slot = 0; slot < kTileTokens; slot += slots_at_once) {
     const int slots = min(slots_at_once, kTileTokens - slot);
     for (int i = threadIdx.x; i < slots * pitch / 8; i += kThreads) {
       reinterpret_cast<uint4*>(staged)[i] = uint4{};
     }
-    pairs.for_each(slot, slots,
-                   StageValues{mask, before, first_word, staged + lead - slot * pitch, pitch});
-    store_staged(staged, pitch, begin, end, slot, slots, out);
+    pairs.for_each(slot, slots, StageValues{mask, before, begin, staged - slot * pitch, pitch});
+    store_staged(staged, pitch, begin, slot, slots, out);
     __syncthreads();
   }
 }
 
 }  // namespace
 
-cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, cudaStream_t stream) {
-  const int col_tiles = gate.col_tiles;
-  const int share = (col_tiles + kCluster - 1) / kCluster;
-  const int shared = share * (256 / 32) * 2 * 4;
-  const cudaError_t status = cudaFuncSetAttribute(
-      build_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
+                                int ctas, cudaStream_t stream) {
+  // As many parts as make a wave of CTAs, and enough for a part to stage one token's values.
+  const int wave = kCtasPerMultiprocessor * ctas;
+  const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
+  const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
+  const dim3 grid(tiles.max_tiles * parts);
+  const int mark_bytes = (gate.col_tiles + kMinParts - 1) / kMinParts * 8 * 4;
+  cudaError_t status = sm90::launch_dependent(mark_unions_kernel, grid, kThreads, mark_bytes,
+                                              stream, gate, tiles, parts);
   if (status != cudaSuccess) return status;
-  build_unions_kernel<<<tiles.max_tiles * kCluster, kThreads, shared, stream>>>(gate, tiles);
-  return cudaGetLastError();
+  const int build_bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
+  status = cudaFuncSetAttribute(build_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                build_bytes);
+  if (status != cudaSuccess) return status;
+  return sm90::launch_dependent(build_unions_kernel, grid, kThreads, build_bytes, stream, gate,
+                                tiles, activity, ctas, parts);
 }
 
 }  // namespace twell::tile_union

@@ -3,6 +3,7 @@
 
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/tensor_map.h"
 
 namespace twell {
 namespace {
@@ -21,6 +22,7 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
   using namespace tile_union;
   const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
   tile_tokens_ = DeviceBuffer<int32_t>(tiles * kTileTokens);
+  mask_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * 8);
   union_size_ = DeviceBuffer<int32_t>(tiles);
   union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
   activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
@@ -30,8 +32,8 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
 }
 
 int64_t TileUnionWorkspace::bytes() const {
-  return tile_tokens_.bytes() + union_size_.bytes() + union_ids_.bytes() + activations_.bytes() +
-         tile_order_.bytes() + up_items_.bytes() + counts_.bytes();
+  return tile_tokens_.bytes() + mask_.bytes() + union_size_.bytes() + union_ids_.bytes() +
+         activations_.bytes() + tile_order_.bytes() + up_items_.bytes() + counts_.bytes();
 }
 
 std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
@@ -75,6 +77,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   if (problem.tokens == 0) return;
   Tiles tiles{};
   tiles.tokens = workspace.tile_tokens_.data();
+  tiles.mask = workspace.mask_.data();
   tiles.union_size = workspace.union_size_.data();
   tiles.union_ids = workspace.union_ids_.data();
   tiles.activations = workspace.activations_.data();
@@ -92,16 +95,20 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   static_cast<int>(packed.shape.tiles()),
                   packed.shape.slots()};
   const cudaStream_t stream = ctx.stream();
-  TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, stream));
-  TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, stream));
-  TWELL_CUDA_CHECK(launch_schedule(tiles, ctx.multiprocessors(), stream));
-  Gemm gemm{tiles, problem.x, problem.w_up, nullptr, static_cast<int>(problem.width)};
+  const int ctas = ctx.multiprocessors();
+  TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, problem.activity, stream));
+  TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, problem.activity, ctas, stream));
+  Gemm gemm{.tiles = tiles,
+            .x = problem.x,
+            .weight = problem.w_up,
+            .width = static_cast<int>(problem.width)};
   if (problem.w_up != nullptr) {
-    TWELL_CUDA_CHECK(launch_up_sm90(gemm, ctx.multiprocessors(), stream));
+    gemm.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+    TWELL_CUDA_CHECK(launch_up_sm90(gemm, ctas, stream));
   }
   gemm.weight = problem.w_down;
   gemm.y = problem.y;
-  TWELL_CUDA_CHECK(launch_down_sm90(gemm, ctx.multiprocessors(), stream));
+  TWELL_CUDA_CHECK(launch_down_sm90(gemm, ctas, stream));
 }
 
 }  // namespace twell

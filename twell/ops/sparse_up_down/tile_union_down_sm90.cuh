@@ -8,6 +8,7 @@
 
 #include "twell/ops/sparse_up_down/gather_ring_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell::tile_union::down {
@@ -189,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::fence_barrier_init();
   }
   __syncthreads();
+  sm90::wait_for_previous_kernel();
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
     produce(gemm, shared);

@@ -2,12 +2,16 @@
 // Up projection of the tile-union execution, with the gate applied in the epilogue:
 //   activations[tile] *= x[tile tokens] w_up[union]^T, in place.
 // Persistent. An item is 128 tokens by up to 192 neurons of one tile's union.
-//   warpgroup 0     gathers rows of x and w_up, k-step by k-step
+//   warpgroup 0     k-step by k-step, gathers rows of w_up, and has the copy engine read x: the
+//                   tokens of a plain tile follow each other. Those that were set apart are read
+//                   too, which is simpler than not to; their gate is zero here and their y is not
+//                   stored. Rows of x for tiles of heavy rows are gathered.
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
 #pragma once
 
 #include "twell/ops/sparse_up_down/gather_ring_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell::tile_union::up {
@@ -39,14 +43,20 @@ struct Shared {
 
 struct Item {
   int tile, first_block, blocks, size;
-  // {tile, first block, blocks, neurons in the tile's union}
+  bool plain;
+  // {tile, first block, blocks | plain << 8, neurons in the tile's union}
   __device__ static int4 load(const Tiles& tiles, int index) {
     if (index >= tiles.counts->up_items) return int4{-1, 0, 0, 0};
     const int2 item = tiles.up_items[index];
-    return int4{item.x, item.y & 0xffff, item.y >> 16, tiles.union_size[item.x]};
+    const int plain = item.x < tiles.counts->plain_tiles;
+    return int4{item.x, item.y & 0xffff, item.y >> 16 | plain << 8, tiles.union_size[item.x]};
   }
   __device__ explicit Item(int4 item)
-      : tile(item.x), first_block(item.y), blocks(item.z), size(item.w) {}
+      : tile(item.x),
+        first_block(item.y),
+        blocks(item.z & 0xff),
+        size(item.w),
+        plain(item.z >> 8 != 0) {}
   __device__ uint8_t* activations(const Tiles& tiles) const {
     return reinterpret_cast<uint8_t*>(tiles.activations) +
            (int64_t{tile} * tiles.blocks + first_block) * kBlockBytes;
@@ -67,7 +77,7 @@ struct GatherRows {
     const int32_t* ids = gemm.tiles.union_ids + int64_t{item.tile} * gemm.tiles.blocks * kBlock;
 #pragma unroll
     for (int i = 0; i < kTileTokens / 16; ++i) {
-      const int token = tokens[p / 8 + 16 * i];
+      const int token = item.plain ? -1 : tokens[p / 8 + 16 * i];
       x[i] = token < 0 ? kNone : static_cast<uint32_t>(token) * pieces + p % 8;
     }
 #pragma unroll
@@ -78,22 +88,24 @@ struct GatherRows {
   }
 };
 
-__device__ __forceinline__ void gather_step(const Gemm& gemm, const GatherRows& rows, int blocks,
-                                            uint32_t stage, int k) {
+__device__ __forceinline__ void gather_step(const Gemm& gemm, const GatherRows& rows,
+                                            const Item& item, uint32_t stage, int k) {
   const int p = threadIdx.x % kProducers;
   const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
   const uint32_t piece = k * (kTileK / 8);
   const uint32_t dst = stage + p / 8 * 128 + ((p % 8) ^ (p / 8 % 8)) * 16;
   const auto* x = reinterpret_cast<const uint4*>(gemm.x) + piece;
   const auto* w = reinterpret_cast<const uint4*>(gemm.weight) + piece;
+  if (!item.plain) {
 #pragma unroll
-  for (int i = 0; i < kTileTokens / 16; ++i) {
-    const bool valid = inside && rows.x[i] != GatherRows::kNone;
-    sm90::gather16(dst + i * 2048, x + (valid ? rows.x[i] : 0), valid);
+    for (int i = 0; i < kTileTokens / 16; ++i) {
+      const bool valid = inside && rows.x[i] != GatherRows::kNone;
+      sm90::gather16(dst + i * 2048, x + (valid ? rows.x[i] : 0), valid);
+    }
   }
 #pragma unroll
   for (int block = 0; block < kMaxChunkBlocks; ++block) {
-    if (block >= blocks) break;
+    if (block >= item.blocks) break;
 #pragma unroll
     for (int j = 0; j < kBlock / 16; ++j) {
       const int i = block * (kBlock / 16) + j;
@@ -125,8 +137,14 @@ __device__ __forceinline__ void produce(const Gemm& gemm, const Shared& shared) 
     };
     for (int k = 0; k < k_steps; ++k) {
       if (k == kStages) load_gate();
-      const int stage = ring.acquire();
-      gather_step(gemm, rows, item.blocks, shared.ring + stage * kStageBytes, k);
+      const int index_of_stage = ring.acquire();
+      const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
+      if (item.plain && threadIdx.x == 0) {
+        const uint32_t landed = shared.full + index_of_stage * 8;
+        barrier_expect(landed, kBytesX);
+        tensor_load(stage, &gemm.map_x, k * kTileK, item.tile * kTileTokens, landed);
+      }
+      gather_step(gemm, rows, item, stage, k);
       ring.commit();
     }
     if (k_steps <= kStages) load_gate();
@@ -255,8 +273,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::barrier_init(shared.gate_full, 1);
     sm90::barrier_init(shared.gate_empty, kConsumerWarpgroups);
     sm90::fence_barrier_init();
+    sm90::prefetch_tensor_map(&gemm.map_x);
   }
   __syncthreads();
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
     produce(gemm, shared);

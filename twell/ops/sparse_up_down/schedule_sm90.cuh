@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The work lists of the two GEMMs of the tile-union execution.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "twell/format/activity_cuda.h"
+#include "twell/ops/sparse_up_down/tile_union.h"
+
+namespace twell::tile_union {
+
+// Exclusive prefix sum over the CTA; `total` receives the sum. scratch: an int per warp.
+template <int Threads>
+__device__ int block_scan(int value, int* scratch, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int through = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, through, step);
+    if (lane >= step) through += other;
+  }
+  __syncthreads();
+  if (lane == 31) scratch[warp] = through;
+  __syncthreads();
+  int sum = lane < Threads / 32 ? scratch[lane] : 0;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  total = __shfl_sync(~0u, sum, 31);
+  const int before = __shfl_sync(~0u, sum, max(warp - 1, 0));
+  return through - value + (warp > 0 ? before : 0);
+}
+
+__device__ __forceinline__ int tile_blocks(const Tiles& tiles, int tile) {
+  return (tiles.union_size[tile] + kBlock - 1) / kBlock;
+}
+
+// Blocks per up item that finish first: rounds of items over the CTAs, each item costing what its
+// k-steps read, 128 rows of x and 64 of w_up per block.
+template <int Threads>
+__device__ int best_chunk(const Tiles& tiles, int count, int ctas, int* scratch) {
+  int best = kMaxChunkBlocks, best_cost = INT_MAX;
+  for (int chunk = kMaxChunkBlocks; chunk >= kMaxChunkBlocks - 1; --chunk) {
+    int items = 0;
+    for (int tile = threadIdx.x; tile < count; tile += Threads) {
+      items += (tile_blocks(tiles, tile) + chunk - 1) / chunk;
+    }
+    int total;
+    block_scan<Threads>(items, scratch, total);
+    const int cost = (total + ctas - 1) / ctas * (kTileTokens / kBlock + chunk);
+    if (cost < best_cost) {
+      best = chunk;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// By one CTA. Counting sort of the tiles by blocks, largest first, so that the last wave of the
+// persistent GEMMs is made of small items; then each tile is cut into near-equal chunks.
+// buckets: [blocks + 1] in shared memory, by falling size.
+template <int Threads>
+__device__ void make_schedule(const Tiles& tiles, int ctas, uint32_t* buckets,
+                              ActivityCuda* activity) {
+  __shared__ int scratch[Threads / 32];
+  const int count = tiles.counts->tiles;
+  for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u);
+  }
+  __syncthreads();
+  int base = 0;
+  for (int first = 0; first <= tiles.blocks; first += Threads) {
+    const int i = first + threadIdx.x;
+    const int value = i <= tiles.blocks ? static_cast<int>(buckets[i]) : 0;
+    int total;
+    const int before = block_scan<Threads>(value, scratch, total);
+    if (i <= tiles.blocks) buckets[i] = base + before;
+    base += total;
+  }
+  __syncthreads();
+  // The order within a bucket is arbitrary: it decides who computes a tile, not its result.
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    tiles.order[atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u)] = tile;
+  }
+  __syncthreads();
+  const int chunk_blocks = best_chunk<Threads>(tiles, count, ctas, scratch);
+  int items = 0;
+  for (int first = 0; first < count; first += Threads) {
+    const int i = first + threadIdx.x;
+    const int tile = i < count ? tiles.order[i] : 0;
+    const int blocks = i < count ? tile_blocks(tiles, tile) : 0;
+    const int chunks = (blocks + chunk_blocks - 1) / chunk_blocks;
+    int total;
+    const int at = items + block_scan<Threads>(chunks, scratch, total);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+      tiles.up_items[at + chunk] = int2{tile, begin | (end - begin) << 16};
+    }
+    items += total;
+  }
+  if (activity != nullptr) {
+    unsigned long long sum = 0;
+    for (int tile = threadIdx.x; tile < count; tile += Threads) sum += tiles.union_size[tile];
+    if (sum > 0) atomicAdd(&activity->union_neurons, sum);
+    if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+  }
+  if (threadIdx.x == 0) tiles.counts->up_items = items;
+}
+
+}  // namespace twell::tile_union
