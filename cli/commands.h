@@ -12,6 +12,7 @@ void add_eval_command(CLI::App& app, CommonOptions& common);
 void add_inspect_command(CLI::App& app, CommonOptions& common);
 void add_bench_command(CLI::App& app, CommonOptions& common);
 void add_report_command(CLI::App& app, CommonOptions& common);
+void add_convert_command(CLI::App& app, CommonOptions& common);
 void add_tokenize_command(CLI::App& app, CommonOptions& common);
 void add_doctor_command(CLI::App& app, CommonOptions& common);
 

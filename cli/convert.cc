@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell convert: a checkpoint folder in another layout or type.
+#include <fmt/core.h>
+
+#include <chrono>
+#include <memory>
+
+#include "cli/commands.h"
+#include "twell/base/error.h"
+#include "twell/model/convert.h"
+#include "twell/train/metrics.h"
+
+namespace twell::cli {
+namespace {
+
+struct ConvertArguments {
+  std::string layout = "keep";
+  std::string dtype = "keep";
+};
+
+std::optional<DType> parse_dtype(const std::string& name) {
+  if (name == "f32") return DType::kF32;
+  if (name == "bf16") return DType::kBF16;
+  if (name == "f16") return DType::kF16;
+  return std::nullopt;
+}
+
+int run_convert(const CommonOptions& common, const ConvertArguments& arguments) {
+  TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
+  const auto start = std::chrono::steady_clock::now();
+  const ConvertResult result = convert_checkpoint(
+      common.checkpoint, common.out,
+      {.layout = parse_checkpoint_layout(arguments.layout), .dtype = parse_dtype(arguments.dtype)});
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  for (const std::string& note : result.notes) fmt::print("note: {}\n", note);
+  const double bytes = static_cast<double>(result.bytes);
+  fmt::print("{}: {} files, {}, {}/s\n", common.out.string(), result.files, format_bytes(bytes),
+             format_bytes(bytes / seconds.count()));
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_convert_command(CLI::App& app, CommonOptions& common) {
+  auto arguments = std::make_shared<ConvertArguments>();
+  CLI::App& command = add_command(app, common, "convert", "Write a checkpoint in another layout",
+                                  [&common, arguments] { return run_convert(common, *arguments); });
+  add_checkpoint_option(command, common);
+  add_out_option(command, common, "New folder to write");
+  command
+      .add_option(
+          "--layout", arguments->layout,
+          "keep; hf: what transformers opens without code of its own; sparse: as the sparse "
+          "ReLU models were published")
+      ->check(CLI::IsMember({"keep", "hf", "sparse"}).description(""))
+      ->type_name("keep|hf|sparse")
+      ->capture_default_str();
+  command.add_option("--dtype", arguments->dtype, "Type of the weights")
+      ->check(CLI::IsMember({"keep", "f32", "bf16", "f16"}).description(""))
+      ->type_name("keep|f32|bf16|f16")
+      ->capture_default_str();
+  command.footer(
+      "What does not change is copied byte for byte: tensors, keys, tokenizer and templates.\n\n"
+      "Example:\n  twell convert --checkpoint SparseLM0.5B --layout hf --out sparse-hf");
+}
+
+}  // namespace twell::cli
