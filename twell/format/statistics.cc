@@ -89,19 +89,36 @@ int64_t overflowing_tiles(const Pattern& pattern, int64_t tile, int64_t compress
   return std::accumulate(histogram.begin() + tile / compression, histogram.end(), int64_t{0});
 }
 
-double mean_union(const Pattern& pattern, int64_t tokens) {
+namespace {
+
+// Of every tile of rows, the last of which may have fewer.
+std::vector<int64_t> tile_unions(const Pattern& pattern, int64_t tokens) {
   TWELL_CHECK(tokens > 0, "a union needs at least one token, got {}", tokens);
-  if (pattern.rows() == 0) return 0.0;
+  std::vector<int64_t> sizes(static_cast<size_t>((pattern.rows() + tokens - 1) / tokens), 0);
   std::vector<int64_t> last_tile(static_cast<size_t>(pattern.cols), -1);
-  int64_t total = 0;
   for (int64_t m = 0; m < pattern.rows(); ++m) {
+    const int64_t tile = m / tokens;
     for (const uint32_t column : pattern.row(m)) {
-      total += last_tile[column] != m / tokens;
-      last_tile[column] = m / tokens;
+      sizes[static_cast<size_t>(tile)] += last_tile[column] != tile;
+      last_tile[column] = tile;
     }
   }
-  const int64_t tiles = (pattern.rows() + tokens - 1) / tokens;
-  return static_cast<double>(total) / static_cast<double>(tiles);
+  return sizes;
+}
+
+}  // namespace
+
+std::vector<int64_t> union_sizes(const Pattern& pattern, int64_t tokens) {
+  std::vector<int64_t> sizes = tile_unions(pattern, tokens);
+  sizes.resize(static_cast<size_t>(pattern.rows() / tokens));
+  return sizes;
+}
+
+double mean_union(const Pattern& pattern, int64_t tokens) {
+  const std::vector<int64_t> sizes = tile_unions(pattern, tokens);
+  if (sizes.empty()) return 0.0;
+  const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  return static_cast<double>(total) / static_cast<double>(sizes.size());
 }
 
 std::vector<int64_t> column_counts(const Pattern& pattern) {

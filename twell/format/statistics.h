@@ -47,7 +47,9 @@ std::vector<int64_t> tile_histogram(const Pattern& pattern, int64_t tile);
 // (row, tile) pairs that overflow a TwELL of this shape's tile and compression.
 int64_t overflowing_tiles(const Pattern& pattern, int64_t tile, int64_t compression);
 
-// Mean number of different columns active in `tokens` consecutive rows.
+// Number of different columns active in each whole tile of `tokens` consecutive rows.
+std::vector<int64_t> union_sizes(const Pattern& pattern, int64_t tokens);
+// Their mean, a last tile that is not whole counting as one.
 double mean_union(const Pattern& pattern, int64_t tokens);
 
 // [F] rows in which each column is active; a dead neuron has 0.

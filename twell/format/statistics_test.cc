@@ -37,6 +37,10 @@ TEST(Statistics, UnionsOfTokens) {
   EXPECT_DOUBLE_EQ(mean_union(example(), 2), 3.5);
   EXPECT_DOUBLE_EQ(mean_union(example(), 3), 3.5);  // {1, 2, 8} and {0, 1, 2, 3}
   EXPECT_DOUBLE_EQ(mean_union(example(), 64), 5.0);
+  EXPECT_EQ(union_sizes(example(), 1), (std::vector<int64_t>{3, 0, 1, 4}));
+  EXPECT_EQ(union_sizes(example(), 2), (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(union_sizes(example(), 3), (std::vector<int64_t>{3}));  // the fourth row is left out
+  EXPECT_TRUE(union_sizes(example(), 64).empty());
 }
 
 TEST(Statistics, Columns) {

@@ -50,6 +50,7 @@ Evaluator::Evaluator(Context& ctx, const Model& model, const EvaluateOptions& op
       length_(options.length == 0 ? model.config.context : options.length),
       stride_(options.stride == 0 ? length_ : options.stride),
       batch_tokens_(options.batch_tokens),
+      profiler_(options.profiler),
       state_(model.config, options.ffn) {
   TWELL_REQUIRE(length_ >= 1 && length_ <= model.config.context,
                 "the window must be 1 to {} tokens (the model's context), got {}",
@@ -89,8 +90,14 @@ void Evaluator::run_batch() {
   const MatrixF hidden = scratch.matrix<float>(tokens, model_.config.width);
   std::vector<std::vector<int32_t>> row_nnz(result_.layers.size());
   for (auto& layer : row_nnz) layer.resize(inputs_.size());
-  forward(ctx_, model_, state_,
-          {.ids = inputs_, .sequences = windows_, .hidden = hidden, .row_nnz = &row_nnz});
+  Forward problem{.ids = inputs_, .sequences = windows_, .hidden = hidden, .row_nnz = &row_nnz};
+  if (profiler_ != nullptr) {
+    profiler_->begin_batch(inputs_, windows_, targets_);
+    problem.on_ffn_input = [this](int64_t layer, ConstMatrixF x) {
+      profiler_->add_layer(layer, x);
+    };
+  }
+  forward(ctx_, model_, state_, problem);
   const CrossEntropyResult loss =
       cross_entropy(ctx_, {.x = hidden, .weight = model_.weights.head, .targets = targets_});
   result_.loss_sum += loss.loss_sum;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "twell/base/context.h"
+#include "twell/infer/activity_profile.h"
 #include "twell/model/forward.h"
 #include "twell/model/weights.h"
 
@@ -19,6 +20,7 @@ struct EvaluateOptions {
   int64_t stride = 0;
   int64_t batch_tokens = 2048;  // tokens that go through the layers together, at least one window
   FfnPolicy ffn = FfnPolicy::kAuto;
+  ActivityProfiler* profiler = nullptr;  // when given, sees every batch
 };
 
 // Active neurons per token of one layer, as a histogram.
@@ -60,6 +62,7 @@ class Evaluator {
   Context& ctx_;
   const Model& model_;
   int64_t length_, stride_, batch_tokens_;
+  ActivityProfiler* profiler_;
   ForwardState state_;
   std::vector<int32_t> inputs_;
   std::vector<int32_t> targets_;  // -1: seen as context, scored elsewhere

@@ -170,6 +170,7 @@ class Pass {
   }
 
   void feed_forward(int64_t layer, const FfnWeights& weights) {
+    if (problem_.on_ffn_input) problem_.on_ffn_input(layer, normed_);
     std::span<int32_t> row_nnz;
     if (problem_.row_nnz != nullptr) {
       row_nnz = (*problem_.row_nnz)[static_cast<size_t>(layer)];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -35,6 +36,8 @@ struct Forward {
   MatrixF hidden;                              // [M, D] out: after the final norm, before the head
   // When given, [L][M]: active FFN neurons per layer and token.
   std::vector<std::vector<int32_t>>* row_nnz = nullptr;
+  // When given, called with the input [M, D] of each layer's FFN before the FFN runs.
+  std::function<void(int64_t layer, ConstMatrixF x)> on_ffn_input;
 };
 // InputError when a sequence would pass the context or the cache's capacity.
 void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem);

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/activity_profile.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "twell/base/error.h"
+#include "twell/infer/evaluate.h"
+#include "twell/infer/test_model.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 61;
+
+// Neurons that fire, one dot product at a time: [token][...].
+std::vector<std::set<int64_t>> fired(const FfnWeights& weights, ConstMatrixF x) {
+  std::vector<std::set<int64_t>> out(static_cast<size_t>(x.rows));
+  for (int64_t m = 0; m < x.rows; ++m) {
+    for (int64_t n = 0; n < weights.ffn(); ++n) {
+      double sum = 0.0;
+      for (int64_t d = 0; d < x.cols; ++d) {
+        sum += static_cast<double>(x(m, d)) * weights.firing()(n, d);
+      }
+      if (sum > 0.0) out[static_cast<size_t>(m)].insert(n);
+    }
+  }
+  return out;
+}
+
+class ActivityProfileTest : public testing::Test {
+ protected:
+  // Two sequences; x is what both layers see.
+  void SetUp() override {
+    for (int64_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>((i * 7919) % 23) - 11.0f;
+    profiler_.begin_batch(ids_, sequences_, ids_);
+    for (int64_t layer = 0; layer < 2; ++layer) profiler_.add_layer(layer, x());
+  }
+  ConstMatrixF x() const { return x_.matrix(200, 32); }
+
+  Context ctx_{2};
+  std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
+  std::vector<int32_t> ids_ = random_ids(200, kVocab, 4);
+  std::vector<ForwardSequence> sequences_ = {
+      {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 8}};
+  Buffer<float> x_{200 * 32};
+  ActivityProfiler profiler_{ctx_, *model_};
+};
+
+TEST_F(ActivityProfileTest, CountsWhatFires) {
+  const ActivityProfile& profile = profiler_.profile();
+  EXPECT_EQ(profile.tokens, 200);
+  std::vector<TokenActivity> by_token(kVocab);
+  for (size_t layer = 0; layer < 2; ++layer) {
+    const auto expected = fired(model_->weights.layers[layer].ffn, x());
+    const LayerProfile& got = profile.layers[layer];
+    std::vector<int64_t> counts(96, 0), at(48, 0);
+    std::set<int64_t> first_64, first_128, second_64, third_64;
+    for (size_t m = 0; m < 200; ++m) {
+      for (const int64_t n : expected[m]) {
+        ++counts[static_cast<size_t>(n)];
+        if (m < 128) first_128.insert(n);
+        if (m < 64) first_64.insert(n);
+        if (m >= 64 && m < 128) second_64.insert(n);
+        if (m >= 128 && m < 192) third_64.insert(n);
+      }
+      at[m % 48] += std::ssize(expected[m]);
+      by_token[static_cast<size_t>(ids_[m])].nnz += std::ssize(expected[m]);
+      by_token[static_cast<size_t>(ids_[m])].seen += layer == 0;
+    }
+    EXPECT_EQ(got.fired, counts);
+    EXPECT_EQ(got.never_fired(), std::count(counts.begin(), counts.end(), 0));
+    EXPECT_EQ(got.nnz_at, at);
+    EXPECT_EQ(got.tiles_64, 3);
+    EXPECT_EQ(got.tiles_128, 1);
+    EXPECT_EQ(got.union_64, std::ssize(first_64) + std::ssize(second_64) + std::ssize(third_64));
+    EXPECT_EQ(got.union_128, std::ssize(first_128));
+    EXPECT_EQ(got.decode.runs[0] + got.decode.runs[1] + got.decode.runs[2], 200);
+    EXPECT_EQ(got.prompt.runs[0] + got.prompt.runs[1] + got.prompt.runs[2], 1);
+  }
+  for (int32_t id = 0; id < kVocab; ++id) {
+    EXPECT_EQ(profile.by_token[static_cast<size_t>(id)].seen,
+              by_token[static_cast<size_t>(id)].seen);
+    EXPECT_EQ(profile.by_token[static_cast<size_t>(id)].nnz, by_token[static_cast<size_t>(id)].nnz);
+  }
+}
+
+TEST_F(ActivityProfileTest, PositionsDouble) {
+  const std::vector<PositionRange> ranges = profiler_.profile().positions();
+  ASSERT_EQ(ranges.size(), 7u);  // 0, 1, 2-3, 4-7, 8-15, 16-31, 32-47
+  EXPECT_EQ(ranges[0].last, 0);
+  EXPECT_EQ(ranges[2].first, 2);
+  EXPECT_EQ(ranges[2].last, 3);
+  EXPECT_EQ(ranges[6].last, 47);
+  EXPECT_EQ(ranges[0].tokens, 5);
+  EXPECT_EQ(ranges[4].tokens, 4 * 8);
+  const std::vector<int64_t>& at = profiler_.profile().layers[1].nnz_at;
+  EXPECT_DOUBLE_EQ(ranges[2].nnz[1], static_cast<double>(at[2] + at[3]) / 10.0);
+}
+
+TEST_F(ActivityProfileTest, ExtremeTokens) {
+  const ActivityProfile& profile = profiler_.profile();
+  const std::vector<int32_t> most = profile.extreme_tokens(4, true);
+  const std::vector<int32_t> least = profile.extreme_tokens(4, false);
+  ASSERT_EQ(most.size(), 4u);
+  for (size_t i = 1; i < 4; ++i) {
+    EXPECT_GE(profile.nnz_of(most[i - 1]), profile.nnz_of(most[i]));
+    EXPECT_LE(profile.nnz_of(least[i - 1]), profile.nnz_of(least[i]));
+  }
+  for (const int32_t id : most) EXPECT_GE(profile.by_token[static_cast<size_t>(id)].seen, 5);
+  EXPECT_GT(profile.nnz_of(most[0]), profile.nnz_of(least[0]));
+  // More than were seen often: all that were seen.
+  EXPECT_EQ(std::ssize(profile.extreme_tokens(1000, true)),
+            std::count_if(profile.by_token.begin(), profile.by_token.end(),
+                          [](const TokenActivity& token) { return token.seen > 0; }));
+}
+
+TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
+  Context ctx(2);
+  auto model = test_model(ctx, kVocab);
+  Buffer<float> x(64 * 32);
+  for (float& value : x.span()) value = 1.0f;
+  std::vector<double> speedups;
+  for (const int64_t active : {96, 8, 1}) {
+    for (int64_t layer = 0; layer < 2; ++layer) {
+      const FfnWeights& weights = model->weights.layers[static_cast<size_t>(layer)].ffn;
+      auto* gate = const_cast<float*>(weights.w_gate.data);
+      for (int64_t i = 0; i < 96 * 32; ++i) gate[i] = i / 32 < active ? 1.0f : -1.0f;
+    }
+    ActivityProfiler profiler(ctx, *model);
+    const std::vector<int32_t> ids(64, 3);
+    const std::vector<ForwardSequence> sequences = {{.tokens = 32}, {.tokens = 32}};
+    profiler.begin_batch(ids, sequences, ids);
+    profiler.add_layer(0, x.matrix(64, 32));
+    profiler.add_layer(1, x.matrix(64, 32));
+    const ActivityProfile& profile = profiler.profile();
+    EXPECT_EQ(profile.layers[0].never_fired(), 96 - active);
+    EXPECT_DOUBLE_EQ(profile.layers[0].mean_union_64(), static_cast<double>(active));
+    EXPECT_DOUBLE_EQ(profile.layers[0].mean_union_128(), 0.0);
+    EXPECT_DOUBLE_EQ(profile.nnz_of(3), static_cast<double>(active));
+    speedups.push_back(profile.prompt().speedup());
+    EXPECT_EQ(profile.prompt().execution() == FfnExecution::kDense, active == 96);
+    EXPECT_EQ(profile.decode().execution() == FfnExecution::kDense, active == 96);
+  }
+  EXPECT_DOUBLE_EQ(speedups[0], 1.0);
+  EXPECT_GT(speedups[1], 1.2);
+  EXPECT_GT(speedups[2], speedups[1]);
+  // The gate projection, a third of a gated layer, is always run.
+  EXPECT_LT(speedups[2], 3.0);
+}
+
+TEST(ActivityProfile, SeesWhatTheEvaluatorRuns) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  ActivityProfiler profiler(ctx, *model);
+  Evaluator evaluator(ctx, *model, {.batch_tokens = 100, .profiler = &profiler});
+  evaluator.add(random_ids(130, kVocab, 9));
+  evaluator.add(random_ids(20, kVocab, 10));
+  const Evaluation& result = evaluator.finish();
+  EXPECT_EQ(profiler.profile().tokens, result.tokens);
+  for (size_t layer = 0; layer < 2; ++layer) {
+    int64_t nnz = 0;
+    for (const int64_t count : profiler.profile().layers[layer].fired) nnz += count;
+    EXPECT_NEAR(static_cast<double>(nnz) / static_cast<double>(result.tokens),
+                result.layers[layer].mean(), 1e-9);
+  }
+}
+
+TEST(ActivityProfile, RefusesActivationsWithoutZeros) {
+  Context ctx(1);
+  auto model = test_model(ctx, kVocab);
+  model->config.activation = Activation::kSilu;
+  EXPECT_THROW(ActivityProfiler(ctx, *model), InputError);
+}
+
+}  // namespace
+}  // namespace twell
