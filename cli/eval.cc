@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell eval: cross-entropy, perplexity and bits per byte of a model on a text.
+// twell eval: cross-entropy, perplexity and bits per byte of a model on a text, or its accuracy on
+// multiple-choice tasks.
 #include <fmt/core.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/eval_tasks.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
 #include "twell/infer/evaluate.h"
@@ -18,6 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct EvalArguments {
+  EvalTasksArguments tasks;
   EvaluateOptions evaluate;
   TextOptions text;
   int64_t max_tokens = 0;
@@ -26,6 +29,11 @@ struct EvalArguments {
 };
 
 int run_eval(const CommonOptions& common, EvalArguments& arguments) {
+  if (!arguments.tasks.tasks.empty()) {
+    arguments.tasks.json = arguments.json;
+    arguments.tasks.run.ffn = arguments.ffn;
+    return run_eval_tasks(common, arguments.tasks);
+  }
   arguments.evaluate.ffn = parse_ffn_policy(arguments.ffn);
   Context ctx(common.threads);
   const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
@@ -77,8 +85,9 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
 
 void add_eval_command(CLI::App& app, CommonOptions& common) {
   auto arguments = std::make_shared<EvalArguments>();
-  CLI::App& command = add_command(app, common, "eval", "Cross-entropy of a model on a text",
-                                  [&common, arguments] { return run_eval(common, *arguments); });
+  CLI::App& command =
+      add_command(app, common, "eval", "Cross-entropy of a model on a text, or accuracy on tasks",
+                  [&common, arguments] { return run_eval(common, *arguments); });
   add_checkpoint_option(command, common);
   add_text_options(command, common, arguments->text);
   command
@@ -101,10 +110,15 @@ void add_eval_command(CLI::App& app, CommonOptions& common) {
       ->type_name("NAME")
       ->capture_default_str();
   command.add_flag("--json", arguments->json, "Print one JSON object");
+  add_eval_tasks_options(command, common, arguments->tasks);
   add_compute_options(command, common);
   command.footer(
       "Bits per byte count the text's own bytes, so that models with different tokenizers "
-      "compare.\n\nExample:\n  twell eval --checkpoint runs/first/checkpoint --data book.txt");
+      "compare. Accuracies\nare made as lm-evaluation-harness makes them, without examples in the "
+      "prompt.\n\nExamples:\n"
+      "  twell eval --checkpoint runs/first/checkpoint --data book.txt\n"
+      "  twell eval --checkpoint runs/first/checkpoint --tasks piqa,winogrande --task-data tasks "
+      "--out scores");
 }
 
 }  // namespace twell::cli

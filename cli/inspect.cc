@@ -2,32 +2,30 @@
 // twell inspect: what is in a checkpoint, whether it is healthy, and how sparse it is on a text.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/inspection.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
-#include "twell/infer/evaluate.h"
+#include "twell/base/file.h"
 #include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {
 
+constexpr int64_t kTokensShown = 12;
+
 struct InspectArguments {
   TextOptions text;
   int64_t max_tokens = 65536;
   bool tensors = false;
-  bool json = false;
-};
-
-struct TensorHealth {
-  std::string name;
-  int64_t rows = 0, cols = 0;
-  int64_t not_finite = 0;
-  double rms = 0.0;
-  double max_abs = 0.0;
+  CLI::Option* json = nullptr;  // given without a file: print
+  std::filesystem::path json_file;
+  std::filesystem::path html_file;
 };
 
 TensorHealth tensor_health(const Model& model, const ParamSpec& spec) {
@@ -46,24 +44,37 @@ TensorHealth tensor_health(const Model& model, const ParamSpec& spec) {
   return health;
 }
 
-struct Inspection {
-  ModelConfig config;
-  std::vector<TensorHealth> tensors;
-  int64_t damaged_tensors = 0;
-  Evaluation evaluation;  // without layers when no text was given
-};
+// The token in quotes, with escapes for what would not show in one line.
+std::string quoted(std::string_view bytes) {
+  return nlohmann::json(bytes).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::vector<TokenRow> token_rows(const ActivityProfile& profile, const Tokenizer& tokenizer,
+                                 bool most) {
+  std::vector<TokenRow> rows;
+  for (const int32_t id : profile.extreme_tokens(kTokensShown, most)) {
+    // A text of shards may hold ids that the tokenizer has no token for.
+    const bool known = id < tokenizer.vocab_size();
+    rows.push_back({id, known ? quoted(tokenizer.token_bytes(id)) : fmt::format("#{}", id),
+                    profile.by_token[static_cast<size_t>(id)].seen, profile.nnz_of(id)});
+  }
+  return rows;
+}
 
 Inspection inspect(const CommonOptions& common, const InspectArguments& arguments) {
   Context ctx(common.threads);
   const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
   Inspection result;
+  result.checkpoint = common.checkpoint.string();
   result.config = loaded.model->config;
   for (const ParamSpec& spec : loaded.model->table) {
     result.tensors.push_back(tensor_health(*loaded.model, spec));
     if (result.tensors.back().not_finite > 0) ++result.damaged_tensors;
   }
   if (common.data.empty() && arguments.text.shards.empty()) return result;
-  Evaluator evaluator(ctx, *loaded.model, {});
+  std::optional<ActivityProfiler> profiler;
+  if (result.config.activation == Activation::kRelu) profiler.emplace(ctx, *loaded.model);
+  Evaluator evaluator(ctx, *loaded.model, {.profiler = profiler ? &*profiler : nullptr});
   for_each_piece(common, arguments.text, loaded.tokenizer, arguments.max_tokens,
                  [&](const TextPiece& piece) {
                    evaluator.add(piece.ids);
@@ -71,86 +82,27 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
                  });
   result.evaluation = evaluator.finish();
   TWELL_REQUIRE(result.evaluation.tokens > 0, "the text is empty: nothing to measure sparsity on");
+  if (profiler) {
+    result.profile = profiler->profile();
+    result.most_active = token_rows(*result.profile, loaded.tokenizer, true);
+    result.least_active = token_rows(*result.profile, loaded.tokenizer, false);
+  }
   return result;
-}
-
-nlohmann::json to_json(const Inspection& inspection) {
-  nlohmann::json json = {{"config", config_to_json(inspection.config)},
-                         {"parameters", inspection.config.parameter_count()},
-                         {"damaged_tensors", inspection.damaged_tensors}};
-  for (const TensorHealth& tensor : inspection.tensors) {
-    json["tensors"].push_back({{"name", tensor.name},
-                               {"shape", {tensor.rows, tensor.cols}},
-                               {"rms", tensor.rms},
-                               {"max_abs", tensor.max_abs},
-                               {"not_finite", tensor.not_finite}});
-  }
-  if (inspection.evaluation.tokens > 0) {
-    json["tokens"] = inspection.evaluation.tokens;
-    json["cross_entropy"] = inspection.evaluation.cross_entropy();
-    for (const LayerActivity& layer : inspection.evaluation.layers) {
-      json["layers"].push_back({{"nnz_mean", layer.mean()},
-                                {"nnz_p50", layer.quantile(0.5)},
-                                {"nnz_p99", layer.quantile(0.99)},
-                                {"nnz_max", layer.max()}});
-    }
-  }
-  return json;
-}
-
-void print_config(const ModelConfig& config) {
-  fmt::print("parameters   {:.2f} M\n", static_cast<double>(config.parameter_count()) * 1e-6);
-  fmt::print("layers       {}\n", config.layers);
-  fmt::print("width        {}\n", config.width);
-  fmt::print("ffn          {} ({})\n", config.ffn, config.gated ? "gated" : "not gated");
-  fmt::print("heads        {} of {}, {} for keys and values\n", config.heads, config.head_dim,
-             config.kv_heads);
-  fmt::print("vocabulary   {} ({} embeddings)\n", config.vocab_size,
-             config.tied_embeddings ? "tied" : "untied");
-  fmt::print("context      {}\n", config.context);
-}
-
-void print_tensors(const std::vector<TensorHealth>& tensors) {
-  fmt::print("\n{:<48} {:>14} {:>11} {:>11} {:>10}\n", "tensor", "shape", "rms", "max |x|",
-             "not finite");
-  for (const TensorHealth& tensor : tensors) {
-    fmt::print("{:<48} {:>14} {:>11.4e} {:>11.4e} {:>10}\n", tensor.name,
-               fmt::format("{}x{}", tensor.rows, tensor.cols), tensor.rms, tensor.max_abs,
-               tensor.not_finite);
-  }
-}
-
-void print_layers(const Evaluation& evaluation, int64_t ffn) {
-  fmt::print("\nactive FFN neurons per token, of {}, over {} tokens (CE {:.4f})\n", ffn,
-             evaluation.tokens, evaluation.cross_entropy());
-  fmt::print("{:>5} {:>9} {:>8} {:>7} {:>7} {:>7}\n", "layer", "mean", "density", "p50", "p99",
-             "max");
-  double mean = 0.0;
-  for (size_t i = 0; i < evaluation.layers.size(); ++i) {
-    const LayerActivity& layer = evaluation.layers[i];
-    mean += layer.mean() / static_cast<double>(evaluation.layers.size());
-    fmt::print("{:>5} {:>9.1f} {:>7.2f}% {:>7} {:>7} {:>7}\n", i, layer.mean(),
-               100.0 * layer.mean() / static_cast<double>(ffn), layer.quantile(0.5),
-               layer.quantile(0.99), layer.max());
-  }
-  fmt::print("{:>5} {:>9.1f} {:>7.2f}%\n", "all", mean, 100.0 * mean / static_cast<double>(ffn));
 }
 
 int run_inspect(const CommonOptions& common, const InspectArguments& arguments) {
   const Inspection inspection = inspect(common, arguments);
-  if (arguments.json) {
-    fmt::print("{}\n", to_json(inspection).dump());
+  const bool json = arguments.json->count() > 0;
+  if (json && arguments.json_file.empty()) {
+    fmt::print("{}\n", inspection_json(inspection).dump());
   } else {
-    print_config(inspection.config);
-    fmt::print("health       {}\n",
-               inspection.damaged_tensors == 0
-                   ? std::string("every weight is a finite number")
-                   : fmt::format("{} of {} tensors hold NaN or infinity",
-                                 inspection.damaged_tensors, inspection.tensors.size()));
-    if (arguments.tensors || inspection.damaged_tensors > 0) print_tensors(inspection.tensors);
-    if (inspection.evaluation.tokens > 0) {
-      print_layers(inspection.evaluation, inspection.config.ffn);
-    }
+    print_inspection(inspection, arguments.tensors);
+  }
+  if (!arguments.json_file.empty()) {
+    write_file_atomic(arguments.json_file, inspection_json(inspection).dump(1) + "\n");
+  }
+  if (!arguments.html_file.empty()) {
+    write_file_atomic(arguments.html_file, inspection_html(inspection));
   }
   TWELL_REQUIRE(inspection.damaged_tensors == 0,
                 "{}: {} tensors hold values that are not finite numbers; use an earlier checkpoint",
@@ -173,11 +125,17 @@ void add_inspect_command(CLI::App& app, CommonOptions& common) {
       ->type_name("N")
       ->capture_default_str();
   command.add_flag("--tensors", arguments->tensors, "List every tensor");
-  command.add_flag("--json", arguments->json, "Print one JSON object");
+  arguments->json =
+      command
+          .add_option("--json", arguments->json_file,
+                      "Write everything as one JSON object into FILE; without FILE, print it")
+          ->type_name("[FILE]")
+          ->expected(0, 1);
+  command.add_option("--html", arguments->html_file, "Write a page with plots")->type_name("FILE");
   add_compute_options(command, common);
   command.footer(
       "Sparsity is measured when a text is given (--data or --shards).\n\nExample:\n"
-      "  twell inspect --checkpoint runs/first/checkpoint --data book.txt");
+      "  twell inspect --checkpoint runs/first/checkpoint --data book.txt --html inspect.html");
 }
 
 }  // namespace twell::cli

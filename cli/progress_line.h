@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Progress on stdout: one live line on a terminal, elsewhere a line every few seconds.
+// Progress on stdout, or on stderr where stdout is for results: one live line on a terminal,
+// elsewhere a line every few seconds.
 #pragma once
 
 #include <chrono>
+#include <cstdio>
 #include <string>
 #include <string_view>
 
@@ -12,7 +14,7 @@ namespace twell::cli {
 
 class ProgressLine {
  public:
-  explicit ProgressLine(double plain_interval_seconds);
+  explicit ProgressLine(double plain_interval_seconds, std::FILE* stream = stdout);
   ~ProgressLine() { finish(); }
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
@@ -22,11 +24,12 @@ class ProgressLine {
   void finish();  // ends a live line
   // A line of its own, above the live one.
   void print(std::string_view line);
-  // Info to stdout, warnings to stderr.
+  // Info to the stream, warnings to stderr.
   LogSink log_sink();
 
  private:
   void clear();
+  std::FILE* stream_;
   bool terminal_;
   std::chrono::duration<double> interval_;
   std::chrono::steady_clock::time_point next_{};

@@ -135,8 +135,8 @@ TEST_F(TasksGolden, ScoresOfSomethingElseAreRefused) {
   const TaskData items = data(task);
   const fs::path out = folder_.path();
   ASSERT_TRUE(runner({.out = out}).run(task, items).has_value());
-  EXPECT_THAT([&] { runner({.out = out, .begin_token = true}).run(task, items); },
-              ThrowsMessage<InputError>(HasSubstr("scores of another bos (false, now true)")));
+  EXPECT_THAT([&] { runner({.out = out, .begin_token = false}).run(task, items); },
+              ThrowsMessage<InputError>(HasSubstr("scores of another bos (true, now false)")));
   TaskData fewer = load_task(task, golden() / "data", 2);
   EXPECT_THAT([&] { runner({.out = out}).run(task, fewer); },
               ThrowsMessage<InputError>(HasSubstr("another items")));

@@ -102,7 +102,9 @@ TEST(ChoiceEncoder, EmptyContextAndTooLongOnes) {
   EXPECT_THROW(of("aaaa", std::string(25, 'b')), InputError);
   EXPECT_THROW(of("a", ""), InputError);
   EXPECT_THROW(of(" ", "b"), InputError);
-  EXPECT_THROW(ChoiceEncoder(tokenizer, model, true), InputError);  // no begin token
+  // This tokenizer's template has no begin token.
+  EXPECT_EQ(ChoiceEncoder(tokenizer, model, true).encode(item({{"a", "b"}}), "f")[0].context.size(),
+            1u);
 }
 
 TEST(ContinuationScores, EqualWholeForwardsOneByOne) {

@@ -27,17 +27,14 @@ int64_t ChoiceGroup::tokens() const {
 ChoiceEncoder::ChoiceEncoder(const Tokenizer& tokenizer, const ModelConfig& config,
                              bool begin_token)
     : tokenizer_(tokenizer),
-      max_tokens_(config.context),
-      begin_token_(begin_token),
-      prefix_(prefix_token(tokenizer, config)) {
-  TWELL_REQUIRE(!begin_token || tokenizer.bos_token() >= 0,
-                "--bos: the tokenizer has no token that texts begin with");
-}
+      max_tokens_(config.max_sequence()),
+      begin_(begin_token ? tokenizer.bos_token() : -1),
+      prefix_(prefix_token(tokenizer, config)) {}
 
 ChoiceEncoder::Pair ChoiceEncoder::encode_pair(const TaskChoice& choice) const {
   Pair out;
   const auto begin = [&](std::vector<int32_t>& ids) {
-    if (begin_token_) ids.push_back(tokenizer_.bos_token());
+    if (begin_ >= 0) ids.push_back(begin_);
   };
   if (choice.context.empty()) {
     if (prefix_ >= 0) out.context.push_back(prefix_);

@@ -29,12 +29,12 @@ struct ChoiceGroup {
 
 class ChoiceEncoder {
  public:
-  // begin_token: put the tokenizer's begin token in front of every context; InputError when it has
-  // none. The tokenizer must outlive this.
+  // begin_token: put the token that the tokenizer's template begins texts with, where it has one,
+  // in front of every context. The tokenizer must outlive this.
   ChoiceEncoder(const Tokenizer& tokenizer, const ModelConfig& config, bool begin_token);
 
   // The item's choices in groups of equal context, in the order of their first choice. InputError,
-  // naming `where`, when a continuation has no tokens or more than the model's context.
+  // naming `where`, when a continuation has no tokens or more than the model takes.
   std::vector<ChoiceGroup> encode(const TaskItem& item, const std::string& where) const;
 
  private:
@@ -45,7 +45,7 @@ class ChoiceEncoder {
 
   const Tokenizer& tokenizer_;
   int64_t max_tokens_;
-  bool begin_token_;
+  int32_t begin_;   // in front of every context; -1: nothing
   int32_t prefix_;  // stands for an empty context; -1: there is none
 };
 

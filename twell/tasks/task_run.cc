@@ -97,13 +97,14 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
         encoder_.encode(item, fmt::format("{} line {}", data.file.string(), item.line)));
     work.progress.tokens += fed_tokens(work.items.back());
   }
-  const nlohmann::ordered_json subject = {{"task", task.name},
-                                          {"checkpoint", model_hash_},
-                                          {"tokenizer", tokenizer_.hash()},
-                                          {"items", data.hash},
-                                          {"bos", options_.begin_token},
-                                          {"ffn", options_.ffn},
-                                          {"batch_tokens", options_.batch_tokens}};
+  const nlohmann::ordered_json subject = {
+      {"task", task.name},
+      {"checkpoint", model_hash_},
+      {"tokenizer", tokenizer_.hash()},
+      {"items", data.hash},
+      {"bos", options_.begin_token && tokenizer_.bos_token() >= 0},
+      {"ffn", options_.ffn},
+      {"batch_tokens", options_.batch_tokens}};
   const std::filesystem::path log = options_.out / (std::string(task.name) + ".jsonl");
   const auto save = [&] {
     if (!options_.out.empty()) write_score_log(log, subject, data.items, work.scores);

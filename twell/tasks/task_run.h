@@ -31,7 +31,7 @@ struct TaskRunOptions {
   // run that finds scores of the same model, tokenizer, items and options there continues them.
   std::filesystem::path out;    // empty: scores are not kept
   int64_t batch_tokens = 2048;  // keys and values are kept for about this many, at least one item
-  bool begin_token = false;     // put the tokenizer's begin token in front of every prompt
+  bool begin_token = true;      // in front of every prompt, where the tokenizer's template has one
   std::string ffn = "auto";     // parse_ffn_policy()
   double save_seconds = 5.0;
   std::function<void(const TaskProgress&)> on_progress;

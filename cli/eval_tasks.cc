@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/eval_tasks.h"
+
+#include <fmt/core.h>
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/loading.h"
+#include "cli/progress_line.h"
+#include "cli/signals.h"
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/train/metrics.h"
+
+namespace twell::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::ordered_json;
+
+constexpr double kPlainInterval = 30.0;  // seconds between progress lines without a terminal
+
+struct Result {
+  const Task* task;
+  TaskData data;
+  TaskAccuracy accuracy;
+};
+
+// What a table of several tasks is summed up by: the mean, taking acc where there is no acc_norm.
+double mean_accuracy(const std::vector<Result>& results, bool norm) {
+  double sum = 0.0;
+  for (const Result& result : results) {
+    const TaskAccuracy& accuracy = result.accuracy;
+    sum += norm ? accuracy.acc_norm.value_or(accuracy.acc).mean : accuracy.acc.mean;
+  }
+  return sum / static_cast<double>(results.size());
+}
+
+void show_progress(ProgressLine& line, const TaskProgress& progress, Clock::time_point start) {
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  const auto done = static_cast<double>(progress.tokens_done - progress.tokens_found);
+  const auto left = static_cast<double>(progress.tokens - progress.tokens_done);
+  line.update(fmt::format("{}  {}/{} items  {} tok/s  ETA {}", progress.task->name,
+                          progress.items_done, progress.items, format_count(done / seconds),
+                          format_duration(left * seconds / done)),
+              progress.items_done == progress.items);
+}
+
+void add_accuracy(ordered_json& json, const char* name, const Accuracy& accuracy) {
+  json[name] = accuracy.mean;
+  json[std::string(name) + "_stderr"] =
+      accuracy.standard_error ? ordered_json(*accuracy.standard_error) : ordered_json();
+}
+
+ordered_json to_json(const CommonOptions& common, const EvalTasksArguments& arguments,
+                     const std::vector<Result>& results) {
+  ordered_json tasks;
+  for (const Result& result : results) {
+    ordered_json& task = tasks[std::string(result.task->name)];
+    task["file"] = result.data.file.string();
+    task["items"] = result.accuracy.items;
+    add_accuracy(task, "acc", result.accuracy.acc);
+    if (result.accuracy.acc_norm) add_accuracy(task, "acc_norm", *result.accuracy.acc_norm);
+  }
+  return {{"checkpoint", common.checkpoint.string()},
+          {"bos", arguments.run.begin_token},
+          {"ffn", arguments.run.ffn},
+          {"limit", arguments.limit},
+          {"tasks", tasks},
+          {"mean_acc", mean_accuracy(results, false)},
+          {"mean_acc_norm", mean_accuracy(results, true)}};
+}
+
+std::string percent(const std::optional<Accuracy>& accuracy) {
+  if (!accuracy) return "-";
+  const std::string mean = fmt::format("{:.2f}", 100.0 * accuracy->mean);
+  return accuracy->standard_error
+             ? fmt::format("{} ± {:.2f}", mean, 100.0 * *accuracy->standard_error)
+             : mean;
+}
+
+void print_table(const std::vector<Result>& results) {
+  fmt::print("{:<16} {:>7} {:>15} {:>15}\n", "task", "items", "acc %", "acc_norm %");
+  for (const Result& result : results) {
+    fmt::print("{:<16} {:>7} {:>15} {:>15}\n", result.task->name, result.accuracy.items,
+               percent(result.accuracy.acc), percent(result.accuracy.acc_norm));
+  }
+  if (results.size() > 1) {
+    fmt::print("{:<16} {:>7} {:>15.2f} {:>15.2f}\n", "mean", "",
+               100.0 * mean_accuracy(results, false), 100.0 * mean_accuracy(results, true));
+  }
+}
+
+}  // namespace
+
+void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
+                            EvalTasksArguments& arguments) {
+  constexpr const char* kGroup = "Tasks";
+  std::string names;
+  for (const Task& task : all_tasks()) names += fmt::format(" {}", task.name);
+  CLI::Option* tasks = command
+                           .add_option("--tasks", arguments.tasks,
+                                       "Multiple-choice tasks instead of a text, with commas "
+                                       "between them:" +
+                                           names)
+                           ->type_name("NAMES")
+                           ->group(kGroup);
+  for (const char* of_a_text :
+       {"--data", "--shards", "--max-tokens", "--length", "--stride", "--json-field"}) {
+    tasks->excludes(command.get_option(of_a_text));
+  }
+  CLI::Option* data = command
+                          .add_option("--task-data", arguments.data,
+                                      "Folder with the tasks' data sets as JSON lines")
+                          ->type_name("DIR");
+  CLI::Option* out = add_out_option(
+      command, common,
+      "Folder for results.json and every item's scores; an evaluation that was stopped continues");
+  CLI::Option* limit =
+      command.add_option("--limit", arguments.limit, "Only the first items of each task; 0: all")
+          ->type_name("N")
+          ->check(CLI::NonNegativeNumber.description(""))
+          ->capture_default_str();
+  CLI::Option* batch = command
+                           .add_option("--batch-tokens", arguments.run.batch_tokens,
+                                       "Tokens that go through the model together: bounds memory")
+                           ->type_name("N")
+                           ->capture_default_str();
+  CLI::Option* no_bos = command.add_flag(
+      "!--no-bos", arguments.run.begin_token,
+      "Prompts without the begin token that the tokenizer's template puts in front of texts");
+  for (CLI::Option* option : {data, out, limit, batch, no_bos}) {
+    option->needs(tasks)->group(kGroup);
+  }
+}
+
+int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments) {
+  TWELL_REQUIRE(!arguments.data.empty(), "--tasks needs --task-data DIR, the data sets' folder");
+  // Everything that can be refused is, before anything is computed.
+  std::vector<Result> results;
+  for (const Task* task : parse_task_list(arguments.tasks)) {
+    results.push_back({task, load_task(*task, arguments.data, arguments.limit), {}});
+  }
+  Context ctx(common.threads);
+  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+
+  ProgressLine progress(kPlainInterval, stderr);
+  Clock::time_point start;
+  TaskRunOptions options = arguments.run;
+  options.out = common.out;
+  options.cancel = &stop_on_signals();
+  options.on_progress = [&](const TaskProgress& now) { show_progress(progress, now, start); };
+  TaskRunner runner(ctx, *loaded.model, loaded.tokenizer, options);
+  for (Result& result : results) {
+    start = Clock::now();
+    const std::optional<TaskAccuracy> accuracy = runner.run(*result.task, result.data);
+    if (!accuracy) {
+      progress.print(common.out.empty()
+                         ? "interrupted; with --out DIR the scores would have been kept"
+                         : "interrupted; the same command continues");
+      return kExitInterrupted;
+    }
+    result.accuracy = *accuracy;
+  }
+  progress.finish();
+
+  const std::string json = to_json(common, arguments, results).dump(2);
+  if (!common.out.empty()) write_file_atomic(common.out / "results.json", json + "\n");
+  if (arguments.json) {
+    fmt::print("{}\n", json);
+  } else {
+    print_table(results);
+  }
+  return kExitOk;
+}
+
+}  // namespace twell::cli

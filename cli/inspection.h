@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// What twell inspect finds out about a checkpoint, and its forms: table, JSON, HTML page.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "twell/infer/activity_profile.h"
+#include "twell/infer/evaluate.h"
+#include "twell/model/config.h"
+
+namespace twell::cli {
+
+struct TensorHealth {
+  std::string name;
+  int64_t rows = 0, cols = 0;
+  int64_t not_finite = 0;
+  double rms = 0.0;
+  double max_abs = 0.0;
+};
+
+struct TokenRow {
+  int32_t id = 0;
+  std::string text;  // quoted, in one line, valid UTF-8
+  int64_t seen = 0;
+  double nnz = 0.0;  // mean active neurons per layer
+};
+
+struct Inspection {
+  std::string checkpoint;
+  ModelConfig config;
+  std::vector<TensorHealth> tensors;
+  int64_t damaged_tensors = 0;
+  Evaluation evaluation;                   // 0 tokens when no text was given
+  std::optional<ActivityProfile> profile;  // none without text or without zeros to count
+  std::vector<TokenRow> most_active, least_active;
+};
+
+nlohmann::ordered_json inspection_json(const Inspection& inspection);
+void print_inspection(const Inspection& inspection, bool tensors);
+// A page that needs nothing but itself.
+std::string inspection_html(const Inspection& inspection);
+
+// "2-3"; "7" when it is one position.
+std::string range_name(const PositionRange& range);
+double mean_over_layers(const PositionRange& range);
+
+}  // namespace twell::cli

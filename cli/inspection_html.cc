@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "cli/inspection.h"
+#include "cli/svg_chart.h"
+
+namespace twell::cli {
+namespace {
+
+constexpr const char* kStyle = R"(
+:root { --ink: #1c2430; --soft: #5b6675; --line: #d9dee5; --page: #ffffff; --card: #f5f7fa;
+  --c0: #1f6feb; --c1: #e07b00; --c2: #1a9e77; --c3: #8a63d2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #9aa5b4; --line: #333b47;
+  --page: #14181f; --card: #1d232c; --c0: #6aa6ff; --c1: #ffa64d; --c2: #4fd0a8; --c3: #b79cf5; } }
+body { margin: 0 auto; max-width: 980px; padding: 24px; color: var(--ink);
+  background: var(--page); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 36px 0 4px; }
+p { color: var(--soft); margin: 4px 0 12px; max-width: 75ch; }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0; }
+.cards div { background: var(--card); border-radius: 8px; padding: 10px 16px; }
+.cards b { display: block; font-size: 20px; }
+.cards span { color: var(--soft); font-size: 13px; }
+.bad { color: #d1242f; }
+svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg text { fill: var(--soft); }
+.grid { stroke: var(--line); fill: none; }
+.rule { stroke: var(--ink); stroke-dasharray: 4 3; fill: none; }
+.series-0 { --c: var(--c0); } .series-1 { --c: var(--c1); }
+.series-2 { --c: var(--c2); } .series-3 { --c: var(--c3); }
+.fill { fill: var(--c); } .soft { opacity: 0.3; }
+.line { fill: none; stroke: var(--c); stroke-width: 2; }
+.faint { stroke-width: 1; opacity: 0.25; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 10px; text-align: right; white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--line); }
+td.text, th.text { text-align: left; }
+td.text { font-family: ui-monospace, monospace; white-space: pre; }
+.pair { display: flex; flex-wrap: wrap; gap: 48px; }
+)";
+
+class Page {
+ public:
+  explicit Page(const Inspection& inspection)
+      : in_(inspection), ffn_(static_cast<double>(inspection.config.ffn)) {
+    for (int64_t i = 0; i < in_.config.layers; ++i) layers_.push_back(std::to_string(i));
+  }
+
+  std::string html() {
+    head();
+    cards();
+    if (in_.evaluation.tokens > 0) {
+      activity();
+      if (in_.profile) {
+        speed();
+        unions();
+        silent();
+        positions();
+        tokens();
+      }
+      layer_table();
+    }
+    if (in_.damaged_tensors > 0) damage();
+    return out_ + "</body>\n</html>\n";
+  }
+
+ private:
+  using Series = SvgChart::Series;
+
+  // One value per layer.
+  template <typename Fn>
+  std::vector<double> per_layer(const Fn& fn) const {
+    std::vector<double> values;
+    for (size_t i = 0; i < layers_.size(); ++i) values.push_back(static_cast<double>(fn(i)));
+    return values;
+  }
+  template <typename Fn>
+  std::vector<double> per_profile(const Fn& fn) const {
+    return per_layer([&](size_t i) { return fn(in_.profile->layers[i]); });
+  }
+  template <typename Fn>
+  std::vector<double> per_activity(const Fn& fn) const {
+    return per_layer([&](size_t i) { return fn(in_.evaluation.layers[i]); });
+  }
+  static double highest(const std::vector<double>& values) {
+    return values.empty() ? 1.0 : *std::max_element(values.begin(), values.end());
+  }
+  double percent(double neurons) const { return 100.0 * neurons / ffn_; }
+  double mean_nnz() const {
+    const std::vector<double> means = per_activity([](const auto& layer) { return layer.mean(); });
+    double sum = 0.0;
+    for (const double mean : means) sum += mean / static_cast<double>(means.size());
+    return sum;
+  }
+
+  void section(const char* title, const char* text) {
+    out_ += fmt::format("<h2>{}</h2>\n<p>{}</p>\n", title, text);
+  }
+  void card(const std::string& value, const char* label) {
+    out_ += fmt::format("<div><b>{}</b><span>{}</span></div>\n", html_escape(value), label);
+  }
+
+  void head() {
+    const std::string title = html_escape(in_.checkpoint);
+    out_ = fmt::format(
+        "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
+        "<meta name='viewport' content='width=device-width'>\n<title>{}</title>\n"
+        "<style>{}</style>\n</head>\n<body>\n<h1>{}</h1>\n",
+        title, kStyle, title);
+    const ModelConfig& config = in_.config;
+    out_ += fmt::format(
+        "<p>{} layers of width {}, FFN of {} neurons ({}, {}), {} heads of {}, vocabulary of {}, "
+        "context of {}.</p>\n",
+        config.layers, config.width, config.ffn, activation_name(config.activation),
+        config.gated ? "gated" : "not gated", config.heads, config.head_dim, config.vocab_size,
+        config.context);
+  }
+
+  void cards() {
+    out_ += "<div class='cards'>\n";
+    card(fmt::format("{:.1f} M", static_cast<double>(in_.config.parameter_count()) * 1e-6),
+         "parameters");
+    if (in_.evaluation.tokens > 0) {
+      card(fmt::format("{:.4f}", in_.evaluation.cross_entropy()), "cross-entropy, nats per token");
+      card(fmt::format("{:.1f} ({:.2f}%)", mean_nnz(), percent(mean_nnz())),
+           "active neurons per token and layer");
+    }
+    if (in_.profile) {
+      card(fmt::format("{:.2f}x", in_.profile->prompt().speedup()),
+           "expected FFN speed-up, prompt");
+      card(fmt::format("{:.2f}x", in_.profile->decode().speedup()),
+           "expected FFN speed-up, decode");
+    }
+    if (in_.evaluation.tokens > 0) card(std::to_string(in_.evaluation.tokens), "tokens of text");
+    out_ += "</div>\n";
+  }
+
+  void activity() {
+    section("Active neurons per token",
+            "How many neurons of a layer fire on a token: the mean, the median, and the upper "
+            "percent from the 99th percentile to the busiest token. Logarithmic.");
+    const auto max = per_activity([](const auto& layer) { return layer.max(); });
+    SvgChart chart(layers_, "layer", {.label = "active neurons", .log = true, .unit = ""},
+                   highest(max));
+    chart.ranges(
+        {"p99 to max", per_activity([](const auto& layer) { return layer.quantile(0.99); }), 0},
+        {"", max, 0});
+    chart.dots({"p50", per_activity([](const auto& layer) { return layer.quantile(0.5); }), 2});
+    chart.dots({"mean", per_activity([](const auto& layer) { return layer.mean(); }), 0});
+    out_ += chart.svg();
+  }
+
+  void speed() {
+    section("Expected speed-up of the FFN",
+            "Against dense, gate projection included, with the execution that the CPU cost model "
+            "finds cheapest: for a prompt (chunks of up to 512 tokens) and for one token at a "
+            "time. An estimate; twell bench forward measures.");
+    const auto prompt = per_profile([](const auto& layer) { return layer.prompt.speedup(); });
+    const auto decode = per_profile([](const auto& layer) { return layer.decode.speedup(); });
+    SvgChart chart(layers_, "layer", {.label = "speed-up", .log = false, .unit = "x"},
+                   std::max(highest(prompt), highest(decode)));
+    chart.bars({{"prompt", prompt, 0}, {"decode", decode, 1}});
+    chart.rule(1.0, "dense");
+    out_ += chart.svg();
+  }
+
+  void unions() {
+    const bool any = std::any_of(in_.profile->layers.begin(), in_.profile->layers.end(),
+                                 [](const LayerProfile& layer) { return layer.tiles_64 > 0; });
+    if (!any) return;
+    section("Union of neighbouring tokens",
+            "Share of the neurons that are active on at least one of 64, or 128, tokens in a row: "
+            "the weight rows that a tile of tokens has to read.");
+    const auto of_64 =
+        per_profile([&](const auto& layer) { return percent(layer.mean_union_64()); });
+    const auto of_128 =
+        per_profile([&](const auto& layer) { return percent(layer.mean_union_128()); });
+    SvgChart chart(layers_, "layer", {.label = "union", .log = false, .unit = "%"},
+                   std::max(highest(of_64), highest(of_128)));
+    chart.bars({{"64 tokens", of_64, 0}, {"128 tokens", of_128, 3}});
+    out_ += chart.svg();
+  }
+
+  void silent() {
+    section("Silent neurons",
+            "Share of the neurons that never fire in this text. A longer text wakes some of them; "
+            "what stays silent on a million tokens is dead.");
+    const auto values = per_profile(
+        [&](const auto& layer) { return percent(static_cast<double>(layer.never_fired())); });
+    SvgChart chart(layers_, "layer", {.label = "silent neurons", .log = false, .unit = "%"},
+                   highest(values));
+    chart.bars({{"", values, 1}});
+    out_ += chart.svg();
+  }
+
+  void positions() {
+    section("By position",
+            "Mean active neurons per token at a position of its sequence: each layer, and in bold "
+            "all layers together.");
+    const std::vector<PositionRange> ranges = in_.profile->positions();
+    std::vector<std::string> names;
+    std::vector<double> means;
+    std::vector<std::vector<double>> layers(layers_.size());
+    double top = 1.0;
+    for (const PositionRange& range : ranges) {
+      names.push_back(range_name(range));
+      means.push_back(mean_over_layers(range));
+      for (size_t i = 0; i < layers.size(); ++i) layers[i].push_back(range.nnz[i]);
+      top = std::max(top, highest(range.nnz));
+    }
+    SvgChart chart(names, "position", {.label = "active neurons", .log = true, .unit = ""}, top);
+    for (size_t i = 0; i < layers.size(); ++i) {
+      chart.line({"layer " + std::to_string(i), layers[i], 0}, true);
+    }
+    chart.line({"all layers", means, 0});
+    out_ += chart.svg();
+  }
+
+  void token_table(const char* title, const std::vector<TokenRow>& rows) {
+    out_ += fmt::format(
+        "<table><tr><th class='text'>{}</th><th>seen</th><th>active neurons</th></tr>\n", title);
+    for (const TokenRow& row : rows) {
+      out_ += fmt::format("<tr><td class='text'>{}</td><td>{}</td><td>{:.1f}</td></tr>\n",
+                          html_escape(row.text), row.seen, row.nnz);
+    }
+    out_ += "</table>\n";
+  }
+
+  void tokens() {
+    section("By token", "Mean active neurons per layer on each occurrence of a token.");
+    out_ += "<div class='pair'>\n";
+    token_table("most active", in_.most_active);
+    token_table("least active", in_.least_active);
+    out_ += "</div>\n";
+  }
+
+  void layer_table() {
+    section("All figures", "Per layer, in neurons unless a share.");
+    out_ +=
+        "<div class='wide'><table><tr><th>layer</th><th>mean</th><th>density</th><th>p50</th>"
+        "<th>p99</th><th>max</th>";
+    if (in_.profile) {
+      out_ +=
+          "<th>silent</th><th>union 64</th><th>union 128</th><th class='text'>prompt</th>"
+          "<th></th><th class='text'>decode</th><th></th>";
+    }
+    out_ += "</tr>\n";
+    for (size_t i = 0; i < layers_.size(); ++i) layer_row(i);
+    out_ += "</table></div>\n";
+  }
+
+  void layer_row(size_t i) {
+    const LayerActivity& activity = in_.evaluation.layers[i];
+    out_ += fmt::format(
+        "<tr><td>{}</td><td>{:.1f}</td><td>{:.2f}%</td><td>{}</td><td>{}</td><td>{}</td>", i,
+        activity.mean(), percent(activity.mean()), activity.quantile(0.5), activity.quantile(0.99),
+        activity.max());
+    if (in_.profile) {
+      const LayerProfile& layer = in_.profile->layers[i];
+      const auto cell = [](double mean, int64_t tiles) {
+        return tiles == 0 ? std::string("-") : fmt::format("{:.0f}", mean);
+      };
+      out_ += fmt::format(
+          "<td>{:.1f}%</td><td>{}</td><td>{}</td><td class='text'>{}</td><td>{:.2f}x</td>"
+          "<td class='text'>{}</td><td>{:.2f}x</td>",
+          percent(static_cast<double>(layer.never_fired())),
+          cell(layer.mean_union_64(), layer.tiles_64),
+          cell(layer.mean_union_128(), layer.tiles_128),
+          ffn_execution_name(layer.prompt.execution()), layer.prompt.speedup(),
+          ffn_execution_name(layer.decode.execution()), layer.decode.speedup());
+    }
+    out_ += "</tr>\n";
+  }
+
+  void damage() {
+    out_ += fmt::format(
+        "<h2 class='bad'>{} damaged tensors</h2>\n<table><tr>"
+        "<th class='text'>tensor</th><th>not finite</th></tr>\n",
+        in_.damaged_tensors);
+    for (const TensorHealth& tensor : in_.tensors) {
+      if (tensor.not_finite == 0) continue;
+      out_ += fmt::format("<tr><td class='text'>{}</td><td>{}</td></tr>\n",
+                          html_escape(tensor.name), tensor.not_finite);
+    }
+    out_ += "</table>\n";
+  }
+
+  const Inspection& in_;
+  double ffn_;
+  std::vector<std::string> layers_;
+  std::string out_;
+};
+
+}  // namespace
+
+std::string inspection_html(const Inspection& inspection) { return Page(inspection).html(); }
+
+}  // namespace twell::cli

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/svg_chart.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace twell::cli {
+namespace {
+
+constexpr double kWidth = 720, kHeight = 260;
+constexpr double kLeft = 56, kRight = 16, kTop = 30, kBottom = 44;
+constexpr double kPlotWidth = kWidth - kLeft - kRight, kPlotHeight = kHeight - kTop - kBottom;
+constexpr size_t kMostLabels = 20;  // categories that are labelled
+
+std::string number(double value) {
+  if (value != 0.0 && std::abs(value) < 10.0 && value != std::round(value)) {
+    return fmt::format("{:.3g}", value);
+  }
+  const int digits = std::abs(value) < 100.0 && value != std::round(value) ? 1 : 0;
+  return fmt::format("{:.{}f}", value, digits);
+}
+
+// 0, a round step, .., at most five of them up to the first at or above `highest`.
+std::vector<double> linear_ticks(double highest) {
+  const double top = highest > 0.0 ? highest : 1.0;
+  const double rough = top / 5.0;
+  const double magnitude = std::pow(10.0, std::floor(std::log10(rough)));
+  double step = 10.0 * magnitude;
+  for (const double factor : {5.0, 2.0, 1.0}) {
+    if (factor * magnitude >= rough) step = factor * magnitude;
+  }
+  std::vector<double> ticks;
+  for (int i = 0; ticks.empty() || ticks.back() < top; ++i) ticks.push_back(i * step);
+  return ticks;
+}
+
+std::vector<double> log_ticks(double highest) {
+  std::vector<double> ticks = {1.0};
+  while (ticks.back() < highest) ticks.push_back(10.0 * ticks.back());
+  if (ticks.size() == 1) ticks.push_back(10.0);
+  return ticks;
+}
+
+}  // namespace
+
+std::string html_escape(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    switch (c) {
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      case '\'':
+        out += "&#39;";
+        break;
+      default:
+        out += c;
+    }
+  }
+  return out;
+}
+
+SvgChart::SvgChart(std::vector<std::string> categories, std::string category_label, Axis axis,
+                   double highest)
+    : categories_(std::move(categories)),
+      category_label_(std::move(category_label)),
+      axis_(std::move(axis)),
+      ticks_(axis_.log ? log_ticks(highest) : linear_ticks(highest)),
+      legend_x_(kLeft) {
+  highest_ = ticks_.back();
+}
+
+double SvgChart::slot() const {
+  return kPlotWidth / static_cast<double>(std::max<size_t>(categories_.size(), 1));
+}
+
+double SvgChart::x(size_t category) const {
+  return kLeft + slot() * (static_cast<double>(category) + 0.5);
+}
+
+double SvgChart::y(double value) const {
+  const double share =
+      axis_.log ? std::log(std::max(value, 1.0)) / std::log(highest_) : value / highest_;
+  return kTop + kPlotHeight * (1.0 - share);
+}
+
+std::string SvgChart::tip(const std::string& name, size_t category, double value) const {
+  return fmt::format("<title>{} {}{}{}: {}{}</title>", html_escape(category_label_),
+                     html_escape(categories_[category]), name.empty() ? "" : ", ",
+                     html_escape(name), number(value), axis_.unit);
+}
+
+void SvgChart::legend(const Series& series, const char* shape) {
+  if (series.name.empty()) return;
+  legend_ += fmt::format(
+      "<g transform='translate({:.1f} 12)'><path class='{} series-{}' d='M0 -4h14v8h-14z'/>"
+      "<text x='19' y='4'>{}</text></g>",
+      legend_x_, shape, series.color, html_escape(series.name));
+  legend_x_ += 36.0 + 6.6 * static_cast<double>(series.name.size());
+}
+
+void SvgChart::bars(const std::vector<Series>& series) {
+  const double width = 0.76 * slot() / static_cast<double>(series.size());
+  for (size_t s = 0; s < series.size(); ++s) {
+    for (size_t i = 0; i < categories_.size(); ++i) {
+      const double value = series[s].values[i];
+      const double left = x(i) - 0.38 * slot() + width * static_cast<double>(s);
+      marks_ += fmt::format(
+          "<rect class='fill series-{}' x='{:.2f}' y='{:.2f}' width='{:.2f}' height='{:.2f}'>{}"
+          "</rect>\n",
+          series[s].color, left, y(value), 0.94 * width, kTop + kPlotHeight - y(value),
+          tip(series[s].name, i, value));
+    }
+    legend(series[s], "fill");
+  }
+}
+
+void SvgChart::ranges(const Series& low, const Series& high) {
+  const double width = std::min(0.5 * slot(), 18.0);
+  for (size_t i = 0; i < categories_.size(); ++i) {
+    const double top = y(high.values[i]);
+    marks_ += fmt::format(
+        "<rect class='fill soft series-{}' x='{:.2f}' y='{:.2f}' width='{:.2f}' height='{:.2f}'>"
+        "<title>{} {}: {} to {}{}</title></rect>\n",
+        low.color, x(i) - 0.5 * width, top, width, std::max(y(low.values[i]) - top, 1.0),
+        html_escape(category_label_), html_escape(categories_[i]), number(low.values[i]),
+        number(high.values[i]), axis_.unit);
+  }
+  legend(low, "fill soft");
+}
+
+void SvgChart::line(const Series& series, bool faint) {
+  std::string points;
+  for (size_t i = 0; i < categories_.size(); ++i) {
+    points += fmt::format("{:.2f},{:.2f} ", x(i), y(series.values[i]));
+  }
+  marks_ += fmt::format(
+      "<polyline class='line {}series-{}' points='{}'><title>{}</title>"
+      "</polyline>\n",
+      faint ? "faint " : "", series.color, points, html_escape(series.name));
+  if (!faint) {
+    dots(series);
+  }
+}
+
+void SvgChart::dots(const Series& series) {
+  for (size_t i = 0; i < categories_.size(); ++i) {
+    marks_ += fmt::format(
+        "<circle class='fill series-{}' cx='{:.2f}' cy='{:.2f}' r='3.2'>{}"
+        "</circle>\n",
+        series.color, x(i), y(series.values[i]), tip(series.name, i, series.values[i]));
+  }
+  legend(series, "fill");
+}
+
+void SvgChart::rule(double value, const std::string& label) {
+  marks_ += fmt::format(
+      "<path class='rule' d='M{:.1f} {:.2f}h{:.1f}'/><text class='note' x='{:.1f}' y='{:.2f}' "
+      "text-anchor='end'>{}</text>\n",
+      kLeft, y(value), kPlotWidth, kWidth - kRight, y(value) - 4.0, html_escape(label));
+}
+
+std::string SvgChart::frame() const {
+  std::string out;
+  for (const double tick : ticks_) {
+    out += fmt::format(
+        "<path class='grid' d='M{:.1f} {:.2f}h{:.1f}'/><text x='{:.1f}' y='{:.2f}' "
+        "text-anchor='end'>{}{}</text>\n",
+        kLeft, y(tick), kPlotWidth, kLeft - 6.0, y(tick) + 4.0, number(tick), axis_.unit);
+  }
+  const size_t every = (categories_.size() + kMostLabels - 1) / kMostLabels;
+  for (size_t i = 0; i < categories_.size(); i += std::max<size_t>(every, 1)) {
+    out += fmt::format("<text x='{:.2f}' y='{:.1f}' text-anchor='middle'>{}</text>\n", x(i),
+                       kTop + kPlotHeight + 16.0, html_escape(categories_[i]));
+  }
+  out += fmt::format("<text x='{:.1f}' y='{:.1f}' text-anchor='middle'>{}</text>\n",
+                     kLeft + 0.5 * kPlotWidth, kHeight - 8.0, html_escape(category_label_));
+  return out;
+}
+
+std::string SvgChart::svg() const {
+  return fmt::format("<svg viewBox='0 0 {} {}' role='img' aria-label='{}'>\n{}{}{}</svg>\n", kWidth,
+                     kHeight, html_escape(axis_.label + " by " + category_label_), frame(), marks_,
+                     legend_);
+}
+
+}  // namespace twell::cli

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Charts over a row of categories (layers, positions), as inline SVG. Colours are the classes
+// series-0, series-1, .. of the page's style sheet; every mark says its value when pointed at.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace twell::cli {
+
+// Text as it may stand in HTML and in attributes.
+std::string html_escape(const std::string& text);
+
+class SvgChart {
+ public:
+  struct Axis {
+    std::string label;
+    bool log = false;  // values below 1 are drawn at 1
+    std::string unit;  // behind every value: "%", "x"
+  };
+  // `highest` is the largest value that will be drawn; the axis starts at 0, or at 1 when it is
+  // logarithmic.
+  SvgChart(std::vector<std::string> categories, std::string category_label, Axis axis,
+           double highest);
+
+  struct Series {
+    std::string name;            // for the marks and the legend; empty: not in the legend
+    std::vector<double> values;  // one per category
+    int color = 0;
+  };
+  // Bars side by side. Call it with all series at once.
+  void bars(const std::vector<Series>& series);
+  // Vertical bars from `low` to `high`, one per category.
+  void ranges(const Series& low, const Series& high);
+  void line(const Series& series, bool faint = false);
+  void dots(const Series& series);
+  // A horizontal line at a value that means something.
+  void rule(double value, const std::string& label);
+
+  std::string svg() const;
+
+ private:
+  double x(size_t category) const;  // centre of a category
+  double y(double value) const;
+  double slot() const;  // width of a category
+  std::string tip(const std::string& name, size_t category, double value) const;
+  void legend(const Series& series, const char* shape);
+  std::string frame() const;
+
+  std::vector<std::string> categories_;
+  std::string category_label_;
+  Axis axis_;
+  double highest_;
+  std::vector<double> ticks_;
+  std::string marks_;
+  std::string legend_;
+  double legend_x_;
+};
+
+}  // namespace twell::cli
