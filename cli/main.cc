@@ -62,7 +62,6 @@ int run(int argc, char** argv) {
   add_bench_command(app, common);
   add_report_command(app, common);
   add_convert_command(app, common);
-  add_convert_command(app, common);
   add_tokenize_command(app, common);
   add_doctor_command(app, common);
   app.footer(kFooter);  // after the commands, which would inherit it

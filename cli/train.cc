@@ -34,7 +34,7 @@ Examples:
   twell train --out runs/sparse --resume
   twell train --preset 0.5b --dry-run)";
 
-void print_plan(const ModelConfig& config, const TrainOptions& options, const RunPlan& plan) {
+void print_plan(const TrainOptions& options, const RunPlan& plan) {
   fmt::print("parameters       {:>14}  ({})\n", plan.parameters,
              format_count(static_cast<double>(plan.parameters)));
   for (const MemoryItem& item : plan.memory) {
@@ -145,7 +145,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   const RunPlan plan = plan_run(
       config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
   if (flags.dry_run) {
-    print_plan(config, options, plan);
+    print_plan(options, plan);
     return kExitOk;
   }
   require_memory(plan.memory_bytes());
