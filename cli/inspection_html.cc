@@ -26,6 +26,7 @@ p { color: var(--soft); margin: 4px 0 12px; max-width: 75ch; }
 .bad { color: #d1242f; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: var(--soft); }
+svg .note { paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
 .grid { stroke: var(--line); fill: none; }
 .rule { stroke: var(--ink); stroke-dasharray: 4 3; fill: none; }
 .series-0 { --c: var(--c0); } .series-1 { --c: var(--c1); }

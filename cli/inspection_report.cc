@@ -86,7 +86,7 @@ void print_layers(const Inspection& inspection) {
   fmt::print("{:>5} {:>8} {:>8} {:>6} {:>6} {:>6}", "layer", "mean", "density", "p50", "p99",
              "max");
   if (inspection.profile) {
-    fmt::print(" {:>7} {:>9} {:>9}  {:<17}  {:<16}", "silent", "union 64", "union 128", "prompt",
+    fmt::print(" {:>7} {:>9} {:>9}  {:<17}  {}", "silent", "union 64", "union 128", "prompt",
                "decode");
   }
   fmt::print("\n");
@@ -102,7 +102,7 @@ void print_layers(const Inspection& inspection) {
   }
   fmt::print("{:>5} {:>8.1f} {:>7.2f}%", "all", mean, 100.0 * share(mean, ffn));
   if (inspection.profile) {
-    fmt::print("{:>61.2f}x {:>16.2f}x", inspection.profile->prompt().speedup(),
+    fmt::print("{:>67.2f}x{:>17.2f}x", inspection.profile->prompt().speedup(),
                inspection.profile->decode().speedup());
   }
   fmt::print("\n");

@@ -119,8 +119,8 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
   std::string text;
   for (int i = 0; i < 300; ++i) text += "The cork <floats> & the stone sinks " + std::to_string(i);
   folder_.write("text.txt", text);
-  const std::vector<std::string> words = {"inspect", "--checkpoint", golden("model"), "--data",
-                                          "text.txt"};
+  const std::vector<std::string> words = {
+      "inspect", "--checkpoint", golden("model"), "--data", "text.txt", "--threads", "1"};
   const auto with = [&](const std::vector<std::string>& more) {
     std::vector<std::string> all = words;
     all.insert(all.end(), more.begin(), more.end());
