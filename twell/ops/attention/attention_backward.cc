@@ -77,17 +77,13 @@ HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t visi
 }
 
 // Adds to d_keys and d_values what query rows [row, row + rows) give them, and to d_q what the tile
-// of keys gives the rows. Row i sees first_keys + i / group keys of the tile.
-HWY_INLINE void backward_tile(const BackwardScratch& w, Tile keys, int64_t head_dim, int64_t group,
-                              int64_t row, int64_t rows, int64_t first_keys, int64_t tile_keys,
-                              float* d_q) {
+// of keys gives the rows.
+HWY_INLINE void backward_tile(const BackwardScratch& w, Tile keys, int64_t head_dim,
+                              const CausalTile& causal, int64_t row, int64_t rows, float* d_q) {
   const int64_t width = w.width;
-  const auto visible = [&](int64_t i) {
-    return std::min(tile_keys, first_keys + (row + i) / group);
-  };
   for (int64_t i = 0; i < rows; i += kStripRows) {
     const int64_t strip = std::min(kStripRows, rows - i), at = (row + i) * width;
-    const int64_t cols = whole_vectors(visible(i + strip - 1));
+    const int64_t cols = whole_vectors(causal.visible(row + i + strip - 1));
     float* weights = w.weights + i * kTileKeys;
     float* d_scores = w.d_scores + i * kTileKeys;
     multiply_strip<false>({w.q + at, width, 1}, w.keys_t, kTileKeys, weights, kTileKeys, strip,
@@ -95,16 +91,16 @@ HWY_INLINE void backward_tile(const BackwardScratch& w, Tile keys, int64_t head_
     multiply_strip<false>({w.d_out + at, width, 1}, w.values_t, kTileKeys, d_scores, kTileKeys,
                           strip, cols, head_dim);
     for (int64_t r = 0; r < strip; ++r) {
-      score_gradient_row(weights + r * kTileKeys, d_scores + r * kTileKeys, visible(i + r),
-                         w.logsumexp[row + i + r], w.delta[row + i + r]);
+      score_gradient_row(weights + r * kTileKeys, d_scores + r * kTileKeys,
+                         causal.visible(row + i + r), w.logsumexp[row + i + r],
+                         w.delta[row + i + r]);
     }
     multiply_strip<true>({d_scores, kTileKeys, 1}, keys.data, keys.stride, d_q + at, width, strip,
-                         width, visible(i + strip - 1));
+                         width, causal.visible(row + i + strip - 1));
   }
-  for (int64_t j = 0; j < tile_keys; j += kStripRows) {
-    const int64_t strip = std::min(kStripRows, tile_keys - j);
-    // Rows before this see none of keys j and later.
-    const int64_t start = std::max<int64_t>(0, (j - first_keys + 1) * group - row);
+  for (int64_t j = 0; j < causal.keys; j += kStripRows) {
+    const int64_t strip = std::min(kStripRows, causal.keys - j);
+    const int64_t start = std::max<int64_t>(0, causal.first_row(j) - row);
     if (start >= rows) break;
     const int64_t at = (row + start) * width, from = start * kTileKeys + j;
     multiply_strip<true>({w.weights + from, 1, kTileKeys}, w.d_out + at, width,
@@ -140,7 +136,8 @@ void backward_keys(const AttentionBackward& p, const Item& item, float* d_q, flo
     std::fill_n(w.d_keys, kTileKeys * width, 0.0f);
     std::fill_n(w.d_values, kTileKeys * width, 0.0f);
     for (int64_t row = tile * group; row < rows; row += kTileRows) {
-      backward_tile(w, keys, hd, group, row, std::min(kTileRows, rows - row), 1 - tile, count, d_q);
+      backward_tile(w, keys, hd, {count, 1 - tile, group}, row, std::min(kTileRows, rows - row),
+                    d_q);
     }
     for (int64_t j = 0; j < count; ++j) {
       std::copy_n(w.d_keys + j * width, hd, p.d_k.row(s.q_begin + tile + j) + at);

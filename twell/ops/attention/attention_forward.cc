@@ -165,18 +165,13 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
                        w.softmax.out + row * width, width, rows, width, visible);
 }
 
-// Rows [begin, begin + rows), those of the tile's head; row i of them sees first_keys + i / group
-// keys of the tile.
-HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, int64_t group,
-                             int64_t begin, int64_t rows, int64_t first_keys) {
-  // Rows before this see none of the tile.
-  const int64_t start = std::max<int64_t>(0, (1 - first_keys) * group);
-  for (int64_t row = start; row < rows; row += kStripRows) {
+// Rows [begin, begin + rows), those of the tile's head.
+HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, const CausalTile& causal,
+                             int64_t begin, int64_t rows) {
+  for (int64_t row = causal.first_row(0); row < rows; row += kStripRows) {
     const int64_t strip = std::min(kStripRows, rows - row);
     int64_t keys[kStripRows];
-    for (int64_t i = 0; i < strip; ++i) {
-      keys[i] = std::min(tile.keys.rows, first_keys + (row + i) / group);
-    }
+    for (int64_t i = 0; i < strip; ++i) keys[i] = causal.visible(row + i);
     forward_strip(w, tile, begin + row, strip, keys);
   }
 }
@@ -236,8 +231,8 @@ void forward_rows(const AttentionForward& p, const Item& item, float* partial, f
       const ConstMatrixF keys(s.k.row(tile) + at, count, hd, s.k.stride);
       if (packed) pack_transposed(keys.data, keys.stride, count, hd, w.keys);
       const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
-      forward_tile(w, {keys, packed, values}, rows.group, kv * rows.per_head, rows.per_head,
-                   first_keys - tile);
+      forward_tile(w, {keys, packed, values}, {count, first_keys - tile, rows.group},
+                   kv * rows.per_head, rows.per_head);
     }
   }
   if (partial == nullptr) finish_rows(p, item, w.softmax.out);

@@ -70,6 +70,19 @@ void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
   });
 }
 
+// Which keys of a tile the query rows of a key/value head see.
+struct CausalTile {
+  int64_t keys;        // in the tile
+  int64_t first_keys;  // of them, by row 0; also beyond the tile, or none and negative
+  int64_t group;       // rows of a query
+
+  int64_t visible(int64_t row) const { return std::min(keys, first_keys + row / group); }
+  // The first row that sees this key, and with it all rows after.
+  int64_t first_row(int64_t key) const {
+    return std::max<int64_t>(0, (key + 1 - first_keys) * group);
+  }
+};
+
 // forward_scratch and backward_scratch: floats an item of that many query rows needs, all its heads
 // together.
 int64_t forward_scratch(const AttentionShape& shape, int64_t rows);
