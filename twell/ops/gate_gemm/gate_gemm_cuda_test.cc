@@ -1,24 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and the packed values have one right
-// answer to the bit.
+// answer to the bit. Every test runs the Hopper kernel and the portable one.
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
+#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
 
 namespace twell {
 namespace {
 
-#define SKIP_WITHOUT_HOPPER()                                                        \
+struct Implementation {
+  const char* name;
+  std::string (*unsupported)(const CudaContext&, const GateGemmCuda&);
+  void (*run)(CudaContext&, const GateGemmCuda&);
+};
+constexpr Implementation kHopper{"Hopper", gate_gemm_unsupported, gate_gemm_cuda};
+constexpr Implementation kPortable{"Portable", gate_gemm_sm80_unsupported, gate_gemm_sm80_cuda};
+
+#define SKIP_WITHOUT_GPU_FOR(implementation)                                         \
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
   const TestStream stream;                                                           \
   CudaContext ctx(stream.get());                                                     \
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU"
+  if ((implementation).run == gate_gemm_cuda && ctx.compute_capability() != 90) {    \
+    GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";                     \
+  }
 
 std::vector<__nv_bfloat16> to_bfloat16(const std::vector<int>& values) {
   std::vector<__nv_bfloat16> out(values.size());
@@ -36,8 +49,9 @@ struct PackedGate {
   std::vector<int32_t> row_nnz;
   TwellPacked packed;  // of the host copies
 
-  PackedGate(CudaContext& ctx, const TestStream& stream, const TwellShape& shape_in, int64_t width,
-             const std::vector<int>& x, const std::vector<int>& w, int graph_replays = 0)
+  PackedGate(const Implementation& gate_gemm, CudaContext& ctx, const TestStream& stream,
+             const TwellShape& shape_in, int64_t width, const std::vector<int>& x,
+             const std::vector<int>& w, int graph_replays = 0)
       : shape(shape_in) {
     const auto device_x = upload(to_bfloat16(x));
     const auto device_w = upload(to_bfloat16(w));
@@ -53,9 +67,9 @@ struct PackedGate {
     problem.out = {shape, device_words.data(), reinterpret_cast<BF16*>(device_spill.data()),
                    shape.max_spill_slots(), device_nnz.data()};
     if (graph_replays > 0) {
-      replay_as_graph(stream, graph_replays, [&] { gate_gemm_cuda(ctx, problem); });
+      replay_as_graph(stream, graph_replays, [&] { gate_gemm.run(ctx, problem); });
     } else {
-      gate_gemm_cuda(ctx, problem);
+      gate_gemm.run(ctx, problem);
       stream.synchronize();
     }
     words = download(device_words);
@@ -110,29 +124,40 @@ struct Case {
   int64_t row_step = 1;
 };
 
-class GateGemmCudaTest : public testing::TestWithParam<Case> {};
+class GateGemmCudaTest : public testing::TestWithParam<std::tuple<Implementation, Case>> {};
 
 TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
-  SKIP_WITHOUT_HOPPER();
-  const Case& c = GetParam();
+  const Implementation& gate_gemm = std::get<0>(GetParam());
+  SKIP_WITHOUT_GPU_FOR(gate_gemm);
+  const Case& c = std::get<1>(GetParam());
   const TwellShape shape{c.tokens, c.ffn, 256, c.compression};
   std::vector<int> x, w;
   random_operands(shape, c.width, c.bias, x, w);
-  const PackedGate run(ctx, stream, shape, c.width, x, w);
+  const PackedGate run(gate_gemm, ctx, stream, shape, c.width, x, w);
   run.check(c.width, x, w, c.row_step);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, GateGemmCudaTest,
-                         testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -20},
-                                         Case{129, 72, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
-                                         Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
-                                         Case{64, 1600, 8200, 8, -50, 7},
-                                         Case{140, 64, 66000, 8, -15, 9},
-                                         Case{65537, 64, 264, 8, -12, 331}));
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, GateGemmCudaTest,
+    testing::Combine(testing::Values(kHopper, kPortable),
+                     testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -20},
+                                     Case{129, 72, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
+                                     Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
+                                     Case{64, 1600, 8200, 8, -50, 7},
+                                     Case{140, 64, 66000, 8, -15, 9},
+                                     Case{65537, 64, 264, 8, -12, 331})),
+    [](const auto& test) {
+      const Case& c = std::get<1>(test.param);
+      return fmt::format("{}_{}x{}x{}", std::get<0>(test.param).name, c.tokens, c.width, c.ffn);
+    });
+
+class GateGemmPackingTest : public testing::TestWithParam<Implementation> {};
+INSTANTIATE_TEST_SUITE_P(Implementations, GateGemmPackingTest, testing::Values(kHopper, kPortable),
+                         [](const auto& test) { return std::string(test.param.name); });
 
 // x is one-hot, so row m of the gate is column m of w: each row has a chosen occupancy per tile.
-TEST(GateGemmCuda, TilesAroundCapacity) {
-  SKIP_WITHOUT_HOPPER();
+TEST_P(GateGemmPackingTest, TilesAroundCapacity) {
+  SKIP_WITHOUT_GPU_FOR(GetParam());
   for (const int32_t compression : {8, 4, 2}) {
     const TwellShape shape{40, 512, 256, compression};
     const int64_t width = 40;
@@ -150,7 +175,7 @@ TEST(GateGemmCuda, TilesAroundCapacity) {
             fires ? static_cast<int>(1 + (row + column) % 100) : -3;
       }
     }
-    const PackedGate run(ctx, stream, shape, width, x, w);
+    const PackedGate run(GetParam(), ctx, stream, shape, width, x, w);
     run.check(width, x, w, 1);
     for (int64_t row = 0; row < shape.rows; ++row) {
       for (int64_t tile = 0; tile < 2; ++tile) {
@@ -160,34 +185,34 @@ TEST(GateGemmCuda, TilesAroundCapacity) {
   }
 }
 
-TEST(GateGemmCuda, RepeatsBitForBitDirectlyAndAsAGraph) {
-  SKIP_WITHOUT_HOPPER();
+TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
+  SKIP_WITHOUT_GPU_FOR(GetParam());
   const TwellShape shape{700, 1536, 256, 8};
   const int64_t width = 256;
   std::vector<int> x, w;
   random_operands(shape, width, -14, x, w);
-  const PackedGate once(ctx, stream, shape, width, x, w);
-  const PackedGate again(ctx, stream, shape, width, x, w);
-  const PackedGate replayed(ctx, stream, shape, width, x, w, 3);
+  const PackedGate once(GetParam(), ctx, stream, shape, width, x, w);
+  const PackedGate again(GetParam(), ctx, stream, shape, width, x, w);
+  const PackedGate replayed(GetParam(), ctx, stream, shape, width, x, w, 3);
   EXPECT_EQ(once.words, again.words);
   EXPECT_EQ(once.spill, again.spill);
   EXPECT_EQ(once.words, replayed.words);
   EXPECT_EQ(once.row_nnz, replayed.row_nnz);
 }
 
-TEST(GateGemmCuda, RefusesWhatItCannotDo) {
-  SKIP_WITHOUT_HOPPER();
+TEST_P(GateGemmPackingTest, RefusesWhatItCannotDo) {
+  SKIP_WITHOUT_GPU_FOR(GetParam());
   GateGemmCuda problem;
   problem.tokens = 4;
   problem.width = 12;
   problem.ffn = 256;
   problem.out.shape = {4, 256, 256, 8};
   problem.out.spill_slots = 4;
-  EXPECT_NE(gate_gemm_unsupported(ctx, problem).find("12"), std::string::npos);
-  EXPECT_THROW(gate_gemm_cuda(ctx, problem), Error);
+  EXPECT_NE(GetParam().unsupported(ctx, problem).find("12"), std::string::npos);
+  EXPECT_THROW(GetParam().run(ctx, problem), Error);
   problem.width = 16;
   problem.out.spill_slots = 3;
-  EXPECT_NE(gate_gemm_unsupported(ctx, problem).find("spill"), std::string::npos);
+  EXPECT_NE(GetParam().unsupported(ctx, problem).find("spill"), std::string::npos);
 }
 
 }  // namespace

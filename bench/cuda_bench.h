@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the GPU benchmarks share: operands, activation patterns on the device, and a stopwatch.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/format/twell.h"
+#include "twell/model/safetensors.h"
+
+namespace twell {
+
+// bf16 from a uniform distribution of the given standard deviation: fast to draw, never zeros.
+inline std::vector<__nv_bfloat16> random_operand(int64_t n, uint64_t stream, float scale) {
+  std::vector<__nv_bfloat16> values(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; i += 4) {
+    const auto bits = philox(3, stream, static_cast<uint64_t>(i));
+    for (int64_t j = 0; j < std::min<int64_t>(4, n - i); ++j) {
+      const float u = static_cast<float>(bits[static_cast<size_t>(j)]) * 0x1p-32f - 0.5f;
+      values[static_cast<size_t>(i + j)] = __float2bfloat16(u * std::sqrt(12.0f) * scale);
+    }
+  }
+  return values;
+}
+
+// ||a - b|| / ||b||; NaN where anything is NaN.
+inline double relative_difference(const DeviceBuffer<__nv_bfloat16>& a,
+                                  const DeviceBuffer<__nv_bfloat16>& b) {
+  const auto x = download(a), y = download(b);
+  double difference = 0.0, size = 0.0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double u = __bfloat162float(x[i]), v = __bfloat162float(y[i]);
+    difference += (u - v) * (u - v);
+    size += v * v;
+  }
+  return std::sqrt(difference / size);
+}
+
+// Quantile of the standard normal by bisection: the bias that makes a share p of the gate positive.
+inline double normal_quantile(double p) {
+  double low = -10.0, high = 10.0;
+  for (int i = 0; i < 60; ++i) {
+    const double middle = 0.5 * (low + high);
+    (0.5 * std::erfc(-middle / std::sqrt(2.0)) < p ? low : high) = middle;
+  }
+  return low;
+}
+
+struct Pattern {
+  std::string name;
+  std::vector<uint16_t> row_nnz;  // [M]
+  std::vector<uint16_t> columns;  // ascending within a row
+  double mean() const {
+    return static_cast<double>(columns.size()) / static_cast<double>(row_nnz.size());
+  }
+};
+
+inline std::vector<uint16_t> read_u16(const TensorInfo& tensor) {
+  TWELL_REQUIRE(tensor.dtype == "U16", "{} is {}, expected U16", tensor.name, tensor.dtype);
+  std::vector<uint16_t> values(tensor.bytes.size() / 2);
+  std::memcpy(values.data(), tensor.bytes.data(), values.size() * 2);
+  return values;
+}
+
+// Layers of a safetensors file of captured patterns, named after the end of its name.
+inline std::vector<Pattern> read_patterns(const std::string& path, const std::vector<int>& layers) {
+  std::vector<Pattern> patterns;
+  const SafetensorsFile file(path);
+  const std::string stem = std::filesystem::path(path).stem().string();
+  for (const int layer : layers) {
+    const std::string prefix = fmt::format("layer{}.", layer);
+    patterns.push_back({fmt::format("{} L{}", stem.substr(stem.rfind('_') + 1), layer),
+                        read_u16(file.tensor(prefix + "row_nnz")),
+                        read_u16(file.tensor(prefix + "col"))});
+  }
+  return patterns;
+}
+
+inline Pattern random_pattern(int64_t tokens, int64_t ffn, double nnz) {
+  Pattern pattern{fmt::format("random {:g}", nnz), {}, {}};
+  const auto density = static_cast<float>(nnz / static_cast<double>(ffn));
+  for (int64_t row = 0; row < tokens; ++row) {
+    const size_t before = pattern.columns.size();
+    for (int64_t column = 0; column < ffn; ++column) {
+      if (uniform(5, 0, static_cast<uint64_t>(row * ffn + column)) < density) {
+        pattern.columns.push_back(static_cast<uint16_t>(column));
+      }
+    }
+    pattern.row_nnz.push_back(static_cast<uint16_t>(pattern.columns.size() - before));
+  }
+  return pattern;
+}
+
+// TwELL of the pattern with random positive values, and the same gate dense.
+struct GateOnDevice {
+  TwellShape shape;
+  std::vector<uint32_t> words;
+  std::vector<BF16> spill;
+  DeviceBuffer<uint32_t> device_words;
+  DeviceBuffer<BF16> device_spill;
+  DeviceBuffer<int32_t> device_nnz;
+  TwellPacked packed;
+
+  GateOnDevice(const Pattern& pattern, int64_t ffn, __nv_bfloat16* dense)
+      : shape{static_cast<int64_t>(pattern.row_nnz.size()), ffn, 256, 8},
+        words(static_cast<size_t>(shape.words()), 0xffffffffu) {
+    const auto tiles = static_cast<size_t>(shape.tiles());
+    std::vector<int32_t> row_nnz(pattern.row_nnz.begin(), pattern.row_nnz.end());
+    std::vector<std::vector<uint32_t>> entries(tiles);
+    size_t next = 0;
+    std::vector<uint16_t> all(static_cast<size_t>(shape.rows * ffn));
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      for (auto& tile : entries) tile.clear();
+      for (int i = 0; i < row_nnz[static_cast<size_t>(row)]; ++i, ++next) {
+        const int64_t column = pattern.columns[next];
+        const uint16_t bits = to_bf16(0.05f + uniform(5, 1, next)).bits;
+        entries[static_cast<size_t>(column / 256)].push_back(
+            TwellWord<uint32_t>::from_bits(column, bits));
+        all[static_cast<size_t>(row * ffn + column)] = bits;
+      }
+      for (size_t t = 0; t < tiles; ++t) pack(row, static_cast<int64_t>(t), entries[t]);
+    }
+    if (spill.empty()) spill.resize(256);
+    device_words = upload(words);
+    device_spill = upload(spill);
+    device_nnz = upload(row_nnz);
+    packed = {shape, device_words.data(), device_spill.data(),
+              static_cast<int64_t>(spill.size() / 256), device_nnz.data()};
+    TWELL_CUDA_CHECK(cudaMemcpy(dense, all.data(), all.size() * 2, cudaMemcpyHostToDevice));
+    synchronize_default_stream();
+  }
+
+ private:
+  void pack(int64_t row, int64_t tile, const std::vector<uint32_t>& entries) {
+    uint32_t* out = words.data() + shape.offset(row, tile);
+    out[0] = static_cast<uint32_t>(entries.size());
+    if (static_cast<int64_t>(entries.size()) <= shape.capacity()) {
+      std::copy(entries.begin(), entries.end(), out + 1);
+      return;
+    }
+    const size_t slot = spill.size() / 256;
+    out[1] = static_cast<uint32_t>(slot);
+    spill.resize(spill.size() + 256);
+    for (const uint32_t entry : entries) {
+      spill[slot * 256 + entry % 256] = BF16{static_cast<uint16_t>(entry >> 16)};
+    }
+  }
+};
+
+struct Timing {
+  double median = 0.0, p10 = 0.0, p90 = 0.0;  // ms
+};
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(const TestStream& stream) : stream_(stream) {
+    TWELL_CUDA_CHECK(cudaEventCreate(&begin_));
+    TWELL_CUDA_CHECK(cudaEventCreate(&end_));
+  }
+  ~Stopwatch() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+  // Rounds run every piece once, so that all see the same clocks; each is replayed as a graph.
+  std::vector<Timing> run(int rounds, const std::vector<std::function<void()>>& pieces) const {
+    std::vector<cudaGraphExec_t> graphs;
+    for (const auto& piece : pieces) graphs.push_back(capture(piece));
+    std::vector<std::vector<double>> times(pieces.size());
+    for (int round = -2; round < rounds; ++round) {
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        TWELL_CUDA_CHECK(cudaEventRecord(begin_, stream_.get()));
+        TWELL_CUDA_CHECK(cudaGraphLaunch(graphs[i], stream_.get()));
+        TWELL_CUDA_CHECK(cudaEventRecord(end_, stream_.get()));
+        TWELL_CUDA_CHECK(cudaEventSynchronize(end_));
+        float milliseconds = 0.0f;
+        TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin_, end_));
+        if (round >= 0) times[i].push_back(static_cast<double>(milliseconds));
+      }
+    }
+    std::vector<Timing> result;
+    for (auto& t : times) {
+      std::sort(t.begin(), t.end());
+      result.push_back({t[t.size() / 2], t[t.size() / 10], t[t.size() * 9 / 10]});
+    }
+    for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+    return result;
+  }
+
+ private:
+  cudaGraphExec_t capture(const std::function<void()>& piece) const {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal));
+    piece();
+    TWELL_CUDA_CHECK(cudaStreamEndCapture(stream_.get(), &graph));
+    TWELL_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    cudaGraphDestroy(graph);
+    return executable;
+  }
+  const TestStream& stream_;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+}  // namespace twell

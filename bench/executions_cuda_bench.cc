@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// The executions of a feed-forward layer side by side, on one activation pattern each: the gate
+// GEMM for Hopper and the portable one against cuBLASLt's GEMM with ReLU; tile-union and row-fused
+// against dense up and down. Correctness first, then time.
+//   executions_cuda_bench --patterns FILE [--layer N]... [--nnz K]... [--tokens M] [--jsonl FILE]
+// The gate GEMMs run on random operands with a bias that gives the pattern's mean non-zeros.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "bench/cuda_bench.h"
+#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
+#include "twell/ops/sparse_up_down/row_fused_cuda.h"
+
+namespace twell {
+namespace {
+
+struct Options {
+  std::string patterns;
+  std::vector<int> layers;
+  std::vector<double> nnz;
+  int64_t tokens = 16384;
+  int64_t width = 2048;
+  int64_t ffn = 5632;
+  int rounds = 21;
+  std::string jsonl;
+};
+
+nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+                       const Pattern& pattern) {
+  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+  const int64_t width = options.width, ffn = options.ffn;
+  auto host_x = random_operand(tokens * width, 1, 1.0f);
+  auto host_gate = random_operand(ffn * width, 4, 0.02f);
+  // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest has deviation 0.02 sqrt(D - 1).
+  const double share = std::clamp(pattern.mean() / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
+  const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
+  for (int64_t m = 0; m < tokens; ++m) {
+    host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
+  }
+  for (int64_t n = 0; n < ffn; ++n) {
+    host_gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
+  }
+  const auto x = upload(host_x), w_gate = upload(host_gate);
+  const auto w_up = upload(random_operand(ffn * width, 2, 0.02f));
+  const auto w_down = upload(random_operand(ffn * width, 3, 0.02f));
+  const FfnWeightsCuda weights{w_gate.data(), w_up.data(), w_down.data()};
+
+  DenseFfnCuda dense(ctx, tokens, width, ffn, true);
+  const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
+  const auto y = poisoned<__nv_bfloat16>(tokens * width);
+  const auto union_y = poisoned<__nv_bfloat16>(tokens * width);
+  dense.tune(ctx, weights, x.data(), dense_y.data());
+  const GateOnDevice gate(pattern, ffn, dense.gate_values());
+  SparseUpDownCuda up_down{tokens,   width,       ffn,           gate.packed,
+                           x.data(), w_up.data(), w_down.data(), y.data()};
+  SparseUpDownCuda union_up_down = up_down;
+  union_up_down.y = union_y.data();
+  RowFusedWorkspace row_workspace(ctx, tokens, width);
+  TileUnionWorkspace union_workspace(tokens, ffn);
+  row_fused_up_down_cuda(ctx, up_down, row_workspace);
+  dense.up_down(ctx, weights, x.data(), dense_y.data());
+  stream.synchronize();
+  const double difference = relative_difference(y, dense_y);
+  TWELL_CHECK(difference < std::ldexp(1.0, -7), "{}: row-fused differs by {} from dense",
+              pattern.name, difference);
+
+  const TwellShape shape{tokens, ffn, 256, 8};
+  const DeviceBuffer<uint32_t> words(shape.words());
+  const DeviceBuffer<BF16> spill(shape.max_spill_slots() * shape.tile);
+  const DeviceBuffer<int32_t> row_nnz(tokens);
+  const GateGemmCuda gate_gemm{
+      tokens,        width,
+      ffn,           x.data(),
+      w_gate.data(), {shape, words.data(), spill.data(), shape.max_spill_slots(), row_nnz.data()}};
+  const bool hopper = gate_gemm_unsupported(ctx, gate_gemm).empty();
+  const auto times = Stopwatch(stream).run(
+      options.rounds,
+      {[&] { dense.gate(ctx, weights, x.data()); }, [&] { gate_gemm_sm80_cuda(ctx, gate_gemm); },
+       [&] {
+         if (hopper) gate_gemm_cuda(ctx, gate_gemm);
+       },
+       [&] { dense.up_down(ctx, weights, x.data(), dense_y.data()); },
+       [&] { row_fused_up_down_cuda(ctx, up_down, row_workspace); },
+       [&] {
+         if (hopper) tile_union_up_down_cuda(ctx, union_up_down, union_workspace);
+       },
+       [&] { dense.forward(ctx, weights, x.data(), dense_y.data()); },
+       [&] {
+         gate_gemm_sm80_cuda(ctx, gate_gemm);
+         row_fused_up_down_cuda(ctx, up_down, row_workspace);
+       }});
+  const char* names[] = {"dense_gate", "gate_sm80",  "gate",      "dense_up_down",
+                         "row_fused",  "tile_union", "dense_ffn", "portable_ffn"};
+  nlohmann::json row;
+  row["pattern"] = pattern.name;
+  row["tokens"] = tokens;
+  row["width"] = width;
+  row["ffn"] = ffn;
+  row["nnz_per_token"] = pattern.mean();
+  row["difference_to_dense"] = difference;
+  for (size_t i = 0; i < times.size(); ++i) {
+    if (!hopper && (i == 2 || i == 5)) continue;
+    row[std::string(names[i]) + "_ms"] = {
+        {"median", times[i].median}, {"p10", times[i].p10}, {"p90", times[i].p90}};
+  }
+  row["portable_speedup"] = times[6].median / times[7].median;
+  fmt::print(
+      "{:12} {:6} {:7.1f}  {:.3f} {:.3f} {:.3f}   {:.3f} {:.3f} {:.3f}   {:.3f} {:.3f} = {:.2f}x  "
+      "{:.1e}\n",
+      pattern.name, tokens, pattern.mean(), times[0].median, times[2].median, times[1].median,
+      times[3].median, times[5].median, times[4].median, times[6].median, times[7].median,
+      times[6].median / times[7].median, difference);
+  std::fflush(stdout);
+  return row;
+}
+
+void run(const Options& options) {
+  const std::string unavailable = cuda_unavailable();
+  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  int driver = 0;
+  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  std::vector<Pattern> patterns;
+  if (!options.patterns.empty()) patterns = read_patterns(options.patterns, options.layers);
+  for (const double nnz : options.nnz) {
+    patterns.push_back(random_pattern(options.tokens, options.ffn, nnz));
+  }
+  fmt::print("{}, CUDA driver {}, D {}, F {}; ms; gate: dense, Hopper, portable; after the gate: ",
+             ctx.device_name(), driver, options.width, options.ffn);
+  fmt::print("dense, tile-union, row-fused; layer: dense, portable\n");
+  std::ofstream out;
+  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
+  for (const Pattern& pattern : patterns) {
+    nlohmann::json row = measure(ctx, stream, options, pattern);
+    row["gpu"] = ctx.device_name();
+    row["cuda_driver"] = driver;
+    row["baseline"] = "cuBLASLt, fastest proposal";
+    row["cublaslt"] = cublasLtGetVersion();
+    if (out.is_open()) out << row.dump() << '\n';
+  }
+}
+
+}  // namespace
+}  // namespace twell
+
+int main(int argc, char** argv) {
+  twell::Options options;
+  CLI::App app("The executions of a feed-forward layer on the GPU, side by side.");
+  app.add_option("--patterns", options.patterns, "safetensors file of captured patterns");
+  app.add_option("--layer", options.layers, "layers of the file")->needs("--patterns");
+  app.add_option("--nnz", options.nnz, "non-zeros per token of random patterns");
+  app.add_option("--tokens", options.tokens, "tokens of random patterns")->capture_default_str();
+  app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
+  app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    twell::run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "executions_cuda_bench: %s\n", error.what());
+    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}

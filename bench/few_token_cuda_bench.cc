@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// One feed-forward layer for a few tokens on the GPU, against the dense layer through tuned
+// cuBLASLt in the same run. Correctness first, then time.
+//   few_token_cuda_bench [--tokens M]... [--nnz K]... [--jsonl FILE]
+// Weights that stay in the L2 would flatter both sides, so a CUDA graph holds two passes over
+// --sets copies of them, a layer each, as decoding does; times are per layer. About K random
+// neurons fire per token: x[:, 0] is 1 and w_gate[:, 0] a bias. The floor is the time to read the
+// gate weight and the rows of the others that fire once, at 4.3 TB/s.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "bench/cuda_bench.h"
+#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/dense_ffn_cuda.h"
+
+namespace twell {
+namespace {
+
+struct Options {
+  std::vector<int64_t> tokens{1, 2, 4, 8, 16, 32, 64};
+  std::vector<double> nnz{30, 150};
+  int64_t width = 2048;
+  int64_t ffn = 5632;
+  int sets = 8;
+  int rounds = 21;
+  std::string jsonl;
+};
+
+constexpr double kBytesPerMicrosecond = 4.3e6;
+
+struct WeightSet {
+  DeviceBuffer<__nv_bfloat16> gate, up, down;
+  FfnWeightsCuda view() const { return {gate.data(), up.data(), down.data()}; }
+};
+
+nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+                       const std::vector<WeightSet>& sets, const __nv_bfloat16* x, int64_t tokens,
+                       double nnz) {
+  const int64_t width = options.width, ffn = options.ffn;
+  DenseFfnCuda dense(ctx, tokens, width, ffn, true);
+  const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
+  const auto y = poisoned<__nv_bfloat16>(tokens * width);
+  dense.tune(ctx, sets[0].view(), x, dense_y.data());
+  FewTokenWorkspace workspace(ffn);
+  const auto statistics = upload(std::vector<ActivityCuda>(1));
+  const auto problem = [&](const WeightSet& set) {
+    return FewTokenFfnCuda{tokens,        width,           ffn,      x,      set.gate.data(),
+                           set.up.data(), set.down.data(), y.data(), nullptr};
+  };
+  FewTokenFfnCuda counted = problem(sets[0]);
+  counted.activity = statistics.data();
+  few_token_ffn_cuda(ctx, counted, workspace);
+  dense.forward(ctx, sets[0].view(), x, dense_y.data());
+  stream.synchronize();
+  const double difference = relative_difference(y, dense_y);
+  TWELL_CHECK(difference < std::ldexp(1.0, -7), "{} tokens: the result differs by {} from dense",
+              tokens, difference);
+  const ActivityCuda fired = download(statistics)[0];
+
+  const auto sparse_layers = [&](bool constant) {
+    for (size_t i = 0; i < 2 * sets.size(); ++i) {
+      FewTokenFfnCuda layer = problem(sets[i % sets.size()]);
+      layer.weights_are_constant = constant;
+      few_token_ffn_cuda(ctx, layer, workspace);
+    }
+  };
+  const double layers = 2.0 * static_cast<double>(sets.size());
+  auto times = Stopwatch(stream).run(
+      options.rounds, {[&] {
+                         for (size_t i = 0; i < 2 * sets.size(); ++i) {
+                           dense.forward(ctx, sets[i % sets.size()].view(), x, dense_y.data());
+                         }
+                       },
+                       [&] { sparse_layers(false); }, [&] { sparse_layers(true); }});
+  for (Timing& t : times) {  // microseconds per layer
+    t = {t.median * 1e3 / layers, t.p10 * 1e3 / layers, t.p90 * 1e3 / layers};
+  }
+  // Random neurons: those that fire for at least one token.
+  const double density = static_cast<double>(fired.nnz) / static_cast<double>(tokens * ffn);
+  const double neurons =
+      static_cast<double>(ffn) * (1.0 - std::pow(1.0 - density, static_cast<double>(tokens)));
+  const double floor = (static_cast<double>(ffn) + 2.0 * neurons) * static_cast<double>(width) *
+                       2.0 / kBytesPerMicrosecond;
+  const double ratio = times[0].median / times[1].median;
+  const double early_ratio = times[0].median / times[2].median;
+  fmt::print("{:4} {:7.1f} {:7.0f}  {:8.2f} {:8.2f} {:6.2f}x {:8.2f} {:6.2f}x {:8.2f}   {:.1e}\n",
+             tokens, static_cast<double>(fired.nnz) / static_cast<double>(tokens), neurons,
+             times[0].median, times[1].median, ratio, times[2].median, early_ratio, floor,
+             difference);
+  std::fflush(stdout);
+  nlohmann::json row;
+  row["tokens"] = tokens;
+  row["width"] = width;
+  row["ffn"] = ffn;
+  row["nnz_asked"] = nnz;
+  row["nnz_per_token"] = static_cast<double>(fired.nnz) / static_cast<double>(tokens);
+  row["neurons"] = neurons;
+  row["weight_sets"] = sets.size();
+  row["difference_to_dense"] = difference;
+  const char* names[] = {"dense", "few_token", "few_token_constant_weights"};
+  for (size_t i = 0; i < times.size(); ++i) {
+    row[std::string(names[i]) + "_us"] = {
+        {"median", times[i].median}, {"p10", times[i].p10}, {"p90", times[i].p90}};
+  }
+  row["speedup"] = ratio;
+  row["speedup_constant_weights"] = early_ratio;
+  row["floor_us"] = floor;
+  return row;
+}
+
+void run(const Options& options) {
+  const std::string unavailable = cuda_unavailable();
+  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
+  TWELL_REQUIRE(options.sets > 0 && options.rounds > 0, "--sets {} and --rounds {}: at least 1",
+                options.sets, options.rounds);
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  int driver = 0;
+  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  const int64_t width = options.width, ffn = options.ffn;
+  auto host_x = random_operand(kMaxFewTokens * width, 1, 1.0f);
+  for (int64_t m = 0; m < kMaxFewTokens; ++m) {
+    host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
+  }
+  const auto x = upload(host_x);
+  auto gate = random_operand(ffn * width, 4, 0.02f);
+  const auto up = random_operand(ffn * width, 2, 0.02f);
+  const auto down = random_operand(ffn * width, 3, 0.02f);
+  std::vector<WeightSet> sets;
+  for (int i = 0; i < options.sets; ++i) {
+    sets.push_back({DeviceBuffer<__nv_bfloat16>(ffn * width), upload(up), upload(down)});
+  }
+  std::ofstream out;
+  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
+  fmt::print("{}, CUDA driver {}, D {}, F {}; us per layer\n", ctx.device_name(), driver, width,
+             ffn);
+  fmt::print("{:>4} {:>7} {:>7}  {:>8} {:>8} {:>7} {:>8} {:>7} {:>8}   {}\n", "M", "nnz", "neurons",
+             "dense", "sparse", "ratio", "constant", "ratio", "floor", "difference");
+  for (const double nnz : options.nnz) {
+    // The rest of a row of the gate has deviation 0.02 sqrt(D - 1).
+    const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
+    const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
+    for (int64_t n = 0; n < ffn; ++n) {
+      gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
+    }
+    for (WeightSet& set : sets) set.gate = upload(gate);
+    for (const int64_t tokens : options.tokens) {
+      nlohmann::json row = measure(ctx, stream, options, sets, x.data(), tokens, nnz);
+      row["gpu"] = ctx.device_name();
+      row["cuda_driver"] = driver;
+      row["baseline"] = "cuBLASLt, fastest proposal";
+      row["cublaslt"] = cublasLtGetVersion();
+      if (out.is_open()) out << row.dump() << '\n';
+    }
+  }
+}
+
+}  // namespace
+}  // namespace twell
+
+int main(int argc, char** argv) {
+  twell::Options options;
+  CLI::App app("One feed-forward layer for a few tokens on the GPU: sparse against dense.");
+  app.add_option("--tokens", options.tokens, "tokens, at most 64");
+  app.add_option("--nnz", options.nnz, "non-zeros per token");
+  app.add_option("--sets", options.sets, "copies of the weights")->capture_default_str();
+  app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
+  app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    twell::run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "few_token_cuda_bench: %s\n", error.what());
+    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}

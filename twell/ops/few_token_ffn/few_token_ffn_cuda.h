@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feed-forward layer for a few tokens (decoding), on the GPU, bf16 with f32 accumulation:
+//   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g fires, y = h w_down
+//   non-gated:  h = relu(x w_up^T), y = h w_down
+// With so few tokens the layer is bound by the weights it reads. This execution reads all of the
+// first weight, but of the others only the rows of neurons that fire for at least one token.
+// Exact on every input: when every neuron fires it reads what the dense layer reads. g is rounded
+// to bf16, h once after the product in f32. A NaN in the gate fires.
+// Deterministic. Never synchronises; can be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <string>
+
+#include "twell/base/cuda.h"
+#include "twell/format/activity_cuda.h"
+
+namespace twell {
+
+// All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
+struct FewTokenFfnCuda {
+  int64_t tokens = 0;                     // M, at most 64
+  int64_t width = 0;                      // D, a multiple of 8
+  int64_t ffn = 0;                        // F, a multiple of 8
+  const __nv_bfloat16* x = nullptr;       // [M, D]
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
+  const __nv_bfloat16* w_up = nullptr;    // [F, D]
+  const __nv_bfloat16* w_down = nullptr;  // [F, D]
+  __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
+  ActivityCuda* activity = nullptr;       // added to: tokens, nnz; may be null
+  // The first weight may be read while the kernel before this call still runs. Only for weights
+  // that nothing enqueued earlier on the stream writes.
+  bool weights_are_constant = false;
+};
+
+// Device memory of one call in flight, for up to 64 tokens.
+class FewTokenWorkspace {
+ public:
+  explicit FewTokenWorkspace(int64_t max_ffn);
+
+  int64_t max_ffn() const { return max_ffn_; }
+  int64_t bytes() const { return hidden_.bytes() + fired_.bytes(); }
+
+ private:
+  friend void few_token_ffn_cuda(CudaContext&, const FewTokenFfnCuda&, FewTokenWorkspace&);
+  int64_t max_ffn_;
+  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8, 16, 32 or 64]
+  DeviceBuffer<uint32_t> fired_;        // a bit per neuron
+};
+
+inline constexpr int64_t kMaxFewTokens = 64;
+
+// Why the problem cannot run on this context's device; empty when it can.
+std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnCuda& problem);
+
+// Throws Error where unsupported, or larger than the workspace.
+void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
+                        FewTokenWorkspace& workspace);
+
+}  // namespace twell

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
+// bit: only the roundings of g, of h and of y to bf16 are left, and the test makes the same ones.
+#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+#define SKIP_WITHOUT_HOPPER()                                                        \
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
+  const TestStream stream;                                                           \
+  CudaContext ctx(stream.get());                                                     \
+  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU"
+
+struct Case {
+  const char* name;
+  int64_t tokens, width, ffn;
+  int bias;  // of every neuron: sets how many fire
+  bool gated = true;
+};
+
+// Entries in {-1, 0, 1}.
+std::vector<int8_t> random_signs(int64_t n, uint64_t stream) {
+  std::vector<int8_t> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); i += 4) {
+    const auto bits = philox(9, stream, i / 4);
+    for (size_t j = i; j < std::min(i + 4, values.size()); ++j) {
+      values[j] = static_cast<int8_t>(static_cast<int>(bits[j - i] % 3) - 1);
+    }
+  }
+  return values;
+}
+
+DeviceBuffer<__nv_bfloat16> upload_as_bfloat16(const std::vector<int8_t>& values) {
+  std::vector<__nv_bfloat16> out(values.size());
+  for (size_t i = 0; i < values.size(); ++i) out[i] = __float2bfloat16(values[i]);
+  return upload(out);
+}
+
+int dot(const int8_t* a, const int8_t* b, int64_t n) {
+  int sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
+
+struct Problem {
+  explicit Problem(const Case& c)
+      : spec(c),
+        x(random_signs(c.tokens * c.width, 1)),
+        w_first(random_signs(c.ffn * c.width, 2)),
+        w_up(random_signs(c.gated ? c.ffn * c.width : 0, 3)),
+        w_down(random_signs(c.ffn * c.width, 4)) {
+    for (int64_t m = 0; m < c.tokens; ++m) x[static_cast<size_t>(m * c.width)] = 1;
+    for (int64_t n = 0; n < c.ffn; ++n) {
+      w_first[static_cast<size_t>(n * c.width)] = static_cast<int8_t>(c.bias);
+    }
+    device_x = upload_as_bfloat16(x);
+    device_first = upload_as_bfloat16(w_first);
+    device_up = upload_as_bfloat16(w_up);
+    device_down = upload_as_bfloat16(w_down);
+    activity = upload(std::vector<ActivityCuda>(1));
+  }
+
+  // The layer as the contract words it; counts what fires.
+  std::vector<float> expected() {
+    std::vector<float> y(static_cast<size_t>(spec.tokens * spec.width), 0.0f);
+    for (int64_t n = 0; n < spec.ffn; ++n) {
+      const int8_t* down = w_down.data() + n * spec.width;
+      for (int64_t m = 0; m < spec.tokens; ++m) {
+        const int8_t* row = x.data() + m * spec.width;
+        const int sum = dot(row, w_first.data() + n * spec.width, spec.width);
+        if (sum <= 0) continue;
+        ++nonzeros;
+        float h = rounded(static_cast<float>(sum));
+        if (spec.gated) {
+          h = rounded(h * static_cast<float>(dot(row, w_up.data() + n * spec.width, spec.width)));
+        }
+        float* out = y.data() + m * spec.width;
+        for (int64_t d = 0; d < spec.width; ++d) out[d] += h * static_cast<float>(down[d]);
+      }
+    }
+    for (float& value : y) value = rounded(value);
+    return y;
+  }
+
+  FewTokenFfnCuda problem(__nv_bfloat16* y) const {
+    return {spec.tokens,
+            spec.width,
+            spec.ffn,
+            device_x.data(),
+            spec.gated ? device_first.data() : nullptr,
+            spec.gated ? device_up.data() : device_first.data(),
+            device_down.data(),
+            y,
+            activity.data()};
+  }
+
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
+                                 FewTokenWorkspace& workspace) const {
+    const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
+    few_token_ffn_cuda(ctx, problem(y.data()), workspace);
+    stream.synchronize();
+    return download(y);
+  }
+
+  Case spec;
+  std::vector<int8_t> x, w_first, w_up, w_down;
+  DeviceBuffer<__nv_bfloat16> device_x, device_first, device_up, device_down;
+  DeviceBuffer<ActivityCuda> activity;
+  unsigned long long nonzeros = 0;
+};
+
+void expect_equal(const std::vector<__nv_bfloat16>& got, const std::vector<float>& want,
+                  int64_t width) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    ASSERT_EQ(__bfloat162float(got[i]), want[i]) << "token " << static_cast<int64_t>(i) / width
+                                                 << " column " << static_cast<int64_t>(i) % width;
+  }
+}
+
+class FewTokenFfnCudaTest : public testing::TestWithParam<Case> {};
+
+TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
+  SKIP_WITHOUT_HOPPER();
+  Problem problem(GetParam());
+  FewTokenWorkspace workspace(problem.spec.ffn);
+  const auto want = problem.expected();
+  const auto once = problem.run(ctx, stream, workspace);
+  expect_equal(once, want, problem.spec.width);
+  const auto counted = download(problem.activity);
+  EXPECT_EQ(counted[0].nnz, problem.nonzeros);
+  EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
+  const auto again = problem.run(ctx, stream, workspace);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, FewTokenFfnCudaTest,
+    testing::Values(
+        Case{"smallest", 1, 8, 8, 0}, Case{"two tokens", 2, 320, 1000, -20},
+        Case{"seven", 7, 72, 264, -3}, Case{"eight", 8, 320, 1000, -25},
+        Case{"nine", 9, 320, 1000, -25}, Case{"sixteen", 16, 520, 2048, -30},
+        Case{"seventeen", 17, 136, 1000, -10}, Case{"thirty one", 31, 320, 1000, -20},
+        Case{"thirty three", 33, 320, 1000, -25}, Case{"sixty four", 64, 320, 1000, -25},
+        Case{"wide x 9", 9, 12808, 64, 0}, Case{"wide x 24", 24, 9224, 64, 0},
+        Case{"wide x 64", 64, 8200, 104, -60}, Case{"nothing fires 1", 1, 64, 264, -128},
+        Case{"nothing fires 50", 50, 64, 264, -128}, Case{"everything fires 1", 1, 64, 5640, 127},
+        Case{"everything fires 12", 12, 64, 264, 127},
+        Case{"everything fires 64", 64, 72, 1000, 127}, Case{"F past 65536 one", 1, 64, 70000, -12},
+        Case{"F past 65536", 20, 64, 70000, -18}, Case{"F past 65536 all fire", 40, 8, 70000, 127},
+        Case{"model 1", 1, 2048, 5632, -95}, Case{"model 8", 8, 2048, 5632, -95},
+        Case{"model 16", 16, 2048, 5632, -95}, Case{"model 32", 32, 2048, 5632, -95},
+        Case{"model 64", 64, 2048, 5632, -95}, Case{"model dense", 5, 2048, 5632, 100},
+        Case{"non gated 1", 1, 320, 1000, -25, false},
+        Case{"non gated 13", 13, 320, 1000, -25, false},
+        Case{"non gated 64", 64, 320, 1000, -25, false}),
+    [](const testing::TestParamInfo<Case>& test) {
+      std::string name = test.param.name;
+      for (char& c : name) {
+        if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+      }
+      return name;
+    });
+
+// Back-to-back calls overlap by programmatic launch and share one workspace.
+TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
+  SKIP_WITHOUT_HOPPER();
+  std::vector<Problem> problems;
+  problems.emplace_back(Case{"", 3, 512, 1000, -25});
+  problems.emplace_back(Case{"", 64, 320, 1000, -20});
+  problems.emplace_back(Case{"", 1, 512, 2048, 20});
+  problems.emplace_back(Case{"", 16, 320, 520, -25, false});
+  FewTokenWorkspace workspace(2048);
+  std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
+  for (const Problem& p : problems) {
+    outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
+  }
+  replay_as_graph(stream, 5, [&] {
+    for (size_t i = 0; i < problems.size(); ++i) {
+      FewTokenFfnCuda problem = problems[i].problem(outputs[i].data());
+      problem.weights_are_constant = true;
+      few_token_ffn_cuda(ctx, problem, workspace);
+    }
+  });
+  for (size_t i = 0; i < problems.size(); ++i) {
+    expect_equal(download(outputs[i]), problems[i].expected(), problems[i].spec.width);
+    EXPECT_EQ(download(problems[i].activity)[0].nnz, 5 * problems[i].nonzeros);
+  }
+}
+
+TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
+  SKIP_WITHOUT_HOPPER();
+  for (const int64_t tokens : {2, 40}) {
+    Problem problem({"", tokens, 64, 264, -5});
+    const auto want = problem.expected();
+    const __nv_bfloat16 nan = __float2bfloat16(NAN);
+    TWELL_CUDA_CHECK(
+        cudaMemcpy(problem.device_x.data() + 64 + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
+    synchronize_default_stream();
+    FewTokenWorkspace workspace(264);
+    const auto got = problem.run(ctx, stream, workspace);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const float value = __bfloat162float(got[i]);
+      if (i / 64 == 1) {
+        EXPECT_TRUE(std::isnan(value)) << "column " << i % 64;
+      } else {
+        ASSERT_EQ(value, want[i]) << "element " << i;
+      }
+    }
+  }
+}
+
+TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
+  SKIP_WITHOUT_HOPPER();
+  FewTokenFfnCuda problem;
+  problem.tokens = 65;
+  problem.width = 64;
+  problem.ffn = 256;
+  EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("65"), std::string::npos);
+  problem.tokens = 4;
+  problem.width = 20;
+  EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("20"), std::string::npos);
+  FewTokenWorkspace workspace(128);
+  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, workspace), Error);
+  problem.width = 64;
+  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, workspace), Error);
+}
+
+}  // namespace
+}  // namespace twell
