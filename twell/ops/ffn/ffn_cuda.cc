@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
 
 namespace twell {
 namespace {
@@ -17,19 +18,20 @@ TwellShape twell_shape(int64_t tokens, int64_t ffn) {
   return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
 }
 
-LayerActivity measured(const ActivityCuda& counts, const FfnPlanCuda& before, int64_t ffn) {
-  LayerActivity now = before.activity;
+}  // namespace
+
+LayerActivity layer_activity(const ActivityCuda& counts, int64_t ffn, LayerActivity before) {
   if (counts.tokens > 0) {
-    now.nnz_per_token = static_cast<double>(counts.nnz) / static_cast<double>(counts.tokens);
+    before.nnz_per_token = static_cast<double>(counts.nnz) / static_cast<double>(counts.tokens);
   }
   if (counts.unions > 0) {
-    now.union_share = static_cast<double>(counts.union_neurons) /
-                      (static_cast<double>(counts.unions) * static_cast<double>(ffn));
+    const auto unions = static_cast<double>(counts.unions);
+    before.union_share =
+        static_cast<double>(counts.union_neurons) / (unions * static_cast<double>(ffn));
+    before.extra_tiles = std::max(unions / (static_cast<double>(counts.tokens) / 128.0) - 1.0, 0.0);
   }
-  return now;
+  return before;
 }
-
-}  // namespace
 
 FfnPlansCuda::FfnPlansCuda(CudaContext& ctx, int64_t layers, int64_t ffn, FfnPolicy policy)
     : ffn_(ffn), counts_(layers), plans_(static_cast<size_t>(layers)) {
@@ -51,7 +53,7 @@ void FfnPlansCuda::update(CudaContext& ctx) {
   for (size_t layer = 0; layer < plans_.size(); ++layer) {
     FfnPlanCuda& plan = plans_[layer];
     const ActivityCuda& count = counts[layer];
-    plan.activity = measured(count, plan, ffn_);
+    plan.activity = layer_activity(count, ffn_, plan.activity);
     plan.plan.tokens += static_cast<int64_t>(count.tokens);
     plan.plan.nnz += static_cast<int64_t>(count.nnz);
     plan.plan.max_row_nnz =
@@ -77,12 +79,15 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
       words_(twell_shape(chunk_tokens_, ffn).words()),
       gate_(twell_shape(chunk_tokens_, ffn).max_spill_slots() * kTwellTile),
       row_nnz_(chunk_tokens_),
-      tile_union_(chunk_tokens_, ffn) {}
+      tile_union_(chunk_tokens_, ffn),
+      row_fused_(ctx, chunk_tokens_, width),
+      few_tokens_(ffn) {}
 
 FfnWorkspaceCuda::~FfnWorkspaceCuda() = default;
 
 int64_t FfnWorkspaceCuda::bytes() const {
-  return words_.bytes() + gate_.bytes() + row_nnz_.bytes() + tile_union_.bytes();
+  return words_.bytes() + gate_.bytes() + row_nnz_.bytes() + tile_union_.bytes() +
+         row_fused_.bytes() + few_tokens_.bytes();
 }
 
 // The executions of one chunk of tokens.
@@ -105,6 +110,26 @@ class FfnCallCuda {
 
   void tile_union() const { tile_union_up_down_cuda(ctx_, packed_gate(), workspace_.tile_union_); }
 
+  void row_fused() const {
+    const bool hopper = ctx_.compute_capability() == 90;
+    if (hopper && chunk_.tokens <= kFewTokens && chunk_.row_nnz == nullptr) {
+      few_token_ffn_cuda(ctx_,
+                         {.tokens = chunk_.tokens,
+                          .width = workspace_.width_,
+                          .ffn = workspace_.ffn_,
+                          .x = chunk_.x,
+                          .w_gate = chunk_.weights.w_gate,
+                          .w_up = chunk_.weights.w_up,
+                          .w_down = chunk_.weights.w_down,
+                          .y = chunk_.y,
+                          .activity = plan_.counts,
+                          .weights_are_constant = true},
+                         workspace_.few_tokens_);
+      return;
+    }
+    row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_);
+  }
+
  private:
   // Runs the gate GEMM; what is left to do is the returned problem.
   SparseUpDownCuda packed_gate() const {
@@ -117,12 +142,17 @@ class FfnCallCuda {
         .spill_slots = shape.max_spill_slots(),
         .row_nnz = chunk_.row_nnz != nullptr ? chunk_.row_nnz : w.row_nnz_.data()};
     const FfnWeightsCuda& weights = chunk_.weights;
-    gate_gemm_cuda(ctx_, {.tokens = chunk_.tokens,
-                          .width = w.width_,
-                          .ffn = w.ffn_,
-                          .x = chunk_.x,
-                          .w_gate = w.gated_ ? weights.w_gate : weights.w_up,
-                          .out = gate});
+    const GateGemmCuda problem{.tokens = chunk_.tokens,
+                               .width = w.width_,
+                               .ffn = w.ffn_,
+                               .x = chunk_.x,
+                               .w_gate = w.gated_ ? weights.w_gate : weights.w_up,
+                               .out = gate};
+    if (ctx_.compute_capability() == 90) {
+      gate_gemm_cuda(ctx_, problem);
+    } else {
+      gate_gemm_sm80_cuda(ctx_, problem);
+    }
     return {.tokens = chunk_.tokens,
             .width = w.width_,
             .ffn = w.ffn_,
@@ -148,6 +178,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   const GpuLayerShape shape{.width = workspace.width(),
                             .ffn = workspace.ffn(),
                             .gated = workspace.gated(),
+                            .multiprocessors = ctx.multiprocessors(),
                             .hopper = ctx.compute_capability() == 90};
   GpuChoice choice = choose_gpu_execution(shape, problem.tokens, plan.plan.policy, plan.activity);
   plan.plan.execution = choice.execution;
@@ -162,10 +193,16 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.y += begin * workspace.width();
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     const FfnCallCuda call(ctx, chunk, plan, workspace);
-    if (choice.execution == FfnExecution::kTileUnion) {
-      call.tile_union();
-    } else {
-      call.dense();
+    switch (choice.execution) {
+      case FfnExecution::kDense:
+        call.dense();
+        break;
+      case FfnExecution::kTileUnion:
+        call.tile_union();
+        break;
+      case FfnExecution::kRowFused:
+        call.row_fused();
+        break;
     }
   }
 }

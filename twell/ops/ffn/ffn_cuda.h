@@ -3,8 +3,9 @@
 // its executions, like ffn.h on the CPU.
 //   dense       cuBLASLt
 //   tile-union  gate GEMM -> TwELL -> per 128 tokens, up and down over the union of active neurons
-//   row-fused   up and down over each token's own active neurons; up to 64 tokens, kernels that
-//               read only weight rows that are needed
+//               (Hopper)
+//   row-fused   gate GEMM -> TwELL -> up and down over each token's own active neurons; up to 64
+//               tokens on Hopper, two kernels that read only the weight rows that are needed
 // All give the dense result within accumulation order, on every input.
 //
 // What to run is decided from what a layer has been seen to do. Kernels count on the device;
@@ -23,9 +24,11 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
+#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/gpu_choice.h"
+#include "twell/ops/sparse_up_down/row_fused_cuda.h"
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 
 namespace twell {
@@ -36,6 +39,9 @@ struct FfnPlanCuda {
   LayerActivity activity;
   ActivityCuda* counts = nullptr;  // device memory: since the last update
 };
+
+// What the counts say; `before` where they say nothing.
+LayerActivity layer_activity(const ActivityCuda& counts, int64_t ffn, LayerActivity before = {});
 
 // The plans of a model's layers, whose counts are fetched together.
 class FfnPlansCuda {
@@ -81,6 +87,8 @@ class FfnWorkspaceCuda {
   DeviceBuffer<__nv_bfloat16> gate_;  // its spill slots, or the dense gate [chunk, F]
   DeviceBuffer<int32_t> row_nnz_;     // [chunk]
   TileUnionWorkspace tile_union_;     // its values double as the dense hidden [chunk, F]
+  RowFusedWorkspace row_fused_;
+  FewTokenWorkspace few_tokens_;
   std::map<int64_t, std::unique_ptr<DenseFfnCuda>> dense_;  // by number of tokens
 };
 

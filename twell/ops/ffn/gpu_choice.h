@@ -14,13 +14,15 @@ struct GpuLayerShape {
   int64_t width = 0;  // D
   int64_t ffn = 0;    // F
   bool gated = true;
+  int64_t multiprocessors = 132;
   bool hopper = true;  // compute capability 9.0
 };
 
 // Averages over the calls so far.
 struct LayerActivity {
   double nnz_per_token = -1.0;  // negative: nothing measured yet
-  double union_share = -1.0;    // union of 128 tokens over F; negative: not measured
+  double union_share = -1.0;    // union of a tile of 128 tokens over F; negative: not measured
+  double extra_tiles = 0.0;     // tiles of heavy rows, per tile of 128 tokens
   int64_t max_row_nnz = 0;
 };
 

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layer behind its plan: every execution gives the dense result and the same counts, the plan
+// learns from them, chunks join up, graphs replay.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/ops/ffn/ffn_cuda.h"
+
+namespace twell {
+namespace {
+
+#define SKIP_WITHOUT_GPU()                                                           \
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
+  const TestStream stream;                                                           \
+  CudaContext ctx(stream.get())
+
+// A layer with biased gates: x[:, 0] is 1, w_gate[:, 0] sets how often a neuron fires.
+struct Layer {
+  int64_t tokens, width, ffn;
+  bool gated;
+  DeviceBuffer<__nv_bfloat16> x, firing, other, down;
+
+  Layer(int64_t tokens_in, int64_t width_in, int64_t ffn_in, bool gated_in, float bias)
+      : tokens(tokens_in), width(width_in), ffn(ffn_in), gated(gated_in) {
+    auto values = random(tokens * width, 1, 1.0f);
+    for (int64_t m = 0; m < tokens; ++m) {
+      values[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
+    }
+    x = upload(values);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+    values = random(ffn * width, 2, scale);
+    for (int64_t n = 0; n < ffn; ++n) {
+      values[static_cast<size_t>(n * width)] = __float2bfloat16(bias);
+    }
+    firing = upload(values);
+    other = upload(random(ffn * width, 3, scale));
+    down = upload(random(ffn * width, 4, scale));
+  }
+  static std::vector<__nv_bfloat16> random(int64_t n, uint64_t stream, float scale) {
+    std::vector<__nv_bfloat16> values(static_cast<size_t>(n));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = __float2bfloat16(scale * normal(3, stream, i));
+    }
+    return values;
+  }
+  FfnWeightsCuda weights() const {
+    return {gated ? firing.data() : nullptr, gated ? other.data() : firing.data(), down.data()};
+  }
+};
+
+struct Outcome {
+  std::vector<__nv_bfloat16> y;
+  std::vector<int32_t> row_nnz;
+  FfnPlan plan;
+  LayerActivity activity;
+};
+
+Outcome run(CudaContext& ctx, const TestStream& stream, const Layer& layer, FfnPolicy policy,
+            bool count_rows, int graph_replays = 0) {
+  FfnPlansCuda plans(ctx, 2, layer.ffn, policy);
+  FfnWorkspaceCuda workspace(ctx, layer.tokens, layer.width, layer.ffn, layer.gated);
+  const auto y = poisoned<__nv_bfloat16>(layer.tokens * layer.width);
+  const auto row_nnz = poisoned<int32_t>(layer.tokens);
+  const FfnForwardCuda problem{.tokens = layer.tokens,
+                               .weights = layer.weights(),
+                               .x = layer.x.data(),
+                               .y = y.data(),
+                               .row_nnz = count_rows ? row_nnz.data() : nullptr};
+  const auto forward = [&] { ffn_forward_cuda(ctx, problem, plans[1], workspace); };
+  if (graph_replays > 0) {
+    forward();  // makes cuBLASLt's plans
+    plans.update(ctx);
+    replay_as_graph(stream, graph_replays, forward);
+  } else {
+    forward();
+  }
+  plans.update(ctx);
+  EXPECT_EQ(plans[0].plan.tokens, 0);
+  return {download(y), download(row_nnz), plans[1].plan, plans[1].activity};
+}
+
+double difference(const std::vector<__nv_bfloat16>& a, const std::vector<__nv_bfloat16>& b) {
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double x = __bfloat162float(a[i]), y = __bfloat162float(b[i]);
+    error += (x - y) * (x - y);
+    size += y * y;
+  }
+  return std::sqrt(error / size);  // NaN where anything is NaN
+}
+
+struct Case {
+  int64_t tokens, width, ffn;
+  bool gated;
+  float bias;
+};
+class FfnPlanCudaTest : public testing::TestWithParam<Case> {};
+
+TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
+  SKIP_WITHOUT_GPU();
+  const Case& c = GetParam();
+  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const Outcome dense = run(ctx, stream, layer, FfnPolicy::kDense, true);
+  EXPECT_EQ(dense.plan.execution, FfnExecution::kDense);
+  int64_t nnz = 0;
+  for (const int32_t count : dense.row_nnz) nnz += count;
+  EXPECT_EQ(dense.plan.nnz, nnz);
+  for (const FfnPolicy policy : {FfnPolicy::kTileUnion, FfnPolicy::kRowFused, FfnPolicy::kAuto}) {
+    for (const bool count_rows : {true, false}) {
+      const Outcome sparse = run(ctx, stream, layer, policy, count_rows);
+      // Both round to bf16, at the same places or fewer.
+      EXPECT_LT(difference(sparse.y, dense.y), std::ldexp(1.0, -7));
+      EXPECT_EQ(sparse.plan.tokens, c.tokens);
+      // The two gate GEMMs may round a value near zero to either side.
+      EXPECT_NEAR(static_cast<double>(sparse.plan.nnz), static_cast<double>(nnz),
+                  1e-3 * static_cast<double>(nnz) + 2.0);
+      if (count_rows) {
+        int64_t sum = 0;
+        for (const int32_t count : sparse.row_nnz) sum += count;
+        EXPECT_EQ(sum, sparse.plan.nnz);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
+                         testing::Values(Case{1, 64, 256, true, 0.0f},
+                                         Case{64, 320, 1000, true, -1.0f},
+                                         Case{65, 320, 1000, false, -1.0f},
+                                         Case{300, 256, 1536, true, -2.0f},
+                                         // More than one chunk of tokens.
+                                         Case{70001, 64, 264, true, -2.0f}));
+
+TEST(FfnPlanCuda, LearnsFromWhatItRan) {
+  SKIP_WITHOUT_GPU();
+  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  const Layer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);
+  for (const Layer* layer : {&light, &full}) {
+    FfnPlansCuda plans(ctx, 1, layer->ffn, FfnPolicy::kAuto);
+    FfnWorkspaceCuda workspace(ctx, layer->tokens, layer->width, layer->ffn, true);
+    const auto y = poisoned<__nv_bfloat16>(layer->tokens * layer->width);
+    const FfnForwardCuda problem{
+        .tokens = layer->tokens, .weights = layer->weights(), .x = layer->x.data(), .y = y.data()};
+    ffn_forward_cuda(ctx, problem, plans[0], workspace);
+    EXPECT_EQ(plans[0].plan.reason, "nothing measured yet");
+    plans.update(ctx);
+    ffn_forward_cuda(ctx, problem, plans[0], workspace);
+    EXPECT_EQ(plans[0].plan.execution == FfnExecution::kDense, layer == &full)
+        << plans[0].plan.reason;
+    // A dense layer goes on counting.
+    plans.update(ctx);
+    EXPECT_EQ(plans[0].plan.tokens, 2 * layer->tokens);
+  }
+}
+
+TEST(FfnPlanCuda, ReplaysAsAGraph) {
+  SKIP_WITHOUT_GPU();
+  for (const int64_t tokens : {8, 200}) {
+    const Layer layer(tokens, 256, 1024, true, -1.5f);
+    for (const FfnPolicy policy :
+         {FfnPolicy::kDense, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+      const Outcome once = run(ctx, stream, layer, policy, false);
+      const Outcome replayed = run(ctx, stream, layer, policy, false, 3);
+      EXPECT_EQ(difference(replayed.y, once.y), 0.0);
+      EXPECT_EQ(replayed.plan.nnz, 4 * once.plan.nnz);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace twell

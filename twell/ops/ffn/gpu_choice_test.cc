@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/gpu_choice.h"
+
+#include <gtest/gtest.h>
+
+namespace twell {
+namespace {
+
+const GpuLayerShape kLayer{.width = 2048, .ffn = 5632};
+
+// What was measured on an H200: the whole layer, tile-union against dense.
+struct Measured {
+  const char* pattern;
+  int64_t tokens;
+  double nnz_per_token, mean_union, ratio;
+  double extra_tiles = 0.0;
+};
+constexpr Measured kMeasured[] = {
+    {"3e-4 layer 0", 16384, 14.6, 678.0, 2.05},
+    {"3e-4 layer 2", 16384, 3.0, 113.0, 2.61},
+    {"3e-4 layer 4", 16384, 6.2, 286.0, 2.39},
+    {"3e-4 layer 7", 16384, 56.7, 1517.0, 1.58, 8.0 / 128.0},
+    {"1e-4 layer 3", 16384, 14.6, 434.0, 2.26},
+    {"1e-4 layer 5", 16384, 40.1, 1046.0, 1.89},
+    {"1e-4 layer 7", 2048, 149.6, 2741.0, 0.74, 2.0 / 16.0},
+    {"random 15", 16384, 15.0, 1629.0, 1.64},
+    {"random 60", 16384, 60.0, 4193.0, 1.03},
+    {"random 300", 16384, 300.0, 5627.0, 0.83},
+    {"all fire", 16384, 5632.0, 5632.0, 0.78},
+};
+
+LayerActivity activity_of(const Measured& measured) {
+  return {.nnz_per_token = measured.nnz_per_token,
+          .union_share = measured.mean_union / 5632.0,
+          .extra_tiles = measured.extra_tiles};
+}
+
+TEST(GpuChoice, PredictsWhatWasMeasured) {
+  for (const Measured& measured : kMeasured) {
+    const LayerActivity activity = activity_of(measured);
+    const double ratio = gpu_dense_cost(kLayer, measured.tokens) /
+                         gpu_tile_union_cost(kLayer, measured.tokens, activity);
+    EXPECT_NEAR(ratio / measured.ratio, 1.0, 0.15)
+        << measured.pattern << ": dense " << gpu_dense_cost(kLayer, measured.tokens)
+        << ", tile-union " << gpu_tile_union_cost(kLayer, measured.tokens, activity);
+  }
+}
+
+TEST(GpuChoice, LosesNothingWhereItWasMeasured) {
+  for (const Measured& measured : kMeasured) {
+    const GpuChoice choice =
+        choose_gpu_execution(kLayer, measured.tokens, FfnPolicy::kAuto, activity_of(measured));
+    if (measured.ratio < 0.97) {
+      EXPECT_EQ(choice.execution, FfnExecution::kDense) << measured.pattern << choice.reason;
+    }
+    if (measured.ratio > 1.05) {
+      EXPECT_NE(choice.execution, FfnExecution::kDense) << measured.pattern << choice.reason;
+    }
+  }
+}
+
+// A few tokens with random neurons, D and F as above: microseconds dense and row-fused.
+struct FewTokens {
+  int64_t tokens;
+  double nnz_per_token, dense, row_fused;
+};
+constexpr FewTokens kFew[] = {
+    {1, 30.0, 27.5, 10.7},  {8, 32.5, 27.7, 13.5},   {16, 32.3, 28.2, 19.8},
+    {32, 30.5, 29.4, 25.1}, {64, 30.3, 30.3, 37.8},  {1, 155.0, 27.6, 11.8},
+    {8, 151.1, 27.7, 20.6}, {16, 153.7, 28.3, 30.7}, {64, 149.2, 30.4, 56.7}};
+
+TEST(GpuChoice, KnowsAFewTokens) {
+  for (const FewTokens& few : kFew) {
+    const LayerActivity activity{.nnz_per_token = few.nnz_per_token};
+    EXPECT_NEAR(gpu_row_fused_cost(kLayer, few.tokens, activity) / few.row_fused, 1.0, 0.2)
+        << few.tokens << " tokens, " << few.nnz_per_token;
+    EXPECT_NEAR(gpu_dense_cost(kLayer, few.tokens) / few.dense, 1.0, 0.1) << few.tokens;
+    const GpuChoice choice = choose_gpu_execution(kLayer, few.tokens, FfnPolicy::kAuto, activity);
+    EXPECT_EQ(choice.execution == FfnExecution::kDense, few.dense < few.row_fused)
+        << few.tokens << " tokens, " << choice.reason;
+  }
+}
+
+TEST(GpuChoice, MeasuresBeforeItDecides) {
+  const GpuChoice choice = choose_gpu_execution(kLayer, 16384, FfnPolicy::kAuto, {});
+  EXPECT_EQ(choice.execution, FfnExecution::kTileUnion);
+  EXPECT_EQ(choice.reason, "nothing measured yet");
+}
+
+TEST(GpuChoice, FollowsTheCaller) {
+  const LayerActivity light{.nnz_per_token = 3.0, .union_share = 0.02};
+  EXPECT_EQ(choose_gpu_execution(kLayer, 16384, FfnPolicy::kDense, light).execution,
+            FfnExecution::kDense);
+  const LayerActivity full{.nnz_per_token = 5632.0, .union_share = 1.0};
+  EXPECT_EQ(choose_gpu_execution(kLayer, 16384, FfnPolicy::kTileUnion, full).execution,
+            FfnExecution::kTileUnion);
+}
+
+}  // namespace
+}  // namespace twell
