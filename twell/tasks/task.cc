@@ -154,7 +154,8 @@ TaskItem read_winogrande(const json& value, const std::string& where) {
   const std::string sentence = item.string("sentence");
   const size_t blank = sentence.find('_');
   TWELL_REQUIRE(blank != std::string::npos, "{}: \"sentence\" has no _", where);
-  const std::string end = " " + std::string(strip(std::string_view(sentence).substr(blank + 1)));
+  std::string end = " ";
+  end += strip(std::string_view(sentence).substr(blank + 1));
   TaskItem out;
   for (const char* option : {"option1", "option2"}) {
     const std::string context = sentence.substr(0, blank) + item.string(option);
