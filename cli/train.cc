@@ -14,9 +14,11 @@
 #include "cli/train_flags.h"
 #include "twell/base/context.h"
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/model/checkpoint.h"
 #include "twell/train/plan.h"
 #include "twell/train/run.h"
+#include "twell/train/side_by_side.h"
 
 namespace twell::cli {
 namespace fs = std::filesystem;
@@ -32,6 +34,7 @@ Examples:
   twell train --data a.jsonl.zst --data b/ --out runs/wide --width 512 --ffn 2048 --steps 5000
   twell train --config recipe.toml --l1 1e-4 --out runs/sparse
   twell train --out runs/sparse --resume
+  twell train --from SmolLM2-135M --relufy --l1 1e-4 --l1-ramp-steps 500 --data docs/ --out runs/sm
   twell train --preset 0.5b --dry-run)";
 
 void print_plan(const TrainOptions& options, const RunPlan& plan) {
@@ -62,7 +65,33 @@ ModelConfig requested_config(const TrainFlags& flags) {
   if (flags.from.empty()) return model_config(flags.model);
   TWELL_REQUIRE(!flags.model.any(),
                 "--from takes the model from the checkpoint; leave the options of the model out");
-  return load_config(flags.from);
+  ModelConfig config = load_config(flags.from);
+  if (flags.relufy) config.activation = Activation::kRelu;
+  return config;
+}
+
+// What sparsifying asks for beyond the flags that are options of the run themselves.
+void add_relufy(const TrainFlags& flags, TrainOptions& options) {
+  TWELL_REQUIRE(!flags.from.empty() || (!flags.relufy && options.distill == 0.0),
+                "--relufy and --distill start from a model: add --from DIR");
+  if (flags.relufy) {
+    options.relufy_from = load_config(flags.from).activation;
+    TWELL_REQUIRE(options.relufy_from != Activation::kRelu,
+                  "{} has relu already: leave --relufy out", flags.from.string());
+  }
+  TWELL_REQUIRE(flags.relufy || options.relufy_steps == 0, "--relufy-steps goes with --relufy");
+}
+
+// Files beside the weights that a chat or a generation with the model needs.
+std::vector<fs::path> companions(const TrainFlags& flags) {
+  std::vector<fs::path> found;
+  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json",
+                           "generation_config.json", "chat_template.jinja"}) {
+    if (!flags.from.empty() && fs::is_regular_file(flags.from / name)) {
+      found.push_back(flags.from / name);
+    }
+  }
+  return found;
 }
 
 // A vocabulary that was not asked for is the tokenizer's.
@@ -106,7 +135,11 @@ std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const M
                   resume_from->folder.string());
     return model;
   }
-  if (!flags.from.empty()) return load_model(flags.from);
+  if (!flags.from.empty()) {
+    auto model = load_model(flags.from);
+    model->set_activation(config.activation);
+    return model;
+  }
   auto model = std::make_unique<Model>(config);
   init_weights(ctx, *model, seed);
   return model;
@@ -134,13 +167,28 @@ void print_summary(const TrainSummary& summary, const TrainOptions& options) {
   fmt::print("checkpoint       {}\n", summary.checkpoint.string());
 }
 
+// The original against what became of it, on held-out text; kept as OUT/side_by_side.json.
+void print_side_by_side(const SideBySide& figures, const fs::path& out) {
+  const ModelFigures &a = figures.original, &b = figures.sparse;
+  fmt::print("\n{:<16} {:>12} {:>12}\n", "", "original", "sparse");
+  fmt::print("{:<16} {:>12.4f} {:>12.4f}  {:+.1f}%\n", "validation CE", a.ce, b.ce,
+             100.0 * (b.ce / a.ce - 1.0));
+  fmt::print("{:<16} {:>12.1f} {:>12.1f}  {:.1f}% of all\n", "active neurons", a.active_per_token,
+             b.active_per_token, 100.0 * b.active_share);
+  fmt::print("{:<16} {:>12.0f} {:>12.0f}  {:.2f}x\n", "forward tok/s", a.tokens_per_second,
+             b.tokens_per_second, b.tokens_per_second / a.tokens_per_second);
+  write_file_atomic(out / "side_by_side.json", side_by_side_json(figures).dump(1) + "\n");
+}
+
 int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
   const fs::path options_file = common.out / "options.json";
   if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
 
   ModelConfig config = requested_config(flags);
-  TrainOptions options = resolve_options(train_options(flags, common), config);
+  TrainOptions requested = train_options(flags, common);
+  add_relufy(flags, requested);
+  TrainOptions options = resolve_options(requested, config);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const RunPlan plan = plan_run(
       config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
@@ -167,6 +215,9 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
       "model: {} parameters, {} layers, width {}, FFN {}{}",
       format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
       config.ffn, resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  // The model as it came, to learn from and to be compared with.
+  const bool original_needed = flags.relufy || options.distill > 0.0;
+  const std::unique_ptr<Model> original = original_needed ? load_model(flags.from) : nullptr;
   TrainRun run{options,
                tokenizer,
                shard_set,
@@ -177,6 +228,8 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
                stop_on_signals(),
                progress.log_sink(),
                {}};
+  run.teacher = options.distill > 0.0 ? original.get() : nullptr;
+  run.companions = companions(flags);
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
       progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));
@@ -188,6 +241,12 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   const TrainSummary summary = run_training(ctx, *model, run);
   progress.finish();
   print_summary(summary, options);
+  if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
+    const ValidationOptions held_out{.sequences = options.validation_sequences,
+                                     .length = options.sequence_length};
+    print_side_by_side(compare_side_by_side(ctx, *original, *model, shard_set, held_out),
+                       common.out);
+  }
   return summary.interrupted ? kExitInterrupted : kExitOk;
 }
 

@@ -98,6 +98,8 @@ void add_model_flags(CLI::App& command, ModelFlags& flags) {
                     "Feed-forward layers with a gate, or without");
   model.choice_flag("--tied,!--untied", flags.tied,
                     "One matrix for embedding and output head, or two");
+  model.optional("--activation", flags.activation, "NAME",
+                 "relu (default), silu, gelu, gelu_pytorch_tanh, quick_gelu; only relu is sparse");
   model.optional("--rope-theta", flags.rope_theta, "X", "Base of the rotary embedding");
   model.optional("--norm-eps", flags.norm_eps, "X", "Epsilon of RMSNorm");
   model.optional("--init-std", flags.init_std, "X", "Standard deviation of initial weights");
@@ -125,6 +127,16 @@ void add_optimizer_flags(CLI::App& command, TrainFlags& flags) {
   optimizer.value("--eps", train.eps, "X", "Added to the denominator");
   optimizer.value("--weight-decay", train.weight_decay, "X", "Of matrices; norms have none");
   optimizer.value("--clip", train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
+}
+
+void add_sparsify_flags(CLI::App& command, TrainFlags& flags) {
+  TrainOptions& train = flags.train;
+  Group sparsify(command, "Sparsifying a model with another activation (--from)");
+  sparsify.flag("--relufy", flags.relufy, "Replace the activation by ReLU and train on");
+  sparsify.value("--relufy-steps", train.relufy_steps, "N",
+                 "Steps over which ReLU takes over; 0: at once");
+  sparsify.value("--distill", train.distill, "SHARE",
+                 "Share of the loss that is the KL divergence from the original model; 0: none");
 }
 
 void add_sparsity_flags(CLI::App& command, TrainFlags& flags) {
@@ -159,7 +171,7 @@ DType parse_save_dtype(std::string_view name) {
 
 bool ModelFlags::any() const {
   return preset || width || ffn || layers || heads || kv_heads || head_dim || context ||
-         vocab_size || gated || tied || rope_theta || norm_eps || init_std;
+         vocab_size || gated || tied || rope_theta || norm_eps || init_std || activation;
 }
 
 void add_train_flags(CLI::App& command, TrainFlags& flags) {
@@ -173,6 +185,7 @@ void add_train_flags(CLI::App& command, TrainFlags& flags) {
   add_model_flags(command, flags.model);
   add_optimizer_flags(command, flags);
   add_sparsity_flags(command, flags);
+  add_sparsify_flags(command, flags);
 }
 
 ModelConfig model_config(const ModelFlags& flags) {
@@ -196,6 +209,7 @@ ModelConfig model_config(const ModelFlags& flags) {
   override_with(flags.vocab_size, config.vocab_size);
   override_with(flags.gated, config.gated);
   override_with(flags.tied, config.tied_embeddings);
+  if (flags.activation) config.activation = parse_activation(*flags.activation, "--activation");
   override_with(flags.rope_theta, config.rope_theta);
   override_with(flags.norm_eps, config.norm_eps);
   override_with(flags.init_std, config.init_std);

@@ -22,6 +22,7 @@ struct ModelFlags {
   std::optional<int64_t> width, ffn, layers, heads, kv_heads, head_dim, context, vocab_size;
   std::optional<bool> gated, tied;
   std::optional<double> rope_theta, norm_eps, init_std;
+  std::optional<std::string> activation;
 
   bool any() const;
 };
@@ -30,6 +31,7 @@ struct TrainFlags {
   DataOptions data;
   std::filesystem::path shards;
   std::filesystem::path from;
+  bool relufy = false;
   bool resume = false;
   bool dry_run = false;
   bool tensorboard = false;

@@ -9,6 +9,7 @@
 #include "twell/ops/attention/attention.h"
 #include "twell/ops/bias/bias.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
+#include "twell/ops/cross_entropy/distillation.h"
 #include "twell/ops/embedding/embedding.h"
 #include "twell/ops/matmul/matmul.h"
 #include "twell/ops/rms_norm/rms_norm.h"
@@ -58,6 +59,7 @@ class Pass {
 
   // The head belongs to the loss, which never holds all logits: its gradients are made here.
   void loss() {
+    if (!batch_.teacher_hidden.empty()) return distillation_loss();
     const CrossEntropyResult ce = cross_entropy(ctx_, {.x = views_.final_normed,
                                                        .weight = weights_.head,
                                                        .targets = batch_.targets,
@@ -66,6 +68,21 @@ class Pass {
                                                        .d_weight = grads_.head});
     result_.loss_sum = ce.loss_sum;
     result_.loss_tokens = ce.tokens;
+  }
+
+  void distillation_loss() {
+    const DistillationResult result = distill(ctx_, {.x = views_.final_normed,
+                                                     .weight = weights_.head,
+                                                     .teacher_x = batch_.teacher_hidden,
+                                                     .teacher_weight = batch_.teacher_head,
+                                                     .targets = batch_.targets,
+                                                     .share = batch_.teacher_share,
+                                                     .grad_scale = 1.0f / step_tokens(),
+                                                     .d_x = views_.d_normed,
+                                                     .d_weight = grads_.head});
+    result_.loss_sum = result.ce_sum;
+    result_.kl_sum = result.kl_sum;
+    result_.loss_tokens = result.tokens;
   }
 
   void backward() {

@@ -54,12 +54,18 @@ struct TrainingBatch {
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
   // Instead of the model's own: a layer on its way from another activation to ReLU.
   std::optional<BlendedActivation> activation;
+  // Distillation: a teacher's final hidden states of these tokens and its output head. The loss is
+  // then (1 - share) * CE + share * KL(teacher || model), and L1.
+  ConstMatrixF teacher_hidden = {};  // [B * T, D of the teacher] or empty
+  ConstMatrixF teacher_head = {};    // [V, D of the teacher]
+  float teacher_share = 0.0f;
   std::vector<double> nnz_hint;  // [L] mean nnz of the previous step, or empty
   std::vector<std::vector<uint8_t>>* active = nullptr;  // [L][F]: see FfnTrainForward
 };
 
 struct TrainingResult {
   double loss_sum = 0.0;  // CE in nats, summed over target tokens
+  double kl_sum = 0.0;    // to the teacher, likewise; 0 without one
   int64_t loss_tokens = 0;
   std::vector<FfnTrainStats> layers;  // [L]
 };

@@ -149,6 +149,11 @@ Model::Model(const ModelConfig& config_in)
       flat(config.parameter_count()),
       weights(model_matrices<const float>(config, flat.data())) {}
 
+void Model::set_activation(Activation activation) {
+  config.activation = activation;
+  for (LayerMatrices<const float>& layer : weights.layers) layer.ffn.activation = {activation};
+}
+
 void init_weights(Context& ctx, Model& model, uint64_t seed) {
   constexpr int64_t kGrain = 4096;  // a draw costs tens of nanoseconds
   const float std = static_cast<float>(model.config.init_std);

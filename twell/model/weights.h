@@ -67,6 +67,9 @@ struct Model {
   std::vector<ParamSpec> table;
   Buffer<float> flat;
   ModelMatrices<const float> weights;
+
+  // From now on the layers compute with this one; the weights stay.
+  void set_activation(Activation activation);
 };
 
 // N(0, init_std) for matrices, 1 for norms, 0 for biases; each value a pure function of the seed,

@@ -62,6 +62,8 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
   if (metrics.layers.empty()) return json;
   json["loss"] = metrics.loss();
   json["ce"] = metrics.ce;
+  if (metrics.kl) json["kl"] = *metrics.kl;
+  if (metrics.relu_share) json["relu_share"] = *metrics.relu_share;
   json["l1"] = metrics.l1;
   json["l1_coeff"] = metrics.l1_coeff;
   json["lr"] = metrics.learning_rate;
@@ -124,6 +126,10 @@ std::string format_progress(const StepMetrics& metrics, int64_t steps,
   std::string line = fmt::format("step {}/{}  {} tok  CE {:.3f}", metrics.step, steps,
                                  format_count(static_cast<double>(metrics.tokens)), metrics.ce);
   if (validation_ce) line += fmt::format("  val {:.3f}", *validation_ce);
+  if (metrics.kl) line += fmt::format("  KL {:.3f}", *metrics.kl);
+  if (metrics.relu_share && *metrics.relu_share < 1.0) {
+    line += fmt::format("  ReLU {:.0f}%", 100.0 * *metrics.relu_share);
+  }
   line +=
       fmt::format("  L1 {:.1f}  nnz {:.1f}  dead {:.0f}%  {} tok/s", metrics.l1, metrics.mean_nnz(),
                   100.0 * metrics.mean_dead_share(), format_count(metrics.tokens_per_second));

@@ -26,10 +26,12 @@ struct LayerMetrics {
 };
 
 struct StepMetrics {
-  int64_t step = 0;    // optimizer steps done; 0: before the first
-  int64_t tokens = 0;  // trained on since the start of the run
-  double ce = 0.0;     // nats per token
-  double l1 = 0.0;     // mean of the layers' l1
+  int64_t step = 0;                  // optimizer steps done; 0: before the first
+  int64_t tokens = 0;                // trained on since the start of the run
+  double ce = 0.0;                   // nats per token
+  std::optional<double> kl;          // to the teacher, nats per token
+  std::optional<double> relu_share;  // of the activation, while a model is sparsified
+  double l1 = 0.0;                   // mean of the layers' l1
   double l1_coeff = 0.0;
   double learning_rate = 0.0;
   double grad_norm = 0.0;  // before clipping

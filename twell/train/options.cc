@@ -76,6 +76,11 @@ void check_sparsity(const TrainOptions& options) {
   require_real("L1 coefficient", options.l1_coeff, 0, 1e6);
   require_integer("L1 zero steps", options.l1_zero_steps, 0, kMaxSteps);
   require_integer("L1 ramp steps", options.l1_ramp_steps, 0, kMaxSteps);
+  require_integer("relufy steps", options.relufy_steps, 0, kMaxSteps);
+  TWELL_REQUIRE(options.relufy_steps < options.steps,
+                "a blend of {} steps does not fit a run of {} steps", options.relufy_steps,
+                options.steps);
+  require_real("distillation share", options.distill, 0, 1);
   require_real("reinit strength", options.reinit_strength, 0, 1);
   require_real("reinit std", options.reinit_std, 0, 100);
 }
@@ -115,7 +120,7 @@ TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
 }
 
 nlohmann::json trajectory_json(const TrainOptions& options) {
-  return {
+  nlohmann::json json = {
       {"sequence-length", options.sequence_length},
       {"micro-batch", options.micro_batch},
       {"batch-tokens", options.batch_tokens},
@@ -137,6 +142,13 @@ nlohmann::json trajectory_json(const TrainOptions& options) {
       {"ffn-policy", static_cast<int>(options.ffn_policy)},
       {"seed", options.seed},
   };
+  // Runs saved before these options existed go on without them.
+  if (options.relufy_from != Activation::kRelu) {
+    json["relufy-from"] = activation_name(options.relufy_from);
+    json["relufy-steps"] = options.relufy_steps;
+  }
+  if (options.distill > 0.0) json["distill"] = options.distill;
+  return json;
 }
 
 }  // namespace twell

@@ -41,8 +41,13 @@ struct TrainOptions {
 
   double l1_coeff = 2e-5;
   L1Reduction l1_reduction = L1Reduction::kSum;
-  int64_t l1_zero_steps = 0;     // steps without L1, then
-  int64_t l1_ramp_steps = 0;     // steps of linear growth to l1_coeff
+  int64_t l1_zero_steps = 0;  // steps without L1, then
+  int64_t l1_ramp_steps = 0;  // steps of linear growth to l1_coeff
+  // Sparsifying a model with another activation: it gives way to ReLU at once, or over so many
+  // steps. kRelu: there is nothing to replace.
+  Activation relufy_from = Activation::kRelu;
+  int64_t relufy_steps = 0;
+  double distill = 0.0;          // share of KL(teacher || model) in the loss; 0: no teacher
   bool reinit_dead = false;      // after every step, for neurons that no token of it activated:
   double reinit_strength = 0.1;  // w <- (1 - strength) w + strength N(0, std^2)
   double reinit_std = 0.02;

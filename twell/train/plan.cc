@@ -40,6 +40,10 @@ RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t
       TrainingState::memory_plan(config, {options.micro_batch, options.sequence_length});
   plan.memory.insert(plan.memory.end(), activations.begin(), activations.end());
 
+  if (options.distill > 0.0) {
+    const int64_t hidden = options.micro_batch_tokens() * config.width;
+    plan.memory.push_back({"teacher", flat_bytes + hidden * static_cast<int64_t>(sizeof(float))});
+  }
   plan.memory.push_back({"program, libraries, tokenizer (estimate)", kProcessBytes});
 
   plan.mapped_bytes = mapped_bytes(options, shard_bytes);

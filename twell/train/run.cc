@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/train/tensorboard.h"
 #include "twell/train/trainer.h"
 
@@ -44,7 +45,7 @@ class Loop {
   Loop(Context& ctx, Model& model, const TrainRun& run)
       : run_(run),
         ffn_(model.config.ffn),
-        trainer_(ctx, model, run.shards, run.options, data_identity(run)) {
+        trainer_(ctx, model, run.shards, run.options, data_identity(run), run.teacher) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
       summary_.checkpoint = run.resume_from->folder;
@@ -110,11 +111,14 @@ class Loop {
   }
 
   void save() {
-    const Checkpoint saved = run_.folder.save(trainer_.steps_done(), run_.options.keep_last,
-                                              [this](const std::filesystem::path& folder) {
-                                                trainer_.save(folder);
-                                                run_.tokenizer.save(folder / "tokenizer.json");
-                                              });
+    const Checkpoint saved = run_.folder.save(
+        trainer_.steps_done(), run_.options.keep_last, [this](const std::filesystem::path& folder) {
+          trainer_.save(folder);
+          run_.tokenizer.save(folder / "tokenizer.json");
+          for (const auto& file : run_.companions) {
+            write_file_atomic(folder / file.filename(), read_file(file));
+          }
+        });
     saved_step_ = saved.step;
     summary_.checkpoint = saved.folder;
   }

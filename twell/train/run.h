@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "twell/base/context.h"
 #include "twell/base/log.h"
@@ -39,6 +40,10 @@ struct TrainRun {
   const std::atomic<bool>& stop;  // once true: finish the step, save, return
   LogSink log;
   std::function<void(const Progress&)> on_progress;
+  const Model* teacher = nullptr;  // for a distillation share above 0
+  // Files of the model that training started from, copied into every checkpoint: templates,
+  // settings of generation.
+  std::vector<std::filesystem::path> companions;
 };
 
 struct TrainSummary {

@@ -27,4 +27,9 @@ double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn) {
   return full * static_cast<double>(ramped) / static_cast<double>(options.l1_ramp_steps);
 }
 
+double relu_share_at(const TrainOptions& options, int64_t step) {
+  if (options.relufy_from == Activation::kRelu || step >= options.relufy_steps) return 1.0;
+  return static_cast<double>(step + 1) / static_cast<double>(options.relufy_steps + 1);
+}
+
 }  // namespace twell

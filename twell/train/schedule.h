@@ -15,4 +15,8 @@ double learning_rate_at(const TrainOptions& options, int64_t step);
 // l1_zero_steps, then linear growth over l1_ramp_steps; divided by `ffn` for the mean reduction.
 double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn);
 
+// Share of ReLU in the activation that a sparsified model computes with: rises over relufy_steps in
+// equal parts, and is 1 from then on.
+double relu_share_at(const TrainOptions& options, int64_t step);
+
 }  // namespace twell

@@ -59,5 +59,17 @@ TEST(L1Coefficient, MeanReductionDividesByTheNeurons) {
   EXPECT_DOUBLE_EQ(l1_coeff_at(options, 0, 5632), 0.5 / 5632);
 }
 
+TEST(Schedule, ReluTakesOverInEqualParts) {
+  TrainOptions options;
+  EXPECT_EQ(relu_share_at(options, 0), 1.0);
+  options.relufy_from = Activation::kSilu;
+  EXPECT_EQ(relu_share_at(options, 0), 1.0) << "at once";
+  options.relufy_steps = 3;
+  EXPECT_EQ(relu_share_at(options, 0), 0.25);
+  EXPECT_EQ(relu_share_at(options, 2), 0.75);
+  EXPECT_EQ(relu_share_at(options, 3), 1.0);
+  EXPECT_EQ(relu_share_at(options, 1000), 1.0);
+}
+
 }  // namespace
 }  // namespace twell

@@ -24,7 +24,7 @@ size_t batch_size(const TrainOptions& options) {
 }  // namespace
 
 Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
-                 std::string data_identity)
+                 std::string data_identity, const Model* teacher)
     : ctx_(ctx),
       model_(model),
       shards_(shards),
@@ -36,7 +36,17 @@ Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const Train
       activity_(model.config),
       grads_(model.flat.size()),
       inputs_(batch_size(options)),
-      targets_(batch_size(options)) {
+      targets_(batch_size(options)),
+      teacher_(teacher) {
+  TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
+              options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
+  if (teacher != nullptr) {
+    TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
+                "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,
+                model.config.vocab_size);
+    teacher_state_.emplace(teacher->config, FfnPolicy::kAuto);
+    teacher_hidden_ = Buffer<float>(options.micro_batch_tokens() * teacher->config.width);
+  }
   // In one block, before the ops of a first step would take it in pieces of growing size.
   ctx.scratch().reserve(static_cast<size_t>(
       TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
@@ -56,12 +66,24 @@ void Trainer::read_micro_batch(int64_t micro_batch) {
   }
 }
 
-double Trainer::accumulate_gradients(float l1_coeff) {
+void Trainer::ask_teacher(TrainingBatch& batch) {
+  const MatrixF hidden =
+      teacher_hidden_.matrix(options_.micro_batch_tokens(), teacher_->config.width);
+  const std::vector<ForwardSequence> sequences(static_cast<size_t>(options_.micro_batch),
+                                               {.tokens = options_.sequence_length});
+  forward(ctx_, *teacher_, *teacher_state_,
+          {.ids = inputs_, .sequences = sequences, .hidden = hidden});
+  batch.teacher_hidden = hidden;
+  batch.teacher_head = teacher_->weights.head;
+  batch.teacher_share = static_cast<float>(options_.distill);
+}
+
+Trainer::StepLoss Trainer::accumulate_gradients(const StepMetrics& metrics) {
   ctx_.parallel_for(grads_.size(), 1 << 16, [&](int64_t begin, int64_t end, int) {
     std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
   });
   activity_.clear();
-  double loss_sum = 0.0;
+  StepLoss loss;
   int64_t tokens = 0;
   for (int64_t i = 0; i < options_.micro_batches(); ++i) {
     read_micro_batch(i);
@@ -69,16 +91,22 @@ double Trainer::accumulate_gradients(float l1_coeff) {
     batch.inputs = inputs_;
     batch.targets = targets_;
     batch.step_tokens = options_.batch_tokens;
-    batch.l1_coeff = l1_coeff;
+    batch.l1_coeff = static_cast<float>(metrics.l1_coeff);
+    if (metrics.relu_share) {
+      batch.activation = {options_.relufy_from, static_cast<float>(*metrics.relu_share)};
+    }
+    if (teacher_ != nullptr) ask_teacher(batch);
     batch.policy = options_.ffn_policy;
     batch.nnz_hint = nnz_hint_;
     batch.active = &activity_.active();
     const TrainingResult result = forward_backward(ctx_, model_, batch, state_, grads_.span());
     activity_.add(result.layers);
-    loss_sum += result.loss_sum;
+    loss.ce += result.loss_sum;
+    loss.kl += result.kl_sum;
     tokens += result.loss_tokens;
   }
-  return loss_sum / static_cast<double>(std::max<int64_t>(tokens, 1));
+  const double count = static_cast<double>(std::max<int64_t>(tokens, 1));
+  return {loss.ce / count, loss.kl / count};
 }
 
 StepMetrics Trainer::train_step() {
@@ -89,7 +117,12 @@ StepMetrics Trainer::train_step() {
   metrics.learning_rate = learning_rate_at(options_, step_);
   metrics.l1_coeff = l1_coeff_at(options_, step_, model_.config.ffn);
 
-  metrics.ce = accumulate_gradients(static_cast<float>(metrics.l1_coeff));
+  if (options_.relufy_from != Activation::kRelu) {
+    metrics.relu_share = relu_share_at(options_, step_);
+  }
+  const StepLoss loss = accumulate_gradients(metrics);
+  metrics.ce = loss.ce;
+  if (teacher_ != nullptr) metrics.kl = loss.kl;
   if (!std::isfinite(metrics.ce)) {
     throw DivergenceError(fmt::format("the loss is {} at step {}", metrics.ce, metrics.step));
   }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "twell/base/error.h"
 #include "twell/data/batch_sampler.h"
 #include "twell/data/shards.h"
+#include "twell/model/forward.h"
 #include "twell/model/training.h"
 #include "twell/model/weights.h"
 #include "twell/train/activity.h"
@@ -31,9 +33,10 @@ class DivergenceError : public InputError {
 class Trainer {
  public:
   // Everything given must outlive the trainer; `options` are resolved. `data_identity` names the
-  // token stream: a state saved with another one is refused.
+  // token stream: a state saved with another one is refused. `teacher`, when not null, is what the
+  // model is distilled against, with the share that the options name.
   Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
-          std::string data_identity);
+          std::string data_identity, const Model* teacher = nullptr);
 
   int64_t steps_done() const { return step_; }
   bool finished() const { return step_ >= options_.steps; }
@@ -46,8 +49,13 @@ class Trainer {
   void restore(const std::filesystem::path& checkpoint);
 
  private:
+  struct StepLoss {
+    double ce = 0.0;  // means over the tokens of the step
+    double kl = 0.0;
+  };
   void read_micro_batch(int64_t micro_batch);
-  double accumulate_gradients(float l1_coeff);  // mean cross-entropy of the step
+  StepLoss accumulate_gradients(const StepMetrics& metrics);
+  void ask_teacher(TrainingBatch& batch);
 
   Context& ctx_;
   Model& model_;
@@ -61,6 +69,9 @@ class Trainer {
   Buffer<float> grads_;                    // [N]
   std::vector<int32_t> inputs_, targets_;  // [B * T] of one micro-batch
   std::vector<double> nnz_hint_;           // [L]
+  const Model* teacher_ = nullptr;
+  std::optional<ForwardState> teacher_state_;
+  Buffer<float> teacher_hidden_;  // [B * T, D]
   int64_t step_ = 0;
 };
 

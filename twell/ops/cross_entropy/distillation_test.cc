@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/cross_entropy/distillation.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/base/test_matrix.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kTokens = 131, kWidth = 24, kVocab = 37;  // two chunks
+constexpr double kEps = 0x1p-23;
+
+struct Problem {
+  TestMatrix x = TestMatrix::random(kTokens, kWidth, 1),
+             weight = TestMatrix::random(kVocab, kWidth, 2);
+  TestMatrix teacher_x = TestMatrix::random(kTokens, 16, 3);
+  TestMatrix teacher_weight = TestMatrix::random(kVocab, 16, 4);
+  std::vector<int32_t> targets;
+
+  Problem() {
+    for (int64_t m = 0; m < kTokens; ++m) {
+      targets.push_back(m % 7 == 3 ? -1 : static_cast<int32_t>(m * 5 % kVocab));
+    }
+  }
+};
+
+std::vector<double> probabilities(const TestMatrix& x, const TestMatrix& weight, int64_t m) {
+  std::vector<double> p;
+  double sum = 0.0;
+  for (int64_t v = 0; v < kVocab; ++v) {
+    double logit = 0.0;
+    for (int64_t k = 0; k < x.cols(); ++k) logit += double{x(m, k)} * double{weight(v, k)};
+    p.push_back(std::exp(logit));
+    sum += p.back();
+  }
+  for (double& value : p) value /= sum;
+  return p;
+}
+
+TEST(Distillation, LossesAndGradientsAreThoseOfTheFormula) {
+  for (const float share : {0.0f, 0.3f, 1.0f}) {
+    const Problem p;
+    constexpr float kScale = 0.01f;
+    TestMatrix d_x(kTokens, kWidth), d_weight(kVocab, kWidth);
+    for (int64_t i = 0; i < kVocab * kWidth; ++i) d_weight.data()[i] = 1.0f;
+    Context ctx(2);
+    const DistillationResult result = distill(ctx, {.x = p.x.view(),
+                                                    .weight = p.weight.view(),
+                                                    .teacher_x = p.teacher_x.view(),
+                                                    .teacher_weight = p.teacher_weight.view(),
+                                                    .targets = p.targets,
+                                                    .share = share,
+                                                    .grad_scale = kScale,
+                                                    .d_x = d_x.view(),
+                                                    .d_weight = d_weight.view()});
+    double ce = 0.0, kl = 0.0, error = 0.0, total = 0.0;
+    int64_t tokens = 0;
+    std::vector<double> expected_d_weight(static_cast<size_t>(kVocab * kWidth), 1.0);
+    for (int64_t m = 0; m < kTokens; ++m) {
+      const int32_t target = p.targets[static_cast<size_t>(m)];
+      const auto model = probabilities(p.x, p.weight, m);
+      const auto teacher = probabilities(p.teacher_x, p.teacher_weight, m);
+      std::vector<double> d(kVocab, 0.0);
+      if (target >= 0) {
+        ++tokens;
+        ce -= std::log(model[static_cast<size_t>(target)]);
+        for (size_t v = 0; v < d.size(); ++v) {
+          kl += teacher[v] * std::log(teacher[v] / model[v]);
+          const double wanted = (1.0 - double{share}) * (static_cast<int32_t>(v) == target) +
+                                double{share} * teacher[v];
+          d[v] = double{kScale} * (model[v] - wanted);
+        }
+      }
+      for (int64_t k = 0; k < kWidth; ++k) {
+        double expected = 0.0;
+        for (int64_t v = 0; v < kVocab; ++v) {
+          expected += d[static_cast<size_t>(v)] * double{p.weight(v, k)};
+          expected_d_weight[static_cast<size_t>(v * kWidth + k)] +=
+              d[static_cast<size_t>(v)] * double{p.x(m, k)};
+        }
+        error += std::pow(double{d_x(m, k)} - expected, 2);
+        total += expected * expected;
+      }
+    }
+    // A logit is off by eps times the sum of its terms' sizes, about 20 here, and so is e^logit.
+    const double tolerance = 20.0 * kEps * std::sqrt(kVocab);
+    EXPECT_EQ(result.tokens, tokens);
+    EXPECT_NEAR(result.ce_sum, ce, tolerance * ce);
+    EXPECT_NEAR(result.kl_sum, kl, tolerance * (ce + kl));
+    EXPECT_LE(std::sqrt(error / total), tolerance);
+    for (int64_t i = 0; i < kVocab * kWidth; ++i) {
+      ASSERT_NEAR(d_weight.data()[i], expected_d_weight[static_cast<size_t>(i)], tolerance);
+    }
+  }
+}
+
+TEST(Distillation, WithoutAShareItIsTheCrossEntropy) {
+  const Problem p;
+  Context ctx(2);
+  TestMatrix d_x(kTokens, kWidth), expected(kTokens, kWidth), d_weight(kVocab, kWidth);
+  std::fill_n(d_weight.data(), kVocab * kWidth, 0.0f);
+  const DistillationResult result = distill(ctx, {.x = p.x.view(),
+                                                  .weight = p.weight.view(),
+                                                  .teacher_x = p.x.view(),
+                                                  .teacher_weight = p.weight.view(),
+                                                  .targets = p.targets,
+                                                  .share = 0.0f,
+                                                  .grad_scale = 1.0f,
+                                                  .d_x = d_x.view(),
+                                                  .d_weight = d_weight.view()});
+  std::fill_n(d_weight.data(), kVocab * kWidth, 0.0f);
+  CrossEntropy ce;
+  ce.x = p.x.view();
+  ce.weight = p.weight.view();
+  ce.targets = p.targets;
+  ce.grad_scale = 1.0f;
+  ce.d_x = expected.view();
+  ce.d_weight = d_weight.view();
+  EXPECT_NEAR(result.ce_sum, cross_entropy(ctx, ce).loss_sum, 1e-5 * result.ce_sum);
+  EXPECT_NEAR(result.kl_sum, 0.0, 1e-5 * result.ce_sum) << "a teacher that is the model itself";
+  for (int64_t i = 0; i < kTokens * kWidth; ++i) {
+    ASSERT_NEAR(d_x.data()[i], expected.data()[i], 64 * kEps);
+  }
+}
+
+TEST(Distillation, RefusesVocabulariesThatDiffer) {
+  const Problem p;
+  Context ctx(1);
+  TestMatrix d_x(kTokens, kWidth), d_weight(kVocab, kWidth);
+  const TestMatrix other = TestMatrix::random(kVocab + 1, 16, 5);
+  EXPECT_THROW(distill(ctx, {.x = p.x.view(),
+                             .weight = p.weight.view(),
+                             .teacher_x = p.teacher_x.view(),
+                             .teacher_weight = other.view(),
+                             .targets = p.targets,
+                             .d_x = d_x.view(),
+                             .d_weight = d_weight.view()}),
+               Error);
+}
+
+}  // namespace
+}  // namespace twell

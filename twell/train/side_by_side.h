@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two models on the same held-out tokens, in turn: what sparsifying cost, and what it brings.
+#pragma once
+
+#include <cstdint>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "twell/base/context.h"
+#include "twell/data/shards.h"
+#include "twell/model/weights.h"
+#include "twell/train/validation.h"
+
+namespace twell {
+
+struct ModelFigures {
+  double ce = 0.0;                 // nats per token
+  double active_per_token = 0.0;   // neurons, mean over layers
+  double active_share = 0.0;       // of all neurons
+  double tokens_per_second = 0.0;  // of the layers, without the output head; median of passes
+};
+
+struct SideBySide {
+  ModelFigures original;
+  ModelFigures sparse;
+  int64_t validation_sequences = 0;
+  int64_t timed_tokens = 0;  // per pass
+};
+
+// Each model in its fastest executions. `options` as for a validation.
+SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
+                                const ShardSet& shards, const ValidationOptions& options);
+nlohmann::json side_by_side_json(const SideBySide& figures);
+
+}  // namespace twell
