@@ -167,10 +167,6 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kMaxThr
         *flag = mine_fires;
       }
       if (mine_fires) {
-        // Warps will ask for their parts of the row a cache line at a time; DRAM likes whole rows.
-        if (!C::kWholeRows && problem.up != nullptr) {
-          bulk_prefetch(problem.up + int64_t{global_neuron} * problem.width, problem.width * 2);
-        }
         bulk_prefetch(problem.down + int64_t{global_neuron} * problem.width, problem.width * 2);
       }
       if (problem.activity != nullptr) {
