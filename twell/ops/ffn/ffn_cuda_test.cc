@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole layer on the GPU, from x to y: dense, and gate GEMM -> TwELL -> tile-union, against
-// double precision. The sparse execution may not be further off than the dense one.
+// The whole layer on the GPU, from x to y: dense, gate GEMM -> TwELL -> tile-union, and the first
+// tokens alone through the few-token kernels, against double precision. No sparse execution may be
+// further off than the dense one.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 
 #include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
+#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
@@ -115,6 +117,13 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
                           {tokens, width, ffn, packed, device_x.data(),
                            gated ? weights.w_up : nullptr, weights.w_down, sparse_y.data()},
                           workspace);
+  const int64_t few = kMaxFewTokens;
+  const auto few_y = poisoned<__nv_bfloat16>(few * width);
+  FewTokenWorkspace few_workspace(ffn);
+  few_token_ffn_cuda(ctx,
+                     {few, width, ffn, device_x.data(), weights.w_gate, weights.w_up,
+                      weights.w_down, few_y.data()},
+                     few_workspace);
   stream.synchronize();
 
   const double dense_error = relative_error(download(dense_y), want);
@@ -122,6 +131,12 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   EXPECT_LT(dense_error, std::ldexp(1.0, -7));
   // Non-gated layers round in the same places; only the order of the sums differs.
   EXPECT_LE(sparse_error, dense_error * (gated ? 1.0 : 1.01));
+  const auto first_rows = [&](auto values) {
+    values.resize(static_cast<size_t>(few * width));
+    return values;
+  };
+  EXPECT_LE(relative_error(download(few_y), first_rows(want)),
+            relative_error(first_rows(download(dense_y)), first_rows(want)) * (gated ? 1.0 : 1.01));
 }
 
 INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest, testing::Values(true, false));
