@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
-#include "cli/loading.h"
+#include "cli/device.h"
 #include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
@@ -35,17 +35,14 @@ void print_json(const Generation& generation, const std::string& prompt) {
   fmt::print("{}\n", line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
-void print_summary(const Generation& generation, const Session& session) {
-  double nnz = 0.0;
-  for (const FfnPlan& plan : session.state().ffn_plans) nnz += plan.nnz_per_token();
-  const auto layers = static_cast<double>(session.state().ffn_plans.size());
+void print_summary(const Generation& generation, Session& session) {
   const double tokens = static_cast<double>(generation.ids.size());
   fmt::print(stderr,
              "[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; "
              "{:.1f} of {} FFN neurons active per token and layer]\n",
              generation.ids.size(), tokens / generation.decode_seconds, generation.prompt_tokens,
              static_cast<double>(generation.prompt_tokens) / generation.prefill_seconds,
-             stop_reason_name(generation.reason), nnz / layers, session.model().config.ffn);
+             stop_reason_name(generation.reason), session.nnz_per_token(), session.config().ffn);
 }
 
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
@@ -55,9 +52,8 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   arguments.generate.sampler.validate();
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
 
-  Context ctx(common.threads);
-  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
-  Session session(ctx, *loaded.model, {.ffn = policy});
+  const LoadedEngine loaded = load_engine(common);
+  const std::unique_ptr<Session> session = loaded.engine->session({.ffn = policy});
   arguments.generate.cancel = &stop_on_signals();
   if (!arguments.json) {
     fmt::print("{}", prompt);
@@ -67,13 +63,13 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
       std::fflush(stdout);
     };
   }
-  const Generation generation = generate(session, loaded.tokenizer, prompt, arguments.generate);
+  const Generation generation = generate(*session, loaded.tokenizer, prompt, arguments.generate);
   if (arguments.json) {
     print_json(generation, prompt);
   } else {
     fmt::print("\n");
     std::fflush(stdout);  // before what goes to stderr
-    if (!arguments.quiet) print_summary(generation, session);
+    if (!arguments.quiet) print_summary(generation, *session);
   }
   return generation.reason == StopReason::kCancelled ? kExitInterrupted : kExitOk;
 }
@@ -128,7 +124,7 @@ void add_generate_command(CLI::App& app, CommonOptions& common) {
       ->capture_default_str();
   command.add_flag("--json", arguments->json, "Print one JSON object instead of the text");
   command.add_flag("--quiet", arguments->quiet, "Leave out the line of figures at the end");
-  add_compute_options(command, common);
+  add_compute_options(command, common, Devices::kAny);
   command.footer(
       "Example:\n  twell generate --checkpoint runs/first/checkpoint --prompt 'The ' "
       "--temperature 0.8 --top-p 0.95 --max-tokens 100");

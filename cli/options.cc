@@ -9,10 +9,15 @@ namespace {
 
 constexpr const char* kComputeGroup = "Machine";
 
-std::string check_device(const std::string& device) {
+std::string check_cpu(const std::string& device) {
   if (device == "cpu" || device == "auto") return {};
-  if (device == "cuda") return "cuda is not part of this build; use cpu or auto";
+  if (device == "cuda") return "this command runs on the CPU only; use cpu or auto";
   return "unknown device '" + device + "'; use cpu or auto";
+}
+
+std::string check_any(const std::string& device) {
+  if (device == "cpu" || device == "cuda" || device == "auto") return {};
+  return "unknown device '" + device + "'; use cpu, cuda or auto";
 }
 
 // CLI11 would take -1 for the largest unsigned number.
@@ -62,18 +67,22 @@ CLI::Option* add_threads_option(CLI::App& command, CommonOptions& common) {
       ->group(kComputeGroup);
 }
 
-CLI::Option* add_device_option(CLI::App& command, CommonOptions& common) {
-  return command.add_option("--device", common.device, "Device to compute on: auto or cpu")
+CLI::Option* add_device_option(CLI::App& command, CommonOptions& common, Devices devices) {
+  const bool any = devices == Devices::kAny;
+  return command
+      .add_option("--device", common.device,
+                  any ? "Device to compute on: cpu, cuda, or auto, a GPU where there is one"
+                      : "Device to compute on: auto or cpu")
       ->type_name("NAME")
-      ->check(check_device)
+      ->check(any ? check_any : check_cpu)
       ->capture_default_str()
       ->group(kComputeGroup);
 }
 
-void add_compute_options(CLI::App& command, CommonOptions& common) {
+void add_compute_options(CLI::App& command, CommonOptions& common, Devices devices) {
   add_seed_option(command, common);
   add_threads_option(command, common);
-  add_device_option(command, common);
+  add_device_option(command, common, devices);
 }
 
 CLI::App& add_command(CLI::App& app, CommonOptions& common, const std::string& name,

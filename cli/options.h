@@ -40,9 +40,11 @@ CLI::Option* add_out_option(CLI::App& command, CommonOptions& common, const std:
 CLI::Option* add_prompt_option(CLI::App& command, CommonOptions& common);
 CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common);
 CLI::Option* add_threads_option(CLI::App& command, CommonOptions& common);
-CLI::Option* add_device_option(CLI::App& command, CommonOptions& common);
+// The devices that a command runs on; what they mean is in device.h.
+enum class Devices { kCpu, kAny };
+CLI::Option* add_device_option(CLI::App& command, CommonOptions& common, Devices devices);
 // --seed, --threads and --device: what every command that computes takes.
-void add_compute_options(CLI::App& command, CommonOptions& common);
+void add_compute_options(CLI::App& command, CommonOptions& common, Devices devices = Devices::kCpu);
 
 // Adds a subcommand, `run` being what it does.
 CLI::App& add_command(CLI::App& app, CommonOptions& common, const std::string& name,

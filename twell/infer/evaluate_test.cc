@@ -9,7 +9,7 @@
 
 #include "twell/base/error.h"
 #include "twell/infer/forward_comparison.h"
-#include "twell/infer/session.h"
+#include "twell/infer/session_cpu.h"
 #include "twell/infer/test_model.h"
 
 namespace twell {
@@ -20,7 +20,7 @@ constexpr int64_t kVocab = 61;
 // -log p(ids[i + 1]) given the tokens from `begin` on, one token at a time.
 double token_loss(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t begin,
                   int64_t i) {
-  Session session(ctx, model, {.ffn = FfnPolicy::kDense});
+  SessionCpu session(ctx, model, {.ffn = FfnPolicy::kDense});
   const auto logits = session.append(
       0, std::span(ids).subspan(static_cast<size_t>(begin), static_cast<size_t>(i + 1 - begin)));
   double sum = 0.0;

@@ -24,7 +24,7 @@ std::vector<int32_t> prompt_ids(const Session& session, const Tokenizer& tokeniz
                   "the prompt is empty and the tokenizer has no end-of-text token to start from");
     ids.push_back(tokenizer.eos_token());
   }
-  const int64_t vocab = session.model().config.vocab_size;
+  const int64_t vocab = session.config().vocab_size;
   for (const int32_t id : ids) {
     TWELL_REQUIRE(id < vocab, "the tokenizer gives token {}, but the model has {} tokens", id,
                   vocab);
@@ -71,14 +71,12 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
 
   session.clear(0);
   const Clock::time_point start = Clock::now();
-  std::span<const float> logits = session.append(0, ids);
+  // A model may have more rows than the tokenizer has tokens (padding): those are never drawn.
+  const Draw draw{options.sampler, std::min(tokenizer.vocab_size(), session.config().vocab_size)};
+  int32_t id = session.append_and_draw(0, ids, draw, {});
   result.prefill_seconds = seconds_since(start);
   const Clock::time_point decode_start = Clock::now();
-  // A model may have more rows than the tokenizer has tokens (padding): those are never drawn.
-  const size_t vocab =
-      static_cast<size_t>(std::min(tokenizer.vocab_size(), session.model().config.vocab_size));
-  for (uint64_t index = 0;; ++index) {
-    const int32_t id = sample(logits.first(vocab), options.sampler, 0, index);
+  for (DrawPosition at{.index = 1};; ++at.index) {
     if (id == tokenizer.eos_token()) {
       result.reason = StopReason::kEndOfText;
       break;
@@ -94,7 +92,8 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
     } else if (session.length(0) == session.capacity()) {
       result.reason = StopReason::kContextFull;
     } else {
-      logits = session.append(0, {&id, 1});
+      const int64_t slot = 0;
+      session.decode_and_draw({&slot, 1}, {&id, 1}, draw, {&at, 1}, {&id, 1});
       continue;
     }
     break;

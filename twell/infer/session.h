@@ -1,51 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
-// An inference session over one model: a cache of past tokens, prefill and decode.
+// An inference session over one model: a cache of past tokens, prefill and decode. One interface
+// for all devices; session_cpu.h and session_cuda.h are the two.
 #pragma once
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
-#include "twell/base/context.h"
-#include "twell/model/forward.h"
-#include "twell/model/kv_cache.h"
-#include "twell/model/weights.h"
+#include "twell/base/matrix.h"
+#include "twell/infer/sampler.h"
+#include "twell/model/config.h"
+#include "twell/ops/ffn/ffn.h"
 
 namespace twell {
 
 struct SessionOptions {
   int64_t slots = 1;     // sequences held at once
-  int64_t capacity = 0;  // tokens per sequence; 0: ModelConfig::max_sequence
+  int64_t capacity = 0;  // tokens per sequence; 0: the model's context
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// The model and the context must outlive the session.
+// How next tokens are drawn: see sample().
+struct Draw {
+  SamplerOptions sampler;
+  int64_t vocab = 0;  // ids below this one; 0: all
+};
+// Which random number one sequence's draw takes.
+struct DrawPosition {
+  uint64_t stream = 0;
+  uint64_t index = 0;
+};
+
 class Session {
  public:
-  Session(Context& ctx, const Model& model, const SessionOptions& options);
+  virtual ~Session() = default;
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
 
   // Appends ids to the slot's sequence and returns the logits [V] after the last of them, valid
   // until the next call. InputError when the sequence would pass the capacity.
-  std::span<const float> append(int64_t slot, std::span<const int32_t> ids);
+  virtual std::span<const float> append(int64_t slot, std::span<const int32_t> ids) = 0;
   // One token for each of several slots: logits [slots.size(), V], valid until the next call.
-  ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids);
+  virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  void clear(int64_t slot);  // forget the sequence
-  int64_t length(int64_t slot) const { return cache_.length(slot); }
-  int64_t capacity() const { return cache_.capacity(); }
-  const Model& model() const { return model_; }
-  const ForwardState& state() const { return state_; }
+  // The same, and draws the next token of each: on the GPU the logits stay there. Errors as of
+  // sample().
+  virtual int32_t append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
+                                  DrawPosition at);
+  virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                               const Draw& draw, std::span<const DrawPosition> at,
+                               std::span<int32_t> next);
 
- private:
-  // Tokens of a prompt that go through the layers together: bounds the activations' memory.
-  static constexpr int64_t kPrefillTokens = 512;
+  virtual void clear(int64_t slot) = 0;  // forget the sequence
+  virtual int64_t length(int64_t slot) const = 0;
+  virtual int64_t capacity() const = 0;
+  virtual const ModelConfig& config() const = 0;
+  // Active FFN neurons per token and layer, so far.
+  virtual double nnz_per_token() = 0;
 
-  Context& ctx_;
-  const Model& model_;
-  ForwardState state_;
-  KvCache cache_;
-  Buffer<float> hidden_;  // [max(kPrefillTokens, slots), D]
-  Buffer<float> logits_;  // [slots, V]
+ protected:
+  Session() = default;
+  // What the options ask for, checked against the model: InputError.
+  static int64_t checked_slots(const SessionOptions& options);
+  static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
+  // InputError when nothing is appended or it does not fit.
+  void require_room(int64_t slot, std::span<const int32_t> ids) const;
 };
 
 }  // namespace twell

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/infer/session.h"
+#include "twell/infer/session_cpu.h"
 
 #include <gtest/gtest.h>
 
@@ -34,11 +34,11 @@ TEST(Session, PiecewiseEqualsAtOnce) {
   Context ctx(2);
   const auto model = test_model(ctx, kVocab);
   const std::vector<int32_t> ids = random_ids(40, kVocab, 3);
-  Session whole(ctx, *model, {});
+  SessionCpu whole(ctx, *model, {});
   const auto at_once = whole.append(0, ids);
   const std::vector<float> expected(at_once.begin(), at_once.end());
 
-  Session pieces(ctx, *model, {});
+  SessionCpu pieces(ctx, *model, {});
   std::span<const float> got;
   for (size_t begin = 0, size = 1; begin < ids.size(); begin += size, size = 2 * size) {
     const size_t count = std::min(size, ids.size() - begin);
@@ -52,7 +52,7 @@ TEST(Session, SlotsAreIndependent) {
   Context ctx(2);
   const auto model = test_model(ctx, kVocab);
   const std::vector<int32_t> a = random_ids(9, kVocab, 4), b = random_ids(17, kVocab, 5);
-  Session session(ctx, *model, {.slots = 3});
+  SessionCpu session(ctx, *model, {.slots = 3});
   session.append(2, a);
   session.append(0, b);
   const std::vector<int64_t> slots = {0, 2};
@@ -61,7 +61,7 @@ TEST(Session, SlotsAreIndependent) {
   const std::vector<float> first(both.row(0), both.row(0) + kVocab);
   const std::vector<float> second(both.row(1), both.row(1) + kVocab);
 
-  Session alone(ctx, *model, {});
+  SessionCpu alone(ctx, *model, {});
   alone.append(0, b);
   expect_close(first, alone.append(0, std::span(next).subspan(0, 1)));
   alone.clear(0);
@@ -73,9 +73,9 @@ TEST(Session, SlotsAreIndependent) {
 TEST(Session, RefusesWhatDoesNotFit) {
   Context ctx(1);
   const auto model = test_model(ctx, kVocab);
-  EXPECT_THROW(Session(ctx, *model, {.slots = 0}), InputError);
-  EXPECT_THROW(Session(ctx, *model, {.capacity = 49}), InputError);
-  Session session(ctx, *model, {.capacity = 10});
+  EXPECT_THROW(SessionCpu(ctx, *model, {.slots = 0}), InputError);
+  EXPECT_THROW(SessionCpu(ctx, *model, {.capacity = 49}), InputError);
+  SessionCpu session(ctx, *model, {.capacity = 10});
   session.append(0, random_ids(10, kVocab, 1));
   EXPECT_THROW(session.append(0, random_ids(1, kVocab, 1)), InputError);
   EXPECT_THROW(session.append(0, {}), InputError);
@@ -85,7 +85,7 @@ TEST(Generate, RepeatsWithTheSameSeedAndStreamsItsText) {
   Context ctx(2);
   const auto model = test_model(ctx, kVocab);
   const Tokenizer tokenizer = byte_tokenizer();
-  Session session(ctx, *model, {});
+  SessionCpu session(ctx, *model, {});
   std::string streamed;
   GenerateOptions options{.max_tokens = 20, .sampler = {.seed = 5}};
   options.on_text = [&](std::string_view text) { streamed += text; };
@@ -106,7 +106,7 @@ TEST(Generate, SparseExecutionsGiveTheSameGreedyTokens) {
   std::vector<std::vector<int32_t>> ids;
   for (const FfnPolicy policy :
        {FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion, FfnPolicy::kAuto}) {
-    Session session(ctx, *model, {.ffn = policy});
+    SessionCpu session(ctx, *model, {.ffn = policy});
     ids.push_back(generate(session, tokenizer, "hello", options).ids);
   }
   for (const auto& other : ids) EXPECT_EQ(other, ids.front());
@@ -116,7 +116,7 @@ TEST(Generate, StopsForEachReason) {
   Context ctx(1);
   const auto model = test_model(ctx, kVocab);
   const Tokenizer tokenizer = byte_tokenizer();
-  Session session(ctx, *model, {});
+  SessionCpu session(ctx, *model, {});
   GenerateOptions options{.max_tokens = 5, .sampler = {.temperature = 0.0f}};
   const Generation limited = generate(session, tokenizer, "x", options);
   if (limited.reason == StopReason::kMaxTokens) {

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What --device means: built with or without CUDA.
+#pragma once
+
+#include <memory>
+
+#include "cli/options.h"
+#include "twell/data/tokenizer.h"
+#include "twell/infer/engine.h"
+
+namespace twell::cli {
+
+// Whether to run on the GPU: "cuda", or "auto" where there is one. InputError with the reason when
+// "cuda" was asked for and cannot be had.
+bool use_cuda(const CommonOptions& common);
+
+// The checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU code
+// does not run goes to the CPU, and a line on stderr says why.
+struct LoadedEngine {
+  std::unique_ptr<Engine> engine;
+  Tokenizer tokenizer;
+};
+LoadedEngine load_engine(const CommonOptions& common);
+
+}  // namespace twell::cli

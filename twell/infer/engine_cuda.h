@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A model on the current CUDA device, with a stream of its own.
+#pragma once
+
+#include "twell/infer/engine.h"
+#include "twell/model/model_cuda.h"
+
+namespace twell {
+
+// An owned stream, which does not wait for the default one.
+class CudaStream {
+ public:
+  CudaStream() { TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~CudaStream() { cudaStreamDestroy(stream_); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+class EngineCuda : public Engine {
+ public:
+  // InputError on any fault of the checkpoint, and with the numbers when the model does not fit.
+  explicit EngineCuda(const std::filesystem::path& checkpoint);
+
+  const ModelConfig& config() const override { return model_->config(); }
+  std::string device() const override { return ctx_.device_name(); }
+  std::unique_ptr<Session> session(const SessionOptions& options) override;
+
+ private:
+  CudaStream stream_;
+  CudaContext ctx_;
+  std::unique_ptr<ModelCuda> model_;
+};
+
+}  // namespace twell

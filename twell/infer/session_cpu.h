@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// A session on the CPU.
+#pragma once
+
+#include "twell/base/context.h"
+#include "twell/infer/session.h"
+#include "twell/model/forward.h"
+#include "twell/model/kv_cache.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+// The model and the context must outlive the session.
+class SessionCpu : public Session {
+ public:
+  SessionCpu(Context& ctx, const Model& model, const SessionOptions& options);
+
+  std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
+  ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
+  void clear(int64_t slot) override { cache_.set_length(slot, 0); }
+  int64_t length(int64_t slot) const override { return cache_.length(slot); }
+  int64_t capacity() const override { return cache_.capacity(); }
+  const ModelConfig& config() const override { return model_.config; }
+  double nnz_per_token() override;
+  const ForwardState& state() const { return state_; }
+
+ private:
+  // Tokens of a prompt that go through the layers together: bounds the activations' memory.
+  static constexpr int64_t kPrefillTokens = 512;
+
+  Context& ctx_;
+  const Model& model_;
+  ForwardState state_;
+  KvCache cache_;
+  Buffer<float> hidden_;  // [max(kPrefillTokens, slots), D]
+  Buffer<float> logits_;  // [slots, V]
+};
+
+}  // namespace twell

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// A session on the GPU. Decoding a number of sequences runs as a CUDA graph from its second step
+// on. The device is waited for where a result is read, and nowhere else.
+#pragma once
+
+#include <map>
+
+#include "twell/infer/session.h"
+#include "twell/model/forward_cuda.h"
+
+namespace twell {
+
+// The model and the context must outlive the session. InputError, with the numbers, when cache and
+// activations do not fit into the device's memory.
+class SessionCuda : public Session {
+ public:
+  SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options);
+  ~SessionCuda() override;
+  // Device memory it takes beside the model, roughly; before it is made.
+  static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
+                              const SessionOptions& options);
+
+  std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
+  ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
+  int32_t append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
+                          DrawPosition at) override;
+  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                       const Draw& draw, std::span<const DrawPosition> at,
+                       std::span<int32_t> next) override;
+  void clear(int64_t slot) override { cache_.set_length(slot, 0); }
+  int64_t length(int64_t slot) const override { return cache_.length(slot); }
+  int64_t capacity() const override { return cache_.capacity(); }
+  const ModelConfig& config() const override { return model_.config(); }
+  double nnz_per_token() override;  // waits for the device
+
+ private:
+  struct Graph {
+    bool warm = false;  // has run once, so that what is made on first use is there
+    cudaGraphExec_t executable = nullptr;
+  };
+
+  static ForwardPlanCuda forward_plan(const ModelConfig& config, const SessionOptions& options);
+  // Enqueue the layers and the output head: logits of the last token of the slot's sequence, or of
+  // one token per slot.
+  void enqueue_append(int64_t slot, std::span<const int32_t> ids, std::span<const float> uniforms);
+  void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                      std::span<const float> uniforms);
+  void enqueue_layers(int64_t sequences);
+  // Reads `rows` rows of logits, or draws from them and reads the ids.
+  ConstMatrixF read_logits(int64_t rows);
+  void draw_ids(int64_t tokens, int64_t rows, const Draw& draw, std::span<int32_t> next);
+  // Now and then, where the device has just been waited for: has the FFN layers decide anew.
+  void update_ffn_plans(int64_t new_tokens);
+  void drop_graphs();
+
+  CudaContext& ctx_;
+  const ModelCuda& model_;
+  ForwardCuda forward_;
+  KvCacheCuda cache_;
+  DeviceBuffer<float> logits_;       // [slots, V]
+  DeviceBuffer<int32_t> next_;       // [slots]
+  float* host_logits_ = nullptr;     // [slots, V] page-locked
+  int32_t* host_next_ = nullptr;     // [slots] page-locked
+  std::map<int64_t, Graph> graphs_;  // by number of sequences
+  int64_t tokens_ = 0;               // since the FFN plans were updated last
+  int64_t update_after_ = 1;         // tokens until the next update
+};
+
+}  // namespace twell

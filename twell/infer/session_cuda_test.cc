@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// The session's contract on the GPU, against the CPU's session on the same bf16 weights.
+#include "twell/infer/session_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/error.h"
+#include "twell/infer/generate.h"
+#include "twell/infer/session_cpu.h"
+#include "twell/infer/test_model.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 257;
+
+class SessionCudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    stream_ = std::make_unique<TestStream>();
+    ctx_ = std::make_unique<CudaContext>(stream_->get());
+    model_ = test_model(cpu_, kVocab);
+    for (float& value : model_->flat.span()) value = to_float(to_bf16(value));
+    device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
+  }
+
+  // bf16 roundings of a model of two layers: see forward_cuda_test.
+  static void expect_close(std::span<const float> got, std::span<const float> want) {
+    ASSERT_EQ(got.size(), want.size());
+    double error = 0.0, size = 0.0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const double difference = static_cast<double>(got[i]) - want[i];
+      error += difference * difference;
+      size += static_cast<double>(want[i]) * want[i];
+    }
+    EXPECT_LE(std::sqrt(error / size), 0.02);
+  }
+
+  Context cpu_{2};
+  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaContext> ctx_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<ModelCuda> device_model_;
+};
+
+TEST_F(SessionCudaTest, AppendAndDecodeEqualCpu) {
+  SessionCpu want(cpu_, *model_, {.slots = 3});
+  SessionCuda got(*ctx_, *device_model_, {.slots = 3});
+  const auto a = random_ids(20, kVocab, 1), b = random_ids(7, kVocab, 2);
+  expect_close(got.append(2, a), want.append(2, a));
+  expect_close(got.append(0, b), want.append(0, b));
+  expect_close(got.append(2, b), want.append(2, b));
+  // The first step runs as it is, the second one is captured, the others replay it; the order of
+  // the slots changes.
+  for (int32_t step = 0; step < 5; ++step) {
+    const std::vector<int64_t> slots =
+        step % 2 == 0 ? std::vector<int64_t>{0, 2} : std::vector<int64_t>{2, 0};
+    const std::vector<int32_t> ids = {step + 3, step + 50};
+    const ConstMatrixF x = got.decode(slots, ids), y = want.decode(slots, ids);
+    ASSERT_EQ(x.rows, y.rows);
+    for (int64_t row = 0; row < x.rows; ++row) {
+      expect_close({x.row(row), static_cast<size_t>(kVocab)},
+                   {y.row(row), static_cast<size_t>(kVocab)});
+    }
+    EXPECT_EQ(got.length(0), want.length(0));
+    EXPECT_EQ(got.length(2), want.length(2));
+  }
+  got.clear(2);
+  EXPECT_EQ(got.length(2), 0);
+  want.clear(2);
+  expect_close(got.append(2, a), want.append(2, a));
+}
+
+TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
+  const Draw draw{{.temperature = 0.9f, .top_k = 30, .seed = 5}, kVocab - 1};
+  SessionCuda logits_read(*ctx_, *device_model_, {.slots = 2});
+  SessionCuda drawn(*ctx_, *device_model_, {.slots = 2});
+  const auto prompt = random_ids(9, kVocab, 3);
+  std::vector<int32_t> next(2);
+  for (int64_t slot = 0; slot < 2; ++slot) {
+    const DrawPosition at{static_cast<uint64_t>(slot), 0};
+    next[static_cast<size_t>(slot)] = drawn.append_and_draw(slot, prompt, draw, at);
+    EXPECT_EQ(next[static_cast<size_t>(slot)],
+              logits_read.Session::append_and_draw(slot, prompt, draw, at));
+  }
+  const std::vector<int64_t> slots = {0, 1};
+  for (uint64_t step = 1; step < 10; ++step) {
+    const std::vector<DrawPosition> at = {{0, step}, {1, step}};
+    const std::vector<int32_t> ids = next;
+    std::vector<int32_t> other(2);
+    drawn.decode_and_draw(slots, ids, draw, at, next);
+    logits_read.Session::decode_and_draw(slots, ids, draw, at, other);
+    ASSERT_EQ(next, other) << step;
+  }
+}
+
+TEST_F(SessionCudaTest, GreedyGenerationEqualsCpuUpToTies) {
+  const Tokenizer tokenizer = byte_tokenizer();
+  SessionCpu cpu(cpu_, *model_, {});
+  SessionCuda cuda(*ctx_, *device_model_, {});
+  const GenerateOptions options{.max_tokens = 30, .sampler = {.temperature = 0.0f}};
+  const Generation want = generate(cpu, tokenizer, "abc", options);
+  const Generation got = generate(cuda, tokenizer, "abc", options);
+  size_t same = 0;
+  while (same < want.ids.size() && same < got.ids.size() && want.ids[same] == got.ids[same]) ++same;
+  if (same == want.ids.size() && same == got.ids.size()) return;
+  // Where they part, the CPU's two candidates are closer than bf16 tells apart.
+  ASSERT_LT(same, std::min(want.ids.size(), got.ids.size()));
+  cpu.clear(0);
+  std::vector<int32_t> ids = tokenizer.encode("abc");
+  ids.insert(ids.end(), want.ids.begin(), want.ids.begin() + static_cast<int64_t>(same));
+  const auto logits = cpu.append(0, ids);
+  const float gap =
+      logits[static_cast<size_t>(want.ids[same])] - logits[static_cast<size_t>(got.ids[same])];
+  EXPECT_LT(gap, 0.05f * std::abs(logits[static_cast<size_t>(want.ids[same])])) << "at " << same;
+}
+
+TEST_F(SessionCudaTest, RefusesWhatDoesNotFit) {
+  EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = 0}), InputError);
+  EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.capacity = 49}), InputError);
+  SessionCuda session(*ctx_, *device_model_, {.capacity = 10});
+  EXPECT_THROW(session.append(0, random_ids(11, kVocab, 4)), InputError);
+  session.append(0, random_ids(10, kVocab, 4));
+  EXPECT_THROW(session.append(0, random_ids(1, kVocab, 4)), InputError);
+  EXPECT_EQ(session.length(0), 10);
+  // A cache of terabytes.
+  EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
+}
+
+}  // namespace
+}  // namespace twell
