@@ -14,8 +14,8 @@ namespace {
 constexpr double kDenseFlops = 800e6 / 132;  // operations per us: a large bf16 GEMM
 constexpr double kUnionFlops = 575e6 / 132;  // the two GEMMs with gathered weight rows
 constexpr double kBytes = 4.0e6 / 132;       // bytes per us of device memory
-constexpr double kRowBytes = 5.5e6 / 132;    // of rows gathered from the L2 cache
-constexpr double kRowFused = 45.0;           // lists, and the tail of long rows
+constexpr double kRowBytes = 8.0e6 / 132;    // of rows gathered from the L2 cache
+constexpr double kRowFused = 20.0;           // lists, and the tail of long rows
 constexpr double kFewToken = 0.2;            // a few tokens: per token,
 constexpr double kFewNeuron = 0.005;         // and per neuron that fires
 constexpr double kKernel = 3.0;              // a kernel too small to fill the device
