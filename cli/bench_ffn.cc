@@ -10,6 +10,8 @@
 #include <set>
 
 #include "cli/bench.h"
+#include "cli/bench_ffn_cuda.h"
+#include "cli/device.h"
 #include "twell/base/error.h"
 #include "twell/model/safetensors.h"
 #include "twell/ops/ffn/ffn_benchmark.h"
@@ -21,9 +23,10 @@ struct BenchFfnArguments {
   FfnBenchmark benchmark;
   std::filesystem::path patterns;
   std::optional<int64_t> layer;
-  int64_t tokens = 512;
+  int64_t tokens = 0;  // 0: as many as suit the device
   int64_t begin = 0;
   std::vector<double> nnz;
+  double energy_seconds = 1.0;
   std::filesystem::path jsonl;
 };
 
@@ -117,7 +120,9 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
 }
 
 int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
-  TWELL_REQUIRE(arguments.tokens > 0, "--tokens must be positive, got {}", arguments.tokens);
+  const bool cuda = use_cuda(common);
+  TWELL_REQUIRE(arguments.tokens >= 0, "--tokens must be positive, got {}", arguments.tokens);
+  if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
   TWELL_REQUIRE(arguments.begin >= 0, "--begin must not be negative, got {}", arguments.begin);
   TWELL_REQUIRE(arguments.benchmark.repeats > 0, "--repeats must be positive, got {}",
                 arguments.benchmark.repeats);
@@ -125,6 +130,10 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   const std::vector<FfnPattern> patterns = arguments.patterns.empty()
                                                ? synthetic_patterns(arguments, common.seed)
                                                : captured_patterns(arguments);
+  if (cuda) {
+    run_bench_ffn_cuda(arguments.benchmark, arguments.energy_seconds, patterns, arguments.jsonl);
+    return kExitOk;
+  }
   Context ctx(common.threads);
   fmt::print("FFN forward, D {}, F {}, {}, f32, on {} ({} threads)\n", arguments.benchmark.width,
              arguments.benchmark.ffn, arguments.benchmark.gated ? "gated" : "not gated", cpu_name(),
@@ -171,9 +180,10 @@ void add_bench_ffn_command(CLI::App& bench, CommonOptions& common) {
       ->type_name("K")
       ->allow_extra_args(false)
       ->excludes(patterns);
-  command.add_option("--tokens", arguments->tokens, "Tokens per call")
-      ->type_name("M")
-      ->capture_default_str();
+  command
+      .add_option("--tokens", arguments->tokens,
+                  "Tokens per call; default: 512 on the CPU, 16384 on a GPU")
+      ->type_name("M");
   command.add_option("--width", benchmark.width, "Width of the layer")
       ->type_name("D")
       ->capture_default_str();
@@ -186,9 +196,17 @@ void add_bench_ffn_command(CLI::App& bench, CommonOptions& common) {
       ->capture_default_str();
   command.add_option("--jsonl", arguments->jsonl, "Append each row as one JSON line to this file")
       ->type_name("FILE");
-  add_compute_options(command, common);
+  command
+      .add_option("--energy-seconds", arguments->energy_seconds,
+                  "GPU: how long each execution runs for its energy per token; 0: not measured")
+      ->type_name("S")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  add_compute_options(command, common, Devices::kAny);
   command.footer(
-      "The layer's own gate fires as in the pattern; results are compared with dense first.\n\n"
+      "The layer's own gate fires as in the pattern; results are compared with dense first. On a\n"
+      "GPU and with more than 64 tokens, the pattern is replayed behind a gate GEMM that runs on\n"
+      "random operands, firing as often.\n\n"
       "Example:\n  twell bench ffn --tokens 512 --nnz 30 --nnz 300");
 }
 
