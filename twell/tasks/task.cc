@@ -69,7 +69,7 @@ TaskItem multiple_choice(const std::string& context, const std::vector<std::stri
                          int64_t gold) {
   TaskItem out{.line = 0, .choices = {}, .gold = gold};
   for (const std::string& choice : choices) {
-    out.choices.push_back({context, " " + choice, count_characters(choice)});
+    out.choices.push_back({context, std::string(" ").append(choice), count_characters(choice)});
   }
   return out;
 }
