@@ -1,21 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
-#include <map>
-#include <tuple>
-
 #include "twell/ops/matmul/few_rows.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
-namespace {
-
-struct LinearPlans {
-  std::map<std::tuple<int64_t, int64_t, int64_t, bool>, MatmulPlanCuda> plans;
-  bool tuning = false;
-};
-
-}  // namespace
 
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
   const auto [rows, cols, inner, x, w, y, f32_out] = problem;
@@ -26,17 +15,31 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
     TWELL_CUDA_CHECK(launch_few_rows({rows, cols, inner, x, w, y, f32_out}, ctx.stream()));
     return;
   }
-  LinearPlans& cache = ctx.service<LinearPlans>();
-  const auto key = std::make_tuple(rows, cols, inner, f32_out);
-  auto found = cache.plans.find(key);
-  if (found == cache.plans.end()) {
-    const MatmulShapeCuda shape{rows, cols, inner, true, false, f32_out};
-    found = cache.plans.try_emplace(key, ctx, shape).first;
-    if (cache.tuning) found->second.tune(ctx, x, w, y);
-  }
-  found->second.run(ctx, x, w, y);
+  matmul_cuda(ctx,
+              {.rows = rows, .cols = cols, .inner = inner, .trans_b = true, .f32_out = f32_out}, x,
+              w, y);
 }
 
-void set_linear_tuning(CudaContext& ctx, bool on) { ctx.service<LinearPlans>().tuning = on; }
+void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem) {
+  const auto [rows, cols, inner, x, w, d_y, d_x, d_x_add, d_w, d_w_add] = problem;
+  TWELL_CHECK(
+      inner % 8 == 0 && rows > 0,
+      "backward of a linear layer [{}, {}] on {} tokens: the input size is a multiple of 8, "
+      "and there are tokens",
+      cols, inner, rows);
+  if (d_x != nullptr) {
+    matmul_cuda(ctx, {.rows = rows, .cols = inner, .inner = cols, .add = d_x_add}, d_y, w, d_x);
+  }
+  if (d_w != nullptr) {
+    matmul_cuda(ctx,
+                {.rows = cols,
+                 .cols = inner,
+                 .inner = rows,
+                 .f32_out = true,
+                 .trans_a = true,
+                 .add = d_w_add},
+                d_y, x, d_w);
+  }
+}
 
 }  // namespace twell

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linear layer on the GPU: y [M, N] = x [M, K] w^T, w [N, K], all row-major bf16 (y on request
-// f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the weights once at memory
-// speed; more run cuBLASLt, with one plan per shape kept in the context.
-// K is a multiple of 8. Never synchronises, but for a new shape while tuning is on.
+// A linear layer on the GPU, forward and backward: y [M, N] = x [M, K] w^T, w [N, K], all row-major
+// bf16 (y on request f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the
+// weights once at memory speed; more run cuBLASLt, with one plan per shape kept in the context. K
+// is a multiple of 8. Never synchronises, but for a new shape while tuning is on
+// (set_matmul_tuning).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,9 +27,21 @@ struct LinearCuda {
 };
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem);
 
-// While on, a shape seen for the first time times every algorithm that cuBLASLt proposes. A
-// stopwatch chooses then, so that another process may round differently: for benchmarks. Off at
-// first.
-void set_linear_tuning(CudaContext& ctx, bool on);
+// d_x [M, K] = d_y w and d_w [N, K] = d_y^T x; either may be left out. The sums of a weight
+// gradient are f32 and stay so. K is a multiple of 8, M at least 1; N may be anything, a multiple
+// of 8 is fast.
+struct LinearBackwardCuda {
+  int64_t rows = 0;                    // M
+  int64_t cols = 0;                    // N
+  int64_t inner = 0;                   // K
+  const __nv_bfloat16* x = nullptr;    // [M, K], for d_w
+  const __nv_bfloat16* w = nullptr;    // [N, K], for d_x
+  const __nv_bfloat16* d_y = nullptr;  // [M, N]
+  __nv_bfloat16* d_x = nullptr;        // [M, K] or null
+  bool d_x_add = false;                // d_x += instead of =, in bf16
+  float* d_w = nullptr;                // [N, K] or null
+  bool d_w_add = true;                 // d_w += instead of =
+};
+void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem);
 
 }  // namespace twell

@@ -2,6 +2,7 @@
 #include "twell/ops/matmul/matmul_cuda.h"
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 namespace twell {
@@ -31,21 +32,31 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
   return layout;
 }
 
+struct MatmulPlans {
+  std::map<MatmulShapeCuda, MatmulPlanCuda> plans;
+  bool tuning = false;
+};
+
 }  // namespace
 
-// cuBLAS is column-major: it computes c^T [N, M] = op(b)^T a^T.
-MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) {
+// cuBLAS is column-major: it computes c^T [N, M] = op(b)^T op(a)^T.
+MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape)
+    : beta_(shape.add ? 1.0f : 0.0f) {
   TWELL_CUBLAS_CHECK(cublasLtMatmulDescCreate(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const cublasOperation_t op_b = shape.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   TWELL_CUBLAS_CHECK(
       cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof(op_b)));
+  const cublasOperation_t op_a = shape.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+  TWELL_CUBLAS_CHECK(
+      cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof(op_a)));
   const cublasLtEpilogue_t epilogue =
       shape.relu ? CUBLASLT_EPILOGUE_RELU : CUBLASLT_EPILOGUE_DEFAULT;
   TWELL_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE,
                                                     &epilogue, sizeof(epilogue)));
   layout_b_ =
       shape.trans_b ? make_layout(shape.inner, shape.cols) : make_layout(shape.cols, shape.inner);
-  layout_a_ = make_layout(shape.inner, shape.rows);
+  layout_a_ =
+      shape.trans_a ? make_layout(shape.rows, shape.inner) : make_layout(shape.inner, shape.rows);
   layout_c_ = make_layout(shape.cols, shape.rows, shape.f32_out ? CUDA_R_32F : CUDA_R_16BF);
 
   cublasLtMatmulPreference_t preference = nullptr;
@@ -71,9 +82,9 @@ MatmulPlanCuda::~MatmulPlanCuda() {
 
 void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
                               const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
-  const float one = 1.0f, zero = 0.0f;
+  const float one = 1.0f;
   const LtHandle& lt = ctx.service<LtHandle>();
-  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_, &one, b, layout_b_, a, layout_a_, &zero,
+  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_, &one, b, layout_b_, a, layout_a_, &beta_,
                                     c, layout_c_, c, layout_c_, &algorithm, lt.workspace.data(),
                                     static_cast<size_t>(lt.workspace.bytes()), ctx.stream()));
 }
@@ -110,5 +121,22 @@ void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_b
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
 }
+
+void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,
+                 const __nv_bfloat16* b, void* c) {
+  MatmulPlans& cache = ctx.service<MatmulPlans>();
+  auto found = cache.plans.find(shape);
+  if (found == cache.plans.end()) {
+    found = cache.plans.try_emplace(shape, ctx, shape).first;
+    if (cache.tuning) {
+      // Repeats would add to c.
+      const DeviceBuffer<float> spare(shape.add ? shape.rows * shape.cols : 0);
+      found->second.tune(ctx, a, b, shape.add ? spare.data() : c);
+    }
+  }
+  found->second.run(ctx, a, b, c);
+}
+
+void set_matmul_tuning(CudaContext& ctx, bool on) { ctx.service<MatmulPlans>().tuning = on; }
 
 }  // namespace twell

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dense matrix product on the GPU through cuBLASLt, bf16 in, bf16 or f32 out, f32 accumulation:
-//   c [M, N] = epilogue(a [M, K] op(b)),  b [N, K] (a weight of a linear layer) or [K, N].
+//   c [M, N] = epilogue(op(a) op(b)),  a [M, K] or stored [K, M],
+//   b [N, K] (a weight of a linear layer) or [K, N].
 // A plan fixes the shape and the algorithm; it may be run on any operands of that shape.
 #pragma once
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 
+#include <compare>
 #include <cstdint>
 
 #include "twell/base/cuda.h"
@@ -20,6 +22,10 @@ struct MatmulShapeCuda {
   bool trans_b = false;  // b is [N, K]
   bool relu = false;     // applied in the epilogue
   bool f32_out = false;  // c is float, not __nv_bfloat16
+  bool trans_a = false;  // a is [K, M]
+  bool add = false;      // c += op(a) op(b)
+
+  auto operator<=>(const MatmulShapeCuda&) const = default;
 };
 
 class MatmulPlanCuda {
@@ -30,7 +36,8 @@ class MatmulPlanCuda {
   MatmulPlanCuda(const MatmulPlanCuda&) = delete;
   MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
 
-  // Times every proposed algorithm on these operands and keeps the fastest. Synchronises.
+  // Times every proposed algorithm on these operands and keeps the fastest. Synchronises, and
+  // leaves c with some of its results.
   void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
 
   // Enqueues; never synchronises. c [M, N] is of the shape's output type. Plans of one context
@@ -49,6 +56,17 @@ class MatmulPlanCuda {
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
+  float beta_ = 0.0f;
 };
+
+// The same with the plan that the context keeps of each shape. The first call of a shape makes the
+// plan, which allocates; later ones can be captured into a graph.
+void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,
+                 const __nv_bfloat16* b, void* c);
+
+// While on, matmul_cuda times every algorithm that cuBLASLt proposes for a shape that it sees for
+// the first time, and synchronises then. A stopwatch chooses, so that another process may round
+// differently: for benchmarks. Off at first.
+void set_matmul_tuning(CudaContext& ctx, bool on);
 
 }  // namespace twell
