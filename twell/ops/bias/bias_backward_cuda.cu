@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/bias/bias_backward_cuda.h"
+
+#include "twell/base/column_sums.cuh"
+
+namespace twell {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kPiece = 8;      // values in one 16-byte access
+constexpr int64_t kRows = 64;  // of a block
+
+struct alignas(16) Piece {
+  __nv_bfloat162 pair[kPiece / 2];
+};
+
+// Block (rows, columns): the sums of a run of rows.
+__global__ void __launch_bounds__(kThreads) row_sums_kernel(BiasBackwardCuda p) {
+  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kPiece;
+  if (column >= p.width) return;
+  const int64_t begin = int64_t{blockIdx.x} * kRows;
+  const int64_t end = begin + kRows < p.tokens ? begin + kRows : p.tokens;
+  float2 sum[kPiece / 2] = {};
+#pragma unroll 8
+  for (int64_t m = begin; m < end; ++m) {
+    const Piece row = *reinterpret_cast<const Piece*>(p.d_y + m * p.width + column);
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = __bfloat1622float2(row.pair[k]);
+      sum[k].x += v.x;
+      sum[k].y += v.y;
+    }
+  }
+  auto* to = reinterpret_cast<float4*>(p.partial + blockIdx.x * p.width + column);
+  to[0] = {sum[0].x, sum[0].y, sum[1].x, sum[1].y};
+  to[1] = {sum[2].x, sum[2].y, sum[3].x, sum[3].y};
+}
+
+}  // namespace
+
+int64_t bias_backward_partials(int64_t tokens) { return (tokens + kRows - 1) / kRows; }
+
+cudaError_t launch_bias_backward(const BiasBackwardCuda& p, cudaStream_t stream) {
+  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
+  const int64_t count = bias_backward_partials(p.tokens), columns = kThreads * kPiece;
+  if (count == 0 || p.width == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(count),
+                  static_cast<unsigned>((p.width + columns - 1) / columns));
+  row_sums_kernel<<<grid, kThreads, 0, stream>>>(p);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  return launch_add_column_sums(p.partial, count, p.width, p.d_bias, stream);
+}
+
+}  // namespace twell

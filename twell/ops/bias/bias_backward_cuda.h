@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradient of a linear layer's bias on the GPU: d_bias += sum of the rows of d_y, in an order that
+// depends on the shape alone. d_y [M, N] bf16, d_bias [N] f32; N is a multiple of 8.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace twell {
+
+struct BiasBackwardCuda {
+  int64_t tokens = 0;                  // M
+  int64_t width = 0;                   // N
+  const __nv_bfloat16* d_y = nullptr;  // [M, N]
+  float* d_bias = nullptr;             // [N] accumulated
+  float* partial = nullptr;            // [bias_backward_partials(M), N] workspace
+};
+int64_t bias_backward_partials(int64_t tokens);
+// cudaErrorInvalidValue for a width that is no multiple of 8.
+cudaError_t launch_bias_backward(const BiasBackwardCuda& problem, cudaStream_t stream);
+
+}  // namespace twell

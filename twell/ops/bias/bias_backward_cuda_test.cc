@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/bias/bias_backward_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/bias/bias.h"
+
+namespace twell {
+namespace {
+
+TEST(BiasBackwardCudaTest, EqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  Context cpu(1);
+  for (const auto& [tokens, width] :
+       {std::pair<int64_t, int64_t>{1, 8}, {127, 264}, {129, 2056}, {5000, 40}}) {
+    const auto d_y = random_bf16(tokens * width, 1);
+    const std::vector<float> before = to_floats(random_bf16(width, 2)), d_y_f = to_floats(d_y);
+    const auto device_d_y = upload(d_y);
+    const auto partial = poisoned<float>(bias_backward_partials(tokens) * width);
+    std::vector<float> got[2];
+    for (auto& repeat : got) {
+      const auto d_bias = upload(before);
+      TWELL_CUDA_CHECK(launch_bias_backward(
+          {tokens, width, device_d_y.data(), d_bias.data(), partial.data()}, stream.get()));
+      stream.synchronize();
+      repeat = download(d_bias);
+    }
+    EXPECT_EQ(got[0], got[1]);
+    std::vector<float> want = before;
+    bias_backward(cpu, ConstMatrixF(d_y_f.data(), tokens, width), want.data());
+    // Sums of M normal values in another order.
+    const float near = 1e-5f + 1e-7f * static_cast<float>(tokens);
+    for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[0][i], want[i], near) << i;
+  }
+  EXPECT_EQ(launch_bias_backward({.tokens = 1, .width = 12}, stream.get()), cudaErrorInvalidValue);
+}
+
+}  // namespace
+}  // namespace twell
