@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kMaxThreads) rope_kernel(RopeCuda p) {
     if (head < heads + kv_heads) {
 #pragma unroll
       for (int k = 0; k < kPiece; ++k) {
-        const float c = p.cos[table_at + at + k], s = p.sin[table_at + at + k];
+        const float c = p.cos[table_at + at + k];
+        const float s = p.inverse ? -p.sin[table_at + at + k] : p.sin[table_at + at + k];
         const float a = __bfloat162float(first.value[k]), b = __bfloat162float(second.value[k]);
         first.value[k] = __float2bfloat16(a * c - b * s);
         second.value[k] = __float2bfloat16(b * c + a * s);

@@ -3,6 +3,7 @@
 // [q | k | v] of a fused projection; on the way the projection's biases are added, and keys and
 // values written into a cache.
 //   qkv [M, (H + 2 H_kv) * hd] bf16: queries are rotated in place; keys too, or into the cache.
+// inverse rotates back, in place: the backward pass, on [d_q | d_k | d_v], without bias and cache.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,6 +27,7 @@ struct RopeCuda {
   __nv_bfloat16* keys = nullptr;        // [rows, H_kv * hd]
   __nv_bfloat16* values = nullptr;      // [rows, H_kv * hd]
   const int64_t* cache_rows = nullptr;  // [M]
+  bool inverse = false;
 };
 cudaError_t launch_rope(const RopeCuda& problem, cudaStream_t stream);
 

@@ -77,6 +77,46 @@ TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
   }
 }
 
+TEST_P(RopeCudaTest, InverseEqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [tokens, heads, kv_heads, head_dim] = GetParam();
+  const TestStream stream;
+  Context ctx(1);
+  const int64_t width = (heads + 2 * kv_heads) * head_dim;
+  const RopeTable table(tokens, head_dim, 10000.0);
+  const auto cos = upload(std::vector<float>(table.cos.span().begin(), table.cos.span().end()));
+  const auto sin = upload(std::vector<float>(table.sin.span().begin(), table.sin.span().end()));
+  std::vector<int32_t> positions(static_cast<size_t>(tokens));
+  for (size_t i = 0; i < positions.size(); ++i) {
+    positions[i] = static_cast<int32_t>(i * 37 % positions.size());
+  }
+  const auto device_positions = upload(positions);
+  const auto d_qkv = random_bf16(tokens * width, 2);
+  const auto on_device = [&, h = heads, kv = kv_heads, hd = head_dim, m = tokens] {
+    const auto values = upload(d_qkv);
+    TWELL_CUDA_CHECK(launch_rope({.tokens = m,
+                                  .heads = h,
+                                  .kv_heads = kv,
+                                  .head_dim = hd,
+                                  .cos = cos.data(),
+                                  .sin = sin.data(),
+                                  .positions = device_positions.data(),
+                                  .qkv = values.data(),
+                                  .inverse = true},
+                                 stream.get()));
+    stream.synchronize();
+    return to_floats(download(values));
+  };
+  std::vector<float> want = to_floats(d_qkv);
+  rope(ctx, table, positions, MatrixF(want.data(), tokens, (heads + kv_heads) * head_dim, width),
+       /*inverse=*/true);
+  const auto got = on_device();
+  for (size_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(got[i], want[i], std::abs(want[i]) * std::ldexp(1.0f, -8) + 1e-6f) << i;
+  }
+  EXPECT_EQ(got, on_device());
+}
+
 INSTANTIATE_TEST_SUITE_P(Shapes, RopeCudaTest,
                          testing::Values(RopeCase{1, 1, 1, 2}, RopeCase{129, 4, 2, 8},
                                          RopeCase{65, 32, 8, 64}, RopeCase{7, 3, 3, 128}));
