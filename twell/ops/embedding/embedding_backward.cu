@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cub/device/device_radix_sort.cuh>
+
+#include "twell/ops/embedding/embedding_backward_kernels.h"
+
+namespace twell {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 8;  // of a thread: one 16-byte access
+constexpr int kPiece = static_cast<int>(kEmbeddingPiece);
+constexpr int kAhead = 4;  // rows whose loads are in flight together
+
+struct alignas(16) Piece {
+  __nv_bfloat162 pair[kColumns / 2];
+};
+
+struct Sums {
+  float value[kColumns];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) value[k] = 0.0f;
+  }
+  __device__ void add(const Piece& row) {
+#pragma unroll
+    for (int k = 0; k < kColumns / 2; ++k) {
+      const float2 v = __bfloat1622float2(row.pair[k]);
+      value[2 * k] += v.x;
+      value[2 * k + 1] += v.y;
+    }
+  }
+  __device__ void add(const float* row) {
+    const float4 a = reinterpret_cast<const float4*>(row)[0];
+    const float4 b = reinterpret_cast<const float4*>(row)[1];
+    value[0] += a.x, value[1] += a.y, value[2] += a.z, value[3] += a.w;
+    value[4] += b.x, value[5] += b.y, value[6] += b.z, value[7] += b.w;
+  }
+  __device__ void store(float* row) const {
+    reinterpret_cast<float4*>(row)[0] = {value[0], value[1], value[2], value[3]};
+    reinterpret_cast<float4*>(row)[1] = {value[4], value[5], value[6], value[7]};
+  }
+  __device__ void add_to(float* row) const {
+    Sums sum = *this;
+    sum.add(row);
+    sum.store(row);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) iota_kernel(int64_t n, int32_t* out) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < n) out[i] = static_cast<int32_t>(i);
+}
+
+// Block (piece, columns). A run of one id inside the piece goes to the table; one that the piece
+// before began, to the piece's first border row; one that the piece after goes on with, to the last
+// (to the first where it does both).
+__global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
+  __shared__ int32_t ids[kPiece + 1], tokens[kPiece];
+  const int64_t begin = int64_t{blockIdx.x} * kPiece;
+  const int count = static_cast<int>(p.tokens - begin < kPiece ? p.tokens - begin : kPiece);
+  for (int i = static_cast<int>(threadIdx.x); i <= kPiece; i += kThreads) {
+    ids[i] = begin + i < p.tokens ? p.sorted_ids[begin + i] : -1;
+    if (i < count) tokens[i] = p.sorted_tokens[begin + i];
+  }
+  __syncthreads();
+  const bool continues = begin > 0 && p.sorted_ids[begin - 1] == ids[0];
+  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kColumns;
+  if (column >= p.width) return;
+  float* const borders = p.borders + int64_t{blockIdx.x} * 2 * p.width + column;
+
+  int first = 0;  // of the run
+  Sums sums;
+  sums.clear();
+  for (int at = 0; at < count; at += kAhead) {
+    Piece rows[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (at + k >= count) break;
+      rows[k] = *reinterpret_cast<const Piece*>(p.d_out + tokens[at + k] * p.width + column);
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int i = at + k;
+      if (i >= count) break;
+      sums.add(rows[k]);
+      const bool last = i + 1 == count;
+      if (!last && ids[i + 1] == ids[i]) continue;
+      if (first == 0 && continues) {
+        sums.store(borders);
+      } else if (last && ids[i + 1] == ids[i]) {
+        sums.store(borders + p.width);
+      } else {
+        sums.add_to(p.d_table + ids[i] * p.width + column);
+      }
+      first = i + 1;
+      sums.clear();
+    }
+  }
+}
+
+// Block (piece, columns): where a piece's last run begins in it and goes on, its sums in the pieces
+// after it are added in their order.
+__global__ void __launch_bounds__(kThreads) border_kernel(EmbeddingSums p) {
+  const int64_t next = (int64_t{blockIdx.x} + 1) * kPiece;  // the piece after begins
+  if (next >= p.tokens) return;
+  const int32_t id = p.sorted_ids[next];
+  if (p.sorted_ids[next - 1] != id) return;
+  const int64_t begin = next - kPiece;
+  if (begin > 0 && p.sorted_ids[begin] == id && p.sorted_ids[begin - 1] == id) return;
+  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kColumns;
+  if (column >= p.width) return;
+  Sums sums;
+  sums.clear();
+  sums.add(p.borders + (int64_t{blockIdx.x} * 2 + 1) * p.width + column);
+#pragma unroll 4
+  for (int64_t at = next; at < p.tokens && p.sorted_ids[at] == id; at += kPiece) {
+    sums.add(p.borders + at / kPiece * 2 * p.width + column);
+  }
+  sums.add_to(p.d_table + id * p.width + column);
+}
+
+int bits_of(int64_t values) {
+  int bits = 1;
+  while ((int64_t{1} << bits) < values) ++bits;
+  return bits;
+}
+
+}  // namespace
+
+cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes) {
+  return cub::DeviceRadixSort::SortPairs(
+      nullptr, *bytes, static_cast<const int32_t*>(nullptr), static_cast<int32_t*>(nullptr),
+      static_cast<const int32_t*>(nullptr), static_cast<int32_t*>(nullptr), tokens);
+}
+
+cudaError_t launch_token_sort(const TokenSort& p, cudaStream_t stream) {
+  iota_kernel<<<static_cast<unsigned>((p.tokens + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      p.tokens, p.iota);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  size_t bytes = p.memory_bytes;
+  return cub::DeviceRadixSort::SortPairs(p.memory, bytes, p.ids, p.sorted_ids,
+                                         static_cast<const int32_t*>(p.iota), p.sorted_tokens,
+                                         p.tokens, 0, bits_of(p.vocab), stream);
+}
+
+cudaError_t launch_embedding_sums(const EmbeddingSums& p, cudaStream_t stream) {
+  const int64_t columns = kThreads * kColumns;
+  const dim3 grid(static_cast<unsigned>((p.tokens + kPiece - 1) / kPiece),
+                  static_cast<unsigned>((p.width + columns - 1) / columns));
+  piece_kernel<<<grid, kThreads, 0, stream>>>(p);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  border_kernel<<<grid, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace twell

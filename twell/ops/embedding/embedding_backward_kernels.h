@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches behind embedding_backward_cuda.h, as plain types that nvcc compiles.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace twell {
+
+inline constexpr int64_t kEmbeddingPiece = 32;  // sorted tokens that one block sums
+
+struct TokenSort {
+  int64_t tokens = 0;                // M
+  int64_t vocab = 0;                 // ids are below it
+  const int32_t* ids = nullptr;      // [M]
+  int32_t* iota = nullptr;           // [M] workspace
+  int32_t* sorted_ids = nullptr;     // [M] out
+  int32_t* sorted_tokens = nullptr;  // [M] out: where each id stood; ascending within an id
+  void* memory = nullptr;
+  size_t memory_bytes = 0;
+};
+cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes);
+cudaError_t launch_token_sort(const TokenSort& problem, cudaStream_t stream);
+
+// Two kernels: pieces, then the runs that cross their borders.
+struct EmbeddingSums {
+  int64_t tokens = 0;
+  int64_t width = 0;
+  const int32_t* sorted_ids = nullptr;
+  const int32_t* sorted_tokens = nullptr;
+  const __nv_bfloat16* d_out = nullptr;  // [M, D]
+  float* borders = nullptr;              // [pieces, 2, D]: of a piece's first run, of its last
+  float* d_table = nullptr;              // [V, D]
+};
+cudaError_t launch_embedding_sums(const EmbeddingSums& problem, cudaStream_t stream);
+
+}  // namespace twell
