@@ -6,28 +6,12 @@
 
 #include "twell/base/buffer.h"
 #include "twell/base/error.h"
+#include "twell/ops/adamw/adamw_coefficients.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "twell/ops/adamw/adamw.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
-
-// The constants of one step, rounded to float once.
-#ifndef TWELL_OPS_ADAMW_COEFFICIENTS
-#define TWELL_OPS_ADAMW_COEFFICIENTS
-namespace twell {
-struct AdamWCoefficients {
-  float grad_scale;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float decay;           // 1 - lr * weight_decay
-  float step_size;       // lr / (1 - beta1^step)
-  float rsqrt_correct2;  // 1 / sqrt(1 - beta2^step)
-  float eps;
-};
-}  // namespace twell
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace twell {
@@ -109,17 +93,12 @@ constexpr int64_t kGrain = 1 << 14;      // below this a second thread costs mor
 constexpr int64_t kNormBlock = 1 << 14;  // 64 KiB: one partial sum, whatever the thread count
 }  // namespace
 
-void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params) {
-  const size_t n = params.weight.size();
-  TWELL_CHECK(
-      params.grad.size() == n && params.exp_avg.size() == n && params.exp_avg_sq.size() == n,
-      "AdamW needs spans of one size, got weight {}, grad {}, exp_avg {}, exp_avg_sq {}", n,
-      params.grad.size(), params.exp_avg.size(), params.exp_avg_sq.size());
+AdamWCoefficients adamw_coefficients(const AdamW& options) {
   TWELL_CHECK(options.step >= 1, "AdamW counts steps from 1, got {}", options.step);
   const double step = static_cast<double>(options.step);
   const double correct1 = 1.0 - std::pow(options.beta1, step);
   const double correct2 = 1.0 - std::pow(options.beta2, step);
-  const AdamWCoefficients coefficients = {
+  return {
       .grad_scale = static_cast<float>(options.grad_scale),
       .one_minus_beta1 = static_cast<float>(1.0 - options.beta1),
       .beta2 = static_cast<float>(options.beta2),
@@ -129,6 +108,15 @@ void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params) {
       .rsqrt_correct2 = static_cast<float>(1.0 / std::sqrt(correct2)),
       .eps = static_cast<float>(options.eps),
   };
+}
+
+void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params) {
+  const size_t n = params.weight.size();
+  TWELL_CHECK(
+      params.grad.size() == n && params.exp_avg.size() == n && params.exp_avg_sq.size() == n,
+      "AdamW needs spans of one size, got weight {}, grad {}, exp_avg {}, exp_avg_sq {}", n,
+      params.grad.size(), params.exp_avg.size(), params.exp_avg_sq.size());
+  const AdamWCoefficients coefficients = adamw_coefficients(options);
   const auto update = HWY_DYNAMIC_DISPATCH(update_range);
   ctx.parallel_for(static_cast<int64_t>(n), kGrain, [&](int64_t begin, int64_t end, int) {
     update(coefficients, params, begin, end);

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// AdamW on the GPU over the flat arrays of all parameters: the formula of adamw.h, to the bit where
+// the CPU has fused multiply-add, with what changes from step to step read from device memory, so
+// that a captured step can be replayed. The bf16 copy of the weights is written in the same pass.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "twell/ops/adamw/adamw_coefficients.h"
+
+namespace twell {
+
+// Parameters from `begin` up to the begin of the next run, or the end.
+struct AdamWRun {
+  int64_t begin = 0;
+  bool decay = false;  // weight decay applies; else as with weight_decay 0
+};
+
+enum class MomentDType { kF32, kBF16 };  // bf16: stored so, rounded to nearest; f32 arithmetic
+
+// Device memory throughout. The arrays of parameters are 16-byte aligned.
+struct AdamWCuda {
+  int64_t size = 0;                                 // N
+  const AdamWRun* runs = nullptr;                   // [run_count] ascending, the first begins at 0
+  int64_t run_count = 0;                            // at least 1
+  const AdamWCoefficients* coefficients = nullptr;  // of this step (adamw_coefficients)
+  // The clipping factor on top of coefficients->grad_scale (GradientNorm::clip_factor), or null: 1.
+  // Where it is NaN the step is skipped: weights and moments stay as they are.
+  const float* clip_factor = nullptr;
+  const float* grad = nullptr;           // [N]
+  float* weight = nullptr;               // [N] master weights
+  __nv_bfloat16* weight_bf16 = nullptr;  // [N] out
+  MomentDType moments = MomentDType::kF32;
+  void* exp_avg = nullptr;     // [N] of the moments' type
+  void* exp_avg_sq = nullptr;  // [N]
+};
+cudaError_t launch_adamw(const AdamWCuda& problem, cudaStream_t stream);
+
+// Euclidean norm of all gradients, summed in double in a fixed order, and the factor that brings it
+// down to clip_norm (1 where it is not above it; NaN where the norm is not finite).
+struct GradientNorm {
+  double norm = 0.0;
+  float clip_factor = 1.0f;
+};
+struct GradientNormCuda {
+  int64_t size = 0;                // N
+  const float* grad = nullptr;     // [N]
+  double clip_norm = 0.0;          // 0: no clipping
+  double* partial = nullptr;       // [gradient_norm_partials(N)] workspace
+  GradientNorm* result = nullptr;  // one, out
+};
+int64_t gradient_norm_partials(int64_t size);
+cudaError_t launch_gradient_norm(const GradientNormCuda& problem, cudaStream_t stream);
+
+}  // namespace twell

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/adamw/adamw_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/adamw/adamw.h"
+
+namespace twell {
+namespace {
+
+std::vector<float> random_floats(int64_t n, uint64_t stream) {
+  std::vector<float> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = normal(11, stream, i);
+  return values;
+}
+
+GradientNorm norm_on_device(const TestStream& stream, const DeviceBuffer<float>& grad,
+                            double clip_norm, const DeviceBuffer<GradientNorm>& result) {
+  const auto partial = poisoned<double>(std::max<int64_t>(1, gradient_norm_partials(grad.size())));
+  TWELL_CUDA_CHECK(launch_gradient_norm(
+      {grad.size(), grad.data(), clip_norm, partial.data(), result.data()}, stream.get()));
+  stream.synchronize();
+  return download(result)[0];
+}
+
+TEST(GradientNormCudaTest, EqualsCpu) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  Context cpu(1);
+  for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{16385}, int64_t{9000001}}) {
+    const std::vector<float> grad = random_floats(n, 1);
+    const double want = global_norm(cpu, grad);
+    const auto device = upload(grad);
+    const auto result = poisoned<GradientNorm>(1);
+    const GradientNorm got = norm_on_device(stream, device, 1.0, result);
+    EXPECT_NEAR(got.norm, want, 1e-12 * want) << n;
+    EXPECT_FLOAT_EQ(got.clip_factor, want > 1.0 ? static_cast<float>(1.0 / want) : 1.0f) << n;
+    const GradientNorm again = norm_on_device(stream, device, 0.0, result);
+    EXPECT_EQ(again.norm, got.norm);
+    EXPECT_EQ(again.clip_factor, 1.0f);
+  }
+}
+
+TEST(GradientNormCudaTest, SaysWhatIsNotFinite) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  const auto result = poisoned<GradientNorm>(1);
+  const GradientNorm huge =
+      norm_on_device(stream, upload(std::vector<float>(100, 3e38f)), 1.0, result);
+  EXPECT_NEAR(huge.norm, 3e39, 1e33);
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
+    std::vector<float> grad(70000, 1.0f);
+    grad[69999] = bad;
+    const GradientNorm got = norm_on_device(stream, upload(grad), 1.0, result);
+    EXPECT_FALSE(std::isfinite(got.norm));
+    EXPECT_TRUE(std::isnan(got.clip_factor));
+  }
+}
+
+// Parameters of both kinds, in runs that begin anywhere.
+struct State {
+  explicit State(int64_t n)
+      : weight(random_floats(n, 2)),
+        exp_avg(static_cast<size_t>(n)),
+        exp_avg_sq(static_cast<size_t>(n)) {
+    runs = {{0, true}};
+    if (n > 100) runs.insert(runs.end(), {{37, false}, {61, true}, {64, false}, {n - 3, true}});
+  }
+  void cpu_step(Context& ctx, AdamW options, std::vector<float>& grad) {
+    const double decay = options.weight_decay;
+    for (size_t r = 0; r < runs.size(); ++r) {
+      const auto begin = static_cast<size_t>(runs[r].begin);
+      const size_t end =
+          r + 1 < runs.size() ? static_cast<size_t>(runs[r + 1].begin) : weight.size();
+      options.weight_decay = runs[r].decay ? decay : 0.0;
+      const auto part = [&](std::vector<float>& of) {
+        return std::span<float>(of).subspan(begin, end - begin);
+      };
+      adamw_step(ctx, options, {part(weight), part(grad), part(exp_avg), part(exp_avg_sq)});
+    }
+  }
+  std::vector<float> weight, exp_avg, exp_avg_sq;
+  std::vector<AdamWRun> runs;
+};
+
+class AdamWCudaTest : public testing::TestWithParam<int64_t> {};
+
+TEST_P(AdamWCudaTest, EqualsCpuOverSteps) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t n = GetParam();
+  const TestStream stream;
+  Context cpu(1);
+  State state(n);
+  const auto weight = upload(state.weight), exp_avg = upload(state.exp_avg),
+             exp_avg_sq = upload(state.exp_avg_sq);
+  const auto runs = upload(state.runs);
+  const auto weight_bf16 = poisoned<__nv_bfloat16>(n);
+  const float clip = 0.37f;
+  const auto device_clip = upload(std::vector<float>{clip});
+  constexpr int kSteps = 5;
+  for (int step = 1; step <= kSteps; ++step) {
+    AdamW options{.learning_rate = 3e-3, .grad_scale = 0.5, .step = step};
+    std::vector<float> grad = random_floats(n, static_cast<uint64_t>(10 + step));
+    const auto coefficients = upload(std::vector<AdamWCoefficients>{adamw_coefficients(options)});
+    const auto device_grad = upload(grad);
+    TWELL_CUDA_CHECK(launch_adamw({.size = n,
+                                   .runs = runs.data(),
+                                   .run_count = runs.size(),
+                                   .coefficients = coefficients.data(),
+                                   .clip_factor = device_clip.data(),
+                                   .grad = device_grad.data(),
+                                   .weight = weight.data(),
+                                   .weight_bf16 = weight_bf16.data(),
+                                   .exp_avg = exp_avg.data(),
+                                   .exp_avg_sq = exp_avg_sq.data()},
+                                  stream.get()));
+    stream.synchronize();
+    options.grad_scale *= static_cast<double>(clip);
+    state.cpu_step(cpu, options, grad);
+  }
+  const auto got = download(weight), got_m = download(exp_avg), got_v = download(exp_avg_sq);
+  const auto rounded = to_floats(download(weight_bf16));
+  // To the bit where the CPU fuses multiplications and additions; elsewhere a few roundings apart.
+  const float ulps = 4.0f * kSteps * std::numeric_limits<float>::epsilon();
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_NEAR(got[i], state.weight[i], ulps * std::max(1.0f, std::abs(state.weight[i]))) << i;
+    ASSERT_NEAR(got_m[i], state.exp_avg[i], ulps) << i;
+    ASSERT_NEAR(got_v[i], state.exp_avg_sq[i], ulps * state.exp_avg_sq[i]) << i;
+    ASSERT_EQ(rounded[i], __bfloat162float(__float2bfloat16(got[i]))) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, AdamWCudaTest,
+                         testing::Values(int64_t{1}, int64_t{127}, int64_t{129}, int64_t{1024},
+                                         int64_t{70003}));
+
+// Moments in bf16 are those of the f32 arithmetic, rounded: one step from moments that bf16 holds.
+TEST(AdamWCudaTest, MomentsInBf16) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t n = 1029;
+  const TestStream stream;
+  const std::vector<float> grad = random_floats(n, 3), weight = random_floats(n, 4);
+  const auto m = random_bf16(n, 5);
+  auto v = random_bf16(n, 6);
+  for (auto& value : v) value = __float2bfloat16(std::abs(__bfloat162float(value)));
+  const auto runs = upload(std::vector<AdamWRun>{{0, true}});
+  const auto coefficients =
+      upload(std::vector<AdamWCoefficients>{adamw_coefficients(AdamW{.step = 7})});
+  const auto device_grad = upload(grad);
+  const auto weight_a = upload(weight), weight_b = upload(weight), m_f32 = upload(to_floats(m)),
+             v_f32 = upload(to_floats(v));
+  const auto m_bf16 = upload(m), v_bf16 = upload(v);
+  const auto copy_a = poisoned<__nv_bfloat16>(n), copy_b = poisoned<__nv_bfloat16>(n);
+  AdamWCuda problem{.size = n,
+                    .runs = runs.data(),
+                    .run_count = 1,
+                    .coefficients = coefficients.data(),
+                    .grad = device_grad.data(),
+                    .weight = weight_a.data(),
+                    .weight_bf16 = copy_a.data(),
+                    .exp_avg = m_f32.data(),
+                    .exp_avg_sq = v_f32.data()};
+  TWELL_CUDA_CHECK(launch_adamw(problem, stream.get()));
+  problem.weight = weight_b.data();
+  problem.weight_bf16 = copy_b.data();
+  problem.moments = MomentDType::kBF16;
+  problem.exp_avg = m_bf16.data();
+  problem.exp_avg_sq = v_bf16.data();
+  TWELL_CUDA_CHECK(launch_adamw(problem, stream.get()));
+  stream.synchronize();
+  EXPECT_EQ(download(weight_a), download(weight_b));
+  EXPECT_EQ(to_floats(download(copy_a)), to_floats(download(copy_b)));
+  const auto rounded = [](const std::vector<float>& values) {
+    std::vector<float> out;
+    for (const float value : values) out.push_back(__bfloat162float(__float2bfloat16(value)));
+    return out;
+  };
+  EXPECT_EQ(to_floats(download(m_bf16)), rounded(download(m_f32)));
+  EXPECT_EQ(to_floats(download(v_bf16)), rounded(download(v_f32)));
+}
+
+TEST(AdamWCudaTest, SkipsAStepThatIsNotFinite) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const int64_t n = 129;
+  const TestStream stream;
+  const std::vector<float> weight = random_floats(n, 1), moments = random_floats(n, 2);
+  const auto device_weight = upload(weight), m = upload(moments), v = upload(moments),
+             clip = upload(std::vector<float>{std::numeric_limits<float>::quiet_NaN()}),
+             grad = upload(std::vector<float>(static_cast<size_t>(n), NAN));
+  const auto copy = upload(random_bf16(n, 3));
+  const auto runs = upload(std::vector<AdamWRun>{{0, true}});
+  const auto coefficients = upload(std::vector<AdamWCoefficients>{adamw_coefficients(AdamW{})});
+  TWELL_CUDA_CHECK(launch_adamw({.size = n,
+                                 .runs = runs.data(),
+                                 .run_count = 1,
+                                 .coefficients = coefficients.data(),
+                                 .clip_factor = clip.data(),
+                                 .grad = grad.data(),
+                                 .weight = device_weight.data(),
+                                 .weight_bf16 = copy.data(),
+                                 .exp_avg = m.data(),
+                                 .exp_avg_sq = v.data()},
+                                stream.get()));
+  stream.synchronize();
+  EXPECT_EQ(download(device_weight), weight);
+  EXPECT_EQ(download(m), moments);
+  EXPECT_EQ(download(v), moments);
+  EXPECT_EQ(to_floats(download(copy)), to_floats(random_bf16(n, 3)));
+}
+
+}  // namespace
+}  // namespace twell
