@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/cross_entropy/cross_entropy_kernels.h"
+#include "twell/ops/cross_entropy/log_sum.cuh"
+
+namespace twell {
+namespace {
+
+// Two blocks fill a multiprocessor; the rows in work then still stand in L2 when they are read for
+// the second time.
+constexpr int kThreads = 1024;
+
+template <int kPiece>
+struct alignas(2 * kPiece) Piece {
+  __nv_bfloat16 value[kPiece];
+};
+
+// One block per row. kPiece values in one access, for which V is a multiple of kPiece.
+template <int kPiece>
+__global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradient p) {
+  const int64_t pieces = p.vocab / kPiece;
+  auto* const row = reinterpret_cast<Piece<kPiece>*>(p.logits) + blockIdx.x * pieces;
+  const int32_t target = p.targets[blockIdx.x];
+  if (target < 0) {
+    if (threadIdx.x == 0) p.losses[blockIdx.x] = 0.0f;
+    if (!p.gradient) return;
+    const Piece<kPiece> zeros = {};
+    for (int64_t i = threadIdx.x; i < pieces; i += kThreads) row[i] = zeros;
+    return;
+  }
+  LogSum mine;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < pieces; i += kThreads) {
+    const Piece<kPiece> piece = row[i];
+    float top = mine.top;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) top = fmaxf(top, __bfloat162float(piece.value[k]));
+    if (top == -INFINITY) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) sum += __expf(__bfloat162float(piece.value[k]) - top);
+    mine.sum = mine.sum * __expf(mine.top - top) + sum;
+    mine.top = top;
+  }
+  const LogSum total = block_log_sum<kThreads>(mine);
+  const float at_target = __bfloat162float(p.logits[blockIdx.x * p.vocab + target]);
+  if (threadIdx.x == 0) p.losses[blockIdx.x] = logf(total.sum) + (total.top - at_target);
+  if (!p.gradient) return;
+  __syncthreads();  // the logit of the target has been read by all
+  const float scale = p.grad_scale / total.sum;
+  const int64_t target_piece = target / kPiece;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < pieces; i += kThreads) {
+    Piece<kPiece> piece = row[i];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      float gradient = scale * __expf(__bfloat162float(piece.value[k]) - total.top);
+      if (i == target_piece && k == target % kPiece) gradient -= p.grad_scale;
+      piece.value[k] = __float2bfloat16(gradient);
+    }
+    row[i] = piece;
+  }
+}
+
+constexpr int kSumThreads = 512;
+
+// One block, in an order that depends on the number of tokens alone.
+__global__ void __launch_bounds__(kSumThreads) loss_sum_kernel(LossSum p) {
+  __shared__ double of_warp[kSumThreads / 32];
+  __shared__ int64_t tokens_of_warp[kSumThreads / 32];
+  double sum = 0.0;
+  int64_t tokens = 0;
+  for (int64_t m = threadIdx.x; m < p.tokens; m += kSumThreads) {
+    if (p.targets[m] < 0) continue;
+    sum += static_cast<double>(p.losses[m]);
+    ++tokens;
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    tokens += __shfl_xor_sync(0xffffffffu, tokens, offset);
+  }
+  if (threadIdx.x % 32 == 0) {
+    of_warp[threadIdx.x / 32] = sum;
+    tokens_of_warp[threadIdx.x / 32] = tokens;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int warp = 1; warp < kSumThreads / 32; ++warp) {
+    sum += of_warp[warp];
+    tokens += tokens_of_warp[warp];
+  }
+  p.sum->loss_sum += sum;
+  p.sum->tokens += tokens;
+}
+
+}  // namespace
+
+cudaError_t launch_softmax_gradient(const SoftmaxGradient& p, cudaStream_t stream) {
+  if (p.tokens == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(p.tokens);
+  if (p.vocab % 8 == 0) {
+    softmax_gradient_kernel<8><<<blocks, kThreads, 0, stream>>>(p);
+  } else {
+    softmax_gradient_kernel<1><<<blocks, kThreads, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_loss_sum(const LossSum& p, cudaStream_t stream) {
+  loss_sum_kernel<<<1, kSumThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace twell

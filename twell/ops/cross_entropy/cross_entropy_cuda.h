@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Output head and cross-entropy on the GPU, with their gradients: the op of cross_entropy.h on
+// bf16. Works through chunks of tokens, so that the [M, V] logits never exist as a whole: the
+// logits of a chunk (bf16), losses and softmax in f32, the gradient of the logits in their place
+// (bf16), then the two matrix products of the backward pass.
+//   x [M, D], weight [V, D] bf16; targets [M] int32 in [0, V), or -1 for a token without a target,
+//   checked by the caller. D is a multiple of 8; V may be anything, a multiple of 8 is fast.
+// Losses are summed in a fixed order.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+#include "twell/ops/cross_entropy/cross_entropy_kernels.h"
+
+namespace twell {
+
+struct CrossEntropyCuda {
+  int64_t tokens = 0;                     // M
+  int64_t width = 0;                      // D
+  int64_t vocab = 0;                      // V
+  const __nv_bfloat16* x = nullptr;       // [M, D] final hidden states
+  const __nv_bfloat16* weight = nullptr;  // [V, D]
+  const int32_t* targets = nullptr;       // [M]
+  float grad_scale = 0.0f;                // gradients are of grad_scale * (sum of CE)
+  float* losses = nullptr;                // [M] out, 0 where there is no target
+  CrossEntropySum* sum = nullptr;         // one, or null: the losses of this call are added to it
+  // Both null for evaluation.
+  __nv_bfloat16* d_x = nullptr;  // [M, D] written
+  float* d_weight = nullptr;     // [V, D] accumulated
+};
+
+// The logits of a chunk.
+class CrossEntropyWorkspaceCuda {
+ public:
+  CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab);
+  static int64_t bytes_needed(int64_t max_tokens, int64_t vocab);
+
+ private:
+  friend void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
+                                 const CrossEntropyWorkspaceCuda& workspace);
+  int64_t vocab_;
+  int64_t chunk_;  // tokens
+  DeviceBuffer<__nv_bfloat16> logits_;
+};
+
+// Enqueues; never synchronises. Error when the vocabulary is not the workspace's, or one gradient
+// is asked for without the other. Which tokens share a chunk depends on M and the workspace.
+void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
+                        const CrossEntropyWorkspaceCuda& workspace);
+
+}  // namespace twell

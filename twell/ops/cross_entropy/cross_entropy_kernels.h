@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches behind cross_entropy_cuda.h, as plain types that nvcc compiles.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace twell {
+
+// In nats, over the tokens with a target; adds up over the micro-batches of a step.
+struct CrossEntropySum {
+  double loss_sum = 0.0;
+  int64_t tokens = 0;
+};
+
+// A row of logits each: its loss, and where grad_scale is not 0 the logits become
+// grad_scale * (softmax - one at the target), all 0 without a target.
+struct SoftmaxGradient {
+  int64_t tokens = 0;                // M
+  int64_t vocab = 0;                 // V
+  __nv_bfloat16* logits = nullptr;   // [M, V]
+  const int32_t* targets = nullptr;  // [M]
+  float* losses = nullptr;           // [M]
+  bool gradient = false;
+  float grad_scale = 0.0f;
+};
+cudaError_t launch_softmax_gradient(const SoftmaxGradient& problem, cudaStream_t stream);
+
+// sum += the losses of the tokens with a target.
+struct LossSum {
+  int64_t tokens = 0;
+  const float* losses = nullptr;
+  const int32_t* targets = nullptr;
+  CrossEntropySum* sum = nullptr;
+};
+cudaError_t launch_loss_sum(const LossSum& problem, cudaStream_t stream);
+
+}  // namespace twell
