@@ -123,21 +123,35 @@ class Stopwatch {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// Joules of one run of the piece, over a window of at least `seconds`; 0 when there is no counter.
+// Joules of one run of the piece, over at least `seconds`; 0 when there is no counter. The window
+// begins and ends where the counter steps, which it does some ten times a second.
 double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const Piece& piece,
                       double seconds) {
   if (seconds <= 0.0 || !meter.unavailable().empty()) return 0.0;
   const Graph graph(ctx.stream(), piece);
   using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  const double before = meter.joules();
   int64_t runs = 0;
-  while (elapsed() < seconds) {
-    for (int i = 0; i < 20; ++i, ++runs) graph.launch();
-    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  // Keeps the GPU busy until the counter steps, and says what it stands at then.
+  const auto next_step = [&] {
+    const double before = meter.joules();
+    double now = before;
+    while (now == before) {
+      graph.launch();
+      ++runs;
+      TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+      now = meter.joules();
+    }
+    return now;
+  };
+  next_step();
+  const double from = next_step();
+  const auto start = Clock::now();
+  runs = 0;
+  double to = from;
+  while (to == from || std::chrono::duration<double>(Clock::now() - start).count() < seconds) {
+    to = next_step();
   }
-  return (meter.joules() - before) / static_cast<double>(runs);
+  return (to - from) / static_cast<double>(runs);
 }
 
 GpuEnergyMeter energy_meter(const CudaContext& ctx) {
