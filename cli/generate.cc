@@ -2,16 +2,20 @@
 // twell generate: text from a prompt, streamed.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/data/chat_template.h"
 #include "twell/infer/generate.h"
+#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {
@@ -19,6 +23,8 @@ namespace {
 struct GenerateArguments {
   GenerateOptions generate;
   std::filesystem::path prompt_file;
+  std::string system;
+  bool chat = false;
   std::string ffn = "auto";
   bool quiet = false;
   bool json = false;
@@ -45,18 +51,54 @@ void print_summary(const Generation& generation, Session& session) {
              stop_reason_name(generation.reason), session.nnz_per_token(), session.config().ffn);
 }
 
-int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
-  const std::string prompt =
+// What the model is given: the text itself, or as a chat's last message in the model's template.
+std::string prompt_text(const CommonOptions& common, const GenerateArguments& arguments,
+                        const std::optional<ChatTemplate>& chat) {
+  std::string text =
       arguments.prompt_file.empty() ? common.prompt : read_file(arguments.prompt_file);
+  TWELL_REQUIRE(chat || arguments.system.empty(), "--system goes with --chat");
+  if (!chat) return text;
+  std::vector<ChatMessage> messages;
+  if (!arguments.system.empty()) messages.push_back({"system", arguments.system});
+  messages.push_back({"user", std::move(text)});
+  return chat->render(messages, /*add_generation_prompt=*/true);
+}
+
+// Every token that config.json and the template end a text with.
+std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
+                                 const std::optional<ChatTemplate>& chat) {
+  std::vector<int32_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
+  if (config.eos_token >= 0) tokens.push_back(static_cast<int32_t>(config.eos_token));
+  if (chat && !chat->eos_token().empty()) tokens.push_back(tokenizer.find(chat->eos_token()));
+  return tokens;
+}
+
+// Room for the prompt and what may follow: a model's context can be far longer than either.
+int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
+                         const std::string& prompt, int64_t max_tokens) {
+  const int64_t limit = config.max_sequence();
+  const int64_t tokens = std::max<int64_t>(std::ssize(tokenizer.encode(prompt)), 1);
+  return tokens >= limit || max_tokens <= 0 ? limit : std::min(limit - tokens, max_tokens) + tokens;
+}
+
+int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
+  std::optional<ChatTemplate> chat;
+  if (arguments.chat) chat = ChatTemplate::load(common.checkpoint);
+  const std::string prompt = prompt_text(common, arguments, chat);
   arguments.generate.sampler.seed = common.seed;
   arguments.generate.sampler.validate();
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
 
   const LoadedEngine loaded = load_engine(common);
-  const std::unique_ptr<Session> session = loaded.engine->session({.ffn = policy});
+  const ModelConfig config = load_config(common.checkpoint);
+  arguments.generate.stop_tokens = stop_tokens(config, loaded.tokenizer, chat);
+  const int64_t capacity =
+      session_capacity(config, loaded.tokenizer, prompt, arguments.generate.max_tokens);
+  const std::unique_ptr<Session> session =
+      loaded.engine->session({.capacity = capacity, .ffn = policy});
   arguments.generate.cancel = &stop_on_signals();
   if (!arguments.json) {
-    fmt::print("{}", prompt);
+    if (!chat) fmt::print("{}", prompt);
     std::fflush(stdout);
     arguments.generate.on_text = [](std::string_view text) {
       fmt::print("{}", text);
@@ -86,6 +128,10 @@ void add_generate_command(CLI::App& app, CommonOptions& common) {
   command.add_option("--prompt-file", arguments->prompt_file, "Read the prompt from a file")
       ->type_name("PATH")
       ->excludes(prompt);
+  command.add_flag("--chat", arguments->chat,
+                   "The prompt is a message: render it with the chat template of the checkpoint");
+  command.add_option("--system", arguments->system, "System message in front of it (--chat)")
+      ->type_name("TEXT");
   GenerateOptions& options = arguments->generate;
   command.add_option("--max-tokens", options.max_tokens, "New tokens at most")
       ->type_name("N")

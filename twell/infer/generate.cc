@@ -16,6 +16,11 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+bool is_stop_token(const GenerateOptions& options, int32_t id) {
+  return std::find(options.stop_tokens.begin(), options.stop_tokens.end(), id) !=
+         options.stop_tokens.end();
+}
+
 std::vector<int32_t> prompt_ids(const Session& session, const Tokenizer& tokenizer,
                                 std::string_view prompt) {
   std::vector<int32_t> ids = tokenizer.encode(prompt);
@@ -77,7 +82,7 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
   result.prefill_seconds = seconds_since(start);
   const Clock::time_point decode_start = Clock::now();
   for (DrawPosition at{.index = 1};; ++at.index) {
-    if (id == tokenizer.eos_token()) {
+    if (id == tokenizer.eos_token() || is_stop_token(options, id)) {
       result.reason = StopReason::kEndOfText;
       break;
     }

@@ -19,6 +19,7 @@ struct GenerateOptions {
   int64_t max_tokens = 256;  // new tokens at most; the context is a limit too
   SamplerOptions sampler;
   std::vector<std::string> stop_strings;
+  std::vector<int32_t> stop_tokens;                    // besides the tokenizer's end-of-text token
   std::function<void(std::string_view text)> on_text;  // called as text becomes final
   const std::atomic<bool>* cancel = nullptr;  // stop after the current token once it is true
 };
