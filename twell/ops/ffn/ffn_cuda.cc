@@ -85,6 +85,13 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
 
 FfnWorkspaceCuda::~FfnWorkspaceCuda() = default;
 
+int64_t FfnWorkspaceCuda::bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
+  const TwellShape shape = twell_shape(chunk_tokens(ctx, max_tokens), ffn);
+  return shape.words() * int64_t{sizeof(uint32_t)} +
+         shape.max_spill_slots() * kTwellTile * int64_t{sizeof(__nv_bfloat16)} +
+         shape.rows * int64_t{sizeof(int32_t)} + TileUnionWorkspace::bytes_needed(shape.rows, ffn);
+}
+
 int64_t FfnWorkspaceCuda::bytes() const {
   return words_.bytes() + gate_.bytes() + row_nnz_.bytes() + tile_union_.bytes() +
          row_fused_.bytes() + few_tokens_.bytes();

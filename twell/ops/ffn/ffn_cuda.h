@@ -75,6 +75,9 @@ class FfnWorkspaceCuda {
   int64_t ffn() const { return ffn_; }
   bool gated() const { return gated_; }
   int64_t bytes() const;
+  // What bytes() will be, to within what the row-fused execution and the few-token one take: a few
+  // MiB.
+  static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
   // Tokens worked on at once.
   static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens);
 

@@ -157,6 +157,16 @@ TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   }
 }
 
+TEST(FfnPlanCuda, SaysHowMuchMemoryItTakes) {
+  SKIP_WITHOUT_GPU();
+  for (const int64_t tokens : {1, 1000, 100000}) {
+    const FfnWorkspaceCuda workspace(ctx, tokens, 512, 1408, true);
+    const int64_t needed = FfnWorkspaceCuda::bytes_needed(ctx, tokens, 1408);
+    EXPECT_LE(needed, workspace.bytes());
+    EXPECT_LE(workspace.bytes(), needed + (int64_t{8} << 20)) << tokens;
+  }
+}
+
 TEST(FfnPlanCuda, ReplaysAsAGraph) {
   SKIP_WITHOUT_GPU();
   for (const int64_t tokens : {8, 200}) {

@@ -40,6 +40,7 @@ class TileUnionWorkspace {
   TileUnionWorkspace(int64_t max_tokens, int64_t ffn);
 
   static int64_t max_tiles(int64_t tokens);
+  static int64_t bytes_needed(int64_t max_tokens, int64_t ffn);  // what bytes() will be
   int64_t max_tokens() const { return max_tokens_; }
   int64_t ffn() const { return ffn_; }
   int64_t bytes() const;

@@ -31,6 +31,17 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
   counts_ = DeviceBuffer<int32_t>(sizeof(Counts) / sizeof(int32_t));
 }
 
+int64_t TileUnionWorkspace::bytes_needed(int64_t max_tokens, int64_t ffn) {
+  using namespace tile_union;
+  const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
+  constexpr int64_t kWord = sizeof(int32_t);
+  // Per tile: its tokens, mask, neurons and values, items of the two GEMMs, size and place.
+  return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * 8 * kWord + blocks * kBlock * kWord +
+                  blocks * kBlock * kTileTokens * int64_t{sizeof(__nv_bfloat16)} +
+                  ceil_div(blocks, kMaxChunkBlocks - 1) * int64_t{sizeof(int2)} + 2 * kWord) +
+         int64_t{sizeof(Counts)};
+}
+
 int64_t TileUnionWorkspace::bytes() const {
   return tile_tokens_.bytes() + mask_.bytes() + union_size_.bytes() + union_ids_.bytes() +
          activations_.bytes() + tile_order_.bytes() + up_items_.bytes() + counts_.bytes();
