@@ -125,7 +125,7 @@ FEATURES = """{# a comment #}
 {{ [1, 'two', none, 2.5, {'k': "it's"}] }} {{ (1, 2)[1] }} {{ {'a': [1, 2], 'b': 'é"'} | tojson }} {{ {} | tojson }}
 {{ {'a': [1, 2], 'b': {}} | tojson(indent=2) }}
 {{ 'x' if messages else 'y' }} {{ 'z' if not messages }}|{{ missing }}|{{ missing | default('d') }}|{{ '' | default('e', true) }}
-{{ messages | length }} {{ messages[0].content[::-1] }} {{ messages[0]['content'][:3] }} {{ messages[-1].content[-3:] }}
+{{ messages | length }} {{ messages[0].content[::-1] }} {{ messages[0]['content'][:3] }} {{ messages[-1].content[-3:] }} {{ messages[0].role[0] }}{{ 'é中'[-1] }}
 {{ ' Ab C ' | trim | upper | lower }} {{ 'a-b'.replace('-', '+') }} {{ 'a b  c'.split() | join(',') }} {{ 'a,b,c'.split(',', 1) }}
 {{ messages[0].get('role') }} {{ messages[0].get('nope', 'none') }} {% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}
 

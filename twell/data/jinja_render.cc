@@ -239,13 +239,28 @@ class Renderer {
       const auto found = object.data.find(key.text());
       return found == object.data.end() ? Value::nothing() : Value(*found);
     }
-    if (object.data.is_array() && key.data.is_number_integer()) {
-      const int64_t size = static_cast<int64_t>(object.data.size());
+    if ((object.data.is_array() || object.is_string()) && key.data.is_number_integer()) {
+      const std::vector<Json> items = parts_of(object);
+      const int64_t size = std::ssize(items);
       int64_t at = key.data.get<int64_t>();
       if (at < 0) at += size;
-      return at < 0 || at >= size ? Value::nothing() : Value(object.data[static_cast<size_t>(at)]);
+      return at < 0 || at >= size ? Value::nothing() : Value(items[static_cast<size_t>(at)]);
     }
     return Value::nothing();
+  }
+
+  // The items of a list, the characters of a text.
+  static std::vector<Json> parts_of(const Value& object) {
+    std::vector<Json> items;
+    if (object.is_string()) {
+      for (const char c : object.text()) {
+        if ((c & 0xc0) != 0x80) items.emplace_back("");
+        items.back().get_ref<std::string&>() += c;
+      }
+    } else {
+      items.assign(object.data.begin(), object.data.end());
+    }
+    return items;
   }
 
   // Of lists and of text, as Python cuts them.
@@ -260,15 +275,7 @@ class Renderer {
     const int64_t stride = bound(3).value_or(1);
     if (stride == 0) fail(e.line, "a slice needs a step");
     if (!object.is_string() && !object.data.is_array()) fail(e.line, "a slice of what is no list");
-    std::vector<Json> items;
-    if (object.is_string()) {
-      for (const char c : object.text()) {
-        if ((c & 0xc0) != 0x80) items.emplace_back("");
-        items.back().get_ref<std::string&>() += c;
-      }
-    } else {
-      items.assign(object.data.begin(), object.data.end());
-    }
+    const std::vector<Json> items = parts_of(object);
     const int64_t size = std::ssize(items);
     const auto place = [&](std::optional<int64_t> at, int64_t fallback) {
       if (!at) return fallback;
