@@ -309,11 +309,54 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
   expect_refused({"tokenize", "--verify", "shards"}, shard.filename().string() + " was altered");
 }
 
+// A model with SiLU gates becomes a sparse one, is converted there and back, and answers a message.
+TEST_F(CliTest, SparsifyConvertAndChat) {
+  ASSERT_EQ(run(train("silu", {"--activation", "silu", "--steps", "2"})).code, 0);
+  write(
+      "silu/checkpoint/tokenizer_config.json",
+      R"({"chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"})");
+  const std::vector<std::string> sparsify = {
+      "train",   "--from",   "silu/checkpoint", "--shards", "silu/shards", "--out",
+      "sparse",  "--relufy", "--relufy-steps",  "2",        "--distill",   "0.5",
+      "--steps", "4",        "--micro-batch",   "2",        "--threads",   "1",
+      "--l1",    "1e-3",     "--l1-ramp-steps", "2"};
+  const Result sparsified = run(sparsify);
+  ASSERT_EQ(sparsified.code, 0) << sparsified.err;
+  EXPECT_THAT(sparsified.out, HasSubstr("original       sparse"));
+  EXPECT_THAT(slurp(folder_ / "sparse" / "metrics.jsonl"), HasSubstr("\"kl\""));
+  EXPECT_TRUE(fs::exists(folder_ / "sparse" / "side_by_side.json"));
+  EXPECT_THAT(slurp(folder_ / "sparse" / "checkpoint" / "config.json"),
+              HasSubstr("\"hidden_act\": \"relu\""));
+
+  const auto convert = [this](const std::string& in, const std::string& out,
+                              const std::string& layout) {
+    return run({"convert", "--checkpoint", in, "--out", out, "--layout", layout}).code;
+  };
+  EXPECT_EQ(convert("sparse/checkpoint", "published", "sparse"), 0);
+  EXPECT_EQ(convert("published", "back", "hf"), 0);
+  EXPECT_EQ(slurp(folder_ / "back" / "config.json"),
+            slurp(folder_ / "sparse" / "checkpoint" / "config.json"));
+  EXPECT_EQ(slurp(folder_ / "back" / "model.safetensors"), weights("sparse"));
+  const Result answer = run({"generate", "--checkpoint", "back", "--chat", "--prompt", "a",
+                             "--system", "b", "--max-tokens", "3", "--json"});
+  EXPECT_EQ(answer.code, 0) << answer.err;
+  EXPECT_THAT(answer.out, HasSubstr("\"prompt\":\"s:b u:a \""));
+
+  expect_refused({"convert", "--checkpoint", "silu/checkpoint", "--out", "x", "--layout", "sparse"},
+                 "this one has silu");
+  expect_refused({"convert", "--checkpoint", "back", "--out", "published"}, "published exists");
+  expect_refused(train("x", {"--relufy"}), "add --from DIR");
+  expect_refused({"train", "--from", "back", "--shards", "silu/shards", "--out", "y", "--relufy"},
+                 "has relu already");
+  expect_refused({"generate", "--checkpoint", "back", "--system", "x"},
+                 "--system goes with --chat");
+}
+
 TEST_F(CliTest, HelpOfEveryCommand) {
   const Result all = run({"--help"});
   EXPECT_EQ(all.code, 0);
   for (const char* command :
-       {"train", "tokenize", "generate", "eval", "inspect", "bench", "doctor"}) {
+       {"train", "tokenize", "generate", "eval", "inspect", "convert", "bench", "doctor"}) {
     EXPECT_THAT(all.out, HasSubstr(command));
     EXPECT_EQ(run({command, "--help"}).code, 0) << command;
   }
