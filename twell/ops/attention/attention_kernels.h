@@ -34,6 +34,7 @@ struct AttentionCuda {
   const __nv_bfloat16* v = nullptr;
   int64_t kv_stride = 0;
   __nv_bfloat16* out = nullptr;  // [M, H * hd]
+  float* logsumexp = nullptr;    // [sequences, H, max_q_len] or null; cuDNN alone writes it
 };
 
 // Keys of a sequence are cut into pieces of `keys`; each leaves a partial result.

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal attention of a training batch on the GPU, forward and backward, through cuDNN: B sequences
+// of S tokens each, every token's queries, keys and values in one row. bf16 with f32 accumulation;
+// same meaning as attention.h.
+//   qkv, d_qkv [B * S, (H + 2 H_kv) * hd] as [q | k | v]; out, d_out [B * S, H * hd];
+//   logsumexp [B, H, S] f32, of the scaled scores in nats
+//
+// The backward pass is deterministic: cuDNN then stores the gradient of the scores, [H, S, S] bf16
+// for each sequence, instead of adding to d_q atomically. It takes as many sequences at a time as
+// keep that under kMaxScoreBytes (one at least).
+//
+// Error where cuDNN is not found, or has no kernel: it takes heads of a multiple of 8, at most 128
+// (256 on Hopper), and S of at least 2. The first call of a shape allocates; later ones only
+// enqueue.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <compare>
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+
+namespace twell {
+
+inline constexpr int64_t kMaxScoreBytes = int64_t{512} << 20;
+
+struct AttentionTrainShape {
+  int64_t sequences = 0;  // B
+  int64_t length = 0;     // S, at least 2
+  int64_t heads = 0;      // H
+  int64_t kv_heads = 0;   // H_kv, divides H
+  int64_t head_dim = 0;   // hd
+
+  int64_t row() const { return (heads + 2 * kv_heads) * head_dim; }
+  auto operator<=>(const AttentionTrainShape&) const = default;
+};
+
+struct AttentionTrainForward {
+  AttentionTrainShape shape;
+  const __nv_bfloat16* qkv = nullptr;
+  __nv_bfloat16* out = nullptr;
+  float* logsumexp = nullptr;
+};
+void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& problem);
+
+struct AttentionTrainBackward {
+  AttentionTrainShape shape;
+  const __nv_bfloat16* qkv = nullptr;
+  const __nv_bfloat16* out = nullptr;
+  const float* logsumexp = nullptr;
+  const __nv_bfloat16* d_out = nullptr;
+  __nv_bfloat16* d_qkv = nullptr;  // written
+};
+void attention_train_backward(CudaContext& ctx, const AttentionTrainBackward& problem);
+
+}  // namespace twell
