@@ -97,7 +97,8 @@ void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& prob
               s.heads, s.head_dim, s.kv_heads, cudnn_status());
 }
 
-void attention_train_backward(CudaContext& ctx, const AttentionTrainBackward& problem) {
+void attention_train_backward([[maybe_unused]] CudaContext& ctx,
+                              const AttentionTrainBackward& problem) {
   check_shape(problem.shape);
 #ifdef TWELL_HAVE_CUDNN
   TWELL_CHECK(cudnn::library().loaded, "attention backward needs cuDNN: {}", cudnn_status());
