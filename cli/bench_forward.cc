@@ -6,10 +6,13 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/bench.h"
+#include "cli/bench_cuda.h"
+#include "cli/device.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
 #include "twell/infer/forward_comparison.h"
+#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {
@@ -20,6 +23,9 @@ struct BenchForwardArguments {
   std::string preset;
   std::string ffn = "auto";
   std::filesystem::path jsonl;
+  // On the GPU:
+  std::filesystem::path patterns;
+  double seconds = 3.0;
 };
 
 struct Subject {
@@ -46,21 +52,30 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   return subject;
 }
 
+// The text's first tokens, as many as the batch has.
+std::vector<int32_t> batch_of_text(const CommonOptions& common,
+                                   const BenchForwardArguments& arguments,
+                                   const Tokenizer& tokenizer, int64_t context) {
+  const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
+  const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
+  std::vector<int32_t> ids;
+  for_each_piece(common, arguments.text, tokenizer, 0, [&](const TextPiece& piece) {
+    ids.insert(ids.end(), piece.ids.begin(), piece.ids.end());
+    return ids.size() < wanted;
+  });
+  TWELL_REQUIRE(ids.size() >= wanted,
+                "the text has {} tokens, {} sequences of {} need {}: give more text or lower "
+                "--batch or --seq",
+                ids.size(), arguments.comparison.sequences, length, wanted);
+  ids.resize(wanted);
+  return ids;
+}
+
 Subject trained(const CommonOptions& common, const BenchForwardArguments& arguments) {
   LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
   Subject subject{.model = std::move(loaded.model), .ids = {}, .description = {}};
-  const int64_t context = subject.model->config.context;
-  const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
-  const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
-  for_each_piece(common, arguments.text, loaded.tokenizer, 0, [&](const TextPiece& piece) {
-    subject.ids.insert(subject.ids.end(), piece.ids.begin(), piece.ids.end());
-    return subject.ids.size() < wanted;
-  });
-  TWELL_REQUIRE(subject.ids.size() >= wanted,
-                "the text has {} tokens, {} sequences of {} need {}: give more text or lower "
-                "--batch or --seq",
-                subject.ids.size(), arguments.comparison.sequences, length, wanted);
-  subject.ids.resize(wanted);
+  subject.ids =
+      batch_of_text(common, arguments, loaded.tokenizer, subject.model->config.max_sequence());
   subject.description = fmt::format("checkpoint {}", common.checkpoint.string());
   return subject;
 }
@@ -118,6 +133,21 @@ nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, 
   return row;
 }
 
+int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& arguments) {
+  BenchForwardCuda bench{.subject = {common.checkpoint, arguments.preset, common.seed},
+                         .sequences = arguments.comparison.sequences,
+                         .length = arguments.comparison.length,
+                         .seconds = arguments.seconds,
+                         .patterns = arguments.patterns,
+                         .jsonl = arguments.jsonl};
+  if (arguments.preset.empty()) {
+    const Tokenizer tokenizer = Tokenizer::load(common.checkpoint / "tokenizer.json");
+    const int64_t context = load_config(common.checkpoint).max_sequence();
+    bench.ids = batch_of_text(common, arguments, tokenizer, context);
+  }
+  return run_bench_forward_cuda(bench);
+}
+
 int run_bench_forward(const CommonOptions& common, BenchForwardArguments& arguments) {
   arguments.comparison.sparse = parse_ffn_policy(arguments.ffn);
   TWELL_REQUIRE(common.checkpoint.empty() != arguments.preset.empty(),
@@ -126,6 +156,8 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
                 "--batch must be 1 to 65536 sequences, got {}", arguments.comparison.sequences);
   TWELL_REQUIRE(arguments.comparison.length >= 0, "--seq must be positive, got {}",
                 arguments.comparison.length);
+  if (use_cuda(common)) return run_on_gpu(common, arguments);
+  TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
   Context ctx(common.threads);
   const Subject subject = arguments.preset.empty() ? trained(common, arguments)
                                                    : untrained(ctx, arguments, common.seed);
@@ -166,9 +198,18 @@ void add_bench_forward_command(CLI::App& bench, CommonOptions& common) {
       ->type_name("NAME")
       ->capture_default_str();
   command
+      .add_option("--patterns", arguments->patterns,
+                  "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
+                  "the gate GEMM still runs")
+      ->type_name("FILE");
+  command.add_option("--seconds", arguments->seconds, "GPU: time over which each run is measured")
+      ->check(CLI::Range(0.01, 600.0))
+      ->type_name("S")
+      ->capture_default_str();
+  command
       .add_option("--jsonl", arguments->jsonl, "Append the result as one JSON line to this file")
       ->type_name("FILE");
-  add_compute_options(command, common);
+  add_compute_options(command, common, Devices::kAny);
   command.footer(
       "Example:\n  twell bench forward --checkpoint runs/first/checkpoint --shards "
       "runs/first/shards");

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/bench_cuda.h"
+
+#ifdef TWELL_HAVE_CUDA
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "cli/bench.h"
+#include "cli/options.h"
+#include "twell/base/rng.h"
+#include "twell/infer/engine_cuda.h"
+#include "twell/infer/forward_benchmark_cuda.h"
+#include "twell/infer/session_cuda.h"
+#include "twell/infer/synthetic_model_cuda.h"
+
+namespace twell::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kMiB = 1024.0 * 1024.0;
+// Bytes a second that a copy within an H200's memory was measured to move; the bound of decoding.
+constexpr double kCopyBytesPerSecond = 4.3e12;
+
+// A model on the device; a synthetic one can be made sparse.
+struct Loaded {
+  Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
+    synthetic = subject.checkpoint.empty();
+    model = synthetic ? synthetic_model(ctx, preset_config(subject.preset), subject.seed)
+                      : ModelCuda::load(ctx, subject.checkpoint);
+    description = synthetic ? fmt::format("preset {}, random weights and tokens", subject.preset)
+                            : fmt::format("checkpoint {}", subject.checkpoint.string());
+  }
+  void set_sparse(bool sparse) const {
+    if (synthetic) set_synthetic_sparsity(ctx, *model, sparse);
+  }
+
+  CudaContext& ctx;
+  bool synthetic = false;
+  std::unique_ptr<ModelCuda> model;
+  std::string description;
+};
+
+std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed) {
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  constexpr uint64_t kStream = 0x62656e6368;  // apart from the streams of the weights
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int32_t>(uniform_below(seed, kStream, i, static_cast<uint64_t>(vocab)));
+  }
+  return ids;
+}
+
+double used_mib() {
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<double>(total - free) / kMiB;
+}
+
+nlohmann::json device_json(const CudaContext& ctx) {
+  int driver = 0;
+  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  nlohmann::json row = machine_json(0);
+  row.erase("threads");
+  row["gpu"] = ctx.device_name();
+  row["cuda_driver"] = driver;
+  row["cuda_runtime"] = CUDART_VERSION;
+  return row;
+}
+
+nlohmann::json run_json(const ForwardRunCuda& run, int64_t tokens) {
+  const auto timing = [tokens](const Timing& t) {
+    return nlohmann::json{{"tokens_per_s", static_cast<double>(tokens) / t.median},
+                          {"median_s", t.median},
+                          {"p10_s", t.p10},
+                          {"p90_s", t.p90}};
+  };
+  nlohmann::json json = {{"body", timing(run.body)},
+                         {"full", timing(run.full)},
+                         {"millijoules_per_token", 1e3 * run.joules_per_token},
+                         {"watts", run.watts},
+                         {"nnz_per_token", run.nnz_per_token},
+                         {"executions", run.executions}};
+  for (const auto& [stage, seconds] : run.stage_seconds) json["stage_ms"][stage] = 1e3 * seconds;
+  return json;
+}
+
+void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, int64_t tokens) {
+  const auto row = [&](const char* name, double d, double s, double ratio) {
+    fmt::print("{:<22} {:>12.2f} {:>12.2f} {:>8.3f}x\n", name, d, s, ratio);
+  };
+  const auto rate = [&](const Timing& t) { return static_cast<double>(tokens) / t.median * 1e-3; };
+  fmt::print("{:<22} {:>12} {:>12} {:>9}\n", "", "dense", "sparse", "ratio");
+  row("body, tokens/ms", rate(dense.body), rate(sparse.body),
+      dense.body.median / sparse.body.median);
+  row("with head, tokens/ms", rate(dense.full), rate(sparse.full),
+      dense.full.median / sparse.full.median);
+  if (dense.joules_per_token > 0.0) {
+    row("mJ/token", 1e3 * dense.joules_per_token, 1e3 * sparse.joules_per_token,
+        sparse.joules_per_token / dense.joules_per_token);
+    row("watts", dense.watts, sparse.watts, sparse.watts / dense.watts);
+  }
+  row("body, ms", 1e3 * dense.body.median, 1e3 * sparse.body.median,
+      dense.body.median / sparse.body.median);
+  std::map<std::string, std::pair<double, double>> stages;
+  for (const auto& [stage, seconds] : dense.stage_seconds) stages[stage].first = seconds;
+  for (const auto& [stage, seconds] : sparse.stage_seconds) stages[stage].second = seconds;
+  for (const auto& [stage, seconds] : stages) {
+    row(fmt::format("  {}, ms", stage).c_str(), 1e3 * seconds.first, 1e3 * seconds.second,
+        seconds.second == 0.0 ? 0.0 : seconds.first / seconds.second);
+  }
+  double nnz = 0.0;
+  for (const double of_layer : sparse.nnz_per_token) nnz += of_layer;
+  fmt::print("active neurons per token and layer: {:.1f}; layers run {}\n",
+             nnz / static_cast<double>(std::max<size_t>(sparse.nnz_per_token.size(), 1)),
+             sparse.executions.front());
+}
+
+// Seconds a decode step takes, with `batch` sequences.
+double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy,
+                           int64_t batch, const BenchDecode& arguments) {
+  const ModelConfig& config = model.config();
+  const int64_t capacity = std::min(config.max_sequence(), arguments.prompt + arguments.tokens + 8);
+  SessionCuda session(ctx, model, {.slots = batch, .capacity = capacity, .ffn = policy});
+  const Draw greedy{.sampler = {.temperature = 0.0f}};
+  std::vector<int64_t> slots;
+  std::vector<int32_t> next(static_cast<size_t>(batch));
+  for (int64_t slot = 0; slot < batch; ++slot) {
+    slots.push_back(slot);
+    const auto prompt = random_tokens(arguments.prompt, config.vocab_size,
+                                      arguments.subject.seed + static_cast<uint64_t>(slot));
+    next[static_cast<size_t>(slot)] = session.append_and_draw(slot, prompt, greedy, {});
+  }
+  const std::vector<DrawPosition> at(static_cast<size_t>(batch));
+  std::vector<double> seconds;
+  for (int64_t step = 0; step < arguments.tokens; ++step) {
+    const Clock::time_point start = Clock::now();
+    session.decode_and_draw(slots, std::vector<int32_t>(next), greedy, at, next);
+    seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  return summarize(seconds).median;  // steps that capture a graph stand out and do not count
+}
+
+}  // namespace
+
+int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  const Loaded loaded(ctx, arguments.subject);
+  const ModelConfig& config = loaded.model->config();
+  const int64_t length = arguments.length == 0 ? config.max_sequence() : arguments.length;
+  const std::vector<int32_t> ids =
+      arguments.ids.empty()
+          ? random_tokens(arguments.sequences * length, config.vocab_size, arguments.subject.seed)
+          : arguments.ids;
+  const int64_t tokens = std::ssize(ids);
+  ForwardBenchmarkCuda benchmark(ctx, *loaded.model, ids, length);
+  std::unique_ptr<PatternReplayCuda> replay;
+  if (!arguments.patterns.empty()) {
+    replay = std::make_unique<PatternReplayCuda>(ctx, arguments.patterns, config, tokens);
+  }
+  fmt::print("{} on {}, {} x {} tokens; attention by {}\n", loaded.description, ctx.device_name(),
+             arguments.sequences, length, cudnn_status());
+  if (replay) {
+    fmt::print("sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused\n",
+               arguments.patterns.string());
+  } else if (loaded.synthetic) {
+    fmt::print("sparse: synthetic, random neurons fire; dense: half of them do\n");
+  }
+  if (!benchmark.energy().unavailable().empty()) {
+    fmt::print("no energy: {}\n", benchmark.energy().unavailable());
+  }
+  loaded.set_sparse(true);
+  const double error = benchmark.sparse_error();
+  loaded.set_sparse(false);
+  const ForwardRunCuda dense = benchmark.dense(arguments.seconds);
+  loaded.set_sparse(true);
+  const ForwardRunCuda sparse = benchmark.sparse(arguments.seconds, replay.get());
+  print_forward(dense, sparse, tokens);
+  fmt::print("sparse against dense on the same weights: relative difference {:.2e}\n", error);
+  fmt::print("memory in use {:.0f} MiB\n", used_mib());
+
+  nlohmann::json row = device_json(ctx);
+  row["bench"] = "forward";
+  row["subject"] = loaded.description;
+  row["sequences"] = arguments.sequences;
+  row["length"] = length;
+  row["replayed_patterns"] = arguments.patterns.filename().string();
+  row["dense"] = run_json(dense, tokens);
+  row["sparse"] = run_json(sparse, tokens);
+  row["sparse_relative_difference"] = error;
+  row["memory_mib"] = used_mib();
+  append_jsonl(arguments.jsonl, row);
+  return kExitOk;
+}
+
+int run_bench_decode_cuda(const BenchDecode& arguments) {
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  const Loaded loaded(ctx, arguments.subject);
+  fmt::print("{} on {}, {} tokens behind {}\n", loaded.description, ctx.device_name(),
+             arguments.tokens, arguments.prompt);
+  if (loaded.synthetic) fmt::print("sparse: synthetic, about one neuron in 200 fires, at random\n");
+  fmt::print("{:>6} {:>14} {:>14} {:>9} {:>22}\n", "batch", "dense tok/s", "sparse tok/s", "ratio",
+             "dense, of weight reads");
+  for (const int64_t batch : arguments.batches) {
+    loaded.set_sparse(false);
+    const double dense =
+        decode_step_seconds(ctx, *loaded.model, FfnPolicy::kDense, batch, arguments);
+    loaded.set_sparse(true);
+    const double sparse =
+        decode_step_seconds(ctx, *loaded.model, FfnPolicy::kAuto, batch, arguments);
+    const auto sequences = static_cast<double>(batch);
+    const double bound = static_cast<double>(loaded.model->bytes()) / kCopyBytesPerSecond;
+    fmt::print("{:>6} {:>14.1f} {:>14.1f} {:>8.2f}x {:>21.1f}%\n", batch, sequences / dense,
+               sequences / sparse, dense / sparse, 100.0 * bound / dense);
+    nlohmann::json row = device_json(ctx);
+    row["bench"] = "decode";
+    row["subject"] = loaded.description;
+    row["batch"] = batch;
+    row["prompt"] = arguments.prompt;
+    row["dense_tokens_per_s"] = sequences / dense;
+    row["sparse_tokens_per_s"] = sequences / sparse;
+    row["dense_share_of_weight_reads"] = bound / dense;
+    append_jsonl(arguments.jsonl, row);
+  }
+  return kExitOk;
+}
+
+}  // namespace twell::cli
+
+#else
+#include "twell/base/error.h"
+
+// Not reached: the commands ask for a GPU first.
+namespace twell::cli {
+
+int run_bench_forward_cuda(const BenchForwardCuda&) {
+  throw InputError("this program was built without CUDA");
+}
+
+int run_bench_decode_cuda(const BenchDecode&) {
+  throw InputError("this program was built without CUDA");
+}
+
+}  // namespace twell::cli
+#endif
