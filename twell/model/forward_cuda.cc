@@ -95,7 +95,9 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
 }
 
 void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
-                        KvCacheCuda* cache) {
+                        KvCacheCuda* cache, std::span<const float> uniforms) {
+  TWELL_CHECK(uniforms.empty() || uniforms.size() == sequences.size(),
+              "{} random numbers for {} sequences", uniforms.size(), sequences.size());
   require_fits(config_, cache, sequences);
   for (size_t m = 0; m < ids.size(); ++m) {
     TWELL_CHECK(ids[m] >= 0 && ids[m] < config_.vocab_size,
@@ -117,7 +119,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     host.q_len[i] = static_cast<int32_t>(tokens);
     host.kv_len[i] = static_cast<int32_t>(past + tokens);
     host.kv_begin[i] = cache == nullptr ? row : cache->first_row(slot);
-    host.uniforms[i] = 0.0f;
+    host.uniforms[i] = uniforms.empty() ? 0.0f : uniforms[i];
     for (int64_t t = 0; t < tokens; ++t, ++row) {
       host.positions[row] = static_cast<int32_t>(past + t);
       host.cache_rows[row] = cache == nullptr ? 0 : cache->first_row(slot) + past + t;

@@ -48,9 +48,10 @@ class ForwardCuda {
                               const ForwardPlanCuda& plan);
 
   // Checks the batch, writes it down for the device and advances the cache. InputError when a
-  // sequence would pass the context or the cache's capacity.
+  // sequence would pass the context or the cache's capacity. uniforms, one per sequence or none, go
+  // to the device with it, for a sampler.
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
-             KvCacheCuda* cache);
+             KvCacheCuda* cache, std::span<const float> uniforms = {});
   // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
   // be replayed after each stage() of as many sequences of as many tokens each.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
