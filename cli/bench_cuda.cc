@@ -161,8 +161,8 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   if (!arguments.patterns.empty()) {
     replay = std::make_unique<PatternReplayCuda>(ctx, arguments.patterns, config, tokens);
   }
-  fmt::print("{} on {}, {} x {} tokens; attention by {}\n", loaded.description, ctx.device_name(),
-             arguments.sequences, length, cudnn_status());
+  fmt::print("{} on {}, {} x {} tokens\n", loaded.description, ctx.device_name(),
+             arguments.sequences, length);
   if (replay) {
     fmt::print("sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused\n",
                arguments.patterns.string());
@@ -180,10 +180,11 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   const ForwardRunCuda sparse = benchmark.sparse(arguments.seconds, replay.get());
   print_forward(dense, sparse, tokens);
   fmt::print("sparse against dense on the same weights: relative difference {:.2e}\n", error);
-  fmt::print("memory in use {:.0f} MiB\n", used_mib());
+  fmt::print("memory in use {:.0f} MiB; attention: {}\n", used_mib(), attention_report(ctx));
 
   nlohmann::json row = device_json(ctx);
   row["bench"] = "forward";
+  row["attention"] = attention_report(ctx);
   row["subject"] = loaded.description;
   row["sequences"] = arguments.sequences;
   row["length"] = length;

@@ -2,7 +2,9 @@
 #include "twell/infer/pattern_replay_cuda.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <set>
 
 #include "twell/base/rng.h"
 #include "twell/model/safetensors.h"
@@ -105,6 +107,20 @@ struct HostPacked {
   }
 };
 
+// Layers that the file holds a pattern of, ascending; not all of a model's need to be there.
+std::set<int64_t> captured_layers(const SafetensorsFile& file) {
+  std::set<int64_t> layers;
+  for (const auto& [name, tensor] : file.tensors()) {
+    int64_t layer = -1;
+    int end = 0;
+    if (std::sscanf(name.c_str(), "layer%ld.row_nnz%n", &layer, &end) == 1 &&
+        end == static_cast<int>(name.size())) {
+      layers.insert(layer);
+    }
+  }
+  return layers;
+}
+
 }  // namespace
 
 PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file,
@@ -117,7 +133,7 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
       gated_(config.gated),
       workspace_(chunk_, config.ffn) {
   const SafetensorsFile patterns(file);
-  for (int64_t n = 0; patterns.tensors().contains(fmt::format("layer{}.row_nnz", n)); ++n) {
+  for (const int64_t n : captured_layers(patterns)) {
     const auto row_nnz = read_u16(patterns.tensor(fmt::format("layer{}.row_nnz", n)));
     const auto columns = read_u16(patterns.tensor(fmt::format("layer{}.col", n)));
     TWELL_REQUIRE(!row_nnz.empty(), "{}: layer{} has no rows", file.string(), n);
@@ -130,7 +146,7 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
         static_cast<double>(columns.size()) / static_cast<double>(row_nnz.size());
     patterns_.push_back(std::move(packed));
   }
-  TWELL_REQUIRE(!patterns_.empty(), "{}: no activation patterns (layer0.row_nnz, layer0.col)",
+  TWELL_REQUIRE(!patterns_.empty(), "{}: no activation patterns (layerN.row_nnz, layerN.col)",
                 file.string());
   const TwellShape shape{chunk_, ffn_, kTile, kCompression};
   made_ = std::make_unique<Packed>(chunk_, ffn_, shape.max_spill_slots());

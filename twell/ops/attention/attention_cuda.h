@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "twell/base/cuda.h"
 #include "twell/ops/attention/attention_kernels.h"
@@ -45,5 +46,7 @@ const char* attention_unsupported(int64_t head_dim);
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& problem);
 // "cuDNN 9.19.0", or why it is not used.
 const char* cudnn_status();
+// What the last uniform batch of this context ran on: cuDNN, or our own kernel and why.
+std::string attention_report(CudaContext& ctx);
 
 }  // namespace twell

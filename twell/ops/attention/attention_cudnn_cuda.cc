@@ -21,6 +21,7 @@ using PlanKey = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
 
 struct ForwardPlans {
   std::map<PlanKey, cudnn::Plan> plans;
+  std::string report;
 };
 
 void build(CudaContext& ctx, cudnn::Plan& plan, const AttentionCuda& p) {
@@ -58,9 +59,14 @@ void build(CudaContext& ctx, cudnn::Plan& plan, const AttentionCuda& p) {
 
 const char* cudnn_status() { return cudnn::library().status.c_str(); }
 
+std::string attention_report(CudaContext& ctx) { return ctx.service<ForwardPlans>().report; }
+
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
-  if (!cudnn::library().loaded || !p.sequences.uniform) return false;
   ForwardPlans& cache = ctx.service<ForwardPlans>();
+  if (!cudnn::library().loaded || !p.sequences.uniform) {
+    if (p.sequences.uniform) cache.report = fmt::format("own kernel, cuDNN: {}", cudnn_status());
+    return false;
+  }
   const PlanKey key{
       p.sequences.count, p.sequences.max_q_len, p.heads, p.kv_heads, p.head_dim, p.q_stride,
       p.kv_stride,       p.logsumexp != nullptr};
@@ -70,6 +76,11 @@ bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
     build(ctx, found->second, p);
   }
   cudnn::Plan& plan = found->second;
+  cache.report = plan.refusal.empty()
+                     ? std::string(cudnn_status())
+                     : fmt::format("own kernel, {} refuses {} x {} tokens, {} heads of {}: {}",
+                                   cudnn_status(), p.sequences.count, p.sequences.max_q_len,
+                                   p.heads, p.head_dim, plan.refusal);
   if (!plan.refusal.empty()) return false;
   std::unordered_map<int64_t, void*> operands = {{kQ, const_cast<__nv_bfloat16*>(p.q)},
                                                  {kK, const_cast<__nv_bfloat16*>(p.k)},
@@ -87,6 +98,10 @@ bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
 namespace twell {
 
 const char* cudnn_status() { return "not part of this build (no cuDNN headers were found)"; }
+
+std::string attention_report(CudaContext&) {
+  return fmt::format("own kernel, cuDNN: {}", cudnn_status());
+}
 
 bool attention_cudnn(CudaContext&, const AttentionCuda&) { return false; }
 
