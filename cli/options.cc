@@ -11,7 +11,8 @@ constexpr const char* kComputeGroup = "Machine";
 
 std::string check_cpu(const std::string& device) {
   if (device == "cpu" || device == "auto") return {};
-  if (device == "cuda") return "this command runs on the CPU only; use cpu or auto";
+  if (device == "cuda")
+    return "this command does not run on cuda, only on the CPU; use cpu or auto";
   return "unknown device '" + device + "'; use cpu or auto";
 }
 

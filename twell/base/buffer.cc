@@ -26,8 +26,10 @@ constexpr size_t kMinBlock = size_t{1} << 20;  // 1 MiB, so that small ops share
 void* aligned_zeroed(size_t bytes) {
   const size_t alignment = bytes >= kHugeFrom ? kHugePage : kAlignment;
   const size_t size = std::max(round_up(bytes), kAlignment);
-  void* data = size >= bytes ? std::aligned_alloc(alignment, size) : nullptr;
-  TWELL_CHECK(data != nullptr, "cannot allocate {} bytes of memory", bytes);
+  void* data = nullptr;
+  // Not aligned_alloc, which wants the size to be a multiple of the alignment.
+  const bool allocated = size >= bytes && posix_memalign(&data, alignment, size) == 0;
+  TWELL_CHECK(allocated, "cannot allocate {} bytes of memory", bytes);
 #ifdef MADV_HUGEPAGE
   // A hint: without it, or refused, the memory is the same.
   if (alignment == kHugePage) madvise(data, size, MADV_HUGEPAGE);
