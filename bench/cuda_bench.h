@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <string>
@@ -15,7 +14,7 @@
 #include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
 #include "twell/format/twell.h"
-#include "twell/model/safetensors.h"
+#include "twell/model/captured_patterns.h"
 
 namespace twell {
 
@@ -64,23 +63,15 @@ struct Pattern {
   }
 };
 
-inline std::vector<uint16_t> read_u16(const TensorInfo& tensor) {
-  TWELL_REQUIRE(tensor.dtype == "U16", "{} is {}, expected U16", tensor.name, tensor.dtype);
-  std::vector<uint16_t> values(tensor.bytes.size() / 2);
-  std::memcpy(values.data(), tensor.bytes.data(), values.size() * 2);
-  return values;
-}
-
 // Layers of a safetensors file of captured patterns, named after the end of its name.
 inline std::vector<Pattern> read_patterns(const std::string& path, const std::vector<int>& layers) {
   std::vector<Pattern> patterns;
   const SafetensorsFile file(path);
   const std::string stem = std::filesystem::path(path).stem().string();
   for (const int layer : layers) {
-    const std::string prefix = fmt::format("layer{}.", layer);
+    CapturedLayer captured = read_captured_layer(file, layer);
     patterns.push_back({fmt::format("{} L{}", stem.substr(stem.rfind('_') + 1), layer),
-                        read_u16(file.tensor(prefix + "row_nnz")),
-                        read_u16(file.tensor(prefix + "col"))});
+                        std::move(captured.row_nnz), std::move(captured.columns)});
   }
   return patterns;
 }

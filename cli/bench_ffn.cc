@@ -3,7 +3,6 @@
 // activation patterns.
 #include <fmt/core.h>
 
-#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -13,7 +12,7 @@
 #include "cli/bench_ffn_cuda.h"
 #include "cli/device.h"
 #include "twell/base/error.h"
-#include "twell/model/safetensors.h"
+#include "twell/model/captured_patterns.h"
 #include "twell/ops/ffn/ffn_benchmark.h"
 
 namespace twell::cli {
@@ -30,43 +29,17 @@ struct BenchFfnArguments {
   std::filesystem::path jsonl;
 };
 
-std::vector<uint16_t> read_u16(const SafetensorsFile& file, const std::string& name) {
-  const TensorInfo& tensor = file.tensor(name);
-  TWELL_REQUIRE(tensor.dtype == "U16" && tensor.shape.size() == 1,
-                "pattern tensor {} must be U16 with one dimension, it is {} with {}", name,
-                tensor.dtype, tensor.shape.size());
-  std::vector<uint16_t> values(static_cast<size_t>(tensor.shape[0]));
-  if (!values.empty()) std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
-  return values;
-}
-
-// Layers that the file holds a pattern of.
-std::set<int64_t> pattern_layers(const SafetensorsFile& file) {
-  std::set<int64_t> layers;
-  for (const auto& [name, tensor] : file.tensors()) {
-    int64_t layer = -1;
-    int end = 0;
-    if (std::sscanf(name.c_str(), "layer%ld.row_nnz%n", &layer, &end) == 1 &&
-        end == static_cast<int>(name.size())) {
-      layers.insert(layer);
-    }
-  }
-  return layers;
-}
-
 std::vector<FfnPattern> captured_patterns(const BenchFfnArguments& arguments) {
   const SafetensorsFile file(arguments.patterns);
-  std::set<int64_t> layers = pattern_layers(file);
-  TWELL_REQUIRE(!layers.empty(), "{} holds no activation pattern (layerN.row_nnz, layerN.col)",
-                arguments.patterns.string());
+  std::set<int64_t> layers = captured_layers(file);
   if (arguments.layer) layers = {*arguments.layer};
   std::vector<FfnPattern> patterns;
   for (const int64_t layer : layers) {
+    const CapturedLayer captured = read_captured_layer(file, layer);
     patterns.push_back(captured_pattern(
         fmt::format("{} layer {} tokens {}..{}", arguments.patterns.stem().string(), layer,
                     arguments.begin, arguments.begin + arguments.tokens - 1),
-        read_u16(file, fmt::format("layer{}.row_nnz", layer)),
-        read_u16(file, fmt::format("layer{}.col", layer)), arguments.begin, arguments.tokens));
+        captured.row_nnz, captured.columns, arguments.begin, arguments.tokens));
   }
   return patterns;
 }

@@ -2,12 +2,9 @@
 #include "twell/infer/pattern_replay_cuda.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstring>
-#include <set>
 
 #include "twell/base/rng.h"
-#include "twell/model/safetensors.h"
+#include "twell/model/captured_patterns.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 
 namespace twell {
@@ -15,13 +12,6 @@ namespace {
 
 constexpr int64_t kTile = 256;
 constexpr int32_t kCompression = 8;
-
-std::vector<uint16_t> read_u16(const TensorInfo& tensor) {
-  TWELL_REQUIRE(tensor.dtype == "U16", "{} is {}, expected U16", tensor.name, tensor.dtype);
-  std::vector<uint16_t> values(tensor.bytes.size() / sizeof(uint16_t));
-  std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
-  return values;
-}
 
 template <typename T>
 void upload(const DeviceBuffer<T>& to, const std::vector<T>& from) {
@@ -107,20 +97,6 @@ struct HostPacked {
   }
 };
 
-// Layers that the file holds a pattern of, ascending; not all of a model's need to be there.
-std::set<int64_t> captured_layers(const SafetensorsFile& file) {
-  std::set<int64_t> layers;
-  for (const auto& [name, tensor] : file.tensors()) {
-    int64_t layer = -1;
-    int end = 0;
-    if (std::sscanf(name.c_str(), "layer%ld.row_nnz%n", &layer, &end) == 1 &&
-        end == static_cast<int>(name.size())) {
-      layers.insert(layer);
-    }
-  }
-  return layers;
-}
-
 }  // namespace
 
 PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file,
@@ -134,8 +110,7 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
       workspace_(chunk_, config.ffn) {
   const SafetensorsFile patterns(file);
   for (const int64_t n : captured_layers(patterns)) {
-    const auto row_nnz = read_u16(patterns.tensor(fmt::format("layer{}.row_nnz", n)));
-    const auto columns = read_u16(patterns.tensor(fmt::format("layer{}.col", n)));
+    const auto [row_nnz, columns] = read_captured_layer(patterns, n);
     TWELL_REQUIRE(!row_nnz.empty(), "{}: layer{} has no rows", file.string(), n);
     const HostPacked host({chunk_, ffn_, kTile, kCompression}, row_nnz, columns);
     auto packed = std::make_unique<Packed>(chunk_, ffn_, std::ssize(host.spill) / kTile);
@@ -146,8 +121,6 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
         static_cast<double>(columns.size()) / static_cast<double>(row_nnz.size());
     patterns_.push_back(std::move(packed));
   }
-  TWELL_REQUIRE(!patterns_.empty(), "{}: no activation patterns (layerN.row_nnz, layerN.col)",
-                file.string());
   const TwellShape shape{chunk_, ffn_, kTile, kCompression};
   made_ = std::make_unique<Packed>(chunk_, ffn_, shape.max_spill_slots());
 }

@@ -66,9 +66,8 @@ void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
 int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   const int64_t rows = round_up(plan.max_tokens, kRowStep);
-  // The FFN holds the gate or TwELL, and the hidden values, of one chunk.
-  const int64_t chunk = FfnWorkspaceCuda::chunk_tokens(ctx, plan.max_tokens);
-  return 2 * rows * values_per_token(config) + 4 * chunk * config.ffn + chunk * config.ffn / 2 +
+  return 2 * rows * values_per_token(config) +
+         FfnWorkspaceCuda::bytes_needed(ctx, plan.max_tokens, config.ffn) +
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
          4 * config.max_sequence() * config.head_dim;
