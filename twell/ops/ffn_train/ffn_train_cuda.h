@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feed-forward layer in training on the GPU, the op of ffn_train.h in bf16 with f32
+// accumulation (weight gradients are f32).
+//   dense   cuBLASLt GEMMs; keeps g and u [M, F]
+//   hybrid  gate GEMM -> TwELL; everything behind it, backward included, works on active neurons
+//           only, and so does what is kept for backward
+// Both give the same result within accumulation order, on every input. The caller picks the
+// execution of each call from the counts of earlier steps (choose_ffn_train_cuda). Never
+// synchronises; deterministic; can be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "twell/base/cuda.h"
+#include "twell/ops/ffn_train/ffn_train.h"
+
+namespace twell {
+
+// Device memory; kernels add to it, whoever reads it clears it.
+struct FfnTrainCountsCuda {
+  unsigned long long nnz;     // active (token, neuron) pairs
+  unsigned long long tokens;  // that were counted
+  double l1_sum;              // sum over tokens and neurons of |h|
+  int32_t max_row_nnz;
+  int32_t
+      recomputed;  // calls whose pattern outgrew what could be kept, so that backward made it anew
+};
+
+struct FfnTrainWeightsCuda {
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D], null when not gated
+  const __nv_bfloat16* w_up = nullptr;    // [F, D]
+  const __nv_bfloat16* w_down = nullptr;  // [F, D], a neuron per row like the others
+};
+
+struct FfnTrainGradsCuda {
+  float* w_gate = nullptr;  // [F, D] accumulated, null when not gated
+  float* w_up = nullptr;    // [F, D] accumulated
+  float* w_down = nullptr;  // [F, D] accumulated
+};
+
+struct FfnTrainShapeCuda {
+  int64_t max_tokens = 0;  // of a call
+  int64_t width = 0;       // D
+  int64_t ffn = 0;         // F
+  bool gated = true;
+};
+
+// What one layer keeps from forward to backward. Memory for the execution that was prepared, whose
+// size the dense one's never falls below.
+class FfnSavedCuda {
+ public:
+  FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
+  ~FfnSavedCuda();
+  FfnSavedCuda(FfnSavedCuda&&) noexcept;
+  FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
+  // Between steps: memory for calls of this execution. nnz: expected active neurons per token of
+  // the hybrid execution, which is a hint, no limit. Frees and allocates; waits for the stream.
+  void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz);
+  FfnTrainExecution execution() const;
+  int64_t bytes() const;
+  static int64_t bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
+                              double nnz);
+
+  struct Parts;
+  Parts& parts() { return *parts_; }
+
+ private:
+  std::unique_ptr<Parts> parts_;
+};
+
+// Memory of one call in flight, shared by all layers of a shape on one stream.
+class FfnTrainWorkspaceCuda {
+ public:
+  FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
+  ~FfnTrainWorkspaceCuda();
+  int64_t bytes() const;
+  static int64_t bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
+
+  struct Parts;
+  Parts& parts() { return *parts_; }
+
+ private:
+  std::unique_ptr<Parts> parts_;
+};
+
+struct FfnTrainForwardCuda {
+  int64_t tokens = 0;  // M
+  FfnTrainWeightsCuda weights;
+  const __nv_bfloat16* x = nullptr;      // [M, D]
+  __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
+  FfnTrainCountsCuda* counts = nullptr;  // of this layer
+  uint8_t* active = nullptr;             // [F]: set to 1 for each neuron that fires on any token
+};
+// In the execution that `saved` was prepared for.
+void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                            FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
+
+// Gradient of  <y, d_y> + l1_scale * sum |h|  (|.| has gradient 0 at 0).
+struct FfnTrainBackwardCuda {
+  int64_t tokens = 0;                  // M of the forward
+  FfnTrainWeightsCuda weights;         // of the forward
+  const __nv_bfloat16* x = nullptr;    // [M, D] of the forward
+  const __nv_bfloat16* d_y = nullptr;  // [M, D]
+  const float* l1_scale = nullptr;     // one, in device memory; see FfnTrainBackward
+  __nv_bfloat16* d_x = nullptr;        // [M, D] written; may not overlap x or d_y
+  FfnTrainGradsCuda grads;
+};
+void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                             FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
+
+// The execution to prepare for calls of `tokens` tokens, nnz active neurons per token being
+// expected (negative: unknown, so dense). Fitted to measurements on an H200.
+FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& shape, int64_t tokens, double nnz);
+
+}  // namespace twell
