@@ -16,18 +16,9 @@
 
 #include "twell/base/cuda.h"
 #include "twell/ops/ffn_train/ffn_train.h"
+#include "twell/ops/ffn_train/ffn_train_counts_cuda.h"
 
 namespace twell {
-
-// Device memory; kernels add to it, whoever reads it clears it.
-struct FfnTrainCountsCuda {
-  unsigned long long nnz;     // active (token, neuron) pairs
-  unsigned long long tokens;  // that were counted
-  double l1_sum;              // sum over tokens and neurons of |h|
-  int32_t max_row_nnz;
-  int32_t
-      recomputed;  // calls whose pattern outgrew what could be kept, so that backward made it anew
-};
 
 struct FfnTrainWeightsCuda {
   const __nv_bfloat16* w_gate = nullptr;  // [F, D], null when not gated
@@ -91,8 +82,8 @@ struct FfnTrainForwardCuda {
   FfnTrainWeightsCuda weights;
   const __nv_bfloat16* x = nullptr;      // [M, D]
   __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
-  FfnTrainCountsCuda* counts = nullptr;  // of this layer
-  uint8_t* active = nullptr;             // [F]: set to 1 for each neuron that fires on any token
+  FfnTrainCountsCuda* counts = nullptr;  // of this layer, or null
+  uint8_t* active = nullptr;  // [F]: set to 1 for each neuron that fires on any token; or null
 };
 // In the execution that `saved` was prepared for.
 void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
@@ -108,6 +99,7 @@ struct FfnTrainBackwardCuda {
   __nv_bfloat16* d_x = nullptr;        // [M, D] written; may not overlap x or d_y
   FfnTrainGradsCuda grads;
 };
+// Once after each forward: what was saved is overwritten.
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
