@@ -6,14 +6,6 @@
 #include "twell/base/rng.h"
 
 namespace twell {
-namespace {
-
-// Random streams of the reinitialisation, one per layer: "reinit" in ASCII, above any index that
-// other uses of the seed count up to.
-constexpr uint64_t kReinitStream = 0x7265'696e'6974'0000;
-
-}  // namespace
-
 StepActivity::StepActivity(const ModelConfig& config)
     : active_(static_cast<size_t>(config.layers),
               std::vector<uint8_t>(static_cast<size_t>(config.ffn))),

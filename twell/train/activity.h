@@ -31,6 +31,10 @@ class StepActivity {
   std::vector<FfnTrainStats> totals_;  // [L]
 };
 
+// Random streams of the reinitialisation, one per layer: "reinit" in ASCII, above any index that
+// other uses of the seed count up to.
+inline constexpr uint64_t kReinitStream = 0x7265'696e'6974'0000;
+
 // For each neuron j without activity, on the projection that decides whether it fires:
 // w[j] <- (1 - strength) w[j] + strength N(0, std^2). A pure function of the seed and the step.
 void reinit_dead_neurons(Context& ctx, const TrainOptions& options, int64_t step,

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -56,6 +57,12 @@ double StepMetrics::mean_dead_share() const {
   return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
 }
 
+int64_t StepMetrics::hybrid_layers() const {
+  return std::count_if(layers.begin(), layers.end(), [](const LayerMetrics& layer) {
+    return layer.execution == FfnTrainExecution::kHybrid;
+  });
+}
+
 nlohmann::json metrics_json(const StepMetrics& metrics) {
   nlohmann::json json = {{"step", metrics.step}, {"tokens", metrics.tokens}};
   if (metrics.validation_ce) json["val_ce"] = *metrics.validation_ce;
@@ -72,6 +79,8 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
   json["dead_share"] = metrics.mean_dead_share();
   json["seconds"] = metrics.seconds;
   json["tokens_per_s"] = metrics.tokens_per_second;
+  if (metrics.mfu) json["mfu"] = *metrics.mfu;
+  if (metrics.device_bytes > 0) json["device_bytes"] = metrics.device_bytes;
   for (const LayerMetrics& layer : metrics.layers) {
     json["layers"].push_back({{"nnz", layer.nnz},
                               {"max_nnz", layer.max_nnz},
@@ -131,8 +140,13 @@ std::string format_progress(const StepMetrics& metrics, int64_t steps,
     line += fmt::format("  ReLU {:.0f}%", 100.0 * *metrics.relu_share);
   }
   line +=
-      fmt::format("  L1 {:.1f}  nnz {:.1f}  dead {:.0f}%  {} tok/s", metrics.l1, metrics.mean_nnz(),
-                  100.0 * metrics.mean_dead_share(), format_count(metrics.tokens_per_second));
+      fmt::format("  L1 {:.1f}  nnz {:.1f}  dead {:.0f}%  hybrid {}/{}  {} tok/s", metrics.l1,
+                  metrics.mean_nnz(), 100.0 * metrics.mean_dead_share(), metrics.hybrid_layers(),
+                  metrics.layers.size(), format_count(metrics.tokens_per_second));
+  if (metrics.mfu) line += fmt::format("  MFU {:.0f}%", 100.0 * *metrics.mfu);
+  if (metrics.device_bytes > 0) {
+    line += "  " + format_bytes(static_cast<double>(metrics.device_bytes));
+  }
   if (eta_seconds >= 0) line += "  ETA " + format_duration(eta_seconds);
   return line;
 }

@@ -37,12 +37,15 @@ struct StepMetrics {
   double grad_norm = 0.0;  // before clipping
   double seconds = 0.0;    // of this step
   double tokens_per_second = 0.0;
+  std::optional<double> mfu;         // share of the device's peak; dense FLOPs, bf16 products
+  int64_t device_bytes = 0;          // of device memory in use; 0 on the CPU
   std::vector<LayerMetrics> layers;  // empty before the first step
   std::optional<double> validation_ce;
 
   double loss() const { return ce + l1_coeff * l1; }
   double mean_nnz() const;
   double mean_dead_share() const;
+  int64_t hybrid_layers() const;  // that ran the hybrid execution
 };
 
 nlohmann::json metrics_json(const StepMetrics& metrics);
@@ -62,8 +65,9 @@ class MetricsWriter {
   int fd_ = -1;
 };
 
-// "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  8.1k tok/s  ETA
-// 3m12s" `validation_ce` is the latest one; eta_seconds < 0 leaves it out.
+// "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  hybrid 6/8  8.1k
+// tok/s  MFU 41%  18.2 GiB  ETA 3m12s" `validation_ce` is the latest one; what is not known is left
+// out, as is an eta_seconds < 0.
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
                             std::optional<double> validation_ce, double eta_seconds);
 std::string format_count(double value);       // 1234567 -> "1.23M"

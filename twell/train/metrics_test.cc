@@ -110,7 +110,13 @@ TEST(Format, Numbers) {
 TEST(Format, ProgressLine) {
   EXPECT_EQ(format_progress(sample(120), 1000, 3.5, 192),
             "step 120/1000  120k tok  CE 3.250  val 3.500  L1 20.0  nnz 20.5  dead 25%  "
-            "8.12k tok/s  ETA 3m12s");
+            "hybrid 1/2  8.12k tok/s  ETA 3m12s");
+  StepMetrics on_device = sample(120);
+  on_device.mfu = 0.412;
+  on_device.device_bytes = int64_t{3} << 30;
+  EXPECT_EQ(format_progress(on_device, 1000, {}, -1),
+            "step 120/1000  120k tok  CE 3.250  L1 20.0  nnz 20.5  dead 25%  hybrid 1/2  "
+            "8.12k tok/s  MFU 41%  3.00 GiB");
 }
 
 }  // namespace

@@ -29,29 +29,37 @@ int64_t RunPlan::memory_bytes() const {
   return total;
 }
 
-RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) {
+RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
+                            int64_t shard_bytes) {
   RunPlan plan;
   plan.parameters = config.parameter_count();
-  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
-  plan.memory = {{"weights (f32)", flat_bytes},
-                 {"gradients (f32)", flat_bytes},
-                 {"AdamW moments (2 x f32)", 2 * flat_bytes}};
-  const auto activations =
-      TrainingState::memory_plan(config, {options.micro_batch, options.sequence_length});
-  plan.memory.insert(plan.memory.end(), activations.begin(), activations.end());
-
-  if (options.distill > 0.0) {
-    const int64_t hidden = options.micro_batch_tokens() * config.width;
-    plan.memory.push_back({"teacher", flat_bytes + hidden * static_cast<int64_t>(sizeof(float))});
-  }
-  plan.memory.push_back({"program, libraries, tokenizer (estimate)", kProcessBytes});
-
+  plan.memory = {{"program, libraries, tokenizer (estimate)", kProcessBytes}};
   plan.mapped_bytes = mapped_bytes(options, shard_bytes);
-
-  // The backward pass multiplies twice for every multiplication of the forward pass.
-  plan.flops_per_token = 3.0 * config.forward_flops_per_token(options.sequence_length);
+  plan.flops_per_token = training_flops_per_token(config, options);
   plan.flops_per_step = plan.flops_per_token * static_cast<double>(options.batch_tokens);
   return plan;
+}
+
+RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) {
+  RunPlan plan = plan_without_engine(config, options, shard_bytes);
+  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
+  std::vector<MemoryItem> items = {{"weights (f32)", flat_bytes},
+                                   {"gradients (f32)", flat_bytes},
+                                   {"AdamW moments (2 x f32)", 2 * flat_bytes}};
+  const auto activations =
+      TrainingState::memory_plan(config, {options.micro_batch, options.sequence_length});
+  items.insert(items.end(), activations.begin(), activations.end());
+  if (options.distill > 0.0) {
+    const int64_t hidden = options.micro_batch_tokens() * config.width;
+    items.push_back({"teacher", flat_bytes + hidden * static_cast<int64_t>(sizeof(float))});
+  }
+  plan.memory.insert(plan.memory.begin(), items.begin(), items.end());
+  return plan;
+}
+
+// The backward pass multiplies twice for every multiplication of the forward pass.
+double training_flops_per_token(const ModelConfig& config, const TrainOptions& options) {
+  return 3.0 * config.forward_flops_per_token(options.sequence_length);
 }
 
 }  // namespace twell

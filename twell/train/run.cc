@@ -8,6 +8,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/train/engine_cpu.h"
 #include "twell/train/tensorboard.h"
 #include "twell/train/trainer.h"
 
@@ -27,6 +28,7 @@ Scalars tensorboard_scalars(const StepMetrics& metrics) {
                                  {"optimizer/l1_coeff", metrics.l1_coeff},
                                  {"optimizer/grad_norm", metrics.grad_norm},
                                  {"speed/tokens_per_s", metrics.tokens_per_second}});
+  if (metrics.mfu) scalars.emplace_back("speed/mfu", *metrics.mfu);
   for (size_t i = 0; i < metrics.layers.size(); ++i) {
     scalars.emplace_back(fmt::format("nnz/layer_{:02}", i), metrics.layers[i].nnz);
     scalars.emplace_back(fmt::format("dead_share/layer_{:02}", i), metrics.layers[i].dead_share);
@@ -42,10 +44,10 @@ std::string data_identity(const TrainRun& run) {
 // The state of one call of run_training.
 class Loop {
  public:
-  Loop(Context& ctx, Model& model, const TrainRun& run)
+  Loop(Context& ctx, TrainEngine& engine, const TrainRun& run)
       : run_(run),
-        ffn_(model.config.ffn),
-        trainer_(ctx, model, run.shards, run.options, data_identity(run), run.teacher) {
+        ffn_(engine.model().config.ffn),
+        trainer_(ctx, engine, run.shards, run.options, data_identity(run)) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
       summary_.checkpoint = run.resume_from->folder;
@@ -150,8 +152,13 @@ class Loop {
 }  // namespace
 
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run) {
+  TrainEngineCpu engine(ctx, model, run.shards, run.options, run.teacher);
+  return run_training(ctx, engine, run);
+}
+
+TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run) {
   try {
-    return Loop(ctx, model, run).run();
+    return Loop(ctx, engine, run).run();
   } catch (const DivergenceError& error) {
     const std::optional<Checkpoint> good = run.folder.latest();
     throw InputError(fmt::format(

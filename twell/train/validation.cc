@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "twell/base/error.h"
-#include "twell/data/batch_sampler.h"
 #include "twell/model/forward.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 
@@ -13,9 +12,8 @@ namespace twell {
 
 double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
                                 const ValidationOptions& options) {
-  const BatchSampler sampler(shards, Split::kValidation, options.length, 0, false);
-  const int64_t sequences = std::min(options.sequences, sampler.windows());
-  const size_t length = static_cast<size_t>(options.length);
+  const ValidationWindows windows(shards, options);
+  const int64_t sequences = windows.sequences();
   ForwardState state(model.config, FfnPolicy::kAuto);
   double loss = 0.0;
   int64_t tokens = 0;
@@ -23,13 +21,7 @@ double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet
     const int64_t count = std::min(options.micro_batch, sequences - begin);
     const int64_t rows = count * options.length;
     std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
-    for (int64_t i = 0; i < count; ++i) {
-      const size_t at = static_cast<size_t>(i) * length;
-      // Neighbouring windows come from the same few documents: a stride samples all of the split.
-      const int64_t window = (begin + i) * sampler.windows() / sequences;
-      sampler.sequence(window, std::span(inputs).subspan(at, length),
-                       std::span(targets).subspan(at, length));
-    }
+    windows.read(begin, count, inputs, targets);
     const std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});
     Arena::Scope scratch(ctx.scratch());
     const MatrixF hidden = scratch.matrix<float>(rows, model.config.width);

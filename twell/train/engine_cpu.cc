@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/engine_cpu.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "twell/base/error.h"
+#include "twell/ops/adamw/adamw.h"
+#include "twell/train/validation.h"
+
+namespace twell {
+namespace {
+
+// Tokens of a micro-batch, as sizes of the id buffers.
+size_t batch_size(const TrainOptions& options) {
+  return static_cast<size_t>(options.micro_batch_tokens());
+}
+
+}  // namespace
+
+TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards,
+                               const TrainOptions& options, const Model* teacher)
+    : ctx_(ctx),
+      model_(model),
+      shards_(shards),
+      options_(options),
+      micro_batches_(shards, options),
+      state_(model.config, {options.micro_batch, options.sequence_length}),
+      optimizer_(model),
+      activity_(model.config),
+      grads_(model.flat.size()),
+      inputs_(batch_size(options)),
+      targets_(batch_size(options)),
+      teacher_(teacher) {
+  TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
+              options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
+  if (teacher != nullptr) {
+    TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
+                "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,
+                model.config.vocab_size);
+    teacher_state_.emplace(teacher->config, FfnPolicy::kAuto);
+    teacher_hidden_ = Buffer<float>(options.micro_batch_tokens() * teacher->config.width);
+  }
+  // In one block, before the ops of a first step would take it in pieces of growing size.
+  ctx.scratch().reserve(static_cast<size_t>(
+      TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
+}
+
+void TrainEngineCpu::ask_teacher(TrainingBatch& batch) {
+  const MatrixF hidden =
+      teacher_hidden_.matrix(options_.micro_batch_tokens(), teacher_->config.width);
+  const std::vector<ForwardSequence> sequences(static_cast<size_t>(options_.micro_batch),
+                                               {.tokens = options_.sequence_length});
+  forward(ctx_, *teacher_, *teacher_state_,
+          {.ids = inputs_, .sequences = sequences, .hidden = hidden});
+  batch.teacher_hidden = hidden;
+  batch.teacher_head = teacher_->weights.head;
+  batch.teacher_share = static_cast<float>(options_.distill);
+}
+
+void TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcome& outcome) {
+  ctx_.parallel_for(grads_.size(), 1 << 16, [&](int64_t begin, int64_t end, int) {
+    std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
+  });
+  activity_.clear();
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < options_.micro_batches(); ++i) {
+    micro_batches_.read(request.step, i, inputs_, targets_);
+    TrainingBatch batch;
+    batch.inputs = inputs_;
+    batch.targets = targets_;
+    batch.step_tokens = options_.batch_tokens;
+    batch.l1_coeff = static_cast<float>(request.l1_coeff);
+    if (request.relu_share) {
+      batch.activation = {options_.relufy_from, static_cast<float>(*request.relu_share)};
+    }
+    if (teacher_ != nullptr) ask_teacher(batch);
+    batch.policy = options_.ffn_policy;
+    batch.nnz_hint.assign(request.nnz_hint.begin(), request.nnz_hint.end());
+    batch.active = &activity_.active();
+    const TrainingResult result = forward_backward(ctx_, model_, batch, state_, grads_.span());
+    activity_.add(result.layers);
+    outcome.ce += result.loss_sum;
+    outcome.kl += result.kl_sum;
+    tokens += result.loss_tokens;
+  }
+  const double count = static_cast<double>(std::max<int64_t>(tokens, 1));
+  outcome.ce /= count;
+  outcome.kl /= count;
+}
+
+StepOutcome TrainEngineCpu::step(const StepRequest& request) {
+  StepOutcome outcome;
+  accumulate_gradients(request, outcome);
+  outcome.grad_norm = global_norm(ctx_, grads_.span());
+  outcome.layers = activity_.metrics();
+  if (!std::isfinite(outcome.ce) || !std::isfinite(outcome.grad_norm)) return outcome;
+  optimizer_.step(ctx_, options_, request.step, outcome.grad_norm, grads_.span(), model_);
+  if (options_.reinit_dead) {
+    reinit_dead_neurons(ctx_, options_, request.step, activity_.active(), model_);
+  }
+  return outcome;
+}
+
+double TrainEngineCpu::validate() {
+  // Half a training micro-batch at a time: its scratch fits into what training has reserved.
+  ValidationOptions validation;
+  validation.sequences = options_.validation_sequences;
+  validation.length = options_.sequence_length;
+  validation.micro_batch = std::max<int64_t>(1, options_.micro_batch / 2);
+  return validation_cross_entropy(ctx_, model_, shards_, validation);
+}
+
+}  // namespace twell

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training steps on the CPU, in f32.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "twell/base/buffer.h"
+#include "twell/base/context.h"
+#include "twell/data/shards.h"
+#include "twell/model/forward.h"
+#include "twell/model/training.h"
+#include "twell/train/activity.h"
+#include "twell/train/engine.h"
+#include "twell/train/micro_batches.h"
+#include "twell/train/optimizer.h"
+#include "twell/train/options.h"
+
+namespace twell {
+
+class TrainEngineCpu : public TrainEngine {
+ public:
+  // Everything given must outlive the engine; `options` are resolved. `teacher`, when not null, is
+  // what the model is distilled against, with the share that the options name.
+  TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
+                 const Model* teacher = nullptr);
+
+  Model& model() override { return model_; }
+  StepOutcome step(const StepRequest& request) override;
+  double validate() override;
+  void read_state(const StateFn& use) override { use(tensors()); }
+  void write_state(const StateFn& fill) override { fill(tensors()); }
+
+ private:
+  void accumulate_gradients(const StepRequest& request, StepOutcome& outcome);
+  void ask_teacher(TrainingBatch& batch);
+  OptimizerTensors tensors() const {
+    return {optimizer_.exp_avg(), optimizer_.exp_avg_sq(), model_.flat.span()};
+  }
+
+  Context& ctx_;
+  Model& model_;
+  const ShardSet& shards_;
+  TrainOptions options_;
+  MicroBatches micro_batches_;
+  TrainingState state_;
+  Optimizer optimizer_;
+  StepActivity activity_;
+  Buffer<float> grads_;                    // [N]
+  std::vector<int32_t> inputs_, targets_;  // [B * T] of one micro-batch
+  const Model* teacher_ = nullptr;
+  std::optional<ForwardState> teacher_state_;
+  Buffer<float> teacher_hidden_;  // [B * T, D]
+};
+
+}  // namespace twell

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The token windows of a run: which sequences a micro-batch of a step is made of, and which ones
+// the model is validated on. Pure functions of the options and the position.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "twell/data/batch_sampler.h"
+#include "twell/data/shards.h"
+#include "twell/train/options.h"
+
+namespace twell {
+
+class MicroBatches {
+ public:
+  // Options are resolved; the shards outlive this.
+  MicroBatches(const ShardSet& shards, const TrainOptions& options);
+
+  // Micro-batch `index` of step `step` (from 1): inputs, targets [micro_batch * sequence_length].
+  void read(int64_t step, int64_t index, std::span<int32_t> inputs,
+            std::span<int32_t> targets) const;
+
+ private:
+  int64_t batch_sequences_, micro_batch_;
+  size_t length_;
+  BatchSampler sampler_;
+};
+
+struct ValidationOptions {
+  int64_t sequences = 0;  // at most; fewer than the split has are spread evenly over it
+  int64_t length = 0;     // tokens of a sequence
+  int64_t micro_batch = 1;
+};
+
+class ValidationWindows {
+ public:
+  // InputError when the split has not one window.
+  ValidationWindows(const ShardSet& shards, const ValidationOptions& options);
+
+  int64_t sequences() const { return sequences_; }
+  // Sequences [begin, begin + count): inputs, targets [count * length].
+  void read(int64_t begin, int64_t count, std::span<int32_t> inputs,
+            std::span<int32_t> targets) const;
+
+ private:
+  BatchSampler sampler_;
+  int64_t sequences_;
+  size_t length_;
+};
+
+}  // namespace twell
