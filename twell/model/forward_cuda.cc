@@ -8,6 +8,7 @@
 #include "twell/model/rotary.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
+#include "twell/ops/rms_norm/head_norm_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
 
@@ -205,6 +206,18 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
     done(ForwardStage::kNorm);
     linear(hidden_.data(), w.w_qkv, qkv_.data());
     done(ForwardStage::kQkv);
+    if (config_.qk_norm) {
+      TWELL_CUDA_CHECK(launch_head_norm({.tokens = staged_.tokens,
+                                         .heads = config_.heads,
+                                         .kv_heads = config_.kv_heads,
+                                         .head_dim = config_.head_dim,
+                                         .bias = device_bf16(w.b_qkv),
+                                         .q_norm = device_bf16(w.q_norm),
+                                         .k_norm = device_bf16(w.k_norm),
+                                         .qkv = qkv_.data(),
+                                         .eps = static_cast<float>(config_.norm_eps)},
+                                        ctx_.stream()));
+    }
     const bool cached = staged_.cache != nullptr;
     TWELL_CUDA_CHECK(launch_rope({.tokens = staged_.tokens,
                                   .heads = config_.heads,
@@ -213,7 +226,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                   .cos = cos_.data(),
                                   .sin = sin_.data(),
                                   .positions = batch.positions,
-                                  .bias = device_bf16(w.b_qkv),
+                                  .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
                                   .qkv = qkv_.data(),
                                   .keys = cached ? staged_.cache->keys(layer) : nullptr,
                                   .values = cached ? staged_.cache->values(layer) : nullptr,
@@ -230,7 +243,8 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
         .tokens = staged_.tokens,
         .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
                     .w_up = device_bf16(w.ffn.w_up.data),
-                    .w_down = device_bf16(w.ffn.w_down.data)},
+                    .w_down = device_bf16(w.ffn.w_down.data),
+                    .activation = config_.activation},
         .x = hidden_.data(),
         .y = delta_.data(),
         .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens};

@@ -42,9 +42,20 @@ std::vector<ModelCase> model_cases() {
                                   {"gqa_untied", small(4, 2, 16, true, false)},
                                   {"mqa_not_gated", small(4, 1, 32, false, true)},
                                   {"odd_head", small(2, 1, 24, true, false)},
-                                  {"bias", small(8, 2, 8, true, true)}};
+                                  {"bias", small(8, 2, 8, true, true)},
+                                  {"qk_norm", small(4, 2, 32, true, true)},
+                                  {"silu", small(4, 2, 16, true, false)},
+                                  {"gelu_not_gated", small(4, 4, 16, false, true)},
+                                  {"gelu_tanh", small(4, 4, 16, true, true)},
+                                  {"quick_gelu", small(4, 4, 16, true, true)}};
   cases[4].config.qkv_bias = true;
   cases[4].config.family = Family::kQwen2;
+  cases[5].config.qk_norm = true;
+  cases[5].config.family = Family::kQwen3;
+  cases[6].config.activation = Activation::kSilu;
+  cases[7].config.activation = Activation::kGelu;
+  cases[8].config.activation = Activation::kGeluTanh;
+  cases[9].config.activation = Activation::kQuickGelu;
   return cases;
 }
 
@@ -240,8 +251,8 @@ INSTANTIATE_TEST_SUITE_P(Models, ForwardCudaTest, testing::ValuesIn(model_cases(
 TEST(ModelCudaTest, RefusesByName) {
   ModelConfig config = small(4, 4, 16, true, true);
   EXPECT_EQ(cuda_model_unsupported(config), "");
-  config.activation = Activation::kSilu;
-  EXPECT_THAT(cuda_model_unsupported(config), testing::HasSubstr("ReLU"));
+  config.width = 68;
+  EXPECT_THAT(cuda_model_unsupported(config), testing::HasSubstr("multiples of 8"));
   config = small(4, 4, 12, true, true);
   EXPECT_THAT(cuda_model_unsupported(config), testing::HasSubstr("multiple of 8"));
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 
+#include "twell/ops/ffn/activate_multiply.h"
 #include "twell/ops/ffn/gate_multiply.h"
 
 namespace twell {
@@ -13,15 +14,21 @@ constexpr int64_t kSampleStride = 16;
 }  // namespace
 
 DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
-                           __nv_bfloat16* gate, __nv_bfloat16* hidden)
-    : tokens_(tokens), ffn_(ffn), gated_(gated), gate_(gate), hidden_(hidden) {
+                           __nv_bfloat16* gate, __nv_bfloat16* hidden, Activation activation)
+    : tokens_(tokens),
+      ffn_(ffn),
+      gated_(gated),
+      activation_(activation),
+      gate_(gate),
+      hidden_(hidden) {
+  const bool relu = activation == Activation::kRelu;
   TWELL_CHECK(width % 8 == 0 && ffn % 8 == 0, "width {} and FFN size {} must be multiples of 8",
               width, ffn);
   const MatmulShapeCuda up{
-      .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = !gated};
+      .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = relu && !gated};
   if (gated) {
     const MatmulShapeCuda shape{
-        .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = true};
+        .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = relu};
     gate_plan_ = std::make_unique<MatmulPlanCuda>(ctx, shape);
   }
   up_plan_ = std::make_unique<MatmulPlanCuda>(ctx, up);
@@ -48,16 +55,34 @@ void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
   gate_plan_->run(ctx, x, weights.w_gate, gate_);
 }
 
+// hidden = f(g) * u, or f(g) without u.
+void DenseFfnCuda::activate(CudaContext& ctx, const __nv_bfloat16* g, const __nv_bfloat16* u,
+                            const DenseCountsCuda& counts) const {
+  TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
+                                             .g = g,
+                                             .u = u,
+                                             .h = hidden_,
+                                             .tokens = tokens_,
+                                             .ffn = ffn_,
+                                             .row_nnz = counts.row_nnz,
+                                             .counts = counts.activity},
+                                            ctx.stream()));
+}
+
 void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                            __nv_bfloat16* y, const DenseCountsCuda& counts) const {
   up_plan_->run(ctx, x, weights.w_up, hidden_);
-  TWELL_CUDA_CHECK(launch_gate_multiply({.u = hidden_,
-                                         .g = gate_,
-                                         .tokens = tokens_,
-                                         .ffn = ffn_,
-                                         .row_nnz = counts.row_nnz,
-                                         .counts = counts.activity},
-                                        ctx.stream()));
+  if (activation_ != Activation::kRelu) {
+    activate(ctx, gate_, hidden_, counts);
+  } else {
+    TWELL_CUDA_CHECK(launch_gate_multiply({.u = hidden_,
+                                           .g = gate_,
+                                           .tokens = tokens_,
+                                           .ffn = ffn_,
+                                           .row_nnz = counts.row_nnz,
+                                           .counts = counts.activity},
+                                          ctx.stream()));
+  }
   down_plan_->run(ctx, hidden_, weights.w_down, y);
 }
 
@@ -69,7 +94,9 @@ void DenseFfnCuda::forward(CudaContext& ctx, const FfnWeightsCuda& weights, cons
     return;
   }
   up_plan_->run(ctx, x, weights.w_up, hidden_);
-  if (counts.row_nnz != nullptr || counts.activity != nullptr) {
+  if (activation_ != Activation::kRelu) {
+    activate(ctx, hidden_, nullptr, counts);
+  } else if (counts.row_nnz != nullptr || counts.activity != nullptr) {
     TWELL_CUDA_CHECK(launch_gate_multiply({.g = hidden_,
                                            .tokens = tokens_,
                                            .ffn = ffn_,

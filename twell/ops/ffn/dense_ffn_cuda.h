@@ -3,6 +3,7 @@
 // executions, and what a layer that is not sparse runs.
 //   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
+// Another activation in the place of relu is computed with the product, in f32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +12,7 @@
 #include <memory>
 
 #include "twell/base/cuda.h"
+#include "twell/format/activation.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -21,12 +23,13 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* w_gate = nullptr;  // [F, D], null when the layer is not gated
   const __nv_bfloat16* w_up = nullptr;    // [F, D]
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
+  Activation activation = Activation::kRelu;
 };
 
 // What a dense call counts beside its result. Both may be null.
 struct DenseCountsCuda {
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token
-  ActivityCuda* activity = nullptr;  // added to; non-gated layers count every 16th token
+  ActivityCuda* activity = nullptr;  // added to; non-gated ReLU layers count every 16th token
 };
 
 class DenseFfnCuda {
@@ -35,25 +38,31 @@ class DenseFfnCuda {
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated);
   // The same in the caller's memory: gate [M, F] (not needed without a gate) and hidden [M, F].
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
-               __nv_bfloat16* gate, __nv_bfloat16* hidden);
+               __nv_bfloat16* gate, __nv_bfloat16* hidden,
+               Activation activation = Activation::kRelu);
 
   // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises.
   void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
             __nv_bfloat16* y);
 
-  // y [M, D] = FFN(x [M, D]). Never synchronises.
+  // y [M, D] = FFN(x [M, D]), with the activation it was made for. Never synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
-  // Its two halves: the gate, and what follows it. Gated layers only.
+  // Its two halves: the gate (in front of an activation that is not ReLU), and what follows it.
+  // Gated layers only.
   void gate(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x) const;
   void up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
   __nv_bfloat16* gate_values() const { return gate_; }  // [M, F]
 
  private:
+  void activate(CudaContext& ctx, const __nv_bfloat16* g, const __nv_bfloat16* u,
+                const DenseCountsCuda& counts) const;
+
   int64_t tokens_;
   int64_t ffn_;
   bool gated_;
+  Activation activation_;
   std::unique_ptr<MatmulPlanCuda> gate_plan_, up_plan_, down_plan_;
   DeviceBuffer<__nv_bfloat16> owned_;  // both of the below, or nothing
   __nv_bfloat16* gate_ = nullptr;      // [M, F]

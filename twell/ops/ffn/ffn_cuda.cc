@@ -105,11 +105,12 @@ class FfnCallCuda {
       : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
 
   void dense() const {
-    std::unique_ptr<DenseFfnCuda>& dense = workspace_.dense_[chunk_.tokens];
+    std::unique_ptr<DenseFfnCuda>& dense =
+        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
           ctx_, chunk_.tokens, workspace_.width_, workspace_.ffn_, workspace_.gated_,
-          workspace_.gate_.data(), workspace_.tile_union_.values());
+          workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation);
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
@@ -187,7 +188,10 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
                             .gated = workspace.gated(),
                             .multiprocessors = ctx.multiprocessors(),
                             .hopper = ctx.compute_capability() == 90};
-  GpuChoice choice = choose_gpu_execution(shape, problem.tokens, plan.plan.policy, plan.activity);
+  GpuChoice choice{FfnExecution::kDense, "the activation leaves no zeros"};
+  if (problem.weights.activation == Activation::kRelu) {
+    choice = choose_gpu_execution(shape, problem.tokens, plan.plan.policy, plan.activity);
+  }
   plan.plan.execution = choice.execution;
   plan.plan.reason = std::move(choice.reason);
   const int64_t chunks =

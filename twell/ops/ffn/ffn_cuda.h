@@ -6,7 +6,8 @@
 //               (Hopper)
 //   row-fused   gate GEMM -> TwELL -> up and down over each token's own active neurons; up to 64
 //               tokens on Hopper, two kernels that read only the weight rows that are needed
-// All give the dense result within accumulation order, on every input.
+// All give the dense result within accumulation order, on every input. A layer whose activation is
+// not ReLU runs dense whatever the policy says.
 //
 // What to run is decided from what a layer has been seen to do. Kernels count on the device;
 // FfnPlansCuda::update() fetches the counts, at a point where the caller waits for the device
@@ -92,7 +93,8 @@ class FfnWorkspaceCuda {
   TileUnionWorkspace tile_union_;     // its values double as the dense hidden [chunk, F]
   RowFusedWorkspace row_fused_;
   FewTokenWorkspace few_tokens_;
-  std::map<int64_t, std::unique_ptr<DenseFfnCuda>> dense_;  // by number of tokens
+  // By number of tokens and activation.
+  std::map<std::pair<int64_t, Activation>, std::unique_ptr<DenseFfnCuda>> dense_;
 };
 
 struct FfnForwardCuda {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/count_active.cuh"
 #include "twell/ops/ffn/gate_multiply.h"
 
 namespace twell {
@@ -28,20 +29,7 @@ __global__ void __launch_bounds__(kThreads) gate_multiply_kernel(GateMultiply pr
     }
     if (multiplies) up[i] = u;
   }
-  if (problem.row_nnz == nullptr && problem.counts == nullptr) return;
-  __shared__ int total;
-  if (threadIdx.x == 0) total = 0;
-  __syncthreads();
-  count = __reduce_add_sync(~0u, count);
-  if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  if (problem.row_nnz != nullptr) problem.row_nnz[row] = total;
-  if (problem.counts != nullptr) {
-    atomicAdd(&problem.counts->tokens, 1ull);
-    atomicAdd(&problem.counts->nnz, static_cast<unsigned long long>(total));
-    atomicMax(&problem.counts->max_row_nnz, static_cast<unsigned long long>(total));
-  }
+  count_active(count, row, problem.row_nnz, problem.counts);
 }
 
 }  // namespace

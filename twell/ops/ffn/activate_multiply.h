@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The elementwise step of a dense layer whose activation f is not ReLU, on the GPU. f is computed
+// in f32, see format/activation.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "twell/format/activation.h"
+#include "twell/format/activity_cuda.h"
+
+namespace twell {
+
+struct ActivateMultiply {
+  Activation activation = Activation::kSilu;
+  const __nv_bfloat16* g = nullptr;  // [M, F] in front of the activation
+  const __nv_bfloat16* u = nullptr;  // [M, F], or null: no gate
+  __nv_bfloat16* h = nullptr;        // [M, F] out: f(g) * u, or f(g); may be either input
+  int64_t tokens = 0;                // M
+  int64_t ffn = 0;                   // F, a multiple of 8
+  int32_t* row_nnz = nullptr;        // [M] out: neurons with f(g) != 0, or null
+  ActivityCuda* counts = nullptr;    // added to, or null
+};
+cudaError_t launch_activate_multiply(const ActivateMultiply& problem, cudaStream_t stream);
+
+}  // namespace twell

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/activate_multiply.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+
+namespace twell {
+namespace {
+
+double activate(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kRelu:
+      return std::max(x, 0.0);
+    case Activation::kSilu:
+      return x / (1.0 + std::exp(-x));
+    case Activation::kGelu:
+      return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+    case Activation::kGeluTanh:
+      return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::kQuickGelu:
+      return x / (1.0 + std::exp(-1.702 * x));
+  }
+  return NAN;
+}
+
+class ActivateMultiplyTest : public testing::TestWithParam<Activation> {};
+
+TEST_P(ActivateMultiplyTest, EqualsReference) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  for (const int64_t tokens : {1, 127, 129}) {
+    constexpr int64_t kFfn = 2088;  // more than a piece per thread, off its multiple
+    auto g = random_bf16(tokens * kFfn, 1, 3.0f);
+    const auto u = random_bf16(tokens * kFfn, 2);
+    // Large on either side, where exponentials overflow, and zeros, which do not count.
+    const float special[] = {0.0f, -0.0f, 60.0f, -60.0f, 200.0f, -200.0f, 3e38f, -3e38f};
+    for (size_t i = 0; i < 8; ++i) g[i] = __float2bfloat16(special[i]);
+    const auto device_g = upload(g), device_u = upload(u);
+    for (const bool gated : {true, false}) {
+      const auto h = poisoned<__nv_bfloat16>(tokens * kFfn);
+      const auto row_nnz = poisoned<int32_t>(tokens);
+      const auto counts = upload(std::vector<ActivityCuda>(1));
+      TWELL_CUDA_CHECK(launch_activate_multiply({.activation = GetParam(),
+                                                 .g = device_g.data(),
+                                                 .u = gated ? device_u.data() : nullptr,
+                                                 .h = h.data(),
+                                                 .tokens = tokens,
+                                                 .ffn = kFfn,
+                                                 .row_nnz = row_nnz.data(),
+                                                 .counts = counts.data()},
+                                                stream.get()));
+      stream.synchronize();
+      const auto got = to_floats(download(h));
+      const auto nnz = download(row_nnz);
+      unsigned long long total = 0;
+      for (int64_t m = 0; m < tokens; ++m) {
+        int32_t expected_nnz = 0;
+        for (int64_t i = m * kFfn; i < (m + 1) * kFfn; ++i) {
+          const auto at = static_cast<size_t>(i);
+          const double f = activate(GetParam(), __bfloat162float(g[at]));
+          expected_nnz += static_cast<float>(f) != 0.0f ? 1 : 0;
+          const double want = gated ? f * __bfloat162float(u[at]) : f;
+          // One rounding to bf16; f32 in front of it cancels in the tails, where f is tiny.
+          ASSERT_NEAR(got[at], want, std::ldexp(std::abs(want), -7) + 1e-6) << i;
+        }
+        // Where f underflows in f32, one side may still hold a denormal.
+        EXPECT_NEAR(nnz[static_cast<size_t>(m)], expected_nnz, m == 0 ? 3 : 0);
+        total += static_cast<unsigned long long>(nnz[static_cast<size_t>(m)]);
+      }
+      const ActivityCuda sums = download(counts)[0];
+      EXPECT_EQ(sums.tokens, static_cast<unsigned long long>(tokens));
+      EXPECT_EQ(sums.nnz, total);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Activations, ActivateMultiplyTest,
+                         testing::Values(Activation::kRelu, Activation::kSilu, Activation::kGelu,
+                                         Activation::kGeluTanh, Activation::kQuickGelu));
+
+}  // namespace
+}  // namespace twell
