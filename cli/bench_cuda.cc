@@ -131,13 +131,14 @@ double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy p
     slots.push_back(slot);
     const auto prompt = random_tokens(arguments.prompt, config.vocab_size,
                                       arguments.subject.seed + static_cast<uint64_t>(slot));
-    next[static_cast<size_t>(slot)] = session.append_and_draw(slot, prompt, greedy, {});
+    const Prompt of_slot{.slot = slot, .ids = prompt};
+    session.append_and_draw({&of_slot, 1}, {&greedy, 1}, {&next[static_cast<size_t>(slot)], 1});
   }
-  const std::vector<DrawPosition> at(static_cast<size_t>(batch));
+  const std::vector<Draw> draws(static_cast<size_t>(batch), greedy);
   std::vector<double> seconds;
   for (int64_t step = 0; step < arguments.tokens; ++step) {
     const Clock::time_point start = Clock::now();
-    session.decode_and_draw(slots, std::vector<int32_t>(next), greedy, at, next);
+    session.decode_and_draw(slots, std::vector<int32_t>(next), draws, next);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
   return summarize(seconds).median;  // steps that capture a graph stand out and do not count

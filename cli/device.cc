@@ -21,20 +21,6 @@ std::string gpu_unavailable() {
 #endif
 }
 
-std::unique_ptr<Engine> make_engine(const CommonOptions& common) {
-  if (!use_cuda(common)) return std::make_unique<EngineCpu>(common.checkpoint, common.threads);
-#ifdef TWELL_HAVE_CUDA
-  const std::string why = cuda_model_unsupported(load_config(common.checkpoint));
-  if (common.device == "auto" && !why.empty()) {
-    fmt::print(stderr, "twell: running on the CPU: {}\n", why);
-    return std::make_unique<EngineCpu>(common.checkpoint, common.threads);
-  }
-  return std::make_unique<EngineCuda>(common.checkpoint);
-#else
-  return nullptr;
-#endif
-}
-
 }  // namespace
 
 bool use_cuda(const CommonOptions& common) {
@@ -45,13 +31,22 @@ bool use_cuda(const CommonOptions& common) {
   return why.empty();
 }
 
-LoadedEngine load_engine(const CommonOptions& common) {
-  LoadedEngine loaded{make_engine(common), Tokenizer::load(common.checkpoint / "tokenizer.json")};
-  TWELL_REQUIRE(loaded.tokenizer.vocab_size() <= loaded.engine->config().vocab_size,
-                "{}: tokenizer.json has {} tokens, but the model only {} (config.json vocab_size)",
-                common.checkpoint.string(), loaded.tokenizer.vocab_size(),
-                loaded.engine->config().vocab_size);
-  return loaded;
+std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,
+                                    std::unique_ptr<Model> host_model) {
+#ifdef TWELL_HAVE_CUDA
+  if (use_cuda(common)) {
+    std::string why;
+    if (common.device == "auto") why = EngineCuda::cannot_run(load_config(common.checkpoint), plan);
+    if (why.empty()) return std::make_unique<EngineCuda>(common.checkpoint, plan);
+    fmt::print(stderr, "twell: running on the CPU: {}\n", why);
+  }
+#else
+  use_cuda(common);  // refuses "cuda"
+  static_cast<void>(plan);
+#endif
+  if (host_model != nullptr)
+    return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
+  return std::make_unique<EngineCpu>(common.checkpoint, common.threads);
 }
 
 }  // namespace twell::cli

@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "cli/options.h"
-#include "twell/data/tokenizer.h"
 #include "twell/infer/engine.h"
 
 namespace twell::cli {
@@ -14,12 +13,10 @@ namespace twell::cli {
 // "cuda" was asked for and cannot be had.
 bool use_cuda(const CommonOptions& common);
 
-// The checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU code
-// does not run goes to the CPU, and a line on stderr says why.
-struct LoadedEngine {
-  std::unique_ptr<Engine> engine;
-  Tokenizer tokenizer;
-};
-LoadedEngine load_engine(const CommonOptions& common);
+// The checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU does
+// not run or has no room for goes to the CPU, and a line on stderr says why.
+// host_model: the checkpoint's, where it is in memory already; the CPU takes it.
+std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,
+                                    std::unique_ptr<Model> host_model = nullptr);
 
 }  // namespace twell::cli

@@ -9,10 +9,12 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/eval_tasks.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
 #include "twell/infer/evaluate.h"
+#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {
@@ -31,18 +33,21 @@ struct EvalArguments {
 int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   if (!arguments.tasks.tasks.empty()) {
     arguments.tasks.json = arguments.json;
-    arguments.tasks.run.ffn = arguments.ffn;
+    arguments.tasks.ffn = arguments.ffn;
     return run_eval_tasks(common, arguments.tasks);
   }
-  arguments.evaluate.ffn = parse_ffn_policy(arguments.ffn);
-  Context ctx(common.threads);
-  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
-  Evaluator evaluator(ctx, *loaded.model, arguments.evaluate);
+  const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
+  const ModelConfig config = load_config(common.checkpoint);
+  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  const std::unique_ptr<Engine> engine =
+      load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
+  const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
+  Evaluator evaluator(*scorer, arguments.evaluate);
   const bool live = ::isatty(STDERR_FILENO) != 0;
   int64_t bytes = 0;
   const Clock::time_point start = Clock::now();
   for_each_piece(
-      common, arguments.text, loaded.tokenizer, arguments.max_tokens, [&](const TextPiece& piece) {
+      common, arguments.text, tokenizer, arguments.max_tokens, [&](const TextPiece& piece) {
         evaluator.add(piece.ids);
         bytes += piece.bytes;
         const Evaluation& so_far = evaluator.so_far();
@@ -56,11 +61,12 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   TWELL_REQUIRE(result.tokens > 0, "the text is empty: no token to score");
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   double nnz = 0.0;
-  for (const LayerActivity& layer : result.layers) nnz += layer.mean();
+  for (const LayerHistogram& layer : result.layers) nnz += layer.mean();
   nnz /= static_cast<double>(result.layers.size());
 
   if (arguments.json) {
     const nlohmann::json line = {{"checkpoint", common.checkpoint.string()},
+                                 {"device", engine->device()},
                                  {"tokens", result.tokens},
                                  {"bytes", bytes},
                                  {"cross_entropy", result.cross_entropy()},
@@ -76,8 +82,9 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   fmt::print("cross-entropy   {:.4f} nats per token\n", result.cross_entropy());
   fmt::print("perplexity      {:.3f}\n", result.perplexity());
   fmt::print("bits per byte   {:.4f}\n", result.bits_per_byte(bytes));
-  fmt::print("active neurons  {:.1f} of {} per token and layer\n", nnz, loaded.model->config.ffn);
-  fmt::print("speed           {:.0f} tok/s\n", static_cast<double>(result.tokens) / seconds);
+  fmt::print("active neurons  {:.1f} of {} per token and layer\n", nnz, config.ffn);
+  fmt::print("speed           {:.0f} tok/s on {}\n", static_cast<double>(result.tokens) / seconds,
+             engine->device());
   return kExitOk;
 }
 
@@ -111,7 +118,7 @@ void add_eval_command(CLI::App& app, CommonOptions& common) {
       ->capture_default_str();
   command.add_flag("--json", arguments->json, "Print one JSON object");
   add_eval_tasks_options(command, common, arguments->tasks);
-  add_compute_options(command, common);
+  add_compute_options(command, common, Devices::kAny);
   command.footer(
       "Bits per byte count the text's own bytes, so that models with different tokenizers "
       "compare. Accuracies\nare made as lm-evaluation-harness makes them, without examples in the "

@@ -7,11 +7,13 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "cli/device.h"
 #include "cli/loading.h"
 #include "cli/progress_line.h"
 #include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/model/checkpoint.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {
@@ -55,7 +57,7 @@ void add_accuracy(ordered_json& json, const char* name, const Accuracy& accuracy
 }
 
 ordered_json to_json(const CommonOptions& common, const EvalTasksArguments& arguments,
-                     const std::vector<Result>& results) {
+                     const std::string& device, const std::vector<Result>& results) {
   ordered_json tasks;
   for (const Result& result : results) {
     ordered_json& task = tasks[std::string(result.task->name)];
@@ -65,8 +67,9 @@ ordered_json to_json(const CommonOptions& common, const EvalTasksArguments& argu
     if (result.accuracy.acc_norm) add_accuracy(task, "acc_norm", *result.accuracy.acc_norm);
   }
   return {{"checkpoint", common.checkpoint.string()},
+          {"device", device},
           {"bos", arguments.run.begin_token},
-          {"ffn", arguments.run.ffn},
+          {"ffn", arguments.ffn},
           {"limit", arguments.limit},
           {"tasks", tasks},
           {"mean_acc", mean_accuracy(results, false)},
@@ -125,7 +128,8 @@ void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
           ->capture_default_str();
   CLI::Option* batch = command
                            .add_option("--batch-tokens", arguments.run.batch_tokens,
-                                       "Tokens that go through the model together: bounds memory")
+                                       "Tokens that go through the model together: bounds memory; "
+                                       "0: what suits the device")
                            ->type_name("N")
                            ->capture_default_str();
   CLI::Option* no_bos = command.add_flag(
@@ -143,8 +147,12 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
   for (const Task* task : parse_task_list(arguments.tasks)) {
     results.push_back({task, load_task(*task, arguments.data, arguments.limit), {}});
   }
-  Context ctx(common.threads);
-  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+  const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
+  const ModelConfig config = load_config(common.checkpoint);
+  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  const std::unique_ptr<Engine> engine =
+      load_engine(common, {.scorer = TaskRunner::plan(config, arguments.run)});
+  const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
 
   ProgressLine progress(kPlainInterval, stderr);
   Clock::time_point start;
@@ -152,7 +160,7 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
   options.out = common.out;
   options.cancel = &stop_on_signals();
   options.on_progress = [&](const TaskProgress& now) { show_progress(progress, now, start); };
-  TaskRunner runner(ctx, *loaded.model, loaded.tokenizer, options);
+  TaskRunner runner(*scorer, tokenizer, options);
   for (Result& result : results) {
     start = Clock::now();
     const std::optional<TaskAccuracy> accuracy = runner.run(*result.task, result.data);
@@ -166,7 +174,7 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
   }
   progress.finish();
 
-  const std::string json = to_json(common, arguments, results).dump(2);
+  const std::string json = to_json(common, arguments, engine->device(), results).dump(2);
   if (!common.out.empty()) write_file_atomic(common.out / "results.json", json + "\n");
   if (arguments.json) {
     fmt::print("{}\n", json);

@@ -15,6 +15,7 @@ struct EvalTasksArguments {
   std::filesystem::path data;
   int64_t limit = 0;
   TaskRunOptions run;
+  std::string ffn = "auto";
   bool json = false;
 };
 // Adds --tasks and what belongs to it. The command's other options must be there already.

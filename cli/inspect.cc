@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/inspection.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
@@ -62,8 +63,7 @@ std::vector<TokenRow> token_rows(const ActivityProfile& profile, const Tokenizer
 }
 
 Inspection inspect(const CommonOptions& common, const InspectArguments& arguments) {
-  Context ctx(common.threads);
-  const LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
+  LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
   Inspection result;
   result.checkpoint = common.checkpoint.string();
   result.config = loaded.model->config;
@@ -72,9 +72,15 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
     if (result.tensors.back().not_finite > 0) ++result.damaged_tensors;
   }
   if (common.data.empty() && arguments.text.shards.empty()) return result;
+  const std::unique_ptr<Engine> engine =
+      load_engine(common, {.scorer = Evaluator::plan(result.config, {})}, std::move(loaded.model));
+  const std::unique_ptr<Scorer> scorer = engine->scorer(FfnPolicy::kAuto);
   std::optional<ActivityProfiler> profiler;
-  if (result.config.activation == Activation::kRelu) profiler.emplace(ctx, *loaded.model);
-  Evaluator evaluator(ctx, *loaded.model, {.profiler = profiler ? &*profiler : nullptr});
+  if (result.config.activation == Activation::kRelu) {
+    profiler.emplace(result.config, engine->costs());
+    result.costs_of = profiler->costs().device();
+  }
+  Evaluator evaluator(*scorer, {.profiler = profiler ? &*profiler : nullptr});
   for_each_piece(common, arguments.text, loaded.tokenizer, arguments.max_tokens,
                  [&](const TextPiece& piece) {
                    evaluator.add(piece.ids);
@@ -132,7 +138,7 @@ void add_inspect_command(CLI::App& app, CommonOptions& common) {
           ->type_name("[FILE]")
           ->expected(0, 1);
   command.add_option("--html", arguments->html_file, "Write a page with plots")->type_name("FILE");
-  add_compute_options(command, common);
+  add_compute_options(command, common, Devices::kAny);
   command.footer(
       "Sparsity is measured when a text is given (--data or --shards).\n\nExample:\n"
       "  twell inspect --checkpoint runs/first/checkpoint --data book.txt --html inspect.html");

@@ -36,6 +36,7 @@ struct Inspection {
   int64_t damaged_tensors = 0;
   Evaluation evaluation;                   // 0 tokens when no text was given
   std::optional<ActivityProfile> profile;  // none without text or without zeros to count
+  std::string costs_of;                    // whose cost model the expected speed-ups are from
   std::vector<TokenRow> most_active, least_active;
 };
 

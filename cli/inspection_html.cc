@@ -97,7 +97,7 @@ class Page {
     return sum;
   }
 
-  void section(const char* title, const char* text) {
+  void section(const char* title, const std::string& text) {
     out_ += fmt::format("<h2>{}</h2>\n<p>{}</p>\n", title, text);
   }
   void card(const std::string& value, const char* label) {
@@ -156,9 +156,10 @@ class Page {
 
   void speed() {
     section("Expected speed-up of the FFN",
-            "Against dense, gate projection included, with the execution that the CPU cost model "
-            "finds cheapest: for a prompt (chunks of up to 512 tokens) and for one token at a "
-            "time. An estimate; twell bench forward measures.");
+            fmt::format("Against dense, gate projection included, with the execution that the {} "
+                        "cost model finds cheapest: for a prompt and for one token at a time. An "
+                        "estimate; twell bench forward measures.",
+                        in_.costs_of));
     const auto prompt = per_profile([](const auto& layer) { return layer.prompt.speedup(); });
     const auto decode = per_profile([](const auto& layer) { return layer.decode.speedup(); });
     SvgChart chart(layers_, "layer", {.label = "speed-up", .log = false, .unit = "x"},
@@ -254,7 +255,7 @@ class Page {
   }
 
   void layer_row(size_t i) {
-    const LayerActivity& activity = in_.evaluation.layers[i];
+    const LayerHistogram& activity = in_.evaluation.layers[i];
     out_ += fmt::format(
         "<tr><td>{}</td><td>{:.1f}</td><td>{:.2f}%</td><td>{}</td><td>{}</td><td>{}</td>", i,
         activity.mean(), percent(activity.mean()), activity.quantile(0.5), activity.quantile(0.99),

@@ -18,7 +18,7 @@ ordered_json expected_json(const ExpectedFfn& expected) {
 }
 
 ordered_json layer_json(const Inspection& inspection, size_t i) {
-  const LayerActivity& activity = inspection.evaluation.layers[i];
+  const LayerHistogram& activity = inspection.evaluation.layers[i];
   ordered_json out = {{"nnz_mean", activity.mean()},
                       {"nnz_p50", activity.quantile(0.5)},
                       {"nnz_p99", activity.quantile(0.99)},
@@ -92,7 +92,7 @@ void print_layers(const Inspection& inspection) {
   fmt::print("\n");
   double mean = 0.0;
   for (size_t i = 0; i < evaluation.layers.size(); ++i) {
-    const LayerActivity& layer = evaluation.layers[i];
+    const LayerHistogram& layer = evaluation.layers[i];
     mean += share(layer.mean(), std::ssize(evaluation.layers));
     fmt::print("{:>5} {:>8.1f} {:>7.2f}% {:>6} {:>6} {:>6}", i, layer.mean(),
                100.0 * share(layer.mean(), ffn), layer.quantile(0.5), layer.quantile(0.99),
@@ -117,8 +117,9 @@ void print_tokens(const char* title, const std::vector<TokenRow>& rows) {
 void print_profile(const Inspection& inspection) {
   fmt::print(
       "\nsilent: never active in this text. union: neurons active somewhere in that many tokens in "
-      "a row.\nprompt, decode: execution and speed-up of the FFN against dense that the CPU cost "
-      "model expects;\n'twell bench forward' measures.\n");
+      "a row.\nprompt, decode: execution and speed-up of the FFN against dense that the {} cost "
+      "model expects;\n'twell bench forward' measures.\n",
+      inspection.costs_of);
   fmt::print("\n{:>12} {:>9} {:>12}\n", "position", "tokens", "mean active");
   for (const PositionRange& range : inspection.profile->positions()) {
     fmt::print("{:>12} {:>9} {:>12.1f}\n", range_name(range), range.tokens,
@@ -158,6 +159,7 @@ ordered_json inspection_json(const Inspection& inspection) {
     json["layers"].push_back(layer_json(inspection, i));
   }
   if (!inspection.profile) return json;
+  json["expected_on"] = inspection.costs_of;
   json["prompt"] = expected_json(inspection.profile->prompt());
   json["decode"] = expected_json(inspection.profile->decode());
   for (const PositionRange& range : inspection.profile->positions()) {

@@ -77,11 +77,17 @@ void pieces_of_files(const CommonOptions& common, const TextOptions& text,
 }  // namespace
 
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& folder) {
-  LoadedCheckpoint loaded{load_model(folder), Tokenizer::load(folder / "tokenizer.json")};
-  TWELL_REQUIRE(loaded.tokenizer.vocab_size() <= loaded.model->config.vocab_size,
+  std::unique_ptr<Model> model = load_model(folder);
+  Tokenizer tokenizer = load_tokenizer(folder, model->config);
+  return {std::move(model), std::move(tokenizer)};
+}
+
+Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config) {
+  Tokenizer tokenizer = Tokenizer::load(folder / "tokenizer.json");
+  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
                 "{}: tokenizer.json has {} tokens, but the model only {} (config.json vocab_size)",
-                folder.string(), loaded.tokenizer.vocab_size(), loaded.model->config.vocab_size);
-  return loaded;
+                folder.string(), tokenizer.vocab_size(), config.vocab_size);
+  return tokenizer;
 }
 
 void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& text) {

@@ -22,6 +22,9 @@ struct LoadedCheckpoint {
 // InputError when the tokenizer gives ids the model does not have.
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& folder);
 
+// The checkpoint's tokenizer; the same InputError.
+Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config);
+
 // Text to run a model on: files (--data) or the held-out part of a training run's shards
 // (--shards); one of them is needed.
 struct TextOptions {

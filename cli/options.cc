@@ -46,10 +46,6 @@ CLI::Option* add_out_option(CLI::App& command, CommonOptions& common, const std:
   return command.add_option("--out", common.out, help)->type_name("DIR");
 }
 
-CLI::Option* add_prompt_option(CLI::App& command, CommonOptions& common) {
-  return command.add_option("--prompt", common.prompt, "Text to continue")->type_name("TEXT");
-}
-
 CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common) {
   return command
       .add_option("--seed", common.seed, "Seed of every random choice; same seed, same result")

@@ -18,7 +18,6 @@ struct CommonOptions {
   std::vector<std::filesystem::path> data;
   std::filesystem::path checkpoint;
   std::filesystem::path out;
-  std::string prompt;
   uint64_t seed = 0;
   int threads = 0;
   std::string device = "auto";
@@ -37,7 +36,6 @@ inline constexpr int kExitInterrupted = 130;  // SIGINT or SIGTERM, after saving
 CLI::Option* add_data_option(CLI::App& command, CommonOptions& common, const std::string& help);
 CLI::Option* add_checkpoint_option(CLI::App& command, CommonOptions& common);  // required
 CLI::Option* add_out_option(CLI::App& command, CommonOptions& common, const std::string& help);
-CLI::Option* add_prompt_option(CLI::App& command, CommonOptions& common);
 CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common);
 CLI::Option* add_threads_option(CLI::App& command, CommonOptions& common);
 // The devices that a command runs on; what they mean is in device.h.

@@ -13,6 +13,7 @@
 #include "twell/base/file.h"
 #include "twell/data/test_files.h"
 #include "twell/model/checkpoint.h"
+#include "twell/model/scorer_cpu.h"
 #include "twell/tasks/score_log.h"
 #include "twell/tasks/task_run.h"
 
@@ -28,7 +29,7 @@ class TasksGolden : public testing::Test {
 
   TaskData data(const Task& task) const { return load_task(task, golden() / "data"); }
   TaskRunner runner(const TaskRunOptions& options) {
-    return TaskRunner(ctx_, *model_, tokenizer_, options);
+    return TaskRunner(scorer_, tokenizer_, options);
   }
   json rows(const fs::path& path) const {
     json out = json::array();
@@ -71,6 +72,7 @@ class TasksGolden : public testing::Test {
   TempFolder folder_;
   Context ctx_{2};
   std::unique_ptr<Model> model_ = load_model(golden() / "model");
+  ScorerCpu scorer_{ctx_, *model_};
   Tokenizer tokenizer_ = Tokenizer::load(golden() / "model" / "tokenizer.json");
 };
 

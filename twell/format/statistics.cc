@@ -54,6 +54,28 @@ Pattern pattern_from_twell(const Twell<Word>& in) {
 template Pattern pattern_from_twell<uint32_t>(const Twell<uint32_t>&);
 template Pattern pattern_from_twell<uint64_t>(const Twell<uint64_t>&);
 
+void append_rows(const Pattern& from, Pattern& to) {
+  TWELL_CHECK(from.cols == to.cols && !to.row_begin.empty(), "rows of {} columns behind rows of {}",
+              from.cols, to.cols);
+  const int64_t before = to.row_begin.back();
+  for (int64_t m = 0; m < from.rows(); ++m) {
+    to.row_begin.push_back(before + from.row_begin[static_cast<size_t>(m) + 1]);
+  }
+  to.column.insert(to.column.end(), from.column.begin(), from.column.end());
+}
+
+Pattern slice_rows(const Pattern& in, int64_t begin, int64_t count) {
+  TWELL_CHECK(begin >= 0 && count >= 0 && begin + count <= in.rows(), "rows {} to {} of {}", begin,
+              begin + count, in.rows());
+  Pattern out{.cols = in.cols, .row_begin = {0}, .column = {}};
+  for (int64_t m = begin; m < begin + count; ++m) {
+    const std::span<const uint32_t> row = in.row(m);
+    out.column.insert(out.column.end(), row.begin(), row.end());
+    out.row_begin.push_back(std::ssize(out.column));
+  }
+  return out;
+}
+
 RowStatistics row_statistics(const Pattern& pattern) {
   const int64_t rows = pattern.rows();
   if (rows == 0) return {};

@@ -33,6 +33,9 @@ Pattern pattern_from_lists(int64_t cols, std::span<const uint16_t> row_nnz,
 Pattern pattern_from_csr(const Csr& in);
 template <typename Word>
 Pattern pattern_from_twell(const Twell<Word>& in);
+// The rows of `from` behind those of `to`, which has as many columns and row_begin {0} at least.
+void append_rows(const Pattern& from, Pattern& to);
+Pattern slice_rows(const Pattern& in, int64_t begin, int64_t count);
 
 struct RowStatistics {
   double mean = 0.0;

@@ -5,35 +5,9 @@
 #include <numeric>
 
 #include "twell/base/error.h"
-#include "twell/format/statistics.h"
-#include "twell/ops/ffn/ffn_cost.h"
-#include "twell/ops/gate_gemm/gate_gemm.h"
-#include "twell/ops/sparse_up_down/sparse_up_down.h"
 
 namespace twell {
 namespace {
-
-double execution_cost(FfnExecution execution, const FfnWork& work) {
-  switch (execution) {
-    case FfnExecution::kRowFused:
-      return row_fused_cost(work);
-    case FfnExecution::kTileUnion:
-      return tile_union_cost(work);
-    default:
-      return dense_cost(work);
-  }
-}
-
-// The unit of the costs is a pair in up and down; the projection before them, which every execution
-// runs, is one GEMM where they are two, or one where they are one.
-void add_work(const FfnWork& work, bool gated, ExpectedFfn& expected) {
-  const FfnExecution execution = cheapest_execution(work);
-  const double dense = dense_cost(work);
-  const double firing = gated ? 0.5 * dense : dense;
-  ++expected.runs[static_cast<size_t>(execution)];
-  expected.dense_cost += firing + dense;
-  expected.cost += firing + execution_cost(execution, work);
-}
 
 void add_unions(const Pattern& pattern, int64_t tokens, int64_t& sum, int64_t& tiles) {
   for (const int64_t size : union_sizes(pattern, tokens)) {
@@ -47,17 +21,6 @@ double ratio(int64_t sum, int64_t count) {
 }
 
 }  // namespace
-
-FfnExecution ExpectedFfn::execution() const {
-  return static_cast<FfnExecution>(std::max_element(runs.begin(), runs.end()) - runs.begin());
-}
-
-ExpectedFfn& ExpectedFfn::operator+=(const ExpectedFfn& other) {
-  for (size_t i = 0; i < runs.size(); ++i) runs[i] += other.runs[i];
-  dense_cost += other.dense_cost;
-  cost += other.cost;
-  return *this;
-}
 
 int64_t LayerProfile::never_fired() const { return std::count(fired.begin(), fired.end(), 0); }
 double LayerProfile::mean_union_64() const { return ratio(union_64, tiles_64); }
@@ -119,8 +82,8 @@ std::vector<int32_t> ActivityProfile::extreme_tokens(int64_t count, bool most) c
   return ids;
 }
 
-ActivityProfiler::ActivityProfiler(Context& ctx, const Model& model) : ctx_(ctx), model_(model) {
-  const ModelConfig& config = model.config;
+ActivityProfiler::ActivityProfiler(const ModelConfig& config, std::unique_ptr<ExecutionCosts> costs)
+    : costs_(std::move(costs)) {
   TWELL_REQUIRE(config.activation == Activation::kRelu,
                 "the activation is {}, which leaves no zeros: there is no sparsity to profile",
                 activation_name(config.activation));
@@ -156,43 +119,21 @@ void ActivityProfiler::begin_batch(std::span<const int32_t> ids,
   }
 }
 
-void ActivityProfiler::add_layer(int64_t layer, ConstMatrixF ffn_input) {
-  TWELL_CHECK(ffn_input.rows == std::ssize(ids_), "{} tokens in a batch of {}", ffn_input.rows,
+void ActivityProfiler::add_layer(int64_t layer, const Pattern& fired) {
+  TWELL_CHECK(fired.rows() == std::ssize(ids_), "{} tokens in a batch of {}", fired.rows(),
               ids_.size());
-  // The chunks that ffn_forward makes.
-  const int64_t rows = ffn_input.rows;
-  const int64_t chunks = (rows + kFfnChunkTokens - 1) / kFfnChunkTokens;
-  for (int64_t c = 0; c < chunks; ++c) {
-    const int64_t begin = rows * c / chunks;
-    add_chunk(layer, begin, ffn_input.slice_rows(begin, rows * (c + 1) / chunks - begin));
-  }
-}
-
-void ActivityProfiler::add_chunk(int64_t layer, int64_t begin, ConstMatrixF ffn_input) {
-  const FfnWeights& weights = model_.weights.layers[static_cast<size_t>(layer)].ffn;
-  Arena::Scope scope(ctx_.scratch());
-  const TwellWide gate = alloc_twell_wide(scope, {.rows = ffn_input.rows, .cols = weights.ffn()});
-  const GateStats stats =
-      gate_gemm(ctx_, {.x = ffn_input, .weight = weights.firing(), .out = gate});
-  const Pattern pattern = pattern_from_twell(gate);
-
   LayerProfile& out = profile_.layers[static_cast<size_t>(layer)];
-  add_unions(pattern, 64, out.union_64, out.tiles_64);
-  add_unions(pattern, 128, out.union_128, out.tiles_128);
-  add_work({.tokens = ffn_input.rows,
-            .ffn = weights.ffn(),
-            .nnz = stats.nnz,
-            .union_size = tile_union_size(ctx_, gate, weights.width())},
-           weights.gated(), out.prompt);
-  for (int64_t row = 0; row < ffn_input.rows; ++row) {
-    const int64_t nnz = gate.row_nnz[row];
-    add_work({.tokens = 1, .ffn = weights.ffn(), .nnz = nnz, .union_size = nnz}, weights.gated(),
-             out.decode);
-    const auto token = static_cast<size_t>(begin + row);
+  add_unions(fired, 64, out.union_64, out.tiles_64);
+  add_unions(fired, 128, out.union_128, out.tiles_128);
+  out.prompt += costs_->together(fired);
+  out.decode += costs_->one_by_one(fired);
+  for (int64_t row = 0; row < fired.rows(); ++row) {
+    const auto token = static_cast<size_t>(row);
     if (positions_[token] < 0) continue;
-    for (const uint32_t column : pattern.row(row)) ++out.fired[column];
-    out.nnz_at[static_cast<size_t>(positions_[token])] += nnz;
-    profile_.by_token[static_cast<size_t>(ids_[token])].nnz += nnz;
+    const std::span<const uint32_t> neurons = fired.row(row);
+    for (const uint32_t neuron : neurons) ++out.fired[neuron];
+    out.nnz_at[static_cast<size_t>(positions_[token])] += std::ssize(neurons);
+    profile_.by_token[static_cast<size_t>(ids_[token])].nnz += std::ssize(neurons);
   }
 }
 

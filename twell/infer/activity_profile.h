@@ -4,27 +4,16 @@
 // tokens activity sits, and what the cost model of the executions makes of it.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
-#include "twell/base/context.h"
+#include "twell/format/statistics.h"
+#include "twell/infer/expected_ffn.h"
 #include "twell/model/forward.h"
-#include "twell/model/weights.h"
 
 namespace twell {
-
-// The whole FFN of one layer, its gate projection included, as the cost model sees it (ops/ffn).
-struct ExpectedFfn {
-  std::array<int64_t, 3> runs = {};  // how often each FfnExecution is the cheapest
-  double dense_cost = 0.0;           // of all runs
-  double cost = 0.0;                 // with the cheapest execution of each
-
-  FfnExecution execution() const;  // the most frequent
-  double speedup() const { return cost == 0.0 ? 1.0 : dense_cost / cost; }
-  ExpectedFfn& operator+=(const ExpectedFfn& other);
-};
 
 struct LayerProfile {
   std::vector<int64_t> fired;   // [F] tokens on which each neuron was active
@@ -32,7 +21,7 @@ struct LayerProfile {
   // Neurons active somewhere in a tile of 64 and of 128 consecutive tokens, over whole tiles.
   int64_t union_64 = 0, tiles_64 = 0;
   int64_t union_128 = 0, tiles_128 = 0;
-  ExpectedFfn prompt;  // in chunks of up to kFfnChunkTokens
+  ExpectedFfn prompt;  // of the batches seen
   ExpectedFfn decode;  // a token at a time
 
   int64_t never_fired() const;
@@ -69,23 +58,22 @@ struct ActivityProfile {
 
 class ActivityProfiler {
  public:
-  // The context and the model must outlive it. InputError when the activation leaves no zeros.
-  ActivityProfiler(Context& ctx, const Model& model);
+  // Costs: of the device that the figures are for. InputError when the activation leaves no zeros.
+  ActivityProfiler(const ModelConfig& config, std::unique_ptr<ExecutionCosts> costs);
 
-  // A batch that is about to go through forward(), each sequence from position 0; then each layer.
-  // A token without a target (-1) is context that counts elsewhere: it is part of unions and of
-  // what executions are expected to run, and of nothing else.
+  // A batch that is about to go through the layers, each sequence from position 0; then each layer:
+  // the neurons that fire, a row per token. A token without a target (-1) is context that counts
+  // elsewhere: it is part of unions and of what executions are expected to run, and of nothing
+  // else.
   void begin_batch(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
                    std::span<const int32_t> targets);
-  void add_layer(int64_t layer, ConstMatrixF ffn_input);
+  void add_layer(int64_t layer, const Pattern& fired);
 
   const ActivityProfile& profile() const { return profile_; }
+  const ExecutionCosts& costs() const { return *costs_; }
 
  private:
-  void add_chunk(int64_t layer, int64_t begin, ConstMatrixF ffn_input);
-
-  Context& ctx_;
-  const Model& model_;
+  std::unique_ptr<ExecutionCosts> costs_;
   ActivityProfile profile_;
   std::vector<int32_t> ids_;        // of the batch
   std::vector<int64_t> positions_;  // of its tokens; -1: does not count

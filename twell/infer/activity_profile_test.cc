@@ -8,23 +8,25 @@
 #include "twell/base/error.h"
 #include "twell/infer/evaluate.h"
 #include "twell/infer/test_model.h"
+#include "twell/model/scorer_cpu.h"
 
 namespace twell {
 namespace {
 
 constexpr int64_t kVocab = 61;
 
-// Neurons that fire, one dot product at a time: [token][...].
-std::vector<std::set<int64_t>> fired(const FfnWeights& weights, ConstMatrixF x) {
-  std::vector<std::set<int64_t>> out(static_cast<size_t>(x.rows));
+// Neurons that fire, one dot product at a time.
+Pattern fired(const FfnWeights& weights, ConstMatrixF x) {
+  Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
   for (int64_t m = 0; m < x.rows; ++m) {
     for (int64_t n = 0; n < weights.ffn(); ++n) {
       double sum = 0.0;
       for (int64_t d = 0; d < x.cols; ++d) {
         sum += static_cast<double>(x(m, d)) * weights.firing()(n, d);
       }
-      if (sum > 0.0) out[static_cast<size_t>(m)].insert(n);
+      if (sum > 0.0) out.column.push_back(static_cast<uint32_t>(n));
     }
+    out.row_begin.push_back(std::ssize(out.column));
   }
   return out;
 }
@@ -35,7 +37,10 @@ class ActivityProfileTest : public testing::Test {
   void SetUp() override {
     for (int64_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>((i * 7919) % 23) - 11.0f;
     profiler_.begin_batch(ids_, sequences_, ids_);
-    for (int64_t layer = 0; layer < 2; ++layer) profiler_.add_layer(layer, x());
+    for (size_t layer = 0; layer < 2; ++layer) {
+      fired_[layer] = fired(model_->weights.layers[layer].ffn, x());
+      profiler_.add_layer(static_cast<int64_t>(layer), fired_[layer]);
+    }
   }
   ConstMatrixF x() const { return x_.matrix(200, 32); }
 
@@ -45,7 +50,8 @@ class ActivityProfileTest : public testing::Test {
   std::vector<ForwardSequence> sequences_ = {
       {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 8}};
   Buffer<float> x_{200 * 32};
-  ActivityProfiler profiler_{ctx_, *model_};
+  Pattern fired_[2];
+  ActivityProfiler profiler_{model_->config, cpu_costs(ctx_, model_->config)};
 };
 
 TEST_F(ActivityProfileTest, CountsWhatFires) {
@@ -53,20 +59,20 @@ TEST_F(ActivityProfileTest, CountsWhatFires) {
   EXPECT_EQ(profile.tokens, 200);
   std::vector<TokenActivity> by_token(kVocab);
   for (size_t layer = 0; layer < 2; ++layer) {
-    const auto expected = fired(model_->weights.layers[layer].ffn, x());
     const LayerProfile& got = profile.layers[layer];
     std::vector<int64_t> counts(96, 0), at(48, 0);
-    std::set<int64_t> first_64, first_128, second_64, third_64;
+    std::set<uint32_t> first_64, first_128, second_64, third_64;
     for (size_t m = 0; m < 200; ++m) {
-      for (const int64_t n : expected[m]) {
-        ++counts[static_cast<size_t>(n)];
+      const auto expected = fired_[layer].row(static_cast<int64_t>(m));
+      for (const uint32_t n : expected) {
+        ++counts[n];
         if (m < 128) first_128.insert(n);
         if (m < 64) first_64.insert(n);
         if (m >= 64 && m < 128) second_64.insert(n);
         if (m >= 128 && m < 192) third_64.insert(n);
       }
-      at[m % 48] += std::ssize(expected[m]);
-      by_token[static_cast<size_t>(ids_[m])].nnz += std::ssize(expected[m]);
+      at[m % 48] += std::ssize(expected);
+      by_token[static_cast<size_t>(ids_[m])].nnz += std::ssize(expected);
       by_token[static_cast<size_t>(ids_[m])].seen += layer == 0;
     }
     EXPECT_EQ(got.fired, counts);
@@ -118,22 +124,20 @@ TEST_F(ActivityProfileTest, ExtremeTokens) {
 
 TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
   Context ctx(2);
-  auto model = test_model(ctx, kVocab);
-  Buffer<float> x(64 * 32);
-  for (float& value : x.span()) value = 1.0f;
+  const auto model = test_model(ctx, kVocab);
   std::vector<double> speedups;
-  for (const int64_t active : {96, 8, 1}) {
-    for (int64_t layer = 0; layer < 2; ++layer) {
-      const FfnWeights& weights = model->weights.layers[static_cast<size_t>(layer)].ffn;
-      auto* gate = const_cast<float*>(weights.w_gate.data);
-      for (int64_t i = 0; i < 96 * 32; ++i) gate[i] = i / 32 < active ? 1.0f : -1.0f;
+  for (const uint32_t active : {96u, 8u, 1u}) {
+    Pattern fired{.cols = 96, .row_begin = {0}, .column = {}};
+    for (int64_t m = 0; m < 64; ++m) {
+      for (uint32_t n = 0; n < active; ++n) fired.column.push_back(n);
+      fired.row_begin.push_back(std::ssize(fired.column));
     }
-    ActivityProfiler profiler(ctx, *model);
+    ActivityProfiler profiler(model->config, cpu_costs(ctx, model->config));
     const std::vector<int32_t> ids(64, 3);
     const std::vector<ForwardSequence> sequences = {{.tokens = 32}, {.tokens = 32}};
     profiler.begin_batch(ids, sequences, ids);
-    profiler.add_layer(0, x.matrix(64, 32));
-    profiler.add_layer(1, x.matrix(64, 32));
+    profiler.add_layer(0, fired);
+    profiler.add_layer(1, fired);
     const ActivityProfile& profile = profiler.profile();
     EXPECT_EQ(profile.layers[0].never_fired(), 96 - active);
     EXPECT_DOUBLE_EQ(profile.layers[0].mean_union_64(), static_cast<double>(active));
@@ -150,11 +154,30 @@ TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
   EXPECT_LT(speedups[2], 3.0);
 }
 
+TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
+  ModelConfig config = preset_config("0.5b");
+  const auto costs = gpu_costs(config, 132, true);
+  Pattern light{.cols = config.ffn, .row_begin = {0}, .column = {}}, busy = light;
+  for (int64_t m = 0; m < 1024; ++m) {
+    for (uint32_t n = 0; n < 8; ++n) light.column.push_back(n * 700);
+    for (uint32_t n = 0; n < 2000; ++n) busy.column.push_back(2 * n + static_cast<uint32_t>(m % 2));
+    light.row_begin.push_back(std::ssize(light.column));
+    busy.row_begin.push_back(std::ssize(busy.column));
+  }
+  EXPECT_NE(costs->together(light).execution(), FfnExecution::kDense);
+  EXPECT_EQ(costs->one_by_one(light).execution(), FfnExecution::kRowFused);
+  EXPECT_EQ(costs->one_by_one(light).runs[1], 1024);
+  EXPECT_GT(costs->together(light).speedup(), 1.2);
+  EXPECT_EQ(costs->together(busy).execution(), FfnExecution::kDense);
+  EXPECT_DOUBLE_EQ(costs->together(busy).speedup(), 1.0);
+}
+
 TEST(ActivityProfile, SeesWhatTheEvaluatorRuns) {
   Context ctx(2);
   const auto model = test_model(ctx, kVocab);
-  ActivityProfiler profiler(ctx, *model);
-  Evaluator evaluator(ctx, *model, {.batch_tokens = 100, .profiler = &profiler});
+  ScorerCpu scorer(ctx, *model);
+  ActivityProfiler profiler(model->config, cpu_costs(ctx, model->config));
+  Evaluator evaluator(scorer, {.batch_tokens = 100, .profiler = &profiler});
   evaluator.add(random_ids(130, kVocab, 9));
   evaluator.add(random_ids(20, kVocab, 10));
   const Evaluation& result = evaluator.finish();
@@ -171,7 +194,7 @@ TEST(ActivityProfile, RefusesActivationsWithoutZeros) {
   Context ctx(1);
   auto model = test_model(ctx, kVocab);
   model->config.activation = Activation::kSilu;
-  EXPECT_THROW(ActivityProfiler(ctx, *model), InputError);
+  EXPECT_THROW(ActivityProfiler(model->config, cpu_costs(ctx, model->config)), InputError);
 }
 
 }  // namespace

@@ -4,16 +4,26 @@
 #include "twell/base/error.h"
 #include "twell/infer/session_cpu.h"
 #include "twell/model/checkpoint.h"
+#include "twell/model/scorer_cpu.h"
 
 namespace twell {
 
 EngineCpu::EngineCpu(const std::filesystem::path& checkpoint, int threads)
-    : ctx_(threads), model_(load_model(checkpoint)) {}
+    : EngineCpu(load_model(checkpoint), threads) {}
+
+EngineCpu::EngineCpu(std::unique_ptr<Model> model, int threads)
+    : ctx_(threads), model_(std::move(model)) {}
 
 std::string EngineCpu::device() const { return fmt::format("CPU ({} threads)", ctx_.threads()); }
 
 std::unique_ptr<Session> EngineCpu::session(const SessionOptions& options) {
   return std::make_unique<SessionCpu>(ctx_, *model_, options);
 }
+
+std::unique_ptr<Scorer> EngineCpu::scorer(FfnPolicy policy) {
+  return std::make_unique<ScorerCpu>(ctx_, *model_, policy);
+}
+
+std::unique_ptr<ExecutionCosts> EngineCpu::costs() { return cpu_costs(ctx_, model_->config); }
 
 }  // namespace twell

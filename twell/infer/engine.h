@@ -4,31 +4,46 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "twell/base/context.h"
+#include "twell/infer/expected_ffn.h"
 #include "twell/infer/session.h"
+#include "twell/model/scorer.h"
 #include "twell/model/weights.h"
 
 namespace twell {
 
+// What an engine will be asked for at most, so that what a GPU has no room for is refused before
+// the weights are loaded.
+struct EnginePlan {
+  std::optional<SessionOptions> session;
+  std::optional<ScorerPlan> scorer;
+};
+
+// Outlives its sessions and scorers.
 class Engine {
  public:
   virtual ~Engine() = default;
   virtual const ModelConfig& config() const = 0;
   virtual std::string device() const = 0;  // for people: "CPU (8 threads)", "NVIDIA H200"
-  // The engine outlives its sessions.
   virtual std::unique_ptr<Session> session(const SessionOptions& options) = 0;
+  virtual std::unique_ptr<Scorer> scorer(FfnPolicy policy) = 0;
+  virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // of its device
 };
 
 class EngineCpu : public Engine {
  public:
   // threads = 0: every core. InputError on any fault of the checkpoint.
   EngineCpu(const std::filesystem::path& checkpoint, int threads);
+  EngineCpu(std::unique_ptr<Model> model, int threads);
 
   const ModelConfig& config() const override { return model_->config; }
   std::string device() const override;
   std::unique_ptr<Session> session(const SessionOptions& options) override;
+  std::unique_ptr<Scorer> scorer(FfnPolicy policy) override;
+  std::unique_ptr<ExecutionCosts> costs() override;
 
  private:
   Context ctx_;

@@ -2,14 +2,43 @@
 #include "twell/infer/engine_cuda.h"
 
 #include "twell/infer/session_cuda.h"
+#include "twell/model/checkpoint.h"
+#include "twell/model/scorer_cuda.h"
 
 namespace twell {
+namespace {
 
-EngineCuda::EngineCuda(const std::filesystem::path& checkpoint)
-    : ctx_(stream_.get()), model_(ModelCuda::load(ctx_, checkpoint)) {}
+int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const EnginePlan& plan) {
+  int64_t bytes = 0;
+  if (plan.session) bytes += SessionCuda::bytes_needed(ctx, config, *plan.session);
+  if (plan.scorer) bytes += ScorerCuda::bytes_needed(ctx, config, *plan.scorer);
+  return bytes;
+}
+
+}  // namespace
+
+EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan)
+    : ctx_(stream_.get()),
+      model_(
+          ModelCuda::load(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan))) {}
+
+std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan) {
+  if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
+  const CudaStream stream;
+  const CudaContext ctx(stream.get());
+  return cuda_model_too_large(config, planned_bytes(ctx, config, plan));
+}
 
 std::unique_ptr<Session> EngineCuda::session(const SessionOptions& options) {
   return std::make_unique<SessionCuda>(ctx_, *model_, options);
+}
+
+std::unique_ptr<Scorer> EngineCuda::scorer(FfnPolicy policy) {
+  return std::make_unique<ScorerCuda>(ctx_, *model_, policy);
+}
+
+std::unique_ptr<ExecutionCosts> EngineCuda::costs() {
+  return gpu_costs(config(), ctx_.multiprocessors(), ctx_.compute_capability() == 90);
 }
 
 }  // namespace twell

@@ -22,12 +22,17 @@ class CudaStream {
 
 class EngineCuda : public Engine {
  public:
-  // InputError on any fault of the checkpoint, and with the numbers when the model does not fit.
-  explicit EngineCuda(const std::filesystem::path& checkpoint);
+  // InputError on any fault of the checkpoint, and with the numbers when the model does not fit
+  // beside what is planned; nothing is loaded by then.
+  EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan);
+  // Why the current device cannot run this; empty when it can.
+  static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan);
 
   const ModelConfig& config() const override { return model_->config(); }
   std::string device() const override { return ctx_.device_name(); }
   std::unique_ptr<Session> session(const SessionOptions& options) override;
+  std::unique_ptr<Scorer> scorer(FfnPolicy policy) override;
+  std::unique_ptr<ExecutionCosts> costs() override;
 
  private:
   CudaStream stream_;

@@ -7,15 +7,14 @@
 #include <numeric>
 
 #include "twell/base/error.h"
-#include "twell/ops/cross_entropy/cross_entropy.h"
 
 namespace twell {
 
-int64_t LayerActivity::tokens() const {
+int64_t LayerHistogram::tokens() const {
   return std::accumulate(tokens_with.begin(), tokens_with.end(), int64_t{0});
 }
 
-double LayerActivity::mean() const {
+double LayerHistogram::mean() const {
   double active = 0.0;
   for (size_t n = 0; n < tokens_with.size(); ++n) {
     active += static_cast<double>(n) * static_cast<double>(tokens_with[n]);
@@ -24,9 +23,9 @@ double LayerActivity::mean() const {
   return total == 0 ? 0.0 : active / static_cast<double>(total);
 }
 
-int64_t LayerActivity::max() const { return quantile(1.0); }
+int64_t LayerHistogram::max() const { return quantile(1.0); }
 
-int64_t LayerActivity::quantile(double quantile) const {
+int64_t LayerHistogram::quantile(double quantile) const {
   const double wanted = quantile * static_cast<double>(tokens());
   double seen = 0.0;
   for (size_t n = 0; n < tokens_with.size(); ++n) {
@@ -44,24 +43,31 @@ double Evaluation::bits_per_byte(int64_t text_bytes) const {
   return loss_sum / std::numbers::ln2 / static_cast<double>(text_bytes);
 }
 
-Evaluator::Evaluator(Context& ctx, const Model& model, const EvaluateOptions& options)
-    : ctx_(ctx),
-      model_(model),
-      length_(options.length == 0 ? model.config.context : options.length),
+Evaluator::Evaluator(Scorer& scorer, const EvaluateOptions& options)
+    : scorer_(scorer),
+      length_(options.length == 0 ? scorer.config().max_sequence() : options.length),
       stride_(options.stride == 0 ? length_ : options.stride),
-      batch_tokens_(options.batch_tokens),
-      profiler_(options.profiler),
-      state_(model.config, options.ffn) {
-  TWELL_REQUIRE(length_ >= 1 && length_ <= model.config.context,
+      batch_tokens_(options.batch_tokens == 0 ? scorer.good_batch() : options.batch_tokens),
+      profiler_(options.profiler) {
+  const ModelConfig& config = scorer.config();
+  TWELL_REQUIRE(length_ >= 1 && length_ <= config.max_sequence(),
                 "the window must be 1 to {} tokens (the model's context), got {}",
-                model.config.context, length_);
+                config.max_sequence(), length_);
   TWELL_REQUIRE(stride_ >= 1 && stride_ <= length_,
                 "the stride must be 1 to {} tokens (the window), got {}", length_, stride_);
   TWELL_REQUIRE(batch_tokens_ >= 1, "the batch must be at least one token, got {}", batch_tokens_);
-  result_.layers.resize(static_cast<size_t>(model.config.layers));
-  for (LayerActivity& layer : result_.layers) {
-    layer.tokens_with.resize(static_cast<size_t>(model.config.ffn) + 1);
+  result_.layers.resize(static_cast<size_t>(config.layers));
+  for (LayerHistogram& layer : result_.layers) {
+    layer.tokens_with.resize(static_cast<size_t>(config.ffn) + 1);
   }
+}
+
+ScorerPlan Evaluator::plan(const ModelConfig& config, const EvaluateOptions& options) {
+  const int64_t length = options.length == 0 ? config.max_sequence() : options.length;
+  const int64_t batch = options.batch_tokens == 0 ? kGpuBatchTokens : options.batch_tokens;
+  return {.tokens = std::max(batch, length),
+          .sequences = std::max<int64_t>(batch / length, 1),
+          .length = length};
 }
 
 void Evaluator::add(std::span<const int32_t> ids) {
@@ -85,28 +91,31 @@ const Evaluation& Evaluator::finish() {
 }
 
 void Evaluator::run_batch() {
-  const int64_t tokens = std::ssize(inputs_);
-  Arena::Scope scratch(ctx_.scratch());
-  const MatrixF hidden = scratch.matrix<float>(tokens, model_.config.width);
-  std::vector<std::vector<int32_t>> row_nnz(result_.layers.size());
-  for (auto& layer : row_nnz) layer.resize(inputs_.size());
-  Forward problem{.ids = inputs_, .sequences = windows_, .hidden = hidden, .row_nnz = &row_nnz};
+  std::vector<int64_t> rows;
+  std::vector<int32_t> targets;
+  for (size_t i = 0; i < targets_.size(); ++i) {
+    if (targets_[i] < 0) continue;
+    rows.push_back(static_cast<int64_t>(i));
+    targets.push_back(targets_[i]);
+  }
+  std::vector<std::vector<int32_t>> row_nnz;
+  ScoreBatch batch{
+      .ids = inputs_, .sequences = windows_, .rows = rows, .targets = targets, .row_nnz = &row_nnz};
   if (profiler_ != nullptr) {
     profiler_->begin_batch(inputs_, windows_, targets_);
-    problem.on_ffn_input = [this](int64_t layer, ConstMatrixF x) {
-      profiler_->add_layer(layer, x);
+    batch.on_fired = [this](int64_t layer, const Pattern& fired) {
+      profiler_->add_layer(layer, fired);
     };
   }
-  forward(ctx_, model_, state_, problem);
-  const CrossEntropyResult loss =
-      cross_entropy(ctx_, {.x = hidden, .weight = model_.weights.head, .targets = targets_});
-  result_.loss_sum += loss.loss_sum;
-  result_.tokens += loss.tokens;
+  std::vector<float> losses(rows.size());
+  scorer_.score(batch, losses);
+  for (const float loss : losses) result_.loss_sum += static_cast<double>(loss);
+  result_.tokens += std::ssize(losses);
   for (size_t layer = 0; layer < row_nnz.size(); ++layer) {
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      // A token that overlapping windows see more than once counts where it is scored.
-      if (targets_[i] < 0) continue;
-      ++result_.layers[layer].tokens_with[static_cast<size_t>(row_nnz[layer][i])];
+    // A token that overlapping windows see more than once counts where it is scored.
+    for (const int64_t row : rows) {
+      const int32_t nnz = row_nnz[layer][static_cast<size_t>(row)];
+      ++result_.layers[layer].tokens_with[static_cast<size_t>(nnz)];
     }
   }
   inputs_.clear();

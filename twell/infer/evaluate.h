@@ -6,10 +6,8 @@
 #include <span>
 #include <vector>
 
-#include "twell/base/context.h"
 #include "twell/infer/activity_profile.h"
-#include "twell/model/forward.h"
-#include "twell/model/weights.h"
+#include "twell/model/scorer.h"
 
 namespace twell {
 
@@ -18,13 +16,13 @@ struct EvaluateOptions {
   // New tokens scored per window. Equal to the length (0) windows do not overlap; smaller, every
   // token is scored with at least length - stride tokens before it.
   int64_t stride = 0;
-  int64_t batch_tokens = 2048;  // tokens that go through the layers together, at least one window
-  FfnPolicy ffn = FfnPolicy::kAuto;
+  // Tokens that go through the layers together, at least one window; 0: what suits the device.
+  int64_t batch_tokens = 0;
   ActivityProfiler* profiler = nullptr;  // when given, sees every batch
 };
 
 // Active neurons per token of one layer, as a histogram.
-struct LayerActivity {
+struct LayerHistogram {
   std::vector<int64_t> tokens_with;  // [F + 1]: tokens with exactly n active neurons
 
   int64_t tokens() const;
@@ -37,7 +35,7 @@ struct LayerActivity {
 struct Evaluation {
   int64_t tokens = 0;     // scored
   double loss_sum = 0.0;  // nats
-  std::vector<LayerActivity> layers;
+  std::vector<LayerHistogram> layers;
 
   double cross_entropy() const;  // nats per token
   double perplexity() const;
@@ -46,24 +44,23 @@ struct Evaluation {
 
 class Evaluator {
  public:
-  // The context and the model must outlive it. InputError on impossible options.
-  Evaluator(Context& ctx, const Model& model, const EvaluateOptions& options);
+  // The scorer must outlive it. InputError on impossible options.
+  Evaluator(Scorer& scorer, const EvaluateOptions& options);
+  // What a scorer on a GPU will be given.
+  static ScorerPlan plan(const ModelConfig& config, const EvaluateOptions& options);
 
   // Scores ids[1..], each given those before it; ids[0] is context only.
   void add(std::span<const int32_t> ids);
   // Runs what is still waiting for a full batch and returns the result.
   const Evaluation& finish();
   const Evaluation& so_far() const { return result_; }
-  const ForwardState& state() const { return state_; }
 
  private:
   void run_batch();
 
-  Context& ctx_;
-  const Model& model_;
+  Scorer& scorer_;
   int64_t length_, stride_, batch_tokens_;
   ActivityProfiler* profiler_;
-  ForwardState state_;
   std::vector<int32_t> inputs_;
   std::vector<int32_t> targets_;  // -1: seen as context, scored elsewhere
   std::vector<ForwardSequence> windows_;

@@ -11,6 +11,7 @@
 #include "twell/infer/forward_comparison.h"
 #include "twell/infer/session_cpu.h"
 #include "twell/infer/test_model.h"
+#include "twell/model/scorer_cpu.h"
 
 namespace twell {
 namespace {
@@ -47,13 +48,14 @@ TEST(Evaluate, EqualsTokenByTokenScoring) {
   const std::vector<int32_t> ids = random_ids(75, kVocab, 9);
   for (const auto& [length, stride] :
        {std::pair<int64_t, int64_t>{48, 48}, {16, 16}, {16, 5}, {1, 1}, {48, 1}}) {
-    Evaluator evaluator(ctx, *model, {.length = length, .stride = stride, .batch_tokens = 100});
+    ScorerCpu scorer(ctx, *model);
+    Evaluator evaluator(scorer, {.length = length, .stride = stride, .batch_tokens = 100});
     evaluator.add(ids);
     const Evaluation& result = evaluator.finish();
     EXPECT_EQ(result.tokens, 74);
     const double expected = reference_loss(ctx, *model, ids, length, stride);
     EXPECT_NEAR(result.loss_sum, expected, 74 * 1e-4) << length << " " << stride;
-    for (const LayerActivity& layer : result.layers) EXPECT_EQ(layer.tokens(), 74);
+    for (const LayerHistogram& layer : result.layers) EXPECT_EQ(layer.tokens(), 74);
   }
 }
 
@@ -63,7 +65,8 @@ TEST(Evaluate, BatchingAndExecutionDoNotChangeTheResult) {
   double first = 0.0;
   for (const int64_t batch : {1, 50, 4096}) {
     for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion}) {
-      Evaluator evaluator(ctx, *model, {.batch_tokens = batch, .ffn = policy});
+      ScorerCpu scorer(ctx, *model, policy);
+      Evaluator evaluator(scorer, {.batch_tokens = batch});
       evaluator.add(random_ids(75, kVocab, 9));
       evaluator.add(random_ids(3, kVocab, 10));
       evaluator.add(random_ids(1, kVocab, 10));  // nothing to score
@@ -81,7 +84,7 @@ TEST(Evaluate, Figures) {
   evaluation.loss_sum = 4 * std::log(2.0);
   EXPECT_DOUBLE_EQ(evaluation.perplexity(), 2.0);
   EXPECT_DOUBLE_EQ(evaluation.bits_per_byte(8), 0.5);
-  LayerActivity layer{.tokens_with = {0, 5, 0, 4, 1}};
+  LayerHistogram layer{.tokens_with = {0, 5, 0, 4, 1}};
   EXPECT_EQ(layer.tokens(), 10);
   EXPECT_DOUBLE_EQ(layer.mean(), 2.1);
   EXPECT_EQ(layer.quantile(0.5), 1);
@@ -93,11 +96,12 @@ TEST(Evaluate, Figures) {
 TEST(Evaluate, RefusesImpossibleWindows) {
   Context ctx(1);
   const auto model = test_model(ctx, kVocab);
-  EXPECT_THROW(Evaluator(ctx, *model, {.length = 49}), InputError);
-  EXPECT_THROW(Evaluator(ctx, *model, {.length = -1}), InputError);
-  EXPECT_THROW(Evaluator(ctx, *model, {.length = 8, .stride = 9}), InputError);
-  EXPECT_THROW(Evaluator(ctx, *model, {.stride = -2}), InputError);
-  EXPECT_THROW(Evaluator(ctx, *model, {.batch_tokens = 0}), InputError);
+  ScorerCpu scorer(ctx, *model);
+  EXPECT_THROW(Evaluator(scorer, {.length = 49}), InputError);
+  EXPECT_THROW(Evaluator(scorer, {.length = -1}), InputError);
+  EXPECT_THROW(Evaluator(scorer, {.length = 8, .stride = 9}), InputError);
+  EXPECT_THROW(Evaluator(scorer, {.stride = -2}), InputError);
+  EXPECT_THROW(Evaluator(scorer, {.batch_tokens = -1}), InputError);
 }
 
 TEST(ForwardComparison, FindsNoDifferenceBeyondRounding) {

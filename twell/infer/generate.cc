@@ -2,7 +2,6 @@
 #include "twell/infer/generate.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "twell/base/error.h"
 #include "twell/infer/text_stream.h"
@@ -10,37 +9,37 @@
 namespace twell {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 bool is_stop_token(const GenerateOptions& options, int32_t id) {
   return std::find(options.stop_tokens.begin(), options.stop_tokens.end(), id) !=
          options.stop_tokens.end();
 }
 
-std::vector<int32_t> prompt_ids(const Session& session, const Tokenizer& tokenizer,
-                                std::string_view prompt) {
-  std::vector<int32_t> ids = tokenizer.encode(prompt);
-  if (ids.empty()) {
-    TWELL_REQUIRE(tokenizer.eos_token() >= 0,
-                  "the prompt is empty and the tokenizer has no end-of-text token to start from");
-    ids.push_back(tokenizer.eos_token());
-  }
-  const int64_t vocab = session.config().vocab_size;
-  for (const int32_t id : ids) {
-    TWELL_REQUIRE(id < vocab, "the tokenizer gives token {}, but the model has {} tokens", id,
-                  vocab);
-  }
-  TWELL_REQUIRE(std::ssize(ids) < session.capacity(),
-                "the prompt has {} tokens; the context of {} leaves no room for a new one",
-                ids.size(), session.capacity());
-  return ids;
-}
-
 }  // namespace
+
+struct Generator::Request {
+  Request(int64_t number_in, GenerateOptions options_in)
+      : number(number_in), options(std::move(options_in)), stream(options.stop_strings) {}
+
+  bool is_cancelled() const {
+    return cancelled || (options.cancel != nullptr && options.cancel->load());
+  }
+  void emit(const std::string& text) {
+    if (text.empty()) return;
+    result.text += text;
+    if (options.on_text) options.on_text(text);
+  }
+
+  int64_t number;
+  GenerateOptions options;
+  TextStream stream;
+  Generation result;
+  std::vector<int32_t> prompt;
+  int64_t slot = -1;   // none while it waits
+  int32_t last = 0;    // drawn last, not fed yet
+  uint64_t drawn = 0;  // tokens drawn so far
+  bool cancelled = false;
+  Clock::time_point decode_start;
+};
 
 std::string_view stop_reason_name(StopReason reason) {
   switch (reason) {
@@ -58,53 +57,169 @@ std::string_view stop_reason_name(StopReason reason) {
   TWELL_CHECK(false, "unknown stop reason {}", static_cast<int>(reason));
 }
 
-Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
-                    const GenerateOptions& options) {
+std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
+                                std::string_view prompt) {
+  std::vector<int32_t> ids = tokenizer.encode(prompt);
+  if (ids.empty()) {
+    TWELL_REQUIRE(tokenizer.eos_token() >= 0,
+                  "the prompt is empty and the tokenizer has no end-of-text token to start from");
+    ids.push_back(tokenizer.eos_token());
+  }
+  for (const int32_t id : ids) {
+    TWELL_REQUIRE(id < config.vocab_size,
+                  "the tokenizer gives token {}, but the model has {} tokens", id,
+                  config.vocab_size);
+  }
+  return ids;
+}
+
+Generator::Generator(Session& session, const Tokenizer& tokenizer, OnDone on_done)
+    : session_(session), tokenizer_(tokenizer), on_done_(std::move(on_done)) {
+  for (int64_t slot = session.slots(); slot > 0; --slot) free_slots_.push_back(slot - 1);
+}
+
+Generator::~Generator() = default;
+
+int64_t Generator::submit(std::string_view prompt, GenerateOptions options) {
   TWELL_REQUIRE(options.max_tokens > 0, "the number of tokens to generate must be positive, got {}",
                 options.max_tokens);
   options.sampler.validate();
-  const std::vector<int32_t> ids = prompt_ids(session, tokenizer, prompt);
+  auto request = std::make_unique<Request>(submitted_, std::move(options));
+  request->prompt = prompt_ids(session_.config(), tokenizer_, prompt);
+  request->result.prompt_tokens = std::ssize(request->prompt);
+  TWELL_REQUIRE(std::ssize(request->prompt) < session_.capacity(),
+                "the prompt has {} tokens; the context of {} leaves no room for a new one",
+                request->prompt.size(), session_.capacity());
+  waiting_.push_back(std::move(request));
+  return submitted_++;
+}
 
-  Generation result;
-  result.prompt_tokens = std::ssize(ids);
-  TextStream stream(options.stop_strings);
-  const auto emit = [&](const std::string& text) {
-    if (text.empty()) return;
-    result.text += text;
-    if (options.on_text) options.on_text(text);
+void Generator::cancel(int64_t request) {
+  for (const auto& waiting : waiting_) waiting->cancelled |= waiting->number == request;
+  for (const auto& running : running_) running->cancelled |= running->number == request;
+}
+
+bool Generator::step() {
+  end_cancelled();
+  // Texts of a single token leave their slots at once.
+  while (!waiting_.empty() && !free_slots_.empty()) start_waiting();
+  if (!running_.empty()) grow_running();
+  return !waiting_.empty() || !running_.empty();
+}
+
+void Generator::end_cancelled() {
+  std::vector<std::unique_ptr<Request>> ended;
+  const auto take_out = [&](auto& requests) {
+    std::erase_if(requests, [&](std::unique_ptr<Request>& request) {
+      if (!request->is_cancelled()) return false;
+      request->result.reason = StopReason::kCancelled;
+      ended.push_back(std::move(request));
+      return true;
+    });
   };
+  take_out(running_);
+  take_out(waiting_);
+  for (auto& request : ended) end(std::move(request));
+}
 
-  session.clear(0);
-  const Clock::time_point start = Clock::now();
+Draw Generator::draw_of(const Request& request) const {
   // A model may have more rows than the tokenizer has tokens (padding): those are never drawn.
-  const Draw draw{options.sampler, std::min(tokenizer.vocab_size(), session.config().vocab_size)};
-  int32_t id = session.append_and_draw(0, ids, draw, {});
-  result.prefill_seconds = seconds_since(start);
-  const Clock::time_point decode_start = Clock::now();
-  for (DrawPosition at{.index = 1};; ++at.index) {
-    if (id == tokenizer.eos_token() || is_stop_token(options, id)) {
-      result.reason = StopReason::kEndOfText;
-      break;
-    }
-    result.ids.push_back(id);
-    emit(stream.push(tokenizer.token_bytes(id)));
-    if (stream.stopped()) {
-      result.reason = StopReason::kStopString;
-    } else if (options.cancel != nullptr && *options.cancel) {
-      result.reason = StopReason::kCancelled;
-    } else if (std::ssize(result.ids) == options.max_tokens) {
-      result.reason = StopReason::kMaxTokens;
-    } else if (session.length(0) == session.capacity()) {
-      result.reason = StopReason::kContextFull;
-    } else {
-      const int64_t slot = 0;
-      session.decode_and_draw({&slot, 1}, {&id, 1}, draw, {&at, 1}, {&id, 1});
-      continue;
-    }
-    break;
+  return {.sampler = request.options.sampler,
+          .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
+          .index = request.drawn};
+}
+
+void Generator::start_waiting() {
+  std::vector<std::unique_ptr<Request>> starting;
+  std::vector<Prompt> prompts;
+  std::vector<Draw> draws;
+  while (!waiting_.empty() && !free_slots_.empty()) {
+    std::unique_ptr<Request> request = std::move(waiting_.front());
+    waiting_.pop_front();
+    request->slot = free_slots_.back();
+    free_slots_.pop_back();
+    session_.clear(request->slot);
+    prompts.push_back({.slot = request->slot, .ids = request->prompt});
+    draws.push_back(draw_of(*request));
+    starting.push_back(std::move(request));
   }
-  emit(stream.finish());
-  result.decode_seconds = seconds_since(decode_start);
+  std::vector<int32_t> next(starting.size());
+  const Clock::time_point start = Clock::now();
+  session_.append_and_draw(prompts, draws, next);
+  const Clock::time_point now = Clock::now();
+  for (size_t i = 0; i < starting.size(); ++i) {
+    starting[i]->result.prefill_seconds = std::chrono::duration<double>(now - start).count();
+    starting[i]->decode_start = now;
+    if (takes(*starting[i], next[i])) {
+      running_.push_back(std::move(starting[i]));
+    } else {
+      end(std::move(starting[i]));
+    }
+  }
+}
+
+void Generator::grow_running() {
+  std::vector<int64_t> slots;
+  std::vector<int32_t> ids;
+  std::vector<Draw> draws;
+  for (const auto& request : running_) {
+    slots.push_back(request->slot);
+    ids.push_back(request->last);
+    draws.push_back(draw_of(*request));
+  }
+  std::vector<int32_t> next(slots.size());
+  session_.decode_and_draw(slots, ids, draws, next);
+  std::vector<std::unique_ptr<Request>> ended, going_on;
+  for (size_t i = 0; i < next.size(); ++i) {
+    (takes(*running_[i], next[i]) ? going_on : ended).push_back(std::move(running_[i]));
+  }
+  running_ = std::move(going_on);
+  for (auto& request : ended) end(std::move(request));
+}
+
+// Whether the request goes on behind this token.
+bool Generator::takes(Request& request, int32_t id) {
+  Generation& result = request.result;
+  ++request.drawn;
+  request.last = id;
+  if (id == tokenizer_.eos_token() || is_stop_token(request.options, id)) {
+    result.reason = StopReason::kEndOfText;
+    return false;
+  }
+  result.ids.push_back(id);
+  request.emit(request.stream.push(tokenizer_.token_bytes(id)));
+  if (request.stream.stopped()) {
+    result.reason = StopReason::kStopString;
+  } else if (request.is_cancelled()) {
+    result.reason = StopReason::kCancelled;
+  } else if (std::ssize(result.ids) == request.options.max_tokens) {
+    result.reason = StopReason::kMaxTokens;
+  } else if (session_.length(request.slot) == session_.capacity()) {
+    result.reason = StopReason::kContextFull;
+  } else {
+    return true;
+  }
+  return false;
+}
+
+void Generator::end(std::unique_ptr<Request> request) {
+  request->emit(request->stream.finish());
+  if (request->slot >= 0) {
+    free_slots_.push_back(request->slot);
+    request->result.decode_seconds =
+        std::chrono::duration<double>(Clock::now() - request->decode_start).count();
+  }
+  if (on_done_) on_done_(request->number, std::move(request->result));
+}
+
+Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
+                    const GenerateOptions& options) {
+  Generation result;
+  Generator generator(session, tokenizer,
+                      [&](int64_t, Generation generation) { result = std::move(generation); });
+  generator.submit(prompt, options);
+  while (generator.step()) {
+  }
   return result;
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text out of a prompt.
+// Text out of prompts, any number of them: continuous batching.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,12 +35,62 @@ struct Generation {
   std::vector<int32_t> ids;  // without the prompt
   int64_t prompt_tokens = 0;
   StopReason reason = StopReason::kMaxTokens;
-  double prefill_seconds = 0.0;
+  double prefill_seconds = 0.0;  // of the prompts that went through the layers with this one
   double decode_seconds = 0.0;
 };
 
-// Generates in slot 0 of the session, which is cleared first. An empty prompt starts from the
-// end-of-text token, as documents do in training. InputError when the prompt leaves no room.
+// The tokens that a prompt's text starts a sequence with: an empty one starts from the end-of-text
+// token, as documents do in training. InputError when there is none, or the model has fewer tokens
+// than the tokenizer.
+std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
+                                std::string_view prompt);
+
+// Generates for many requests over the slots of one session. A request waits for a slot, which is
+// cleared for it, and leaves it as soon as its text ends; the others go on meanwhile. A request's
+// random numbers are those of its own seed, so that it gives what it gives alone, but for ties that
+// the order of additions in a batch decides.
+class Generator {
+ public:
+  // Called by step() for each request that has ended; it may submit further ones.
+  using OnDone = std::function<void(int64_t request, Generation generation)>;
+
+  // The session and the tokenizer must outlive it.
+  Generator(Session& session, const Tokenizer& tokenizer, OnDone on_done);
+  ~Generator();
+  Generator(const Generator&) = delete;
+  Generator& operator=(const Generator&) = delete;
+
+  // Returns the request's number: 0, 1, 2, ... InputError when the options are impossible or the
+  // prompt leaves no room for a token.
+  int64_t submit(std::string_view prompt, GenerateOptions options);
+  // The request ends in the next step with the text it has by then. No effect once it has ended.
+  // For the thread that calls step(); others set GenerateOptions::cancel.
+  void cancel(int64_t request);
+  // Requests that wait take the slots that are free, and every sequence grows by a token. False
+  // when no request is left.
+  bool step();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Request;
+
+  void end_cancelled();
+  void start_waiting();
+  void grow_running();
+  bool takes(Request& request, int32_t id);
+  void end(std::unique_ptr<Request> request);
+  Draw draw_of(const Request& request) const;
+
+  Session& session_;
+  const Tokenizer& tokenizer_;
+  OnDone on_done_;
+  int64_t submitted_ = 0;
+  std::deque<std::unique_ptr<Request>> waiting_;
+  std::vector<std::unique_ptr<Request>> running_;
+  std::vector<int64_t> free_slots_;
+};
+
+// One request by itself.
 Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
                     const GenerateOptions& options);
 

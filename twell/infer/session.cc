@@ -25,21 +25,23 @@ void Session::require_room(int64_t slot, std::span<const int32_t> ids) const {
                 total, capacity());
 }
 
-int32_t Session::append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
-                                 DrawPosition at) {
-  const std::span<const float> logits = append(slot, ids);
-  const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
-  return sample(logits.first(vocab), draw.sampler, at.stream, at.index);
+void Session::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
+                              std::span<int32_t> next) {
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const std::span<const float> logits = append(prompts[i].slot, prompts[i].ids);
+    const size_t vocab = draws[i].vocab == 0 ? logits.size() : static_cast<size_t>(draws[i].vocab);
+    next[i] = sample(logits.first(vocab), draws[i].sampler, draws[i].stream, draws[i].index);
+  }
 }
 
 void Session::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                              const Draw& draw, std::span<const DrawPosition> at,
-                              std::span<int32_t> next) {
+                              std::span<const Draw> draws, std::span<int32_t> next) {
   const ConstMatrixF logits = decode(slots, ids);
-  const auto vocab = static_cast<size_t>(draw.vocab == 0 ? logits.cols : draw.vocab);
   for (size_t i = 0; i < slots.size(); ++i) {
-    next[i] = sample({logits.row(static_cast<int64_t>(i)), vocab}, draw.sampler, at[i].stream,
-                     at[i].index);
+    const Draw& draw = draws[i];
+    const auto vocab = static_cast<size_t>(draw.vocab == 0 ? logits.cols : draw.vocab);
+    next[i] =
+        sample({logits.row(static_cast<int64_t>(i)), vocab}, draw.sampler, draw.stream, draw.index);
   }
 }
 

@@ -19,15 +19,18 @@ struct SessionOptions {
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// How next tokens are drawn: see sample().
+// How a sequence's next token is drawn: see sample().
 struct Draw {
   SamplerOptions sampler;
-  int64_t vocab = 0;  // ids below this one; 0: all
-};
-// Which random number one sequence's draw takes.
-struct DrawPosition {
-  uint64_t stream = 0;
+  int64_t vocab = 0;    // ids below this one; 0: all
+  uint64_t stream = 0;  // which of the seed's random numbers
   uint64_t index = 0;
+};
+
+// New tokens of a slot's sequence.
+struct Prompt {
+  int64_t slot = 0;
+  std::span<const int32_t> ids;
 };
 
 class Session {
@@ -42,17 +45,17 @@ class Session {
   // One token for each of several slots: logits [slots.size(), V], valid until the next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // The same, and draws the next token of each: on the GPU the logits stay there. Errors as of
-  // sample().
-  virtual int32_t append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
-                                  DrawPosition at);
-  virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                               const Draw& draw, std::span<const DrawPosition> at,
+  // The same for several sequences, and draws the next token of each: on the GPU the logits stay
+  // there. Slots are different ones. Errors as of sample().
+  virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
                                std::span<int32_t> next);
+  virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                               std::span<const Draw> draws, std::span<int32_t> next);
 
   virtual void clear(int64_t slot) = 0;  // forget the sequence
   virtual int64_t length(int64_t slot) const = 0;
-  virtual int64_t capacity() const = 0;
+  virtual int64_t slots() const = 0;
+  virtual int64_t capacity() const = 0;  // tokens per sequence
   virtual const ModelConfig& config() const = 0;
   // Active FFN neurons per token and layer, so far.
   virtual double nnz_per_token() = 0;

@@ -19,6 +19,7 @@ class SessionCpu : public Session {
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
   void clear(int64_t slot) override { cache_.set_length(slot, 0); }
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
+  int64_t slots() const override { return cache_.slots(); }
   int64_t capacity() const override { return cache_.capacity(); }
   const ModelConfig& config() const override { return model_.config; }
   double nnz_per_token() override;

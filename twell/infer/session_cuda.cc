@@ -6,6 +6,7 @@
 
 #include "twell/base/rng.h"
 #include "twell/infer/sampler_cuda.h"
+#include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
 namespace {
@@ -23,12 +24,35 @@ T* page_locked(int64_t n) {
   return memory;
 }
 
+// From memory that may be gone when the copy is made: CUDA takes small pageable pieces along.
+template <typename T>
+void send(CudaContext& ctx, T* to, const std::vector<T>& from) {
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice,
+                                   ctx.stream()));
+}
+
+std::vector<float> uniforms_of(std::span<const Draw> draws) {
+  std::vector<float> out;
+  for (const Draw& draw : draws) {
+    draw.sampler.validate();
+    out.push_back(uniform(draw.sampler.seed, draw.stream, draw.index));
+  }
+  return out;
+}
+
+// All but the seed, which is in the random number.
+bool draws_alike(const Draw& a, const Draw& b) {
+  return a.vocab == b.vocab && a.sampler.temperature == b.sampler.temperature &&
+         a.sampler.top_k == b.sampler.top_k && a.sampler.top_p == b.sampler.top_p &&
+         a.sampler.min_p == b.sampler.min_p;
+}
+
 }  // namespace
 
 ForwardPlanCuda SessionCuda::forward_plan(const ModelConfig& config,
                                           const SessionOptions& options) {
   const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
-  return {.max_tokens = std::max(std::min(kPrefillTokens, capacity), slots),
+  return {.max_tokens = std::max(std::min(kPrefillTokens, capacity * slots), slots),
           .max_sequences = slots,
           .max_length = capacity,
           .ffn = options.ffn};
@@ -39,7 +63,7 @@ int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
   const ForwardPlanCuda plan = forward_plan(config, options);
   return ForwardCuda::bytes_needed(ctx, config, plan) +
          KvCacheCuda::bytes(config, plan.max_sequences, plan.max_length) +
-         4 * plan.max_sequences * config.vocab_size;
+         plan.max_sequences * (4 * config.vocab_size + 2 * config.width);
 }
 
 SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options)
@@ -49,6 +73,9 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       cache_(model.config(), options.slots, checked_capacity(options, model.config())),
       logits_(options.slots * model.config().vocab_size),
       next_(options.slots),
+      last_rows_(options.slots),
+      uniforms_(options.slots),
+      last_hidden_(options.slots * model.config().width),
       host_logits_(page_locked<float>(logits_.size())),
       host_next_(page_locked<int32_t>(next_.size())) {}
 
@@ -67,7 +94,8 @@ void SessionCuda::drop_graphs() {
 }
 
 std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t> ids) {
-  enqueue_append(slot, ids, {});
+  const Prompt prompt{.slot = slot, .ids = ids};
+  enqueue_prompts({&prompt, 1});
   const ConstMatrixF logits = read_logits(1);
   update_ffn_plans(std::ssize(ids));
   return {logits.data, static_cast<size_t>(logits.cols)};
@@ -80,45 +108,65 @@ ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const
   return logits;
 }
 
-int32_t SessionCuda::append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
-                                     DrawPosition at) {
-  draw.sampler.validate();
-  const float random = uniform(draw.sampler.seed, at.stream, at.index);
-  enqueue_append(slot, ids, {&random, 1});
-  int32_t next = 0;
-  const int64_t last = (std::ssize(ids) - 1) % forward_.plan().max_tokens + 1;
-  draw_ids(last, 1, draw, {&next, 1});
-  update_ffn_plans(std::ssize(ids));
-  return next;
+void SessionCuda::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
+                                  std::span<int32_t> next) {
+  const std::vector<float> uniforms = uniforms_of(draws);
+  enqueue_prompts(prompts);
+  send(ctx_, uniforms_.data(), uniforms);
+  draw_ids(draws, uniforms_.data(), next);
+  int64_t tokens = 0;
+  for (const Prompt& prompt : prompts) tokens += std::ssize(prompt.ids);
+  update_ffn_plans(tokens);
 }
 
 void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                                  const Draw& draw, std::span<const DrawPosition> at,
-                                  std::span<int32_t> next) {
-  draw.sampler.validate();
-  std::vector<float> uniforms;
-  for (const DrawPosition& position : at) {
-    uniforms.push_back(uniform(draw.sampler.seed, position.stream, position.index));
-  }
-  enqueue_decode(slots, ids, uniforms);
-  draw_ids(std::ssize(slots), std::ssize(slots), draw, next);
-  update_ffn_plans(std::ssize(slots));
+                                  std::span<const Draw> draws, std::span<int32_t> next) {
+  enqueue_decode(slots, ids, uniforms_of(draws));
+  const int64_t count = std::ssize(slots);
+  draw_ids(draws, forward_.batch().device(count, count).uniforms, next);
+  update_ffn_plans(count);
 }
 
-void SessionCuda::enqueue_append(int64_t slot, std::span<const int32_t> ids,
-                                 std::span<const float> uniforms) {
-  require_room(slot, ids);
-  const auto step = static_cast<size_t>(forward_.plan().max_tokens);
-  int64_t last = 0;  // tokens in the last piece
-  for (size_t begin = 0; begin < ids.size(); begin += step) {
-    const auto piece = ids.subspan(begin, std::min(step, ids.size() - begin));
-    last = std::ssize(piece);
-    const ForwardSequence sequence{.tokens = last, .slot = slot};
-    forward_.stage(piece, {&sequence, 1}, &cache_, uniforms);
-    forward_.enqueue();
-    forward_.enqueued();
+void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
+  TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= cache_.slots(),
+              "{} prompts for {} sequences", prompts.size(), cache_.slots());
+  for (const Prompt& prompt : prompts) require_room(prompt.slot, prompt.ids);
+  const int64_t room = forward_.plan().max_tokens, width = config().width;
+  std::vector<int32_t> ids, last_rows;
+  std::vector<ForwardSequence> sequences;
+  int64_t ended = 0;  // prompts whose last token has gone through the layers
+  const auto run = [&] {
+    forward_.run(ids, sequences, &cache_);
+    if (!last_rows.empty()) {
+      send(ctx_, last_rows_.data() + ended, last_rows);
+      // Their hidden states side by side: as rows of a table are looked up.
+      TWELL_CUDA_CHECK(launch_embedding({.tokens = std::ssize(last_rows),
+                                         .width = width,
+                                         .ids = last_rows_.data() + ended,
+                                         .table = forward_.hidden(),
+                                         .out = last_hidden_.data() + ended * width},
+                                        ctx_.stream()));
+      ended += std::ssize(last_rows);
+    }
+    ids.clear();
+    last_rows.clear();
+    sequences.clear();
+  };
+  for (const Prompt& prompt : prompts) {
+    for (int64_t begin = 0; begin < std::ssize(prompt.ids);) {
+      const int64_t count = std::min(room - std::ssize(ids), std::ssize(prompt.ids) - begin);
+      const auto piece = prompt.ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+      ids.insert(ids.end(), piece.begin(), piece.end());
+      sequences.push_back({.tokens = count, .slot = prompt.slot});
+      begin += count;
+      if (begin == std::ssize(prompt.ids)) {
+        last_rows.push_back(static_cast<int32_t>(std::ssize(ids) - 1));
+      }
+      if (std::ssize(ids) == room) run();
+    }
   }
-  forward_.logits(forward_.hidden() + (last - 1) * config().width, 1, logits_.data());
+  if (!ids.empty()) run();
+  forward_.logits(last_hidden_.data(), ended, logits_.data());
 }
 
 void SessionCuda::enqueue_layers(int64_t sequences) {
@@ -164,27 +212,32 @@ ConstMatrixF SessionCuda::read_logits(int64_t rows) {
   return {host_logits_, rows, vocab};
 }
 
-void SessionCuda::draw_ids(int64_t tokens, int64_t rows, const Draw& draw,
+void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                            std::span<int32_t> next) {
   const int64_t vocab = config().vocab_size;
-  TWELL_CUDA_CHECK(launch_sample({.rows = rows,
-                                  .vocab = draw.vocab == 0 ? vocab : std::min(draw.vocab, vocab),
-                                  .stride = vocab,
-                                  .logits = logits_.data(),
-                                  .uniforms = forward_.batch().device(tokens, rows).uniforms,
-                                  .ids = next_.data(),
-                                  .temperature = draw.sampler.temperature,
-                                  .top_k = draw.sampler.top_k,
-                                  .top_p = draw.sampler.top_p,
-                                  .min_p = draw.sampler.min_p},
-                                 ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_, next_.data(),
-                                   static_cast<size_t>(rows) * sizeof(int32_t),
+  // Rows that are drawn alike in one launch: mostly all of them.
+  for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
+    const Draw& draw = draws[begin];
+    while (end < draws.size() && draws_alike(draw, draws[end])) ++end;
+    const auto row = static_cast<int64_t>(begin);
+    TWELL_CUDA_CHECK(launch_sample({.rows = static_cast<int64_t>(end - begin),
+                                    .vocab = draw.vocab == 0 ? vocab : std::min(draw.vocab, vocab),
+                                    .stride = vocab,
+                                    .logits = logits_.data() + row * vocab,
+                                    .uniforms = uniforms + row,
+                                    .ids = next_.data() + row,
+                                    .temperature = draw.sampler.temperature,
+                                    .top_k = draw.sampler.top_k,
+                                    .top_p = draw.sampler.top_p,
+                                    .min_p = draw.sampler.min_p},
+                                   ctx_.stream()));
+  }
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_, next_.data(), draws.size() * sizeof(int32_t),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  for (int64_t i = 0; i < rows; ++i) {
+  for (size_t i = 0; i < draws.size(); ++i) {
     TWELL_CHECK(host_next_[i] >= 0, "a logit of sequence {} is NaN, or none is finite", i);
-    next[static_cast<size_t>(i)] = host_next_[i];
+    next[i] = host_next_[i];
   }
 }
 

@@ -22,13 +22,14 @@ class SessionCuda : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
-  int32_t append_and_draw(int64_t slot, std::span<const int32_t> ids, const Draw& draw,
-                          DrawPosition at) override;
-  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                       const Draw& draw, std::span<const DrawPosition> at,
+  // Short prompts go through the layers together, long ones in pieces.
+  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
                        std::span<int32_t> next) override;
+  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                       std::span<const Draw> draws, std::span<int32_t> next) override;
   void clear(int64_t slot) override { cache_.set_length(slot, 0); }
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
+  int64_t slots() const override { return cache_.slots(); }
   int64_t capacity() const override { return cache_.capacity(); }
   const ModelConfig& config() const override { return model_.config(); }
   double nnz_per_token() override;  // waits for the device
@@ -40,15 +41,15 @@ class SessionCuda : public Session {
   };
 
   static ForwardPlanCuda forward_plan(const ModelConfig& config, const SessionOptions& options);
-  // Enqueue the layers and the output head: logits of the last token of the slot's sequence, or of
-  // one token per slot.
-  void enqueue_append(int64_t slot, std::span<const int32_t> ids, std::span<const float> uniforms);
+  // Enqueue the layers and the output head: logits of the last token of each prompt, or of one
+  // token per slot.
+  void enqueue_prompts(std::span<const Prompt> prompts);
   void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
-  // Reads `rows` rows of logits, or draws from them and reads the ids.
+  // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
-  void draw_ids(int64_t tokens, int64_t rows, const Draw& draw, std::span<int32_t> next);
+  void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
   // Now and then, where the device has just been waited for: has the FFN layers decide anew.
   void update_ffn_plans(int64_t new_tokens);
   void drop_graphs();
@@ -57,13 +58,16 @@ class SessionCuda : public Session {
   const ModelCuda& model_;
   ForwardCuda forward_;
   KvCacheCuda cache_;
-  DeviceBuffer<float> logits_;       // [slots, V]
-  DeviceBuffer<int32_t> next_;       // [slots]
-  float* host_logits_ = nullptr;     // [slots, V] page-locked
-  int32_t* host_next_ = nullptr;     // [slots] page-locked
-  std::map<int64_t, Graph> graphs_;  // by number of sequences
-  int64_t tokens_ = 0;               // since the FFN plans were updated last
-  int64_t update_after_ = 1;         // tokens until the next update
+  DeviceBuffer<float> logits_;               // [slots, V]
+  DeviceBuffer<int32_t> next_;               // [slots]
+  DeviceBuffer<int32_t> last_rows_;          // [slots] of prompts: rows of their last tokens
+  DeviceBuffer<float> uniforms_;             // [slots] of prompts
+  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] of prompts
+  float* host_logits_ = nullptr;             // [slots, V] page-locked
+  int32_t* host_next_ = nullptr;             // [slots] page-locked
+  std::map<int64_t, Graph> graphs_;          // by number of sequences
+  int64_t tokens_ = 0;                       // since the FFN plans were updated last
+  int64_t update_after_ = 1;                 // tokens until the next update
 };
 
 }  // namespace twell

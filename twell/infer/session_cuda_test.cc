@@ -77,24 +77,26 @@ TEST_F(SessionCudaTest, AppendAndDecodeEqualCpu) {
 }
 
 TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
-  const Draw draw{{.temperature = 0.9f, .top_k = 30, .seed = 5}, kVocab - 1};
+  const std::vector<SamplerOptions> samplers = {{.temperature = 0.9f, .top_k = 30, .seed = 5},
+                                                {.temperature = 0.7f, .top_p = 0.9f, .seed = 6}};
+  const auto draws = [&](uint64_t index) {
+    std::vector<Draw> out;
+    for (const SamplerOptions& sampler : samplers) out.push_back({sampler, kVocab - 1, 0, index});
+    return out;
+  };
   SessionCuda logits_read(*ctx_, *device_model_, {.slots = 2});
   SessionCuda drawn(*ctx_, *device_model_, {.slots = 2});
-  const auto prompt = random_ids(9, kVocab, 3);
-  std::vector<int32_t> next(2);
-  for (int64_t slot = 0; slot < 2; ++slot) {
-    const DrawPosition at{static_cast<uint64_t>(slot), 0};
-    next[static_cast<size_t>(slot)] = drawn.append_and_draw(slot, prompt, draw, at);
-    EXPECT_EQ(next[static_cast<size_t>(slot)],
-              logits_read.Session::append_and_draw(slot, prompt, draw, at));
-  }
+  const auto a = random_ids(9, kVocab, 3), b = random_ids(4, kVocab, 4);
+  const std::vector<Prompt> prompts = {{0, a}, {1, b}};
+  std::vector<int32_t> next(2), other(2);
+  drawn.append_and_draw(prompts, draws(0), next);
+  logits_read.Session::append_and_draw(prompts, draws(0), other);
+  EXPECT_EQ(next, other);
   const std::vector<int64_t> slots = {0, 1};
   for (uint64_t step = 1; step < 10; ++step) {
-    const std::vector<DrawPosition> at = {{0, step}, {1, step}};
     const std::vector<int32_t> ids = next;
-    std::vector<int32_t> other(2);
-    drawn.decode_and_draw(slots, ids, draw, at, next);
-    logits_read.Session::decode_and_draw(slots, ids, draw, at, other);
+    drawn.decode_and_draw(slots, ids, draws(step), next);
+    logits_read.Session::decode_and_draw(slots, ids, draws(step), other);
     ASSERT_EQ(next, other) << step;
   }
 }

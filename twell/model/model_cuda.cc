@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "twell/model/checkpoint.h"
+#include "twell/model/content_hash.h"
 #include "twell/model/tensor_upload.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -79,6 +80,21 @@ __nv_bfloat16* place_of(const DeviceBuffer<BF16>& flat, const ParamSpec& spec) {
   return reinterpret_cast<__nv_bfloat16*>(flat.data() + spec.offset);
 }
 
+double gib(int64_t bytes) {
+  return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30);
+}
+
+// Why there is too little memory free for that much; empty when there is enough.
+std::string memory_short(int64_t bytes, const std::string& what) {
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  const auto free_bytes = static_cast<int64_t>(free);
+  if (bytes <= free_bytes) return {};
+  return fmt::format(
+      "{} need {:.2f} GiB of GPU memory, of which {:.2f} GiB are free ({:.2f} GiB in all)", what,
+      gib(bytes), gib(free_bytes), gib(static_cast<int64_t>(total)));
+}
+
 // Some writers store the head of a tied model as a second tensor.
 void require_tied_head_equal(const OpenCheckpoint& opened) {
   if (!opened.config.tied_embeddings) return;
@@ -96,10 +112,6 @@ void require_tied_head_equal(const OpenCheckpoint& opened) {
 }  // namespace
 
 std::string cuda_model_unsupported(const ModelConfig& config) {
-  if (config.activation != Activation::kRelu) {
-    return "the GPU runs feed-forward layers with ReLU only; use --device cpu";
-  }
-  if (config.qk_norm) return "the GPU runs no norms over heads (QK-norm) yet; use --device cpu";
   if (config.width % 8 != 0 || config.ffn % 8 != 0) {
     return fmt::format(
         "the GPU needs hidden_size and intermediate_size in multiples of 8, got {} and {}; use "
@@ -107,8 +119,8 @@ std::string cuda_model_unsupported(const ModelConfig& config) {
         config.width, config.ffn);
   }
   if (config.width > kMaxNormWidth) {
-    return fmt::format("the GPU takes a hidden_size of at most {}, got {}", kMaxNormWidth,
-                       config.width);
+    return fmt::format("the GPU takes a hidden_size of at most {}, got {}; use --device cpu",
+                       kMaxNormWidth, config.width);
   }
   if (const char* why = attention_unsupported(config.head_dim); why != nullptr) {
     return fmt::format("{}, got {}; use --device cpu", why, config.head_dim);
@@ -116,24 +128,27 @@ std::string cuda_model_unsupported(const ModelConfig& config) {
   return {};
 }
 
+std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes) {
+  const int64_t weights = config.parameter_count() * int64_t{sizeof(BF16)};
+  return memory_short(weights + other_bytes,
+                      other_bytes == 0
+                          ? "the model's weights"
+                          : fmt::format("the model's weights ({:.2f} GiB) and its keys, values and "
+                                        "activations ({:.2f} GiB)",
+                                        gib(weights), gib(other_bytes)));
+}
+
 void require_device_memory(int64_t bytes, const std::string& what) {
-  size_t free = 0, total = 0;
-  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  const auto gib = [](double b) { return b / static_cast<double>(int64_t{1} << 30); };
-  TWELL_REQUIRE(bytes <= static_cast<int64_t>(free),
-                "{} need {:.2f} GiB of GPU memory, of which {:.2f} GiB are free ({:.2f} GiB in "
-                "all)",
-                what, gib(static_cast<double>(bytes)), gib(static_cast<double>(free)),
-                gib(static_cast<double>(total)));
+  const std::string why = memory_short(bytes, what);
+  TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
 ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes)
     : config_(config), table_(parameter_table(config)) {
   config_.validate();
-  const std::string why = cuda_model_unsupported(config_);
+  std::string why = cuda_model_unsupported(config_);
+  if (why.empty()) why = cuda_model_too_large(config_, other_bytes);
   TWELL_REQUIRE(why.empty(), "{}", why);
-  require_device_memory(config_.parameter_count() * 2 + other_bytes,
-                        other_bytes == 0 ? "the model's weights" : "the model and its work");
   flat_ = DeviceBuffer<BF16>(config_.parameter_count());
   weights_ = model_matrices<const BF16>(config_, flat_.data());
 }
@@ -146,6 +161,20 @@ ModelCuda::ModelCuda(CudaContext& ctx, const Model& model) : ModelCuda(model.con
     uploader.copy(std::as_bytes(values), StoredFloat::kF32, spec.rows, spec.cols, false,
                   place_of(flat_, spec));
   }
+}
+
+std::string ModelCuda::weights_hash(CudaContext& ctx) const {
+  constexpr int64_t kPiece = int64_t{8} << 20;
+  std::vector<BF16> piece(static_cast<size_t>(std::min(kPiece, flat_.size())));
+  ContentHash hash;
+  for (int64_t begin = 0; begin < flat_.size(); begin += kPiece) {
+    const auto count = static_cast<size_t>(std::min(kPiece, flat_.size() - begin));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.data(), flat_.data() + begin, count * sizeof(BF16),
+                                     cudaMemcpyDeviceToHost, ctx.stream()));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+    hash.add_bytes(std::as_bytes(std::span<const BF16>(piece.data(), count)));
+  }
+  return hash.digest();
 }
 
 std::unique_ptr<ModelCuda> ModelCuda::load(CudaContext& ctx, const fs::path& folder,

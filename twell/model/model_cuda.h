@@ -29,6 +29,8 @@ class ModelCuda {
   // Pointers to device memory, the bf16 values as BF16.
   const ModelMatrices<const BF16>& weights() const { return weights_; }
   int64_t bytes() const { return flat_.bytes(); }
+  // Content hash of the weights as they are here. Waits for the stream.
+  std::string weights_hash(CudaContext& ctx) const;
 
  private:
   ModelCuda(const ModelConfig& config, int64_t other_bytes);
@@ -41,6 +43,8 @@ class ModelCuda {
 
 // Why the GPU code does not run this model; empty when it does.
 std::string cuda_model_unsupported(const ModelConfig& config);
+// What of the weights and `other_bytes` beside them there is no room for now; empty when there is.
+std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes);
 
 // InputError with the numbers when the device has less memory free than `bytes`.
 void require_device_memory(int64_t bytes, const std::string& what);

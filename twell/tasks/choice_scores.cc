@@ -3,21 +3,18 @@
 
 #include <algorithm>
 
-#include "twell/base/buffer.h"
-#include "twell/ops/cross_entropy/cross_entropy.h"
-
 namespace twell {
 namespace {
 
 class Batch {
  public:
-  Batch(Context& ctx, const Model& model, ForwardState& state, std::span<const ChoiceGroup> groups)
-      : ctx_(ctx),
-        model_(model),
-        state_(state),
-        groups_(groups),
-        cache_(model.config, std::ssize(groups), capacity(groups)) {
-    for (const ChoiceGroup& group : groups) scores_.emplace_back(group.continuations.size(), 0.0);
+  Batch(Scorer& scorer, std::span<const ChoiceGroup> groups) : scorer_(scorer), groups_(groups) {
+    int64_t longest = 0;
+    for (const ChoiceGroup& group : groups) {
+      longest = std::max(longest, group.tokens());
+      scores_.emplace_back(group.continuations.size(), 0.0);
+    }
+    scorer_.make_cache(std::ssize(groups), longest);  // a slot per group
   }
 
   std::vector<std::vector<double>> run() {
@@ -29,94 +26,75 @@ class Batch {
   }
 
  private:
-  static int64_t capacity(std::span<const ChoiceGroup> groups) {
-    int64_t longest = 0;
-    for (const ChoiceGroup& group : groups) longest = std::max(longest, group.tokens());
-    return longest;
-  }
-
   // The contexts, and behind each the first token of all of its continuations.
   void first_tokens() {
-    std::vector<int32_t> ids, targets;
-    std::vector<ForwardSequence> sequences;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      const std::vector<int32_t>& context = groups_[g].context;
-      ids.insert(ids.end(), context.begin(), context.end());
-      sequences.push_back({.tokens = std::ssize(context), .slot = static_cast<int64_t>(g)});
-      for (const auto& continuation : groups_[g].continuations) {
-        targets.push_back(continuation.front());
+      const ChoiceGroup& group = groups_[g];
+      add_sequence(g, group.context);
+      for (size_t choice = 0; choice < group.continuations.size(); ++choice) {
+        score_behind(std::ssize(ids_) - 1, group.continuations[choice].front(), scores_[g][choice]);
       }
     }
-    Arena::Scope scope(ctx_.scratch());
-    const MatrixF hidden = run_forward(scope, ids, sequences);
-    const MatrixF last = scope.matrix<float>(std::ssize(targets), model_.config.width);
-    int64_t end = 0, row = 0;
-    for (const ChoiceGroup& group : groups_) {
-      end += std::ssize(group.context);
-      for (size_t i = 0; i < group.continuations.size(); ++i) {
-        std::copy_n(hidden.row(end - 1), hidden.cols, last.row(row++));
-      }
-    }
-    const std::vector<float> losses = run_head(last, targets);
-    size_t next = 0;
-    for (std::vector<double>& scores : scores_) {
-      for (double& score : scores) score -= static_cast<double>(losses[next++]);
-    }
+    run_batch();
   }
 
   // The rest of one continuation of each group, in the place of the one before it.
   void further_tokens(size_t choice) {
-    std::vector<int32_t> ids, targets;
-    std::vector<ForwardSequence> sequences;
     for (size_t g = 0; g < groups_.size(); ++g) {
       const ChoiceGroup& group = groups_[g];
       if (choice >= group.continuations.size() || group.continuations[choice].size() < 2) continue;
       const std::vector<int32_t>& continuation = group.continuations[choice];
-      ids.insert(ids.end(), continuation.begin(), continuation.end() - 1);
-      targets.insert(targets.end(), continuation.begin() + 1, continuation.end());
-      const auto slot = static_cast<int64_t>(g);
-      sequences.push_back({.tokens = std::ssize(continuation) - 1, .slot = slot});
-      cache_.set_length(slot, std::ssize(group.context));
+      const int64_t begin = std::ssize(ids_);
+      add_sequence(g, std::span(continuation).first(continuation.size() - 1));
+      for (size_t i = 1; i < continuation.size(); ++i) {
+        score_behind(begin + static_cast<int64_t>(i) - 1, continuation[i], scores_[g][choice]);
+      }
+      scorer_.set_length(static_cast<int64_t>(g), std::ssize(group.context));
     }
-    if (ids.empty()) return;
-    Arena::Scope scope(ctx_.scratch());
-    const std::vector<float> losses = run_head(run_forward(scope, ids, sequences), targets);
-    size_t next = 0;
-    for (const ForwardSequence& sequence : sequences) {
-      double& score = scores_[static_cast<size_t>(sequence.slot)][choice];
-      for (int64_t i = 0; i < sequence.tokens; ++i) score -= static_cast<double>(losses[next++]);
-    }
+    if (!ids_.empty()) run_batch();
   }
 
-  MatrixF run_forward(Arena::Scope& scope, std::span<const int32_t> ids,
-                      std::span<const ForwardSequence> sequences) {
-    const MatrixF hidden = scope.matrix<float>(std::ssize(ids), model_.config.width);
-    forward(ctx_, model_, state_,
-            {.ids = ids, .sequences = sequences, .cache = &cache_, .hidden = hidden});
-    return hidden;
+  void add_sequence(size_t group, std::span<const int32_t> ids) {
+    ids_.insert(ids_.end(), ids.begin(), ids.end());
+    sequences_.push_back({.tokens = std::ssize(ids), .slot = static_cast<int64_t>(group)});
   }
 
-  std::vector<float> run_head(ConstMatrixF hidden, std::span<const int32_t> targets) {
-    std::vector<float> losses(targets.size());
-    token_losses(ctx_, hidden, model_.weights.head, targets, losses);
-    return losses;
+  // Adds the log-likelihood of `target` behind that row of the batch to the score.
+  void score_behind(int64_t row, int32_t target, double& score) {
+    rows_.push_back(row);
+    targets_.push_back(target);
+    receivers_.push_back(&score);
   }
 
-  Context& ctx_;
-  const Model& model_;
-  ForwardState& state_;
+  void run_batch() {
+    std::vector<float> losses(rows_.size());
+    scorer_.score(
+        {.ids = ids_, .sequences = sequences_, .cached = true, .rows = rows_, .targets = targets_},
+        losses);
+    for (size_t i = 0; i < losses.size(); ++i) *receivers_[i] -= static_cast<double>(losses[i]);
+    ids_.clear();
+    sequences_.clear();
+    rows_.clear();
+    targets_.clear();
+    receivers_.clear();
+  }
+
+  Scorer& scorer_;
   std::span<const ChoiceGroup> groups_;
-  KvCache cache_;  // a slot per group
   std::vector<std::vector<double>> scores_;
+  // The batch being made, and whose scores its losses go to.
+  std::vector<int32_t> ids_, targets_;
+  std::vector<ForwardSequence> sequences_;
+  std::vector<int64_t> rows_;
+  std::vector<double*> receivers_;
 };
 
 }  // namespace
 
-std::vector<std::vector<double>> continuation_scores(Context& ctx, const Model& model,
-                                                     ForwardState& state,
+std::vector<std::vector<double>> continuation_scores(Scorer& scorer,
                                                      std::span<const ChoiceGroup> groups) {
   if (groups.empty()) return {};
-  return Batch(ctx, model, state, groups).run();
+  return Batch(scorer, groups).run();
 }
 
 }  // namespace twell

@@ -6,9 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "twell/base/context.h"
-#include "twell/model/forward.h"
-#include "twell/model/weights.h"
+#include "twell/model/scorer.h"
 #include "twell/tasks/choice_tokens.h"
 
 namespace twell {
@@ -16,8 +14,7 @@ namespace twell {
 // One batch: every context goes through the model once, its continuations behind it one after the
 // other, those of all groups together. Returns a list per group, in the order of its continuations.
 // Memory for keys and values: groups.size() sequences as long as the longest group.
-std::vector<std::vector<double>> continuation_scores(Context& ctx, const Model& model,
-                                                     ForwardState& state,
+std::vector<std::vector<double>> continuation_scores(Scorer& scorer,
                                                      std::span<const ChoiceGroup> groups);
 
 }  // namespace twell

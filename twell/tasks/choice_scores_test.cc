@@ -7,6 +7,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/model/scorer_cpu.h"
 
 namespace twell {
 namespace {
@@ -120,8 +121,8 @@ TEST(ContinuationScores, EqualWholeForwardsOneByOne) {
     groups.push_back(std::move(group));
   }
   for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kAuto}) {
-    ForwardState state(model.config, policy);
-    const auto scores = continuation_scores(ctx, model, state, groups);
+    ScorerCpu scorer(ctx, model, policy);
+    const auto scores = continuation_scores(scorer, groups);
     ASSERT_EQ(scores.size(), groups.size());
     for (size_t g = 0; g < groups.size(); ++g) {
       ASSERT_EQ(scores[g].size(), groups[g].continuations.size());
@@ -134,8 +135,8 @@ TEST(ContinuationScores, EqualWholeForwardsOneByOne) {
       }
     }
   }
-  ForwardState state(model.config, FfnPolicy::kAuto);
-  EXPECT_TRUE(continuation_scores(ctx, model, state, {}).empty());
+  ScorerCpu scorer(ctx, model);
+  EXPECT_TRUE(continuation_scores(scorer, {}).empty());
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/content_hash.h"
 #include "twell/tasks/choice_scores.h"
 #include "twell/tasks/score_log.h"
 
@@ -17,11 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Groups = std::vector<ChoiceGroup>;  // of one item
 
-std::string hash_of(const Model& model) {
-  ContentHash hash;
-  hash.add_bytes(std::as_bytes(std::span<const float>(model.flat.span())));
-  return hash.digest();
-}
+constexpr int64_t kPlannedSequences = 256;  // of a batch; more are found room for when they come
 
 int64_t longest(const Groups& groups) {
   int64_t tokens = 0;
@@ -75,19 +70,26 @@ struct TaskRunner::Work {
   }
 };
 
-TaskRunner::TaskRunner(Context& ctx, const Model& model, const Tokenizer& tokenizer,
-                       const TaskRunOptions& options)
-    : ctx_(ctx),
-      model_(model),
+TaskRunner::TaskRunner(Scorer& scorer, const Tokenizer& tokenizer, const TaskRunOptions& options)
+    : scorer_(scorer),
       tokenizer_(tokenizer),
       options_(options),
-      encoder_(tokenizer, model.config, options.begin_token),
-      state_(model.config, parse_ffn_policy(options.ffn)) {
-  TWELL_REQUIRE(options.batch_tokens >= 1, "the batch must be at least one token, got {}",
-                options.batch_tokens);
+      encoder_(tokenizer, scorer.config(), options.begin_token) {
+  if (options_.batch_tokens == 0) options_.batch_tokens = scorer.good_batch();
+  TWELL_REQUIRE(options_.batch_tokens >= 1, "the batch must be at least one token, got {}",
+                options_.batch_tokens);
   if (options_.out.empty()) return;
   make_folder(options_.out);
-  model_hash_ = hash_of(model);
+  model_hash_ = scorer.weights_hash();
+}
+
+ScorerPlan TaskRunner::plan(const ModelConfig& config, const TaskRunOptions& options) {
+  const int64_t batch = options.batch_tokens == 0 ? kGpuBatchTokens : options.batch_tokens;
+  const int64_t tokens = std::max(batch, config.max_sequence());
+  return {.tokens = tokens,
+          .sequences = kPlannedSequences,
+          .length = config.max_sequence(),
+          .cache_tokens = tokens};
 }
 
 std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& data) {
@@ -103,7 +105,7 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
       {"tokenizer", tokenizer_.hash()},
       {"items", data.hash},
       {"bos", options_.begin_token && tokenizer_.bos_token() >= 0},
-      {"ffn", options_.ffn},
+      {"ffn", ffn_policy_name(scorer_.policy())},
       {"batch_tokens", options_.batch_tokens}};
   const std::filesystem::path log = options_.out / (std::string(task.name) + ".jsonl");
   const auto save = [&] {
@@ -123,8 +125,10 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
 
   Clock::time_point saved = Clock::now();
   for (const std::vector<size_t>& batch : plan_batches(work.items, options_.batch_tokens)) {
-    if (work.done(batch)) continue;
+    // What the first batch does may decide how the others run: then it is run in any case.
+    if (work.done(batch) && (started_ || !scorer_.first_batch_decides())) continue;
     run_batch(work, batch);
+    started_ = true;
     if (options_.on_progress) options_.on_progress(progress);
     const bool cancelled = options_.cancel != nullptr && options_.cancel->load();
     if (cancelled ||
@@ -145,7 +149,7 @@ void TaskRunner::run_batch(Work& work, const std::vector<size_t>& batch) {
   for (const size_t item : batch) {
     groups.insert(groups.end(), work.items[item].begin(), work.items[item].end());
   }
-  const std::vector<std::vector<double>> scores = continuation_scores(ctx_, model_, state_, groups);
+  const std::vector<std::vector<double>> scores = continuation_scores(scorer_, groups);
   size_t next = 0;
   for (const size_t item : batch) {
     std::vector<double> log_likelihoods(work.data.items[item].choices.size());

@@ -9,10 +9,8 @@
 #include <optional>
 #include <string>
 
-#include "twell/base/context.h"
 #include "twell/data/tokenizer.h"
-#include "twell/model/forward.h"
-#include "twell/model/weights.h"
+#include "twell/model/scorer.h"
 #include "twell/tasks/accuracy.h"
 #include "twell/tasks/choice_tokens.h"
 #include "twell/tasks/task_file.h"
@@ -29,10 +27,10 @@ struct TaskProgress {
 struct TaskRunOptions {
   // Where <task>.jsonl keeps the scores (score_log.h), written every few seconds and at the end. A
   // run that finds scores of the same model, tokenizer, items and options there continues them.
-  std::filesystem::path out;    // empty: scores are not kept
-  int64_t batch_tokens = 2048;  // keys and values are kept for about this many, at least one item
-  bool begin_token = true;      // in front of every prompt, where the tokenizer's template has one
-  std::string ffn = "auto";     // parse_ffn_policy()
+  std::filesystem::path out;  // empty: scores are not kept
+  // Keys and values are kept for about this many, at least one item; 0: what suits the device.
+  int64_t batch_tokens = 0;
+  bool begin_token = true;  // in front of every prompt, where the tokenizer's template has one
   double save_seconds = 5.0;
   std::function<void(const TaskProgress&)> on_progress;
   const std::atomic<bool>* cancel = nullptr;  // stop after the current batch once it is true
@@ -40,9 +38,10 @@ struct TaskRunOptions {
 
 class TaskRunner {
  public:
-  // The context, the model and the tokenizer must outlive it. InputError on impossible options.
-  TaskRunner(Context& ctx, const Model& model, const Tokenizer& tokenizer,
-             const TaskRunOptions& options);
+  // The scorer and the tokenizer must outlive it. InputError on impossible options.
+  TaskRunner(Scorer& scorer, const Tokenizer& tokenizer, const TaskRunOptions& options);
+  // What a scorer on a GPU will be given: about, as an item may have any number of choices.
+  static ScorerPlan plan(const ModelConfig& config, const TaskRunOptions& options);
 
   // None when cancelled; what was scored is kept. Which items go through the model together is the
   // same whatever was scored before, so that a continued run gives the bits of an uninterrupted
@@ -53,13 +52,12 @@ class TaskRunner {
   struct Work;
   void run_batch(Work& work, const std::vector<size_t>& batch);
 
-  Context& ctx_;
-  const Model& model_;
+  Scorer& scorer_;
   const Tokenizer& tokenizer_;
   TaskRunOptions options_;
   ChoiceEncoder encoder_;
-  ForwardState state_;
   std::string model_hash_;
+  bool started_ = false;  // a batch has been scored
 };
 
 }  // namespace twell

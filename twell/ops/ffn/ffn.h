@@ -26,6 +26,7 @@ enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion };  // kAuto: the fa
 
 std::string_view ffn_execution_name(FfnExecution execution);  // "dense", "row-fused", "tile-union"
 FfnPolicy parse_ffn_policy(std::string_view name);            // "auto" and the above; InputError
+std::string_view ffn_policy_name(FfnPolicy policy);
 
 // What one layer has been seen to do, and what it runs because of it. One per layer and session.
 // kAuto decides anew for each chunk of tokens, from the non-zeros its gate GEMM has just produced

@@ -150,6 +150,19 @@ FfnPolicy parse_ffn_policy(std::string_view name) {
       fmt::format("unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name));
 }
 
+std::string_view ffn_policy_name(FfnPolicy policy) {
+  switch (policy) {
+    case FfnPolicy::kDense:
+      return "dense";
+    case FfnPolicy::kRowFused:
+      return "row-fused";
+    case FfnPolicy::kTileUnion:
+      return "tile-union";
+    default:
+      return "auto";
+  }
+}
+
 void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
                  std::span<int32_t> row_nnz) {
   check_shapes(weights, x, y, row_nnz);

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/expected_ffn.h"
+
+#include <algorithm>
+
+#include "twell/ops/ffn/ffn_cost.h"
+#include "twell/ops/ffn/gpu_choice.h"
+#include "twell/ops/sparse_up_down/sparse_up_down.h"
+
+namespace twell {
+namespace {
+
+class CpuCosts : public ExecutionCosts {
+ public:
+  CpuCosts(Context& ctx, const ModelConfig& config)
+      : ctx_(ctx), width_(config.width), gated_(config.gated) {}
+
+  std::string_view device() const override { return "CPU"; }
+
+  ExpectedFfn together(const Pattern& fired) const override {
+    ExpectedFfn out;
+    // The chunks that ffn_forward makes.
+    const int64_t rows = fired.rows();
+    const int64_t chunks = (rows + kFfnChunkTokens - 1) / kFfnChunkTokens;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t begin = rows * c / chunks, end = rows * (c + 1) / chunks;
+      const Pattern chunk = slice_rows(fired, begin, end - begin);
+      const int64_t tile = tile_union_tokens(ctx_, chunk.rows(), width_);
+      const int64_t tiles = (chunk.rows() + tile - 1) / tile;
+      add({.tokens = chunk.rows(),
+           .ffn = fired.cols,
+           .nnz = std::ssize(chunk.column),
+           .union_size =
+               static_cast<int64_t>(mean_union(chunk, tile) * static_cast<double>(tiles) + 0.5)},
+          out);
+    }
+    return out;
+  }
+
+  ExpectedFfn one_by_one(const Pattern& fired) const override {
+    ExpectedFfn out;
+    for (int64_t row = 0; row < fired.rows(); ++row) {
+      const int64_t nnz = std::ssize(fired.row(row));
+      add({.tokens = 1, .ffn = fired.cols, .nnz = nnz, .union_size = nnz}, out);
+    }
+    return out;
+  }
+
+ private:
+  static double cost_of(FfnExecution execution, const FfnWork& work) {
+    switch (execution) {
+      case FfnExecution::kRowFused:
+        return row_fused_cost(work);
+      case FfnExecution::kTileUnion:
+        return tile_union_cost(work);
+      default:
+        return dense_cost(work);
+    }
+  }
+
+  // The unit of the costs is a pair in up and down; the projection before them, which every
+  // execution runs, is one GEMM where they are two, or one where they are one.
+  void add(const FfnWork& work, ExpectedFfn& expected) const {
+    const FfnExecution execution = cheapest_execution(work);
+    const double dense = dense_cost(work);
+    const double firing = gated_ ? 0.5 * dense : dense;
+    ++expected.runs[static_cast<size_t>(execution)];
+    expected.dense_cost += firing + dense;
+    expected.cost += firing + cost_of(execution, work);
+  }
+
+  Context& ctx_;
+  int64_t width_;
+  bool gated_;
+};
+
+class GpuCosts : public ExecutionCosts {
+ public:
+  explicit GpuCosts(const GpuLayerShape& shape) : shape_(shape) {}
+
+  std::string_view device() const override { return "GPU"; }
+
+  ExpectedFfn together(const Pattern& fired) const override {
+    LayerActivity activity = activity_of(fired);
+    activity.union_share = mean_union(fired, 128) / static_cast<double>(fired.cols);
+    return expected(activity, fired.rows(), 1);
+  }
+
+  // A GPU decides from averages, not token by token.
+  ExpectedFfn one_by_one(const Pattern& fired) const override {
+    return expected(activity_of(fired), 1, fired.rows());
+  }
+
+ private:
+  static LayerActivity activity_of(const Pattern& fired) {
+    return {.nnz_per_token =
+                static_cast<double>(fired.column.size()) / static_cast<double>(fired.rows())};
+  }
+
+  ExpectedFfn expected(const LayerActivity& activity, int64_t tokens, int64_t runs) const {
+    const FfnExecution execution =
+        choose_gpu_execution(shape_, tokens, FfnPolicy::kAuto, activity).execution;
+    const double dense = gpu_dense_cost(shape_, tokens);
+    double cost = dense;
+    if (execution == FfnExecution::kRowFused) cost = gpu_row_fused_cost(shape_, tokens, activity);
+    if (execution == FfnExecution::kTileUnion) cost = gpu_tile_union_cost(shape_, tokens, activity);
+    ExpectedFfn out;
+    out.runs[static_cast<size_t>(execution)] = runs;
+    out.dense_cost = dense * static_cast<double>(runs);
+    out.cost = cost * static_cast<double>(runs);
+    return out;
+  }
+
+  GpuLayerShape shape_;
+};
+
+}  // namespace
+
+FfnExecution ExpectedFfn::execution() const {
+  return static_cast<FfnExecution>(std::max_element(runs.begin(), runs.end()) - runs.begin());
+}
+
+ExpectedFfn& ExpectedFfn::operator+=(const ExpectedFfn& other) {
+  for (size_t i = 0; i < runs.size(); ++i) runs[i] += other.runs[i];
+  dense_cost += other.dense_cost;
+  cost += other.cost;
+  return *this;
+}
+
+std::unique_ptr<ExecutionCosts> cpu_costs(Context& ctx, const ModelConfig& config) {
+  return std::make_unique<CpuCosts>(ctx, config);
+}
+
+std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, int64_t multiprocessors,
+                                          bool hopper) {
+  return std::make_unique<GpuCosts>(GpuLayerShape{.width = config.width,
+                                                  .ffn = config.ffn,
+                                                  .gated = config.gated,
+                                                  .multiprocessors = multiprocessors,
+                                                  .hopper = hopper});
+}
+
+}  // namespace twell

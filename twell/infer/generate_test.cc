@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/generate.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "twell/base/error.h"
+#include "twell/infer/session_cpu.h"
+#include "twell/infer/test_model.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 257;
+
+class GeneratorTest : public testing::Test {
+ protected:
+  static std::string prompt(size_t i) {
+    return std::string(1 + i * 5 % 17, static_cast<char>('a' + i));
+  }
+  static GenerateOptions options(size_t i) {
+    return {.max_tokens = static_cast<int64_t>(1 + i * 7 % 23),
+            .sampler = {.temperature = i % 3 == 0 ? 0.0f : 0.9f, .top_k = 40, .seed = i}};
+  }
+
+  Context ctx_{2};
+  std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
+  Tokenizer tokenizer_ = byte_tokenizer();
+};
+
+TEST_F(GeneratorTest, EachRequestGivesWhatItGivesAlone) {
+  SessionCpu alone(ctx_, *model_, {});
+  SessionCpu session(ctx_, *model_, {.slots = 3});
+  std::map<int64_t, Generation> done;
+  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+    EXPECT_TRUE(done.emplace(request, std::move(generation)).second);
+  });
+  constexpr size_t kRequests = 11;
+  for (size_t i = 0; i < kRequests; ++i) {
+    EXPECT_EQ(generator.submit(prompt(i), options(i)), static_cast<int64_t>(i));
+  }
+  while (generator.step()) {
+  }
+  EXPECT_FALSE(generator.step());
+  ASSERT_EQ(done.size(), kRequests);
+  for (size_t i = 0; i < kRequests; ++i) {
+    const Generation expected = generate(alone, tokenizer_, prompt(i), options(i));
+    const Generation& got = done.at(static_cast<int64_t>(i));
+    EXPECT_EQ(got.ids, expected.ids) << i;
+    EXPECT_EQ(got.text, expected.text);
+    EXPECT_EQ(got.reason, expected.reason);
+    EXPECT_EQ(got.prompt_tokens, expected.prompt_tokens);
+  }
+}
+
+TEST_F(GeneratorTest, SlotsAreTakenAsTheyBecomeFree) {
+  SessionCpu session(ctx_, *model_, {.slots = 2});
+  std::vector<int64_t> order;
+  Generator generator(session, tokenizer_,
+                      [&](int64_t request, const Generation&) { order.push_back(request); });
+  // Greedy generation of this model does not end by itself within 20 tokens of these prompts.
+  const auto submit = [&](int64_t tokens) {
+    return generator.submit("abc", {.max_tokens = tokens, .sampler = {.temperature = 0.0f}});
+  };
+  ASSERT_EQ(
+      generate(session, tokenizer_, "abc", {.max_tokens = 20, .sampler = {.temperature = 0.0f}})
+          .ids.size(),
+      20u);
+  submit(20);
+  submit(3);
+  submit(4);
+  submit(1);
+  int64_t steps = 0;
+  while (generator.step()) ++steps;
+  // The second ends first; the third takes its slot, then the fourth: all beside the first.
+  EXPECT_EQ(order, (std::vector<int64_t>{1, 2, 3, 0}));
+  EXPECT_EQ(steps, 18);  // two tokens in the first, one in each further one
+}
+
+TEST_F(GeneratorTest, RequestsAreCancelledWhereverTheyAre) {
+  SessionCpu session(ctx_, *model_, {.slots = 1});
+  std::map<int64_t, Generation> done;
+  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+    done.emplace(request, std::move(generation));
+  });
+  std::atomic<bool> flag{false};
+  const GenerateOptions greedy{.max_tokens = 20, .sampler = {.temperature = 0.0f}};
+  GenerateOptions flagged = greedy;
+  flagged.cancel = &flag;
+  generator.submit("abc", greedy);
+  generator.submit("abc", greedy);
+  generator.submit("abc", flagged);
+  generator.submit("abc", greedy);
+  generator.step();
+  generator.cancel(0);  // running
+  generator.cancel(1);  // waiting
+  flag = true;
+  generator.step();
+  ASSERT_EQ(done.size(), 3u);
+  for (const auto& [request, generation] : done) {
+    EXPECT_EQ(generation.reason, StopReason::kCancelled);
+    EXPECT_EQ(generation.ids.size(), request == 0 ? 2u : 0u);
+  }
+  generator.cancel(0);  // has ended
+  while (generator.step()) {
+  }
+  EXPECT_EQ(done.at(3).ids, generate(session, tokenizer_, "abc", greedy).ids);
+}
+
+TEST_F(GeneratorTest, RefusesAtOnce) {
+  SessionCpu session(ctx_, *model_, {.slots = 2, .capacity = 10});
+  Generator generator(session, tokenizer_, {});
+  EXPECT_THROW(generator.submit(std::string(10, 'x'), {}), InputError);
+  EXPECT_THROW(generator.submit("x", {.max_tokens = 0}), InputError);
+  EXPECT_THROW(generator.submit("x", {.sampler = {.top_p = 0.0f}}), InputError);
+  EXPECT_FALSE(generator.step());
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/model/scorer_cpu.h"
+
+#include <algorithm>
+
+#include "twell/base/error.h"
+#include "twell/model/content_hash.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
+#include "twell/ops/gate_gemm/gate_gemm.h"
+
+namespace twell {
+namespace {
+
+// The neurons that fire on x [M, D], found a chunk of tokens at a time.
+Pattern fired_neurons(Context& ctx, const FfnWeights& weights, ConstMatrixF x) {
+  Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
+  for (int64_t begin = 0; begin < x.rows; begin += kFfnChunkTokens) {
+    const ConstMatrixF chunk = x.slice_rows(begin, std::min(kFfnChunkTokens, x.rows - begin));
+    Arena::Scope scope(ctx.scratch());
+    const TwellWide gate = alloc_twell_wide(scope, {.rows = chunk.rows, .cols = weights.ffn()});
+    gate_gemm(ctx, {.x = chunk, .weight = weights.firing(), .out = gate});
+    append_rows(pattern_from_twell(gate), out);
+  }
+  return out;
+}
+
+}  // namespace
+
+ScorerCpu::ScorerCpu(Context& ctx, const Model& model, FfnPolicy policy)
+    : ctx_(ctx), model_(model), policy_(policy), state_(model.config, policy) {}
+
+std::string ScorerCpu::weights_hash() {
+  ContentHash hash;
+  hash.add_bytes(std::as_bytes(std::span<const float>(model_.flat.span())));
+  return hash.digest();
+}
+
+void ScorerCpu::make_cache(int64_t slots, int64_t capacity) {
+  cache_.reset();
+  cache_.emplace(model_.config, slots, capacity);
+}
+
+void ScorerCpu::score(const ScoreBatch& batch, std::span<float> losses) {
+  check(batch, losses);
+  Arena::Scope scope(ctx_.scratch());
+  const int64_t width = model_.config.width;
+  const MatrixF hidden = scope.matrix<float>(std::ssize(batch.ids), width);
+  Forward problem{.ids = batch.ids,
+                  .sequences = batch.sequences,
+                  .cache = batch.cached ? &cache_.value() : nullptr,
+                  .hidden = hidden,
+                  .row_nnz = batch.row_nnz};
+  if (batch.on_fired) {
+    problem.on_ffn_input = [&](int64_t layer, ConstMatrixF x) {
+      const FfnWeights& weights = model_.weights.layers[static_cast<size_t>(layer)].ffn;
+      batch.on_fired(layer, fired_neurons(ctx_, weights, x));
+    };
+  }
+  forward(ctx_, model_, state_, problem);
+  const MatrixF scored = scope.matrix<float>(std::ssize(batch.rows), width);
+  for (size_t i = 0; i < batch.rows.size(); ++i) {
+    std::copy_n(hidden.row(batch.rows[i]), width, scored.row(static_cast<int64_t>(i)));
+  }
+  token_losses(ctx_, scored, model_.weights.head, batch.targets, losses);
+}
+
+}  // namespace twell
