@@ -46,6 +46,7 @@ void add_bench_command(CLI::App& app, CommonOptions& common) {
   add_bench_forward_command(*bench, common);
   add_bench_decode_command(*bench, common);
   add_bench_ffn_command(*bench, common);
+  add_bench_train_command(*bench, common);
 }
 
 }  // namespace twell::cli

@@ -11,6 +11,7 @@
 #include "cli/memory.h"
 #include "cli/progress_line.h"
 #include "cli/signals.h"
+#include "cli/train_device.h"
 #include "cli/train_flags.h"
 #include "twell/base/context.h"
 #include "twell/base/error.h"
@@ -50,6 +51,14 @@ void print_plan(const TrainOptions& options, const RunPlan& plan) {
   }
   fmt::print("memory           {:>14}  in all\n",
              format_bytes(static_cast<double>(plan.memory_bytes() + plan.mapped_bytes)));
+  for (const MemoryItem& item : plan.device_memory) {
+    fmt::print("GPU memory       {:>14}  {}\n", format_bytes(static_cast<double>(item.bytes)),
+               item.name);
+  }
+  if (!plan.device_memory.empty()) {
+    fmt::print("GPU memory       {:>14}  in all\n",
+               format_bytes(static_cast<double>(plan.device_bytes())));
+  }
   fmt::print("FLOPs per token  {:>14.4g}  forward and backward, dense\n", plan.flops_per_token);
   fmt::print("FLOPs per step   {:>14.4g}\n", plan.flops_per_step);
   fmt::print("tokens per step  {:>14}  in {} micro-batch{} of {} x {}\n", options.batch_tokens,
@@ -190,13 +199,15 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   add_relufy(flags, requested);
   TrainOptions options = resolve_options(requested, config);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
-  const RunPlan plan = plan_run(
+  const TrainDevice device(common, config, options);
+  const RunPlan plan = device.plan(
       config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
   if (flags.dry_run) {
     print_plan(options, plan);
     return kExitOk;
   }
   require_memory(plan.memory_bytes());
+  device.require_memory(plan);
   Context ctx(common.threads);
   const RunFolder folder(common.out, flags.resume);
   ProgressLine progress(flags.log_interval);
@@ -211,10 +222,11 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
 
   const auto resume_from = flags.resume ? folder.latest() : std::nullopt;
   const std::unique_ptr<Model> model = make_model(ctx, flags, config, options.seed, resume_from);
-  progress.print(fmt::format(
-      "model: {} parameters, {} layers, width {}, FFN {}{}",
-      format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
-      config.ffn, resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  progress.print(
+      fmt::format("model: {} parameters, {} layers, width {}, FFN {}, on {}{}",
+                  format_count(static_cast<double>(config.parameter_count())), config.layers,
+                  config.width, config.ffn, device.name(),
+                  resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
   // The model as it came, to learn from and to be compared with.
   const bool original_needed = flags.relufy || options.distill > 0.0;
   const std::unique_ptr<Model> original = original_needed ? load_model(flags.from) : nullptr;
@@ -228,7 +240,6 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
                stop_on_signals(),
                progress.log_sink(),
                {}};
-  run.teacher = options.distill > 0.0 ? original.get() : nullptr;
   run.companions = companions(flags);
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
@@ -238,7 +249,9 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
     progress.update(format_progress(now.metrics, now.steps, now.validation_ce, now.eta_seconds),
                     now.metrics.validation_ce.has_value());
   };
-  const TrainSummary summary = run_training(ctx, *model, run);
+  const Model* const teacher = options.distill > 0.0 ? original.get() : nullptr;
+  const auto engine = device.engine(ctx, *model, shard_set, options, teacher);
+  const TrainSummary summary = run_training(ctx, *engine, run);
   progress.finish();
   print_summary(summary, options);
   if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
@@ -263,7 +276,7 @@ void add_train_command(CLI::App& app, CommonOptions& common) {
                   "repeatable");
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
-  add_compute_options(command, common);
+  add_compute_options(command, common, Devices::kAny);
   command.footer(kFooter);
 }
 

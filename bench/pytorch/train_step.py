@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of the `tiny` preset in PyTorch on the CPU, float32: what a user would run
-instead. Same model, objective, optimizer and batch as twell/model/training_bench.cc.
+"""One training step in PyTorch: what a user would run instead. Same model, objective, optimizer and
+batch as twell/model/training_bench.cc (CPU: the `tiny` preset, float32) or `twell bench train`
+(CUDA: a larger preset, bf16 autocast over float32 weights).
 
-Prints the median of forward + backward, and of the whole step (with clipping and AdamW), in ms.
-CPU is of all threads; with OMP_WAIT_POLICY=passive it holds up better than time on a busy machine.
+Prints the median of forward + backward, and of the whole step (with clipping and AdamW), in ms. On
+the CPU, CPU time is of all threads; with OMP_WAIT_POLICY=passive it holds up better than time on a
+busy machine. On a GPU also the peak of allocated memory, and a JSON line.
 Run: python train_step.py [--threads 2] [--compile]
+     python train_step.py --device cuda --preset 0.5b --micro-batch 8 --compile --l1 0
 """
 import argparse
+import json
 import statistics
 import time
 
@@ -15,45 +19,52 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCAB, WIDTH, FFN, LAYERS, HEADS, BATCH, LENGTH = 4096, 256, 1024, 4, 4, 8, 256
-L1_COEFF = 2e-5
+# vocabulary, width, FFN, layers, heads, length
+PRESETS = {"tiny": (4096, 256, 1024, 4, 4, 256), "0.5b": (49152, 2048, 5632, 8, 32, 2048),
+           "1b": (49152, 2048, 5632, 18, 32, 2048), "1.5b": (49152, 2048, 5632, 28, 32, 2048),
+           "2b": (49152, 2048, 5632, 38, 32, 2048)}
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, width, ffn, heads, l1):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.ffn_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.gate = nn.Linear(WIDTH, FFN, bias=False)
-        self.up = nn.Linear(WIDTH, FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
+        self.heads, self.l1 = heads, l1
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.ffn_norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate = nn.Linear(width, ffn, bias=False)
+        self.up = nn.Linear(width, ffn, bias=False)
+        self.down = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x, cos, sin):
+        batch, length, width = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(
-            BATCH, LENGTH, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+            batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         normed = self.ffn_norm(x)
         hidden = F.relu(self.gate(normed)) * self.up(normed)
-        return x + self.down(hidden), hidden.abs().sum(-1).mean()
+        l1 = hidden.abs().sum(-1, dtype=torch.float32).mean() if self.l1 > 0 else 0.0
+        return x + self.down(hidden), l1
 
 
 def rotate(x, cos, sin):
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, vocab, width, ffn, layers, heads, length, l1):
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.final_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        half = WIDTH // HEADS // 2
-        angles = torch.outer(torch.arange(LENGTH), 10000.0 ** (-torch.arange(half) / half))
+        self.l1 = l1
+        self.embedding = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Layer(width, ffn, heads, l1) for _ in range(layers))
+        self.final_norm = nn.RMSNorm(width, eps=1e-5)
+        half = width // heads // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
         for parameter in self.parameters():
@@ -64,19 +75,21 @@ class Model(nn.Module):
         x, l1 = self.embedding(ids), 0.0
         for layer in self.layers:
             x, layer_l1 = layer(x, self.cos, self.sin)
-            l1 = l1 + layer_l1 / LAYERS
+            l1 = l1 + layer_l1 / len(self.layers)
         logits = F.linear(self.final_norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + L1_COEFF * l1
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + self.l1 * l1
 
 
-def median_ms(fn, warmup: int, repeats: int) -> tuple[float, float]:
+def median_ms(fn, warmup: int, repeats: int, wait) -> tuple[float, float]:
     """Of the time, and of the CPU time of all threads."""
     wall, cpu = [], []
     for _ in range(warmup):
         fn()
     for _ in range(repeats):
+        wait()
         start, cpu_start = time.perf_counter(), time.process_time()
         fn()
+        wait()
         wall.append(1e3 * (time.perf_counter() - start))
         cpu.append(1e3 * (time.process_time() - cpu_start))
     return statistics.median(wall), statistics.median(cpu)
@@ -84,22 +97,35 @@ def median_ms(fn, warmup: int, repeats: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=0, help="0: the preset's context")
+    parser.add_argument("--l1", type=float, default=2e-5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
+    cuda = args.device == "cuda"
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = Model()
+    vocab, width, ffn, layers, heads, length = PRESETS[args.preset]
+    length = args.seq or length
+    with torch.device(args.device):
+        model = Model(vocab, width, ffn, layers, heads, length, args.l1)
+        ids = torch.randint(0, vocab, (args.micro_batch, length + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95),
                                   weight_decay=0.1, fused=True)
-    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1))
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if cuda:
+        torch.set_float32_matmul_precision("high")
     loss = torch.compile(model) if args.compile else model
 
     def forward_backward():
-        optimizer.zero_grad(set_to_none=False)
-        loss(inputs, targets).backward()
+        optimizer.zero_grad(set_to_none=cuda)
+        with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
+            value = loss(inputs, targets)
+        value.backward()
 
     def step():
         forward_backward()
@@ -107,11 +133,21 @@ def main() -> None:
         optimizer.step()
 
     kind = "compiled" if args.compile else "eager"
-    tokens = BATCH * LENGTH
+    where = torch.cuda.get_device_name() if cuda else f"{args.threads} threads"
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    tokens = args.micro_batch * length
+    row = {"bench": "train", "pytorch": torch.__version__, "kind": kind, "device": where,
+           "preset": args.preset, "micro_batch": args.micro_batch, "length": length, "l1": args.l1}
     for name, fn in (("forward + backward", forward_backward), ("whole step", step)):
-        ms, cpu_ms = median_ms(fn, 2, args.repeats)
-        print(f"PyTorch {torch.__version__} {kind}, {args.threads} threads, {name}: {ms:.1f} ms, "
+        ms, cpu_ms = median_ms(fn, 3 if cuda else 2, args.repeats, wait)
+        print(f"PyTorch {torch.__version__} {kind}, {where}, {name}: {ms:.1f} ms, "
               f"{1e3 * tokens / ms:.0f} tokens/s, CPU {cpu_ms:.1f} ms")
+        row[name.replace(" + ", "_").replace(" ", "_") + "_ms"] = ms
+    if cuda:
+        row["tokens_per_s"] = 1e3 * tokens / row["whole_step_ms"]
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        print(f"peak memory {row['peak_gib']:.1f} GiB")
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -21,13 +21,16 @@ int64_t mapped_bytes(const TrainOptions& options, int64_t shard_bytes) {
   return static_cast<int64_t>(std::min(static_cast<double>(shard_bytes), windows * window_bytes));
 }
 
+int64_t total(const std::vector<MemoryItem>& items) {
+  int64_t bytes = 0;
+  for (const MemoryItem& item : items) bytes += item.bytes;
+  return bytes;
+}
+
 }  // namespace
 
-int64_t RunPlan::memory_bytes() const {
-  int64_t total = 0;
-  for (const MemoryItem& item : memory) total += item.bytes;
-  return total;
-}
+int64_t RunPlan::memory_bytes() const { return total(memory); }
+int64_t RunPlan::device_bytes() const { return total(device_memory); }
 
 RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
                             int64_t shard_bytes) {

@@ -22,6 +22,7 @@ struct RunPlan {
   double flops_per_step = 0.0;
 
   int64_t memory_bytes() const;  // of the host, without the mapped
+  int64_t device_bytes() const;
 };
 
 // On the CPU. Options are resolved. shard_bytes: of all shard files; 0: unknown.

@@ -152,7 +152,7 @@ class Loop {
 }  // namespace
 
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run) {
-  TrainEngineCpu engine(ctx, model, run.shards, run.options, run.teacher);
+  TrainEngineCpu engine(ctx, model, run.shards, run.options);
   return run_training(ctx, engine, run);
 }
 

@@ -41,7 +41,6 @@ struct TrainRun {
   const std::atomic<bool>& stop;  // once true: finish the step, save, return
   LogSink log;
   std::function<void(const Progress&)> on_progress;
-  const Model* teacher = nullptr;  // on the CPU, for a distillation share above 0
   // Files of the model that training started from, copied into every checkpoint: templates,
   // settings of generation.
   std::vector<std::filesystem::path> companions;
@@ -59,7 +58,7 @@ struct TrainSummary {
 // InputError when training diverges or a file cannot be written; the last good checkpoint stays.
 // `ctx` is of the host.
 TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run);
-// On the CPU (engine_cpu.h).
+// On the CPU (engine_cpu.h), without a teacher.
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);
 
 }  // namespace twell

@@ -74,6 +74,22 @@ void build(CudaContext& ctx, cudnn::Plan& plan, const AttentionTrainShape& shape
 
 }  // namespace
 
+std::string attention_train_unsupported(int64_t head_dim, int64_t length) {
+  if (length < 2) return "the GPU trains on sequences of at least 2 tokens";
+  int device = 0, major = 0;
+  TWELL_CUDA_CHECK(cudaGetDevice(&device));
+  TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  const int64_t largest = major == 9 ? 256 : 128;
+  if (head_dim % 8 != 0 || head_dim > largest) {
+    return fmt::format("this GPU trains heads of a multiple of 8, at most {}, got {}", largest,
+                       head_dim);
+  }
+#ifdef TWELL_HAVE_CUDNN
+  if (cudnn::library().loaded) return {};
+#endif
+  return fmt::format("training on the GPU needs cuDNN: {}", cudnn_status());
+}
+
 void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& problem) {
   const AttentionTrainShape& s = problem.shape;
   check_shape(s);

@@ -18,10 +18,15 @@
 
 #include <compare>
 #include <cstdint>
+#include <string>
 
 #include "twell/base/cuda.h"
 
 namespace twell {
+
+// Why sequences of this length with heads of this size cannot be trained on the current device;
+// empty when they can.
+std::string attention_train_unsupported(int64_t head_dim, int64_t length);
 
 inline constexpr int64_t kMaxScoreBytes = int64_t{512} << 20;
 

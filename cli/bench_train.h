@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The benchmark of training steps, behind `twell bench train`. In builds without CUDA it throws
+// InputError.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+namespace twell::cli {
+
+struct BenchTrain {
+  std::string preset;
+  int64_t micro_batch = 8;         // 0: the largest that fits
+  int64_t length = 0;              // 0: the model's context
+  int64_t steps = 10;              // timed
+  std::filesystem::path patterns;  // captured patterns to replay, or empty
+  bool tune = false;
+  uint64_t seed = 0;
+  std::filesystem::path jsonl;
+};
+int run_bench_train_cuda(const BenchTrain& arguments);
+
+}  // namespace twell::cli

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/train_device.h"
+
+#include <fmt/core.h>
+
+#include "cli/device.h"
+#include "twell/base/error.h"
+#include "twell/train/engine_cpu.h"
+#ifdef TWELL_HAVE_CUDA
+#include "twell/infer/engine_cuda.h"
+#include "twell/model/model_cuda.h"
+#include "twell/train/engine_cuda.h"
+#endif
+
+namespace twell::cli {
+
+#ifdef TWELL_HAVE_CUDA
+struct TrainDevice::Gpu {
+  CudaStream stream;
+  CudaContext ctx{stream.get()};
+};
+#else
+struct TrainDevice::Gpu {};
+#endif
+
+TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const ModelConfig& config,
+                         [[maybe_unused]] const TrainOptions& options) {
+  if (!use_cuda(common)) return;
+#ifdef TWELL_HAVE_CUDA
+  const std::string why = cuda_run_unsupported(config, options);
+  if (!why.empty() && common.device == "auto") {
+    fmt::print(stderr, "twell: training on the CPU: {}\n", why);
+    return;
+  }
+  TWELL_REQUIRE(why.empty(), "--device cuda: {}", why);
+  gpu_ = std::make_unique<Gpu>();
+#endif
+}
+
+TrainDevice::~TrainDevice() = default;
+
+#ifdef TWELL_HAVE_CUDA
+std::string TrainDevice::name() const { return on_gpu() ? gpu_->ctx.device_name() : "CPU"; }
+
+RunPlan TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
+                          int64_t shard_bytes) const {
+  if (!on_gpu()) return plan_run(config, options, shard_bytes);
+  return plan_run_cuda(gpu_->ctx, config, options, shard_bytes);
+}
+
+void TrainDevice::require_memory(const RunPlan& plan) const {
+  if (on_gpu()) require_device_memory(plan.device_bytes(), "this run would");
+}
+
+std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
+                                                 const TrainOptions& options,
+                                                 const Model* teacher) const {
+  if (!on_gpu()) return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher);
+  return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options);
+}
+#else
+std::string TrainDevice::name() const { return "CPU"; }
+
+RunPlan TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
+                          int64_t shard_bytes) const {
+  return plan_run(config, options, shard_bytes);
+}
+
+void TrainDevice::require_memory(const RunPlan&) const {}
+
+std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
+                                                 const TrainOptions& options,
+                                                 const Model* teacher) const {
+  return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher);
+}
+#endif
+
+}  // namespace twell::cli

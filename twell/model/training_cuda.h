@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training forward and backward of the transformer over one micro-batch on the GPU: training.h's
+// meaning, with weights and activations in bf16 and gradients in f32. Memory is planned for one
+// shape before the first step; a pass only enqueues (the first of a shape or an execution makes
+// plans of products, which allocates and may wait), never waits for the device, and repeats bit for
+// bit. Can be captured in a CUDA graph and replayed after each stage().
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "twell/base/cuda.h"
+#include "twell/model/training.h"
+#include "twell/ops/cross_entropy/cross_entropy_cuda.h"
+#include "twell/ops/ffn_train/ffn_train_cuda.h"
+
+namespace twell {
+
+struct TrainingPlanCuda {
+  MicroBatchShape shape;  // sequences of at least 2 tokens
+  // Normalised inputs of the blocks are kept for backward; else they are made again from the
+  // residual stream, which costs two passes over [M, D] per layer.
+  bool keep_normed = false;
+};
+
+// Parts of a pass, forward and backward, for those who time them.
+enum class TrainingStage { kEmbedding, kNorm, kAttention, kFfn, kHead };
+
+// What a pass reads and adds to; device memory throughout. A captured pass keeps these addresses.
+struct TrainingPassCuda {
+  const __nv_bfloat16* weights = nullptr;  // [N], laid out by parameter_table
+  // Gradients of grad_scale * (sum of CE) + *l1_scale * (sum over layers, tokens, neurons of |h|).
+  float grad_scale = 0.0f;
+  const float* l1_scale = nullptr;       // one
+  float* grads = nullptr;                // [N] accumulated into
+  CrossEntropySum* loss = nullptr;       // one, added to
+  FfnTrainCountsCuda* counts = nullptr;  // [L] added to
+  uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires
+  // For benchmarks.
+  std::function<void(TrainingStage)> after_stage = {};
+  std::function<void(int64_t layer, FfnTrainForwardCuda& problem)> before_ffn = {};
+};
+
+class TrainingCuda {
+ public:
+  // InputError where the model or the shape is not supported, or, with the numbers, where memory is
+  // short of memory_plan and `other_bytes` beside it. All layers are prepared dense. The context
+  // outlives it.
+  TrainingCuda(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
+               int64_t other_bytes = 0);
+  ~TrainingCuda();
+  // Device memory that it takes with all layers dense, cuDNN's and cuBLAS's included.
+  static std::vector<MemoryItem> memory_plan(const CudaContext& ctx, const ModelConfig& config,
+                                             const TrainingPlanCuda& plan);
+
+  // Between steps: the execution of one layer's FFN, for about nnz active neurons per token. May
+  // wait for the device; passes captured before are void. False where nothing had to change.
+  bool prepare(int64_t layer, FfnTrainExecution execution, double nnz);
+  FfnTrainExecution execution(int64_t layer) const;
+
+  // Checks a micro-batch [B * T], -1 for no target, and enqueues its way to the device. Two may be
+  // staged before the device has taken the first.
+  void stage(std::span<const int32_t> inputs, std::span<const int32_t> targets);
+  // What was staged last, forward and backward.
+  void forward_backward(const TrainingPassCuda& pass);
+  // Its loss alone: pass.weights and pass.loss are used. Counts go nowhere.
+  void evaluate(const TrainingPassCuda& pass);
+
+  int64_t ffn_saved_bytes() const;  // of all layers, as they are prepared
+
+ private:
+  struct Buffers;
+  class Pass;
+  CudaContext& ctx_;
+  ModelConfig config_;
+  TrainingPlanCuda plan_;
+  std::unique_ptr<Buffers> buffers_;
+};
+
+// Why the GPU does not train this model on sequences of this length; empty when it does.
+std::string cuda_training_unsupported(const ModelConfig& config, int64_t length);
+
+}  // namespace twell

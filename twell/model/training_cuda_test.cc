@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients of whole models on the GPU against the CPU's, on the same bf16 weights.
+#include "twell/model/training_cuda.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numbers>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+
+namespace twell {
+namespace {
+
+constexpr float kL1Coeff = 0.05f;
+
+struct Variant {
+  const char* name;
+  ModelConfig config;
+  MicroBatchShape shape;
+};
+
+ModelConfig small(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated, bool tied) {
+  ModelConfig config;
+  config.vocab_size = 320;
+  config.width = 64;
+  config.ffn = 192;
+  config.layers = 3;
+  config.heads = heads;
+  config.kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.context = 160;
+  config.gated = gated;
+  config.tied_embeddings = tied;
+  config.init_std = 0.1;
+  return config;
+}
+
+std::vector<Variant> variants() {
+  std::vector<Variant> all = {{"mha_tied", small(4, 4, 16, true, true), {2, 64}},
+                              {"gqa_untied", small(4, 2, 16, true, false), {3, 37}},
+                              {"mqa_not_gated", small(4, 1, 32, false, true), {1, 129}},
+                              {"odd_vocab_untied", small(2, 2, 64, true, false), {2, 128}},
+                              {"bias_odd_vocab", small(8, 2, 8, true, true), {4, 33}}};
+  all[3].config.vocab_size = 331;
+  all[4].config.vocab_size = 257;
+  all[4].config.qkv_bias = true;
+  all[4].config.family = Family::kQwen2;
+  return all;
+}
+
+// Random weights, rounded to bf16, which the GPU holds. Steady: the residual stream has a constant
+// that nothing adds to, on which each gate has a weight so large that a neuron fires always or
+// never, whatever the rounding.
+std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config, bool steady) {
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, 3);
+  for (const ParamSpec& spec : model->table) {
+    for (int64_t i = spec.offset; i < spec.offset + spec.size(); ++i) {
+      if (spec.is_vector) model->flat[i] += 0.1f * normal(9, 0, static_cast<uint64_t>(i));
+    }
+  }
+  const auto weights = model_matrices<float>(config, model->flat.data());
+  for (const LayerMatrices<float>& layer : weights.layers) {
+    if (!steady) break;
+    for (int64_t v = 0; v < config.vocab_size; ++v) weights.embedding(v, 0) = 2.0f;
+    for (int64_t i = 0; i < layer.w_o.cols; ++i) layer.w_o(0, i) = 0.0f;
+    layer.ffn_norm[0] = 1.0f;
+    const MatrixF firing = layer.ffn.firing();
+    for (int64_t j = 0; j < config.ffn; ++j) {
+      // Small, so that the constant stays large beside what the layers add.
+      for (int64_t d = 0; d < config.width; ++d) layer.ffn.w_down(j, d) *= d == 0 ? 0.0f : 0.1f;
+      firing(j, 0) = j % 3 == 0 ? 4.0f : -4.0f;
+    }
+  }
+  for (float& weight : model->flat.span()) weight = to_float(to_bf16(weight));
+  return model;
+}
+
+struct Batch {
+  std::vector<int32_t> inputs, targets;
+};
+
+Batch random_batch(const ModelConfig& config, MicroBatchShape shape, uint64_t seed) {
+  Batch batch;
+  const auto vocab = static_cast<uint64_t>(config.vocab_size);
+  for (int64_t i = 0; i < shape.sequences * shape.length; ++i) {
+    const auto at = static_cast<uint64_t>(i);
+    batch.inputs.push_back(static_cast<int32_t>(uniform_below(seed, 0, at, vocab)));
+    batch.targets.push_back(static_cast<int32_t>(uniform_below(seed, 1, at, vocab)));
+  }
+  batch.targets[static_cast<size_t>(shape.length - 1)] = -1;
+  return batch;
+}
+
+struct Result {
+  std::vector<float> grads;
+  CrossEntropySum loss;
+  std::vector<FfnTrainCountsCuda> counts;
+  std::vector<uint8_t> active;
+};
+
+// A model's weights on the device, and what passes over them give.
+class Device {
+ public:
+  Device(const Model& model, MicroBatchShape shape, TrainingPlanCuda plan = {})
+      : config_(model.config), tokens_(shape.sequences * shape.length) {
+    plan.shape = shape;
+    std::vector<BF16> rounded;
+    for (const float weight : model.flat.span()) rounded.push_back(to_bf16(weight));
+    weights_ = upload(rounded);
+    training = std::make_unique<TrainingCuda>(ctx, config_, plan);
+  }
+
+  Result run(const Batch& batch, int64_t step_tokens = 0) {
+    return run(std::vector<Batch>{batch}, step_tokens);
+  }
+  // Micro-batches whose gradients add up.
+  Result run(const std::vector<Batch>& batches, int64_t step_tokens = 0) {
+    const auto grads = zeros<float>(config_.parameter_count());
+    const auto loss = zeros<CrossEntropySum>(1);
+    const auto counts = zeros<FfnTrainCountsCuda>(config_.layers);
+    const auto active = zeros<uint8_t>(config_.layers * config_.ffn);
+    if (step_tokens == 0) step_tokens = tokens_ * std::ssize(batches);
+    const auto l1_scale =
+        upload(std::vector<float>{kL1Coeff / static_cast<float>(config_.layers * step_tokens)});
+    TrainingPassCuda pass;
+    pass.weights = reinterpret_cast<const __nv_bfloat16*>(weights_.data());
+    pass.grad_scale = 1.0f / static_cast<float>(step_tokens);
+    pass.l1_scale = l1_scale.data();
+    pass.grads = grads.data();
+    pass.loss = loss.data();
+    pass.counts = counts.data();
+    pass.active = active.data();
+    for (const Batch& batch : batches) {
+      training->stage(batch.inputs, batch.targets);
+      training->forward_backward(pass);
+    }
+    stream.synchronize();
+    return {download(grads), download(loss)[0], download(counts), download(active)};
+  }
+  CrossEntropySum evaluate(const Batch& batch) {
+    const auto loss = zeros<CrossEntropySum>(1);
+    TrainingPassCuda pass;
+    pass.weights = reinterpret_cast<const __nv_bfloat16*>(weights_.data());
+    pass.loss = loss.data();
+    training->stage(batch.inputs, batch.targets);
+    training->evaluate(pass);
+    stream.synchronize();
+    return download(loss)[0];
+  }
+
+  TestStream stream;
+  CudaContext ctx{stream.get()};
+  std::unique_ptr<TrainingCuda> training;
+
+ private:
+  template <typename T>
+  static DeviceBuffer<T> zeros(int64_t n) {
+    return upload(std::vector<T>(static_cast<size_t>(n)));
+  }
+  ModelConfig config_;
+  int64_t tokens_;
+  DeviceBuffer<BF16> weights_;
+};
+
+struct Reference {
+  Buffer<float> grads;
+  TrainingResult result;
+  std::vector<std::vector<uint8_t>> active;
+};
+
+Reference on_cpu(Context& ctx, const Model& model, const Batch& batch, MicroBatchShape shape) {
+  Reference out;
+  out.grads = Buffer<float>(model.config.parameter_count());
+  out.active.assign(static_cast<size_t>(model.config.layers),
+                    std::vector<uint8_t>(static_cast<size_t>(model.config.ffn)));
+  TrainingState state(model.config, shape);
+  TrainingBatch problem;
+  problem.inputs = batch.inputs;
+  problem.targets = batch.targets;
+  problem.step_tokens = std::ssize(batch.inputs);
+  problem.l1_coeff = kL1Coeff;
+  problem.policy = FfnTrainPolicy::kDense;
+  problem.active = &out.active;
+  out.result = forward_backward(ctx, model, problem, state, out.grads.span());
+  return out;
+}
+
+// Relative error, in norm, of a value behind all layers: a layer rounds to bf16 in about ten
+// places, each a relative 2^-9 at most; errors of different places are independent.
+double rounding(const ModelConfig& config) {
+  return std::ldexp(std::sqrt(10.0 * static_cast<double>(config.layers) + 2.0), -9);
+}
+
+class TrainingCudaTest : public testing::TestWithParam<Variant> {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    const std::string why = cuda_training_unsupported(GetParam().config, GetParam().shape.length);
+    if (!why.empty()) GTEST_SKIP() << why;
+  }
+  // Each parameter's gradient within `tolerance` of its norm. What is nearly nothing, because terms
+  // cancel (keys' biases), is held to a tenth of the mean size instead.
+  static void expect_gradients(const Model& model, const std::vector<float>& got,
+                               std::span<const float> want, double tolerance) {
+    double all = 0.0;
+    for (const float value : want) all += std::pow(static_cast<double>(value), 2.0);
+    const double mean_square = all / static_cast<double>(want.size());
+    for (const ParamSpec& spec : model.table) {
+      double error = 0.0, norm = 0.0;
+      for (auto i = static_cast<size_t>(spec.offset);
+           i < static_cast<size_t>(spec.offset + spec.size()); ++i) {
+        error += std::pow(static_cast<double>(got[i]) - static_cast<double>(want[i]), 2.0);
+        norm += std::pow(static_cast<double>(want[i]), 2.0);
+      }
+      norm += 0.01 * mean_square * static_cast<double>(spec.size());
+      EXPECT_LE(std::sqrt(error / norm), tolerance) << spec.name;
+    }
+  }
+  Context cpu_{2};
+};
+
+// Backward rounds as often as forward, and twice that is allowed.
+TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
+  const auto& [name, config, shape] = GetParam();
+  const auto model = rounded_model(cpu_, config, /*steady=*/true);
+  const Batch batch = random_batch(config, shape, 1);
+  const Reference want = on_cpu(cpu_, *model, batch, shape);
+  Device device(*model, shape);
+  const double tolerance = 2.0 * std::numbers::sqrt2 * rounding(config);
+  for (const FfnTrainExecution execution :
+       {FfnTrainExecution::kDense, FfnTrainExecution::kHybrid}) {
+    for (int64_t layer = 0; layer < config.layers; ++layer) {
+      device.training->prepare(layer, execution, static_cast<double>(config.ffn) / 3.0);
+    }
+    const Result got = device.run(batch);
+    EXPECT_EQ(got.loss.tokens, want.result.loss_tokens);
+    EXPECT_NEAR(got.loss.loss_sum, want.result.loss_sum, tolerance * want.result.loss_sum);
+    expect_gradients(*model, got.grads, want.grads.span(), tolerance);
+    for (size_t layer = 0; layer < want.active.size(); ++layer) {
+      const FfnTrainStats& stats = want.result.layers[layer];
+      EXPECT_EQ(got.counts[layer].nnz, static_cast<unsigned long long>(stats.nnz));
+      EXPECT_EQ(got.counts[layer].tokens, static_cast<unsigned long long>(stats.tokens));
+      EXPECT_EQ(got.counts[layer].max_row_nnz, stats.max_row_nnz);
+      EXPECT_NEAR(got.counts[layer].l1_sum, stats.l1_sum, tolerance * stats.l1_sum);
+      const uint8_t* active = got.active.data() + static_cast<int64_t>(layer) * config.ffn;
+      EXPECT_EQ(std::vector<uint8_t>(active, active + config.ffn), want.active[layer]);
+    }
+    EXPECT_NEAR(device.evaluate(batch).loss_sum, got.loss.loss_sum, 1e-6 * got.loss.loss_sum);
+  }
+}
+
+// A gate of a normal distribution that carries a relative error e changes its sign on a share
+// e / pi of all tokens; a gradient that is then there or not is lost whole, beside half of all.
+TEST_P(TrainingCudaTest, GradientsOfRandomWeightsAreTheCpusButForFlippedNeurons) {
+  const auto& [name, config, shape] = GetParam();
+  const auto model = rounded_model(cpu_, config, /*steady=*/false);
+  const Batch batch = random_batch(config, shape, 2);
+  const Reference want = on_cpu(cpu_, *model, batch, shape);
+  Device device(*model, shape);
+  const Result got = device.run(batch);
+  const double e = rounding(config);
+  expect_gradients(*model, got.grads, want.grads.span(),
+                   2.0 * std::sqrt(2.0 * e * e + 2.0 * e / std::numbers::pi));
+}
+
+TEST_P(TrainingCudaTest, RepeatsBitForBitAndWhateverIsKept) {
+  const auto& [name, config, shape] = GetParam();
+  const auto model = rounded_model(cpu_, config, false);
+  const Batch batch = random_batch(config, shape, 3), other = random_batch(config, shape, 4);
+  Device device(*model, shape);
+  const Result first = device.run(batch);
+  device.run(other);
+  device.evaluate(other);
+  EXPECT_EQ(device.run(batch).grads, first.grads);
+  Device keeping(*model, shape, {.keep_normed = true});
+  EXPECT_EQ(keeping.run(batch).grads, first.grads);
+}
+
+TEST_P(TrainingCudaTest, MicroBatchesAddUp) {
+  const auto& [name, config, shape] = GetParam();
+  const auto model = rounded_model(cpu_, config, true);
+  const Batch a = random_batch(config, shape, 5), b = random_batch(config, shape, 6);
+  Batch both = a;
+  both.inputs.insert(both.inputs.end(), b.inputs.begin(), b.inputs.end());
+  both.targets.insert(both.targets.end(), b.targets.begin(), b.targets.end());
+  const Result parts = Device(*model, shape).run(std::vector<Batch>{a, b});
+  const Result whole = Device(*model, {2 * shape.sequences, shape.length}).run(both);
+  EXPECT_EQ(parts.loss.tokens, whole.loss.tokens);
+  EXPECT_NEAR(parts.loss.loss_sum, whole.loss.loss_sum, 1e-3 * whole.loss.loss_sum);
+  expect_gradients(*model, parts.grads, whole.grads, 2.0 * rounding(config));
+}
+
+void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; }
+
+INSTANTIATE_TEST_SUITE_P(Models, TrainingCudaTest, testing::ValuesIn(variants()),
+                         [](const auto& variant) { return std::string(variant.param.name); });
+
+TEST(TrainingCudaPlan, IsWhatAPassTakes) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  ModelConfig config = preset_config("0.5b");
+  config.layers = 2;
+  const MicroBatchShape shape{4, 1024};
+  Context cpu(2);
+  Model model(config);
+  init_weights(cpu, model, 1);
+  const auto free_now = [] {
+    size_t free = 0, total = 0;
+    TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return static_cast<double>(free);
+  };
+  const Batch batch = random_batch(config, shape, 1);
+  // The first one loads kernels and libraries, which are not the plan's.
+  auto warm_up = std::make_unique<Device>(model, shape);
+  warm_up->run(batch);
+  warm_up.reset();
+  const double before = free_now();
+  Device device(model, shape);
+  device.run(batch);  // gives its gradients back
+  const double weights = static_cast<double>(config.parameter_count() * 2);
+  const double taken = before - free_now() - weights;
+  double planned = 0.0;
+  for (const MemoryItem& item : TrainingCuda::memory_plan(device.ctx, config, {.shape = shape})) {
+    planned += static_cast<double>(item.bytes);
+  }
+  EXPECT_LE(taken, 1.02 * planned);
+  EXPECT_GE(taken, 0.75 * planned);
+}
+
+TEST(TrainingCudaRefusals, NameTheReason) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  ModelConfig config = small(4, 4, 16, true, true);
+  config.activation = Activation::kSilu;
+  EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("ReLU"));
+  config = small(4, 4, 16, true, true);
+  config.qk_norm = true;
+  EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("QK-norm"));
+  config.qk_norm = false;
+  EXPECT_THAT(cuda_training_unsupported(config, 1), testing::HasSubstr("at least 2"));
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  const auto huge = [&] { TrainingCuda(ctx, preset_config("2b"), {.shape = {512, 2048}}); };
+  EXPECT_THAT(huge, testing::ThrowsMessage<InputError>(testing::HasSubstr("GiB")));
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/engine_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "twell/base/buffer.h"
+#include "twell/model/model_cuda.h"
+#include "twell/ops/adamw/adamw.h"
+#include "twell/train/activity.h"
+
+namespace twell {
+namespace {
+
+TrainingPlanCuda training_plan(const TrainOptions& options) {
+  return {.shape = {options.micro_batch, options.sequence_length}};
+}
+
+const ModelConfig& supported(const ModelConfig& config, const TrainOptions& options) {
+  const std::string why = cuda_run_unsupported(config, options);
+  TWELL_REQUIRE(why.empty(), "{}", why);
+  return config;
+}
+
+int64_t free_bytes() {
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
+// What changes from step to step, on its way to the device.
+struct StepValues {
+  AdamWCoefficients adamw{};
+  float l1_scale = 0.0f;
+};
+
+// A value or more in page-locked memory, and its copy on the device.
+class Mirrored {
+ public:
+  explicit Mirrored(int64_t bytes) : device_(bytes) {
+    TWELL_CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&host_), static_cast<size_t>(bytes)));
+  }
+  ~Mirrored() { cudaFreeHost(host_); }
+  Mirrored(const Mirrored&) = delete;
+  Mirrored& operator=(const Mirrored&) = delete;
+
+  std::byte* host() const { return host_; }
+  std::byte* device() const { return device_.data(); }
+  size_t bytes() const { return static_cast<size_t>(device_.bytes()); }
+  void to_device(cudaStream_t stream) const {
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(device(), host_, bytes(), cudaMemcpyHostToDevice, stream));
+  }
+  void to_host(cudaStream_t stream) const {
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(host_, device(), bytes(), cudaMemcpyDeviceToHost, stream));
+  }
+
+ private:
+  DeviceBuffer<std::byte> device_;
+  std::byte* host_ = nullptr;
+};
+
+}  // namespace
+
+// One block, cleared at the beginning of a step and fetched at its end.
+struct TrainEngineCuda::Report {
+  struct Head {
+    CrossEntropySum loss;
+    GradientNorm norm;
+  };
+  explicit Report(const ModelConfig& config)
+      : layers(config.layers),
+        ffn(config.ffn),
+        counts_at(static_cast<int64_t>(sizeof(Head))),
+        active_at(counts_at + layers * static_cast<int64_t>(sizeof(FfnTrainCountsCuda))),
+        block(active_at + layers * ffn),
+        values(static_cast<int64_t>(sizeof(StepValues))) {}
+
+  static Head* head(std::byte* base) { return reinterpret_cast<Head*>(base); }
+  FfnTrainCountsCuda* counts(std::byte* base) const {
+    return reinterpret_cast<FfnTrainCountsCuda*>(base + counts_at);
+  }
+  uint8_t* active(std::byte* base) const { return reinterpret_cast<uint8_t*>(base + active_at); }
+  const StepValues* device_values() const {
+    return reinterpret_cast<const StepValues*>(values.device());
+  }
+
+  int64_t layers, ffn;
+  int64_t counts_at, active_at;
+  Mirrored block;
+  Mirrored values;
+};
+
+// The passes of micro-batches as a CUDA graph, from the second one on: the first makes plans.
+class TrainEngineCuda::Replay {
+ public:
+  explicit Replay(CudaContext& ctx) : ctx_(ctx) {}
+  ~Replay() { clear(); }
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+
+  // The executions have changed.
+  void clear() {
+    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+    graph_ = nullptr;
+    ran_ = false;
+  }
+  template <typename Enqueue>
+  void run(const Enqueue& enqueue) {
+    if (!ran_) {
+      enqueue();
+      ran_ = true;
+      return;
+    }
+    if (graph_ == nullptr) capture(enqueue);
+    TWELL_CUDA_CHECK(cudaGraphLaunch(graph_, ctx_.stream()));
+    ++replayed_;
+  }
+  int64_t replayed() const { return replayed_; }
+
+ private:
+  template <typename Enqueue>
+  void capture(const Enqueue& enqueue) {
+    cudaGraph_t captured = nullptr;
+    TWELL_CUDA_CHECK(cudaStreamBeginCapture(ctx_.stream(), cudaStreamCaptureModeThreadLocal));
+    try {
+      enqueue();
+    } catch (...) {
+      cudaStreamEndCapture(ctx_.stream(), &captured);
+      if (captured != nullptr) cudaGraphDestroy(captured);
+      throw;
+    }
+    TWELL_CUDA_CHECK(cudaStreamEndCapture(ctx_.stream(), &captured));
+    const cudaError_t status = cudaGraphInstantiate(&graph_, captured, 0);
+    cudaGraphDestroy(captured);
+    TWELL_CUDA_CHECK(status);
+  }
+
+  CudaContext& ctx_;
+  cudaGraphExec_t graph_ = nullptr;
+  bool ran_ = false;
+  int64_t replayed_ = 0;
+};
+
+std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options) {
+  if (options.distill > 0.0) return "the GPU does no distillation yet; use --device cpu";
+  if (options.relufy_from != Activation::kRelu) {
+    return "the GPU trains with ReLU only, without a blend from another activation; use "
+           "--device cpu";
+  }
+  return cuda_training_unsupported(config, options.sequence_length);
+}
+
+RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainOptions& options, int64_t shard_bytes) {
+  supported(config, options);
+  RunPlan plan = plan_without_engine(config, options, shard_bytes);
+  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
+  plan.memory.insert(plan.memory.begin(),
+                     {{"weights (f32), for checkpoints", flat_bytes},
+                      {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
+  plan.device_memory = {{"weights, gradients, moments (f32), weights (bf16)",
+                         OptimizerCuda::bytes_needed(plan.parameters)}};
+  const auto items = TrainingCuda::memory_plan(ctx, config, training_plan(options));
+  plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());
+  return plan;
+}
+
+TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
+                                 const TrainOptions& options)
+    : ctx_(ctx),
+      model_(model),
+      options_(options),
+      free_at_start_(free_bytes()),
+      training_(ctx, supported(model.config, options), training_plan(options),
+                OptimizerCuda::bytes_needed(model.flat.size())),
+      optimizer_(ctx, model, options),
+      report_(std::make_unique<Report>(model.config)),
+      replay_(std::make_unique<Replay>(ctx)),
+      inputs_(static_cast<size_t>(options.micro_batch_tokens())),
+      targets_(static_cast<size_t>(options.micro_batch_tokens())) {
+  if (shards != nullptr) {
+    micro_batches_ = std::make_unique<MicroBatches>(*shards, options);
+    if (options.validate_every > 0) {
+      validation_ = std::make_unique<ValidationWindows>(
+          *shards, ValidationOptions{options.validation_sequences, options.sequence_length});
+    }
+  }
+  std::byte* const block = report_->block.device();
+  pass_.weights = optimizer_.weights();
+  pass_.grad_scale = 1.0f / static_cast<float>(options.batch_tokens);
+  pass_.l1_scale = &report_->device_values()->l1_scale;
+  pass_.grads = optimizer_.grads();
+  pass_.loss = &Report::head(block)->loss;
+  pass_.counts = report_->counts(block);
+  pass_.active = report_->active(block);
+  device_bytes_ = free_at_start_ - free_bytes();
+}
+
+TrainEngineCuda::~TrainEngineCuda() { cudaStreamSynchronize(ctx_.stream()); }
+
+void TrainEngineCuda::set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets) {
+  inputs_ = std::move(inputs);
+  targets_ = std::move(targets);
+  fixed_batch_ = true;
+}
+
+void TrainEngineCuda::set_hooks(Hooks hooks) {
+  hooks_ = std::move(hooks);
+  pass_.after_stage = hooks_.after_stage;
+  pass_.before_ffn = hooks_.before_ffn;
+  replay_->clear();
+}
+
+int64_t TrainEngineCuda::replayed() const { return replay_->replayed(); }
+
+// The execution of each layer for this step, from what it did in those before it.
+void TrainEngineCuda::prepare(std::span<const double> nnz) {
+  const ModelConfig& config = model_.config;
+  const FfnTrainShapeCuda shape{.max_tokens = options_.micro_batch_tokens(),
+                                .width = config.width,
+                                .ffn = config.ffn,
+                                .gated = config.gated};
+  bool changed = false;
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    // A model that was not trained yet has about half of its neurons active.
+    const double expected = nnz.empty() ? static_cast<double>(config.ffn) / 2.0
+                                        : std::max(1.0, nnz[static_cast<size_t>(layer)]);
+    FfnTrainExecution execution = FfnTrainExecution::kDense;
+    if (options_.ffn_policy == FfnTrainPolicy::kHybrid) {
+      execution = FfnTrainExecution::kHybrid;
+    } else if (options_.ffn_policy == FfnTrainPolicy::kAuto) {
+      execution = choose_ffn_train_cuda(shape, shape.max_tokens, nnz.empty() ? -1.0 : expected);
+    }
+    changed = training_.prepare(layer, execution, expected) || changed;
+  }
+  if (changed) replay_->clear();
+}
+
+// Into inputs_ and targets_, unless it is there already.
+void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
+  if (fixed_batch_ || (read_step_ == step && read_index_ == index)) return;
+  TWELL_CHECK(micro_batches_ != nullptr, "step {} has no micro-batches to read", step);
+  micro_batches_->read(step, index, inputs_, targets_);
+  read_step_ = step;
+  read_index_ = index;
+}
+
+void TrainEngineCuda::enqueue_micro_batch() {
+  const auto enqueue = [&] { training_.forward_backward(pass_); };
+  if (hooks_.before_pass) hooks_.before_pass();
+  if (pass_.after_stage) return enqueue();
+  replay_->run(enqueue);
+}
+
+StepOutcome TrainEngineCuda::step(const StepRequest& request) {
+  prepare(request.nnz_hint);
+  AdamW adamw;
+  adamw.learning_rate = request.learning_rate;
+  adamw.beta1 = options_.beta1;
+  adamw.beta2 = options_.beta2;
+  adamw.eps = options_.eps;
+  adamw.weight_decay = options_.weight_decay;
+  adamw.step = request.step;
+  StepValues values;
+  values.adamw = adamw_coefficients(adamw);
+  values.l1_scale =
+      static_cast<float>(request.l1_coeff) /
+      (static_cast<float>(model_.config.layers) * static_cast<float>(options_.batch_tokens));
+  std::memcpy(report_->values.host(), &values, sizeof(values));
+  report_->values.to_device(ctx_.stream());
+  const Mirrored& block = report_->block;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(block.device(), 0, block.bytes(), ctx_.stream()));
+  optimizer_.clear_gradients();
+  for (int64_t i = 0; i < options_.micro_batches(); ++i) {
+    next_batch(request.step, i);
+    training_.stage(inputs_, targets_);
+    enqueue_micro_batch();
+  }
+  GradientNorm* const norm = &Report::head(block.device())->norm;
+  optimizer_.step(&report_->device_values()->adamw, norm);
+  if (options_.reinit_dead) optimizer_.reinit_dead(request.step, pass_.active, norm);
+  if (hooks_.after_optimizer) hooks_.after_optimizer();
+  block.to_host(ctx_.stream());
+  if (request.step < options_.steps) next_batch(request.step + 1, 0);
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  device_bytes_ = free_at_start_ - free_bytes();
+  return outcome();
+}
+
+StepOutcome TrainEngineCuda::outcome() const {
+  std::byte* const block = report_->block.host();
+  const Report::Head& head = *Report::head(block);
+  StepOutcome outcome;
+  outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
+  outcome.grad_norm = head.norm.norm;
+  for (int64_t i = 0; i < report_->layers; ++i) {
+    const FfnTrainCountsCuda& counts = report_->counts(block)[i];
+    const uint8_t* const active = report_->active(block) + i * report_->ffn;
+    const double tokens = static_cast<double>(std::max<unsigned long long>(counts.tokens, 1));
+    LayerMetrics& layer = outcome.layers.emplace_back();
+    layer.nnz = static_cast<double>(counts.nnz) / tokens;
+    layer.max_nnz = counts.max_row_nnz;
+    layer.l1 = counts.l1_sum / tokens;
+    layer.dead = std::count(active, active + report_->ffn, uint8_t{0});
+    layer.dead_share = static_cast<double>(layer.dead) / static_cast<double>(report_->ffn);
+    layer.execution = training_.execution(i);
+  }
+  return outcome;
+}
+
+double TrainEngineCuda::validate() {
+  TWELL_CHECK(validation_ != nullptr, "a run without validation has no windows for it");
+  const int64_t sequences = validation_->sequences(), most = options_.micro_batch;
+  const auto length = static_cast<size_t>(options_.sequence_length);
+  CrossEntropySum* const loss = &Report::head(report_->block.device())->loss;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(loss, 0, sizeof(*loss), ctx_.stream()));
+  std::vector<int32_t> inputs(inputs_.size()), targets(targets_.size());
+  for (int64_t begin = 0; begin < sequences; begin += most) {
+    const int64_t count = std::min(most, sequences - begin);
+    const size_t read = static_cast<size_t>(count) * length;
+    // What is left of the last micro-batch has no targets.
+    std::fill(inputs.begin(), inputs.end(), 0);
+    std::fill(targets.begin(), targets.end(), -1);
+    validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read));
+    training_.stage(inputs, targets);
+    training_.evaluate(pass_);
+  }
+  CrossEntropySum sum;
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(&sum, loss, sizeof(sum), cudaMemcpyDeviceToHost, ctx_.stream()));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  TWELL_CHECK(sum.tokens > 0, "no validation tokens in {} sequences", sequences);
+  return sum.loss_sum / static_cast<double>(sum.tokens);
+}
+
+void TrainEngineCuda::read_state(const StateFn& use) {
+  const Buffer<float> exp_avg(model_.flat.size()), exp_avg_sq(model_.flat.size());
+  const OptimizerTensors state{exp_avg.span(), exp_avg_sq.span(), model_.flat.span()};
+  optimizer_.download(state);
+  use(state);
+}
+
+void TrainEngineCuda::write_state(const StateFn& fill) {
+  const Buffer<float> exp_avg(model_.flat.size()), exp_avg_sq(model_.flat.size());
+  const OptimizerTensors state{exp_avg.span(), exp_avg_sq.span(), model_.flat.span()};
+  fill(state);
+  optimizer_.upload(state);
+}
+
+}  // namespace twell

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training steps on the GPU: bf16 products, f32 weights, gradients and moments. Within a step the
+// host only enqueues; what the step did is fetched once, at its end, while the next micro-batch is
+// read. Micro-batches are replayed as a CUDA graph once their executions have settled.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "twell/base/cuda.h"
+#include "twell/data/shards.h"
+#include "twell/model/training_cuda.h"
+#include "twell/train/engine.h"
+#include "twell/train/micro_batches.h"
+#include "twell/train/optimizer_cuda.h"
+#include "twell/train/options.h"
+#include "twell/train/plan.h"
+#include "twell/train/stated_peak.h"
+
+namespace twell {
+
+// Why the GPU cannot do this run; empty when it can.
+std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options);
+// Device memory and what the host needs beside it. InputError where the run is not supported.
+RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainOptions& options, int64_t shard_bytes);
+
+class TrainEngineCuda : public TrainEngine {
+ public:
+  // Everything given must outlive the engine; `options` are resolved. InputError where the run is
+  // not supported, or, with the numbers, where the device has too little memory. shards may be null
+  // for callers that set the micro-batches themselves (set_batch).
+  TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
+                  const TrainOptions& options);
+  ~TrainEngineCuda() override;
+
+  Model& model() override { return model_; }
+  StepOutcome step(const StepRequest& request) override;
+  double validate() override;
+  void read_state(const StateFn& use) override;
+  void write_state(const StateFn& fill) override;
+  double peak_flops() const override { return stated_peak_flops(ctx_.device_name()); }
+  int64_t device_bytes() const override { return device_bytes_; }
+
+  // For benchmarks. Every micro-batch is this one, of micro_batch * sequence_length tokens.
+  void set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets);
+  // Called in the order of the stream. While there is an after_stage, passes are not replayed as
+  // graphs, into which before_ffn goes as it is when they are captured.
+  struct Hooks {
+    std::function<void(TrainingStage)> after_stage;
+    std::function<void(int64_t layer, FfnTrainForwardCuda& problem)> before_ffn;
+    std::function<void()> before_pass, after_optimizer;
+  };
+  void set_hooks(Hooks hooks);
+  int64_t replayed() const;  // micro-batches so far that were the replay of a graph
+
+ private:
+  // What a step reports, in one block of device memory that is fetched at once.
+  struct Report;
+  class Replay;
+  void prepare(std::span<const double> nnz);
+  void next_batch(int64_t step, int64_t index);
+  void enqueue_micro_batch();
+  StepOutcome outcome() const;
+
+  CudaContext& ctx_;
+  Model& model_;
+  TrainOptions options_;
+  int64_t free_at_start_;  // bytes of device memory
+  std::unique_ptr<MicroBatches> micro_batches_;
+  std::unique_ptr<ValidationWindows> validation_;
+  TrainingCuda training_;
+  OptimizerCuda optimizer_;
+  std::unique_ptr<Report> report_;
+  std::unique_ptr<Replay> replay_;
+  TrainingPassCuda pass_;
+  std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
+  int64_t read_step_ = 0, read_index_ = 0;  // which one that is; step 0: none
+  bool fixed_batch_ = false;
+  Hooks hooks_;
+  int64_t device_bytes_ = 0;
+};
+
+}  // namespace twell

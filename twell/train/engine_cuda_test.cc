@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs of a micro model on the GPU: they follow the CPU's, resume bit for bit, change devices, and
+// stop on broken numbers.
+#include "twell/train/engine_cuda.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <memory>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/model/checkpoint.h"
+#include "twell/train/engine_cpu.h"
+#include "twell/train/run.h"
+#include "twell/train/test_run.h"
+#include "twell/train/trainer.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+class TrainEngineCudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    const std::string why = cuda_run_unsupported(config(), options(8));
+    if (!why.empty()) GTEST_SKIP() << why;
+    stream_ = std::make_unique<TestStream>();
+    device_ = std::make_unique<CudaContext>(stream_->get());
+  }
+  ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+  TrainOptions options(int64_t steps) const {
+    TrainOptions options = micro_options(steps);
+    options.validate_every = 1000;
+    options.validation_sequences = 7;  // no multiple of a micro-batch
+    return resolve_options(options, config());
+  }
+  std::unique_ptr<Model> fresh_model() {
+    auto model = std::make_unique<Model>(config());
+    init_weights(ctx_, *model, 3);
+    return model;
+  }
+  std::unique_ptr<TrainEngine> engine(bool cuda, Model& model, const TrainOptions& options) {
+    if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data_.shards, options);
+    return std::make_unique<TrainEngineCuda>(*device_, model, &data_.shards, options);
+  }
+  // The weights after steps [from, to) on a device, from a checkpoint (or anew) into one.
+  std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,
+                           const fs::path& from = {}, const fs::path& into = {}) {
+    const auto model = from.empty() ? fresh_model() : load_model(from);
+    const auto engine = this->engine(cuda, *model, options);
+    Trainer trainer(ctx_, *engine, data_.shards, options, "data");
+    if (!from.empty()) trainer.restore(from);
+    while (trainer.steps_done() < to) losses_.push_back(trainer.train_step().ce);
+    if (!into.empty()) {
+      fs::create_directories(into);
+      trainer.save(into);
+    }
+    return weights(*engine);
+  }
+  static std::vector<float> weights(TrainEngine& engine) {
+    std::vector<float> out;
+    engine.read_state([&](const OptimizerTensors& state) {
+      out.assign(state.weights.begin(), state.weights.end());
+    });
+    return out;
+  }
+  static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double difference = 0.0, norm = 0.0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      difference += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2.0);
+      norm += std::pow(static_cast<double>(a[i]), 2.0);
+    }
+    return std::sqrt(difference / norm);
+  }
+
+  TempFolder temp_;
+  MicroData data_{temp_.path()};
+  Context ctx_{1};
+  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaContext> device_;
+  std::vector<double> losses_;
+};
+
+TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
+  const TrainOptions options = this->options(40);
+  train(true, options, 40);
+  const std::vector<double> got = std::exchange(losses_, {});
+  train(false, options, 40);
+  ASSERT_EQ(got.size(), losses_.size());
+  EXPECT_LT(got.back(), got.front() - 1.0);
+  // Before the curves can part, the loss differs by rounding: 2^-9 in each of some 30 places.
+  EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+}
+
+TEST_F(TrainEngineCudaTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    TrainOptions options = this->options(6);
+    options.save_dtype = dtype;
+    options.reinit_dead = true;
+    const fs::path half = temp_.path() / (dtype == DType::kF32 ? "f32" : "bf16");
+    const std::vector<float> straight = train(true, options, 6);
+    train(true, options, 3, {}, half);
+    EXPECT_EQ(train(true, options, 6, half), straight);
+  }
+}
+
+TEST_F(TrainEngineCudaTest, ARunChangesDevices) {
+  const TrainOptions options = this->options(8);
+  const std::vector<float> cpu = train(false, options, 8);
+  const std::vector<float> start = weights(*engine(false, *fresh_model(), options));
+  for (const bool cuda_first : {false, true}) {
+    const fs::path half = temp_.path() / (cuda_first ? "gpu-half" : "cpu-half");
+    train(cuda_first, options, 4, {}, half);
+    const std::vector<float> both = train(!cuda_first, options, 8, half);
+    // Adam moves every weight by about the learning rate whatever the size of its gradient, so that
+    // those with gradients near nothing go elsewhere; the rest of the way is the same.
+    EXPECT_LT(distance(cpu, both), 0.5 * distance(cpu, start));
+  }
+  EXPECT_GT(distance(cpu, start), 0.1);
+}
+
+TEST_F(TrainEngineCudaTest, GraphsAndSinglePassesGiveTheSameBits) {
+  const TrainOptions options = this->options(4);
+  const auto run = [&](bool hooks) {
+    const auto model = fresh_model();
+    TrainEngineCuda engine(*device_, *model, &data_.shards, options);
+    if (hooks) engine.set_hooks({.after_stage = [](TrainingStage) {}});
+    Trainer trainer(ctx_, engine, data_.shards, options, "data");
+    while (!trainer.finished()) trainer.train_step();
+    EXPECT_EQ(engine.replayed() > 0, !hooks);
+    return weights(engine);
+  };
+  EXPECT_EQ(run(false), run(true));
+}
+
+TEST_F(TrainEngineCudaTest, ValidatesAsTheCpuAndDisturbsNothing) {
+  const TrainOptions options = this->options(4);
+  const auto a = fresh_model(), b = fresh_model();
+  const auto gpu = engine(true, *a, options), cpu = engine(false, *b, options);
+  const double want = cpu->validate();
+  EXPECT_NEAR(gpu->validate(), want, 0.002 * want);
+  Trainer trainer(ctx_, *gpu, data_.shards, options, "data");
+  while (!trainer.finished()) {
+    trainer.train_step();
+    trainer.validate();
+  }
+  EXPECT_EQ(weights(*gpu), train(true, options, 4));
+}
+
+TEST_F(TrainEngineCudaTest, BrokenNumbersStopItWithTheWeightsBefore) {
+  const TrainOptions options = this->options(6);
+  for (const float poison : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+    const auto model = fresh_model();
+    const auto engine = this->engine(true, *model, options);
+    Trainer trainer(ctx_, *engine, data_.shards, options, "data");
+    trainer.train_step();
+    std::vector<float> before = weights(*engine);
+    // A norm's weight: every token meets it.
+    before[static_cast<size_t>(model->flat.size()) - 1] = poison;
+    std::vector<float> avg, avg_sq;
+    engine->read_state([&](const OptimizerTensors& state) {
+      avg.assign(state.exp_avg.begin(), state.exp_avg.end());
+      avg_sq.assign(state.exp_avg_sq.begin(), state.exp_avg_sq.end());
+    });
+    engine->write_state([&](const OptimizerTensors& state) {
+      std::copy(before.begin(), before.end(), state.weights.begin());
+      std::copy(avg.begin(), avg.end(), state.exp_avg.begin());
+      std::copy(avg_sq.begin(), avg_sq.end(), state.exp_avg_sq.begin());
+    });
+    EXPECT_THROW(trainer.train_step(), DivergenceError);
+    const std::vector<float> after = weights(*engine);
+    for (size_t i = 0; i + 1 < after.size(); ++i) ASSERT_EQ(after[i], before[i]);
+    EXPECT_THROW(trainer.save(temp_.path()), DivergenceError);
+  }
+}
+
+TEST_F(TrainEngineCudaTest, DeadNeuronsAreCountedAndMovedAsOnTheCpu) {
+  TrainOptions options = this->options(4);
+  options.reinit_dead = true;
+  options.learning_rate = 1e-9;  // so that what moves is what was reinitialised
+  const auto with_dead_rows = [&] {
+    auto model = fresh_model();
+    const auto weights = model_matrices<float>(model->config, model->flat.data());
+    for (int64_t j = 0; j < 10; ++j) {
+      float* row = weights.layers[0].ffn.w_gate.row(j);
+      std::fill(row, row + model->config.width, 0.0f);
+    }
+    return model;
+  };
+  const auto a = with_dead_rows(), b = with_dead_rows();
+  const auto gpu = engine(true, *a, options), cpu = engine(false, *b, options);
+  Trainer on_gpu(ctx_, *gpu, data_.shards, options, "data");
+  Trainer on_cpu(ctx_, *cpu, data_.shards, options, "data");
+  const StepMetrics got = on_gpu.train_step(), want = on_cpu.train_step();
+  EXPECT_GE(got.layers[0].dead, 10);
+  EXPECT_NEAR(static_cast<double>(got.layers[0].dead), static_cast<double>(want.layers[0].dead), 2);
+  EXPECT_NEAR(got.layers[0].nnz, want.layers[0].nnz, 0.02 * want.layers[0].nnz);
+  EXPECT_NEAR(got.layers[0].l1, want.layers[0].l1, 0.02 * want.layers[0].l1);
+  const std::vector<float> all_got = weights(*gpu), all_want = weights(*cpu);
+  const auto views = model_matrices<const float>(config(), all_got.data());
+  const auto reference = model_matrices<const float>(config(), all_want.data());
+  for (int64_t j = 0; j < 10; ++j) {
+    for (int64_t d = 0; d < config().width; ++d) {
+      const float value = reference.layers[0].ffn.w_gate(j, d);
+      EXPECT_NE(value, 0.0f);
+      EXPECT_NEAR(views.layers[0].ffn.w_gate(j, d), value, 1e-6);
+    }
+  }
+}
+
+TEST_F(TrainEngineCudaTest, AWholeRunReportsTheDevice) {
+  const TrainOptions options = this->options(5);
+  const RunFolder folder(temp_.path() / "run", false);
+  const std::atomic<bool> stop{false};
+  const auto model = fresh_model();
+  TrainRun run{options,      data_.tokenizer, data_.shards, folder, "{}",
+               std::nullopt, false,           stop,         {},     {}};
+  run.on_progress = [&](const Progress& now) {
+    if (now.metrics.step == 0) return;
+    EXPECT_GT(now.metrics.device_bytes, 0);
+    EXPECT_EQ(now.metrics.layers.size(), 2u);
+  };
+  const auto engine = this->engine(true, *model, options);
+  const TrainSummary summary = run_training(ctx_, *engine, run);
+  EXPECT_EQ(summary.steps_done, 5);
+  EXPECT_LT(*summary.last_validation_ce, *summary.first_validation_ce);
+  const auto saved = load_model(folder.link_path());
+  EXPECT_EQ(std::vector<float>(saved->flat.span().begin(), saved->flat.span().end()),
+            weights(*engine));
+}
+
+TEST_F(TrainEngineCudaTest, RefusesWhatItDoesNotDo) {
+  TrainOptions options = this->options(8);
+  options.distill = 0.5;
+  EXPECT_THAT(cuda_run_unsupported(config(), options), HasSubstr("distillation"));
+  options = this->options(8);
+  options.relufy_from = Activation::kSilu;
+  EXPECT_THAT(cuda_run_unsupported(config(), options), HasSubstr("blend"));
+  Model model(config());
+  EXPECT_THROW(TrainEngineCuda(*device_, model, &data_.shards, options), InputError);
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parameters of a model in training on the GPU, and AdamW over them: f32 weights, their bf16
+// copy that the layers compute with, f32 gradients and moments, each one flat array laid out by
+// parameter_table. Everything that changes from step to step is read from device memory.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <span>
+
+#include "twell/base/cuda.h"
+#include "twell/model/weights.h"
+#include "twell/ops/adamw/adamw_cuda.h"
+#include "twell/train/options.h"
+#include "twell/train/trainer_state.h"
+
+namespace twell {
+
+class OptimizerCuda {
+ public:
+  // The model's weights, moments of zero. Waits for the device.
+  OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
+  static int64_t bytes_needed(int64_t parameters);
+
+  const __nv_bfloat16* weights() const { return bf16_.data(); }  // [N]
+  float* grads() const { return grads_.data(); }                 // [N]
+
+  // All of these enqueue.
+  void clear_gradients();
+  // The norm of the gradients into *norm (device memory), and the step, which is skipped where
+  // the norm is not finite. `coefficients` is device memory.
+  void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
+  // reinit_dead_neurons of activity.h, with active [L, F] in device memory; not where the step was
+  // skipped. `step` counts from 1.
+  void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
+
+  // Copies to and from host memory, which wait for the device.
+  void download(const OptimizerTensors& to) const;
+  void upload(const OptimizerTensors& from);
+
+ private:
+  CudaContext& ctx_;
+  TrainOptions options_;
+  ModelConfig config_;
+  int64_t size_;
+  int64_t run_count_ = 0;
+  DeviceBuffer<AdamWRun> runs_;
+  DeviceBuffer<float> weights_, grads_, exp_avg_, exp_avg_sq_;  // [N]
+  DeviceBuffer<__nv_bfloat16> bf16_;                            // [N]
+  DeviceBuffer<double> norm_partials_;
+};
+
+}  // namespace twell
