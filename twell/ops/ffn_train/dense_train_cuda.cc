@@ -1,35 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn_train/dense_train_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell::ffn_train {
+namespace {
+
+struct SavedDense {
+  __nv_bfloat16* gate;  // [max_tokens, F] g, without a gate h
+  __nv_bfloat16* up;    // [max_tokens, F] u, with a gate only
+
+  SavedDense(const FfnTrainShapeCuda& shape, Layout& layout)
+      : gate(layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
+        up(layout.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
+  static SavedDense of(const FfnSavedCuda::Parts& saved) {
+    Layout layout(saved.memory.data());
+    return {saved.shape, layout};
+  }
+};
+
+struct DenseWorkspace {
+  OrderedSum sum;
+  __nv_bfloat16* hidden;  // [max_tokens, F] h, then d_h
+
+  DenseWorkspace(const FfnTrainShapeCuda& shape, Layout& layout) {
+    sum.ticket = layout.take<uint32_t>(1);
+    sum.parts = layout.take<double>(hidden_ctas(shape.max_tokens));
+    hidden = layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
+  }
+  static DenseWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
+    Layout layout(workspace.memory.data());
+    return {workspace.shape, layout};
+  }
+};
+
+}  // namespace
+
+int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape) {
+  Layout layout;
+  SavedDense(shape, layout);
+  return layout.bytes();
+}
+
+int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape) {
+  Layout layout;
+  DenseWorkspace(shape, layout);
+  return layout.bytes();
+}
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
   const auto& [max_tokens, width, ffn, gated] = saved.shape;
   const FfnTrainWeightsCuda& weights = problem.weights;
+  const SavedDense kept = SavedDense::of(saved);
+  const DenseWorkspace work = DenseWorkspace::of(workspace);
   const MatmulShapeCuda relu{
       .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = true};
-  matmul_cuda(ctx, relu, problem.x, gated ? weights.w_gate : weights.w_up, saved.gate.data());
+  matmul_cuda(ctx, relu, problem.x, gated ? weights.w_gate : weights.w_up, kept.gate);
   if (gated) {
     const MatmulShapeCuda linear{
         .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
-    matmul_cuda(ctx, linear, problem.x, weights.w_up, saved.up.data());
+    matmul_cuda(ctx, linear, problem.x, weights.w_up, kept.up);
   }
-  __nv_bfloat16* hidden = gated ? workspace.hidden.data() : saved.gate.data();
+  __nv_bfloat16* hidden = gated ? work.hidden : kept.gate;
   const bool counts = problem.counts != nullptr || problem.active != nullptr;
   if (gated || counts) {
-    TWELL_CUDA_CHECK(
-        launch_hidden_forward({.g = saved.gate.data(),
-                               .u = gated ? saved.up.data() : nullptr,
-                               .h = gated ? hidden : nullptr,
-                               .tokens = problem.tokens,
-                               .ffn = ffn,
-                               .counts = problem.counts,
-                               .active = problem.active,
-                               .sum = {workspace.sum_parts.data(), workspace.ticket.data()}},
-                              ctx.stream()));
+    TWELL_CUDA_CHECK(launch_hidden_forward({.g = kept.gate,
+                                            .u = gated ? kept.up : nullptr,
+                                            .h = gated ? hidden : nullptr,
+                                            .tokens = problem.tokens,
+                                            .ffn = ffn,
+                                            .counts = problem.counts,
+                                            .active = problem.active,
+                                            .sum = work.sum},
+                                           ctx.stream()));
   }
   matmul_cuda(ctx, {.rows = problem.tokens, .cols = width, .inner = ffn}, hidden, weights.w_down,
               problem.y);
@@ -39,6 +84,7 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
   const auto& [max_tokens, width, ffn, gated] = saved.shape;
   const FfnTrainWeightsCuda& weights = problem.weights;
+  const SavedDense kept = SavedDense::of(saved);
   const auto linear = [&, rows = problem.tokens, cols = ffn, inner = width](
                           const __nv_bfloat16* x, const __nv_bfloat16* w, const __nv_bfloat16* d_y,
                           __nv_bfloat16* d_x, bool d_x_add, float* d_w) {
@@ -52,15 +98,15 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                                .d_x_add = d_x_add,
                                .d_w = d_w});
   };
-  __nv_bfloat16* gate = saved.gate.data();
-  __nv_bfloat16* d_hidden = workspace.hidden.data();
+  __nv_bfloat16* gate = kept.gate;
+  __nv_bfloat16* d_hidden = DenseWorkspace::of(workspace).hidden;
   const MatmulShapeCuda through_down{
       .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
   matmul_cuda(ctx, through_down, problem.d_y, weights.w_down, d_hidden);
   if (!gated) linear(problem.d_y, nullptr, gate, nullptr, false, problem.grads.w_down);
   TWELL_CUDA_CHECK(launch_hidden_backward({.d_h = d_hidden,
                                            .g = gate,
-                                           .u = gated ? saved.up.data() : nullptr,
+                                           .u = gated ? kept.up : nullptr,
                                            .size = problem.tokens * ffn,
                                            .l1_scale = problem.l1_scale},
                                           ctx.stream()));
@@ -71,7 +117,7 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   // d_h is h now, g is d_g and u is d_u.
   linear(problem.d_y, nullptr, d_hidden, nullptr, false, problem.grads.w_down);
   linear(problem.x, weights.w_gate, gate, problem.d_x, false, problem.grads.w_gate);
-  linear(problem.x, weights.w_up, saved.up.data(), problem.d_x, true, problem.grads.w_up);
+  linear(problem.x, weights.w_up, kept.up, problem.d_x, true, problem.grads.w_up);
 }
 
 }  // namespace twell::ffn_train

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
+#include "twell/ops/sparse_up_down/tile_union.h"
 
 namespace twell {
 namespace {
@@ -42,51 +43,60 @@ FfnSavedCuda::~FfnSavedCuda() = default;
 FfnSavedCuda::FfnSavedCuda(FfnSavedCuda&&) noexcept = default;
 FfnSavedCuda& FfnSavedCuda::operator=(FfnSavedCuda&&) noexcept = default;
 
-void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double /*nnz*/) {
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-  const int64_t size = parts_->shape.max_tokens * parts_->shape.ffn;
+void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz) {
+  const bool hybrid = execution == FfnTrainExecution::kHybrid;
+  if (hybrid) {
+    const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_->shape);
+    TWELL_CHECK(unsupported.empty(), "hybrid FFN in training: {}", unsupported);
+  }
   parts_->execution = execution;
+  parts_->capacity = hybrid ? ffn_train::hybrid_capacity(parts_->shape, nnz) : 0;
   parts_->tokens = 0;
-  if (parts_->gate.size() == size) return;
-  parts_->gate = DeviceBuffer<__nv_bfloat16>(size);
-  parts_->up = DeviceBuffer<__nv_bfloat16>(parts_->shape.gated ? size : 0);
+  const int64_t bytes = bytes_needed(parts_->shape, execution, nnz);
+  if (parts_->memory.bytes() == bytes) return;
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  parts_->memory = {};  // before the other one is there
+  parts_->memory = DeviceBuffer<std::byte>(bytes);
 }
 
 FfnTrainExecution FfnSavedCuda::execution() const { return parts_->execution; }
 
-int64_t FfnSavedCuda::bytes() const { return parts_->gate.bytes() + parts_->up.bytes(); }
+int64_t FfnSavedCuda::bytes() const { return parts_->memory.bytes(); }
 
-int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution /*execution*/,
-                                   double /*nnz*/) {
-  return shape.max_tokens * shape.ffn * (shape.gated ? 2 : 1) * int64_t{sizeof(__nv_bfloat16)};
+int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
+                                   double nnz) {
+  if (execution == FfnTrainExecution::kDense) return ffn_train::dense_saved_bytes(shape);
+  return ffn_train::hybrid_saved_bytes(shape, ffn_train::hybrid_capacity(shape, nnz));
 }
 
 FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
     : parts_(std::make_unique<Parts>()) {
   check_shape(shape);
   parts_->shape = shape;
-  parts_->hidden = DeviceBuffer<__nv_bfloat16>(shape.max_tokens * shape.ffn);
-  parts_->sum_parts = DeviceBuffer<double>(ffn_train::hidden_ctas(shape.max_tokens));
-  parts_->ticket = DeviceBuffer<uint32_t>(1);
-  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->ticket.data(), 0, sizeof(uint32_t), ctx.stream()));
+  parts_->hybrid = ffn_train_hybrid_unsupported(ctx, shape).empty();
+  parts_->memory = DeviceBuffer<std::byte>(bytes_needed(ctx, shape));
+  // Tickets of the dense execution are 0 between calls; it lays them out first.
+  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->memory.data(), 0, 256, ctx.stream()));
 }
 FfnTrainWorkspaceCuda::~FfnTrainWorkspaceCuda() = default;
 
-int64_t FfnTrainWorkspaceCuda::bytes() const {
-  return parts_->hidden.bytes() + parts_->sum_parts.bytes() + parts_->ticket.bytes();
-}
+int64_t FfnTrainWorkspaceCuda::bytes() const { return parts_->memory.bytes(); }
 
-int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& /*ctx*/,
+int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx,
                                             const FfnTrainShapeCuda& shape) {
-  return shape.max_tokens * shape.ffn * int64_t{sizeof(__nv_bfloat16)} +
-         ffn_train::hidden_ctas(shape.max_tokens) * int64_t{sizeof(double)} +
-         int64_t{sizeof(uint32_t)};
+  const int64_t dense = ffn_train::dense_workspace_bytes(shape);
+  if (!ffn_train_hybrid_unsupported(ctx, shape).empty()) return dense;
+  return std::max(dense, ffn_train::hybrid_workspace_bytes(shape));
 }
 
 void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                             FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
   check_call(saved.parts().shape, workspace.parts().shape, problem.tokens, problem.weights);
-  ffn_train::dense_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  if (saved.execution() == FfnTrainExecution::kDense) {
+    ffn_train::dense_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  } else {
+    ffn_train::hybrid_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  }
   saved.parts().tokens = problem.tokens;
 }
 
@@ -96,8 +106,26 @@ void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& probl
   TWELL_CHECK(problem.tokens == saved.parts().tokens,
               "backward of {} tokens, but activations of {} are saved", problem.tokens,
               saved.parts().tokens);
-  ffn_train::dense_backward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  if (saved.execution() == FfnTrainExecution::kDense) {
+    ffn_train::dense_backward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  } else {
+    ffn_train::hybrid_backward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  }
   saved.parts().tokens = 0;
+}
+
+std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  constexpr int64_t kMaxFfn = tile_union::kMaxFfn;
+  if (shape.ffn > kMaxFfn) return fmt::format("FFN size {}, at most {}", shape.ffn, kMaxFfn);
+  // 16-byte pieces of a weight are counted in 32 bits.
+  if (shape.ffn * (shape.width / 8) >= int64_t{1} << 32) {
+    return fmt::format("weights [{}, {}] are too large", shape.ffn, shape.width);
+  }
+  return {};
 }
 
 FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& /*shape*/, int64_t /*tokens*/,

@@ -3,7 +3,9 @@
 // accumulation (weight gradients are f32).
 //   dense   cuBLASLt GEMMs; keeps g and u [M, F]
 //   hybrid  gate GEMM -> TwELL; everything behind it, backward included, works on active neurons
-//           only, and so does what is kept for backward
+//           only, and so does what is kept for backward. Tiles of 128 tokens gather the weight rows
+//           of their active neurons; for weight gradients tiles of 128 neurons gather their tokens.
+//           On Hopper; 16,384 tokens at a time
 // Both give the same result within accumulation order, on every input. The caller picks the
 // execution of each call from the counts of earlier steps (choose_ffn_train_cuda). Never
 // synchronises; deterministic; can be captured in a CUDA graph.
@@ -13,8 +15,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "twell/base/cuda.h"
+#include "twell/format/twell.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 #include "twell/ops/ffn_train/ffn_train_counts_cuda.h"
 
@@ -48,7 +52,8 @@ class FfnSavedCuda {
   FfnSavedCuda(FfnSavedCuda&&) noexcept;
   FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
   // Between steps: memory for calls of this execution. nnz: expected active neurons per token of
-  // the hybrid execution, which is a hint, no limit. Frees and allocates; waits for the stream.
+  // the hybrid execution, which is a hint, no limit: what does not fit is computed again by
+  // backward. Frees and allocates; waits for the stream. Error where it is not supported.
   void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz);
   FfnTrainExecution execution() const;
   int64_t bytes() const;
@@ -84,6 +89,9 @@ struct FfnTrainForwardCuda {
   __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
   FfnTrainCountsCuda* counts = nullptr;  // of this layer, or null
   uint8_t* active = nullptr;  // [F]: set to 1 for each neuron that fires on any token; or null
+  // For benchmarks: the hybrid execution runs the gate GEMM and goes on with this in place of its
+  // result (C = 8, row_nnz set), in backward too. words null: no. The dense execution ignores it.
+  TwellPacked replay;
 };
 // In the execution that `saved` was prepared for.
 void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
@@ -102,6 +110,9 @@ struct FfnTrainBackwardCuda {
 // Once after each forward: what was saved is overwritten.
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
+
+// Why the hybrid execution cannot run on this context's device or shape; empty when it can.
+std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 
 // The execution to prepare for calls of `tokens` tokens, nnz active neurons per token being
 // expected (negative: unknown, so dense). Fitted to measurements on an H200.

@@ -24,9 +24,31 @@ int64_t one_full_row(int64_t m, int64_t ffn) { return m == 1 ? ffn : m % 5; }
 int64_t third_full(int64_t m, int64_t ffn) { return m % 3 == 0 ? ffn : m % 7; }
 int64_t heavy_start(int64_t m, int64_t ffn) { return m % 200 < 4 ? ffn - m % 3 : m % 9; }
 
+double mean_nnz(const reference::Result& expected) {
+  double sum = 0.0;
+  for (const int64_t n : expected.row_nnz) sum += static_cast<double>(n);
+  return sum / static_cast<double>(expected.row_nnz.size());
+}
+
+// The hybrid execution may be off by what the dense one is off, and a little by chance.
+void expect_no_less_exact(const LayerResult& hybrid, const LayerResult& dense,
+                          const reference::Result& expected) {
+  const auto compare = [](const std::vector<float>& a, const std::vector<float>& b,
+                          const std::vector<reference::Tracked>& want, double start,
+                          const std::string& name) {
+    EXPECT_LE(relative_error(a, want, start), 1.1 * relative_error(b, want, start) + 1e-4) << name;
+  };
+  compare(hybrid.y, dense.y, expected.y, 0.0, "y");
+  compare(hybrid.d_x, dense.d_x, expected.d_x, 0.0, "d_x");
+  const double start = LayerCuda::kStart;
+  compare(hybrid.d_w_gate, dense.d_w_gate, expected.d_w_gate, start, "d_w_gate");
+  compare(hybrid.d_w_up, dense.d_w_up, expected.d_w_up, start, "d_w_up");
+  compare(hybrid.d_w_down, dense.d_w_down, expected.d_w_down, start, "d_w_down");
+}
+
 class FfnTrainCudaTest : public testing::TestWithParam<std::tuple<Case, bool>> {};
 
-TEST_P(FfnTrainCudaTest, DenseMatchesTheReference) {
+TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
   const auto& [c, gated] = GetParam();
   const auto row_nnz = [fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); };
@@ -36,9 +58,25 @@ TEST_P(FfnTrainCudaTest, DenseMatchesTheReference) {
   const TestStream stream;
   CudaContext ctx(stream.get());
   LayerCuda layer(ctx, p);
-  const LayerResult got = layer.run(FfnTrainExecution::kDense, -1.0);
-  expect_matches(got, p, expected);
-  EXPECT_EQ(got, layer.run(FfnTrainExecution::kDense, -1.0));
+  const LayerResult dense = layer.run(FfnTrainExecution::kDense, -1.0);
+  {
+    SCOPED_TRACE("dense");
+    expect_matches(dense, p, expected);
+    EXPECT_EQ(dense, layer.run(FfnTrainExecution::kDense, -1.0));
+  }
+  if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) GTEST_SKIP() << "dense only";
+  SCOPED_TRACE("hybrid");
+  const double nnz = mean_nnz(expected);
+  const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
+  expect_matches(hybrid, p, expected);
+  expect_no_less_exact(hybrid, dense, expected);
+  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
+  // Whether what forward saw could be kept must not show.
+  const LayerResult short_of_memory = layer.run(FfnTrainExecution::kHybrid, 0.0);
+  EXPECT_EQ(hybrid, short_of_memory);
+  if (nnz > 2.0) {
+    EXPECT_GE(short_of_memory.counts.recomputed, 1);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -50,12 +88,43 @@ INSTANTIATE_TEST_SUITE_P(
                         Case{"one_full_row", 129, 40, 200, one_full_row},
                         Case{"third_full", 300, 264, 520, third_full},
                         Case{"heavy_start", 1000, 64, 1032, heavy_start},
-                        Case{"wide_ffn", 3, 24, 8200, few}, Case{"tiny", 5, 8, 8, few}),
+                        Case{"wide_ffn", 3, 24, 8200, few}, Case{"tiny", 5, 8, 8, few},
+                        Case{"many_tokens", 6000, 72, 264, heavy_start},
+                        Case{"two_chunks", 16385, 24, 136, few}),
         testing::Bool()),
     [](const auto& suite_info) {
       return std::get<0>(suite_info.param).name +
              (std::get<1>(suite_info.param) ? "_gated" : "_plain");
     });
+
+INSTANTIATE_TEST_SUITE_P(Large, FfnTrainCudaTest,
+                         testing::Combine(testing::Values(Case{"tokens_beyond_65536", 70000, 8, 72,
+                                                               heavy_start}),
+                                          testing::Bool()),
+                         [](const auto& suite_info) {
+                           return std::get<0>(suite_info.param).name +
+                                  (std::get<1>(suite_info.param) ? "_gated" : "_plain");
+                         });
+
+TEST(FfnTrainCudaGraph, Replays) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  const Problem p =
+      reference::make_bf16_problem(700, 72, 520, true, [](int64_t m) { return m % 40; });
+  LayerCuda layer(ctx, p);
+  for (const FfnTrainExecution execution :
+       {FfnTrainExecution::kDense, FfnTrainExecution::kHybrid}) {
+    if (execution == FfnTrainExecution::kHybrid &&
+        !ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) {
+      continue;
+    }
+    const LayerResult once = layer.run(execution, 20.0);
+    layer.reset();
+    replay_as_graph(stream, 1, [&] { layer.enqueue(); });
+    EXPECT_EQ(once, layer.result());
+  }
+}
 
 TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
@@ -78,9 +147,15 @@ TEST(FfnTrainCudaContract, BytesAreWhatIsAllocated) {
   const TestStream stream;
   CudaContext ctx(stream.get());
   for (const bool gated : {true, false}) {
-    const FfnTrainShapeCuda shape{1000, 64, 200, gated};
+    const FfnTrainShapeCuda shape{1000, 64, 584, gated};
     FfnSavedCuda saved(ctx, shape);
-    EXPECT_EQ(saved.bytes(), FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kDense, -1.0));
+    const int64_t dense = FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kDense, -1.0);
+    EXPECT_EQ(saved.bytes(), dense);
+    if (ffn_train_hybrid_unsupported(ctx, shape).empty()) {
+      saved.prepare(ctx, FfnTrainExecution::kHybrid, 5.0);
+      EXPECT_EQ(saved.bytes(), FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kHybrid, 5.0));
+      EXPECT_LE(saved.bytes(), dense);
+    }
     const FfnTrainWorkspaceCuda workspace(ctx, shape);
     EXPECT_EQ(workspace.bytes(), FfnTrainWorkspaceCuda::bytes_needed(ctx, shape));
   }

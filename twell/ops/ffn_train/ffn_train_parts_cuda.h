@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory behind ffn_train_cuda.h and the executions that use it.
+// The memory behind ffn_train_cuda.h and the executions that use it. Each object owns one block of
+// device memory, which its execution lays out.
 #pragma once
 
-#include "twell/ops/ffn_train/dense_train_kernels.h"
+#include <cstddef>
+
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
 
 namespace twell {
@@ -10,24 +12,56 @@ namespace twell {
 struct FfnSavedCuda::Parts {
   FfnTrainShapeCuda shape;
   FfnTrainExecution execution = FfnTrainExecution::kDense;
-  int64_t tokens = 0;                // of the forward whose activations these are, or 0
-  DeviceBuffer<__nv_bfloat16> gate;  // dense: [max_tokens, F] g, without a gate h
-  DeviceBuffer<__nv_bfloat16> up;    // dense: [max_tokens, F] u, with a gate only
+  int64_t capacity = 0;  // hybrid: active pairs of a chunk that can be kept
+  int64_t tokens = 0;    // of the forward whose activations these are, or 0
+  TwellPacked replay;    // of that forward
+  DeviceBuffer<std::byte> memory;
 };
 
 struct FfnTrainWorkspaceCuda::Parts {
   FfnTrainShapeCuda shape;
-  DeviceBuffer<__nv_bfloat16> hidden;  // [max_tokens, F] h, then d_h
-  DeviceBuffer<double> sum_parts;      // [hidden_ctas(max_tokens)]
-  DeviceBuffer<uint32_t> ticket;       // 0 between calls
+  bool hybrid = false;  // has room for the hybrid execution
+  DeviceBuffer<std::byte> memory;
 };
 
 namespace ffn_train {
+
+// Hands out a block of memory piece by piece, in multiples of 256 bytes; without a block it only
+// counts.
+class Layout {
+ public:
+  explicit Layout(std::byte* base = nullptr) : base_(base) {}
+  template <typename T>
+  T* take(int64_t size) {
+    T* piece = base_ != nullptr ? reinterpret_cast<T*>(base_ + bytes_) : nullptr;
+    bytes_ += (size * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return piece;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* base_;
+  int64_t bytes_ = 0;
+};
+
+// Sizes in bytes.
+int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape);
+int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape);
+int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, int64_t capacity);
+int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape);
+
+// Active pairs per chunk to make room for, as many as nnz per token make likely and as the dense
+// execution's memory allows.
+int64_t hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz);
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
 void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
 
 }  // namespace ffn_train
 }  // namespace twell

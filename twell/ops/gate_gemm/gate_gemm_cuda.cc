@@ -60,6 +60,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   // 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters run at
   // one time: 8 MiB of each, well inside the L2.
   params.group = 8;
+  params.condition = problem.condition;
   const int clusters = std::min(ctx.multiprocessors() / kCluster, params.m_pairs * params.n_tiles);
   TWELL_CUDA_CHECK(launch_gate_gemm_sm90(params, clusters * kCluster, ctx.stream()));
 }

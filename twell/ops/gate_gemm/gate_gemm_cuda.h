@@ -23,6 +23,7 @@ struct GateGemmCuda {
   const __nv_bfloat16* x = nullptr;       // [M, D]
   const __nv_bfloat16* w_gate = nullptr;  // [F, D]
   TwellPacked out;  // shape [M, F], T = 256; spill [M * tiles, 256]; row_nnz [M], written
+  const int32_t* condition = nullptr;  // device memory: where it holds 0, nothing is computed
 };
 
 // Why the problem cannot run on this context's device; empty when it can.

@@ -122,6 +122,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t ring, uin
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace sm90;
+  if (params.condition != nullptr && *params.condition == 0) return;
   extern __shared__ uint8_t shared[];
   const uint32_t ring = (smem_address(shared) + 1023) & ~1023u;
   const uint32_t full = ring + kStages * kStageBytes;

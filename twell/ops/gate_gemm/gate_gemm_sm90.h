@@ -29,10 +29,11 @@ struct Params {
   CUtensorMap map_x;  // [M, D], boxes of kTileM rows
   CUtensorMap map_w;  // [F, D], boxes of kTileN / kCluster rows
   PackTarget out;
-  int k_steps;  // ceil(D / kTileK)
-  int m_pairs;  // cluster tiles along M
-  int n_tiles;  // along F
-  int group;    // cluster tiles along M that share a sweep over F, for L2 reuse
+  int k_steps;               // ceil(D / kTileK)
+  int m_pairs;               // cluster tiles along M
+  int n_tiles;               // along F
+  int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
+  const int32_t* condition;  // null, or what must not be 0
 };
 
 // ctas is a multiple of kCluster.

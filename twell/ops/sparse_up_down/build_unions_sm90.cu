@@ -229,7 +229,27 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Pairs pairs{gate, tokens, columns.first, columns.count, &spilled};
   pairs.for_each(0, kTileTokens, MarkActive{mask, columns.first_word()});
   uint32_t* out = tiles.mask + int64_t{work.tile} * gate.col_tiles * 8 + columns.first_word();
-  for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
+  int neurons = 0;
+  for (int i = threadIdx.x; i < columns.words(); i += kThreads) {
+    out[i] = mask[i];
+    neurons += __popc(mask[i]);
+  }
+  if (!tiles.compact) return;
+  neurons = __reduce_add_sync(~0u, neurons);
+  if (threadIdx.x % 32 == 0 && neurons > 0) atomicAdd(&tiles.union_size[work.tile], neurons);
+}
+
+// Blocks of the tiles before this one, to all threads.
+__device__ int blocks_before(const Tiles& tiles, int tile) {
+  __shared__ int sum;
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  int blocks = 0;
+  for (int i = threadIdx.x; i < tile; i += kThreads) blocks += tile_blocks(tiles, i);
+  blocks = __reduce_add_sync(~0u, blocks);
+  if (threadIdx.x % 32 == 0 && blocks > 0) atomicAdd(&sum, blocks);
+  __syncthreads();
+  return sum;
 }
 
 // Exclusive prefix sums of the mask's bits by the first warp, before[words] being the total.
@@ -285,13 +305,15 @@ __device__ bool last_size(const Tiles& tiles, int tile, int size) {
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
-    build_unions_kernel(Gate gate, Tiles tiles, ActivityCuda* activity, int ctas, int parts) {
+    build_unions_kernel(Gate gate, Tiles tiles, ActivityCuda* activity, int ctas, int parts,
+                        Condition condition) {
   extern __shared__ uint32_t shared[];
   __shared__ int32_t tokens[kTileTokens];
   __shared__ alignas(16) uint16_t staged[kStaged];
   __shared__ SpilledTiles spilled;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
+  if (condition != nullptr && *condition == 0) return;
   const Assignment work(tiles, parts);
   const int tile = work.tile;
   if (tile < 0) return;
@@ -306,9 +328,18 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (threadIdx.x < 32) scan_mask(mask, words, before);
   __syncthreads();
   const int total = before[words];
-  if (work.rank == 0 && last_size(tiles, tile, total)) {
-    make_schedule<kThreads>(tiles, ctas, reinterpret_cast<uint32_t*>(staged), activity);
-    __syncthreads();
+  const int first_block = tiles.compact ? blocks_before(tiles, tile) : tile * tiles.blocks;
+  if (work.rank == 0 && condition == nullptr) {
+    if (threadIdx.x == 0) tiles.first_block[tile] = first_block;
+    if (tiles.before != nullptr) {
+      for (int i = threadIdx.x; i < words; i += kThreads) {
+        tiles.before[int64_t{tile} * words + i] = before[i];
+      }
+    }
+    if (last_size(tiles, tile, total)) {
+      make_schedule<kThreads>(tiles, ctas, reinterpret_cast<uint32_t*>(staged), activity);
+      __syncthreads();
+    }
   }
 
   // The union is padded to whole blocks.
@@ -316,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int share = (padded / 8 + work.parts - 1) / work.parts * 8;
   const int begin = min(work.rank * share, padded), pitch = min(share, padded - begin);
   if (pitch == 0) return;
-  int32_t* ids = tiles.union_ids + int64_t{tile} * tiles.blocks * kBlock;
+  int32_t* ids = tiles.union_ids + int64_t{first_block} * kBlock;
   for (int i = threadIdx.x; i < words; i += kThreads) {
     int position = before[i];
     if (position >= begin + pitch || before[i + 1] <= begin) continue;
@@ -325,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       ++position;
     }
   }
-  __nv_bfloat16* out = tiles.activations + int64_t{tile} * tiles.blocks * (kTileTokens * kBlock);
+  __nv_bfloat16* out = tiles.activations + int64_t{first_block} * (kTileTokens * kBlock);
   const int slots_at_once = min(kTileTokens, kStaged / pitch);
   __shared__ TileRange range;
   range.find(before, gate.col_tiles, begin, begin + pitch);
@@ -344,22 +375,25 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                                int ctas, cudaStream_t stream) {
+                                int ctas, cudaStream_t stream, Condition condition) {
   // As many parts as make a wave of CTAs, and enough for a part to stage one token's values.
   const int wave = kCtasPerMultiprocessor * ctas;
   const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
   const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
   const dim3 grid(tiles.max_tiles * parts);
   const int mark_bytes = (gate.col_tiles + kMinParts - 1) / kMinParts * 8 * 4;
-  cudaError_t status = sm90::launch_dependent(mark_unions_kernel, grid, kThreads, mark_bytes,
-                                              stream, gate, tiles, parts);
+  cudaError_t status = cudaSuccess;
+  if (condition == nullptr) {
+    status = sm90::launch_dependent(mark_unions_kernel, grid, kThreads, mark_bytes, stream, gate,
+                                    tiles, parts);
+  }
   if (status != cudaSuccess) return status;
   const int build_bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
   status = cudaFuncSetAttribute(build_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 build_bytes);
   if (status != cudaSuccess) return status;
   return sm90::launch_dependent(build_unions_kernel, grid, kThreads, build_bytes, stream, gate,
-                                tiles, activity, ctas, parts);
+                                tiles, activity, ctas, parts, condition);
 }
 
 }  // namespace twell::tile_union

@@ -54,6 +54,7 @@ class TileUnionWorkspace {
   DeviceBuffer<int32_t> tile_tokens_;        // [tiles, 128]
   DeviceBuffer<uint32_t> mask_;              // [tiles, F / 256 rounded up * 8]
   DeviceBuffer<int32_t> union_size_;         // [tiles]
+  DeviceBuffer<int32_t> first_block_;        // [tiles]
   DeviceBuffer<int32_t> union_ids_;          // [tiles, F rounded up to 64]
   DeviceBuffer<__nv_bfloat16> activations_;  // [tiles, F / 64 rounded up, 128, 64] swizzled
   DeviceBuffer<int32_t> tile_order_;         // [tiles]

@@ -111,6 +111,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
   for (int i = heavy_total + threadIdx.x; i < heavy_tiles * kTileTokens; i += kThreads) {
     heavy_tokens[i] = -1;
   }
+  for (int i = threadIdx.x; i < plain_tiles + heavy_tiles; i += kThreads) tiles.union_size[i] = 0;
   if (threadIdx.x != 0) return;
   *tiles.counts = Counts{.tiles = plain_tiles + heavy_tiles, .plain_tiles = plain_tiles};
   if (activity != nullptr) {

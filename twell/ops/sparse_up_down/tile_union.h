@@ -6,6 +6,8 @@
 //                 lists for the two GEMMs
 //   up            activations *= x w_up[union]^T, in place (gated layers only)
 //   down          y = activations w_down[union]
+// Training takes the pieces apart: products of their own in place of up, sums of two products in
+// place of down, unions that lie one behind the other.
 #pragma once
 
 #include <cuda.h>
@@ -38,7 +40,7 @@ struct Counts {
   int32_t plain_tiles;  // those before the heavy ones: 128 consecutive rows each
   int32_t sized;        // tiles whose union's size is known
   int32_t up_items;
-  int32_t up_taken;  // items handed out beyond one per CTA
+  int32_t up_taken;  // for Up::taken
   int32_t down_taken;
 };
 
@@ -53,35 +55,57 @@ struct Gate {
 };
 
 struct Tiles {
-  int32_t* tokens;             // [tiles, kTileTokens] row of x and y, or -1
-  uint32_t* mask;              // [tiles, column tiles * 8] the union, a bit per neuron
-  int32_t* union_size;         // [tiles]
-  int32_t* union_ids;          // [tiles, blocks * kBlock] neurons, ascending
-  __nv_bfloat16* activations;  // [tiles, blocks, kTileTokens, kBlock], 16-byte pieces of a row
-                               // XORed with row % 8: the image WGMMA reads
+  int32_t* tokens;       // [tiles, kTileTokens] row of x and y, or -1
+  uint32_t* mask;        // [tiles, column tiles * 8] the union, a bit per neuron
+  int32_t* union_size;   // [tiles]
+  int32_t* first_block;  // [tiles] where a tile's blocks begin
+  uint32_t* before;      // [tiles, column tiles * 8] neurons of the union in words of the mask
+                         // below, or null
+  int32_t* union_ids;    // [first block of tile, blocks * kBlock] neurons, ascending
+  __nv_bfloat16* activations;  // [first block of tile, blocks, kTileTokens, kBlock], 16-byte pieces
+                               // of a row XORed with row % 8: the image WGMMA reads
   int32_t* order;              // [tiles] by falling union size
   int2* up_items;              // {tile, first block | blocks << 16}
   Counts* counts;
   int blocks;  // ceil(F / kBlock)
   int max_tiles;
+  bool compact;  // blocks of a tile follow those of the tile before; else `blocks` places each
 };
 
-struct Gemm {
-  CUtensorMap map_x;  // of x, boxes of kTileTokens rows; not for down
+// A kernel that is given one runs only where it points to a value that is not 0; null: it runs.
+using Condition = const int32_t*;
+
+struct Up {
+  CUtensorMap map_x;  // of x, boxes of kTileTokens rows
   Tiles tiles;
   const __nv_bfloat16* x;       // [M, D]
-  const __nv_bfloat16* weight;  // [F, D] w_up or w_down
-  __nv_bfloat16* y;             // [M, D]
-  int width;                    // D
+  const __nv_bfloat16* weight;  // [F, D]
+  __nv_bfloat16*
+      product;     // like activations: x weight[union]^T alone; null: multiplies activations
+  int32_t* taken;  // items handed out beyond one per CTA, 0 at the start
+  int width;       // D
+  Condition condition;
+};
+
+struct Down {
+  Tiles tiles;
+  const __nv_bfloat16* weight;  // [F, D]
+  // A second product that is added: activations2 weight2[union]; null: none.
+  const __nv_bfloat16* activations2;
+  const __nv_bfloat16* weight2;
+  __nv_bfloat16* y;  // [M, D]
+  int32_t* taken;    // as above
+  int width;         // D
 };
 
 // Both add to activity what they see, unless it is null.
 cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                               cudaStream_t stream);
-// ctas: what launch_up_sm90 will be given, one per multiprocessor.
+// ctas: what launch_up_sm90 will be given, one per multiprocessor. With a condition the unions are
+// those of an earlier call, and only the activations are made again.
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                                int ctas, cudaStream_t stream);
-cudaError_t launch_up_sm90(const Gemm& gemm, int ctas, cudaStream_t stream);
-cudaError_t launch_down_sm90(const Gemm& gemm, int ctas, cudaStream_t stream);
+                                int ctas, cudaStream_t stream, Condition condition = nullptr);
+cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream);
+cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream);
 
 }  // namespace twell::tile_union

@@ -24,6 +24,7 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
   tile_tokens_ = DeviceBuffer<int32_t>(tiles * kTileTokens);
   mask_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * 8);
   union_size_ = DeviceBuffer<int32_t>(tiles);
+  first_block_ = DeviceBuffer<int32_t>(tiles);
   union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
   activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
   tile_order_ = DeviceBuffer<int32_t>(tiles);
@@ -35,16 +36,17 @@ int64_t TileUnionWorkspace::bytes_needed(int64_t max_tokens, int64_t ffn) {
   using namespace tile_union;
   const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
   constexpr int64_t kWord = sizeof(int32_t);
-  // Per tile: its tokens, mask, neurons and values, items of the two GEMMs, size and place.
+  // Per tile: its tokens, mask, neurons and values, items of the two GEMMs, size, place and order.
   return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * 8 * kWord + blocks * kBlock * kWord +
                   blocks * kBlock * kTileTokens * int64_t{sizeof(__nv_bfloat16)} +
-                  ceil_div(blocks, kMaxChunkBlocks - 1) * int64_t{sizeof(int2)} + 2 * kWord) +
+                  ceil_div(blocks, kMaxChunkBlocks - 1) * int64_t{sizeof(int2)} + 3 * kWord) +
          int64_t{sizeof(Counts)};
 }
 
 int64_t TileUnionWorkspace::bytes() const {
-  return tile_tokens_.bytes() + mask_.bytes() + union_size_.bytes() + union_ids_.bytes() +
-         activations_.bytes() + tile_order_.bytes() + up_items_.bytes() + counts_.bytes();
+  return tile_tokens_.bytes() + mask_.bytes() + union_size_.bytes() + first_block_.bytes() +
+         union_ids_.bytes() + activations_.bytes() + tile_order_.bytes() + up_items_.bytes() +
+         counts_.bytes();
 }
 
 std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
@@ -90,6 +92,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   tiles.tokens = workspace.tile_tokens_.data();
   tiles.mask = workspace.mask_.data();
   tiles.union_size = workspace.union_size_.data();
+  tiles.first_block = workspace.first_block_.data();
   tiles.union_ids = workspace.union_ids_.data();
   tiles.activations = workspace.activations_.data();
   tiles.order = workspace.tile_order_.data();
@@ -109,17 +112,23 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   const int ctas = ctx.multiprocessors();
   TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, problem.activity, stream));
   TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, problem.activity, ctas, stream));
-  Gemm gemm{.tiles = tiles,
-            .x = problem.x,
-            .weight = problem.w_up,
-            .width = static_cast<int>(problem.width)};
+  const auto width = static_cast<int>(problem.width);
   if (problem.w_up != nullptr) {
-    gemm.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
-    TWELL_CUDA_CHECK(launch_up_sm90(gemm, ctas, stream));
+    Up up{};
+    up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+    up.tiles = tiles;
+    up.x = problem.x;
+    up.weight = problem.w_up;
+    up.taken = &tiles.counts->up_taken;
+    up.width = width;
+    TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
   }
-  gemm.weight = problem.w_down;
-  gemm.y = problem.y;
-  TWELL_CUDA_CHECK(launch_down_sm90(gemm, ctas, stream));
+  const Down down{.tiles = tiles,
+                  .weight = problem.w_down,
+                  .y = problem.y,
+                  .taken = &tiles.counts->down_taken,
+                  .width = width};
+  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
 }
 
 }  // namespace twell

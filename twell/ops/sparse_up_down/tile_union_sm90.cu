@@ -3,22 +3,32 @@
 #include "twell/ops/sparse_up_down/tile_union_up_sm90.cuh"
 
 namespace twell::tile_union {
+namespace {
 
-cudaError_t launch_up_sm90(const Gemm& gemm, int ctas, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(
-      up::tile_union_up_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, up::kSharedBytes);
+template <bool Gated>
+cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
+  const auto kernel = up::tile_union_up_sm90_kernel<Gated>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, up::kSharedBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(up::tile_union_up_sm90_kernel, dim3(ctas), kThreads,
-                                up::kSharedBytes, stream, gemm);
+  return sm90::launch_dependent(kernel, dim3(ctas), kThreads, up::kSharedBytes, stream, up);
 }
 
-cudaError_t launch_down_sm90(const Gemm& gemm, int ctas, cudaStream_t stream) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(down::tile_union_down_sm90_kernel,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, down::kSharedBytes);
-  if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(down::tile_union_down_sm90_kernel, dim3(ctas), kThreads,
-                                down::kSharedBytes, stream, gemm);
+}  // namespace
+
+cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream) {
+  return up.product == nullptr ? launch_up<true>(up, ctas, stream)
+                               : launch_up<false>(up, ctas, stream);
+}
+
+cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
+  const DownProblem problem{down.tiles,
+                            {down.tiles.activations, down.activations2},
+                            {down.weight, down.weight2},
+                            down.y,
+                            down.taken,
+                            down.width};
+  return gathered::launch(problem, ctas, stream);
 }
 
 }  // namespace twell::tile_union

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Up projection of the tile-union execution, with the gate applied in the epilogue:
-//   activations[tile] *= x[tile tokens] w_up[union]^T, in place.
+//   activations[tile] *= x[tile tokens] w_up[union]^T, in place,
+// or the product alone, into a place of its own.
 // Persistent. An item is 128 tokens by up to 192 neurons of one tile's union.
 //   warpgroup 0     k-step by k-step, gathers rows of w_up, and has the copy engine read x: the
 //                   tokens of a plain tile follow each other. Those that were set apart are read
@@ -42,24 +43,25 @@ struct Shared {
 };
 
 struct Item {
-  int tile, first_block, blocks, size;
+  int tile, first_block, blocks, neurons;
   bool plain;
-  // {tile, first block, blocks | plain << 8, neurons in the tile's union}
+  // {tile, first block, blocks | plain << 8, neurons of the tile's union from there on}
   __device__ static int4 load(const Tiles& tiles, int index) {
     if (index >= tiles.counts->up_items) return int4{-1, 0, 0, 0};
     const int2 item = tiles.up_items[index];
     const int plain = item.x < tiles.counts->plain_tiles;
-    return int4{item.x, item.y & 0xffff, item.y >> 16 | plain << 8, tiles.union_size[item.x]};
+    const int first = item.y & 0xffff;
+    return int4{item.x, tiles.first_block[item.x] + first, item.y >> 16 | plain << 8,
+                tiles.union_size[item.x] - first * kBlock};
   }
   __device__ explicit Item(int4 item)
       : tile(item.x),
         first_block(item.y),
         blocks(item.z & 0xff),
-        size(item.w),
+        neurons(item.w),
         plain(item.z >> 8 != 0) {}
-  __device__ uint8_t* activations(const Tiles& tiles) const {
-    return reinterpret_cast<uint8_t*>(tiles.activations) +
-           (int64_t{tile} * tiles.blocks + first_block) * kBlockBytes;
+  __device__ uint8_t* blocks_of(__nv_bfloat16* image) const {
+    return reinterpret_cast<uint8_t*>(image) + int64_t{first_block} * kBlockBytes;
   }
 };
 
@@ -69,12 +71,11 @@ struct GatherRows {
   uint32_t x[kTileTokens / 16];  // first 16-byte piece of the row, or kNone
   uint32_t w[kMaxChunkBlocks * kBlock / 16];
 
-  __device__ __forceinline__ GatherRows(const Gemm& gemm, const Item& item) {
+  __device__ __forceinline__ GatherRows(const Up& gemm, const Item& item) {
     const int p = threadIdx.x % kProducers;
     const int pieces = gemm.width / 8;
     const int32_t* tokens = gemm.tiles.tokens + item.tile * kTileTokens;
-    const int first = item.first_block * kBlock;
-    const int32_t* ids = gemm.tiles.union_ids + int64_t{item.tile} * gemm.tiles.blocks * kBlock;
+    const int32_t* ids = gemm.tiles.union_ids + int64_t{item.first_block} * kBlock;
 #pragma unroll
     for (int i = 0; i < kTileTokens / 16; ++i) {
       const int token = item.plain ? -1 : tokens[p / 8 + 16 * i];
@@ -82,13 +83,14 @@ struct GatherRows {
     }
 #pragma unroll
     for (int i = 0; i < kMaxChunkBlocks * kBlock / 16; ++i) {
-      const int position = first + p / 8 + 16 * i;
-      w[i] = position < item.size ? static_cast<uint32_t>(ids[position]) * pieces + p % 8 : kNone;
+      const int position = p / 8 + 16 * i;
+      w[i] =
+          position < item.neurons ? static_cast<uint32_t>(ids[position]) * pieces + p % 8 : kNone;
     }
   }
 };
 
-__device__ __forceinline__ void gather_step(const Gemm& gemm, const GatherRows& rows,
+__device__ __forceinline__ void gather_step(const Up& gemm, const GatherRows& rows,
                                             const Item& item, uint32_t stage, int k) {
   const int p = threadIdx.x % kProducers;
   const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
@@ -115,13 +117,13 @@ __device__ __forceinline__ void gather_step(const Gemm& gemm, const GatherRows& 
   }
 }
 
-__device__ __forceinline__ void produce(const Gemm& gemm, const Shared& shared) {
+template <bool Gated>
+__device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
   using namespace sm90;
   GatherRing<kStages> ring{shared.full, shared.empty};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
-  ItemFeeder feeder(feed, &gemm.tiles.counts->up_taken,
-                    [&](int index) { return Item::load(gemm.tiles, index); });
+  ItemFeeder feeder(feed, gemm.taken, [&](int index) { return Item::load(gemm.tiles, index); });
   for (uint32_t gate_parity = 1;; gate_parity ^= 1) {
     feeder.publish();
     const Item item(feed.take());
@@ -132,11 +134,11 @@ __device__ __forceinline__ void produce(const Gemm& gemm, const Shared& shared) 
       if (threadIdx.x % kProducers != 0) return;
       barrier_wait(shared.gate_empty, gate_parity);
       barrier_arrive_expect(shared.gate_full, item.blocks * kBlockBytes);
-      bulk_load(shared.gate, item.activations(gemm.tiles), item.blocks * kBlockBytes,
+      bulk_load(shared.gate, item.blocks_of(gemm.tiles.activations), item.blocks * kBlockBytes,
                 shared.gate_full);
     };
     for (int k = 0; k < k_steps; ++k) {
-      if (k == kStages) load_gate();
+      if (Gated && k == kStages) load_gate();
       const int index_of_stage = ring.acquire();
       const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
       if (item.plain && threadIdx.x == 0) {
@@ -147,13 +149,14 @@ __device__ __forceinline__ void produce(const Gemm& gemm, const Shared& shared) 
       gather_step(gemm, rows, item, stage, k);
       ring.commit();
     }
-    if (k_steps <= kStages) load_gate();
+    if (Gated && k_steps <= kStages) load_gate();
   }
 }
 
 // State of a consumer across items.
+template <bool Gated>
 struct Consumer {
-  const Gemm& gemm;
+  const Up& gemm;
   const Shared& shared;
   const int warpgroup = threadIdx.x / 128 - 1;
   const int thread = threadIdx.x % 128;
@@ -164,7 +167,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_store() {
     if (storing && thread == 0) {
       sm90::bulk_store_wait_read();
-      sm90::barrier_arrive(shared.gate_empty);
+      if (Gated) sm90::barrier_arrive(shared.gate_empty);
     }
     storing = false;
   }
@@ -197,23 +200,25 @@ struct Consumer {
     ring.release(previous);
   }
 
-  // h = g * u, in f32, rounded once.
+  // h = g * u, in f32, rounded once; or u.
   template <int N>
-  __device__ __forceinline__ void apply_gate(const float (&acc)[kAccumulators]) {
+  __device__ __forceinline__ void write_result(const float (&acc)[kAccumulators]) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
       const uint32_t at = base + i / 8 * kBlockBytes + ((i % 8) ^ (row % 8)) * 16;
-      multiply_pair(at, acc[4 * i], acc[4 * i + 1]);
-      multiply_pair(at + 8 * 128, acc[4 * i + 2], acc[4 * i + 3]);
+      write_pair(at, acc[4 * i], acc[4 * i + 1]);
+      write_pair(at + 8 * 128, acc[4 * i + 2], acc[4 * i + 3]);
     }
   }
-  __device__ __forceinline__ static void multiply_pair(uint32_t at, float low, float high) {
+  __device__ __forceinline__ static void write_pair(uint32_t at, float low, float high) {
     uint32_t pair;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
-    low *= __uint_as_float(pair << 16);
-    high *= __uint_as_float(pair & 0xffff0000u);
+    if (Gated) {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
+      low *= __uint_as_float(pair << 16);
+      high *= __uint_as_float(pair & 0xffff0000u);
+    }
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
   }
@@ -222,14 +227,18 @@ struct Consumer {
   __device__ __forceinline__ void run(float (&acc)[kAccumulators], const Item& item, int k_steps) {
     using namespace sm90;
     multiply<N>(acc, k_steps);
-    barrier_wait(shared.gate_full, gate_parity);
-    gate_parity ^= 1;
-    apply_gate<N>(acc);
+    if (Gated) {
+      barrier_wait(shared.gate_full, gate_parity);
+      gate_parity ^= 1;
+    } else {
+      named_barrier(1 + warpgroup, 128);  // this warpgroup's last store has been read
+    }
+    write_result<N>(acc);
     fence_async_shared();
     named_barrier(1 + warpgroup, 128);
     if (thread == 0) {
       const uint32_t half = warpgroup * (kBlockBytes / 2);
-      uint8_t* out = item.activations(gemm.tiles) + half;
+      uint8_t* out = item.blocks_of(Gated ? gemm.tiles.activations : gemm.product) + half;
       for (int block = 0; block < N / kBlock; ++block) {
         bulk_store(out + block * kBlockBytes, shared.gate + half + block * kBlockBytes,
                    kBlockBytes / 2);
@@ -240,8 +249,9 @@ struct Consumer {
   }
 };
 
-__device__ __forceinline__ void consume(const Gemm& gemm, const Shared& shared) {
-  Consumer consumer{gemm, shared};
+template <bool Gated>
+__device__ __forceinline__ void consume(const Up& gemm, const Shared& shared) {
+  Consumer<Gated> consumer{gemm, shared};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
   float acc[kAccumulators];
@@ -250,21 +260,22 @@ __device__ __forceinline__ void consume(const Gemm& gemm, const Shared& shared) 
     if (item.tile < 0) break;
     switch (item.blocks) {
       case 1:
-        consumer.run<64>(acc, item, k_steps);
+        consumer.template run<64>(acc, item, k_steps);
         break;
       case 2:
-        consumer.run<128>(acc, item, k_steps);
+        consumer.template run<128>(acc, item, k_steps);
         break;
       default:
-        consumer.run<192>(acc, item, k_steps);
+        consumer.template run<192>(acc, item, k_steps);
         break;
     }
   }
   if (consumer.thread == 0) sm90::bulk_store_wait();
 }
 
+template <bool Gated>
 __global__ void __launch_bounds__(kThreads, 1)
-    tile_union_up_sm90_kernel(const __grid_constant__ Gemm gemm) {
+    tile_union_up_sm90_kernel(const __grid_constant__ Up gemm) {
   extern __shared__ uint8_t memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -278,12 +289,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
+  if (gemm.condition != nullptr && *gemm.condition == 0) return;
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
-    produce(gemm, shared);
+    produce<Gated>(gemm, shared);
   } else {
     sm90::registers_increase<kConsumerRegisters>();
-    consume(gemm, shared);
+    consume<Gated>(gemm, shared);
   }
 }
 

@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+// The feed-forward layer in training on the GPU, forward and backward, dense and hybrid side by
+// side, on one activation pattern each. Errors first, then time.
+//   ffn_train_cuda_bench --patterns FILE [--layer N]... [--nnz K]... [--full-rows K]... [--tokens
+//   M]
+//                        [--check] [--jsonl FILE]
+// A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and goes on with
+// the pattern; the dense execution runs on operands whose gate has as many non-zeros.
+// --check compares both on the pattern with the same sums in f32, for 4,096 tokens.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "bench/cuda_bench.h"
+#include "twell/ops/ffn_train/ffn_train_cuda.h"
+#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
+#include "twell/ops/matmul/matmul_cuda.h"
+
+namespace twell {
+namespace {
+
+struct Options {
+  std::string patterns;
+  std::vector<int> layers;
+  std::vector<double> nnz;
+  std::vector<int> full_rows;
+  int64_t tokens = 16384;
+  int64_t width = 2048;
+  int64_t ffn = 5632;
+  int rounds = 21;
+  bool check = false;
+  bool time = true;
+  std::string jsonl;
+};
+
+// The pattern's rows over and over.
+Pattern repeated(const Pattern& from, int64_t tokens) {
+  Pattern to{from.name, {}, {}};
+  std::vector<size_t> begins{0};
+  for (const uint16_t n : from.row_nnz) begins.push_back(begins.back() + n);
+  for (int64_t row = 0; row < tokens; ++row) {
+    const size_t source = static_cast<size_t>(row) % from.row_nnz.size();
+    to.row_nnz.push_back(from.row_nnz[source]);
+    to.columns.insert(to.columns.end(),
+                      from.columns.begin() + static_cast<std::ptrdiff_t>(begins[source]),
+                      from.columns.begin() + static_cast<std::ptrdiff_t>(begins[source + 1]));
+  }
+  return to;
+}
+
+// Every neuron active on every `stride`-th token, ten neurons on the others.
+Pattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
+  Pattern pattern = random_pattern(tokens, ffn, 10.0);
+  Pattern full{fmt::format("every {} full", stride), {}, {}};
+  size_t next = 0;
+  for (int64_t row = 0; row < tokens; ++row) {
+    const uint16_t n = pattern.row_nnz[static_cast<size_t>(row)];
+    if (row % stride == 0) {
+      full.row_nnz.push_back(static_cast<uint16_t>(ffn));
+      for (int64_t j = 0; j < ffn; ++j) full.columns.push_back(static_cast<uint16_t>(j));
+    } else {
+      full.row_nnz.push_back(n);
+      for (size_t i = 0; i < n; ++i) full.columns.push_back(pattern.columns[next + i]);
+    }
+    next += n;
+  }
+  return full;
+}
+
+// One layer with its operands and gradients.
+struct Layer {
+  FfnTrainShapeCuda shape;
+  DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down, y, d_x, dense_gate;
+  DeviceBuffer<float> l1_scale, d_w_gate, d_w_up, d_w_down;
+  DeviceBuffer<uint8_t> active;
+  DeviceBuffer<FfnTrainCountsCuda> counts;
+  GateOnDevice gate;
+  double nnz;
+
+  Layer(const Options& options, const Pattern& pattern)
+      : shape{static_cast<int64_t>(pattern.row_nnz.size()), options.width, options.ffn, true},
+        y(poisoned<__nv_bfloat16>(shape.max_tokens * shape.width)),
+        d_x(poisoned<__nv_bfloat16>(shape.max_tokens * shape.width)),
+        dense_gate(shape.max_tokens * shape.ffn),
+        l1_scale(upload(std::vector<float>{1e-4f})),
+        active(upload(std::vector<uint8_t>(static_cast<size_t>(shape.ffn)))),
+        counts(upload(std::vector<FfnTrainCountsCuda>(1))),
+        gate(pattern, options.ffn, dense_gate.data()),
+        nnz(pattern.mean()) {
+    const int64_t tokens = shape.max_tokens, width = shape.width, ffn = shape.ffn;
+    auto host_x = random_operand(tokens * width, 1, 1.0f);
+    auto host_gate = random_operand(ffn * width, 4, 0.02f);
+    // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest has deviation 0.02 sqrt(D - 1).
+    const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
+    const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
+    for (int64_t m = 0; m < tokens; ++m) {
+      host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
+    }
+    for (int64_t n = 0; n < ffn; ++n) {
+      host_gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
+    }
+    x = upload(host_x);
+    w_gate = upload(host_gate);
+    d_y = upload(random_operand(tokens * width, 5, 1e-3f));
+    w_up = upload(random_operand(ffn * width, 2, 0.02f));
+    w_down = upload(random_operand(ffn * width, 3, 0.02f));
+    clear_gradients();
+  }
+  void clear_gradients() {
+    const std::vector<float> zeros(static_cast<size_t>(shape.ffn * shape.width));
+    d_w_gate = upload(zeros);
+    d_w_up = upload(zeros);
+    d_w_down = upload(zeros);
+  }
+  FfnTrainForwardCuda forward(bool replay) const {
+    return {.tokens = shape.max_tokens,
+            .weights = {w_gate.data(), w_up.data(), w_down.data()},
+            .x = x.data(),
+            .y = y.data(),
+            .counts = counts.data(),
+            .active = active.data(),
+            .replay = replay ? gate.packed : TwellPacked{}};
+  }
+  FfnTrainBackwardCuda backward() const {
+    return {.tokens = shape.max_tokens,
+            .weights = {w_gate.data(), w_up.data(), w_down.data()},
+            .x = x.data(),
+            .d_y = d_y.data(),
+            .l1_scale = l1_scale.data(),
+            .d_x = d_x.data(),
+            .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data()}};
+  }
+};
+
+// Gradients and y as f32, on the host.
+using Results = std::vector<std::pair<std::string, std::vector<float>>>;
+
+std::vector<float> to_floats(const std::vector<__nv_bfloat16>& values) {
+  std::vector<float> floats(values.size());
+  for (size_t i = 0; i < values.size(); ++i) floats[i] = __bfloat162float(values[i]);
+  return floats;
+}
+
+Results results_of(const Layer& layer) {
+  return {{"d_x", to_floats(download(layer.d_x))},
+          {"d_w_gate", download(layer.d_w_gate)},
+          {"d_w_up", download(layer.d_w_up)},
+          {"d_w_down", download(layer.d_w_down)}};
+}
+
+// A GEMM whose left operand is f32: as three bf16 matrices that add up to it.
+std::vector<float> product(CudaContext& ctx, MatmulShapeCuda shape, const std::vector<float>& a,
+                           const __nv_bfloat16* b, std::vector<float> c = {}) {
+  shape.f32_out = true;
+  shape.add = true;
+  if (c.empty()) c.resize(static_cast<size_t>(shape.rows * shape.cols));
+  const auto out = upload(c);
+  std::vector<float> left = a;
+  std::vector<__nv_bfloat16> part(a.size());
+  for (int i = 0; i < 3; ++i) {
+    for (size_t j = 0; j < left.size(); ++j) {
+      part[j] = __float2bfloat16(left[j]);
+      left[j] -= __bfloat162float(part[j]);
+    }
+    const auto device = upload(part);
+    matmul_cuda(ctx, shape, device.data(), b, out.data());
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  }
+  return download(out);
+}
+
+// The layer on the pattern in f32.
+Results reference(CudaContext& ctx, const Layer& layer) {
+  const auto& [tokens, width, ffn, gated] = layer.shape;
+  const MatmulShapeCuda up{.rows = tokens, .cols = ffn, .inner = width, .trans_b = true};
+  const std::vector<float> g = to_floats(download(layer.dense_gate));
+  std::vector<float> u = product(ctx, up, to_floats(download(layer.x)), layer.w_up.data());
+  std::vector<float> d_h = product(ctx, up, to_floats(download(layer.d_y)), layer.w_down.data());
+  std::vector<float> h(g.size());
+  const float l1_scale = download(layer.l1_scale)[0];
+  for (size_t i = 0; i < g.size(); ++i) {
+    h[i] = g[i] * u[i];
+    const float d = d_h[i] + (h[i] > 0.0f ? l1_scale : (h[i] < 0.0f ? -l1_scale : 0.0f));
+    d_h[i] = g[i] != 0.0f ? d * u[i] : 0.0f;  // d_g
+    u[i] = d * g[i];                          // d_u
+  }
+  const MatmulShapeCuda through{.rows = tokens, .cols = width, .inner = ffn};
+  const MatmulShapeCuda weight{.rows = ffn, .cols = width, .inner = tokens, .trans_a = true};
+  Results results;
+  std::vector<float> d_x = product(ctx, through, d_h, layer.w_gate.data());
+  results.emplace_back("d_x", product(ctx, through, u, layer.w_up.data(), std::move(d_x)));
+  results.emplace_back("d_w_gate", product(ctx, weight, d_h, layer.x.data()));
+  results.emplace_back("d_w_up", product(ctx, weight, u, layer.x.data()));
+  results.emplace_back("d_w_down", product(ctx, weight, h, layer.d_y.data()));
+  results.emplace_back("y", product(ctx, through, h, layer.w_down.data()));
+  return results;
+}
+
+double relative_error(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0.0, size = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+    difference += d * d;
+    size += static_cast<double>(b[i]) * static_cast<double>(b[i]);
+  }
+  return std::sqrt(difference / size);
+}
+
+// Errors of both executions against f32 sums, on the pattern's first tokens.
+nlohmann::json check(CudaContext& ctx, const Options& options, const Pattern& pattern) {
+  constexpr int64_t kTokens = 4096;
+  Layer layer(options, repeated(pattern, kTokens));
+  const Results want = reference(ctx, layer);
+  FfnSavedCuda saved(ctx, layer.shape);
+  FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
+  // The dense execution with the pattern in the place of its gate.
+  ffn_train_forward_cuda(ctx, layer.forward(false), saved, workspace);
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.parts().memory.data(), layer.dense_gate.data(),
+                                   static_cast<size_t>(layer.dense_gate.bytes()),
+                                   cudaMemcpyDeviceToDevice, ctx.stream()));
+  ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  const Results dense = results_of(layer);
+  layer.clear_gradients();
+  saved.prepare(ctx, FfnTrainExecution::kHybrid, layer.nnz);
+  ffn_train_forward_cuda(ctx, layer.forward(true), saved, workspace);
+  ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  const Results hybrid = results_of(layer);
+  nlohmann::json row;
+  std::string line;
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const double a = relative_error(dense[i].second, want[i].second);
+    const double b = relative_error(hybrid[i].second, want[i].second);
+    row[dense[i].first] = {{"dense", a}, {"hybrid", b}};
+    line += fmt::format("  {} {:.2e} {:.2e}", dense[i].first, a, b);
+    TWELL_CHECK(b <= 1.02 * a, "{}: {} is off by {}, dense by {}", pattern.name, dense[i].first, b,
+                a);
+  }
+  const double y = relative_error(to_floats(download(layer.y)), want.back().second);
+  row["y"] = {{"hybrid", y}};
+  TWELL_CHECK(y < std::ldexp(1.0, -8), "{}: y is off by {}", pattern.name, y);
+  fmt::print("{:14} error against f32, dense and hybrid: {}  y {:.2e}\n", pattern.name, line, y);
+  return row;
+}
+
+nlohmann::json timing(const Timing& t) {
+  return {{"median", t.median}, {"p10", t.p10}, {"p90", t.p90}};
+}
+
+nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+                       const Pattern& pattern) {
+  const Layer layer(options, repeated(pattern, options.tokens));
+  FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
+  FfnSavedCuda dense(ctx, layer.shape), hybrid(ctx, layer.shape);
+  hybrid.prepare(ctx, FfnTrainExecution::kHybrid, layer.nnz);
+  const FfnTrainForwardCuda dense_forward = layer.forward(false), replay = layer.forward(true);
+  const auto run = [&](const FfnTrainForwardCuda& forward, FfnSavedCuda& saved) {
+    ffn_train_forward_cuda(ctx, forward, saved, workspace);
+    ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
+  };
+  run(dense_forward, dense);  // tunes, allocates
+  run(replay, hybrid);
+  stream.synchronize();
+  const auto times = Stopwatch(stream).run(
+      options.rounds, {[&] { ffn_train_forward_cuda(ctx, dense_forward, dense, workspace); },
+                       [&] { ffn_train_backward_cuda(ctx, layer.backward(), dense, workspace); },
+                       [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
+                       [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
+                       [&] { run(dense_forward, dense); }, [&] { run(replay, hybrid); }});
+  const FfnTrainExecution choice =
+      choose_ffn_train_cuda(layer.shape, layer.shape.max_tokens, layer.nnz);
+  const double speedup = times[4].median / times[5].median;
+  nlohmann::json row;
+  row["tokens"] = layer.shape.max_tokens;
+  row["dense_forward_ms"] = timing(times[0]);
+  row["dense_backward_ms"] = timing(times[1]);
+  row["hybrid_forward_ms"] = timing(times[2]);
+  row["hybrid_backward_ms"] = timing(times[3]);
+  row["dense_ms"] = timing(times[4]);
+  row["hybrid_ms"] = timing(times[5]);
+  row["speedup"] = speedup;
+  row["choice"] = std::string(ffn_train_execution_name(choice));
+  row["choice_speedup"] = choice == FfnTrainExecution::kHybrid ? speedup : 1.0;
+  row["dense_saved_bytes"] = dense.bytes();
+  row["hybrid_saved_bytes"] = hybrid.bytes();
+  row["recomputed"] = download(layer.counts)[0].recomputed;
+  row["workspace_bytes"] = workspace.bytes();
+  fmt::print(
+      "{:14} {:6} {:7.1f}   {:.3f} + {:.3f} = {:.3f}   {:.3f} + {:.3f} = {:.3f}   {:.2f}x  {:6}  "
+      "saved {:.1f}%  recomputed {}\n",
+      pattern.name, layer.shape.max_tokens, layer.nnz, times[0].median, times[1].median,
+      times[4].median, times[2].median, times[3].median, times[5].median, speedup,
+      ffn_train_execution_name(choice),
+      100.0 * static_cast<double>(hybrid.bytes()) / static_cast<double>(dense.bytes()),
+      download(layer.counts)[0].recomputed);
+  std::fflush(stdout);
+  return row;
+}
+
+void run(const Options& options) {
+  const std::string unavailable = cuda_unavailable();
+  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  set_matmul_tuning(ctx, true);
+  int driver = 0;
+  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  std::vector<Pattern> patterns;
+  if (!options.patterns.empty()) patterns = read_patterns(options.patterns, options.layers);
+  for (const double nnz : options.nnz) {
+    patterns.push_back(random_pattern(std::min<int64_t>(options.tokens, 16384), options.ffn, nnz));
+  }
+  for (const int stride : options.full_rows) {
+    patterns.push_back(
+        full_rows_pattern(std::min<int64_t>(options.tokens, 16384), options.ffn, stride));
+  }
+  fmt::print("{}, CUDA driver {}, D {}, F {}; ms, forward + backward: dense, hybrid\n",
+             ctx.device_name(), driver, options.width, options.ffn);
+  std::ofstream out;
+  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
+  for (const Pattern& pattern : patterns) {
+    nlohmann::json row;
+    if (options.check) row["errors"] = check(ctx, options, pattern);
+    if (options.time) row.update(measure(ctx, stream, options, pattern));
+    row["pattern"] = pattern.name;
+    row["width"] = options.width;
+    row["ffn"] = options.ffn;
+    row["nnz_per_token"] = pattern.mean();
+    row["gpu"] = ctx.device_name();
+    row["cuda_driver"] = driver;
+    row["baseline"] = "dense execution, cuBLASLt, fastest proposals";
+    row["cublaslt"] = cublasLtGetVersion();
+    if (out.is_open()) out << row.dump() << '\n';
+  }
+}
+
+}  // namespace
+}  // namespace twell
+
+int main(int argc, char** argv) {
+  twell::Options options;
+  CLI::App app("The feed-forward layer in training on the GPU, dense and hybrid.");
+  app.add_option("--patterns", options.patterns, "safetensors file of captured patterns");
+  app.add_option("--layer", options.layers, "layers of the file")->needs("--patterns");
+  app.add_option("--nnz", options.nnz, "non-zeros per token of random patterns");
+  app.add_option("--full-rows", options.full_rows,
+                 "patterns in which every K-th token has all neurons active");
+  app.add_option("--tokens", options.tokens, "tokens, the pattern repeated")->capture_default_str();
+  app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
+  app.add_flag("--check", options.check, "errors against f32 first");
+  app.add_flag("!--no-time", options.time, "no timing");
+  app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    twell::run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "ffn_train_cuda_bench: %s\n", error.what());
+    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arithmetic between the GEMMs of the feed-forward layer in training, on pairs of neighbouring
+// neurons in bf16; the same for every execution.
+#pragma once
+
+#include <cstdint>
+
+namespace twell::ffn_train {
+
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Which of a pair is active: bits 0 and 1. NaN is.
+__device__ __forceinline__ uint32_t fired_bits(uint32_t g) {
+  return static_cast<uint32_t>((g & 0x7fff) != 0) | static_cast<uint32_t>((g & 0x7fff0000) != 0)
+                                                        << 1;
+}
+__device__ __forceinline__ uint32_t fired_bits(const uint4& g) {
+  return fired_bits(g.x) | fired_bits(g.y) << 2 | fired_bits(g.z) << 4 | fired_bits(g.w) << 6;
+}
+
+// h = g * u; adds |h| to l1.
+__device__ __forceinline__ uint32_t hidden_pair(uint32_t g, uint32_t u, float& l1) {
+  const uint32_t fired = fired_bits(g);
+  const float h0 = (fired & 1) != 0 ? low(g) * low(u) : 0.0f;
+  const float h1 = (fired & 2) != 0 ? high(g) * high(u) : 0.0f;
+  l1 += fabsf(h0);
+  l1 += fabsf(h1);
+  return pack(h0, h1);
+}
+
+__device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
+  return d_h + (h > 0.0f ? l1_scale : (h < 0.0f ? -l1_scale : 0.0f));
+}
+
+// g becomes d_g, u becomes d_u and d_h becomes h; all 0 where the neuron is not active.
+__device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u,
+                                              float l1_scale) {
+  const uint32_t fired = fired_bits(g);
+  const bool first = (fired & 1) != 0, second = (fired & 2) != 0;
+  const float g0 = low(g), g1 = high(g), u0 = low(u), u1 = high(u);
+  const float h0 = first ? g0 * u0 : 0.0f, h1 = second ? g1 * u1 : 0.0f;
+  const float d0 = with_l1(low(d_h), h0, l1_scale), d1 = with_l1(high(d_h), h1, l1_scale);
+  g = pack(first ? d0 * u0 : 0.0f, second ? d1 * u1 : 0.0f);
+  u = pack(first ? d0 * g0 : 0.0f, second ? d1 * g1 : 0.0f);
+  d_h = pack(h0, h1);
+}
+__device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, float l1_scale) {
+  backward_pair(d_h.x, g.x, u.x, l1_scale);
+  backward_pair(d_h.y, g.y, u.y, l1_scale);
+  backward_pair(d_h.z, g.z, u.z, l1_scale);
+  backward_pair(d_h.w, g.w, u.w, l1_scale);
+}
+
+// u where there is none: two ones in bf16.
+inline constexpr uint32_t kOnes = 0x3f803f80u;
+
+// The sum over a CTA of Threads threads, on thread 0, in a fixed order.
+template <int Threads>
+__device__ __forceinline__ double block_sum(double value) {
+  __shared__ double of_warp[Threads / 32];
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  double sum = 0.0;
+  if (threadIdx.x == 0) {
+    for (const double part : of_warp) sum += part;
+  }
+  __syncthreads();
+  return sum;
+}
+
+}  // namespace twell::ffn_train

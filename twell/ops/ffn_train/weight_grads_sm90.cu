@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weight gradients of the hybrid execution: grads[p] [neurons of a tile] += images[p][tile]
+// right[p][tokens of the tile]. An item is a piece of one such sum, 128 neurons by 256 columns.
+// Pieces are added to the gradients in their order: who has a later one waits for its turn. They
+// are handed out in an order in which that piece is always in work already.
+#include "twell/ops/ffn_train/hybrid_train.h"
+#include "twell/ops/sparse_up_down/gathered_gemm_sm90.cuh"
+
+namespace twell::ffn_train {
+namespace {
+
+namespace gathered = tile_union::gathered;
+using tile_union::kColumns;
+
+struct Problem {
+  NeuronTiles neurons;
+  const __nv_bfloat16* right[3];
+  float* grads[3];
+  int32_t* taken;
+  int width;
+
+  // {tile, product * columns + column block, first block, blocks | (2 * piece + more) << 16}
+  __device__ __forceinline__ int4 load(int index) const {
+    if (index >= neurons.counts->items) return int4{-1, 0, 0, 0};
+    const int sums = neurons.products * neurons.columns;
+    const int4 entry = neurons.entries[index / sums];
+    return int4{entry.z, index % sums, entry.x, entry.y | entry.w << 16};
+  }
+  __device__ __forceinline__ gathered::Operands operands(const int4& item) const {
+    const int product = item.y / neurons.columns, column = item.y % neurons.columns;
+    const auto* image = reinterpret_cast<const uint8_t*>(neurons.images[product]) +
+                        int64_t{item.z} * gathered::kBytesA;
+    const auto* from = reinterpret_cast<const uint4*>(right[product]);
+    const int blocks = item.w & 0xffff;
+    return {{image, image},
+            {from, from},
+            neurons.ids + int64_t{item.z} * tile_union::kBlock,
+            blocks * tile_union::kBlock,
+            blocks,
+            1,
+            column * kColumns};
+  }
+
+  struct Store {
+    const Problem& problem;
+    int neuron[2];  // rows of the gradient that this lane has values of
+    float* grad;    // first of this lane's columns
+    int columns;    // that there are from there on
+    int32_t* turn;
+    int piece;
+    bool more;
+
+    __device__ __forceinline__ Store(const Problem& problem_in, const int4& item)
+        : problem(problem_in) {
+      const int thread = threadIdx.x % 128, lane = thread % 32;
+      const int warpgroup = threadIdx.x / 128 - 1;
+      const NeuronTiles& neurons = problem.neurons;
+      const int32_t* order =
+          neurons.order + item.x * kNeuronTile + warpgroup * 64 + thread / 32 * 16 + lane / 4;
+      neuron[0] = order[0];
+      neuron[1] = order[8];
+      const int column = item.y % neurons.columns * kColumns + lane % 4 * 2;
+      grad = problem.grads[item.y / neurons.columns] + column;
+      columns = problem.width - column;
+      turn = neurons.turns + (int64_t{item.x} * neurons.products * neurons.columns + item.y) * 2 +
+             warpgroup;
+      piece = item.w >> 17;
+      more = (item.w >> 16 & 1) != 0;
+    }
+    __device__ __forceinline__ void operator()(const float (&acc)[128], uint32_t) const {
+      const int warpgroup = threadIdx.x / 128 - 1;
+      if (piece > 0) {
+        if (threadIdx.x % 128 == 0) {
+          int32_t now;
+          do {
+            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+          } while (now != piece);
+        }
+        sm90::named_barrier(1 + warpgroup, 128);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (neuron[half] < 0) continue;
+        float* row = grad + int64_t{neuron[half]} * problem.width;
+        constexpr int kAtOnce = 8;
+#pragma unroll
+        for (int first = 0; first < kColumns / 8; first += kAtOnce) {
+          float2 sum[kAtOnce];
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            if ((first + i) * 8 < columns) {
+              sum[i] = __ldcg(reinterpret_cast<const float2*>(row + (first + i) * 8));
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            if ((first + i) * 8 >= columns) continue;
+            const int a = 4 * (first + i) + 2 * half;
+            sum[i].x += acc[a];
+            sum[i].y += acc[a + 1];
+            __stcg(reinterpret_cast<float2*>(row + (first + i) * 8), sum[i]);
+          }
+        }
+      }
+      if (more) {
+        __threadfence();
+        sm90::named_barrier(1 + warpgroup, 128);
+        if (threadIdx.x % 128 == 0) {
+          asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(piece + 1)
+                       : "memory");
+        }
+      }
+    }
+  };
+};
+
+}  // namespace
+
+cudaError_t launch_weight_grads_sm90(const WeightGrads& grads, int ctas, cudaStream_t stream) {
+  Problem problem{};
+  problem.neurons = grads.neurons;
+  for (int p = 0; p < 3; ++p) {
+    problem.right[p] = grads.right[p];
+    problem.grads[p] = grads.grads[p];
+  }
+  problem.taken = &grads.neurons.counts->taken;
+  problem.width = grads.width;
+  return gathered::launch(problem, ctas, stream);
+}
+
+}  // namespace twell::ffn_train
