@@ -58,13 +58,15 @@ function(twell_test file)
   set_tests_properties(${name} PROPERTIES LABELS ${label} TIMEOUT 1200)
 endfunction()
 
-# Kernels in *_sm90.cu use instructions of sm_90a alone; other *.cu run on sm_80 and later.
+# Kernels in *_sm90.cu use instructions of sm_90a alone; other *.cu run on sm_80 and later, with code
+# of their own for sm_90, where dependent launches exist.
 function(twell_cuda_architectures)
   foreach(file ${ARGN})
     if(file MATCHES "_sm90\\.cu$")
       set(options "-gencode=arch=compute_90a,code=sm_90a")
     elseif(file MATCHES "\\.cu$")
-      set(options "-gencode=arch=compute_80,code=[sm_80,compute_80]")
+      set(options "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+                  "-gencode=arch=compute_90,code=sm_90")
     else()
       continue()
     endif()

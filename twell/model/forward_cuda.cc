@@ -7,6 +7,7 @@
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/ops/embedding/embedding_cuda.h"
+#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/rms_norm/head_norm_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -143,7 +144,8 @@ void ForwardCuda::linear(const __nv_bfloat16* x, const Matrix<const BF16>& w,
                      .inner = w.cols,
                      .x = x,
                      .w = device_bf16(w.data),
-                     .y = y});
+                     .y = y,
+                     .constant_weights = true});
 }
 
 // residual += delta, when there is one; y = norm(residual)
@@ -200,63 +202,129 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .out = residual_.data()},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
+  const bool few = few_tokens() && row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    const LayerMatrices<const BF16>& w = weights.layers[static_cast<size_t>(layer)];
-    add_and_norm(w.attention_norm, hidden_.data(), /*add=*/layer > 0);
-    done(ForwardStage::kNorm);
-    linear(hidden_.data(), w.w_qkv, qkv_.data());
-    done(ForwardStage::kQkv);
-    if (config_.qk_norm) {
-      TWELL_CUDA_CHECK(launch_head_norm({.tokens = staged_.tokens,
+    if (few) {
+      enqueue_few_tokens_layer(layer);
+    } else {
+      enqueue_layer(layer, row_nnz, hooks);
+    }
+  }
+  add_and_norm(weights.final_norm, hidden_.data(), /*add=*/!few);
+  done(ForwardStage::kNorm);
+}
+
+void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
+  const auto done = [&](ForwardStage stage) {
+    if (hooks.after_stage) hooks.after_stage(stage);
+  };
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  add_and_norm(w.attention_norm, hidden_.data(), /*add=*/layer > 0);
+  done(ForwardStage::kNorm);
+  linear(hidden_.data(), w.w_qkv, qkv_.data());
+  done(ForwardStage::kQkv);
+  if (config_.qk_norm) {
+    TWELL_CUDA_CHECK(launch_head_norm({.tokens = staged_.tokens,
+                                       .heads = config_.heads,
+                                       .kv_heads = config_.kv_heads,
+                                       .head_dim = config_.head_dim,
+                                       .bias = device_bf16(w.b_qkv),
+                                       .q_norm = device_bf16(w.q_norm),
+                                       .k_norm = device_bf16(w.k_norm),
+                                       .qkv = qkv_.data(),
+                                       .eps = static_cast<float>(config_.norm_eps)},
+                                      ctx_.stream()));
+  }
+  const bool cached = staged_.cache != nullptr;
+  TWELL_CUDA_CHECK(launch_rope({.tokens = staged_.tokens,
+                                .heads = config_.heads,
+                                .kv_heads = config_.kv_heads,
+                                .head_dim = config_.head_dim,
+                                .cos = cos_.data(),
+                                .sin = sin_.data(),
+                                .positions = batch.positions,
+                                .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
+                                .qkv = qkv_.data(),
+                                .keys = cached ? staged_.cache->keys(layer) : nullptr,
+                                .values = cached ? staged_.cache->values(layer) : nullptr,
+                                .cache_rows = cached ? batch.cache_rows : nullptr},
+                               ctx_.stream()));
+  done(ForwardStage::kRope);
+  attention(layer);
+  done(ForwardStage::kAttention);
+  linear(attended_.data(), w.w_o, delta_.data());
+  done(ForwardStage::kOutput);
+  add_and_norm(w.ffn_norm, hidden_.data(), /*add=*/true);
+  done(ForwardStage::kNorm);
+  const FfnForwardCuda ffn{
+      .tokens = staged_.tokens,
+      .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
+                  .w_up = device_bf16(w.ffn.w_up.data),
+                  .w_down = device_bf16(w.ffn.w_down.data),
+                  .activation = config_.activation},
+      .x = hidden_.data(),
+      .y = delta_.data(),
+      .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens};
+  if (hooks.ffn) {
+    hooks.ffn(layer, ffn);
+  } else {
+    ffn_forward_cuda(ctx_, ffn, ffn_plans_[layer], ffn_);
+  }
+  done(ForwardStage::kFfn);
+}
+
+bool ForwardCuda::few_tokens() const {
+  return staged_.cache != nullptr &&
+         ffn_fuses_norm(ctx_, staged_.tokens, std::max(config_.width, config_.q_width())) &&
+         config_.head_dim % 16 == 0 && config_.activation == Activation::kRelu && !config_.qk_norm;
+}
+
+void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
+  const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const float eps = static_cast<float>(config_.norm_eps);
+  TWELL_CUDA_CHECK(few_rows::launch_qkv({.input = {.tokens = staged_.tokens,
+                                                   .width = config_.width,
+                                                   .x = residual_.data(),
+                                                   .norm = device_bf16(w.attention_norm),
+                                                   .eps = eps,
+                                                   .constant_weights = true},
                                          .heads = config_.heads,
                                          .kv_heads = config_.kv_heads,
                                          .head_dim = config_.head_dim,
+                                         .w = device_bf16(w.w_qkv.data),
                                          .bias = device_bf16(w.b_qkv),
-                                         .q_norm = device_bf16(w.q_norm),
-                                         .k_norm = device_bf16(w.k_norm),
-                                         .qkv = qkv_.data(),
-                                         .eps = static_cast<float>(config_.norm_eps)},
+                                         .cos = cos_.data(),
+                                         .sin = sin_.data(),
+                                         .positions = batch.positions,
+                                         .cache_rows = batch.cache_rows,
+                                         .q = qkv_.data(),
+                                         .q_stride = qkv_width(config_),
+                                         .keys = staged_.cache->keys(layer),
+                                         .values = staged_.cache->values(layer)},
                                         ctx_.stream()));
-    }
-    const bool cached = staged_.cache != nullptr;
-    TWELL_CUDA_CHECK(launch_rope({.tokens = staged_.tokens,
-                                  .heads = config_.heads,
-                                  .kv_heads = config_.kv_heads,
-                                  .head_dim = config_.head_dim,
-                                  .cos = cos_.data(),
-                                  .sin = sin_.data(),
-                                  .positions = batch.positions,
-                                  .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
-                                  .qkv = qkv_.data(),
-                                  .keys = cached ? staged_.cache->keys(layer) : nullptr,
-                                  .values = cached ? staged_.cache->values(layer) : nullptr,
-                                  .cache_rows = cached ? batch.cache_rows : nullptr},
-                                 ctx_.stream()));
-    done(ForwardStage::kRope);
-    attention(layer);
-    done(ForwardStage::kAttention);
-    linear(attended_.data(), w.w_o, delta_.data());
-    done(ForwardStage::kOutput);
-    add_and_norm(w.ffn_norm, hidden_.data(), /*add=*/true);
-    done(ForwardStage::kNorm);
-    const FfnForwardCuda ffn{
-        .tokens = staged_.tokens,
-        .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
-                    .w_up = device_bf16(w.ffn.w_up.data),
-                    .w_down = device_bf16(w.ffn.w_down.data),
-                    .activation = config_.activation},
-        .x = hidden_.data(),
-        .y = delta_.data(),
-        .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens};
-    if (hooks.ffn) {
-      hooks.ffn(layer, ffn);
-    } else {
-      ffn_forward_cuda(ctx_, ffn, ffn_plans_[layer], ffn_);
-    }
-    done(ForwardStage::kFfn);
-  }
-  add_and_norm(weights.final_norm, hidden_.data(), /*add=*/true);
-  done(ForwardStage::kNorm);
+  attention(layer);
+  TWELL_CUDA_CHECK(few_rows::launch_linear({.input = {.tokens = staged_.tokens,
+                                                      .width = config_.q_width(),
+                                                      .x = attended_.data(),
+                                                      .constant_weights = true},
+                                            .cols = config_.width,
+                                            .w = device_bf16(w.w_o.data),
+                                            .residual = residual_.data(),
+                                            .y = residual_.data()},
+                                           ctx_.stream()));
+  ffn_forward_cuda(ctx_,
+                   {.tokens = staged_.tokens,
+                    .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
+                                .w_up = device_bf16(w.ffn.w_up.data),
+                                .w_down = device_bf16(w.ffn.w_down.data)},
+                    .x = residual_.data(),
+                    .y = residual_.data(),
+                    .norm = device_bf16(w.ffn_norm),
+                    .eps = eps,
+                    .residual = residual_.data()},
+                   ffn_plans_[layer], ffn_);
 }
 
 void ForwardCuda::run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
@@ -274,7 +342,8 @@ void ForwardCuda::logits(const __nv_bfloat16* hidden, int64_t rows, float* out) 
                      .x = hidden,
                      .w = device_bf16(head.data),
                      .y = out,
-                     .f32_out = true});
+                     .f32_out = true,
+                     .constant_weights = true});
 }
 
 }  // namespace twell

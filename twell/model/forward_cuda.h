@@ -81,6 +81,10 @@ class ForwardCuda {
     bool uniform = false;  // whole sequences of one length, without a cache
     KvCacheCuda* cache = nullptr;
   };
+  // One layer each. Few tokens with a cache take kernels that do several of its steps at once.
+  void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
+  void enqueue_few_tokens_layer(int64_t layer);
+  bool few_tokens() const;
   void attention(int64_t layer);
   void linear(const __nv_bfloat16* x, const Matrix<const BF16>& w, __nv_bfloat16* y) const;
   void add_and_norm(const BF16* weight, __nv_bfloat16* y, bool add) const;

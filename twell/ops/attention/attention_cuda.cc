@@ -27,15 +27,20 @@ int64_t partial_results(const AttentionSplits& splits, int64_t heads) {
 AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t heads,
                                                int64_t head_dim, int64_t max_kv_len)
     : splits_(split_keys(max_sequences, max_kv_len)),
-      partial_(partial_results(splits_, heads) * (head_dim + 2)) {
+      partial_(partial_results(splits_, heads) * (head_dim + 2)),
+      arrived_(max_sequences * heads) {
   splits_.values = partial_.data();
   splits_.max_sum = partial_.data() + partial_results(splits_, heads) * head_dim;
+  splits_.arrived = arrived_.data();
+  TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // which our streams do not wait for
 }
 
 int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,
                                              int64_t max_kv_len) {
   return partial_results(split_keys(max_sequences, max_kv_len), heads) * (head_dim + 2) *
-         static_cast<int64_t>(sizeof(float));
+             static_cast<int64_t>(sizeof(float)) +
+         max_sequences * heads * static_cast<int64_t>(sizeof(int32_t));
 }
 
 const char* attention_unsupported(int64_t head_dim) {

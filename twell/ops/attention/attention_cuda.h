@@ -33,6 +33,7 @@ class AttentionWorkspaceCuda {
  private:
   AttentionSplits splits_;
   DeviceBuffer<float> partial_;
+  DeviceBuffer<int32_t> arrived_;
 };
 
 // Error for shapes that are not supported (attention_unsupported says which).

@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one query per sequence over its cached keys: bound by reading keys and values once.
 // A block takes one split of the keys of one sequence and key/value head, for up to kGroup of the
-// query heads that share it. A few lanes take a key's row together, 16 bytes each.
+// query heads that share it. A few lanes take a key's row together, 16 bytes each. Of the blocks of
+// a split sequence the last to finish adds up the others' results, in their order.
 #include <cuda_bf16.h>
 
 #include "twell/ops/attention/attention_kernels.h"
+#include "twell/sm90/dependent_launch.cuh"
 
 namespace twell {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPiece = 8;     // values in one 16-byte load
-constexpr int kInFlight = 4;  // keys a lane loads before it uses the first
+constexpr int kInFlight = 8;  // keys a lane loads before it uses the first
 constexpr float kLog2E = 1.4426950408889634f;
 
-__device__ void load_piece(float (&to)[kPiece], const __nv_bfloat16* from) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(from);
+__device__ uint4 load_bits(const __nv_bfloat16* from) {
+  return *reinterpret_cast<const uint4*>(from);
+}
+
+__device__ void unpack(float (&to)[kPiece], const uint4& bits) {
   const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
 #pragma unroll
   for (int i = 0; i < kPiece / 2; ++i) {
@@ -53,6 +58,24 @@ __device__ Partial shuffled(const Partial& from, int offset) {
   return to;
 }
 
+// out of the splits of one (sequence, head), in their order. By a whole block.
+__device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, int sequence,
+                        int64_t head, int used) {
+  const int64_t slot = (sequence * p.heads + head) * splits.count;
+  float top = -INFINITY;
+  for (int i = 0; i < used; ++i) top = fmaxf(top, __ldcg(splits.max_sum + 2 * (slot + i)));
+  for (int column = static_cast<int>(threadIdx.x); column < p.head_dim; column += kThreads) {
+    float value = 0.0f, sum = 0.0f;
+    for (int i = 0; i < used; ++i) {
+      const float weight = exp2f(__ldcg(splits.max_sum + 2 * (slot + i)) - top);
+      sum += weight * __ldcg(splits.max_sum + 2 * (slot + i) + 1);
+      value += weight * __ldcg(splits.values + (slot + i) * p.head_dim + column);
+    }
+    p.out[(p.sequences.q_begin[sequence] * p.heads + head) * p.head_dim + column] =
+        __float2bfloat16(value / sum);
+  }
+}
+
 // kLanes lanes per key, kLanes * 8 >= hd.
 template <int kLanes, int kGroup>
 __global__ void __launch_bounds__(kThreads)
@@ -62,10 +85,13 @@ __global__ void __launch_bounds__(kThreads)
   const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
   const int kv_head = static_cast<int>(blockIdx.y) / groups;
   const int head_in_group = static_cast<int>(blockIdx.y) % groups * kGroup;
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
   const int kv_len = p.sequences.kv_len[sequence];
   const int begin = static_cast<int>(split * splits.keys);
   if (begin >= kv_len || p.sequences.q_len[sequence] == 0) return;
   const int end = min(kv_len, begin + static_cast<int>(splits.keys));
+  const int used = static_cast<int>((kv_len + splits.keys - 1) / splits.keys);
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int at = lane % kLanes * kPiece;  // this lane's part of a head
@@ -77,8 +103,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
     if (!inside || head_in_group + g >= group) continue;
-    load_piece(q[g],
-               p.q + q_row * p.q_stride + (kv_head * group + head_in_group + g) * p.head_dim + at);
+    unpack(q[g], load_bits(p.q + q_row * p.q_stride +
+                           (kv_head * group + head_in_group + g) * p.head_dim + at));
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) q[g][i] *= scale;
   }
@@ -89,14 +115,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) partial[g] = {-INFINITY, 0.0f, {}};
   for (int base = begin; base < end; base += kStep * kInFlight) {
-    float k[kInFlight][kPiece] = {}, v[kInFlight][kPiece] = {};
+    uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
     const int first = base + warp * kKeysPerWarp + lane / kLanes;
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int key = first + u * kStep;
       if (!inside || key >= end) continue;
-      load_piece(k[u], p.k + kv_at + key * p.kv_stride);
-      load_piece(v[u], p.v + kv_at + key * p.kv_stride);
+      k_bits[u] = load_bits(p.k + kv_at + key * p.kv_stride);
+      v_bits[u] = load_bits(p.v + kv_at + key * p.kv_stride);
     }
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
@@ -105,8 +131,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         score[u] = 0.0f;
+        float k[kPiece];
+        unpack(k, k_bits[u]);
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[g][i], k[u][i], score[u]);
+        for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[g][i], k[i], score[u]);
 #pragma unroll
         for (int offset = kLanes / 2; offset > 0; offset /= 2) {
           score[u] += __shfl_xor_sync(0xffffffffu, score[u], offset);
@@ -125,9 +153,11 @@ __global__ void __launch_bounds__(kThreads)
       for (int u = 0; u < kInFlight; ++u) {
         const float weight = exp2f(score[u] - top_or_0);
         partial[g].sum += weight;
+        float v[kPiece];
+        unpack(v, v_bits[u]);
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) {
-          partial[g].value[i] = fmaf(weight, v[u][i], partial[g].value[i]);
+          partial[g].value[i] = fmaf(weight, v[i], partial[g].value[i]);
         }
       }
     }
@@ -150,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) total.add(of_warp[w][g][piece]);
     const int64_t head = kv_head * group + head_in_group + g;
-    if (splits.count == 1) {
+    if (used == 1) {
       __nv_bfloat16* to = p.out + (q_row * p.heads + head) * p.head_dim + piece * kPiece;
       for (int c = 0; c < kPiece; ++c) to[c] = __float2bfloat16(total.value[c] / total.sum);
       continue;
@@ -163,67 +193,51 @@ __global__ void __launch_bounds__(kThreads)
       splits.max_sum[2 * slot + 1] = total.sum;
     }
   }
-}
+  if (used == 1) return;
 
-// out of the splits of one (sequence, head), in their order.
-__global__ void attention_combine_kernel(AttentionCuda p, AttentionSplits splits) {
-  const int64_t sequence = blockIdx.y, head = blockIdx.x;
-  const int column = static_cast<int>(threadIdx.x);
-  if (p.sequences.q_len[sequence] == 0) return;
-  const int64_t used = (p.sequences.kv_len[sequence] + splits.keys - 1) / splits.keys;
-  const int64_t slot = (sequence * p.heads + head) * splits.count;
-  float top = -INFINITY;
-  for (int64_t i = 0; i < used; ++i) top = fmaxf(top, splits.max_sum[2 * (slot + i)]);
-  float value = 0.0f, sum = 0.0f;
-  for (int64_t i = 0; i < used; ++i) {
-    const float weight = exp2f(splits.max_sum[2 * (slot + i)] - top);
-    sum += weight * splits.max_sum[2 * (slot + i) + 1];
-    value += weight * splits.values[(slot + i) * p.head_dim + column];
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t* arrived = splits.arrived + sequence * p.heads + kv_head * group + head_in_group;
+    last = atomicAdd(arrived, 1) == used - 1;
+    if (last) *arrived = 0;
   }
-  p.out[(p.sequences.q_begin[sequence] * p.heads + head) * p.head_dim + column] =
-      __float2bfloat16(value / sum);
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int g = 0; g < kGroup && head_in_group + g < group; ++g) {
+    combine(p, splits, sequence, kv_head * group + head_in_group + g, used);
+  }
 }
 
 template <int kLanes, int kGroup>
-void launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
+cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
   const dim3 grid(static_cast<unsigned>(splits.count),
                   static_cast<unsigned>(p.kv_heads * ((group + kGroup - 1) / kGroup)),
                   static_cast<unsigned>(p.sequences.count));
-  attention_decode_kernel<kLanes, kGroup><<<grid, kThreads, 0, stream>>>(p, splits);
+  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup>, grid, kThreads, 0, stream,
+                                p, splits);
 }
 
 template <int kLanes>
-void launch_lanes(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
+cudaError_t launch_lanes(const AttentionCuda& p, const AttentionSplits& splits,
+                         cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
-  if (group == 1) {
-    launch<kLanes, 1>(p, splits, stream);
-  } else if (group == 2) {
-    launch<kLanes, 2>(p, splits, stream);
-  } else {
-    launch<kLanes, 4>(p, splits, stream);
-  }
+  if (group == 1) return launch<kLanes, 1>(p, splits, stream);
+  if (group == 2) return launch<kLanes, 2>(p, splits, stream);
+  return launch<kLanes, 4>(p, splits, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
-  if (p.head_dim <= 32) {
-    launch_lanes<4>(p, splits, stream);
-  } else if (p.head_dim <= 64) {
-    launch_lanes<8>(p, splits, stream);
-  } else if (p.head_dim <= 128) {
-    launch_lanes<16>(p, splits, stream);
-  } else {
-    launch_lanes<32>(p, splits, stream);
-  }
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess || splits.count == 1) return status;
-  attention_combine_kernel<<<dim3(static_cast<unsigned>(p.heads),
-                                  static_cast<unsigned>(p.sequences.count)),
-                             static_cast<unsigned>(p.head_dim), 0, stream>>>(p, splits);
-  return cudaGetLastError();
+  if (p.head_dim <= 32) return launch_lanes<4>(p, splits, stream);
+  if (p.head_dim <= 64) return launch_lanes<8>(p, splits, stream);
+  if (p.head_dim <= 128) return launch_lanes<16>(p, splits, stream);
+  return launch_lanes<32>(p, splits, stream);
 }
 
 }  // namespace twell

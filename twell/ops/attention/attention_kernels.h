@@ -42,8 +42,9 @@ struct AttentionSplits {
   int64_t max_sequences = 0;
   int64_t count = 0;  // splits of the longest sequence
   int64_t keys = 0;
-  float* values = nullptr;   // [sequences, H, count, hd]
-  float* max_sum = nullptr;  // [sequences, H, count, 2]: maximum (base 2), sum
+  float* values = nullptr;     // [sequences, H, count, hd]
+  float* max_sum = nullptr;    // [sequences, H, count, 2]: maximum (base 2), sum
+  int32_t* arrived = nullptr;  // [sequences, H] splits done so far, 0 between calls
 };
 
 cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);

@@ -5,12 +5,15 @@
 // among them, and multiply on mma.sync with columns as the 16-row operand and tokens as the
 // 8-column one. The eight partial results are added in a fixed order.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
-#include "twell/ops/few_token_ffn/warp_mma.cuh"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/warp_mma.cuh"
 
 namespace twell::few_token {
+
+using namespace sm90;
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -173,8 +176,13 @@ __global__ void __launch_bounds__(kThreads) down_sm90_kernel(const __grid_consta
     sum.z += v.z;
     sum.w += v.w;
   }
-  auto* to =
-      reinterpret_cast<__nv_bfloat162*>(problem.y + int64_t{token} * problem.width + column + four);
+  const int64_t at = int64_t{token} * problem.width + column + four;
+  if (problem.residual != nullptr) {
+    const auto* from = reinterpret_cast<const __nv_bfloat162*>(problem.residual + at);
+    const float2 low = __bfloat1622float2(from[0]), high = __bfloat1622float2(from[1]);
+    sum = {sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y};
+  }
+  auto* to = reinterpret_cast<__nv_bfloat162*>(problem.y + at);
   to[0] = __floats2bfloat162_rn(sum.x, sum.y);
   to[1] = __floats2bfloat162_rn(sum.z, sum.w);
 }
@@ -193,7 +201,7 @@ cudaError_t launch(const Down& problem, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream) {
-  switch (token_tiles(problem.tokens)) {
+  switch (problem.tiles) {
     case 1:
       return launch<1>(problem, stream);
     case 2:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 
+#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 
 namespace twell {
@@ -38,22 +39,52 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   const bool gated = problem.w_gate != nullptr;
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
              ffn = static_cast<int>(problem.ffn);
-  few_token::GateUp gate_up{};
-  gate_up.x = problem.x;
-  gate_up.first = gated ? problem.w_gate : problem.w_up;
-  gate_up.up = gated ? problem.w_up : nullptr;
-  gate_up.down = problem.w_down;
-  gate_up.hidden = workspace.hidden_.data();
-  gate_up.fired = reinterpret_cast<uint16_t*>(workspace.fired_.data());
-  gate_up.activity = problem.activity;
-  gate_up.tokens = tokens;
-  gate_up.width = width;
-  gate_up.ffn = ffn;
-  gate_up.early_weights = problem.weights_are_constant;
-  TWELL_CUDA_CHECK(few_token::launch_gate_up_sm90(gate_up, ctx.multiprocessors(), ctx.stream()));
-  TWELL_CUDA_CHECK(few_token::launch_down_sm90(
-      {gate_up.hidden, workspace.fired_.data(), problem.w_down, problem.y, tokens, width, ffn},
-      ctx.stream()));
+  const bool few_rows = tokens <= few_rows::max_tokens(width);
+  TWELL_CHECK(few_rows || (problem.norm == nullptr && problem.residual == nullptr),
+              "few-token FFN: norm and residual as part of {} tokens of width {}", tokens, width);
+  few_token::Down down{.hidden = workspace.hidden_.data(),
+                       .fired = workspace.fired_.data(),
+                       .weight = problem.w_down,
+                       .residual = problem.residual,
+                       .y = problem.y,
+                       .tokens = tokens,
+                       .width = width,
+                       .ffn = ffn,
+                       .tiles = 1};
+  if (few_rows) {
+    TWELL_CUDA_CHECK(few_rows::launch_sparse_gate_up_sm90(
+        {.input = {.tokens = tokens,
+                   .width = width,
+                   .x = problem.x,
+                   .norm = problem.norm,
+                   .eps = problem.eps,
+                   .constant_weights = problem.weights_are_constant},
+         .ffn = ffn,
+         .first = gated ? problem.w_gate : problem.w_up,
+         .w_up = gated ? problem.w_up : nullptr,
+         .w_down = problem.w_down,
+         .h = workspace.hidden_.data(),
+         .fired = reinterpret_cast<uint16_t*>(workspace.fired_.data()),
+         .activity = problem.activity},
+        ctx.stream()));
+    TWELL_CUDA_CHECK(few_token::launch_down_sm90(down, ctx.stream()));
+    return;
+  }
+  TWELL_CUDA_CHECK(
+      few_token::launch_gate_up_sm90({.x = problem.x,
+                                      .first = gated ? problem.w_gate : problem.w_up,
+                                      .up = gated ? problem.w_up : nullptr,
+                                      .down = problem.w_down,
+                                      .hidden = workspace.hidden_.data(),
+                                      .fired = reinterpret_cast<uint16_t*>(workspace.fired_.data()),
+                                      .activity = problem.activity,
+                                      .tokens = tokens,
+                                      .width = width,
+                                      .ffn = ffn,
+                                      .early_weights = problem.weights_are_constant},
+                                     ctx.multiprocessors(), ctx.stream()));
+  down.tiles = few_token::token_tiles(tokens);
+  TWELL_CUDA_CHECK(few_token::launch_down_sm90(down, ctx.stream()));
 }
 
 }  // namespace twell

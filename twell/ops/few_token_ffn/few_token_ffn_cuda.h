@@ -2,6 +2,7 @@
 // The feed-forward layer for a few tokens (decoding), on the GPU, bf16 with f32 accumulation:
 //   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g fires, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
+// and, for up to 8 tokens, on request the RMS norm of x in front and a residual added behind.
 // With so few tokens the layer is bound by the weights it reads. This execution reads all of the
 // first weight, but of the others only the rows of neurons that fire for at least one token.
 // Exact on every input: when every neuron fires it reads what the dense layer reads. g is rounded
@@ -21,15 +22,18 @@ namespace twell {
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct FewTokenFfnCuda {
-  int64_t tokens = 0;                     // M, at most 64
-  int64_t width = 0;                      // D, a multiple of 8
-  int64_t ffn = 0;                        // F, a multiple of 8
-  const __nv_bfloat16* x = nullptr;       // [M, D]
-  const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
-  const __nv_bfloat16* w_up = nullptr;    // [F, D]
-  const __nv_bfloat16* w_down = nullptr;  // [F, D]
-  __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
-  ActivityCuda* activity = nullptr;       // added to: tokens, nnz; may be null
+  int64_t tokens = 0;                       // M, at most 64
+  int64_t width = 0;                        // D, a multiple of 8
+  int64_t ffn = 0;                          // F, a multiple of 8
+  const __nv_bfloat16* x = nullptr;         // [M, D]
+  const __nv_bfloat16* w_gate = nullptr;    // [F, D], or null: no gate
+  const __nv_bfloat16* w_up = nullptr;      // [F, D]
+  const __nv_bfloat16* w_down = nullptr;    // [F, D]
+  __nv_bfloat16* y = nullptr;               // [M, D], every element written
+  const __nv_bfloat16* norm = nullptr;      // [D] weight of the norm, or null
+  float eps = 1e-5f;                        // of the norm
+  const __nv_bfloat16* residual = nullptr;  // [M, D], may be y, as may x; or null
+  ActivityCuda* activity = nullptr;         // added to: tokens, nnz; may be null
   // The first weight may be read while the kernel before this call still runs. Only for weights
   // that nothing enqueued earlier on the stream writes.
   bool weights_are_constant = false;

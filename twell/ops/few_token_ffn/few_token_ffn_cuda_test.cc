@@ -105,6 +105,9 @@ struct Problem {
             spec.gated ? device_up.data() : device_first.data(),
             device_down.data(),
             y,
+            /*norm=*/nullptr,
+            /*eps=*/0.0f,
+            /*residual=*/nullptr,
             activity.data()};
   }
 

@@ -92,7 +92,6 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kMaxThr
   namespace cg = cooperative_groups;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint8_t fires[kMaxNeurons];
-  __shared__ uint64_t barrier;  // of CtaRows
   const GateUp& problem = params.problem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = params.groups * C::kWarpsPerGroup;
@@ -105,22 +104,8 @@ __global__ void __cluster_dims__(C::kCluster, 1, 1) __launch_bounds__(C::kMaxThr
   const int left = max(min(problem.width - k_begin, params.part), 0);
   uint8_t* ring = shared + warp * C::kWarpBytes;
   uint8_t* x_slice = shared + warps * C::kWarpBytes;
-  const uint32_t landed = sm90::smem_address(&barrier);
-  auto product = [&] {
-    if constexpr (C::kWholeRows) {
-      return CtaRows<C>(problem, sm90::smem_address(x_slice), landed);
-    } else {
-      return WarpRing<C>(problem, sm90::smem_address(ring), sm90::smem_address(x_slice), slice_k,
-                         slice_begin, k_begin, (left + kStepK - 1) / kStepK);
-    }
-  }();
-  if constexpr (C::kWholeRows) {
-    if (threadIdx.x == 0) {
-      sm90::barrier_init(landed, 1);
-      sm90::fence_barrier_init();
-    }
-    __syncthreads();
-  }
+  WarpRing<C> product(problem, sm90::smem_address(ring), sm90::smem_address(x_slice), slice_k,
+                      slice_begin, k_begin, (left + kStepK - 1) / kStepK);
   const int rows = max(min(problem.ffn - first_neuron, kGroup), 0);
   sm90::allow_next_kernel();
   const __nv_bfloat16* first = problem.first + int64_t{first_neuron} * problem.width;
@@ -230,8 +215,7 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 template <typename C>
 size_t shared_bytes(int groups, int part) {
   const size_t ring = size_t(groups) * C::kWarpsPerGroup * C::kWarpBytes;
-  return ring + (C::kStagedX ? size_t(C::kTiles) * 8 * part * C::kWarpsPerGroup * 2 : 0) +
-         (C::kWholeRows ? size_t(kGroup) * kRowPitch : 0);
+  return ring + (C::kStagedX ? size_t(C::kTiles) * 8 * part * C::kWarpsPerGroup * 2 : 0);
 }
 
 template <typename C>
@@ -268,8 +252,6 @@ cudaError_t launch_either(const GateUp& problem, int multiprocessors, cudaStream
 // warp of the layer resident at one time, and as much of the weight as possible asked for at once.
 cudaError_t launch_gate_up_sm90(const GateUp& problem, int multiprocessors, cudaStream_t stream) {
   switch (token_tiles(problem.tokens)) {
-    case 1:
-      return launch<Config<1, 1, 0, 1, 3, false>>(problem, multiprocessors, stream);
     case 2:
       return launch_either<Config<2, 2, 3, 3, 2, true>, Config<2, 2, 3, 3, 1, false>>(
           problem, multiprocessors, stream);

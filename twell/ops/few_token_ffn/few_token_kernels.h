@@ -13,9 +13,9 @@ namespace twell::few_token {
 
 inline constexpr int kGroup = 16;  // neurons that a warp multiplies at a time
 
-// Tokens are handled in tiles of 8: 1, 2, 4 or 8 of them.
+// Tokens are handled in tiles of 8: 2, 4 or 8 of them here, a single one in few_rows.h.
 inline int token_tiles(int64_t tokens) {
-  int tiles = 1;
+  int tiles = 2;
   while (tiles * 8 < tokens) tiles *= 2;
   return tiles;
 }
@@ -33,15 +33,17 @@ struct GateUp {
 };
 
 struct Down {
-  const __nv_bfloat16* hidden;  // [F, tiles * 8]
-  const uint32_t* fired;        // [ceil(F / 32)] a bit per neuron
-  const __nv_bfloat16* weight;  // [F, D]
-  __nv_bfloat16* y;             // [M, D]
+  const __nv_bfloat16* hidden;    // [F, tiles * 8]
+  const uint32_t* fired;          // [ceil(F / 32)] a bit per neuron
+  const __nv_bfloat16* weight;    // [F, D]
+  const __nv_bfloat16* residual;  // [M, D], may be y; or null
+  __nv_bfloat16* y;               // [M, D]
   int tokens, width, ffn;
+  int tiles;
 };
 
 cudaError_t launch_gate_up_sm90(const GateUp& problem, int multiprocessors, cudaStream_t stream);
-// Right after launch_gate_up_sm90 on the same stream, whose tail it overlaps.
+// Right after the kernel that made `hidden` on the same stream, whose tail it overlaps.
 cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream);
 
 }  // namespace twell::few_token

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a warp of the gate kernel multiplies 16 neurons by its part of the width: weights through a
-// ring of its own (WarpRing), or rows whole, shared by the CTA (CtaRows).
+// ring of its own.
 //
 // k may run in any order that both operands agree on: a lane takes 8 consecutive values of k from
 // its weight rows and from x in 16-byte loads and feeds them to two instructions, as k = 2t, 2t +
@@ -8,35 +8,33 @@
 #pragma once
 
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
-#include "twell/ops/few_token_ffn/warp_mma.cuh"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
+#include "twell/sm90/warp_mma.cuh"
 
 namespace twell::few_token {
+
+using namespace sm90;
 
 constexpr int kParts = 8;                         // of the width
 constexpr int kStepK = 64;                        // values of k per stage: a cache line per row
 constexpr int kStageBytes = kGroup * kStepK * 2;  // of one warp's ring
-constexpr int kRowK = 2048;                       // values of k of a row copied whole
-constexpr int kRowPitch = kRowK * 2 + 64;         // the pad keeps two rows out of the same banks
 constexpr int kMaxNeurons = 192;                  // per cluster
 
 template <int Tiles_, int Cluster_, int Stages_, int MaxGroups_, int Residents_, bool StagedX_>
 struct Config {
-  static constexpr int kTiles = Tiles_;             // of 8 tokens
-  static constexpr int kCluster = Cluster_;         // CTAs
-  static constexpr int kStages = Stages_;           // of a warp's ring
-  static constexpr int kMaxGroups = MaxGroups_;     // of neurons per cluster
-  static constexpr int kResidents = Residents_;     // CTAs per multiprocessor
-  static constexpr bool kStagedX = StagedX_;        // x in shared memory, or read where it is
-  static constexpr bool kWholeRows = Stages_ == 0;  // weights through CtaRows, else WarpRing
+  static constexpr int kTiles = Tiles_;          // of 8 tokens
+  static constexpr int kCluster = Cluster_;      // CTAs
+  static constexpr int kStages = Stages_;        // of a warp's ring
+  static constexpr int kMaxGroups = MaxGroups_;  // of neurons per cluster
+  static constexpr int kResidents = Residents_;  // CTAs per multiprocessor
+  static constexpr bool kStagedX = StagedX_;     // x in shared memory, or read where it is
   static constexpr int kWarpsPerGroup = kParts / kCluster;
   static constexpr int kMaxThreads = MaxGroups_ * kWarpsPerGroup * 32;
   static constexpr int kQuads = kTiles * 2;                      // of tokens
   static constexpr int kPartialBytes = kGroup * kTiles * 8 * 4;  // one warp's partial sums
-  static constexpr int kWarpBytes = kWholeRows ? kPartialBytes : kStages * kStageBytes;
+  static constexpr int kWarpBytes = kStages * kStageBytes;
   static_assert(kPartialBytes <= kWarpBytes, "partial sums use the ring");
-  static_assert(!kWholeRows || (kCluster == 1 && kTiles == 1 && MaxGroups_ == 1 && !kStagedX));
   static_assert(kMaxGroups * kGroup <= kMaxNeurons);
   static_assert(kTiles % kCluster == 0, "a CTA's share of a group's outputs fills whole warps");
 };
@@ -165,80 +163,6 @@ class WarpRing {
   uint32_t rows_ = 0;
   uint32_t ring_, x_slice_;
   int slice_k_, slice_begin_, k_begin_, steps_;
-};
-
-// Weight rows whole, by the copy engine, for a CTA that is alone on its group: kRowK values of k at
-// a time, of which each warp multiplies an eighth. The copy engine serves CTAs in the order in
-// which they ask, so those of a multiprocessor finish one after another, and the latency of what
-// follows the gate hides behind the loads of the next.
-template <typename C>
-class CtaRows {
- public:
-  __device__ CtaRows(const GateUp& problem, uint32_t rows, uint32_t landed)
-      : problem_(problem),
-        shared_(rows),
-        landed_(landed),
-        chunk_((min(problem.width, kRowK) + kParts * 32 - 1) / (kParts * 32) * (kParts * 32)) {}
-
-  __device__ void start(const __nv_bfloat16* weight, uint32_t rows) {
-    weight_ = weight;
-    rows_ = rows;
-    copy(0);
-  }
-
-  __device__ void finish(float (&acc)[1][4]) {
-    constexpr int kSteps = kRowK / kParts / 32;
-    const int lane = threadIdx.x % 32, row = lane / 4;
-    const int steps = chunk_ / kParts / 32;
-    for (int begin = 0; begin < problem_.width; begin += chunk_) {
-      const int offset = threadIdx.x / 32 * (chunk_ / kParts) + lane % 4 * 8;
-      uint4 x[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        x[i] = uint4{};
-        const int k = begin + offset + i * 32;
-        if (i < steps && row < problem_.tokens && k < problem_.width) {
-          x[i] = *reinterpret_cast<const uint4*>(problem_.x + int64_t{row} * problem_.width + k);
-        }
-      }
-      sm90::barrier_wait(landed_, parity_);
-      parity_ ^= 1;
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int k = offset + i * 32;
-        if (i >= steps) break;
-        uint4 low{}, high{};
-        if (begin + k < problem_.width) {  // what lies past the width was not written
-          low = load_shared16(shared_ + row * kRowPitch + k * 2);
-          high = load_shared16(shared_ + (row + 8) * kRowPitch + k * 2);
-        }
-        mma_16x8x16(acc[0], low.x, high.x, low.y, high.y, x[i].x, x[i].y);
-        mma_16x8x16(acc[0], low.z, high.z, low.w, high.w, x[i].z, x[i].w);
-      }
-      if (begin + chunk_ < problem_.width) {
-        __syncthreads();
-        copy(begin + chunk_);
-      }
-    }
-  }
-
- private:
-  __device__ void copy(int begin) {
-    const int columns = min(problem_.width - begin, chunk_);
-    if (threadIdx.x == 0) sm90::barrier_arrive_expect(landed_, __popc(rows_) * columns * 2);
-    if (threadIdx.x < 32) __syncwarp();
-    if (threadIdx.x < kGroup && (rows_ >> threadIdx.x & 1) != 0) {
-      sm90::bulk_load(shared_ + threadIdx.x * kRowPitch,
-                      weight_ + int64_t{threadIdx.x} * problem_.width + begin, columns * 2,
-                      landed_);
-    }
-  }
-
-  const GateUp& problem_;
-  const __nv_bfloat16* weight_ = nullptr;
-  uint32_t rows_ = 0, parity_ = 0;
-  uint32_t shared_, landed_;
-  int chunk_;
 };
 
 }  // namespace twell::few_token

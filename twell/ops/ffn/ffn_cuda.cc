@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 #include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
 
@@ -104,7 +105,39 @@ class FfnCallCuda {
               FfnWorkspaceCuda& workspace)
       : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
 
+  // Up to 8 tokens: kernels that read each weight once at memory speed.
+  bool few_rows_dense() const {
+    if (!ffn_fuses_norm(ctx_, chunk_.tokens, workspace_.width_) || chunk_.row_nnz != nullptr ||
+        chunk_.weights.activation != Activation::kRelu) {
+      return false;
+    }
+    TWELL_CUDA_CHECK(
+        few_rows::launch_gate_up({.input = {.tokens = chunk_.tokens,
+                                            .width = workspace_.width_,
+                                            .x = chunk_.x,
+                                            .norm = chunk_.norm,
+                                            .eps = chunk_.eps,
+                                            .constant_weights = true},
+                                  .ffn = workspace_.ffn_,
+                                  .w_gate = workspace_.gated_ ? chunk_.weights.w_gate : nullptr,
+                                  .w_up = chunk_.weights.w_up,
+                                  .h = workspace_.gate_.data(),
+                                  .activity = plan_.counts},
+                                 ctx_.stream()));
+    TWELL_CUDA_CHECK(few_rows::launch_down_sm90({.tokens = chunk_.tokens,
+                                                 .width = workspace_.width_,
+                                                 .ffn = workspace_.ffn_,
+                                                 .h = workspace_.gate_.data(),
+                                                 .w = chunk_.weights.w_down,
+                                                 .residual = chunk_.residual,
+                                                 .y = chunk_.y,
+                                                 .constant_weights = true},
+                                                ctx_.stream()));
+    return true;
+  }
+
   void dense() const {
+    if (few_rows_dense()) return;
     std::unique_ptr<DenseFfnCuda>& dense =
         workspace_.dense_[{chunk_.tokens, chunk_.weights.activation}];
     if (!dense) {
@@ -130,6 +163,9 @@ class FfnCallCuda {
                           .w_up = chunk_.weights.w_up,
                           .w_down = chunk_.weights.w_down,
                           .y = chunk_.y,
+                          .norm = chunk_.norm,
+                          .eps = chunk_.eps,
+                          .residual = chunk_.residual,
                           .activity = plan_.counts,
                           .weights_are_constant = true},
                          workspace_.few_tokens_);
@@ -178,10 +214,18 @@ class FfnCallCuda {
   FfnWorkspaceCuda& workspace_;
 };
 
+bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width) {
+  return ctx.compute_capability() == 90 && tokens >= 1 && tokens <= few_rows::max_tokens(width);
+}
+
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
               problem.tokens, workspace.max_tokens());
+  TWELL_CHECK(
+      (problem.norm == nullptr && problem.residual == nullptr) ||
+          (ffn_fuses_norm(ctx, problem.tokens, workspace.width()) && problem.row_nnz == nullptr),
+      "norm and residual as part of the FFN of {} tokens", problem.tokens);
   if (problem.tokens == 0) return;
   const GpuLayerShape shape{.width = workspace.width(),
                             .ffn = workspace.ffn(),

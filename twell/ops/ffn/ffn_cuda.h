@@ -103,7 +103,15 @@ struct FfnForwardCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
+  // y = residual + FFN(norm(x)), where ffn_fuses_norm: both given; x and residual may then be y.
+  const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm
+  float eps = 1e-5f;
+  const __nv_bfloat16* residual = nullptr;  // [M, D]
 };
+
+// The norm in front of the layer and the sum behind it can be part of calls of so many tokens of
+// this width.
+bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,

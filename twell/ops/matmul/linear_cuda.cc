@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
-#include "twell/ops/matmul/few_rows.h"
+#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
 
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
-  const auto [rows, cols, inner, x, w, y, f32_out] = problem;
+  const auto [rows, cols, inner, x, w, y, f32_out, constant_weights] = problem;
   TWELL_CHECK(inner % 8 == 0, "linear layer [{}, {}]: the input size is a multiple of 8", cols,
               inner);
   if (rows == 0) return;
-  if (rows <= kFewRows) {
-    TWELL_CUDA_CHECK(launch_few_rows({rows, cols, inner, x, w, y, f32_out}, ctx.stream()));
+  if (rows <= kFewRows && rows <= few_rows::max_tokens(inner)) {
+    const few_rows::Input input{
+        .tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights};
+    TWELL_CUDA_CHECK(few_rows::launch_linear(
+        {.input = input, .cols = cols, .w = w, .y = y, .f32_out = f32_out}, ctx.stream()));
     return;
   }
   matmul_cuda(ctx,

@@ -11,10 +11,11 @@
 #include <cstdint>
 
 #include "twell/base/cuda.h"
+#include "twell/ops/few_rows/few_rows.h"
 
 namespace twell {
 
-inline constexpr int64_t kFewRows = 8;
+inline constexpr int64_t kFewRows = few_rows::kMaxTokens;
 
 struct LinearCuda {
   int64_t rows = 0;                  // M
@@ -24,6 +25,7 @@ struct LinearCuda {
   const __nv_bfloat16* w = nullptr;  // [N, K]
   void* y = nullptr;                 // [M, N] bf16, or f32
   bool f32_out = false;
+  bool constant_weights = false;  // nothing enqueued earlier on the stream writes them
 };
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem);
 

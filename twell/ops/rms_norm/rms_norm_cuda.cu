@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 
+#include "twell/sm90/dependent_launch.cuh"
+
 namespace twell {
 namespace {
 
@@ -28,6 +30,8 @@ __device__ float block_sum(float value) {
 // One block per row; each thread keeps its kPieces pieces of the row in registers.
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
   const int64_t pieces = p.width / kPiece;
   const int64_t row = int64_t{blockIdx.x} * pieces;
   Piece s[kPieces];
@@ -72,18 +76,15 @@ cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.tokens == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(p.tokens);
+  const auto launch = [&](void (*kernel)(RmsNormCuda)) {
+    return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(p.tokens)), kThreads, 0,
+                                  stream, p);
+  };
   const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
-  if (p.width <= covered) {
-    rms_norm_kernel<1><<<blocks, kThreads, 0, stream>>>(p);
-  } else if (p.width <= 2 * covered) {
-    rms_norm_kernel<2><<<blocks, kThreads, 0, stream>>>(p);
-  } else if (p.width <= 4 * covered) {
-    rms_norm_kernel<4><<<blocks, kThreads, 0, stream>>>(p);
-  } else {
-    rms_norm_kernel<8><<<blocks, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  if (p.width <= covered) return launch(rms_norm_kernel<1>);
+  if (p.width <= 2 * covered) return launch(rms_norm_kernel<2>);
+  if (p.width <= 4 * covered) return launch(rms_norm_kernel<4>);
+  return launch(rms_norm_kernel<8>);
 }
 
 }  // namespace twell

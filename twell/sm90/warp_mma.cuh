@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-level tensor-core and copy instructions, as the two kernels use them.
+// Warp-level tensor-core and copy instructions. All but the prefetch are of sm_80 and later.
 #pragma once
 
 #include <cstdint>
 
-namespace twell::few_token {
+namespace twell::sm90 {
 
 // d [16, 8] += a [16, 16] b [16, 8], bf16 in, f32 accumulation.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
@@ -54,4 +54,4 @@ __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 
-}  // namespace twell::few_token
+}  // namespace twell::sm90

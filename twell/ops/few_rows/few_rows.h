@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of 1 to 8 tokens with the weights of a layer (decoding), each one kernel with what
+// stands before and after it, so that a token passes few kernels on its way through a layer:
+//   linear    y = n(x) w^T [+ residual]
+//   qkv       q, k, v = n(x) w^T [+ bias], q and k rotated, k and v into the cache
+//   gate_up   h = relu(n(x) w_gate^T) * (n(x) w_up^T), or relu(n(x) w_up^T)
+//   sparse_gate_up  the same, reading w_up for neurons that fire only       (Hopper)
+//   down      y = h w_down [+ residual]                                     (Hopper)
+// where n(x) = x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation.
+//
+// All are bound by reading the weights once. Kernels are launched as dependent ones: what they do
+// before they wait for the kernel in front is read weights, if these are declared constant.
+// The result for a token does not depend on the tokens beside it. Deterministic; never synchronise.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "twell/format/activity_cuda.h"
+
+namespace twell::few_rows {
+
+inline constexpr int64_t kMaxTokens = 8;
+
+// Tokens of this width that the current device takes at once: kMaxTokens but for very wide rows,
+// which stay in shared memory. `down` has no such limit.
+int64_t max_tokens(int64_t width);
+
+// Device memory throughout; matrices contiguous row-major, 16-byte aligned.
+struct Input {
+  int64_t tokens = 0;                   // M, 1 to 8
+  int64_t width = 0;                    // D, a multiple of 8
+  const __nv_bfloat16* x = nullptr;     // [M, D]
+  const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm, or null: none
+  float eps = 1e-5f;
+  // Nothing enqueued earlier on the stream writes the weights.
+  bool constant_weights = false;
+};
+
+struct Linear {
+  Input input;
+  int64_t cols = 0;                         // N
+  const __nv_bfloat16* w = nullptr;         // [N, D]
+  const __nv_bfloat16* residual = nullptr;  // [M, N], may be y; or null
+  void* y = nullptr;                        // [M, N] bf16, or f32
+  bool f32_out = false;
+};
+cudaError_t launch_linear(const Linear& problem, cudaStream_t stream);
+
+struct Qkv {
+  Input input;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;                 // a multiple of 16
+  const __nv_bfloat16* w = nullptr;     // [(H + 2 H_kv) * hd, D]
+  const __nv_bfloat16* bias = nullptr;  // [(H + 2 H_kv) * hd] or null
+  const float* cos = nullptr;           // [max_positions, hd / 2]
+  const float* sin = nullptr;           // [max_positions, hd / 2]
+  const int32_t* positions = nullptr;   // [M]
+  const int64_t* cache_rows = nullptr;  // [M]
+  __nv_bfloat16* q = nullptr;           // rows of H * hd, q_stride apart
+  int64_t q_stride = 0;
+  __nv_bfloat16* keys = nullptr;    // [rows, H_kv * hd]; row cache_rows[m] gets token m
+  __nv_bfloat16* values = nullptr;  // [rows, H_kv * hd]
+};
+cudaError_t launch_qkv(const Qkv& problem, cudaStream_t stream);
+
+struct GateUp {
+  Input input;
+  int64_t ffn = 0;                        // F, a multiple of 8
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
+  const __nv_bfloat16* w_up = nullptr;    // [F, D]
+  __nv_bfloat16* h = nullptr;             // [M, F]
+  ActivityCuda* activity = nullptr;       // added to: tokens, nnz; may be null
+};
+cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);
+
+// Also without a gate: h = relu(n(x) w_up^T).
+struct SparseGateUp {
+  Input input;
+  int64_t ffn = 0;                        // F, a multiple of 8
+  const __nv_bfloat16* first = nullptr;   // [F, D] w_gate, or w_up without a gate
+  const __nv_bfloat16* w_up = nullptr;    // [F, D], null without a gate
+  const __nv_bfloat16* w_down = nullptr;  // [F, D]: rows of neurons that fire go into the L2 cache
+  __nv_bfloat16* h = nullptr;        // [F, 8], written for neurons that fire; 0 past the tokens
+  uint16_t* fired = nullptr;         // [ceil(F / 16) rounded up to 2] a bit per neuron
+  ActivityCuda* activity = nullptr;  // added to: tokens, nnz; may be null
+};
+cudaError_t launch_sparse_gate_up_sm90(const SparseGateUp& problem, cudaStream_t stream);
+
+struct Down {
+  int64_t tokens = 0;                       // M, 1 to 8
+  int64_t width = 0;                        // D, a multiple of 8
+  int64_t ffn = 0;                          // F
+  const __nv_bfloat16* h = nullptr;         // [M, F]
+  const __nv_bfloat16* w = nullptr;         // [F, D]
+  const __nv_bfloat16* residual = nullptr;  // [M, D], may be y; or null
+  __nv_bfloat16* y = nullptr;               // [M, D]
+  bool constant_weights = false;
+};
+cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream);
+
+}  // namespace twell::few_rows

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/few_rows/few_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/test_bf16.h"
+
+namespace twell::few_rows {
+namespace {
+
+using Floats = std::vector<float>;
+
+size_t at(int64_t index) { return static_cast<size_t>(index); }
+
+double rounded(double value) {
+  return static_cast<double>(__bfloat162float(__float2bfloat16(static_cast<float>(value))));
+}
+
+// The norm of x as the kernels take it, rounded to bf16.
+Floats normalized(const Floats& x, const Floats& weight, int64_t tokens, int64_t width, float eps) {
+  Floats result(x.size());
+  for (int64_t m = 0; m < tokens; ++m) {
+    double squares = 0.0;
+    for (int64_t k = 0; k < width; ++k) squares += std::pow(x[at(m * width + k)], 2);
+    const double inverse = 1.0 / std::sqrt(squares / static_cast<double>(width) + eps);
+    for (int64_t k = 0; k < width; ++k) {
+      result[at(m * width + k)] =
+          static_cast<float>(rounded(x[at(m * width + k)] * inverse * weight[at(k)]));
+    }
+  }
+  return result;
+}
+
+struct Products {
+  std::vector<double> value, size;  // [M, N]: sums, and sums of magnitudes
+};
+
+// x [M, K] w [N, K]^T
+Products products(const Floats& x, const Floats& w, int64_t tokens, int64_t cols, int64_t inner) {
+  Products result{std::vector<double>(at(tokens * cols)), std::vector<double>(at(tokens * cols))};
+  for (int64_t m = 0; m < tokens; ++m) {
+    for (int64_t n = 0; n < cols; ++n) {
+      for (int64_t k = 0; k < inner; ++k) {
+        const double term = static_cast<double>(x[at(m * inner + k)]) * w[at(n * inner + k)];
+        result.value[at(m * cols + n)] += term;
+        result.size[at(m * cols + n)] += std::abs(term);
+      }
+    }
+  }
+  return result;
+}
+
+struct Shape {
+  int64_t tokens, width, cols;
+};
+
+// Operands of a product behind a norm. The result of the norm may be one bf16 step off where f32
+// and double round apart, which 2^-8 of the terms' magnitudes covers.
+struct Operands {
+  Shape shape;
+  std::vector<__nv_bfloat16> x, norm;
+  DeviceBuffer<__nv_bfloat16> device_x, device_norm;
+  Floats normed;
+  explicit Operands(const Shape& s)
+      : shape(s),
+        x(random_bf16(s.tokens * s.width, 1)),
+        norm(random_bf16(s.width, 2)),
+        device_x(upload(x)),
+        device_norm(upload(norm)),
+        normed(normalized(to_floats(x), to_floats(norm), s.tokens, s.width, 1e-5f)) {}
+  Input input(bool with_norm) const {
+    return {.tokens = shape.tokens,
+            .width = shape.width,
+            .x = device_x.data(),
+            .norm = with_norm ? device_norm.data() : nullptr,
+            .constant_weights = shape.tokens % 2 == 0};
+  }
+};
+
+constexpr double kNormError = 1.0 / 256, kSumError = 1.0 / (1 << 20), kRounding = 1.0 / 256;
+
+class FewRowsCuda : public testing::TestWithParam<Shape> {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    CudaContext ctx(nullptr);
+    if (ctx.compute_capability() != 90) GTEST_SKIP() << "needs a Hopper GPU";
+  }
+};
+
+TEST_P(FewRowsCuda, LinearWithNormAndResidual) {
+  const auto [tokens, width, cols] = GetParam();
+  const Operands operands(GetParam());
+  const auto w = random_bf16(cols * width, 3), residual = random_bf16(tokens * cols, 4);
+  const auto device_w = upload(w), device_residual = upload(residual);
+  const auto y = poisoned<float>(tokens * cols);
+  const TestStream stream;
+  for (const bool with_norm : {false, true}) {
+    TWELL_CUDA_CHECK(launch_linear({.input = operands.input(with_norm),
+                                    .cols = cols,
+                                    .w = device_w.data(),
+                                    .residual = device_residual.data(),
+                                    .y = y.data(),
+                                    .f32_out = true},
+                                   stream.get()));
+    stream.synchronize();
+    const Products want = products(with_norm ? operands.normed : to_floats(operands.x),
+                                   to_floats(w), tokens, cols, width);
+    const Floats got = download(y), add = to_floats(residual);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const double error = want.size[i] * (kSumError + (with_norm ? kNormError : 0.0));
+      ASSERT_NEAR(got[i], want.value[i] + add[i], error + 1e-6) << i << " norm " << with_norm;
+    }
+  }
+}
+
+TEST_P(FewRowsCuda, TokensDoNotDependOnEachOther) {
+  const auto [tokens, width, cols] = GetParam();
+  const Operands operands(GetParam());
+  const auto w = upload(random_bf16(cols * width, 3));
+  const auto together = poisoned<float>(tokens * cols), apart = poisoned<float>(tokens * cols);
+  const TestStream stream;
+  const auto run = [&](int64_t first, int64_t count, float* y) {
+    Input input = operands.input(true);
+    input.x += first * width;
+    input.tokens = count;
+    TWELL_CUDA_CHECK(launch_linear(
+        {.input = input, .cols = cols, .w = w.data(), .y = y, .f32_out = true}, stream.get()));
+  };
+  run(0, tokens, together.data());
+  for (int64_t m = 0; m < tokens; ++m) run(m, 1, apart.data() + m * cols);
+  stream.synchronize();
+  EXPECT_EQ(download(apart), download(together));
+}
+
+// h of the layer and the sizes of its errors, from the products of gate and up.
+struct Hidden {
+  std::vector<double> value, error;
+};
+Hidden hidden(const Products* gate, const Products& up) {
+  Hidden h{std::vector<double>(up.value.size()), std::vector<double>(up.value.size())};
+  for (size_t i = 0; i < up.value.size(); ++i) {
+    const double up_error = up.size[i] * (kSumError + kNormError);
+    if (gate == nullptr) {
+      h.value[i] = std::max(up.value[i], 0.0);
+      h.error[i] = up_error + h.value[i] * kRounding;
+      continue;
+    }
+    const double g = std::max(gate->value[i], 0.0);
+    const double gate_error = gate->size[i] * (kSumError + kNormError) + g * kRounding;
+    h.value[i] = g * up.value[i];
+    h.error[i] = gate_error * (std::abs(up.value[i]) + up_error) + g * up_error +
+                 std::abs(h.value[i]) * kRounding;
+  }
+  return h;
+}
+
+TEST_P(FewRowsCuda, GateUpDenseAndSparse) {
+  const auto [tokens, width, cols] = GetParam();
+  const int64_t ffn = cols / 8 * 8;
+  const Operands operands(GetParam());
+  const auto w_gate = random_bf16(ffn * width, 5), w_up = random_bf16(ffn * width, 6);
+  const auto device_gate = upload(w_gate), device_up = upload(w_up);
+  const Products up = products(operands.normed, to_floats(w_up), tokens, ffn, width);
+  const Products gate = products(operands.normed, to_floats(w_gate), tokens, ffn, width);
+  const TestStream stream;
+  const int64_t groups = (ffn + 15) / 16;
+  for (const bool gated : {false, true}) {
+    const Hidden want = hidden(gated ? &gate : nullptr, up);
+    const auto h = poisoned<__nv_bfloat16>(tokens * ffn), sparse = poisoned<__nv_bfloat16>(ffn * 8);
+    const auto fired = poisoned<uint16_t>((groups + 1) / 2 * 2);
+    const auto counts = upload(std::vector<ActivityCuda>(2));
+    TWELL_CUDA_CHECK(launch_gate_up({.input = operands.input(true),
+                                     .ffn = ffn,
+                                     .w_gate = gated ? device_gate.data() : nullptr,
+                                     .w_up = device_up.data(),
+                                     .h = h.data(),
+                                     .activity = counts.data()},
+                                    stream.get()));
+    TWELL_CUDA_CHECK(
+        launch_sparse_gate_up_sm90({.input = operands.input(true),
+                                    .ffn = ffn,
+                                    .first = gated ? device_gate.data() : device_up.data(),
+                                    .w_up = gated ? device_up.data() : nullptr,
+                                    .w_down = device_up.data(),  // only asked into the cache
+                                    .h = sparse.data(),
+                                    .fired = fired.data(),
+                                    .activity = counts.data() + 1},
+                                   stream.get()));
+    stream.synchronize();
+    const Floats dense = to_floats(download(h)), packed = to_floats(download(sparse));
+    const auto bits = download(fired);
+    uint64_t nnz = 0;
+    for (int64_t j = 0; j < ffn; ++j) {
+      bool any = false;
+      for (int64_t m = 0; m < tokens; ++m) {
+        const size_t i = at(m * ffn + j);
+        ASSERT_NEAR(dense[i], want.value[i], want.error[i] + 1e-6) << m << ", " << j;
+        const bool fires = dense[i] != 0.0f;
+        nnz += fires;
+        any = any || fires;
+        if (any) {
+          ASSERT_EQ(fires ? packed[at(j * 8 + m)] : 0.0f, dense[i]) << m << ", " << j;
+        }
+      }
+      ASSERT_EQ(bits[at(j / 16)] >> (j % 16) & 1, any ? 1 : 0) << j;
+    }
+    EXPECT_EQ(bits.back() * (groups % 2), 0);
+    for (const ActivityCuda& count : download(counts)) {
+      EXPECT_EQ(count.tokens, static_cast<uint64_t>(tokens));
+      EXPECT_EQ(count.nnz, nnz);
+    }
+  }
+}
+
+TEST_P(FewRowsCuda, DownWithResidual) {
+  const auto [tokens, width, cols] = GetParam();
+  const int64_t ffn = cols;
+  const auto h = random_bf16(tokens * ffn, 7), w = random_bf16(ffn * width, 8),
+             residual = random_bf16(tokens * width, 9);
+  const auto device_h = upload(h), device_w = upload(w), y = upload(residual);
+  const TestStream stream;
+  TWELL_CUDA_CHECK(launch_down_sm90({.tokens = tokens,
+                                     .width = width,
+                                     .ffn = ffn,
+                                     .h = device_h.data(),
+                                     .w = device_w.data(),
+                                     .residual = y.data(),
+                                     .y = y.data(),
+                                     .constant_weights = true},
+                                    stream.get()));
+  stream.synchronize();
+  const Floats got = to_floats(download(y)), h_f = to_floats(h), w_f = to_floats(w),
+               add = to_floats(residual);
+  for (int64_t m = 0; m < tokens; ++m) {
+    for (int64_t d = 0; d < width; ++d) {
+      double want = add[at(m * width + d)], size = 0.0;
+      for (int64_t j = 0; j < ffn; ++j) {
+        const double term = static_cast<double>(h_f[at(m * ffn + j)]) * w_f[at(j * width + d)];
+        want += term;
+        size += std::abs(term);
+      }
+      ASSERT_NEAR(got[at(m * width + d)], want, size * kSumError + std::abs(want) * kRounding)
+          << m << ", " << d;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsCuda,
+                         testing::Values(Shape{1, 8, 8}, Shape{1, 2048, 136}, Shape{2, 264, 264},
+                                         Shape{3, 1000, 72}, Shape{5, 328, 40}, Shape{8, 512, 1016},
+                                         Shape{8, 2560, 33}, Shape{4, 40, 257}, Shape{7, 96, 24}));
+
+struct QkvCase {
+  int64_t tokens, width, heads, kv_heads, head_dim;
+  bool bias;
+};
+class FewRowsQkvCuda : public testing::TestWithParam<QkvCase> {};
+
+TEST_P(FewRowsQkvCuda, RotatesAndFillsTheCache) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto [tokens, width, heads, kv_heads, head_dim, with_bias] = GetParam();
+  const int64_t half = head_dim / 2, cols = (heads + 2 * kv_heads) * head_dim, rows = 3 * tokens;
+  const Operands operands({tokens, width, cols});
+  const auto w = random_bf16(cols * width, 3), bias = random_bf16(cols, 4);
+  const auto device_w = upload(w), device_bias = upload(bias);
+  const int64_t max_positions = 50;
+  Floats cos(at(max_positions * half)), sin(cos.size());
+  for (int64_t i = 0; i < max_positions * half; ++i) {
+    const double angle =
+        static_cast<double>(i / half) *
+        std::pow(10000.0, -static_cast<double>(i % half) / static_cast<double>(half));
+    cos[at(i)] = static_cast<float>(std::cos(angle));
+    sin[at(i)] = static_cast<float>(std::sin(angle));
+  }
+  std::vector<int32_t> positions;
+  std::vector<int64_t> cache_rows;
+  for (int64_t m = 0; m < tokens; ++m) {
+    positions.push_back(static_cast<int32_t>((m * 17 + 3) % max_positions));
+    cache_rows.push_back((m * 2 + 1) % rows);
+  }
+  const auto device_cos = upload(cos), device_sin = upload(sin);
+  const auto device_positions = upload(positions);
+  const auto device_rows = upload(cache_rows);
+  const int64_t q_stride = cols;
+  const auto q = poisoned<__nv_bfloat16>(tokens * q_stride);
+  const auto keys = poisoned<__nv_bfloat16>(rows * kv_heads * head_dim),
+             values = poisoned<__nv_bfloat16>(rows * kv_heads * head_dim);
+  const TestStream stream;
+  TWELL_CUDA_CHECK(launch_qkv({.input = operands.input(true),
+                               .heads = heads,
+                               .kv_heads = kv_heads,
+                               .head_dim = head_dim,
+                               .w = device_w.data(),
+                               .bias = with_bias ? device_bias.data() : nullptr,
+                               .cos = device_cos.data(),
+                               .sin = device_sin.data(),
+                               .positions = device_positions.data(),
+                               .cache_rows = device_rows.data(),
+                               .q = q.data(),
+                               .q_stride = q_stride,
+                               .keys = keys.data(),
+                               .values = values.data()},
+                              stream.get()));
+  stream.synchronize();
+  Products want = products(operands.normed, to_floats(w), tokens, cols, width);
+  const Floats bias_f = to_floats(bias);
+  const Floats got_q = to_floats(download(q)), got_k = to_floats(download(keys)),
+               got_v = to_floats(download(values));
+  for (int64_t m = 0; m < tokens; ++m) {
+    for (int64_t head = 0; head < heads + 2 * kv_heads; ++head) {
+      for (int64_t i = 0; i < half; ++i) {
+        const int64_t low_at = head * head_dim + i, high_at = low_at + half;
+        double low = want.value[at(m * cols + low_at)], high = want.value[at(m * cols + high_at)];
+        if (with_bias) {
+          low += bias_f[at(low_at)];
+          high += bias_f[at(high_at)];
+        }
+        if (head < heads + kv_heads) {
+          const int64_t entry = positions[at(m)] * half + i;
+          const double c = cos[at(entry)], s = sin[at(entry)];
+          const double rotated = low * c - high * s;
+          high = high * c + low * s;
+          low = rotated;
+        }
+        const double error =
+            (want.size[at(m * cols + low_at)] + want.size[at(m * cols + high_at)]) *
+            (kSumError + kNormError);
+        double got_low = 0.0, got_high = 0.0;
+        if (head < heads) {
+          got_low = got_q[at(m * q_stride + low_at)];
+          got_high = got_q[at(m * q_stride + high_at)];
+        } else {
+          const bool key = head < heads + kv_heads;
+          const int64_t kv_head = head - heads - (key ? 0 : kv_heads);
+          const int64_t to = (cache_rows[at(m)] * kv_heads + kv_head) * head_dim + i;
+          got_low = (key ? got_k : got_v)[at(to)];
+          got_high = (key ? got_k : got_v)[at(to + half)];
+        }
+        ASSERT_NEAR(got_low, low, error + std::abs(low) * kRounding)
+            << m << " " << head << " " << i;
+        ASSERT_NEAR(got_high, high, error + std::abs(high) * kRounding)
+            << m << " " << head << " " << i;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsQkvCuda,
+                         testing::Values(QkvCase{1, 64, 4, 4, 16, false},
+                                         QkvCase{3, 136, 4, 2, 64, true},
+                                         QkvCase{8, 256, 6, 1, 32, false},
+                                         QkvCase{5, 2048, 2, 2, 128, true}));
+
+}  // namespace
+}  // namespace twell::few_rows
