@@ -87,20 +87,15 @@ constexpr int kUnionParts = 4;
 // the work can be shared evenly.
 constexpr int kMinPiece = 24, kMaxPiece = 128, kItemsPerCta = 4;
 
-// Where a neuron is in a token tile.
-struct Place {
-  bool inside;
-  int64_t position;  // in the tile's union, counted from the first block of all
-
-  __device__ __forceinline__ Place(const Tiles& tiles, int words, int tile, int neuron) {
-    const int64_t word = int64_t{tile} * words + neuron / 32;
-    const uint32_t bits = neuron >= 0 ? tiles.mask[word] : 0;
-    inside = (bits >> (neuron & 31) & 1) != 0;
-    if (!inside) return;
-    position = int64_t{tiles.first_block[tile]} * kBlock + tiles.before[word] +
-               __popc(bits & ((1u << (neuron & 31)) - 1));
-  }
-};
+// Where a neuron is in the union of a token tile, counted from the first block of all; or -1.
+__device__ __forceinline__ int find_position(const Tiles& tiles, int words, int tile, int neuron) {
+  if (neuron < 0) return -1;
+  const int64_t word = int64_t{tile} * words + neuron / 32;
+  const uint32_t bits = tiles.mask[word];
+  if ((bits >> (neuron % 32) & 1) == 0) return -1;
+  return tiles.first_block[tile] * kBlock + static_cast<int>(tiles.before[word]) +
+         __popc(bits & ((1u << (neuron % 32)) - 1));
+}
 
 __device__ int tile_blocks(const NeuronTiles& neurons, int tile) {
   return (neurons.size[tile] + kBlock - 1) / kBlock;
@@ -162,6 +157,7 @@ __global__ void __launch_bounds__(kUnionThreads)
     for (int i = 0; i < kNeuronTile / 32; ++i) {
       of_lane[i] = neurons.order[tile * kNeuronTile + i * 32 + lane];
     }
+    int32_t* positions = neurons.positions + int64_t{tile} * neurons.words * (kNeuronTile / 4);
     constexpr int kWarps = kUnionThreads / 32;
     int tokens = 0;
     for (int from = blockIdx.x * kWarps + threadIdx.x / 32; from < tiles.counts->tiles;
@@ -169,9 +165,10 @@ __global__ void __launch_bounds__(kUnionThreads)
       uint4 fired{};
 #pragma unroll
       for (int i = 0; i < kNeuronTile / 32; ++i) {
-        const Place place(tiles, words, from, of_lane[i]);
-        if (!place.inside) continue;
-        const uint4 bits = masks[place.position];
+        const int position = find_position(tiles, words, from, of_lane[i]);
+        positions[(int64_t{from} * kNeuronTile) + i * 32 + lane] = position;
+        if (position < 0) continue;
+        const uint4 bits = masks[position];
         fired.x |= bits.x;
         fired.y |= bits.y;
         fired.z |= bits.z;
@@ -208,124 +205,171 @@ constexpr int kMaxWords = kMaxChunkTiles * (kTileTokens / 32);
 struct TileTokens {
   uint32_t mask[kMaxWords];
   int before[kMaxWords];  // tokens in words below
-  int first, last;        // words with a token of the block
+  int scratch[kTransposeThreads / 32];
+  int words, size;
 
   // By all threads; begins and ends with a barrier.
-  __device__ void load(const uint32_t* from, int words, int begin, int* scratch) {
+  __device__ void load(const uint32_t* from, int count) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-      first = words;
-      last = -1;
-    }
-    const int share = (words + kTransposeThreads - 1) / kTransposeThreads;
-    const int from_word = min(static_cast<int>(threadIdx.x) * share, words);
-    const int to_word = min(from_word + share, words);
+    for (int i = threadIdx.x; i < count; i += kTransposeThreads) mask[i] = from[i];
+    __syncthreads();
+    const int share = (count + kTransposeThreads - 1) / kTransposeThreads;
+    const int begin = min(static_cast<int>(threadIdx.x) * share, count);
+    const int end = min(begin + share, count);
     int own = 0;
-    for (int i = from_word; i < to_word; ++i) {
-      mask[i] = from[i];
-      own += __popc(mask[i]);
-    }
+    for (int i = begin; i < end; ++i) own += __popc(mask[i]);
     int total;
     int sum = block_scan<kTransposeThreads>(own, scratch, total);
-    for (int i = from_word; i < to_word; ++i) {
+    for (int i = begin; i < end; ++i) {
       before[i] = sum;
-      const int count = __popc(mask[i]);
-      if (count > 0 && sum < begin + kBlock && sum + count > begin) {
-        atomicMin(&first, i);
-        atomicMax(&last, i);
-      }
-      sum += count;
+      sum += __popc(mask[i]);
+    }
+    if (threadIdx.x == 0) {
+      words = count;
+      size = total;
     }
     __syncthreads();
+  }
+  // The word that holds a position: the last one that begins at or before it.
+  __device__ int word_of(int position) const {
+    int low = 0, high = words;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (before[middle] <= position) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
   }
 };
 
 struct TransposeShared {
   alignas(16) uint8_t staged[3][kImageBytes];
   TileTokens tokens;
-  int ids[kBlock];
-  int scratch[kTransposeThreads / 32];
   int tile;
 };
 
-// Values of one neuron in one token tile, into the staged row of the neuron.
+// Values of one neuron in half a token tile, into the staged row of the neuron.
 __device__ __forceinline__ void stage_values(const Transpose& transpose, TransposeShared& shared,
-                                             int row, int from, int64_t position,
-                                             const uint4& fired, int begin) {
-  const uint32_t bits[4] = {fired.x, fired.y, fired.z, fired.w};
-  const int piece = static_cast<int>(position % kBlock) / 8;
-  const int64_t block = position / kBlock * (kTileTokens * kBlock);
+                                             int row, int first_word, int position,
+                                             const uint2& fired, int begin) {
+  const int column = position % kBlock;
+  const int64_t block = int64_t{position / kBlock} * (kTileTokens * kBlock);
   const int products = transpose.neurons.products;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const int word = from * 4 + w;
+  for (int w = 0; w < 2; ++w) {
+    const int word = first_word + w;
+    uint32_t left = w == 0 ? fired.x : fired.y;
     const uint32_t mask = shared.tokens.mask[word];
     const int first = shared.tokens.before[word] - begin;
-    if (bits[w] == 0 || first >= kBlock || first + __popc(mask) <= 0) continue;
-    for (uint32_t left = bits[w]; left != 0; left &= left - 1) {
-      const int bit = __ffs(static_cast<int>(left)) - 1;
-      const int to = first + __popc(mask & ((1u << bit) - 1));
-      if (static_cast<uint32_t>(to) >= static_cast<uint32_t>(kBlock)) continue;
-      const int slot = w * 32 + bit;
-      const int64_t at = block + slot * kBlock + ((piece ^ (slot % 8)) * 8 + position % 8);
-      const int staged = row * kBlock + (((to / 8) ^ (row % 8)) * 8 + to % 8);
+    if (first >= kBlock || first + __popc(mask) <= 0) continue;
+    const int first_slot = word % 4 * 32;
+    constexpr int kAtOnce = 4;
+    while (left != 0) {
+      int64_t from[kAtOnce];
+      int to[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int bit = __ffs(static_cast<int>(left)) - 1;
+        to[i] = left != 0 ? first + __popc(mask & ((1u << (bit & 31)) - 1)) : -1;
+        from[i] = block + value_index(first_slot + (bit & 31), column);
+        left &= left - 1;
+      }
       for (int p = 0; p < products; ++p) {
-        reinterpret_cast<__nv_bfloat16*>(shared.staged[p])[staged] = transpose.images[p][at];
+        const __nv_bfloat16* image = transpose.images[p];
+        __nv_bfloat16 values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (static_cast<uint32_t>(to[i]) < kBlock) values[i] = image[from[i]];
+        }
+        auto* staged = reinterpret_cast<__nv_bfloat16*>(shared.staged[p]);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (static_cast<uint32_t>(to[i]) < kBlock) staged[value_index(row, to[i])] = values[i];
+        }
       }
     }
   }
 }
 
+// A CTA makes blocks that follow each other, mostly of one neuron tile.
 __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
-    transpose_kernel(Transpose transpose, int words) {
+    transpose_kernel(Transpose transpose) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<TransposeShared*>(memory);
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const Tiles& tiles = transpose.tiles;
   const NeuronTiles& neurons = transpose.neurons;
-  const uint4* masks = transpose.kept.state->overflow != 0 ? transpose.masks : transpose.kept.masks;
+  const auto* masks = reinterpret_cast<const uint2*>(
+      transpose.kept.state->overflow != 0 ? transpose.masks : transpose.kept.masks);
   const int token_words = tiles.counts->tiles * 4;
-  const int blocks = neurons.counts->blocks, neuron_tiles = neurons.counts->tiles;
-  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
-    for (int i = threadIdx.x; i < neuron_tiles; i += kTransposeThreads) {
-      const int first = neurons.first_block[i];
-      if (first <= block && block < first + tile_blocks(neurons, i)) shared.tile = i;
+  const int blocks = neurons.counts->blocks;
+  const int first_block = static_cast<int>(int64_t{blocks} * blockIdx.x / gridDim.x);
+  const int end_block = static_cast<int>(int64_t{blocks} * (blockIdx.x + 1) / gridDim.x);
+  auto* staged = reinterpret_cast<uint4*>(shared.staged);
+  for (int i = threadIdx.x; i < 3 * (kImageBytes / 16); i += kTransposeThreads) {
+    staged[i] = uint4{};
+  }
+  if (first_block >= end_block) return;
+  for (int i = threadIdx.x; i < neurons.counts->tiles; i += kTransposeThreads) {
+    const int begin = neurons.first_block[i];
+    if (begin <= first_block && first_block < begin + tile_blocks(neurons, i)) shared.tile = i;
+  }
+  __syncthreads();
+  const int row = threadIdx.x % kNeuronTile, half = threadIdx.x / kNeuronTile;
+  int tile = shared.tile - 1, tile_begin = 0, tile_end = 0;
+  for (int block = first_block; block < end_block; ++block) {
+    if (block >= tile_end) {
+      ++tile;  // every tile has a block
+      tile_begin = neurons.first_block[tile];
+      tile_end = tile_begin + tile_blocks(neurons, tile);
+      shared.tokens.load(neurons.mask + int64_t{tile} * neurons.words, token_words);
     }
-    if (threadIdx.x < kBlock) shared.ids[threadIdx.x] = -1;
-    auto* staged = reinterpret_cast<uint4*>(shared.staged);
-    for (int i = threadIdx.x; i < neurons.products * (kImageBytes / 16); i += kTransposeThreads) {
-      staged[i] = uint4{};
+    const int begin = (block - tile_begin) * kBlock;
+    const int last_position = min(begin + kBlock, shared.tokens.size) - 1;
+    const int first = shared.tokens.word_of(begin), last = shared.tokens.word_of(last_position);
+    if (threadIdx.x < kBlock) {
+      const int position = begin + static_cast<int>(threadIdx.x);
+      int token = -1;
+      if (position <= last_position) {
+        const int word = shared.tokens.word_of(position);
+        const int nth = position - shared.tokens.before[word];
+        token = tiles.tokens[word * 32 + __fns(shared.tokens.mask[word], 0, nth + 1)];
+      }
+      neurons.ids[int64_t{block} * kBlock + threadIdx.x] = token;
     }
-    __syncthreads();
-    const int tile = shared.tile;
-    const int begin = (block - neurons.first_block[tile]) * kBlock;
-    shared.tokens.load(neurons.mask + int64_t{tile} * neurons.words, token_words, begin,
-                       shared.scratch);
-    const int first = shared.tokens.first, last = shared.tokens.last;
-    for (int word = first + threadIdx.x; word <= last; word += kTransposeThreads) {
-      int to = shared.tokens.before[word] - begin;
-      for (uint32_t left = shared.tokens.mask[word]; left != 0; left &= left - 1, ++to) {
-        if (to < 0 || to >= kBlock) continue;
-        shared.ids[to] = tiles.tokens[word * 32 + __ffs(static_cast<int>(left)) - 1];
+    const int32_t* positions =
+        neurons.positions + int64_t{tile} * neurons.words * (kNeuronTile / 4) + row;
+    constexpr int kAtOnce = 2;
+    for (int from = first / 4; from <= last / 4; from += kAtOnce) {
+      int position[kAtOnce];
+      uint2 fired[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        position[i] = from + i <= last / 4 ? positions[(from + i) * kNeuronTile] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        fired[i] = position[i] >= 0 ? masks[int64_t{position[i]} * 2 + half] : uint2{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if ((fired[i].x | fired[i].y) == 0) continue;
+        stage_values(transpose, shared, row, (from + i) * 4 + half * 2, position[i], fired[i],
+                     begin);
       }
     }
-    const int row = threadIdx.x % kNeuronTile;
-    const int neuron = neurons.order[tile * kNeuronTile + row];
-    for (int from = first / 4 + static_cast<int>(threadIdx.x) / kNeuronTile; from <= last / 4;
-         from += kTransposeThreads / kNeuronTile) {
-      const Place place(tiles, words, from, neuron);
-      if (!place.inside) continue;
-      stage_values(transpose, shared, row, from, place.position, masks[place.position], begin);
-    }
     __syncthreads();
-    if (threadIdx.x < kBlock) {
-      neurons.ids[int64_t{block} * kBlock + threadIdx.x] = shared.ids[threadIdx.x];
-    }
     for (int p = 0; p < neurons.products; ++p) {
       auto* out = reinterpret_cast<uint4*>(neurons.images[p]) + int64_t{block} * (kImageBytes / 16);
+#pragma unroll
       for (int i = threadIdx.x; i < kImageBytes / 16; i += kTransposeThreads) {
-        out[i] = staged[p * (kImageBytes / 16) + i];
+        uint4& piece = staged[p * (kImageBytes / 16) + i];
+        out[i] = piece;
+        piece = uint4{};
       }
     }
     __syncthreads();
@@ -352,8 +396,7 @@ cudaError_t launch_transpose(const Transpose& transpose, int ctas, cudaStream_t 
                            static_cast<int>(sizeof(TransposeShared)));
   if (status != cudaSuccess) return status;
   return sm90::launch_dependent(transpose_kernel, dim3(ctas * kTransposeCtas), kTransposeThreads,
-                                sizeof(TransposeShared), stream, transpose,
-                                mask_words(transpose.neurons));
+                                sizeof(TransposeShared), stream, transpose);
 }
 
 }  // namespace twell::ffn_train

@@ -1,33 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The elementwise steps of the hybrid execution, between images on the unions and what is kept of
-// them. A CTA works on a block of 128 tokens by 64 neurons at a time, a thread per token.
+// them. A CTA works on a block of 128 tokens by 64 neurons at a time: pieces of eight neurons,
+// which lie in the same order in all images, then 32 tokens of one neuron per thread.
 #include <cstdint>
 
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
 #include "twell/ops/ffn_train/hybrid_train.h"
 #include "twell/ops/ffn_train/union_blocks.cuh"
+#include "twell/ops/sparse_up_down/schedule_sm90.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {
 namespace {
 
-constexpr int kThreads = kTileTokens;
-constexpr int kCtasPerMultiprocessor = 6;
+using tile_union::block_scan;
 
-// The value of a neuron in a row of a block.
-__device__ __forceinline__ uint32_t value_at(const uint4* row, int column) {
-  const uint4* piece = row + ((column / 8) ^ (threadIdx.x % 8));
-  return reinterpret_cast<const uint16_t*>(piece)[column % 8];
-}
-
-__device__ void store_values(const Kept& kept, const BlockPattern& pattern, uint64_t fired,
-                             unsigned long long offset, const uint4* g, const uint4* u) {
-  for (uint64_t left = fired; left != 0; left &= left - 1) {
-    const int column = __ffsll(static_cast<long long>(left)) - 1;
-    const uint32_t up = u != nullptr ? value_at(u, column) : kOnes & 0xffff;
-    kept.values[offset + pattern.place(column)] = value_at(g, column) | up << 16;
-  }
-}
+constexpr int kThreads = kBlockThreads;
+constexpr int kCtasPerMultiprocessor = 5;
 
 // By the CTA that is done last.
 __device__ void finish_counts(const Keep& keep, int blocks) {
@@ -44,28 +33,39 @@ __device__ void finish_counts(const Keep& keep, int blocks) {
   keep.counts->recomputed += *reinterpret_cast<const volatile int32_t*>(&state.overflow);
 }
 
-__global__ void __launch_bounds__(kThreads) keep_kernel(Keep keep) {
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(Keep keep) {
   __shared__ BlockIndex index;
-  __shared__ BlockPattern pattern;
+  __shared__ BlockValues values;
   __shared__ unsigned long long block_offset;
   __shared__ bool last;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   index.load(keep.tiles);
   KeptState& state = *keep.kept.state;
-  const int row = threadIdx.x;
   for (int block = blockIdx.x; block < index.blocks; block += gridDim.x) {
-    const int tile = index.tile_of(block);
-    uint4* g = image_row(keep.tiles.activations, block, row);
-    const uint4* u =
-        keep.u != nullptr ? image_row(const_cast<__nv_bfloat16*>(keep.u), block, row) : nullptr;
-    uint64_t fired = 0;
+    uint4* gate = block_pieces(keep.tiles.activations, block);
+    const uint4* up =
+        keep.u != nullptr ? block_pieces(const_cast<__nv_bfloat16*>(keep.u), block) : nullptr;
+    float l1 = 0.0f;
 #pragma unroll
-    for (int q = 0; q < kBlock / 8; ++q) {
-      fired |= uint64_t{fired_bits(g[q ^ (row % 8)])} << (8 * q);
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = threadIdx.x + i * kThreads;
+      const uint4 g = gate[piece];
+      const uint4 u = up != nullptr ? up[piece] : uint4{kOnes, kOnes, kOnes, kOnes};
+      const uint32_t fired = fired_bits(g);
+      values.put_fired(piece, fired);
+      if (fired == 0) continue;
+      values.g[piece] = g;
+      values.u[piece] = u;
+      gate[piece] = {hidden_pair(g.x, u.x, l1), hidden_pair(g.y, u.y, l1),
+                     hidden_pair(g.z, u.z, l1), hidden_pair(g.w, u.w, l1)};
     }
-    pattern.vote(fired);
-    const int total = pattern.scan();
+    const double sum = block_sum<kThreads>(static_cast<double>(l1));  // barriers in it
+    if (threadIdx.x == 0) keep.l1_parts[block] = sum;
+
+    const uint32_t tokens = values.tokens_of_thread();
+    int total;
+    const int before = block_scan<kThreads>(__popc(tokens), values.scratch, total);
     if (threadIdx.x == 0) {
       block_offset = atomicAdd(&state.used, static_cast<unsigned long long>(total));
     }
@@ -73,34 +73,28 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(Keep keep) {
     const unsigned long long offset = block_offset;
     if (offset + total <= static_cast<unsigned long long>(keep.kept.capacity) &&
         block < keep.kept.block_capacity) {
-      if (threadIdx.x < kBlock) {
-        keep.kept.masks[int64_t{block} * kBlock + threadIdx.x] =
-            *reinterpret_cast<const uint4*>(pattern.words[threadIdx.x]);
-      }
+      reinterpret_cast<uint32_t*>(keep.kept.masks)[int64_t{block} * kThreads + threadIdx.x] =
+          tokens;
       if (threadIdx.x == 0) keep.kept.offsets[block] = static_cast<uint32_t>(offset);
-      store_values(keep.kept, pattern, fired, offset, g, u);
+      uint32_t* out = keep.kept.values + offset + before;
+      for (uint32_t left = tokens; left != 0; left &= left - 1) {
+        const int at = values.index_of(__ffs(static_cast<int>(left)) - 1);
+        const uint32_t g = reinterpret_cast<const uint16_t*>(values.g)[at];
+        const uint32_t u = reinterpret_cast<const uint16_t*>(values.u)[at];
+        *out++ = g | u << 16;
+      }
     } else if (threadIdx.x == 0) {
       state.overflow = 1;
     }
     if (keep.active != nullptr && threadIdx.x < kBlock) {
+      const int tile = index.tile_of(block);
       const int position = (block - index.first[tile]) * kBlock + threadIdx.x;
       if (position < keep.tiles.union_size[tile]) {
         uint8_t* flag = keep.active + keep.tiles.union_ids[int64_t{block} * kBlock + threadIdx.x];
         if (*flag == 0) *flag = 1;
       }
     }
-    float l1 = 0.0f;
-#pragma unroll
-    for (int q = 0; q < kBlock / 8; ++q) {
-      if ((fired >> (8 * q) & 0xff) == 0) continue;
-      uint4& piece = g[q ^ (row % 8)];
-      const uint4 gate = piece;
-      const uint4 up = u != nullptr ? u[q ^ (row % 8)] : uint4{kOnes, kOnes, kOnes, kOnes};
-      piece = {hidden_pair(gate.x, up.x, l1), hidden_pair(gate.y, up.y, l1),
-               hidden_pair(gate.z, up.z, l1), hidden_pair(gate.w, up.w, l1)};
-    }
-    const double sum = block_sum<kThreads>(static_cast<double>(l1));  // a barrier in it
-    if (threadIdx.x == 0) keep.l1_parts[block] = sum;
+    __syncthreads();
   }
   if (keep.counts == nullptr) return;
   if (threadIdx.x == 0) {
@@ -112,78 +106,83 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(Keep keep) {
   if (last) finish_counts(keep, index.blocks);
 }
 
-// g and u of eight neurons from the values that were kept.
-__device__ __forceinline__ void kept_eight(const uint32_t* values, const BlockPattern& pattern,
-                                           uint32_t fired, int first_column, uint4& g, uint4& u) {
-  uint32_t gate[4] = {}, up[4] = {};
+// g and u of a block as images in shared memory, from what was kept; returns this thread's tokens.
+__device__ __forceinline__ uint32_t restore(const Kept& kept, int block, BlockValues& values) {
+  const uint32_t tokens =
+      reinterpret_cast<const uint32_t*>(kept.masks)[int64_t{block} * kThreads + threadIdx.x];
+  const uint32_t* from = kept.values + kept.offsets[block];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if ((fired >> j & 1) == 0) continue;
-    const uint32_t value = values[pattern.place(first_column + j)];
-    gate[j / 2] |= (value & 0xffff) << (j % 2 * 16);
-    up[j / 2] |= (value >> 16) << (j % 2 * 16);
+  for (int i = 0; i < kPieces; ++i) {
+    values.g[threadIdx.x + i * kThreads] = uint4{};
+    values.u[threadIdx.x + i * kThreads] = uint4{};
   }
-  g = {gate[0], gate[1], gate[2], gate[3]};
-  u = {up[0], up[1], up[2], up[3]};
+  int total;
+  from += block_scan<kThreads>(__popc(tokens), values.scratch, total);  // barriers in it
+#pragma unroll 4
+  for (uint32_t left = tokens; left != 0; left &= left - 1) {
+    const int at = values.index_of(__ffs(static_cast<int>(left)) - 1);
+    const uint32_t value = *from++;
+    reinterpret_cast<uint16_t*>(values.g)[at] = static_cast<uint16_t>(value);
+    reinterpret_cast<uint16_t*>(values.u)[at] = static_cast<uint16_t>(value >> 16);
+  }
+  __syncthreads();
+  return tokens;
 }
 
-__global__ void __launch_bounds__(kThreads) expand_kernel(Expand expand) {
+// The same from the images that were made anew.
+__device__ __forceinline__ uint32_t reload(const Expand& expand, int block, BlockValues& values) {
+  const uint4* g = block_pieces(expand.tiles.activations, block);
+  const uint4* u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int piece = threadIdx.x + i * kThreads;
+    values.g[piece] = g[piece];
+    values.u[piece] = u != nullptr ? u[piece] : uint4{kOnes, kOnes, kOnes, kOnes};
+    values.put_fired(piece, fired_bits(values.g[piece]));
+  }
+  __syncthreads();
+  const uint32_t tokens = values.tokens_of_thread();
+  reinterpret_cast<uint32_t*>(expand.masks)[int64_t{block} * kThreads + threadIdx.x] = tokens;
+  return tokens;
+}
+
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kernel(Expand expand) {
   __shared__ BlockIndex index;
-  __shared__ BlockPattern pattern;
+  __shared__ BlockValues values;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   index.load(expand.tiles);
   const bool overflow = expand.kept.state->overflow != 0;
   const float l1_scale = *expand.l1_scale;
-  const int row = threadIdx.x;
   for (int block = blockIdx.x; block < index.blocks; block += gridDim.x) {
-    const int tile = index.tile_of(block);
-    const int64_t column = int64_t{block} * kBlock + threadIdx.x;
-    uint4* h = image_row(expand.tiles.activations, block, row);
-    uint4* d_u = expand.d_u != nullptr ? image_row(expand.d_u, block, row) : nullptr;
-    uint4* d_g = image_row(expand.d_g, block, row);
-    uint64_t fired = 0;
-    if (overflow) {
-      for (int q = 0; q < kBlock / 8; ++q) {
-        fired |= uint64_t{fired_bits(h[q ^ (row % 8)])} << (8 * q);
-      }
-      pattern.vote(fired);
-    } else if (threadIdx.x < kBlock) {
-      *reinterpret_cast<uint4*>(pattern.words[threadIdx.x]) = expand.kept.masks[column];
-    }
-    pattern.scan();
-    if (overflow) {
-      if (threadIdx.x < kBlock) {
-        expand.masks[column] = *reinterpret_cast<const uint4*>(pattern.words[threadIdx.x]);
-      }
-    } else {
-      fired = pattern.fired();
-    }
-    if (threadIdx.x < kBlock) {
-      const int position = (block - index.first[tile]) * kBlock + threadIdx.x;
-      if (position < expand.tiles.union_size[tile]) {
-        atomicAdd(&expand.neuron_nnz[expand.tiles.union_ids[column]], pattern.count(threadIdx.x));
-      }
-    }
-    const uint32_t* values = expand.kept.values + (overflow ? 0 : expand.kept.offsets[block]);
+    uint4* h = block_pieces(expand.tiles.activations, block);
+    uint4* d_u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
+    uint4* d_g = block_pieces(expand.d_g, block);
+    uint4 hidden[kPieces];  // d_h, fetched ahead
 #pragma unroll
-    for (int q = 0; q < kBlock / 8; ++q) {
-      const int at = q ^ (row % 8);
-      const auto bits = static_cast<uint32_t>(fired >> (8 * q) & 0xff);
-      uint4 hidden{}, gate{}, up{};
-      if (bits != 0) {
-        hidden = d_g[at];
-        if (!overflow) {
-          kept_eight(values, pattern, bits, 8 * q, gate, up);
-        } else {
-          gate = h[at];
-          up = d_u != nullptr ? d_u[at] : uint4{kOnes, kOnes, kOnes, kOnes};
-        }
-        backward_eight(hidden, gate, up, l1_scale);
+    for (int i = 0; i < kPieces; ++i) hidden[i] = d_g[threadIdx.x + i * kThreads];
+    const uint32_t tokens =
+        overflow ? reload(expand, block, values) : restore(expand.kept, block, values);
+    int count = __popc(tokens);
+    count += __shfl_xor_sync(~0u, count, 1);
+    count += __shfl_xor_sync(~0u, count, 2);
+    if (threadIdx.x % kWordsPerNeuron == 0 && count > 0) {
+      const int neuron =
+          expand.tiles.union_ids[int64_t{block} * kBlock + threadIdx.x / kWordsPerNeuron];
+      atomicAdd(&expand.neuron_nnz[neuron], count);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = threadIdx.x + i * kThreads;
+      uint4 g = values.g[piece], u = values.u[piece];
+      if (fired_bits(g) != 0) {
+        backward_eight(hidden[i], g, u, l1_scale);
+      } else {
+        hidden[i] = u = g = uint4{};
       }
-      h[at] = hidden;
-      d_g[at] = gate;
-      if (d_u != nullptr) d_u[at] = up;
+      h[piece] = hidden[i];
+      d_g[piece] = g;
+      if (d_u != nullptr) d_u[piece] = u;
     }
     __syncthreads();
   }

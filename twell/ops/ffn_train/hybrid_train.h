@@ -92,6 +92,8 @@ struct NeuronTiles {
   //
   int32_t* order;            // [tiles, kNeuronTile] neuron, or -1
   uint32_t* mask;            // [tiles, words] a bit per slot of the token tiles
+  int32_t* positions;        // [tiles, words / 4, kNeuronTile] where a neuron is in the union of a
+                             // token tile, counted from the first block of all; or -1
   int32_t* first_block;      // [tiles]
   int32_t* ids;              // [blocks, kBlock] token, or -1
   __nv_bfloat16* images[3];  // by product: [blocks, kNeuronTile, kBlock]

@@ -101,6 +101,7 @@ struct HybridWorkspace {
     zero_bytes = layout.bytes() - zero_begin;
     neurons.order = layout.take<int32_t>(chunk.neuron_tiles * kNeuronTile);
     neurons.mask = layout.take<uint32_t>(chunk.neuron_tiles * neurons.words);
+    neurons.positions = layout.take<int32_t>(chunk.neuron_tiles * chunk.tiles * kNeuronTile);
     neurons.first_block = layout.take<int32_t>(chunk.neuron_tiles);
     neurons.ids = layout.take<int32_t>(chunk.neuron_tiles * chunk.token_blocks * kBlock);
     neurons.entries = layout.take<int4>(chunk.neuron_tiles * chunk.token_blocks);

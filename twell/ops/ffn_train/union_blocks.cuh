@@ -41,70 +41,47 @@ struct BlockIndex {
   }
 };
 
-// A row of a block: eight pieces of eight values, piece q at [q ^ row % 8].
-__device__ __forceinline__ uint4* image_row(__nv_bfloat16* image, int block, int row) {
-  return reinterpret_cast<uint4*>(image) + (int64_t{block} * kTileTokens + row) * (kBlock / 8);
+constexpr int kBlockThreads = 256;                      // of a CTA that works on a block
+constexpr int kBlockPieces = kTileTokens * kBlock / 8;  // of 16 bytes
+constexpr int kPieces = kBlockPieces / kBlockThreads;   // of a thread
+constexpr int kWordsPerNeuron = kTileTokens / 32;
+static_assert(kBlock * kWordsPerNeuron == kBlockThreads);
+
+__device__ __forceinline__ uint4* block_pieces(__nv_bfloat16* image, int block) {
+  return reinterpret_cast<uint4*>(image) + int64_t{block} * kBlockPieces;
+}
+// The eight neurons that piece i of an image holds of token i / 8.
+__device__ __forceinline__ int piece_columns(int i) { return (i % 8) ^ (i / 8 % 8); }
+// Where an image has the value of a token and a neuron, in values.
+__device__ __forceinline__ int value_index(int row, int column) {
+  return row * kBlock + ((column / 8) ^ (row % 8)) * 8 + column % 8;
 }
 
 // Bits of the lower lanes.
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << threadIdx.x % 32) - 1; }
 
-// The active (token, neuron) pairs of a block, by a CTA with a thread per token. In shared memory.
-struct BlockPattern {
-  alignas(16) uint32_t words[kBlock][kTileTokens / 32];  // by neuron: a bit per token
-  int before[kBlock];                                    // active pairs of the neurons before
-  int half;
+// The values of a block on their way between its image and what is kept: shared memory, images.
+struct BlockValues {
+  uint4 g[kBlockPieces];
+  uint4 u[kBlockPieces];
+  uint8_t fired[kTileTokens][8];  // a bit per neuron
+  int scratch[kBlockThreads / 32];
 
-  // From every thread's bits, one per neuron. Barriers: none.
-  __device__ void vote(uint64_t fired) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t of_lane[2] = {};
+  __device__ void put_fired(int piece, uint32_t bits) {
+    fired[piece / 8][piece_columns(piece)] = static_cast<uint8_t>(bits);
+  }
+  // Which of 32 tokens fire a neuron: thread t has tokens t % 4 * 32 .. of neuron t / 4.
+  __device__ uint32_t tokens_of_thread() const {
+    const int column = threadIdx.x / kWordsPerNeuron, first = threadIdx.x % kWordsPerNeuron * 32;
+    uint32_t bits = 0;
 #pragma unroll
-    for (int column = 0; column < kBlock; ++column) {
-      const uint32_t votes = __ballot_sync(~0u, (fired >> column & 1) != 0);
-      if (column % 32 == lane) of_lane[column / 32] = votes;
+    for (int i = 0; i < 32; ++i) {
+      bits |= static_cast<uint32_t>(fired[first + i][column / 8] >> (column % 8) & 1) << i;
     }
-    words[lane][warp] = of_lane[0];
-    words[lane + 32][warp] = of_lane[1];
+    return bits;
   }
-  __device__ int count(int column) const {
-    return __popc(words[column][0]) + __popc(words[column][1]) + __popc(words[column][2]) +
-           __popc(words[column][3]);
-  }
-  // Fills `before` from `words`; returns the number of pairs. Begins and ends with a barrier.
-  __device__ int scan() {
-    __syncthreads();
-    const int column = threadIdx.x, lane = threadIdx.x % 32;
-    int through = 0, own = 0;
-    if (column < kBlock) {
-      own = through = count(column);
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, through, step);
-        if (lane >= step) through += other;
-      }
-      if (column == 31) half = through;
-    }
-    __syncthreads();
-    if (column < kBlock) before[column] = through - own + (column >= 32 ? half : 0);
-    __syncthreads();
-    return before[kBlock - 1] + count(kBlock - 1);
-  }
-  // This thread's bits.
-  __device__ uint64_t fired() const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t bits[2] = {};
-#pragma unroll
-    for (int column = 0; column < kBlock; ++column) {
-      bits[column / 32] |= (words[column][warp] >> lane & 1) << (column % 32);
-    }
-    return bits[0] | uint64_t{bits[1]} << 32;
-  }
-  // Place of this thread's pair among those of the block.
-  __device__ int place(int column) const {
-    const int warp = threadIdx.x / 32;
-    int below = before[column] + __popc(words[column][warp] & lanes_below());
-    for (int w = 0; w < warp; ++w) below += __popc(words[column][w]);
-    return below;
+  __device__ int index_of(int bit) const {
+    return value_index(threadIdx.x % kWordsPerNeuron * 32 + bit, threadIdx.x / kWordsPerNeuron);
   }
 };
 

@@ -78,28 +78,19 @@ struct Problem {
         }
         sm90::named_barrier(1 + warpgroup, 128);
       }
+      // Reductions in the L2 cache, which nobody waits for. Only one thread at a time adds to a
+      // value, so that their order is fixed too.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (neuron[half] < 0) continue;
         float* row = grad + int64_t{neuron[half]} * problem.width;
-        constexpr int kAtOnce = 8;
 #pragma unroll
-        for (int first = 0; first < kColumns / 8; first += kAtOnce) {
-          float2 sum[kAtOnce];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            if ((first + i) * 8 < columns) {
-              sum[i] = __ldcg(reinterpret_cast<const float2*>(row + (first + i) * 8));
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            if ((first + i) * 8 >= columns) continue;
-            const int a = 4 * (first + i) + 2 * half;
-            sum[i].x += acc[a];
-            sum[i].y += acc[a + 1];
-            __stcg(reinterpret_cast<float2*>(row + (first + i) * 8), sum[i]);
-          }
+        for (int i = 0; i < kColumns / 8; ++i) {
+          if (i * 8 >= columns) continue;
+          const int a = 4 * i + 2 * half;
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(row + i * 8),
+                       "f"(acc[a]), "f"(acc[a + 1])
+                       : "memory");
         }
       }
       if (more) {
