@@ -6,6 +6,7 @@
 
 #include "cli/bench.h"
 #include "cli/device.h"
+#include "cli/train_flags.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -48,6 +49,12 @@ void add_bench_train_command(CLI::App& bench, CommonOptions& common) {
       .add_option("--patterns", arguments->patterns,
                   "Replay these captured activation patterns (safetensors) in the sparse run")
       ->type_name("FILE");
+  command
+      .add_option("--ffn-policy", arguments->policy,
+                  "Executions of the sparse run: auto, hybrid, or dense for none")
+      ->type_name("NAME")
+      ->capture_default_str();
+  add_recompute_option(command, arguments->recompute);
   command.add_flag("--tune", arguments->tune,
                    "Choose the algorithms of matrix products by a stopwatch, which training does "
                    "not, so that runs repeat");

@@ -15,6 +15,8 @@ struct BenchTrain {
   int64_t length = 0;              // 0: the model's context
   int64_t steps = 10;              // timed
   std::filesystem::path patterns;  // captured patterns to replay, or empty
+  std::string recompute = "auto";
+  std::string policy = "auto";  // of the sparse run
   bool tune = false;
   uint64_t seed = 0;
   std::filesystem::path jsonl;

@@ -12,6 +12,7 @@
 #include "cli/options.h"
 #include "twell/base/context.h"
 #include "twell/infer/engine_cuda.h"
+#include "twell/model/packed_patterns_cuda.h"
 #include "twell/train/train_benchmark_cuda.h"
 
 namespace twell::cli {
@@ -59,6 +60,22 @@ void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchma
   }
 }
 
+// Without training that would make the model sparse: patterns of one that was trained.
+TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOptions options,
+                           const BenchTrain& arguments) {
+  const ModelConfig& config = model.config;
+  const PackedPatternsCuda patterns(arguments.patterns, config.layers, config.ffn,
+                                    options.micro_batch * options.length);
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    options.nnz.push_back(patterns.nnz_per_token(layer));
+  }
+  options.policy = parse_ffn_train_policy(arguments.policy);
+  options.before_ffn = [&](int64_t layer, FfnTrainForwardCuda& problem) {
+    problem.replay = patterns.of(layer);
+  };
+  return benchmark_training(stream, model, options);
+}
+
 }  // namespace
 
 int run_bench_train_cuda(const BenchTrain& arguments) {
@@ -73,13 +90,20 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
   options.steps = arguments.steps;
   options.seed = arguments.seed;
   options.tune = arguments.tune;
+  options.recompute = parse_recompute(arguments.recompute);
   Model model(config);
   Context cpu;
   init_weights(cpu, model, arguments.seed);
   fmt::print("preset {}, random weights and tokens, {} x {} tokens per step, on {}\n",
              arguments.preset, options.micro_batch, options.length, gpu);
   const TrainBenchmarkRun dense = benchmark_training(stream.get(), model, options);
-  print_runs(dense, {});
+  std::optional<TrainBenchmarkRun> sparse;
+  if (!arguments.patterns.empty()) {
+    fmt::print("sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused\n",
+               arguments.patterns.string());
+    sparse = replayed(stream.get(), model, options, arguments);
+  }
+  print_runs(dense, sparse);
 
   nlohmann::json line = machine_json(0);
   line.erase("threads");
@@ -89,8 +113,11 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
   line["micro_batch"] = options.micro_batch;
   line["length"] = options.length;
   line["steps"] = options.steps;
+  line["recompute"] = arguments.recompute;
   line["tuned_products"] = options.tune;
   line["dense"] = run_json(dense);
+  line["replayed_patterns"] = arguments.patterns.filename().string();
+  if (sparse) line["sparse"] = run_json(*sparse);
   append_jsonl(arguments.jsonl, line);
   return kExitOk;
 }

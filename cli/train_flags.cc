@@ -116,6 +116,7 @@ void add_optimizer_flags(CLI::App& command, TrainFlags& flags) {
   length.value("--micro-batch", train.micro_batch, "N", "Sequences in memory at a time");
   length.optional("--batch-tokens", flags.batch_tokens, "N",
                   "Tokens of an optimizer step, gathered over micro-batches (default: one)");
+  add_recompute_option(command, flags.recompute)->group("Length and batch");
   Group optimizer(command, "Optimizer (AdamW)");
   optimizer.value("--lr", train.learning_rate, "X", "Peak learning rate");
   optimizer.value("--min-lr-ratio", train.min_lr_ratio, "X",
@@ -188,6 +189,17 @@ void add_train_flags(CLI::App& command, TrainFlags& flags) {
   add_sparsify_flags(command, flags);
 }
 
+CLI::Option* add_recompute_option(CLI::App& command, std::string& recompute) {
+  return command
+      .add_option(
+          "--recompute", recompute,
+          "GPU: what backward makes again to save memory: the blocks' normalised inputs "
+          "(norms), none, or auto, none where the memory is there; the results are the same")
+      ->type_name("none|norms|auto")
+      ->check(CLI::IsMember({"none", "norms", "auto"}).description(""))
+      ->capture_default_str();
+}
+
 ModelConfig model_config(const ModelFlags& flags) {
   ModelConfig config =
       preset_config(flags.preset.value_or(kDefaultPreset), flags.gated.value_or(true));
@@ -235,6 +247,7 @@ TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common)
   options.l1_reduction = parse_l1_reduction(flags.l1_reduction);
   options.ffn_policy = parse_ffn_train_policy(flags.ffn_policy);
   options.save_dtype = parse_save_dtype(flags.save_dtype);
+  options.recompute = parse_recompute(flags.recompute);
   options.seed = common.seed;
   return options;
 }

@@ -42,9 +42,11 @@ struct TrainFlags {
   std::string l1_reduction = "sum";
   std::string ffn_policy = "auto";
   std::string save_dtype = "f32";
+  std::string recompute = "auto";
 };
 
 void add_train_flags(CLI::App& command, TrainFlags& flags);
+CLI::Option* add_recompute_option(CLI::App& command, std::string& recompute);
 
 // The model that is trained; vocab_size is that of the flags or the preset.
 ModelConfig model_config(const ModelFlags& flags);

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # From a bare machine to a trained sparse language model: installs what it needs, builds, trains a
-# small model on text every such machine has, and shows what became of it.
+# small model on text every such machine has, and shows what became of it. Where there is a CUDA
+# toolkit it builds for the GPU too, and where there is a GPU with cuDNN it trains there.
 #   scripts/quickstart.sh                 trains on the documentation and headers of this machine
 #   scripts/quickstart.sh --data PATH     trains on your text (repeatable)
 #   scripts/quickstart.sh --out DIR       elsewhere than runs/quickstart
@@ -21,7 +22,7 @@ while [[ $# -gt 0 ]]; do
       shift 2
       ;;
     -h | --help)
-      sed -n '3,9s/^# \{0,1\}//p' "$0"
+      sed -n '3,10s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
     *)

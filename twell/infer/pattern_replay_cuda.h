@@ -6,34 +6,29 @@
 
 #include <filesystem>
 #include <memory>
-#include <vector>
 
 #include "twell/model/forward_cuda.h"
+#include "twell/model/packed_patterns_cuda.h"
 
 namespace twell {
 
 class PatternReplayCuda {
  public:
-  // Safetensors with layerN.row_nnz U16 [M] and layerN.col U16 [sum], ascending in a row. The
-  // patterns are spread over the model's layers in order and repeated over its tokens.
+  // The patterns of a file as packed_patterns_cuda.h spreads them over layers and tokens.
   PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file, const ModelConfig& config,
                     int64_t max_tokens);
-  ~PatternReplayCuda();
 
   // Runs the layer; done(true) is called after each gate GEMM, done(false) after what follows it.
   void forward(int64_t layer, const FfnForwardCuda& problem,
                const std::function<void(bool gate)>& done);
-  double nnz_per_token(int64_t layer) const;
+  double nnz_per_token(int64_t layer) const { return patterns_.nnz_per_token(layer); }
 
  private:
-  struct Packed;
-  const Packed& pattern_of(int64_t layer) const;
-
   CudaContext& ctx_;
-  int64_t layers_, width_, ffn_, chunk_;
+  int64_t width_, ffn_, chunk_;
   bool gated_;
-  std::vector<std::unique_ptr<Packed>> patterns_;
-  std::unique_ptr<Packed> made_;  // what the gate GEMM writes, not used further
+  PackedPatternsCuda patterns_;
+  std::unique_ptr<PackedTwellCuda> made_;  // what the gate GEMM writes, not used further
   TileUnionWorkspace workspace_;
 };
 

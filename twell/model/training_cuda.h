@@ -30,7 +30,7 @@ struct TrainingPlanCuda {
 };
 
 // Parts of a pass, forward and backward, for those who time them.
-enum class TrainingStage { kEmbedding, kNorm, kAttention, kFfn, kHead };
+enum class TrainingStage { kEmbedding, kNorm, kProjections, kAttention, kFfn, kHead };
 
 // What a pass reads and adds to; device memory throughout. A captured pass keeps these addresses.
 struct TrainingPassCuda {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "twell/base/buffer.h"
 #include "twell/model/model_cuda.h"
@@ -12,20 +13,36 @@
 namespace twell {
 namespace {
 
-TrainingPlanCuda training_plan(const TrainOptions& options) {
-  return {.shape = {options.micro_batch, options.sequence_length}};
+int64_t free_bytes() {
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
+FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainOptions& options) {
+  return {.max_tokens = options.micro_batch_tokens(),
+          .width = config.width,
+          .ffn = config.ffn,
+          .gated = config.gated};
+}
+
+// What is kept is decided by the memory that is free now, beside the optimizer's.
+TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
+                               const TrainOptions& options) {
+  TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length}};
+  plan.keep_normed = options.recompute != Recompute::kNorms;
+  if (options.recompute != Recompute::kAuto) return plan;
+  constexpr int64_t kSpare = int64_t{2} << 30;  // for estimates that are off, and for others
+  int64_t bytes = OptimizerCuda::bytes_needed(config.parameter_count()) + kSpare;
+  for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) bytes += item.bytes;
+  plan.keep_normed = bytes <= free_bytes();
+  return plan;
 }
 
 const ModelConfig& supported(const ModelConfig& config, const TrainOptions& options) {
   const std::string why = cuda_run_unsupported(config, options);
   TWELL_REQUIRE(why.empty(), "{}", why);
   return config;
-}
-
-int64_t free_bytes() {
-  size_t free = 0, total = 0;
-  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  return static_cast<int64_t>(free);
 }
 
 // What changes from step to step, on its way to the device.
@@ -160,7 +177,7 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
                       {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
   plan.device_memory = {{"weights, gradients, moments (f32), weights (bf16)",
                          OptimizerCuda::bytes_needed(plan.parameters)}};
-  const auto items = TrainingCuda::memory_plan(ctx, config, training_plan(options));
+  const auto items = TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options));
   plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());
   return plan;
 }
@@ -171,7 +188,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
       model_(model),
       options_(options),
       free_at_start_(free_bytes()),
-      training_(ctx, supported(model.config, options), training_plan(options),
+      training_(ctx, supported(model.config, options), training_plan(ctx, model.config, options),
                 OptimizerCuda::bytes_needed(model.flat.size())),
       optimizer_(ctx, model, options),
       report_(std::make_unique<Report>(model.config)),
@@ -185,6 +202,10 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
           *shards, ValidationOptions{options.validation_sequences, options.sequence_length});
     }
   }
+  const std::string no_hybrid = ffn_train_hybrid_unsupported(ctx, ffn_shape(model.config, options));
+  hybrid_runs_ = no_hybrid.empty();
+  TWELL_REQUIRE(hybrid_runs_ || options.ffn_policy != FfnTrainPolicy::kHybrid,
+                "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::byte* const block = report_->block.device();
   pass_.weights = optimizer_.weights();
   pass_.grad_scale = 1.0f / static_cast<float>(options.batch_tokens);
@@ -216,11 +237,8 @@ int64_t TrainEngineCuda::replayed() const { return replay_->replayed(); }
 // The execution of each layer for this step, from what it did in those before it.
 void TrainEngineCuda::prepare(std::span<const double> nnz) {
   const ModelConfig& config = model_.config;
-  const FfnTrainShapeCuda shape{.max_tokens = options_.micro_batch_tokens(),
-                                .width = config.width,
-                                .ffn = config.ffn,
-                                .gated = config.gated};
-  bool changed = false;
+  const FfnTrainShapeCuda shape = ffn_shape(config, options_);
+  bool changed = !prepared_;
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     // A model that was not trained yet has about half of its neurons active.
     const double expected = nnz.empty() ? static_cast<double>(config.ffn) / 2.0
@@ -228,12 +246,14 @@ void TrainEngineCuda::prepare(std::span<const double> nnz) {
     FfnTrainExecution execution = FfnTrainExecution::kDense;
     if (options_.ffn_policy == FfnTrainPolicy::kHybrid) {
       execution = FfnTrainExecution::kHybrid;
-    } else if (options_.ffn_policy == FfnTrainPolicy::kAuto) {
+    } else if (options_.ffn_policy == FfnTrainPolicy::kAuto && hybrid_runs_) {
       execution = choose_ffn_train_cuda(shape, shape.max_tokens, nnz.empty() ? -1.0 : expected);
     }
     changed = training_.prepare(layer, execution, expected) || changed;
   }
   if (changed) replay_->clear();
+  prepared_ = true;
+  memory_changed_ = changed;
 }
 
 // Into inputs_ and targets_, unless it is there already.
@@ -283,7 +303,8 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   block.to_host(ctx_.stream());
   if (request.step < options_.steps) next_batch(request.step + 1, 0);
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  device_bytes_ = free_at_start_ - free_bytes();
+  // The first pass of an execution makes plans and their workspaces.
+  if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_bytes();
   return outcome();
 }
 

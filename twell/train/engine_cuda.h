@@ -80,6 +80,9 @@ class TrainEngineCuda : public TrainEngine {
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
   int64_t read_step_ = 0, read_index_ = 0;  // which one that is; step 0: none
   bool fixed_batch_ = false;
+  bool hybrid_runs_ = false;     // on this device, in this shape
+  bool prepared_ = false;        // for a first step
+  bool memory_changed_ = false;  // in this step
   Hooks hooks_;
   int64_t device_bytes_ = 0;
 };

@@ -97,6 +97,13 @@ L1Reduction parse_l1_reduction(std::string_view name) {
   throw InputError(fmt::format("unknown L1 reduction '{}'; use sum or mean", name));
 }
 
+Recompute parse_recompute(std::string_view name) {
+  if (name == "auto") return Recompute::kAuto;
+  if (name == "none") return Recompute::kNone;
+  if (name == "norms") return Recompute::kNorms;
+  throw InputError(fmt::format("unknown recomputation '{}'; use auto, none or norms", name));
+}
+
 TrainOptions preset_train_options(std::string_view preset) {
   TrainOptions options;
   const ModelConfig config = preset_config(preset);

@@ -15,6 +15,14 @@
 
 namespace twell {
 
+// What backward makes again instead of keeping it in memory; the results are the same.
+enum class Recompute {
+  kAuto,  // kNone where the memory is there, else kNorms
+  kNone,
+  kNorms,  // the normalised inputs of the blocks
+};
+Recompute parse_recompute(std::string_view name);  // "auto", "none", "norms"; InputError
+
 // The L1 term of one layer and token: the sum over hidden units of |h|, or their mean (the sum
 // divided by F).
 enum class L1Reduction { kSum, kMean };
@@ -52,6 +60,8 @@ struct TrainOptions {
   double reinit_strength = 0.1;  // w <- (1 - strength) w + strength N(0, std^2)
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
+
+  Recompute recompute = Recompute::kAuto;  // on the GPU; the CPU keeps them
 
   int64_t validate_every = 100;       // steps; 0: never
   int64_t validation_sequences = 32;  // at most

@@ -49,6 +49,8 @@ const char* stage_name(TrainingStage stage) {
   switch (stage) {
     case TrainingStage::kAttention:
       return "attention";
+    case TrainingStage::kProjections:
+      return "projections, rope";
     case TrainingStage::kFfn:
       return "ffn";
     case TrainingStage::kHead:
@@ -67,6 +69,7 @@ TrainOptions train_options(const ModelConfig& config, const TrainBenchmarkOption
   train.learning_rate = 1e-4;
   train.validate_every = 0;
   train.ffn_policy = options.policy;
+  train.recompute = options.recompute;
   train.seed = options.seed;
   return resolve_options(train, config);
 }

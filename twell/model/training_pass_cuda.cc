@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+// The training pass itself; mirrors training.cc.
+#include "twell/model/model_cuda.h"
+#include "twell/model/qkv.h"
+#include "twell/model/training_buffers_cuda.h"
+#include "twell/ops/attention/attention_train_cuda.h"
+#include "twell/ops/bias/bias_backward_cuda.h"
+#include "twell/ops/embedding/embedding_cuda.h"
+#include "twell/ops/matmul/linear_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_backward_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
+#include "twell/ops/rope/rope_cuda.h"
+
+namespace twell {
+
+// One micro-batch, forward and backward. Each backward function undoes the forward function of the
+// same name, last line first.
+class TrainingCuda::Pass {
+ public:
+  Pass(TrainingCuda& training, const TrainingPassCuda& pass)
+      : ctx_(training.ctx_),
+        config_(training.config_),
+        pass_(pass),
+        buffers_(*training.buffers_),
+        views_(buffers_.views),
+        weights_(model_matrices<const BF16>(config_, reinterpret_cast<const BF16*>(pass.weights))),
+        grads_(model_matrices<float>(config_, pass.grads)),
+        shape_(training.plan_.shape),
+        tokens_(token_count(shape_)),
+        inputs_(buffers_.batch.data()),
+        targets_(buffers_.batch.data() + tokens_),
+        keep_normed_(training.plan_.keep_normed) {}
+
+  void run() {
+    forward();
+    loss(/*backward=*/true);
+    backward();
+  }
+  void evaluate() {
+    forward();
+    loss(/*backward=*/false);
+  }
+
+ private:
+  using LayerWeights = LayerMatrices<const BF16>;
+  using LayerGrads = LayerMatrices<float>;
+
+  void forward() {
+    TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens_,
+                                       .width = config_.width,
+                                       .ids = inputs_,
+                                       .table = device_bf16(weights_.embedding.data),
+                                       .out = views_.layers[0].attention_in},
+                                      ctx_.stream()));
+    done(TrainingStage::kEmbedding);
+    for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
+      const LayerWeights& w = weights_.layers[layer];
+      const LayerActivationsCuda& a = views_.layers[layer];
+      if (layer == 0) {
+        normed_again(a.attention_in, w.attention_norm, a.attention_normed);
+      } else {
+        norm_forward(views_.layers[layer - 1].ffn_in, a.attention_in, w.attention_norm,
+                     a.attention_normed);
+      }
+      attention_block_forward(w, a);
+      norm_forward(a.attention_in, a.ffn_in, w.ffn_norm, a.ffn_normed);
+      feed_forward_forward(layer, w, a);
+    }
+    norm_forward(views_.layers.back().ffn_in, views_.final_in, weights_.final_norm, views_.normed);
+  }
+
+  // The head belongs to the loss, which never holds all logits: its gradients are made here.
+  void loss(bool backward) {
+    cross_entropy_cuda(ctx_,
+                       {.tokens = tokens_,
+                        .width = config_.width,
+                        .vocab = config_.vocab_size,
+                        .x = views_.normed,
+                        .weight = device_bf16(weights_.head.data),
+                        .targets = targets_,
+                        .grad_scale = pass_.grad_scale,
+                        .losses = views_.losses,
+                        .sum = pass_.loss,
+                        .d_x = backward ? views_.d_normed : nullptr,
+                        .d_weight = backward ? grads_.head.data : nullptr},
+                       buffers_.head);
+    done(TrainingStage::kHead);
+  }
+
+  void backward() {
+    norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm);
+    for (size_t layer = views_.layers.size(); layer-- > 0;) {
+      const LayerWeights& w = weights_.layers[layer];
+      const LayerGrads& d = grads_.layers[layer];
+      const LayerActivationsCuda& a = views_.layers[layer];
+      feed_forward_backward(layer, w, a, d);
+      norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm);
+      attention_block_backward(w, a, d);
+      norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm);
+    }
+    embedding_backward_cuda(ctx_,
+                            {.tokens = tokens_,
+                             .width = config_.width,
+                             .vocab = config_.vocab_size,
+                             .ids = inputs_,
+                             .d_out = views_.d_residual,
+                             .d_table = grads_.embedding.data},
+                            buffers_.embedding);
+    done(TrainingStage::kEmbedding);
+  }
+
+  // sum = residual + delta; y = norm(sum)
+  void norm_forward(const __nv_bfloat16* residual, __nv_bfloat16* sum, const BF16* weight,
+                    __nv_bfloat16* y) {
+    TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
+                                      .width = config_.width,
+                                      .x = residual,
+                                      .residual = views_.delta,
+                                      .sum = sum,
+                                      .weight = device_bf16(weight),
+                                      .y = y,
+                                      .eps = eps()},
+                                     ctx_.stream()));
+    done(TrainingStage::kNorm);
+  }
+
+  // y = norm(sum): in front of the first layer, and where backward needs it again.
+  void normed_again(const __nv_bfloat16* sum, const BF16* weight, __nv_bfloat16* y) {
+    TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
+                                      .width = config_.width,
+                                      .x = sum,
+                                      .weight = device_bf16(weight),
+                                      .y = y,
+                                      .eps = eps()},
+                                     ctx_.stream()));
+    done(TrainingStage::kNorm);
+  }
+
+  // The gradient of the sum is that of its terms: d_residual goes on to both.
+  void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
+                     float* d_weight) {
+    TWELL_CUDA_CHECK(launch_rms_norm_backward({.tokens = tokens_,
+                                               .width = config_.width,
+                                               .s = sum,
+                                               .weight = device_bf16(weight),
+                                               .d_y = views_.d_normed,
+                                               .d_residual = d_residual,
+                                               .d_s = views_.d_residual,
+                                               .d_weight = d_weight,
+                                               .partial = views_.partial,
+                                               .eps = eps()},
+                                              ctx_.stream()));
+    done(TrainingStage::kNorm);
+  }
+
+  void attention_block_forward(const LayerWeights& w, const LayerActivationsCuda& a) {
+    linear_forward(a.attention_normed, w.w_qkv, a.qkv);
+    rotate(a.qkv, w.b_qkv, /*inverse=*/false);
+    done(TrainingStage::kProjections);
+    attention_train_forward(
+        ctx_,
+        {.shape = attention_shape(), .qkv = a.qkv, .out = a.attended, .logsumexp = a.logsumexp});
+    linear_forward(a.attended, w.w_o, views_.delta);
+    done(TrainingStage::kAttention);
+  }
+
+  void attention_block_backward(const LayerWeights& w, const LayerActivationsCuda& a,
+                                const LayerGrads& d) {
+    linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
+    done(TrainingStage::kProjections);
+    attention_train_backward(ctx_, {.shape = attention_shape(),
+                                    .qkv = a.qkv,
+                                    .out = a.attended,
+                                    .logsumexp = a.logsumexp,
+                                    .d_out = views_.d_attended,
+                                    .d_qkv = views_.d_qkv});
+    done(TrainingStage::kAttention);
+    rotate(views_.d_qkv, nullptr, /*inverse=*/true);
+    if (d.b_qkv != nullptr) {
+      TWELL_CUDA_CHECK(launch_bias_backward({.tokens = tokens_,
+                                             .width = qkv_width(config_),
+                                             .d_y = views_.d_qkv,
+                                             .d_bias = d.b_qkv,
+                                             .partial = views_.partial},
+                                            ctx_.stream()));
+    }
+    done(TrainingStage::kProjections);
+    if (!keep_normed_) normed_again(a.attention_in, w.attention_norm, a.attention_normed);
+    linear_backward(a.attention_normed, w.w_qkv, views_.d_qkv, views_.d_normed, d.w_qkv);
+    done(TrainingStage::kProjections);
+  }
+
+  void feed_forward_forward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a) {
+    const auto at = static_cast<int64_t>(layer);
+    FfnTrainForwardCuda problem;
+    problem.tokens = tokens_;
+    problem.weights = ffn_weights(w);
+    problem.x = a.ffn_normed;
+    problem.y = views_.delta;
+    if (pass_.counts != nullptr) problem.counts = pass_.counts + at;
+    if (pass_.active != nullptr) problem.active = pass_.active + at * config_.ffn;
+    if (pass_.before_ffn) pass_.before_ffn(at, problem);
+    ffn_train_forward_cuda(ctx_, problem, buffers_.ffn[layer], buffers_.ffn_workspace);
+    done(TrainingStage::kFfn);
+  }
+
+  void feed_forward_backward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a,
+                             const LayerGrads& d) {
+    if (!keep_normed_) normed_again(a.ffn_in, w.ffn_norm, a.ffn_normed);
+    ffn_train_backward_cuda(ctx_,
+                            {.tokens = tokens_,
+                             .weights = ffn_weights(w),
+                             .x = a.ffn_normed,
+                             .d_y = views_.d_residual,
+                             .l1_scale = pass_.l1_scale,
+                             .d_x = views_.d_normed,
+                             .grads = {.w_gate = d.ffn.w_gate.data,
+                                       .w_up = d.ffn.w_up.data,
+                                       .w_down = d.ffn.w_down.data}},
+                            buffers_.ffn[layer], buffers_.ffn_workspace);
+    done(TrainingStage::kFfn);
+  }
+
+  void rotate(__nv_bfloat16* qkv, const BF16* bias, bool inverse) {
+    TWELL_CUDA_CHECK(launch_rope({.tokens = tokens_,
+                                  .heads = config_.heads,
+                                  .kv_heads = config_.kv_heads,
+                                  .head_dim = config_.head_dim,
+                                  .cos = buffers_.cos.data(),
+                                  .sin = buffers_.sin.data(),
+                                  .positions = buffers_.positions.data(),
+                                  .bias = device_bf16(bias),
+                                  .qkv = qkv,
+                                  .inverse = inverse},
+                                 ctx_.stream()));
+  }
+
+  void linear_forward(const __nv_bfloat16* x, const Matrix<const BF16>& w, __nv_bfloat16* y) {
+    linear_cuda(ctx_, {.rows = tokens_,
+                       .cols = w.rows,
+                       .inner = w.cols,
+                       .x = x,
+                       .w = device_bf16(w.data),
+                       .y = y});
+  }
+
+  void linear_backward(const __nv_bfloat16* x, const Matrix<const BF16>& w,
+                       const __nv_bfloat16* d_y, __nv_bfloat16* d_x, const MatrixF& d_w) {
+    linear_backward_cuda(ctx_, {.rows = tokens_,
+                                .cols = w.rows,
+                                .inner = w.cols,
+                                .x = x,
+                                .w = device_bf16(w.data),
+                                .d_y = d_y,
+                                .d_x = d_x,
+                                .d_w = d_w.data});
+  }
+
+  static FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) {
+    return {.w_gate = device_bf16(w.ffn.w_gate.data),
+            .w_up = device_bf16(w.ffn.w_up.data),
+            .w_down = device_bf16(w.ffn.w_down.data)};
+  }
+  AttentionTrainShape attention_shape() const {
+    return {.sequences = shape_.sequences,
+            .length = shape_.length,
+            .heads = config_.heads,
+            .kv_heads = config_.kv_heads,
+            .head_dim = config_.head_dim};
+  }
+  float eps() const { return static_cast<float>(config_.norm_eps); }
+  void done(TrainingStage stage) const {
+    if (pass_.after_stage) pass_.after_stage(stage);
+  }
+
+  CudaContext& ctx_;
+  const ModelConfig& config_;
+  const TrainingPassCuda& pass_;
+  Buffers& buffers_;
+  const ActivationViewsCuda& views_;
+  const ModelMatrices<const BF16> weights_;
+  const ModelMatrices<float> grads_;
+  const MicroBatchShape shape_;
+  const int64_t tokens_;
+  const int32_t* const inputs_;   // [M]
+  const int32_t* const targets_;  // [M]
+  const bool keep_normed_;
+};
+
+void TrainingCuda::forward_backward(const TrainingPassCuda& pass) { Pass(*this, pass).run(); }
+
+void TrainingCuda::evaluate(const TrainingPassCuda& pass) {
+  TrainingPassCuda loss_only;
+  loss_only.weights = pass.weights;
+  loss_only.loss = pass.loss;
+  Pass(*this, loss_only).evaluate();
+}
+
+}  // namespace twell
