@@ -248,53 +248,48 @@ struct TileTokens {
 struct TransposeShared {
   alignas(16) uint8_t staged[3][kImageBytes];
   TileTokens tokens;
-  int tile;
+  int3 tile;  // and where its blocks begin and end
+  int block;
 };
 
-// Values of one neuron in half a token tile, into the staged row of the neuron.
+// Values of one neuron in 32 slots of a token tile, into the staged row of the neuron.
+template <int Products>
 __device__ __forceinline__ void stage_values(const Transpose& transpose, TransposeShared& shared,
-                                             int row, int first_word, int position,
-                                             const uint2& fired, int begin) {
-  const int column = position % kBlock;
+                                             int row, int word, int position, uint32_t left,
+                                             int begin) {
+  const uint32_t mask = shared.tokens.mask[word];
+  const int first = shared.tokens.before[word] - begin;
+  if (first >= kBlock || first + __popc(mask) <= 0) return;
   const int64_t block = int64_t{position / kBlock} * (kTileTokens * kBlock);
-  const int products = transpose.neurons.products;
+  const int column = position % kBlock, first_slot = word % 4 * 32;
+  constexpr int kAtOnce = 4;
+  while (left != 0) {
+    __nv_bfloat16 values[Products][kAtOnce];
+    int to[kAtOnce];
 #pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    const int word = first_word + w;
-    uint32_t left = w == 0 ? fired.x : fired.y;
-    const uint32_t mask = shared.tokens.mask[word];
-    const int first = shared.tokens.before[word] - begin;
-    if (first >= kBlock || first + __popc(mask) <= 0) continue;
-    const int first_slot = word % 4 * 32;
-    constexpr int kAtOnce = 4;
-    while (left != 0) {
-      int64_t from[kAtOnce];
-      int to[kAtOnce];
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int bit = (__ffs(static_cast<int>(left)) - 1) & 31;
+      to[i] = left != 0 ? first + __popc(mask & ((1u << bit) - 1)) : -1;
+      left &= left - 1;
+      if (to[i] < 0 || to[i] >= kBlock) continue;
+      const int64_t from = block + value_index(first_slot + bit, column);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int bit = __ffs(static_cast<int>(left)) - 1;
-        to[i] = left != 0 ? first + __popc(mask & ((1u << (bit & 31)) - 1)) : -1;
-        from[i] = block + value_index(first_slot + (bit & 31), column);
-        left &= left - 1;
-      }
-      for (int p = 0; p < products; ++p) {
-        const __nv_bfloat16* image = transpose.images[p];
-        __nv_bfloat16 values[kAtOnce];
+      for (int p = 0; p < Products; ++p) values[p][i] = transpose.images[p][from];
+    }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (static_cast<uint32_t>(to[i]) < kBlock) values[i] = image[from[i]];
-        }
-        auto* staged = reinterpret_cast<__nv_bfloat16*>(shared.staged[p]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (to[i] < 0 || to[i] >= kBlock) continue;
+      const int at = value_index(row, to[i]);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (static_cast<uint32_t>(to[i]) < kBlock) staged[value_index(row, to[i])] = values[i];
-        }
+      for (int p = 0; p < Products; ++p) {
+        reinterpret_cast<__nv_bfloat16*>(shared.staged[p])[at] = values[p][i];
       }
     }
   }
 }
 
-// A CTA makes blocks that follow each other, mostly of one neuron tile.
+// CTAs take blocks first come first served: they differ in cost.
+template <int Products>
 __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
     transpose_kernel(Transpose transpose) {
   extern __shared__ __align__(16) uint8_t memory[];
@@ -303,29 +298,34 @@ __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
   sm90::wait_for_previous_kernel();
   const Tiles& tiles = transpose.tiles;
   const NeuronTiles& neurons = transpose.neurons;
-  const auto* masks = reinterpret_cast<const uint2*>(
+  const auto* masks = reinterpret_cast<const uint32_t*>(
       transpose.kept.state->overflow != 0 ? transpose.masks : transpose.kept.masks);
   const int token_words = tiles.counts->tiles * 4;
-  const int blocks = neurons.counts->blocks;
-  const int first_block = static_cast<int>(int64_t{blocks} * blockIdx.x / gridDim.x);
-  const int end_block = static_cast<int>(int64_t{blocks} * (blockIdx.x + 1) / gridDim.x);
+  const int blocks = neurons.counts->blocks, neuron_tiles = neurons.counts->tiles;
   auto* staged = reinterpret_cast<uint4*>(shared.staged);
-  for (int i = threadIdx.x; i < 3 * (kImageBytes / 16); i += kTransposeThreads) {
+  for (int i = threadIdx.x; i < Products * (kImageBytes / 16); i += kTransposeThreads) {
     staged[i] = uint4{};
   }
-  if (first_block >= end_block) return;
-  for (int i = threadIdx.x; i < neurons.counts->tiles; i += kTransposeThreads) {
-    const int begin = neurons.first_block[i];
-    if (begin <= first_block && first_block < begin + tile_blocks(neurons, i)) shared.tile = i;
-  }
-  __syncthreads();
-  const int row = threadIdx.x % kNeuronTile, half = threadIdx.x / kNeuronTile;
-  int tile = shared.tile - 1, tile_begin = 0, tile_end = 0;
-  for (int block = first_block; block < end_block; ++block) {
+  // Of four words of a token tile, a thread has two that are not neighbours, since a block often
+  // needs half a tile only.
+  const int row = threadIdx.x % kNeuronTile, odd = threadIdx.x / kNeuronTile;
+  int tile = -1, tile_begin = 0, tile_end = 0;
+  for (;;) {
+    if (threadIdx.x == 0) shared.block = atomicAdd(&neurons.counts->transposed, 1);
+    __syncthreads();
+    const int block = shared.block;
+    if (block >= blocks) break;
     if (block >= tile_end) {
-      ++tile;  // every tile has a block
-      tile_begin = neurons.first_block[tile];
-      tile_end = tile_begin + tile_blocks(neurons, tile);
+      for (int i = threadIdx.x; i < neuron_tiles; i += kTransposeThreads) {
+        const int begin = neurons.first_block[i];
+        if (begin <= block && block < begin + tile_blocks(neurons, i)) {
+          shared.tile = int3{i, begin, begin + tile_blocks(neurons, i)};
+        }
+      }
+      __syncthreads();
+      tile = shared.tile.x;
+      tile_begin = shared.tile.y;
+      tile_end = shared.tile.z;
       shared.tokens.load(neurons.mask + int64_t{tile} * neurons.words, token_words);
     }
     const int begin = (block - tile_begin) * kBlock;
@@ -336,34 +336,42 @@ __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
       int token = -1;
       if (position <= last_position) {
         const int word = shared.tokens.word_of(position);
-        const int nth = position - shared.tokens.before[word];
-        token = tiles.tokens[word * 32 + __fns(shared.tokens.mask[word], 0, nth + 1)];
+        uint32_t rest = shared.tokens.mask[word];
+        for (int skip = position - shared.tokens.before[word]; skip > 0; --skip) rest &= rest - 1;
+        token = tiles.tokens[word * 32 + __ffs(static_cast<int>(rest)) - 1];
       }
       neurons.ids[int64_t{block} * kBlock + threadIdx.x] = token;
     }
     const int32_t* positions =
         neurons.positions + int64_t{tile} * neurons.words * (kNeuronTile / 4) + row;
-    constexpr int kAtOnce = 2;
+    constexpr int kAtOnce = 4;
     for (int from = first / 4; from <= last / 4; from += kAtOnce) {
       int position[kAtOnce];
-      uint2 fired[kAtOnce];
+      uint32_t fired[kAtOnce][2];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         position[i] = from + i <= last / 4 ? positions[(from + i) * kNeuronTile] : -1;
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        fired[i] = position[i] >= 0 ? masks[int64_t{position[i]} * 2 + half] : uint2{};
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          fired[i][w] = position[i] >= 0 ? masks[int64_t{position[i]} * 4 + 2 * w + odd] : 0;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if ((fired[i].x | fired[i].y) == 0) continue;
-        stage_values(transpose, shared, row, (from + i) * 4 + half * 2, position[i], fired[i],
-                     begin);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          if (fired[i][w] == 0) continue;
+          stage_values<Products>(transpose, shared, row, (from + i) * 4 + 2 * w + odd, position[i],
+                                 fired[i][w], begin);
+        }
       }
     }
     __syncthreads();
-    for (int p = 0; p < neurons.products; ++p) {
+#pragma unroll
+    for (int p = 0; p < Products; ++p) {
       auto* out = reinterpret_cast<uint4*>(neurons.images[p]) + int64_t{block} * (kImageBytes / 16);
 #pragma unroll
       for (int i = threadIdx.x; i < kImageBytes / 16; i += kTransposeThreads) {
@@ -374,6 +382,16 @@ __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
     }
     __syncthreads();
   }
+}
+
+template <int Products>
+cudaError_t launch_transpose_of(const Transpose& transpose, int ctas, cudaStream_t stream) {
+  const auto kernel = transpose_kernel<Products>;
+  const cudaError_t status = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(TransposeShared));
+  if (status != cudaSuccess) return status;
+  return sm90::launch_dependent(kernel, dim3(ctas * kTransposeCtas), kTransposeThreads,
+                                sizeof(TransposeShared), stream, transpose);
 }
 
 int mask_words(const NeuronTiles& neurons) { return (neurons.ffn + 255) / 256 * 8; }
@@ -391,12 +409,8 @@ cudaError_t launch_neuron_unions(const Transpose& transpose, int ctas, cudaStrea
 }
 
 cudaError_t launch_transpose(const Transpose& transpose, int ctas, cudaStream_t stream) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(transpose_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(sizeof(TransposeShared)));
-  if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(transpose_kernel, dim3(ctas * kTransposeCtas), kTransposeThreads,
-                                sizeof(TransposeShared), stream, transpose);
+  return transpose.neurons.products == 3 ? launch_transpose_of<3>(transpose, ctas, stream)
+                                         : launch_transpose_of<2>(transpose, ctas, stream);
 }
 
 }  // namespace twell::ffn_train

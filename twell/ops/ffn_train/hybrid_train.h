@@ -78,9 +78,10 @@ cudaError_t launch_expand(const Expand& expand, int ctas, cudaStream_t stream);
 // Neurons that fire about equally often share a tile.
 struct NeuronCounts {
   int32_t tiles;
-  int32_t blocks;   // of all tiles
-  int32_t items;    // of weight_grads
-  int32_t arrived;  // CTAs of neuron_unions
+  int32_t blocks;      // of all tiles
+  int32_t items;       // of weight_grads
+  int32_t arrived;     // CTAs of neuron_unions
+  int32_t transposed;  // blocks that transpose has handed out
   int32_t taken, up_taken, again_taken, down_taken;
 };
 struct NeuronTiles {
