@@ -118,6 +118,7 @@ struct Layer {
     d_w_up = upload(zeros);
     d_w_down = upload(zeros);
   }
+  void clear_counts() { counts = upload(std::vector<FfnTrainCountsCuda>(1)); }
   FfnTrainForwardCuda forward(bool replay) const {
     return {.tokens = shape.max_tokens,
             .weights = {w_gate.data(), w_up.data(), w_down.data()},
@@ -256,7 +257,7 @@ nlohmann::json timing(const Timing& t) {
 
 nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
                        const Pattern& pattern) {
-  const Layer layer(options, repeated(pattern, options.tokens));
+  Layer layer(options, repeated(pattern, options.tokens));
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
   FfnSavedCuda dense(ctx, layer.shape), hybrid(ctx, layer.shape);
   hybrid.prepare(ctx, FfnTrainExecution::kHybrid, layer.nnz);
@@ -274,8 +275,14 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
                        [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
                        [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
                        [&] { run(dense_forward, dense); }, [&] { run(replay, hybrid); }});
+  layer.clear_counts();
+  ffn_train_forward_cuda(ctx, layer.forward(true), hybrid, workspace);
+  stream.synchronize();
+  const FfnTrainCountsCuda counts = download(layer.counts)[0];
+  const double union_neurons =
+      static_cast<double>(counts.union_neurons) * 128.0 / static_cast<double>(counts.tokens);
   const FfnTrainExecution choice =
-      choose_ffn_train_cuda(layer.shape, layer.shape.max_tokens, layer.nnz);
+      choose_ffn_train_cuda(layer.shape, layer.shape.max_tokens, layer.nnz, union_neurons);
   const double speedup = times[4].median / times[5].median;
   nlohmann::json row;
   row["tokens"] = layer.shape.max_tokens;
@@ -290,16 +297,17 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["choice_speedup"] = choice == FfnTrainExecution::kHybrid ? speedup : 1.0;
   row["dense_saved_bytes"] = dense.bytes();
   row["hybrid_saved_bytes"] = hybrid.bytes();
-  row["recomputed"] = download(layer.counts)[0].recomputed;
+  row["union_neurons"] = union_neurons;
+  row["recomputed"] = counts.recomputed;
   row["workspace_bytes"] = workspace.bytes();
   fmt::print(
       "{:14} {:6} {:7.1f}   {:.3f} + {:.3f} = {:.3f}   {:.3f} + {:.3f} = {:.3f}   {:.2f}x  {:6}  "
-      "saved {:.1f}%  recomputed {}\n",
+      "union {:.0f}  saved {:.1f}%  recomputed {}\n",
       pattern.name, layer.shape.max_tokens, layer.nnz, times[0].median, times[1].median,
       times[4].median, times[2].median, times[3].median, times[5].median, speedup,
-      ffn_train_execution_name(choice),
+      ffn_train_execution_name(choice), union_neurons,
       100.0 * static_cast<double>(hybrid.bytes()) / static_cast<double>(dense.bytes()),
-      download(layer.counts)[0].recomputed);
+      counts.recomputed);
   std::fflush(stdout);
   return row;
 }

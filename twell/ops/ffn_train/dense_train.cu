@@ -10,6 +10,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = static_cast<int>(kHiddenRows);
 
+// How many of the bits were not there yet. Who sets a bit counts it, so that each counts once.
+__device__ __forceinline__ int add_to_union(uint32_t* word, uint32_t bits) {
+  if ((bits & ~__ldcg(word)) == 0) return 0;
+  return __popc(bits & ~atomicOr(word, bits));
+}
+
 // A CTA: kRows tokens.
 __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward problem) {
   __shared__ int row_nnz[kRows];
@@ -23,7 +29,8 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   const uint4 ones{kOnes, kOnes, kOnes, kOnes};
   if (threadIdx.x < kRows) row_nnz[threadIdx.x] = 0;
   __syncthreads();
-  int nnz[kRows] = {};
+  uint32_t* mask = problem.union_mask + first_row / kUnionTokens * ((problem.ffn + 31) / 32);
+  int nnz[kRows] = {}, union_neurons = 0;
   float l1 = 0.0f;
   for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
     uint32_t any = 0;  // a bit per neuron of the piece
@@ -39,6 +46,7 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
       any |= bits;
       if (gated) h[int64_t{row} * pieces + piece] = out;
     }
+    union_neurons += add_to_union(mask + piece / 4, any << (piece % 4 * 8));
     if (problem.active != nullptr) {
       uint8_t* flags = problem.active + piece * 8;
       for (; any != 0; any &= any - 1) {
@@ -52,6 +60,10 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   for (int row = 0; row < kRows; ++row) {
     const int sum = __reduce_add_sync(~0u, nnz[row]);
     if (threadIdx.x % 32 == 0) atomicAdd(&row_nnz[row], sum);
+  }
+  union_neurons = __reduce_add_sync(~0u, union_neurons);
+  if (threadIdx.x % 32 == 0 && union_neurons > 0) {
+    atomicAdd(&problem.counts->union_neurons, static_cast<unsigned long long>(union_neurons));
   }
   const double sum = block_sum<kThreads>(static_cast<double>(l1));
   __shared__ bool last;

@@ -22,11 +22,13 @@ struct SavedDense {
 
 struct DenseWorkspace {
   OrderedSum sum;
+  uint32_t* union_mask;   // [union_mask_words]
   __nv_bfloat16* hidden;  // [max_tokens, F] h, then d_h
 
   DenseWorkspace(const FfnTrainShapeCuda& shape, Layout& layout) {
     sum.ticket = layout.take<uint32_t>(1);
     sum.parts = layout.take<double>(hidden_ctas(shape.max_tokens));
+    union_mask = layout.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
     hidden = layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
   }
   static DenseWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
@@ -66,6 +68,10 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
   __nv_bfloat16* hidden = gated ? work.hidden : kept.gate;
   const bool counts = problem.counts != nullptr || problem.active != nullptr;
   if (gated || counts) {
+    const int64_t mask_bytes =
+        union_mask_words(problem.tokens, ffn) * static_cast<int64_t>(sizeof(uint32_t));
+    TWELL_CUDA_CHECK(
+        cudaMemsetAsync(work.union_mask, 0, static_cast<size_t>(mask_bytes), ctx.stream()));
     TWELL_CUDA_CHECK(launch_hidden_forward({.g = kept.gate,
                                             .u = gated ? kept.up : nullptr,
                                             .h = gated ? hidden : nullptr,
@@ -73,6 +79,7 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                                             .ffn = ffn,
                                             .counts = problem.counts,
                                             .active = problem.active,
+                                            .union_mask = work.union_mask,
                                             .sum = work.sum},
                                            ctx.stream()));
   }

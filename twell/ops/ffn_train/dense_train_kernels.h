@@ -18,6 +18,11 @@ struct OrderedSum {
 };
 inline constexpr int64_t kHiddenRows = 8;  // of a CTA
 inline int64_t hidden_ctas(int64_t tokens) { return (tokens + kHiddenRows - 1) / kHiddenRows; }
+inline constexpr int64_t kUnionTokens = 128;
+// Words of a mask of the neurons that are active in tiles of kUnionTokens tokens.
+inline int64_t union_mask_words(int64_t tokens, int64_t ffn) {
+  return (tokens + kUnionTokens - 1) / kUnionTokens * ((ffn + 31) / 32);
+}
 
 // h = g * u, and what the layer does is counted. Without a gate only the latter, u and h being null
 // and g the hidden activations.
@@ -29,6 +34,7 @@ struct HiddenForward {
   int64_t ffn = 0;                       // F, a multiple of 8
   FfnTrainCountsCuda* counts = nullptr;  // added to, or null
   uint8_t* active = nullptr;             // [F], or null
+  uint32_t* union_mask = nullptr;        // [union_mask_words(M, F)] 0 at the start
   OrderedSum sum;                        // [hidden_ctas(M)]
 };
 cudaError_t launch_hidden_forward(const HiddenForward& problem, cudaStream_t stream);

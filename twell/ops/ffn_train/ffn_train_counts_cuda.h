@@ -10,7 +10,10 @@ namespace twell {
 struct FfnTrainCountsCuda {
   unsigned long long nnz;     // active (token, neuron) pairs
   unsigned long long tokens;  // that were counted
-  double l1_sum;              // sum over tokens and neurons of |h|
+  // Sum over tiles of 128 tokens of the neurons that are active on any of them. What the hybrid
+  // execution costs hangs on it: tokens of one text share neurons.
+  unsigned long long union_neurons;
+  double l1_sum;  // sum over tokens and neurons of |h|
   int32_t max_row_nnz;
   int32_t recomputed;  // calls whose pattern outgrew what was kept, so that backward made it anew
 };

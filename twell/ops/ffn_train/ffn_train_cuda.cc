@@ -128,9 +128,4 @@ std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainS
   return {};
 }
 
-FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& /*shape*/, int64_t /*tokens*/,
-                                        double /*nnz*/) {
-  return FfnTrainExecution::kDense;
-}
-
 }  // namespace twell

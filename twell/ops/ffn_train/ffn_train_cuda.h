@@ -115,7 +115,9 @@ void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& probl
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 
 // The execution to prepare for calls of `tokens` tokens, nnz active neurons per token being
-// expected (negative: unknown, so dense). Fitted to measurements on an H200.
-FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& shape, int64_t tokens, double nnz);
+// expected (negative: unknown, so dense), and union_neurons in a tile of 128 tokens (negative:
+// unknown, so as many as if tokens had nothing in common). Fitted to measurements on an H200.
+FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& shape, int64_t tokens, double nnz,
+                                        double union_neurons = -1.0);
 
 }  // namespace twell

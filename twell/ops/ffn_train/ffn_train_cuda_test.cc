@@ -126,6 +126,37 @@ TEST(FfnTrainCudaGraph, Replays) {
   }
 }
 
+// Both executions count the unions; the hybrid one has tiles of their own for heavy tokens.
+TEST(FfnTrainCudaCounts, Unions) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  // Active neurons are those of rank below row_nnz: a union is its longest row.
+  const Problem p = reference::make_bf16_problem(300, 64, 520, true,
+                                                 [](int64_t m) { return m / 128 * 7 + m % 5; });
+  LayerCuda layer(ctx, p);
+  const unsigned long long expected = (0 + 4) + (7 + 4) + (14 + 4);
+  EXPECT_EQ(layer.run(FfnTrainExecution::kDense, -1.0).counts.union_neurons, expected);
+  if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) return;
+  EXPECT_EQ(layer.run(FfnTrainExecution::kHybrid, 20.0).counts.union_neurons, expected);
+}
+
+TEST(FfnTrainCudaChoice, FollowsTheActivity) {
+  const FfnTrainShapeCuda shape{16384, 2048, 5632, true};
+  const auto choose = [&](int64_t tokens, double nnz, double union_neurons = -1.0) {
+    return choose_ffn_train_cuda(shape, tokens, nnz, union_neurons);
+  };
+  constexpr auto kDense = FfnTrainExecution::kDense, kHybrid = FfnTrainExecution::kHybrid;
+  EXPECT_EQ(choose(16384, -1.0), kDense);
+  EXPECT_EQ(choose(16384, 0.0), kHybrid);
+  EXPECT_EQ(choose(16384, 15.0), kHybrid);
+  EXPECT_EQ(choose(65536, 15.0), kHybrid);
+  EXPECT_EQ(choose(16384, 100.0), kDense);
+  EXPECT_EQ(choose(16384, 100.0, 2000.0), kHybrid);
+  EXPECT_EQ(choose(16384, 2800.0), kDense);
+  EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
+}
+
 TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
   const TestStream stream;

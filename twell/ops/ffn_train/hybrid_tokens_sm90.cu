@@ -28,6 +28,7 @@ __device__ void finish_counts(const Keep& keep, int blocks) {
   keep.counts->l1_sum += l1;
   keep.counts->nnz += state.activity.nnz;
   keep.counts->tokens += state.activity.tokens;
+  keep.counts->union_neurons += state.activity.union_neurons;
   keep.counts->max_row_nnz =
       max(keep.counts->max_row_nnz, static_cast<int32_t>(state.activity.max_row_nnz));
   keep.counts->recomputed += *reinterpret_cast<const volatile int32_t*>(&state.overflow);

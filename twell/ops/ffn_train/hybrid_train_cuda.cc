@@ -200,7 +200,7 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
   TWELL_CUDA_CHECK(
       tile_union::launch_split_rows(chunk.pattern, chunk.tiles, &state->activity, stream));
   TWELL_CUDA_CHECK(
-      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, nullptr, ctas, stream));
+      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, &state->activity, ctas, stream));
   if (shape.gated) {
     TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
         up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1], &state->up_taken),
