@@ -126,9 +126,11 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
   Clock::time_point saved = Clock::now();
   for (const std::vector<size_t>& batch : plan_batches(work.items, options_.batch_tokens)) {
     // What the first batch does may decide how the others run: then it is run in any case.
-    if (work.done(batch) && (started_ || !scorer_.first_batch_decides())) continue;
+    const bool done = work.done(batch);
+    if (done && (started_ || !scorer_.first_batch_decides())) continue;
     run_batch(work, batch);
     started_ = true;
+    if (done) continue;
     if (options_.on_progress) options_.on_progress(progress);
     const bool cancelled = options_.cancel != nullptr && options_.cancel->load();
     if (cancelled ||

@@ -20,7 +20,8 @@ double activate(Activation activation, double x) {
     case Activation::kGelu:
       return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     case Activation::kGeluTanh:
-      return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+      // 0.5 (1 + tanh(z)), which cancels in the tail.
+      return x / (1.0 + std::exp(-2.0 * std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
     case Activation::kQuickGelu:
       return x / (1.0 + std::exp(-1.702 * x));
   }

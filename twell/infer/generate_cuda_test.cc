@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// Generation on the GPU: many requests over few slots, prompts of any length, and what is left of
+// the device's memory afterwards.
+#include "twell/infer/generate.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/error.h"
+#include "twell/base/test_folder.h"
+#include "twell/infer/engine_cuda.h"
+#include "twell/infer/session_cpu.h"
+#include "twell/infer/session_cuda.h"
+#include "twell/infer/test_model.h"
+#include "twell/infer/test_ties.h"
+#include "twell/model/checkpoint.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kVocab = 257, kContext = 2304;
+
+int64_t free_bytes() {
+  TWELL_CUDA_CHECK(cudaDeviceSynchronize());
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
+// Letters, which the byte tokenizer takes one by one.
+std::string random_text(int64_t length, uint64_t seed) {
+  std::string text;
+  for (const int32_t id : random_ids(length, 26, seed)) text += static_cast<char>('a' + id);
+  return text;
+}
+
+class GenerateCudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    stream_ = std::make_unique<TestStream>();
+    ctx_ = std::make_unique<CudaContext>(stream_->get());
+    ModelConfig config = test_model(cpu_, kVocab)->config;
+    config.context = kContext;
+    config.width = 64;
+    config.heads = 4;
+    config.head_dim = 16;
+    model_ = std::make_unique<Model>(config);
+    init_weights(cpu_, *model_, 1);
+    for (float& value : model_->flat.span()) value = to_float(to_bf16(value));
+    device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
+  }
+
+  // All requests through one generator, in the order of submission.
+  std::vector<Generation> run(Session& session, const std::vector<std::string>& prompts,
+                              const std::function<GenerateOptions(size_t)>& options) {
+    std::vector<Generation> done(prompts.size());
+    Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+      done[static_cast<size_t>(request)] = std::move(generation);
+    });
+    for (size_t i = 0; i < prompts.size(); ++i) generator.submit(prompts[i], options(i));
+    while (generator.step()) {
+    }
+    return done;
+  }
+
+  Context cpu_{2};
+  Tokenizer tokenizer_ = byte_tokenizer();
+  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaContext> ctx_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<ModelCuda> device_model_;
+};
+
+TEST_F(GenerateCudaTest, MixedLengthsGiveWhatEachGivesAlone) {
+  std::vector<std::string> prompts;
+  uint64_t seed = 0;
+  for (const int64_t length : {1, 2048, 7, 300, 1, 1025, 64, 65, 2047, 129, 3, 16, 900, 2, 33}) {
+    prompts.push_back(random_text(length, ++seed));
+  }
+  const auto options = [](size_t i) {
+    return GenerateOptions{.max_tokens = static_cast<int64_t>(1 + i * 7 % 23),
+                           .sampler = {.temperature = 0.0f}};
+  };
+  SessionCuda session(*ctx_, *device_model_, {.slots = 4});
+  SessionCuda alone(*ctx_, *device_model_, {});
+  const std::vector<Generation> done = run(session, prompts, options);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Generation want = generate(alone, tokenizer_, prompts[i], options(i));
+    EXPECT_EQ(done[i].prompt_tokens, want.prompt_tokens);
+    expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want.ids);
+  }
+}
+
+TEST_F(GenerateCudaTest, SampledRequestsKeepTheirRandomNumbers) {
+  std::vector<std::string> prompts;
+  for (uint64_t i = 0; i < 40; ++i) prompts.push_back(random_text(5, i));
+  const auto options = [](size_t i) {
+    return GenerateOptions{.max_tokens = 12,
+                           .sampler = {.temperature = 0.8f, .top_k = 20, .seed = i}};
+  };
+  SessionCuda session(*ctx_, *device_model_, {.slots = 7, .capacity = 64});
+  SessionCuda alone(*ctx_, *device_model_, {.capacity = 64});
+  const std::vector<Generation> done = run(session, prompts, options);
+  // A draw falls on a boundary within rounding now and then; a text that parts stays parted.
+  int64_t same = 0;
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    same += generate(alone, tokenizer_, prompts[i], options(i)).ids == done[i].ids;
+  }
+  EXPECT_GE(same, 30);
+}
+
+TEST_F(GenerateCudaTest, FillsTheContextAndNoMore) {
+  SessionCuda session(*ctx_, *device_model_, {.slots = 2});
+  Generator generator(session, tokenizer_, {});
+  EXPECT_THROW(generator.submit(random_text(kContext, 1), {}), InputError);
+  const std::vector<Generation> done =
+      run(session, {random_text(kContext - 1, 1), random_text(kContext - 3, 2)},
+          [](size_t) { return GenerateOptions{.sampler = {.top_k = 26}}; });
+  for (const Generation& generation : done) {
+    if (generation.reason == StopReason::kEndOfText) continue;
+    EXPECT_EQ(generation.reason, StopReason::kContextFull);
+    // The last token is drawn from a full context and never fed.
+    EXPECT_EQ(generation.prompt_tokens + std::ssize(generation.ids), kContext + 1);
+  }
+}
+
+TEST_F(GenerateCudaTest, EveryBatchUpTo256) {
+  SessionCpu judge(cpu_, *model_, {.capacity = 64});
+  const std::string prompt = random_text(9, 3);
+  const GenerateOptions greedy{.max_tokens = 8, .sampler = {.temperature = 0.0f}};
+  const Generation want = generate(judge, tokenizer_, prompt, greedy);
+  for (const int64_t slots : {1, 2, 3, 8, 9, 16, 31, 64, 65, 128, 256}) {
+    SCOPED_TRACE(slots);
+    SessionCuda session(*ctx_, *device_model_, {.slots = slots, .capacity = 64});
+    const std::vector<std::string> prompts(static_cast<size_t>(slots), prompt);
+    const auto done = run(session, prompts, [&](size_t) { return greedy; });
+    for (const Generation& generation : done) {
+      expect_same_but_for_ties(judge, tokenizer_.encode(prompt), generation.ids, want.ids);
+    }
+  }
+}
+
+TEST_F(GenerateCudaTest, CancelledRequestsLeaveTheirSlots) {
+  SessionCuda session(*ctx_, *device_model_, {.slots = 2, .capacity = 256});
+  std::map<int64_t, Generation> done;
+  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+    done.emplace(request, std::move(generation));
+  });
+  const GenerateOptions greedy{.max_tokens = 30, .sampler = {.temperature = 0.0f}};
+  for (uint64_t i = 0; i < 4; ++i) generator.submit(random_text(10, i), greedy);
+  for (int step = 0; step < 3; ++step) generator.step();
+  generator.cancel(0);
+  generator.cancel(2);
+  while (generator.step()) {
+  }
+  ASSERT_EQ(done.size(), 4u);
+  EXPECT_EQ(done.at(0).reason, StopReason::kCancelled);
+  EXPECT_EQ(done.at(0).ids.size(), 4u);
+  EXPECT_EQ(done.at(2).ids.size(), 0u);
+  SessionCuda alone(*ctx_, *device_model_, {.capacity = 256});
+  for (const uint64_t i : {1, 3}) {
+    const std::string prompt = random_text(10, i);
+    expect_same_but_for_ties(alone, tokenizer_.encode(prompt), done.at(static_cast<int64_t>(i)).ids,
+                             generate(alone, tokenizer_, prompt, greedy).ids);
+  }
+}
+
+TEST_F(GenerateCudaTest, SessionsGiveTheirMemoryBack) {
+  const auto use = [&](int64_t slots) {
+    SessionCuda session(*ctx_, *device_model_, {.slots = slots});
+    std::vector<std::string> prompts;
+    for (int64_t i = 0; i < 2 * slots; ++i) {
+      prompts.push_back(random_text(1 + i * 37 % 600, static_cast<uint64_t>(i)));
+    }
+    run(session, prompts,
+        [](size_t i) { return GenerateOptions{.max_tokens = static_cast<int64_t>(3 + i % 5)}; });
+  };
+  use(16);  // kernels, library handles and plans are loaded once and stay
+  const int64_t before = free_bytes();
+  for (int round = 0; round < 4; ++round) use(16);
+  EXPECT_EQ(free_bytes(), before);
+  // A session that fails half-way, too.
+  EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
+  {
+    SessionCuda session(*ctx_, *device_model_, {.slots = 1, .capacity = 64});
+    EXPECT_THROW(session.append(0, random_ids(65, kVocab, 1)), InputError);
+  }
+  EXPECT_EQ(free_bytes(), before);
+}
+
+TEST_F(GenerateCudaTest, WhatDoesNotFitIsRefusedBeforeTheWeightsAreLoaded) {
+  const TempFolder folder;
+  save_model(*model_, folder.path(), DType::kBF16);
+  const EnginePlan fits{.session = SessionOptions{.slots = 2}};
+  EXPECT_EQ(EngineCuda::cannot_run(model_->config, fits), "");
+  EXPECT_EQ(EngineCuda(folder.path(), fits).config(), model_->config);
+  const EnginePlan session{.session = SessionOptions{.slots = int64_t{1} << 24}};
+  const EnginePlan scorer{
+      .scorer = ScorerPlan{
+          .tokens = int64_t{1} << 32, .sequences = 1, .length = kContext, .cache_tokens = 0}};
+  for (const EnginePlan& plan : {session, scorer}) {
+    EXPECT_NE(EngineCuda::cannot_run(model_->config, plan), "");
+    const int64_t before = free_bytes();
+    try {
+      const EngineCuda engine(folder.path(), plan);
+      FAIL() << "a plan of terabytes was accepted";
+    } catch (const InputError& error) {
+      EXPECT_NE(std::string(error.what()).find("GiB of GPU memory"), std::string::npos)
+          << error.what();
+    }
+    EXPECT_EQ(free_bytes(), before);
+  }
+}
+
+}  // namespace
+}  // namespace twell
