@@ -10,6 +10,7 @@
 #include <optional>
 #include <sstream>
 
+#include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/loading.h"
@@ -76,15 +77,6 @@ std::vector<std::string> prompt_texts(const GenerateArguments& arguments,
     text = chat->render(messages, /*add_generation_prompt=*/true);
   }
   return texts;
-}
-
-// Every token that config.json and the template end a text with.
-std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
-                                 const std::optional<ChatTemplate>& chat) {
-  std::vector<int32_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
-  if (config.eos_token >= 0) tokens.push_back(static_cast<int32_t>(config.eos_token));
-  if (chat && !chat->eos_token().empty()) tokens.push_back(tokenizer.find(chat->eos_token()));
-  return tokens;
 }
 
 // Room for the longest prompt and what may follow: a model's context can be far longer than either.
@@ -188,11 +180,18 @@ void print_summary(const Output& output, double seconds, Session& session,
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   std::optional<ChatTemplate> chat;
   if (arguments.chat) chat = ChatTemplate::load(common.checkpoint);
-  const std::vector<std::string> prompts = prompt_texts(arguments, chat);
   GenerateOptions& options = arguments.generate;
   options.sampler.seed = common.seed;
   options.sampler.validate();
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
+  const bool prompted = !arguments.prompts.empty() || !arguments.prompt_file.empty() ||
+                        !arguments.prompts_file.empty();
+  if (chat && !prompted) {
+    TWELL_REQUIRE(!arguments.json, "--json goes with a prompt, not with a conversation");
+    return run_chat(common, *chat,
+                    {.system = arguments.system, .generate = options, .ffn = policy});
+  }
+  const std::vector<std::string> prompts = prompt_texts(arguments, chat);
   TWELL_REQUIRE(arguments.batch >= 1, "--batch must be at least 1, got {}", arguments.batch);
 
   // All that can be refused is, before the weights are loaded.
@@ -206,7 +205,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
-  options.stop_tokens = stop_tokens(config, tokenizer, chat);
+  options.stop_tokens = stop_tokens(config, tokenizer, chat ? &*chat : nullptr);
   options.cancel = &stop;
   Output output(arguments, prompts);
   options.on_text = output.on_text();
@@ -253,7 +252,8 @@ void add_generate_command(CLI::App& app, CommonOptions& common) {
       ->type_name("N")
       ->capture_default_str();
   command.add_flag("--chat", arguments->chat,
-                   "The prompt is a message: render it with the chat template of the checkpoint");
+                   "Prompts are messages: render them with the chat template of the checkpoint. "
+                   "Without a prompt, hold a conversation: a message per line of the input");
   command.add_option("--system", arguments->system, "System message in front of it (--chat)")
       ->type_name("TEXT");
   GenerateOptions& options = arguments->generate;

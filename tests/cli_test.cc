@@ -12,26 +12,23 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "tests/run_command.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using testing::HasSubstr;
 
-std::string slurp(const fs::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
-}
-
-struct Result {
-  int code = -1;  // exit code; 128 + signal when one ended it
-  std::string out, err;
-};
+using twell::finish_command;
+using twell::slurp;
+using twell::start_command;
+using Result = twell::CommandResult;
 
 class CliTest : public testing::Test {
  protected:
@@ -53,29 +50,9 @@ class CliTest : public testing::Test {
   }
 
   pid_t start(const std::vector<std::string>& arguments) const {
-    std::vector<std::string> words = {TWELL_BINARY};
-    words.insert(words.end(), arguments.begin(), arguments.end());
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    argv.push_back(nullptr);
-    const fs::path out = folder_ / "stdout", err = folder_ / "stderr";
-    const pid_t child = ::fork();
-    if (child == 0) {
-      if (::chdir(folder_.c_str()) != 0 || std::freopen(out.c_str(), "w", stdout) == nullptr ||
-          std::freopen(err.c_str(), "w", stderr) == nullptr) {
-        ::_exit(126);
-      }
-      ::execv(TWELL_BINARY, argv.data());
-      ::_exit(127);
-    }
-    return child;
+    return start_command(folder_, arguments);
   }
-  Result finish(pid_t child) const {
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-            slurp(folder_ / "stdout"), slurp(folder_ / "stderr")};
-  }
+  Result finish(pid_t child) const { return finish_command(folder_, child); }
   Result run(const std::vector<std::string>& arguments) const { return finish(start(arguments)); }
 
   // A run of a micro model; later flags win only where these have none.
@@ -342,6 +319,19 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   EXPECT_EQ(answer.code, 0) << answer.err;
   EXPECT_THAT(answer.out, HasSubstr("\"prompt\":\"s:b u:a \""));
 
+  // A conversation: each line is answered with all before it in view.
+  const auto continued = [this](const std::string& prompt) {
+    const Result result = run({"generate", "--checkpoint", "back", "--prompt", prompt,
+                               "--max-tokens", "1", "--temperature", "0"});
+    return result.out.substr(prompt.size(), result.out.size() - prompt.size() - 1);
+  };
+  const std::string first = continued("u:a "), second = continued("u:a a:" + first + " u:b ");
+  write("stdin", "a\n\nb");
+  const Result talk = run(
+      {"generate", "--checkpoint", "back", "--chat", "--max-tokens", "1", "--temperature", "0"});
+  EXPECT_EQ(talk.code, 0) << talk.err;
+  EXPECT_EQ(talk.out, first + "\n" + second + "\n");
+
   expect_refused({"convert", "--checkpoint", "silu/checkpoint", "--out", "x", "--layout", "sparse"},
                  "this one has silu");
   expect_refused({"convert", "--checkpoint", "back", "--out", "published"}, "published exists");
@@ -350,6 +340,62 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
                  "has relu already");
   expect_refused({"generate", "--checkpoint", "back", "--system", "x"},
                  "--system goes with --chat");
+}
+
+// Prompts that are continued together give what each gives alone, in their order.
+TEST_F(CliTest, GeneratesForManyPrompts) {
+  ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
+  const std::vector<std::string> greedy = {
+      "generate", "--checkpoint", "one/checkpoint", "--max-tokens", "4", "--temperature",
+      "0",        "--json"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), greedy.begin(), greedy.end());
+    return more;
+  };
+  std::vector<std::string> together = {"--batch", "2"}, texts;
+  std::string lines, objects;
+  for (const char* prompt : {"a", "the", "b c", "a", "int x"}) {
+    together.insert(together.end(), {"--prompt", prompt});
+    lines += std::string(prompt) + "\n";
+    objects += nlohmann::json{{"prompt", prompt}}.dump() + "\n\n";
+    const Result alone = run(with({"--prompt", prompt}));
+    ASSERT_EQ(alone.code, 0) << alone.err;
+    texts.push_back(nlohmann::json::parse(alone.out)["text"]);
+  }
+  write("prompts.txt", lines);
+  write("prompts.jsonl", objects);
+  for (const std::vector<std::string>& given :
+       {together, {"--prompts", "prompts.txt"}, {"--prompts", "prompts.jsonl", "--batch", "3"}}) {
+    const Result many = run(with(given));
+    ASSERT_EQ(many.code, 0) << many.err;
+    std::istringstream out(many.out);
+    size_t count = 0;
+    for (std::string line; std::getline(out, line); ++count) {
+      ASSERT_LT(count, texts.size());
+      EXPECT_EQ(nlohmann::json::parse(line)["text"], texts[count]) << count;
+    }
+    EXPECT_EQ(count, texts.size());
+  }
+  // A signal ends it with what there is: every prompt has its line.
+  std::string many;
+  for (int i = 0; i < 20000; ++i) many += "a\n";
+  write("many.txt", many);
+  fs::remove(folder_ / "stdout");  // of the run before
+  const pid_t child = start({"generate", "--checkpoint", "one/checkpoint", "--prompts", "many.txt",
+                             "--batch", "1", "--max-tokens", "12", "--json"});
+  while (slurp(folder_ / "stdout").empty()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  ::kill(child, SIGINT);
+  const Result stopped = finish(child);
+  EXPECT_EQ(stopped.code, 130) << stopped.err;
+  EXPECT_EQ(std::count(stopped.out.begin(), stopped.out.end(), '\n'), 20000);
+  EXPECT_THAT(stopped.out, testing::EndsWith("\"text\":\"\",\"tokens\":0}\n"));
+
+  write("bad.jsonl", "{\"prompt\": \"a\"}\n{\"text\": 1}\n");
+  expect_refused({"generate", "--checkpoint", "one/checkpoint", "--prompts", "bad.jsonl"},
+                 "bad.jsonl line 2");
+  expect_refused(with({"--prompt", "a", "--batch", "0"}), "--batch must be at least 1");
 }
 
 TEST_F(CliTest, HelpOfEveryCommand) {

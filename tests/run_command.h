@@ -25,7 +25,8 @@ struct CommandResult {
   std::string out, err;
 };
 
-// Its output goes to the files stdout and stderr of the folder, which is also where it runs.
+// Its output goes to the files stdout and stderr of the folder, which is also where it runs; its
+// input is the file stdin there, or nothing.
 inline pid_t start_command(const std::filesystem::path& folder,
                            const std::vector<std::string>& arguments) {
   std::vector<std::string> words = {TWELL_BINARY};
@@ -34,9 +35,12 @@ inline pid_t start_command(const std::filesystem::path& folder,
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   const std::filesystem::path out = folder / "stdout", err = folder / "stderr";
+  std::filesystem::path in = folder / "stdin";
+  if (!std::filesystem::exists(in)) in = "/dev/null";
   const pid_t child = ::fork();
   if (child == 0) {
-    if (::chdir(folder.c_str()) != 0 || std::freopen(out.c_str(), "w", stdout) == nullptr ||
+    if (::chdir(folder.c_str()) != 0 || std::freopen(in.c_str(), "r", stdin) == nullptr ||
+        std::freopen(out.c_str(), "w", stdout) == nullptr ||
         std::freopen(err.c_str(), "w", stderr) == nullptr) {
       ::_exit(126);
     }
