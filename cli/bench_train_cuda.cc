@@ -63,17 +63,26 @@ void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchma
 // Without training that would make the model sparse: patterns of one that was trained.
 TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOptions options,
                            const BenchTrain& arguments) {
-  const ModelConfig& config = model.config;
-  const PackedPatternsCuda patterns(arguments.patterns, config.layers, config.ffn,
+  const PackedPatternsCuda patterns(arguments.patterns, model.config.layers, model.config.ffn,
                                     options.micro_batch * options.length);
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    options.nnz.push_back(patterns.nnz_per_token(layer));
-  }
-  options.policy = parse_ffn_train_policy(arguments.policy);
   options.before_ffn = [&](int64_t layer, FfnTrainForwardCuda& problem) {
     problem.replay = patterns.of(layer);
   };
   return benchmark_training(stream, model, options);
+}
+
+// The dense options, with the activity of the patterns, and their own largest micro-batch.
+TrainBenchmarkOptions sparse_options(cudaStream_t stream, const ModelConfig& config,
+                                     TrainBenchmarkOptions options, const BenchTrain& arguments) {
+  const PackedPatternsCuda patterns(arguments.patterns, config.layers, config.ffn, /*tokens=*/1);
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    options.hints.push_back({patterns.nnz_per_token(layer), patterns.union_neurons(layer)});
+  }
+  options.policy = parse_ffn_train_policy(arguments.policy);
+  if (arguments.micro_batch == 0) {
+    options.micro_batch = largest_micro_batch(stream, config, options);
+  }
+  return options;
 }
 
 }  // namespace
@@ -84,13 +93,14 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
   const std::string gpu = CudaContext(stream.get()).device_name();
   TrainBenchmarkOptions options;
   options.length = arguments.length == 0 ? config.max_sequence() : arguments.length;
-  options.micro_batch = arguments.micro_batch == 0
-                            ? largest_micro_batch(stream.get(), config, options.length)
-                            : arguments.micro_batch;
+  options.micro_batch = arguments.micro_batch;
   options.steps = arguments.steps;
   options.seed = arguments.seed;
   options.tune = arguments.tune;
   options.recompute = parse_recompute(arguments.recompute);
+  if (arguments.micro_batch == 0) {
+    options.micro_batch = largest_micro_batch(stream.get(), config, options);
+  }
   Model model(config);
   Context cpu;
   init_weights(cpu, model, arguments.seed);
@@ -98,10 +108,16 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
              arguments.preset, options.micro_batch, options.length, gpu);
   const TrainBenchmarkRun dense = benchmark_training(stream.get(), model, options);
   std::optional<TrainBenchmarkRun> sparse;
+  int64_t sparse_micro_batch = 0;
   if (!arguments.patterns.empty()) {
-    fmt::print("sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused\n",
-               arguments.patterns.string());
-    sparse = replayed(stream.get(), model, options, arguments);
+    const TrainBenchmarkOptions with_patterns =
+        sparse_options(stream.get(), config, options, arguments);
+    sparse_micro_batch = with_patterns.micro_batch;
+    fmt::print(
+        "sparse: {} x {} tokens, REPLAY of captured patterns {}; the gate GEMM runs, its "
+        "result is unused\n",
+        sparse_micro_batch, options.length, arguments.patterns.string());
+    sparse = replayed(stream.get(), model, with_patterns, arguments);
   }
   print_runs(dense, sparse);
 
@@ -117,7 +133,11 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
   line["tuned_products"] = options.tune;
   line["dense"] = run_json(dense);
   line["replayed_patterns"] = arguments.patterns.filename().string();
-  if (sparse) line["sparse"] = run_json(*sparse);
+  if (sparse) {
+    line["sparse"] = run_json(*sparse);
+    line["sparse"]["micro_batch"] = sparse_micro_batch;
+    line["sparse"]["ffn_policy"] = arguments.policy;
+  }
   append_jsonl(arguments.jsonl, line);
   return kExitOk;
 }

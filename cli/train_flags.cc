@@ -127,6 +127,8 @@ void add_optimizer_flags(CLI::App& command, TrainFlags& flags) {
   optimizer.value("--beta2", train.beta2, "X", "Decay of the second moment");
   optimizer.value("--eps", train.eps, "X", "Added to the denominator");
   optimizer.value("--weight-decay", train.weight_decay, "X", "Of matrices; norms have none");
+  optimizer.choice("--moment-dtype", flags.moment_dtype, {"f32", "bf16"},
+                   "GPU: type of the moments in memory");
   optimizer.value("--clip", train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
 }
 
@@ -247,6 +249,7 @@ TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common)
   options.l1_reduction = parse_l1_reduction(flags.l1_reduction);
   options.ffn_policy = parse_ffn_train_policy(flags.ffn_policy);
   options.save_dtype = parse_save_dtype(flags.save_dtype);
+  options.moment_dtype = flags.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   options.recompute = parse_recompute(flags.recompute);
   options.seed = common.seed;
   return options;

@@ -43,6 +43,7 @@ struct TrainFlags {
   std::string ffn_policy = "auto";
   std::string save_dtype = "f32";
   std::string recompute = "auto";
+  std::string moment_dtype = "f32";
 };
 
 void add_train_flags(CLI::App& command, TrainFlags& flags);

@@ -2,6 +2,8 @@
 #include "twell/model/packed_patterns_cuda.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <set>
 
 #include "twell/base/rng.h"
 #include "twell/model/captured_patterns.h"
@@ -74,6 +76,22 @@ struct HostPacked {
   }
 };
 
+double mean_union(const std::vector<uint16_t>& row_nnz, const std::vector<uint16_t>& columns) {
+  constexpr size_t kTokens = 128;
+  double sum = 0.0, tiles = 0.0;
+  size_t next = 0;
+  for (size_t begin = 0; begin < row_nnz.size(); begin += kTokens, ++tiles) {
+    std::set<uint16_t> active;
+    for (size_t row = begin; row < std::min(begin + kTokens, row_nnz.size()); ++row) {
+      active.insert(columns.begin() + static_cast<std::ptrdiff_t>(next),
+                    columns.begin() + static_cast<std::ptrdiff_t>(next + row_nnz[row]));
+      next += row_nnz[row];
+    }
+    sum += static_cast<double>(active.size());
+  }
+  return sum / tiles;
+}
+
 }  // namespace
 
 PackedTwellCuda::PackedTwellCuda(int64_t tokens, int64_t ffn, int64_t slots)
@@ -101,6 +119,7 @@ PackedPatternsCuda::PackedPatternsCuda(const std::filesystem::path& file, int64_
     upload(packed.row_nnz, host.row_nnz);
     nnz_per_token_.push_back(static_cast<double>(columns.size()) /
                              static_cast<double>(row_nnz.size()));
+    union_neurons_.push_back(mean_union(row_nnz, columns));
   }
 }
 

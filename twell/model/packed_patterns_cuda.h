@@ -34,6 +34,8 @@ class PackedPatternsCuda {
 
   TwellPacked of(int64_t layer) const { return patterns_[index(layer)].view(); }
   double nnz_per_token(int64_t layer) const { return nnz_per_token_[index(layer)]; }
+  // Active on any of 128 tokens in a row, mean.
+  double union_neurons(int64_t layer) const { return union_neurons_[index(layer)]; }
 
  private:
   size_t index(int64_t layer) const {
@@ -41,7 +43,7 @@ class PackedPatternsCuda {
   }
   int64_t layers_;
   std::vector<PackedTwellCuda> patterns_;
-  std::vector<double> nnz_per_token_;
+  std::vector<double> nnz_per_token_, union_neurons_;
 };
 
 }  // namespace twell

@@ -11,6 +11,9 @@
 namespace twell {
 namespace {
 
+// Of active neurons over what is expected. Memory is made anew when that is used up, or half of it
+// would do.
+constexpr double kRoom = 1.25;
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
 FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& plan) {
@@ -55,9 +58,6 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
       embedding(token_count(plan.shape), config.width),
       batch(2 * token_count(plan.shape)),
       slots{StagingSlot(token_count(plan.shape)), StagingSlot(token_count(plan.shape))} {
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    ffn.emplace_back(ctx, ffn_shape(config, plan));  // dense
-  }
   const RopeTable table = rope_table(config, plan.shape.length);
   cos = to_device<float>(table.cos.span());
   sin = to_device<float>(table.sin.span());
@@ -76,7 +76,11 @@ TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,
   require_device_memory(bytes, fmt::format("training micro-batches of {} x {} tokens",
                                            plan.shape.sequences, plan.shape.length));
   buffers_ = std::make_unique<Buffers>(ctx, config_, plan);
-  buffers_->ffn_nnz.assign(static_cast<size_t>(config.layers), -1.0);
+  for (int64_t layer = 0; layer < config.layers; ++layer) {  // one by one, so that no more is taken
+    buffers_->ffn.emplace_back(ctx, ffn_shape(config, plan));
+    buffers_->ffn_nnz.push_back(-1.0);
+    if (!plan.ffn.empty()) prepare(layer, plan.ffn[static_cast<size_t>(layer)]);
+  }
 }
 
 TrainingCuda::~TrainingCuda() {
@@ -90,8 +94,15 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   const int64_t tokens = token_count(plan.shape);
   const FfnTrainShapeCuda ffn = ffn_shape(config, plan);
   std::vector<MemoryItem> items = plan_activations(config, plan).items;
-  items.push_back({"activations: FFN (all layers dense)",
-                   config.layers * FfnSavedCuda::bytes_needed(ffn, FfnTrainExecution::kDense, -1)});
+  int64_t saved = 0;
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    const FfnExpectation expected =
+        plan.ffn.empty() ? FfnExpectation{} : plan.ffn[static_cast<size_t>(layer)];
+    saved += FfnSavedCuda::bytes_needed(ffn, expected.execution, kRoom * expected.nnz);
+  }
+  items.push_back({plan.ffn.empty() ? "activations: FFN (all layers dense)"
+                                    : "activations: FFN (as active as expected)",
+                   saved});
   items.push_back({"a feed-forward layer at work", FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn)});
   items.push_back({"logits", CrossEntropyWorkspaceCuda::bytes_needed(tokens, config.vocab_size)});
   items.push_back({"batch, positions, rotations, embedding",
@@ -101,22 +112,20 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   return items;
 }
 
-bool TrainingCuda::prepare(int64_t layer, FfnTrainExecution execution, double nnz) {
+bool TrainingCuda::prepare(int64_t layer, const FfnExpectation& expected) {
   const auto at = static_cast<size_t>(layer);
   FfnSavedCuda& saved = buffers_->ffn[at];
   double& prepared = buffers_->ffn_nnz[at];
-  if (execution == FfnTrainExecution::kDense) {
-    if (saved.execution() == execution) return false;
-    saved.prepare(ctx_, execution, -1.0);
+  if (expected.execution == FfnTrainExecution::kDense) {
+    if (saved.execution() == expected.execution) return false;
+    saved.prepare(ctx_, expected.execution, -1.0);
     prepared = -1.0;
     return true;
   }
-  // With room to grow; made anew when that is used up, or half of it would do.
-  constexpr double kRoom = 1.25;
-  const bool fits = nnz <= prepared && prepared <= 2.0 * kRoom * nnz;
-  if (saved.execution() == execution && fits) return false;
-  prepared = kRoom * nnz;
-  saved.prepare(ctx_, execution, prepared);
+  const bool fits = expected.nnz <= prepared && prepared <= 2.0 * kRoom * expected.nnz;
+  if (saved.execution() == expected.execution && fits) return false;
+  prepared = kRoom * expected.nnz;
+  saved.prepare(ctx_, expected.execution, prepared);
   return true;
 }
 

@@ -22,11 +22,18 @@
 
 namespace twell {
 
+// The execution of a layer's FFN, for about nnz active neurons per token.
+struct FfnExpectation {
+  FfnTrainExecution execution = FfnTrainExecution::kDense;
+  double nnz = -1.0;
+};
+
 struct TrainingPlanCuda {
   MicroBatchShape shape;  // sequences of at least 2 tokens
   // Normalised inputs of the blocks are kept for backward; else they are made again from the
   // residual stream, which costs two passes over [M, D] per layer.
   bool keep_normed = false;
+  std::vector<FfnExpectation> ffn = {};  // [L] at first; empty: dense
 };
 
 // Parts of a pass, forward and backward, for those who time them.
@@ -50,18 +57,17 @@ struct TrainingPassCuda {
 class TrainingCuda {
  public:
   // InputError where the model or the shape is not supported, or, with the numbers, where memory is
-  // short of memory_plan and `other_bytes` beside it. All layers are prepared dense. The context
-  // outlives it.
+  // short of memory_plan and `other_bytes` beside it. The context outlives it.
   TrainingCuda(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
                int64_t other_bytes = 0);
   ~TrainingCuda();
-  // Device memory that it takes with all layers dense, cuDNN's and cuBLAS's included.
+  // Device memory that it takes with the layers as planned, cuDNN's and cuBLAS's included.
   static std::vector<MemoryItem> memory_plan(const CudaContext& ctx, const ModelConfig& config,
                                              const TrainingPlanCuda& plan);
 
-  // Between steps: the execution of one layer's FFN, for about nnz active neurons per token. May
-  // wait for the device; passes captured before are void. False where nothing had to change.
-  bool prepare(int64_t layer, FfnTrainExecution execution, double nnz);
+  // Between steps. May wait for the device; passes captured before are void. False where nothing
+  // had to change.
+  bool prepare(int64_t layer, const FfnExpectation& expected);
   FfnTrainExecution execution(int64_t layer) const;
 
   // Checks a micro-batch [B * T], -1 for no target, and enqueues its way to the device. Two may be

@@ -243,7 +243,7 @@ TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
       continue;
     }
     for (int64_t layer = 0; layer < config.layers; ++layer) {
-      device.training->prepare(layer, execution, static_cast<double>(config.ffn) / 3.0);
+      device.training->prepare(layer, {execution, static_cast<double>(config.ffn) / 3.0});
     }
     const Result got = device.run(batch);
     EXPECT_EQ(got.loss.tokens, want.result.loss_tokens);

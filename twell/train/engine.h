@@ -21,7 +21,7 @@ struct StepRequest {
   double learning_rate = 0.0;
   double l1_coeff = 0.0;
   std::optional<double> relu_share;  // of the activation, while a model is sparsified
-  std::span<const double> nnz_hint;  // [L] active neurons per token, expected; empty: unknown
+  std::span<const LayerHint> hints;  // [L], or empty: nothing is known of the layers
 };
 
 struct StepOutcome {

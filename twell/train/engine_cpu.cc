@@ -34,6 +34,8 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
       teacher_(teacher) {
   TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
               options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
+  TWELL_REQUIRE(options.moment_dtype == DType::kF32,
+                "the CPU keeps AdamW's moments in f32; leave --moment-dtype out");
   if (teacher != nullptr) {
     TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
                 "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,
@@ -76,7 +78,7 @@ void TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcom
     }
     if (teacher_ != nullptr) ask_teacher(batch);
     batch.policy = options_.ffn_policy;
-    batch.nnz_hint.assign(request.nnz_hint.begin(), request.nnz_hint.end());
+    for (const LayerHint& hint : request.hints) batch.nnz_hint.push_back(hint.nnz);
     batch.active = &activity_.active();
     const TrainingResult result = forward_backward(ctx_, model_, batch, state_, grads_.span());
     activity_.add(result.layers);

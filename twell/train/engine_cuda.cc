@@ -13,32 +13,6 @@
 namespace twell {
 namespace {
 
-int64_t free_bytes() {
-  size_t free = 0, total = 0;
-  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  return static_cast<int64_t>(free);
-}
-
-FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainOptions& options) {
-  return {.max_tokens = options.micro_batch_tokens(),
-          .width = config.width,
-          .ffn = config.ffn,
-          .gated = config.gated};
-}
-
-// What is kept is decided by the memory that is free now, beside the optimizer's.
-TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
-                               const TrainOptions& options) {
-  TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length}};
-  plan.keep_normed = options.recompute != Recompute::kNorms;
-  if (options.recompute != Recompute::kAuto) return plan;
-  constexpr int64_t kSpare = int64_t{2} << 30;  // for estimates that are off, and for others
-  int64_t bytes = OptimizerCuda::bytes_needed(config.parameter_count()) + kSpare;
-  for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) bytes += item.bytes;
-  plan.keep_normed = bytes <= free_bytes();
-  return plan;
-}
-
 const ModelConfig& supported(const ModelConfig& config, const TrainOptions& options) {
   const std::string why = cuda_run_unsupported(config, options);
   TWELL_REQUIRE(why.empty(), "{}", why);
@@ -158,38 +132,15 @@ class TrainEngineCuda::Replay {
   int64_t replayed_ = 0;
 };
 
-std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options) {
-  if (options.distill > 0.0) return "the GPU does no distillation yet; use --device cpu";
-  if (options.relufy_from != Activation::kRelu) {
-    return "the GPU trains with ReLU only, without a blend from another activation; use "
-           "--device cpu";
-  }
-  return cuda_training_unsupported(config, options.sequence_length);
-}
-
-RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
-                      const TrainOptions& options, int64_t shard_bytes) {
-  supported(config, options);
-  RunPlan plan = plan_without_engine(config, options, shard_bytes);
-  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
-  plan.memory.insert(plan.memory.begin(),
-                     {{"weights (f32), for checkpoints", flat_bytes},
-                      {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
-  plan.device_memory = {{"weights, gradients, moments (f32), weights (bf16)",
-                         OptimizerCuda::bytes_needed(plan.parameters)}};
-  const auto items = TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options));
-  plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());
-  return plan;
-}
-
 TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
-                                 const TrainOptions& options)
+                                 const TrainOptions& options, std::span<const LayerHint> hints)
     : ctx_(ctx),
       model_(model),
       options_(options),
-      free_at_start_(free_bytes()),
-      training_(ctx, supported(model.config, options), training_plan(ctx, model.config, options),
-                OptimizerCuda::bytes_needed(model.flat.size())),
+      free_at_start_(free_device_bytes()),
+      training_(ctx, supported(model.config, options),
+                training_plan(ctx, model.config, options, hints),
+                OptimizerCuda::bytes_needed(model.flat.size(), options.moment_dtype)),
       optimizer_(ctx, model, options),
       report_(std::make_unique<Report>(model.config)),
       replay_(std::make_unique<Replay>(ctx)),
@@ -202,10 +153,6 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
           *shards, ValidationOptions{options.validation_sequences, options.sequence_length});
     }
   }
-  const std::string no_hybrid = ffn_train_hybrid_unsupported(ctx, ffn_shape(model.config, options));
-  hybrid_runs_ = no_hybrid.empty();
-  TWELL_REQUIRE(hybrid_runs_ || options.ffn_policy != FfnTrainPolicy::kHybrid,
-                "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::byte* const block = report_->block.device();
   pass_.weights = optimizer_.weights();
   pass_.grad_scale = 1.0f / static_cast<float>(options.batch_tokens);
@@ -214,7 +161,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
   pass_.loss = &Report::head(block)->loss;
   pass_.counts = report_->counts(block);
   pass_.active = report_->active(block);
-  device_bytes_ = free_at_start_ - free_bytes();
+  device_bytes_ = free_at_start_ - free_device_bytes();
 }
 
 TrainEngineCuda::~TrainEngineCuda() { cudaStreamSynchronize(ctx_.stream()); }
@@ -234,22 +181,11 @@ void TrainEngineCuda::set_hooks(Hooks hooks) {
 
 int64_t TrainEngineCuda::replayed() const { return replay_->replayed(); }
 
-// The execution of each layer for this step, from what it did in those before it.
-void TrainEngineCuda::prepare(std::span<const double> nnz) {
-  const ModelConfig& config = model_.config;
-  const FfnTrainShapeCuda shape = ffn_shape(config, options_);
+void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
   bool changed = !prepared_;
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    // A model that was not trained yet has about half of its neurons active.
-    const double expected = nnz.empty() ? static_cast<double>(config.ffn) / 2.0
-                                        : std::max(1.0, nnz[static_cast<size_t>(layer)]);
-    FfnTrainExecution execution = FfnTrainExecution::kDense;
-    if (options_.ffn_policy == FfnTrainPolicy::kHybrid) {
-      execution = FfnTrainExecution::kHybrid;
-    } else if (options_.ffn_policy == FfnTrainPolicy::kAuto && hybrid_runs_) {
-      execution = choose_ffn_train_cuda(shape, shape.max_tokens, nnz.empty() ? -1.0 : expected);
-    }
-    changed = training_.prepare(layer, execution, expected) || changed;
+  const auto expected = expected_executions(ctx_, model_.config, options_, hints);
+  for (int64_t layer = 0; layer < model_.config.layers; ++layer) {
+    changed = training_.prepare(layer, expected[static_cast<size_t>(layer)]) || changed;
   }
   if (changed) replay_->clear();
   prepared_ = true;
@@ -273,7 +209,7 @@ void TrainEngineCuda::enqueue_micro_batch() {
 }
 
 StepOutcome TrainEngineCuda::step(const StepRequest& request) {
-  prepare(request.nnz_hint);
+  prepare(request.hints);
   AdamW adamw;
   adamw.learning_rate = request.learning_rate;
   adamw.beta1 = options_.beta1;
@@ -304,7 +240,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   if (request.step < options_.steps) next_batch(request.step + 1, 0);
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   // The first pass of an execution makes plans and their workspaces.
-  if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_bytes();
+  if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_device_bytes();
   return outcome();
 }
 
@@ -314,6 +250,9 @@ StepOutcome TrainEngineCuda::outcome() const {
   StepOutcome outcome;
   outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
   outcome.grad_norm = head.norm.norm;
+  constexpr int64_t kTile = 128;  // tokens; the last of a micro-batch may have fewer
+  const double tiles = static_cast<double>(options_.micro_batches() *
+                                           ((options_.micro_batch_tokens() + kTile - 1) / kTile));
   for (int64_t i = 0; i < report_->layers; ++i) {
     const FfnTrainCountsCuda& counts = report_->counts(block)[i];
     const uint8_t* const active = report_->active(block) + i * report_->ffn;
@@ -321,6 +260,7 @@ StepOutcome TrainEngineCuda::outcome() const {
     LayerMetrics& layer = outcome.layers.emplace_back();
     layer.nnz = static_cast<double>(counts.nnz) / tokens;
     layer.max_nnz = counts.max_row_nnz;
+    layer.union_neurons = static_cast<double>(counts.union_neurons) / tiles;
     layer.l1 = counts.l1_sum / tokens;
     layer.dead = std::count(active, active + report_->ffn, uint8_t{0});
     layer.dead_share = static_cast<double>(layer.dead) / static_cast<double>(report_->ffn);

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "twell/base/cuda.h"
@@ -17,24 +16,18 @@
 #include "twell/train/micro_batches.h"
 #include "twell/train/optimizer_cuda.h"
 #include "twell/train/options.h"
-#include "twell/train/plan.h"
+#include "twell/train/plan_cuda.h"
 #include "twell/train/stated_peak.h"
 
 namespace twell {
-
-// Why the GPU cannot do this run; empty when it can.
-std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options);
-// Device memory and what the host needs beside it. InputError where the run is not supported.
-RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
-                      const TrainOptions& options, int64_t shard_bytes);
 
 class TrainEngineCuda : public TrainEngine {
  public:
   // Everything given must outlive the engine; `options` are resolved. InputError where the run is
   // not supported, or, with the numbers, where the device has too little memory. shards may be null
-  // for callers that set the micro-batches themselves (set_batch).
+  // for callers that set the micro-batches themselves (set_batch). hints: as in plan_run_cuda.
   TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
-                  const TrainOptions& options);
+                  const TrainOptions& options, std::span<const LayerHint> hints = {});
   ~TrainEngineCuda() override;
 
   Model& model() override { return model_; }
@@ -61,7 +54,7 @@ class TrainEngineCuda : public TrainEngine {
   // What a step reports, in one block of device memory that is fetched at once.
   struct Report;
   class Replay;
-  void prepare(std::span<const double> nnz);
+  void prepare(std::span<const LayerHint> hints);
   void next_batch(int64_t step, int64_t index);
   void enqueue_micro_batch();
   StepOutcome outcome() const;
@@ -80,7 +73,6 @@ class TrainEngineCuda : public TrainEngine {
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
   int64_t read_step_ = 0, read_index_ = 0;  // which one that is; step 0: none
   bool fixed_batch_ = false;
-  bool hybrid_runs_ = false;     // on this device, in this shape
   bool prepared_ = false;        // for a first step
   bool memory_changed_ = false;  // in this step
   Hooks hooks_;

@@ -102,7 +102,7 @@ TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
 TEST_F(TrainEngineCudaTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     TrainOptions options = this->options(6);
-    options.save_dtype = dtype;
+    options.save_dtype = options.moment_dtype = dtype;
     options.reinit_dead = true;
     const fs::path half = temp_.path() / (dtype == DType::kF32 ? "f32" : "bf16");
     const std::vector<float> straight = train(true, options, 6);

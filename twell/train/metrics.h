@@ -16,8 +16,10 @@ namespace twell {
 
 // One layer over the tokens of one optimizer step.
 struct LayerMetrics {
-  double nnz = 0.0;         // active neurons per token, mean
-  int64_t max_nnz = 0;      // of one token
+  double nnz = 0.0;     // active neurons per token, mean
+  int64_t max_nnz = 0;  // of one token
+  // Neurons active on any of 128 tokens in a row, mean; negative where not counted (CPU).
+  double union_neurons = -1.0;
   int64_t tail_rows = 0;    // tokens that the hybrid execution kept dense
   double l1 = 0.0;          // sum over neurons of |h|, mean over tokens
   int64_t dead = 0;         // neurons that no token activated

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/optimizer_cuda.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "twell/train/activity.h"
@@ -8,6 +9,8 @@
 
 namespace twell {
 namespace {
+
+int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
 std::vector<AdamWRun> adamw_runs(const Model& model) {
   std::vector<AdamWRun> runs;
@@ -27,8 +30,8 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
       size_(model.flat.size()),
       weights_(size_),
       grads_(size_),
-      exp_avg_(size_),
-      exp_avg_sq_(size_),
+      exp_avg_(size_ * moment_bytes(options.moment_dtype)),
+      exp_avg_sq_(exp_avg_.size()),
       bf16_(size_),
       norm_partials_(gradient_norm_partials(size_)) {
   const std::vector<AdamWRun> runs = adamw_runs(model);
@@ -37,15 +40,16 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
   const auto stream = ctx_.stream();
   TWELL_CUDA_CHECK(cudaMemcpyAsync(runs_.data(), runs.data(), static_cast<size_t>(runs_.bytes()),
                                    cudaMemcpyHostToDevice, stream));
-  for (const DeviceBuffer<float>* moments : {&exp_avg_, &exp_avg_sq_}) {
+  for (const DeviceBuffer<std::byte>* moments : {&exp_avg_, &exp_avg_sq_}) {
     TWELL_CUDA_CHECK(
         cudaMemsetAsync(moments->data(), 0, static_cast<size_t>(moments->bytes()), stream));
   }
   upload({.exp_avg = {}, .exp_avg_sq = {}, .weights = model.flat.span()});
 }
 
-int64_t OptimizerCuda::bytes_needed(int64_t parameters) {
-  return parameters * static_cast<int64_t>(4 * sizeof(float) + sizeof(__nv_bfloat16)) +
+int64_t OptimizerCuda::bytes_needed(int64_t parameters, DType moments) {
+  return parameters * (static_cast<int64_t>(2 * sizeof(float) + sizeof(__nv_bfloat16)) +
+                       2 * moment_bytes(moments)) +
          gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double));
 }
 
@@ -61,17 +65,19 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
                                          .partial = norm_partials_.data(),
                                          .result = norm},
                                         ctx_.stream()));
-  TWELL_CUDA_CHECK(launch_adamw({.size = size_,
-                                 .runs = runs_.data(),
-                                 .run_count = run_count_,
-                                 .coefficients = coefficients,
-                                 .clip_factor = &norm->clip_factor,
-                                 .grad = grads_.data(),
-                                 .weight = weights_.data(),
-                                 .weight_bf16 = bf16_.data(),
-                                 .exp_avg = exp_avg_.data(),
-                                 .exp_avg_sq = exp_avg_sq_.data()},
-                                ctx_.stream()));
+  TWELL_CUDA_CHECK(launch_adamw(
+      {.size = size_,
+       .runs = runs_.data(),
+       .run_count = run_count_,
+       .coefficients = coefficients,
+       .clip_factor = &norm->clip_factor,
+       .grad = grads_.data(),
+       .weight = weights_.data(),
+       .weight_bf16 = bf16_.data(),
+       .moments = options_.moment_dtype == DType::kBF16 ? MomentDType::kBF16 : MomentDType::kF32,
+       .exp_avg = exp_avg_.data(),
+       .exp_avg_sq = exp_avg_sq_.data()},
+      ctx_.stream()));
 }
 
 void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm) {
@@ -95,30 +101,50 @@ void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const Gradi
 }
 
 void OptimizerCuda::download(const OptimizerTensors& to) const {
-  const auto copy = [&](const DeviceBuffer<float>& from, std::span<float> values) {
-    if (values.empty()) return;
-    TWELL_CHECK(std::ssize(values) == size_, "{} values of {}", values.size(), size_);
+  const auto copy = [&](const auto& from, auto values) {
     TWELL_CUDA_CHECK(cudaMemcpyAsync(values.data(), from.data(), values.size_bytes(),
                                      cudaMemcpyDeviceToHost, ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   };
-  copy(weights_, to.weights);
-  copy(exp_avg_, to.exp_avg);
-  copy(exp_avg_sq_, to.exp_avg_sq);
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  const auto moments = [&](const DeviceBuffer<std::byte>& from, std::span<float> values) {
+    if (options_.moment_dtype != DType::kBF16) return copy(from, values);
+    std::vector<BF16> rounded(values.size());
+    copy(from, std::span(rounded));
+    std::transform(rounded.begin(), rounded.end(), values.begin(),
+                   [](BF16 v) { return to_float(v); });
+  };
+  check_sizes(to);
+  if (!to.weights.empty()) copy(weights_, to.weights);
+  if (!to.exp_avg.empty()) moments(exp_avg_, to.exp_avg);
+  if (!to.exp_avg_sq.empty()) moments(exp_avg_sq_, to.exp_avg_sq);
 }
 
 void OptimizerCuda::upload(const OptimizerTensors& from) {
-  const auto copy = [&](std::span<const float> values, const DeviceBuffer<float>& to) {
-    if (values.empty()) return;
-    TWELL_CHECK(std::ssize(values) == size_, "{} values of {}", values.size(), size_);
+  const auto copy = [&](auto values, const auto& to) {
     TWELL_CUDA_CHECK(cudaMemcpyAsync(to.data(), values.data(), values.size_bytes(),
                                      cudaMemcpyHostToDevice, ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   };
-  copy(from.weights, weights_);
-  copy(from.exp_avg, exp_avg_);
-  copy(from.exp_avg_sq, exp_avg_sq_);
+  const auto moments = [&](std::span<const float> values, const DeviceBuffer<std::byte>& to) {
+    if (options_.moment_dtype != DType::kBF16) return copy(values, to);
+    std::vector<BF16> rounded(values.size());
+    std::transform(values.begin(), values.end(), rounded.begin(),
+                   [](float v) { return to_bf16(v); });
+    copy(std::span<const BF16>(rounded), to);
+  };
+  check_sizes(from);
+  if (!from.weights.empty()) copy(std::span<const float>(from.weights), weights_);
+  if (!from.exp_avg.empty()) moments(from.exp_avg, exp_avg_);
+  if (!from.exp_avg_sq.empty()) moments(from.exp_avg_sq, exp_avg_sq_);
   TWELL_CUDA_CHECK(launch_round_weights(weights_.data(), size_, bf16_.data(), ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+}
+
+void OptimizerCuda::check_sizes(const OptimizerTensors& tensors) const {
+  for (const auto values : {tensors.weights, tensors.exp_avg, tensors.exp_avg_sq}) {
+    TWELL_CHECK(values.empty() || std::ssize(values) == size_, "{} values of {}", values.size(),
+                size_);
+  }
 }
 
 }  // namespace twell

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters of a model in training on the GPU, and AdamW over them: f32 weights, their bf16
-// copy that the layers compute with, f32 gradients and moments, each one flat array laid out by
-// parameter_table. Everything that changes from step to step is read from device memory.
+// copy that the layers compute with, f32 gradients, moments in f32 or bf16, each one flat array
+// laid out by parameter_table. Everything that changes from step to step is read from device
+// memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +22,7 @@ class OptimizerCuda {
  public:
   // The model's weights, moments of zero. Waits for the device.
   OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
-  static int64_t bytes_needed(int64_t parameters);
+  static int64_t bytes_needed(int64_t parameters, DType moments);
 
   const __nv_bfloat16* weights() const { return bf16_.data(); }  // [N]
   float* grads() const { return grads_.data(); }                 // [N]
@@ -35,19 +36,21 @@ class OptimizerCuda {
   // skipped. `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
-  // Copies to and from host memory, which wait for the device.
+  // Copies to and from host memory, f32 whatever the moments are, which wait for the device.
   void download(const OptimizerTensors& to) const;
   void upload(const OptimizerTensors& from);
 
  private:
+  void check_sizes(const OptimizerTensors& tensors) const;
   CudaContext& ctx_;
   TrainOptions options_;
   ModelConfig config_;
   int64_t size_;
   int64_t run_count_ = 0;
   DeviceBuffer<AdamWRun> runs_;
-  DeviceBuffer<float> weights_, grads_, exp_avg_, exp_avg_sq_;  // [N]
-  DeviceBuffer<__nv_bfloat16> bf16_;                            // [N]
+  DeviceBuffer<float> weights_, grads_;           // [N]
+  DeviceBuffer<std::byte> exp_avg_, exp_avg_sq_;  // [N] of the moments' type
+  DeviceBuffer<__nv_bfloat16> bf16_;              // [N]
   DeviceBuffer<double> norm_partials_;
 };
 

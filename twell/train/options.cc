@@ -155,6 +155,7 @@ nlohmann::json trajectory_json(const TrainOptions& options) {
     json["relufy-steps"] = options.relufy_steps;
   }
   if (options.distill > 0.0) json["distill"] = options.distill;
+  if (options.moment_dtype != DType::kF32) json["moment-dtype"] = dtype_name(options.moment_dtype);
   return json;
 }
 

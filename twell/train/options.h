@@ -61,6 +61,7 @@ struct TrainOptions {
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
+  DType moment_dtype = DType::kF32;        // of AdamW's moments in memory: f32, or on the GPU bf16
   Recompute recompute = Recompute::kAuto;  // on the GPU; the CPU keeps them
 
   int64_t validate_every = 100;       // steps; 0: never

@@ -93,7 +93,7 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   const ModelConfig& config = model.config;
   const TrainOptions train = train_options(config, options);
   const int64_t tokens = train.micro_batch_tokens();
-  TrainEngineCuda engine(ctx, model, nullptr, train);
+  TrainEngineCuda engine(ctx, model, nullptr, train, options.hints);
   engine.set_batch(random_tokens(tokens, config.vocab_size, options.seed, kStream),
                    random_tokens(tokens, config.vocab_size, options.seed, kStream + 1));
   TrainEngineCuda::Hooks hooks;
@@ -102,12 +102,14 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
 
   int64_t done = 0;
   StepOutcome last;
-  std::vector<double> nnz = options.nnz;
+  std::vector<LayerHint> hints = options.hints;
   const auto step = [&] {
-    last = engine.step({.step = ++done, .learning_rate = 1e-4, .l1_coeff = 2e-5, .nnz_hint = nnz});
-    if (!options.nnz.empty()) return;
-    nnz.clear();
-    for (const LayerMetrics& layer : last.layers) nnz.push_back(layer.nnz);
+    last = engine.step({.step = ++done, .learning_rate = 1e-4, .l1_coeff = 2e-5, .hints = hints});
+    if (!options.hints.empty()) return;
+    hints.clear();
+    for (const LayerMetrics& layer : last.layers) {
+      hints.push_back({layer.nnz, layer.union_neurons});
+    }
   };
   for (int64_t i = 0; i < kWarmUpSteps; ++i) step();
   std::vector<double> seconds;
@@ -140,16 +142,17 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   return run;
 }
 
-int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config, int64_t length) {
+int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config,
+                            TrainBenchmarkOptions options) {
   const CudaContext ctx(stream);
   size_t free = 0, all = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &all));
+  constexpr int64_t kSpare = int64_t{3} << 30;  // captured patterns, and estimates that are off
   const auto fits = [&](int64_t micro_batch) {
-    TrainBenchmarkOptions options;
     options.micro_batch = micro_batch;
-    options.length = length;
-    const RunPlan plan = plan_run_cuda(ctx, config, train_options(config, options), 0);
-    return plan.device_bytes() <= static_cast<int64_t>(free);
+    const RunPlan plan =
+        plan_run_cuda(ctx, config, train_options(config, options), 0, options.hints);
+    return plan.device_bytes() + kSpare <= static_cast<int64_t>(free);
   };
   int64_t most = 1;
   while (fits(most + 1)) ++most;

@@ -24,7 +24,7 @@ struct TrainBenchmarkOptions {
   bool tune = false;  // matrix products by a stopwatch (set_matmul_tuning)
   FfnTrainPolicy policy = FfnTrainPolicy::kDense;
   // Where the layers' activity is not their own, but replayed: what it is, and how.
-  std::vector<double> nnz;  // [L] active neurons per token, or empty
+  std::vector<LayerHint> hints;  // [L], or empty
   std::function<void(int64_t layer, FfnTrainForwardCuda& problem)> before_ffn = {};
 };
 
@@ -42,8 +42,9 @@ struct TrainBenchmarkRun {
 TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
                                      const TrainBenchmarkOptions& options);
 
-// The largest micro-batch whose dense plan fits into the memory that is free, at least 1 (which may
-// not fit).
-int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config, int64_t length);
+// The largest micro-batch whose plan fits into the memory that is free, at least 1 (which may not
+// fit).
+int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config,
+                            TrainBenchmarkOptions options);
 
 }  // namespace twell

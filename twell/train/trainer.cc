@@ -15,6 +15,16 @@
 #include "twell/train/trainer_state.h"
 
 namespace twell {
+namespace {
+
+// Over a few steps: a layer near the limit should not change its execution every step. Negative:
+// not known.
+void smooth(double newest, double& value) {
+  constexpr double kNewest = 0.2;
+  value = value < 0.0 || newest < 0.0 ? newest : value + kNewest * (newest - value);
+}
+
+}  // namespace
 
 Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
                  const TrainOptions& options, std::string data_identity)
@@ -54,7 +64,7 @@ StepMetrics Trainer::train_step() {
                                             .learning_rate = metrics.learning_rate,
                                             .l1_coeff = metrics.l1_coeff,
                                             .relu_share = metrics.relu_share,
-                                            .nnz_hint = nnz_hint_});
+                                            .hints = hints_});
   if (!std::isfinite(outcome.ce)) {
     throw DivergenceError(fmt::format("the loss is {} at step {}", outcome.ce, metrics.step));
   }
@@ -73,13 +83,11 @@ void Trainer::measure(const StepOutcome& outcome, double seconds, StepMetrics& m
   if (options_.distill > 0.0) metrics.kl = outcome.kl;
   metrics.grad_norm = outcome.grad_norm;
   metrics.layers = outcome.layers;
-  // Smoothed over a few steps: a layer near the limit should not change its execution every step.
-  constexpr double kNewest = 0.2;
-  const bool first = nnz_hint_.empty();
-  nnz_hint_.resize(metrics.layers.size());
+  hints_.resize(metrics.layers.size());
   for (size_t i = 0; i < metrics.layers.size(); ++i) {
     const LayerMetrics& layer = metrics.layers[i];
-    nnz_hint_[i] = first ? layer.nnz : nnz_hint_[i] + kNewest * (layer.nnz - nnz_hint_[i]);
+    smooth(layer.nnz, hints_[i].nnz);
+    smooth(layer.union_neurons, hints_[i].union_neurons);
     metrics.l1 += layer.l1 / static_cast<double>(metrics.layers.size());
   }
   metrics.seconds = seconds;
@@ -98,7 +106,7 @@ void Trainer::save(const std::filesystem::path& checkpoint) const {
     save_model(engine_.model(), checkpoint, options_.save_dtype);
     OptimizerTensors tensors = state;
     if (options_.save_dtype == DType::kF32) tensors.weights = {};  // the model file has them
-    save_trainer_state(checkpoint, {step_, trajectory_json(options_), data_identity_, nnz_hint_},
+    save_trainer_state(checkpoint, {step_, trajectory_json(options_), data_identity_, hints_},
                        tensors);
   });
 }
@@ -112,11 +120,11 @@ void Trainer::restore(const std::filesystem::path& checkpoint) {
                   "cannot resume on other data: the run was trained on tokens '{}', these are '{}'",
                   saved.data, data_identity_);
     const int64_t layers = engine_.model().config.layers;
-    TWELL_REQUIRE(saved.nnz_hint.empty() || static_cast<int64_t>(saved.nnz_hint.size()) == layers,
+    TWELL_REQUIRE(saved.hints.empty() || static_cast<int64_t>(saved.hints.size()) == layers,
                   "{}: the trainer state is of a model with {} layers, not {}", checkpoint.string(),
-                  saved.nnz_hint.size(), layers);
+                  saved.hints.size(), layers);
   });
-  nnz_hint_ = saved.nnz_hint;
+  hints_ = saved.hints;
   step_ = saved.step;
 }
 

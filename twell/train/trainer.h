@@ -55,7 +55,7 @@ class Trainer {
   TrainEngine& engine_;
   TrainOptions options_;
   std::string data_identity_;
-  std::vector<double> nnz_hint_;  // [L]
+  std::vector<LayerHint> hints_;  // [L]
   double flops_per_token_;
   int64_t step_ = 0;
 };

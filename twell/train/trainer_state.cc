@@ -37,7 +37,12 @@ TrainerState parse_state(const std::string& text) {
   state.step = json.at("step").get<int64_t>();
   state.trajectory = json.at("options");
   state.data = json.at("data").get<std::string>();
-  state.nnz_hint = json.at("nnz_hint").get<std::vector<double>>();
+  const auto nnz = json.at("nnz_hint").get<std::vector<double>>();
+  // Not there where the run was saved by an earlier version.
+  const auto unions = json.value("union_hint", std::vector<double>(nnz.size(), -1.0));
+  TWELL_REQUIRE(unions.size() == nnz.size(), "{} union hints for {} layers", unions.size(),
+                nnz.size());
+  for (size_t i = 0; i < nnz.size(); ++i) state.hints.push_back({nnz[i], unions[i]});
   TWELL_REQUIRE(state.step >= 0, "step {} is negative", state.step);
   return state;
 }
@@ -48,11 +53,14 @@ void save_trainer_state(const fs::path& checkpoint, const TrainerState& state,
                         const OptimizerTensors& tensors) {
   const fs::path folder = checkpoint / "trainer";
   make_folder(folder);
-  const nlohmann::json json = {{"format", kFormat},
-                               {"step", state.step},
-                               {"options", state.trajectory},
-                               {"data", state.data},
-                               {"nnz_hint", state.nnz_hint}};
+  std::vector<double> nnz, unions;
+  for (const LayerHint& hint : state.hints) {
+    nnz.push_back(hint.nnz);
+    unions.push_back(hint.union_neurons);
+  }
+  const nlohmann::json json = {
+      {"format", kFormat},  {"step", state.step}, {"options", state.trajectory},
+      {"data", state.data}, {"nnz_hint", nnz},    {"union_hint", unions}};
   write_file_atomic(folder / "state.json", json.dump(2) + "\n");
   std::vector<TensorToWrite> list = {flat_tensor(kExpAvg, tensors.exp_avg),
                                      flat_tensor(kExpAvgSq, tensors.exp_avg_sq)};

@@ -15,11 +15,18 @@
 
 namespace twell {
 
+// How active a layer was over the last steps, smoothed: what its next execution is chosen from.
+// Negative: not known.
+struct LayerHint {
+  double nnz = -1.0;            // active neurons per token
+  double union_neurons = -1.0;  // active on any of 128 tokens in a row; counted on the GPU
+};
+
 struct TrainerState {
   int64_t step = 0;              // optimizer steps done
   nlohmann::json trajectory;     // trajectory_json of the options
   std::string data;              // identity of the token stream
-  std::vector<double> nnz_hint;  // [L] smoothed non-zeros per token; empty before the first
+  std::vector<LayerHint> hints;  // [L]; empty before the first step
 };
 
 // Everything is flat [N], in the order of the model's parameter table.

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/train/plan_cuda.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "twell/train/optimizer_cuda.h"
+
+namespace twell {
+namespace {
+
+FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainOptions& options) {
+  return {.max_tokens = options.micro_batch_tokens(),
+          .width = config.width,
+          .ffn = config.ffn,
+          .gated = config.gated};
+}
+
+}  // namespace
+
+std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options) {
+  if (options.distill > 0.0) return "the GPU does no distillation yet; use --device cpu";
+  if (options.relufy_from != Activation::kRelu) {
+    return "the GPU trains with ReLU only, without a blend from another activation; use "
+           "--device cpu";
+  }
+  return cuda_training_unsupported(config, options.sequence_length);
+}
+
+std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const ModelConfig& config,
+                                                const TrainOptions& options,
+                                                std::span<const LayerHint> hints) {
+  const FfnTrainShapeCuda shape = ffn_shape(config, options);
+  const std::string no_hybrid = ffn_train_hybrid_unsupported(ctx, shape);
+  TWELL_REQUIRE(no_hybrid.empty() || options.ffn_policy != FfnTrainPolicy::kHybrid,
+                "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
+  std::vector<FfnExpectation> expected(static_cast<size_t>(config.layers));
+  for (size_t layer = 0; layer < expected.size(); ++layer) {
+    FfnExpectation& out = expected[layer];
+    // A model that was not trained yet has about half of its neurons active.
+    const LayerHint hint = hints.empty() ? LayerHint{} : hints[layer];
+    out.nnz = hint.nnz < 0.0 ? static_cast<double>(config.ffn) / 2.0 : std::max(1.0, hint.nnz);
+    if (options.ffn_policy == FfnTrainPolicy::kHybrid) {
+      out.execution = FfnTrainExecution::kHybrid;
+    } else if (options.ffn_policy == FfnTrainPolicy::kAuto && no_hybrid.empty()) {
+      out.execution = choose_ffn_train_cuda(shape, shape.max_tokens, hint.nnz, hint.union_neurons);
+    }
+  }
+  return expected;
+}
+
+TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
+                               const TrainOptions& options, std::span<const LayerHint> hints) {
+  TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length}};
+  std::vector<FfnExpectation> expected = expected_executions(ctx, config, options, hints);
+  if (!hints.empty()) plan.ffn = std::move(expected);
+  plan.keep_normed = options.recompute != Recompute::kNorms;
+  if (options.recompute != Recompute::kAuto) return plan;
+  constexpr int64_t kSpare = int64_t{2} << 30;  // for estimates that are off, and for others
+  int64_t bytes =
+      OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype) + kSpare;
+  for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) bytes += item.bytes;
+  plan.keep_normed = bytes <= free_device_bytes();
+  return plan;
+}
+
+RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainOptions& options, int64_t shard_bytes,
+                      std::span<const LayerHint> hints) {
+  const std::string why = cuda_run_unsupported(config, options);
+  TWELL_REQUIRE(why.empty(), "{}", why);
+  RunPlan plan = plan_without_engine(config, options, shard_bytes);
+  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
+  plan.memory.insert(plan.memory.begin(),
+                     {{"weights (f32), for checkpoints", flat_bytes},
+                      {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
+  plan.device_memory = {{"weights (f32, bf16), gradients, AdamW moments",
+                         OptimizerCuda::bytes_needed(plan.parameters, options.moment_dtype)}};
+  const auto items =
+      TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));
+  plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());
+  return plan;
+}
+
+int64_t free_device_bytes() {
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
+}  // namespace twell
