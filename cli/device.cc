@@ -3,8 +3,11 @@
 
 #include <fmt/core.h>
 
+#include "cli/memory.h"
 #include "twell/base/error.h"
 #include "twell/model/checkpoint.h"
+#include "twell/model/kv_cache.h"
+#include "twell/train/metrics.h"
 #ifdef TWELL_HAVE_CUDA
 #include "twell/infer/engine_cuda.h"
 #endif
@@ -19,6 +22,23 @@ std::string gpu_unavailable() {
 #else
   return "this program was built without CUDA";
 #endif
+}
+
+// Before anything is loaded: weights are f32 on the CPU, whatever the checkpoint holds.
+void require_host_memory(const ModelConfig& config, const EnginePlan& plan) {
+  const int64_t weights = config.parameter_count() * int64_t{sizeof(float)};
+  int64_t cache = 0;
+  if (plan.session) {
+    const int64_t capacity =
+        plan.session->capacity == 0 ? config.max_sequence() : plan.session->capacity;
+    cache = KvCache::bytes(config, plan.session->slots, capacity);
+  }
+  const int64_t limit = memory_limit_bytes();
+  TWELL_REQUIRE(weights + cache <= limit,
+                "the model's weights ({}) and its keys and values ({}) do not fit the machine's "
+                "memory of {}",
+                format_bytes(static_cast<double>(weights)),
+                format_bytes(static_cast<double>(cache)), format_bytes(static_cast<double>(limit)));
 }
 
 }  // namespace
@@ -44,8 +64,10 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
   use_cuda(common);  // refuses "cuda"
   static_cast<void>(plan);
 #endif
-  if (host_model != nullptr)
+  require_host_memory(load_config(common.checkpoint), plan);
+  if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
+  }
   return std::make_unique<EngineCpu>(common.checkpoint, common.threads);
 }
 

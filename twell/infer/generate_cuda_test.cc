@@ -105,12 +105,19 @@ TEST_F(GenerateCudaTest, SampledRequestsKeepTheirRandomNumbers) {
   SessionCuda session(*ctx_, *device_model_, {.slots = 7, .capacity = 64});
   SessionCuda alone(*ctx_, *device_model_, {.capacity = 64});
   const std::vector<Generation> done = run(session, prompts, options);
-  // A draw falls on a boundary within rounding now and then; a text that parts stays parted.
-  int64_t same = 0;
+  // Draws from the flat distributions of this model fall on a boundary within bf16 rounding now and
+  // then, and a text that parts stays parted. Rounding the weights alone leaves the first token of
+  // 35 of these texts as it was and the first two of 30; other random numbers, of 9 and 2.
+  int64_t first = 0, both = 0;
   for (size_t i = 0; i < prompts.size(); ++i) {
-    same += generate(alone, tokenizer_, prompts[i], options(i)).ids == done[i].ids;
+    const std::vector<int32_t>&got = done[i].ids,
+          want = generate(alone, tokenizer_, prompts[i], options(i)).ids;
+    if (got.size() < 2 || want.size() < 2) continue;
+    first += got[0] == want[0];
+    both += got[0] == want[0] && got[1] == want[1];
   }
-  EXPECT_GE(same, 30);
+  EXPECT_GE(first, 28);
+  EXPECT_GE(both, 20);
 }
 
 TEST_F(GenerateCudaTest, FillsTheContextAndNoMore) {

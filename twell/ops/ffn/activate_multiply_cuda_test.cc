@@ -59,17 +59,19 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
       const auto nnz = download(row_nnz);
       unsigned long long total = 0;
       for (int64_t m = 0; m < tokens; ++m) {
-        int32_t expected_nnz = 0;
+        // Where f is that small, exponentials leave the range of f32 a little sooner or later.
+        int32_t at_least = 0, at_most = 0;
         for (int64_t i = m * kFfn; i < (m + 1) * kFfn; ++i) {
           const auto at = static_cast<size_t>(i);
           const double f = activate(GetParam(), __bfloat162float(g[at]));
-          expected_nnz += static_cast<float>(f) != 0.0f ? 1 : 0;
+          at_least += std::abs(f) > 1e-35 ? 1 : 0;
+          at_most += f != 0.0 ? 1 : 0;
           const double want = gated ? f * __bfloat162float(u[at]) : f;
           // One rounding to bf16; f32 in front of it cancels in the tails, where f is tiny.
           ASSERT_NEAR(got[at], want, std::ldexp(std::abs(want), -7) + 1e-6) << i;
         }
-        // Where f underflows in f32, one side may still hold a denormal.
-        EXPECT_NEAR(nnz[static_cast<size_t>(m)], expected_nnz, m == 0 ? 3 : 0);
+        EXPECT_GE(nnz[static_cast<size_t>(m)], at_least);
+        EXPECT_LE(nnz[static_cast<size_t>(m)], at_most);
         total += static_cast<unsigned long long>(nnz[static_cast<size_t>(m)]);
       }
       const ActivityCuda sums = download(counts)[0];
