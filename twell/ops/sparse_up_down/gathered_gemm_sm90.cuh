@@ -70,35 +70,33 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
     if (item.x < 0) break;
     const Operands operands = problem.operands(item);
     const bool inside = operands.column + lane * 8 < problem.width;
-    const auto load_id = [&](int k) {
-      const int block = k >= operands.blocks ? k - operands.blocks : k;
+    const auto load_id = [&](int block) {
       const int position = block * kBlock + warp * 16 + lane % 16;
       return position < operands.positions ? operands.ids[position] : -1;
     };
-    const int k_steps = operands.k_steps();
-    int next_id = k_steps > 0 ? load_id(0) : -1;
-    for (int k = 0; k < k_steps; ++k) {
-      const bool second = k >= operands.blocks;
-      const int block = second ? k - operands.blocks : k;
-      const int id = next_id;
-      if (k + 1 < k_steps) next_id = load_id(k + 1);
-      const int index_of_stage = ring.acquire();
-      const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
-      if (threadIdx.x == 0) {
-        const uint32_t landed = shared.full + index_of_stage * 8;
-        barrier_expect(landed, kBytesA);
-        bulk_load(stage, (second ? operands.a[1] : operands.a[0]) + int64_t{block} * kBytesA,
-                  kBytesA, landed);
-      }
-      const uint4* b = (second ? operands.b[1] : operands.b[0]) + operands.column / 8 + lane;
+    for (int pass = 0; pass < operands.passes; ++pass) {
+      const uint8_t* a = pass == 0 ? operands.a[0] : operands.a[1];
+      const uint4* b = (pass == 0 ? operands.b[0] : operands.b[1]) + operands.column / 8 + lane;
+      int next_id = load_id(0);
+      for (int block = 0; block < operands.blocks; ++block, a += kBytesA) {
+        const int id = next_id;
+        next_id = load_id(block + 1);
+        const int index_of_stage = ring.acquire();
+        const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
+        if (threadIdx.x == 0) {
+          const uint32_t landed = shared.full + index_of_stage * 8;
+          barrier_expect(landed, kBytesA);
+          bulk_load(stage, a, kBytesA, landed);
+        }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = __shfl_sync(~0u, id, i);
-        const bool valid = inside && row >= 0;
-        gather16(stage + dst_lane + i * 128 + ((lane % 8) ^ (i % 8)) * 16,
-                 b + (valid ? int64_t{row} * pieces : 0), valid);
+        for (int i = 0; i < 16; ++i) {
+          const int row = __shfl_sync(~0u, id, i);
+          const bool valid = inside && row >= 0;
+          gather16(stage + dst_lane + i * 128 + ((lane % 8) ^ (i % 8)) * 16,
+                   b + (valid ? int64_t{row} * pieces : 0), valid);
+        }
+        ring.commit();
       }
-      ring.commit();
     }
   }
 }
