@@ -147,7 +147,7 @@ struct HiddenGroups {
 };
 
 template <typename Groups, typename Problem>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident)
     few_rows_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;
@@ -176,7 +176,7 @@ cudaError_t launch(const Problem& problem, cudaStream_t stream) {
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   }
   if (status != cudaSuccess) return status;
-  const int blocks = std::min(Groups{problem}.count(), multiprocessors);
+  const int blocks = std::min(Groups{problem}.count(), kResident * multiprocessors);
   return sm90::launch_dependent(few_rows_kernel<Groups, Problem>,
                                 dim3(static_cast<unsigned>(blocks)), kThreads,
                                 static_cast<uint32_t>(shared), stream, problem);

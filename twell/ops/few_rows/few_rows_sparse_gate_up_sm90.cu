@@ -106,7 +106,7 @@ struct SparseGroups {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident)
     few_rows_sparse_gate_up_sm90_kernel(const __grid_constant__ SparseGateUp p) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;
@@ -161,8 +161,8 @@ cudaError_t launch_sparse_gate_up_sm90(const SparseGateUp& problem, cudaStream_t
   }
   if (status != cudaSuccess) return status;
   const int groups = static_cast<int>((problem.ffn + kGroup - 1) / kGroup);
-  const int blocks =
-      std::max(std::min(groups, multiprocessors), (groups + kMaxGroups - 1) / kMaxGroups);
+  const int blocks = std::max(std::min(groups, kResident * multiprocessors),
+                              (groups + kMaxGroups - 1) / kMaxGroups);
   return sm90::launch_dependent(few_rows_sparse_gate_up_sm90_kernel,
                                 dim3(static_cast<unsigned>(blocks)), kThreads,
                                 static_cast<uint32_t>(shared), stream, problem);

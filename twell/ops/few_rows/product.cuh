@@ -4,12 +4,12 @@
 // What is low and high is the finish's choice, which gets both sums of a pair together: a column
 // and the eighth one after it, the two halves of a rotation, a neuron's gate and up.
 //
-// One CTA per multiprocessor takes every so many-th group of 16 rows. Its eight warps cut the
-// width; their partial sums are added in a fixed order. Weights stream through a ring of shared
-// memory in 16-byte pieces, into slots that each thread fills and reads by itself: there is nothing
-// to wait for but a thread's own copies, and the ring never runs dry between groups. It takes less
-// than half of the shared memory, so that the next kernel can fill its own ring while this one
-// finishes.
+// Two CTAs per multiprocessor, each busy while the other waits, take every so many-th group of 16
+// rows. A CTA's eight warps cut the width; their partial sums are added in a fixed order. Weights
+// stream through a ring of shared memory in 16-byte pieces, into slots that each thread fills and
+// reads by itself: there is nothing to wait for but a thread's own copies, and the ring never runs
+// dry between groups. Both rings take less than half of the shared memory, so that the next kernel
+// can fill its own while this one finishes.
 //
 // A product's sum does not depend on the order of its terms, so the eight values of a piece stand
 // for whichever k the instruction thinks they are, the same ones in both operands.
@@ -27,7 +27,8 @@ inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kPairs = 8;             // of a low and a high row, per group
 inline constexpr int kGroup = 2 * kPairs;    // rows
 inline constexpr int kBlock = 32;            // values of a row that four lanes read at a time
-inline constexpr int kDepth = 8;             // blocks of a warp in flight
+inline constexpr int kDepth = 5;             // blocks of a warp in flight
+inline constexpr int kResident = 2;          // CTAs per multiprocessor
 inline constexpr int kSlot = kThreads * 16;  // bytes between a thread's pieces in the ring
 inline constexpr int kRingBytes = kDepth * 2 * kSlot;
 
