@@ -6,6 +6,7 @@
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 #include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
+#include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
 namespace {
@@ -124,6 +125,16 @@ class FfnCallCuda {
                                   .h = workspace_.gate_.data(),
                                   .activity = plan_.counts},
                                  ctx_.stream()));
+    // `down` takes 11 us for one token of a 2048 x 5632 layer, but 41 for eight; cuBLASLt takes 9.
+    if (chunk_.tokens > 1 && (chunk_.residual == nullptr || chunk_.residual == chunk_.y)) {
+      matmul_cuda(ctx_,
+                  {.rows = chunk_.tokens,
+                   .cols = workspace_.width_,
+                   .inner = workspace_.ffn_,
+                   .add = chunk_.residual != nullptr},
+                  workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
+      return true;
+    }
     TWELL_CUDA_CHECK(few_rows::launch_down_sm90({.tokens = chunk_.tokens,
                                                  .width = workspace_.width_,
                                                  .ffn = workspace_.ffn_,
