@@ -260,6 +260,7 @@ StepOutcome TrainEngineCuda::outcome() const {
     LayerMetrics& layer = outcome.layers.emplace_back();
     layer.nnz = static_cast<double>(counts.nnz) / tokens;
     layer.max_nnz = counts.max_row_nnz;
+    layer.recomputed = counts.recomputed;
     layer.union_neurons = static_cast<double>(counts.union_neurons) / tiles;
     layer.l1 = counts.l1_sum / tokens;
     layer.dead = std::count(active, active + report_->ffn, uint8_t{0});

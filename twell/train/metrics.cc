@@ -89,6 +89,7 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
                               {"dead", layer.dead},
                               {"dead_share", layer.dead_share},
                               {"execution", ffn_train_execution_name(layer.execution)}});
+    if (layer.recomputed > 0) json["layers"].back()["recomputed"] = layer.recomputed;
     if (layer.union_neurons >= 0.0) json["layers"].back()["union"] = layer.union_neurons;
   }
   return json;

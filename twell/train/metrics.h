@@ -20,6 +20,8 @@ struct LayerMetrics {
   int64_t max_nnz = 0;  // of one token
   // Neurons active on any of 128 tokens in a row, mean; negative where not counted (CPU).
   double union_neurons = -1.0;
+  // Micro-batches whose pattern outgrew what was kept, so that backward made it again (GPU).
+  int64_t recomputed = 0;
   int64_t tail_rows = 0;    // tokens that the hybrid execution kept dense
   double l1 = 0.0;          // sum over neurons of |h|, mean over tokens
   int64_t dead = 0;         // neurons that no token activated

@@ -48,6 +48,22 @@ TEST(Metrics, JsonHoldsStepAndLayers) {
   EXPECT_EQ(json["layers"].size(), 2u);
   EXPECT_EQ(json["layers"][1]["execution"], "hybrid");
   EXPECT_FALSE(json.contains("val_ce"));
+  EXPECT_FALSE(json.contains("mfu"));
+  EXPECT_FALSE(json["layers"][0].contains("union"));
+}
+
+TEST(Metrics, JsonHoldsWhatOnlyADeviceCounts) {
+  StepMetrics metrics = sample(4);
+  metrics.mfu = 0.5;
+  metrics.device_bytes = 4096;
+  metrics.layers[0].union_neurons = 17.5;
+  metrics.layers[0].recomputed = 2;
+  const nlohmann::json json = metrics_json(metrics);
+  EXPECT_DOUBLE_EQ(json["mfu"].get<double>(), 0.5);
+  EXPECT_EQ(json["device_bytes"], 4096);
+  EXPECT_DOUBLE_EQ(json["layers"][0]["union"].get<double>(), 17.5);
+  EXPECT_EQ(json["layers"][0]["recomputed"], 2);
+  EXPECT_FALSE(json["layers"][1].contains("recomputed"));
 }
 
 TEST(Metrics, BeforeTheFirstStepOnlyValidation) {
