@@ -15,7 +15,8 @@ struct FfnTrainCountsCuda {
   unsigned long long union_neurons;
   double l1_sum;  // sum over tokens and neurons of |h|
   int32_t max_row_nnz;
-  int32_t recomputed;  // calls whose pattern outgrew what was kept, so that backward made it anew
+  // Chunks of 16,384 tokens whose pattern outgrew what was kept, so that backward made it anew.
+  int32_t recomputed;
 };
 
 }  // namespace twell

@@ -33,7 +33,7 @@ struct ChunkShape {
         neuron_tiles(ceil_div(shape.ffn, kNeuronTile)),
         token_blocks(ceil_div(tokens, kBlock)) {}
   int64_t all_blocks() const { return tiles * blocks; }
-  // Each tile but the last block's worth of its pairs fills its blocks.
+  // A union has at most as many neurons as its tile has active pairs; tiles are rounded up.
   int64_t kept_blocks(int64_t capacity) const {
     return std::min(all_blocks(), ceil_div(capacity, kBlock) + tiles);
   }
