@@ -62,7 +62,6 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
   }
 #else
   use_cuda(common);  // refuses "cuda"
-  static_cast<void>(plan);
 #endif
   require_host_memory(load_config(common.checkpoint), plan);
   if (host_model != nullptr) {

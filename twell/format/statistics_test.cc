@@ -48,6 +48,23 @@ TEST(Statistics, Columns) {
   EXPECT_EQ(dead_columns(example()), 5);
 }
 
+TEST(Statistics, RowsAreCutAndPutTogether) {
+  const Pattern all = example();
+  const Pattern middle = slice_rows(all, 1, 2);
+  EXPECT_EQ(middle.cols, 10);
+  EXPECT_EQ(middle.row_begin, (std::vector<int64_t>{0, 0, 1}));
+  EXPECT_EQ(middle.column, (std::vector<uint32_t>{2}));
+  Pattern together{.cols = 10, .row_begin = {0}, .column = {}};
+  for (const auto& [begin, count] : {std::pair<int64_t, int64_t>{0, 1}, {1, 2}, {3, 0}, {3, 1}}) {
+    append_rows(slice_rows(all, begin, count), together);
+  }
+  EXPECT_EQ(together.row_begin, all.row_begin);
+  EXPECT_EQ(together.column, all.column);
+  EXPECT_THROW(slice_rows(all, 3, 2), Error);
+  Pattern wider{.cols = 11, .row_begin = {0}, .column = {}};
+  EXPECT_THROW(append_rows(all, wider), Error);
+}
+
 TEST(Statistics, RefusesContradictions) {
   const uint16_t row_nnz[] = {2};
   const uint16_t ascending[] = {3, 7};

@@ -251,6 +251,7 @@ TEST(FfnPolicy, Names) {
                                      {"row-fused", FfnPolicy::kRowFused},
                                      {"tile-union", FfnPolicy::kTileUnion}}) {
     EXPECT_EQ(parse_ffn_policy(name), policy);
+    EXPECT_EQ(ffn_policy_name(policy), name);
   }
   EXPECT_EQ(ffn_execution_name(FfnExecution::kTileUnion), "tile-union");
   EXPECT_THROW(parse_ffn_policy("sparse"), InputError);
