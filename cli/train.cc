@@ -36,6 +36,7 @@ Examples:
   twell train --config recipe.toml --l1 1e-4 --out runs/sparse
   twell train --out runs/sparse --resume
   twell train --from SmolLM2-135M --relufy --l1 1e-4 --l1-ramp-steps 500 --data docs/ --out runs/sm
+  twell train --preset 0.5b --data docs/ --out runs/half --device cuda
   twell train --preset 0.5b --dry-run)";
 
 void print_plan(const TrainOptions& options, const RunPlan& plan) {

@@ -57,7 +57,7 @@ void add_run_flags(CLI::App& command, TrainFlags& flags) {
   Group run(command, "Run");
   run.flag("--resume", flags.resume,
            "Continue the run in --out where its newest checkpoint left it, bit for bit (same "
-           "machine and --threads); its options are remembered")
+           "machine, --device and --threads); its options are remembered")
       ->configurable(false);
   run.flag("--dry-run", flags.dry_run,
            "Print parameters, memory, FLOPs and steps, and touch nothing")
