@@ -104,7 +104,7 @@ TEST_F(JudgeCli, BadTasks) {
   expect_refused(eval("piqa,piqa", golden("data")), "named twice");
   expect_refused(eval("piqa", "missing"), "missing is not a folder");
   expect_refused(eval("piqa", "."), "no items of piqa");
-  expect_refused(eval("piqa", golden("data"), {"--batch-tokens", "0"}), "at least one token");
+  expect_refused(eval("piqa", golden("data"), {"--batch-tokens", "-1"}), "at least one token");
   expect_refused(eval("piqa", golden("data"), {"--limit", "-1"}), "--limit");
   expect_refused(eval("piqa", golden("data"), {"--ffn", "fast"}), "fast");
   expect_refused(eval("piqa", golden("data"), {"--data", "x"}), "excludes");
