@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch: a kernel may start while the one before it on the stream still
-// runs, and waits for it on the device. Works inside graph capture. Before Hopper, where there is no
-// such thing, these are an ordinary launch and nothing.
-// Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+// runs, and waits for it on the device. Works inside graph capture. Before Hopper, where there is
+// no such thing, these are an ordinary launch and nothing. Source: CUDA programming guide,
+// "Programmatic Dependent Launch and Synchronization".
 #pragma once
 
 #include <cuda_runtime.h>
