@@ -90,6 +90,7 @@ void add_relufy(const TrainFlags& flags, TrainOptions& options) {
                   "{} has relu already: leave --relufy out", flags.from.string());
   }
   TWELL_REQUIRE(flags.relufy || options.relufy_steps == 0, "--relufy-steps goes with --relufy");
+  TWELL_REQUIRE(flags.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
 }
 
 // Files beside the weights that a chat or a generation with the model needs.
@@ -177,8 +178,10 @@ void print_summary(const TrainSummary& summary, const TrainOptions& options) {
   fmt::print("checkpoint       {}\n", summary.checkpoint.string());
 }
 
-// The original against what became of it, on held-out text; kept as OUT/side_by_side.json.
-void print_side_by_side(const SideBySide& figures, const fs::path& out) {
+// The original against what became of it, on held-out text and tasks; kept as
+// OUT/side_by_side.json.
+void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
+                        const fs::path& out) {
   const ModelFigures &a = figures.original, &b = figures.sparse;
   fmt::print("\n{:<16} {:>12} {:>12}\n", "", "original", "sparse");
   fmt::print("{:<16} {:>12.4f} {:>12.4f}  {:+.1f}%\n", "validation CE", a.ce, b.ce,
@@ -187,7 +190,10 @@ void print_side_by_side(const SideBySide& figures, const fs::path& out) {
              b.active_per_token, 100.0 * b.active_share);
   fmt::print("{:<16} {:>12.0f} {:>12.0f}  {:.2f}x\n", "forward tok/s", a.tokens_per_second,
              b.tokens_per_second, b.tokens_per_second / a.tokens_per_second);
-  write_file_atomic(out / "side_by_side.json", side_by_side_json(figures).dump(1) + "\n");
+  tasks.print();
+  nlohmann::json json = side_by_side_json(figures);
+  if (!tasks.empty()) json["tasks"] = tasks.json();
+  write_file_atomic(out / "side_by_side.json", json.dump(1) + "\n");
 }
 
 int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
@@ -198,6 +204,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   ModelConfig config = requested_config(flags);
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
+  TaskComparison tasks(flags.tasks);
   TrainOptions options = resolve_options(requested, config);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const TrainDevice device(common, config, options);
@@ -215,6 +222,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   const Tokenizer tokenizer = prepare(flags, common, config, shards, progress);
   return_freed_memory();  // tens of MiB of text and tables, not part of the plan
   config = match_tokenizer(flags, config, tokenizer);
+  tasks.check(config, tokenizer);
   const ShardSet shard_set(shards, tokenizer);
   progress.print(
       fmt::format("data: {} training and {} validation tokens",
@@ -231,16 +239,17 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   // The model as it came, to learn from and to be compared with.
   const bool original_needed = flags.relufy || options.distill > 0.0;
   const std::unique_ptr<Model> original = original_needed ? load_model(flags.from) : nullptr;
-  TrainRun run{options,
-               tokenizer,
-               shard_set,
-               folder,
-               given_options_json(command, {"data", "shards", "tokenizer", "from", "out"}),
-               resume_from,
-               flags.tensorboard,
-               stop_on_signals(),
-               progress.log_sink(),
-               {}};
+  TrainRun run{
+      options,
+      tokenizer,
+      shard_set,
+      folder,
+      given_options_json(command, {"data", "shards", "tokenizer", "from", "task-data", "out"}),
+      resume_from,
+      flags.tensorboard,
+      stop_on_signals(),
+      progress.log_sink(),
+      {}};
   run.companions = companions(flags);
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
@@ -258,8 +267,11 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
     const ValidationOptions held_out{.sequences = options.validation_sequences,
                                      .length = options.sequence_length};
-    print_side_by_side(compare_side_by_side(ctx, *original, *model, shard_set, held_out),
-                       common.out);
+    const SideBySide figures = compare_side_by_side(ctx, *original, *model, shard_set, held_out);
+    if (!tasks.run(ctx, *original, *model, tokenizer, stop_on_signals(), progress)) {
+      return kExitInterrupted;
+    }
+    print_side_by_side(figures, tasks, common.out);
   }
   return summary.interrupted ? kExitInterrupted : kExitOk;
 }

@@ -140,6 +140,12 @@ void add_sparsify_flags(CLI::App& command, TrainFlags& flags) {
                  "Steps over which ReLU takes over; 0: at once");
   sparsify.value("--distill", train.distill, "SHARE",
                  "Share of the loss that is the KL divergence from the original model; 0: none");
+  sparsify.value("--tasks", flags.tasks.tasks, "NAMES",
+                 "With --relufy: multiple-choice tasks, with commas between them, that both models "
+                 "are put to at the end ('twell eval --help' has the names)");
+  sparsify.value("--task-data", flags.tasks.data, "DIR",
+                 "Folder with the tasks' data sets as JSON lines");
+  sparsify.value("--task-limit", flags.tasks.limit, "N", "Only the first items of each; 0: all");
 }
 
 void add_sparsity_flags(CLI::App& command, TrainFlags& flags) {

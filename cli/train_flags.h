@@ -11,6 +11,7 @@
 
 #include "cli/options.h"
 #include "cli/prepare_data.h"
+#include "cli/task_comparison.h"
 #include "twell/model/config.h"
 #include "twell/train/options.h"
 
@@ -32,6 +33,7 @@ struct TrainFlags {
   std::filesystem::path shards;
   std::filesystem::path from;
   bool relufy = false;
+  TaskComparisonOptions tasks;  // at the end of sparsifying
   bool resume = false;
   bool dry_run = false;
   bool tensorboard = false;

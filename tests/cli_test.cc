@@ -23,6 +23,7 @@
 namespace {
 
 namespace fs = std::filesystem;
+using testing::ContainsRegex;
 using testing::HasSubstr;
 
 using twell::finish_command;
@@ -288,20 +289,50 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
 
 // A model with SiLU gates becomes a sparse one, is converted there and back, and answers a message.
 TEST_F(CliTest, SparsifyConvertAndChat) {
-  ASSERT_EQ(run(train("silu", {"--activation", "silu", "--steps", "2"})).code, 0);
+  auto with_silu =
+      train("silu", {"--activation", "silu", "--steps", "2", "--sequence-length", "16"});
+  *std::next(std::find(with_silu.begin(), with_silu.end(), "--context")) = "512";
+  ASSERT_EQ(run(with_silu).code, 0);
   write(
       "silu/checkpoint/tokenizer_config.json",
       R"({"chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"})");
   const std::vector<std::string> sparsify = {
-      "train",   "--from",   "silu/checkpoint", "--shards", "silu/shards", "--out",
-      "sparse",  "--relufy", "--relufy-steps",  "2",        "--distill",   "0.5",
-      "--steps", "4",        "--micro-batch",   "2",        "--threads",   "1",
-      "--l1",    "1e-3",     "--l1-ramp-steps", "2"};
+      "train",
+      "--from",
+      "silu/checkpoint",
+      "--shards",
+      "silu/shards",
+      "--out",
+      "sparse",
+      "--relufy",
+      "--relufy-steps",
+      "2",
+      "--distill",
+      "0.5",
+      "--steps",
+      "4",
+      "--micro-batch",
+      "2",
+      "--threads",
+      "1",
+      "--l1",
+      "1e-3",
+      "--l1-ramp-steps",
+      "2",
+      "--sequence-length",
+      "16",
+      "--tasks",
+      "piqa,arc_easy",
+      "--task-data",
+      std::string(TWELL_SOURCE_DIR) + "/tests/golden/tasks/data"};
   const Result sparsified = run(sparsify);
   ASSERT_EQ(sparsified.code, 0) << sparsified.err;
   EXPECT_THAT(sparsified.out, HasSubstr("original       sparse"));
   EXPECT_THAT(slurp(folder_ / "sparse" / "metrics.jsonl"), HasSubstr("\"kl\""));
-  EXPECT_TRUE(fs::exists(folder_ / "sparse" / "side_by_side.json"));
+  EXPECT_THAT(sparsified.out, ContainsRegex("piqa +[0-9.]+ +[0-9.]+  % acc_norm of"));
+  const auto side_by_side = nlohmann::json::parse(slurp(folder_ / "sparse" / "side_by_side.json"));
+  EXPECT_GT(side_by_side["tasks"]["arc_easy"]["items"], 0);
+  EXPECT_TRUE(side_by_side["tasks"]["piqa"]["original"].contains("acc_norm"));
   EXPECT_THAT(slurp(folder_ / "sparse" / "checkpoint" / "config.json"),
               HasSubstr("\"hidden_act\": \"relu\""));
 
@@ -336,6 +367,7 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
                  "this one has silu");
   expect_refused({"convert", "--checkpoint", "back", "--out", "published"}, "published exists");
   expect_refused(train("x", {"--relufy"}), "add --from DIR");
+  expect_refused(train("x", {"--tasks", "piqa"}), "--tasks goes with --relufy");
   expect_refused({"train", "--from", "back", "--shards", "silu/shards", "--out", "y", "--relufy"},
                  "has relu already");
   expect_refused({"generate", "--checkpoint", "back", "--system", "x"},
