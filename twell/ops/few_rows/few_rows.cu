@@ -6,11 +6,6 @@
 namespace twell::few_rows {
 namespace {
 
-// max(0, .), rounded to bf16; NaN stays.
-__device__ float relu(float value) {
-  return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
-}
-
 // Groups are 16 columns.
 struct LinearGroups {
   const Linear& p;
@@ -161,25 +156,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 template <typename Groups, typename Problem>
 cudaError_t launch(const Problem& problem, cudaStream_t stream) {
-  const Input& input = problem.input;
-  if (input.tokens < 1 || input.tokens > kMaxTokens || input.width <= 0 || input.width % 8 != 0) {
-    return cudaErrorInvalidValue;
-  }
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  const auto shared = static_cast<int>(shared_bytes(input));
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(few_rows_kernel<Groups, Problem>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  }
-  if (status != cudaSuccess) return status;
-  const int blocks = std::min(Groups{problem}.count(), kResident * multiprocessors);
-  return sm90::launch_dependent(few_rows_kernel<Groups, Problem>,
-                                dim3(static_cast<unsigned>(blocks)), kThreads,
-                                static_cast<uint32_t>(shared), stream, problem);
+  const int groups = Groups{problem}.count();
+  return launch_product(few_rows_kernel<Groups, Problem>, groups, std::max(groups, 1), problem,
+                        stream);
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gate of all of a CTA's neurons, then up for those of them that fired, together.
-#include <algorithm>
-
 #include "twell/ops/few_rows/product.cuh"
 
 namespace twell::few_rows {
@@ -19,13 +17,7 @@ struct Fired {
   uint16_t list[kMaxNeurons];
 };
 
-// max(0, .), rounded to bf16; NaN stays.
-__device__ __forceinline__ __nv_bfloat16 relu(float value) {
-  return __float2bfloat16(value < 0.0f ? 0.0f : value);
-}
-__device__ __forceinline__ bool fires(__nv_bfloat16 gate) {
-  return !(__bfloat162float(gate) == 0.0f);
-}
+__device__ __forceinline__ bool fires(float gate) { return !(gate == 0.0f); }
 
 struct SparseGroups {
   const SparseGateUp& p;
@@ -49,9 +41,9 @@ struct SparseGroups {
     const int at = local(group) * kGroup + sums.pair;
     // A row that does not exist is zeros, whose product with NaN is NaN.
     const bool exists = int64_t{group} * kGroup + sums.pair + kPairs < p.ffn;
-    const __nv_bfloat16 low = relu(sums.low), high = relu(exists ? sums.high : 0.0f);
-    fired.gate[at][sums.token] = low;
-    fired.gate[at + kPairs][sums.token] = high;
+    const float low = relu(sums.low), high = relu(exists ? sums.high : 0.0f);
+    fired.gate[at][sums.token] = __float2bfloat16(low);
+    fired.gate[at + kPairs][sums.token] = __float2bfloat16(high);
     // Lane: 8 * (token % 4) + pair.
     uint32_t lows = __ballot_sync(~0u, fires(low)), highs = __ballot_sync(~0u, fires(high));
     nnz += __popc(lows) + __popc(highs);
@@ -144,28 +136,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
 }  // namespace
 
 cudaError_t launch_sparse_gate_up_sm90(const SparseGateUp& problem, cudaStream_t stream) {
-  const Input& input = problem.input;
-  if (input.tokens < 1 || input.tokens > kMaxTokens || input.width % 8 != 0 ||
-      problem.ffn % 8 != 0) {
-    return cudaErrorInvalidValue;
-  }
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  const auto shared = static_cast<int>(shared_bytes(input));
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(few_rows_sparse_gate_up_sm90_kernel,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  }
-  if (status != cudaSuccess) return status;
-  const int groups = static_cast<int>((problem.ffn + kGroup - 1) / kGroup);
-  const int blocks = std::max(std::min(groups, kResident * multiprocessors),
-                              (groups + kMaxGroups - 1) / kMaxGroups);
-  return sm90::launch_dependent(few_rows_sparse_gate_up_sm90_kernel,
-                                dim3(static_cast<unsigned>(blocks)), kThreads,
-                                static_cast<uint32_t>(shared), stream, problem);
+  if (problem.ffn % 8 != 0) return cudaErrorInvalidValue;
+  return launch_product(few_rows_sparse_gate_up_sm90_kernel,
+                        static_cast<int>((problem.ffn + kGroup - 1) / kGroup), kMaxGroups, problem,
+                        stream);
 }
 
 }  // namespace twell::few_rows

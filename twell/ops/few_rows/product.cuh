@@ -15,6 +15,8 @@
 // for whichever k the instruction thinks they are, the same ones in both operands.
 #pragma once
 
+#include <algorithm>
+
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
@@ -57,6 +59,10 @@ struct Rows {
   const __nv_bfloat16 *low, *high;
 };
 
+// max(0, .), rounded to bf16; NaN stays.
+__device__ __forceinline__ float relu(float value) {
+  return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
+}
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
@@ -262,5 +268,30 @@ class Product {
   int at_;           // this lane's first value of a block
   int parity_ = 0;
 };
+
+// As many CTAs as are resident together, or as there are groups; more where a CTA takes at most
+// `most_groups` of them.
+template <typename Problem>
+cudaError_t launch_product(void (*kernel)(Problem), int groups, int most_groups,
+                           const Problem& problem, cudaStream_t stream) {
+  const Input& input = problem.input;
+  if (input.tokens < 1 || input.tokens > kMaxTokens || input.width <= 0 || input.width % 8 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  const auto shared = static_cast<int>(shared_bytes(input));
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  }
+  if (status != cudaSuccess) return status;
+  const int ctas = std::max(std::min(groups, kResident * multiprocessors),
+                            (groups + most_groups - 1) / most_groups);
+  return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(ctas)), kThreads,
+                                static_cast<uint32_t>(shared), stream, problem);
+}
 
 }  // namespace twell::few_rows
