@@ -6,6 +6,11 @@
 namespace twell::few_rows {
 namespace {
 
+// max(0, .), rounded to bf16; NaN stays.
+__device__ float relu(float value) {
+  return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
+}
+
 // Groups are 16 columns.
 struct LinearGroups {
   const Linear& p;

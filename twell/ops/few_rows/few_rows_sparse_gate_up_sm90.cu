@@ -17,7 +17,12 @@ struct Fired {
   uint16_t list[kMaxNeurons];
 };
 
-__device__ __forceinline__ bool fires(float gate) { return !(gate == 0.0f); }
+__device__ __forceinline__ __nv_bfloat16 gate_value(float sum) {
+  return __float2bfloat16(sum < 0.0f ? 0.0f : sum);  // NaN stays
+}
+__device__ __forceinline__ bool fires(__nv_bfloat16 gate) {
+  return !(__bfloat162float(gate) == 0.0f);
+}
 
 struct SparseGroups {
   const SparseGateUp& p;
@@ -41,9 +46,9 @@ struct SparseGroups {
     const int at = local(group) * kGroup + sums.pair;
     // A row that does not exist is zeros, whose product with NaN is NaN.
     const bool exists = int64_t{group} * kGroup + sums.pair + kPairs < p.ffn;
-    const float low = relu(sums.low), high = relu(exists ? sums.high : 0.0f);
-    fired.gate[at][sums.token] = __float2bfloat16(low);
-    fired.gate[at + kPairs][sums.token] = __float2bfloat16(high);
+    const __nv_bfloat16 low = gate_value(sums.low), high = gate_value(exists ? sums.high : 0.0f);
+    fired.gate[at][sums.token] = low;
+    fired.gate[at + kPairs][sums.token] = high;
     // Lane: 8 * (token % 4) + pair.
     uint32_t lows = __ballot_sync(~0u, fires(low)), highs = __ballot_sync(~0u, fires(high));
     nnz += __popc(lows) + __popc(highs);

@@ -59,10 +59,6 @@ struct Rows {
   const __nv_bfloat16 *low, *high;
 };
 
-// max(0, .), rounded to bf16; NaN stays.
-__device__ __forceinline__ float relu(float value) {
-  return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
-}
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
