@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small random model and a byte tokenizer for the tests of this room.
+// A small random model for the tests of this room, and a tokenizer.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 #include "twell/base/context.h"
 #include "twell/base/rng.h"
-#include "twell/data/tokenizer.h"
+#include "twell/data/test_tokenizer.h"
 #include "twell/model/weights.h"
 
 namespace twell {
@@ -27,19 +27,6 @@ inline std::unique_ptr<Model> test_model(Context& ctx, int64_t vocab_size, uint6
   auto model = std::make_unique<Model>(config);
   init_weights(ctx, *model, seed);
   return model;
-}
-
-// The 256 bytes and the end-of-text token: no merges.
-inline Tokenizer byte_tokenizer() {
-  std::string all;
-  for (int byte = 0; byte < 256; ++byte) all += static_cast<char>(byte);
-  bool given = false;
-  return train_bpe({.vocab_size = 257, .threads = 1}, [&](std::string& text) {
-    if (given) return false;
-    given = true;
-    text = all;
-    return true;
-  });
 }
 
 inline std::vector<int32_t> random_ids(int64_t count, int64_t vocab_size, uint64_t seed) {

@@ -7,6 +7,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/data/test_tokenizer.h"
 #include "twell/model/scorer_cpu.h"
 
 namespace twell {
@@ -24,16 +25,6 @@ ModelConfig config() {
   out.context = 24;
   out.init_std = 0.3;
   return out;
-}
-
-// The 256 bytes and the end-of-text token, which has id 0: no merges.
-Tokenizer byte_tokenizer() {
-  bool given = false;
-  return train_bpe({.vocab_size = 257, .threads = 1}, [&](std::string& text) {
-    text.clear();
-    for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
-    return !std::exchange(given, true);
-  });
 }
 
 TaskItem item(const std::vector<std::pair<std::string, std::string>>& texts) {

@@ -12,6 +12,7 @@
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
+#include "twell/data/test_tokenizer.h"
 #include "twell/model/scorer_cpu.h"
 #include "twell/model/scorer_cuda.h"
 #include "twell/tasks/choice_scores.h"
@@ -31,16 +32,6 @@ ModelConfig config() {
   out.context = 64;
   out.init_std = 0.3;
   return out;
-}
-
-// The 256 bytes and the end-of-text token: no merges.
-Tokenizer byte_tokenizer() {
-  bool given = false;
-  return train_bpe({.vocab_size = 257, .threads = 1}, [&](std::string& text) {
-    text.clear();
-    for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
-    return !std::exchange(given, true);
-  });
 }
 
 std::string random_text(uint64_t length, uint64_t seed) {
