@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/data/pre_tokenizer.h"
 
-#include "twell/data/utf8.h"
+#include "twell/base/utf8.h"
 
 namespace twell {
 

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
-#include "twell/data/utf8.h"
+#include "twell/base/utf8.h"
 
 namespace twell {
 namespace fs = std::filesystem;

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/base/utf8.h"
 #include "twell/data/text_files.h"
-#include "twell/data/utf8.h"
 
 namespace twell {
 namespace {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "twell/base/rng.h"
+#include "twell/base/utf8.h"
 #include "twell/data/test_files.h"
-#include "twell/data/utf8.h"
 
 namespace twell {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "twell/base/file.h"
+#include "twell/base/utf8.h"
 #include "twell/data/tokenizer.h"
-#include "twell/data/utf8.h"
 
 namespace twell {
 namespace {

@@ -4,11 +4,11 @@
 #include <unordered_set>
 
 #include "twell/base/error.h"
+#include "twell/base/utf8.h"
 #include "twell/data/bpe_alphabet.h"
 #include "twell/data/bpe_train.h"
 #include "twell/data/tokenizer_json.h"
 #include "twell/data/tokenizer_spec.h"
-#include "twell/data/utf8.h"
 
 namespace twell {
 namespace {

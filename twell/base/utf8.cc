@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/data/utf8.h"
+#include "twell/base/utf8.h"
 
 #include <algorithm>
 #include <cstdint>
