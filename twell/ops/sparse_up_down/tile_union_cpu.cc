@@ -80,7 +80,7 @@ struct Columns {
 };
 
 void up(const SparseUpDown& problem, const TileUnion& tile, Columns columns) {
-  const auto [first, d] = columns;
+  const int64_t first = columns.first, d = columns.d;
   for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
     const float* x[kRun];
     for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]) + first;
@@ -94,7 +94,7 @@ void up(const SparseUpDown& problem, const TileUnion& tile, Columns columns) {
 }
 
 void down(const SparseUpDown& problem, const TileUnion& tile, const float* h, Columns columns) {
-  const auto [first, d] = columns;
+  const int64_t first = columns.first, d = columns.d;
   for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
     float* y[kRun];
     for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]) + first;
