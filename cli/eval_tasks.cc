@@ -116,7 +116,7 @@ void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
   }
   CLI::Option* data = command
                           .add_option("--task-data", arguments.data,
-                                      "Folder with the tasks' data sets as JSON lines")
+                                      "Folder with the tasks' data sets as JSON lines or Parquet")
                           ->type_name("DIR");
   CLI::Option* out = add_out_option(
       command, common,

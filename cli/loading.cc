@@ -93,7 +93,7 @@ Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig&
 void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& text) {
   CLI::Option* data = add_data_option(
       command, common,
-      "Text to run on: files and folders (.txt, .jsonl, .gz, .xz, .zst); repeatable");
+      "Text to run on: files and folders (.txt, .jsonl, .parquet, .gz, .xz, .zst); repeatable");
   command
       .add_option("--shards", text.shards,
                   "Run on the held-out split of a folder of token shards instead")

@@ -96,7 +96,8 @@ bool made_from(const fs::path& folder, const nlohmann::json& identity) {
 
 void add_text_options(CLI::App& command, DataOptions& options) {
   command
-      .add_option("--json-field", options.json_field, "Field of .jsonl lines that holds the text")
+      .add_option("--json-field", options.json_field,
+                  "Field of .jsonl lines and .parquet rows that holds the text")
       ->type_name("NAME")
       ->capture_default_str()
       ->group("Data");

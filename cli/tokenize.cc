@@ -78,8 +78,9 @@ void add_tokenize_command(CLI::App& app, CommonOptions& common) {
   CLI::App& command = add_command(app, common, "tokenize", "Turn text into shards of token ids",
                                   [flags, &common] { return tokenize(*flags, common); });
   add_config_option(command);
-  add_data_option(command, common,
-                  "Text: files and folders of text or .jsonl, also .gz, .xz, .zst; repeatable");
+  add_data_option(
+      command, common,
+      "Text: files and folders of text, .jsonl or .parquet, also .gz, .xz, .zst; repeatable");
   add_out_option(command, common, "Folder of the shards");
   command
       .add_option("--verify", flags->verify,

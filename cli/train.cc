@@ -284,9 +284,10 @@ void add_train_command(CLI::App& app, CommonOptions& common) {
       app, common, "train", "Train a sparse language model on text",
       [flags, &app, &common] { return train(*app.get_subcommand("train"), *flags, common); });
   add_config_option(command);
-  add_data_option(command, common,
-                  "Text to train on: files and folders of text or .jsonl, also .gz, .xz, .zst; "
-                  "repeatable");
+  add_data_option(
+      command, common,
+      "Text to train on: files and folders of text, .jsonl or .parquet, also .gz, .xz, .zst; "
+      "repeatable");
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
   add_compute_options(command, common, Devices::kAny);

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer, tasks} <- cli;
-data needs base only. Reads every #include of the tree and the DEPS of twell/CMakeLists.txt."""
+data needs parquet and base only. Reads every #include of the tree and the DEPS of
+twell/CMakeLists.txt."""
 
 import pathlib
 import re
@@ -10,14 +11,15 @@ import sys
 
 ALLOWED = {
     "base": set(),
-    "data": {"base"},
+    "parquet": {"base"},
+    "data": {"base", "parquet"},
     "format": {"base"},
     "sm90": {"base", "format"},
     "ops": {"base", "format", "sm90", "ops"},
     "model": {"base", "format", "data", "ops"},
     "train": {"base", "format", "data", "ops", "model"},
     "infer": {"base", "format", "data", "ops", "model"},
-    "tasks": {"base", "format", "data", "ops", "model"},
+    "tasks": {"base", "format", "parquet", "data", "ops", "model"},
     "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "tasks", "cli"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli)/[^"]+)"', re.MULTILINE)

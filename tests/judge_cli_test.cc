@@ -66,6 +66,17 @@ TEST_F(JudgeCli, TasksAsTableAndJson) {
   EXPECT_TRUE(json::parse(one.out)["tasks"]["piqa"]["acc_stderr"].is_null());
 }
 
+TEST_F(JudgeCli, ParquetGivesTheSameScores) {
+  const json lines = json::parse(run(eval("arc_easy,piqa", golden("data"), {"--json"})).out);
+  const CommandResult result = run(eval("arc_easy,piqa", golden("parquet"), {"--json"}));
+  ASSERT_EQ(result.code, 0) << result.err;
+  const json rows = json::parse(result.out);
+  EXPECT_EQ(rows["mean_acc"], lines["mean_acc"]);
+  EXPECT_EQ(rows["mean_acc_norm"], lines["mean_acc_norm"]);
+  EXPECT_THAT(rows["tasks"]["arc_easy"]["file"].get<std::string>(),
+              testing::EndsWith("ARC-Easy/test-00000-of-00001.parquet"));
+}
+
 TEST_F(JudgeCli, StoppedTasksContinueToTheSameScores) {
   std::string items;
   for (int i = 0; i < 1500; ++i) {
@@ -112,7 +123,7 @@ TEST_F(JudgeCli, BadTasks) {
   folder_.write("piqa.jsonl", "{\"goal\": \"g\", \"sol1\": \"a\", \"label\": 0}\n");
   expect_refused(eval("piqa", "."), "piqa.jsonl line 1 has no \"sol2\"");
   folder_.write("winogrande/validation-00000-of-00001.parquet", "PAR1");
-  expect_refused(eval("winogrande", "."), "Parquet");
+  expect_refused(eval("winogrande", "."), "is not a Parquet file");
 }
 
 TEST_F(JudgeCli, InspectAsTableJsonAndPage) {

@@ -79,6 +79,29 @@ class TasksGolden : public testing::Test {
 TEST_F(TasksGolden, Plain) { compare("plain", false); }
 TEST_F(TasksGolden, WithABeginToken) { compare("bos", true); }
 
+// As the hub publishes them and as JSON lines: the same items, and so the same scores.
+TEST_F(TasksGolden, ParquetHoldsTheSameItems) {
+  for (const Task& task : all_tasks()) {
+    SCOPED_TRACE(task.name);
+    const TaskData lines = data(task);
+    const TaskData rows = load_task(task, golden() / "parquet");
+    EXPECT_EQ(rows.file.extension(), ".parquet");
+    ASSERT_EQ(rows.items.size(), lines.items.size());
+    for (size_t i = 0; i < rows.items.size(); ++i) {
+      EXPECT_EQ(rows.items[i].line, static_cast<int64_t>(i) + 1);
+      EXPECT_EQ(rows.items[i].gold, lines.items[i].gold);
+      ASSERT_EQ(rows.items[i].choices.size(), lines.items[i].choices.size());
+      for (size_t c = 0; c < rows.items[i].choices.size(); ++c) {
+        const TaskChoice &got = rows.items[i].choices[c], &wanted = lines.items[i].choices[c];
+        EXPECT_EQ(got.context, wanted.context);
+        EXPECT_EQ(got.continuation, wanted.continuation);
+        EXPECT_EQ(got.characters, wanted.characters);
+      }
+    }
+    EXPECT_EQ(load_task(task, golden() / "parquet", 2).items.size(), 2u);
+  }
+}
+
 TEST_F(TasksGolden, BatchesDoNotChangeTheScores) {
   const Task& task = find_task("arc_challenge");
   std::vector<json> logs;

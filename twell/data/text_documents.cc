@@ -6,6 +6,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/utf8.h"
+#include "twell/parquet/reader.h"
 
 namespace twell {
 namespace fs = std::filesystem;
@@ -170,18 +171,17 @@ class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
   bool key_matches_ = false, is_object_ = false, found_ = false;
 };
 
-// One JSON object per line; blank lines are passed over.
-class JsonlDocuments : public DocumentReader {
+// Documents that are in memory whole before they are handed out.
+class RowDocuments : public DocumentReader {
  public:
-  JsonlDocuments(const fs::path& path, const DocumentOptions& options)
-      : stream_(path, options.chunk_bytes), options_(options) {}
+  explicit RowDocuments(const DocumentOptions& options) : options_(options) {}
 
   bool next(TextPiece& piece) override {
     const bool begins = begin_ == document_.size();
     while (begin_ == document_.size()) {
       begin_ = 0;
       document_.clear();
-      if (!read_line()) return false;
+      if (!read_row()) return false;
     }
     const std::string_view rest = std::string_view(document_).substr(begin_);
     const size_t length = piece_length(rest, options_.piece_bytes);
@@ -191,11 +191,27 @@ class JsonlDocuments : public DocumentReader {
     return true;
   }
 
+ protected:
+  // Puts the next row's text into document_, which is empty; false at the end.
+  virtual bool read_row() = 0;
+
+  DocumentOptions options_;
+  std::string document_;  // text of the current row
+
+ private:
+  size_t begin_ = 0;  // of the part that has not been handed out
+};
+
+// One JSON object per line; blank lines are passed over.
+class JsonlDocuments : public RowDocuments {
+ public:
+  JsonlDocuments(const fs::path& path, const DocumentOptions& options)
+      : RowDocuments(options), stream_(path, options.chunk_bytes) {}
+
   int64_t file_bytes_read() const override { return stream_.file_bytes_read(); }
 
  private:
-  // Puts the next line's text into document_, nothing for a blank line; false at the end.
-  bool read_line() {
+  bool read_row() override {
     ++line_;
     const size_t newline = stream_.find('\n', options_.max_json_line + 1);
     const bool complete = newline != std::string_view::npos;
@@ -222,10 +238,28 @@ class JsonlDocuments : public DocumentReader {
   }
 
   StreamBuffer stream_;
-  DocumentOptions options_;
   int64_t line_ = 0;
-  std::string document_;  // text of the current line
-  size_t begin_ = 0;      // of the part that has not been handed out
+};
+
+class ParquetDocuments : public RowDocuments {
+ public:
+  ParquetDocuments(const fs::path& path, const DocumentOptions& options)
+      : RowDocuments(options), reader_(path, {options.json_field}) {}
+
+  int64_t file_bytes_read() const override { return reader_.file_bytes_read(); }
+
+ private:
+  bool read_row() override {
+    if (!reader_.next(row_)) return false;
+    nlohmann::json& text = row_[options_.json_field];
+    TWELL_REQUIRE(text.is_string(), "{}: row {} has no text in \"{}\"", reader_.source(),
+                  reader_.row(), options_.json_field);
+    document_.swap(text.get_ref<std::string&>());
+    return true;
+  }
+
+  ParquetReader reader_;
+  nlohmann::json row_;
 };
 
 }  // namespace
@@ -267,6 +301,7 @@ std::unique_ptr<DocumentReader> DocumentReader::open(const fs::path& path,
   TWELL_CHECK(options.piece_bytes >= 4 && options.chunk_bytes > 0, "pieces of {}, chunks of {}",
               options.piece_bytes, options.chunk_bytes);
   const fs::path plain = compression_of(path) == Compression::kNone ? path : path.stem();
+  if (path.extension() == ".parquet") return std::make_unique<ParquetDocuments>(path, options);
   if (plain.extension() == ".jsonl") return std::make_unique<JsonlDocuments>(path, options);
   return std::make_unique<TextDocuments>(path, options);
 }

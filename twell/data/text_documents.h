@@ -25,8 +25,8 @@ struct DocumentOptions {
   size_t max_json_line = size_t{64} << 20;  // a longer one is a fault
 };
 
-// Reads `path` (.jsonl, else text; either may be compressed) from its start to its end.
-// Every fault is an InputError naming the file, the reason, and the byte or the line.
+// Reads `path` (.parquet, .jsonl, else text; the latter two may be compressed) from its start to
+// its end. Every fault is an InputError naming the file, the reason, and the byte or the line.
 class DocumentReader {
  public:
   static std::unique_ptr<DocumentReader> open(const std::filesystem::path& path,

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Documents out of files and folders: text, .jsonl, and .gz/.xz/.zst of either; streamed.
+// Documents out of files and folders: text, .jsonl, .gz/.xz/.zst of either, and .parquet; streamed.
 //
 // A text file is one document, or several separated by NUL bytes; a .jsonl file holds one per line,
-// in a string field of an object. Documents without text are passed over. Text must be UTF-8 and is
-// handed out byte for byte, without a leading byte order mark. Which files a folder stands for, and
-// their order: text_files.h. What compressed files may hold: decompress.h.
+// in a string field of an object, a .parquet file one per row, in a column of text. Documents
+// without text are passed over. Text must be UTF-8 and is handed out byte for byte, without a
+// leading byte order mark. Which files a folder stands for, and their order: text_files.h. What
+// compressed files may hold: decompress.h; .parquet files: twell/parquet/reader.h.
 //
 // Memory is bounded whatever the size of a file: documents come in pieces of at most piece_bytes,
-// cut where a line starts (piece_length in text_documents.h). A .jsonl line is at most 64 MiB long.
+// cut where a line starts (piece_length in text_documents.h). A .jsonl line and a .parquet row is
+// at most 64 MiB long.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +23,9 @@
 
 namespace twell {
 
-// What to do with a file that is unreadable, corrupt, binary or not UTF-8, or a .jsonl file with a
-// line that is not JSON or lacks the field: stop with an InputError, or report it and go on with
-// the next file. What was handed out before the fault stands.
+// What to do with a file that is unreadable, corrupt, binary or not UTF-8, or a .jsonl or .parquet
+// file with a line or row that is not JSON or lacks the field: stop with an InputError, or report
+// it and go on with the next file. What was handed out before the fault stands.
 enum class BadFile { kError, kSkip };
 
 struct TextSourceOptions {

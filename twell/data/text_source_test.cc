@@ -51,6 +51,24 @@ std::string fault_of(const TextSourceOptions& options) {
 }
 std::string fault_of(const fs::path& path) { return fault_of({.paths = {path}}); }
 
+TEST(TextSource, ParquetRowsAreDocuments) {
+  const fs::path golden = fs::path(TWELL_SOURCE_DIR) / "tests/golden/parquet";
+  const fs::path file = golden / "zstd-v2-dictionary.parquet";
+  TextSource source({.paths = {file}, .json_field = "needed"});
+  const std::vector<std::string> documents = documents_of(source);
+  ASSERT_EQ(documents.size(), 35u);  // of 40 rows, five without text
+  EXPECT_EQ(documents[2], "floats on water");
+  EXPECT_EQ(documents[4], "日本語");
+  // Cut into pieces as any document.
+  TextSource cut({.paths = {file}, .json_field = "needed", .piece_bytes = 4});
+  EXPECT_EQ(documents_of(cut, 4), documents);
+  EXPECT_THAT(fault_of(file), HasSubstr("row 4 has no text in \"text\""));
+  EXPECT_THAT(fault_of({.paths = {file}, .json_field = "body"}),
+              HasSubstr("no column \"body\"; there are text, needed"));
+  EXPECT_THAT(fault_of({.paths = {file}, .json_field = "label"}),
+              HasSubstr("row 1 has no text in \"label\""));
+}
+
 TEST(TextSource, SplitsTextAtNul) {
   const TempFolder folder;
   EXPECT_THAT(documents_in(folder.write("a", "one\r\nline")), ElementsAre("one\r\nline"));

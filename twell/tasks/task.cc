@@ -165,36 +165,40 @@ TaskItem read_winogrande(const json& value, const std::string& where) {
   return out;
 }
 
-// Names as this project asks for them, as `datasets` exports them, and as their authors do.
+// Folders as a user names them and as a copy of the data set's repository has them; the authors'
+// own files.
 using Names = std::string_view;
-constexpr std::array<Names, 5> kArcEasy = {"arc_easy.jsonl", "arc_easy/test.jsonl",
-                                           "ARC-Easy/test.jsonl", "ARC-Easy/ARC-Easy-Test.jsonl",
-                                           "ARC-Easy-Test.jsonl"};
-constexpr std::array<Names, 5> kArcChallenge = {
-    "arc_challenge.jsonl", "arc_challenge/test.jsonl", "ARC-Challenge/test.jsonl",
-    "ARC-Challenge/ARC-Challenge-Test.jsonl", "ARC-Challenge-Test.jsonl"};
-constexpr std::array<Names, 4> kHellaswag = {"hellaswag.jsonl", "hellaswag/validation.jsonl",
-                                             "hellaswag/hellaswag_val.jsonl",
-                                             "hellaswag_val.jsonl"};
-constexpr std::array<Names, 4> kOpenbookqa = {"openbookqa.jsonl", "openbookqa/test.jsonl",
-                                              "openbookqa/main/test.jsonl",
-                                              "OpenBookQA-V1-Sep2018/Data/Main/test.jsonl"};
-constexpr std::array<Names, 4> kPiqa = {"piqa.jsonl", "piqa/validation.jsonl", "piqa/valid.jsonl",
-                                        "physicaliqa-train-dev/dev.jsonl"};
-constexpr std::array<Names, 4> kWinogrande = {"winogrande.jsonl", "winogrande/validation.jsonl",
-                                              "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"};
-constexpr std::array<Names, 4> kCommonsenseQa = {
-    "commonsense_qa.jsonl", "commonsense_qa/validation.jsonl",
-    "commonsense_qa/dev_rand_split.jsonl", "dev_rand_split.jsonl"};
+constexpr std::array<Names, 3> kArcEasy = {"arc_easy", "ARC-Easy", "ai2_arc/ARC-Easy"};
+constexpr std::array<Names, 2> kArcEasyFiles = {"ARC-Easy/ARC-Easy-Test.jsonl",
+                                                "ARC-Easy-Test.jsonl"};
+constexpr std::array<Names, 3> kArcChallenge = {"arc_challenge", "ARC-Challenge",
+                                                "ai2_arc/ARC-Challenge"};
+constexpr std::array<Names, 2> kArcChallengeFiles = {"ARC-Challenge/ARC-Challenge-Test.jsonl",
+                                                     "ARC-Challenge-Test.jsonl"};
+constexpr std::array<Names, 2> kHellaswag = {"hellaswag", "hellaswag/data"};
+constexpr std::array<Names, 2> kHellaswagFiles = {"hellaswag/hellaswag_val.jsonl",
+                                                  "hellaswag_val.jsonl"};
+constexpr std::array<Names, 2> kOpenbookqa = {"openbookqa", "openbookqa/main"};
+constexpr std::array<Names, 1> kOpenbookqaFiles = {"OpenBookQA-V1-Sep2018/Data/Main/test.jsonl"};
+constexpr std::array<Names, 3> kPiqa = {"piqa", "piqa/data", "piqa/plain_text"};
+constexpr std::array<Names, 2> kPiqaFiles = {"piqa/valid.jsonl", "physicaliqa-train-dev/dev.jsonl"};
+constexpr std::array<Names, 3> kWinogrande = {"winogrande", "winogrande/winogrande_xl",
+                                              "winogrande_xl"};
+constexpr std::array<Names, 2> kWinograndeFiles = {"winogrande/dev.jsonl",
+                                                   "winogrande_1.1/dev.jsonl"};
+constexpr std::array<Names, 2> kCommonsenseQa = {"commonsense_qa", "commonsense_qa/data"};
+constexpr std::array<Names, 2> kCommonsenseQaFiles = {"commonsense_qa/dev_rand_split.jsonl",
+                                                      "dev_rand_split.jsonl"};
 
 constexpr std::array<Task, 7> kTasks = {{
-    {"arc_easy", true, "test", kArcEasy, read_arc},
-    {"arc_challenge", true, "test", kArcChallenge, read_arc},
-    {"hellaswag", true, "validation", kHellaswag, read_hellaswag},
-    {"openbookqa", true, "test", kOpenbookqa, read_openbookqa},
-    {"piqa", true, "validation", kPiqa, read_piqa},
-    {"winogrande", false, "validation", kWinogrande, read_winogrande},
-    {"commonsense_qa", false, "validation", kCommonsenseQa, read_commonsense_qa},
+    {"arc_easy", true, "test", kArcEasy, kArcEasyFiles, read_arc},
+    {"arc_challenge", true, "test", kArcChallenge, kArcChallengeFiles, read_arc},
+    {"hellaswag", true, "validation", kHellaswag, kHellaswagFiles, read_hellaswag},
+    {"openbookqa", true, "test", kOpenbookqa, kOpenbookqaFiles, read_openbookqa},
+    {"piqa", true, "validation", kPiqa, kPiqaFiles, read_piqa},
+    {"winogrande", false, "validation", kWinogrande, kWinograndeFiles, read_winogrande},
+    {"commonsense_qa", false, "validation", kCommonsenseQa, kCommonsenseQaFiles,
+     read_commonsense_qa},
 }};
 
 }  // namespace

@@ -33,7 +33,7 @@ struct TaskChoice {
 };
 
 struct TaskItem {
-  int64_t line = 0;  // of its file, from 1
+  int64_t line = 0;  // or row of its file, from 1
   std::vector<TaskChoice> choices;
   int64_t gold = 0;  // index of the right choice
 };
@@ -41,8 +41,9 @@ struct TaskItem {
 struct Task {
   std::string_view name;
   bool has_acc_norm = true;
-  std::string_view split;                   // the one that is scored
-  std::span<const std::string_view> files;  // where its items are looked for, best first
+  std::string_view split;                     // the one that is scored
+  std::span<const std::string_view> folders;  // that may hold the data set as the hub exports it
+  std::span<const std::string_view> files;    // names that the authors gave it, best first
   // Reads an item in the form in which the data set's authors or the Hugging Face hub publish it;
   // line is left 0. `where` is named in the InputError about a missing or impossible field.
   TaskItem (*read)(const nlohmann::json& item, const std::string& where);

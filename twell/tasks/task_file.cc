@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/tasks/task_file.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
@@ -8,6 +10,7 @@
 #include "twell/data/decompress.h"
 #include "twell/model/content_hash.h"
 #include "twell/model/json.h"
+#include "twell/parquet/reader.h"
 #include "twell/tasks/text_ops.h"
 
 namespace twell {
@@ -16,7 +19,7 @@ namespace {
 
 constexpr size_t kMaxLine = size_t{16} << 20;
 constexpr int kMaxDepth = 16;
-constexpr std::string_view kLines = ".jsonl";
+constexpr std::string_view kLines = ".jsonl", kParquet = ".parquet";
 
 // The lines of a file, decompressed as its name asks.
 class LineReader {
@@ -71,38 +74,30 @@ fs::path existing(const fs::path& path) {
   return {};
 }
 
-// A Parquet file where the task's items were looked for; empty when there is none.
-fs::path find_parquet(const Task& task, const fs::path& folder) {
-  for (const std::string_view name : task.files) {
-    std::error_code error;
-    for (fs::directory_iterator entry((folder / name).parent_path(), error), end;
-         !error && entry != end; entry.increment(error)) {
-      const std::string file = entry->path().filename().string();
-      const bool of_task = file.starts_with(task.split) || file.starts_with(task.name);
-      if (of_task && file.ends_with(".parquet")) return entry->path();
-    }
+// Where a task's items may be, best first.
+std::vector<std::string> candidates(const Task& task) {
+  std::vector<std::string> out = {fmt::format("{}{}", task.name, kLines),
+                                  fmt::format("{}{}", task.name, kParquet)};
+  for (const std::string_view folder : task.folders) {
+    out.push_back(fmt::format("{}/{}{}", folder, task.split, kLines));
+    out.push_back(fmt::format("{}/{}-00000-of-00001{}", folder, task.split, kParquet));
+    out.push_back(fmt::format("{}/{}/0000{}", folder, task.split, kParquet));
   }
-  return {};
+  for (const std::string_view file : task.files) out.emplace_back(file);
+  return out;
 }
 
 fs::path find_file(const Task& task, const fs::path& folder) {
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a folder (--task-data)", folder.string());
-  std::string looked_for;
-  for (const std::string_view name : task.files) {
+  for (const std::string& name : candidates(task)) {
     const fs::path found = existing(folder / name);
     if (!found.empty()) return found;
-    looked_for += fmt::format("{}{}", looked_for.empty() ? "" : ", ", name);
   }
-  const fs::path parquet = find_parquet(task, folder);
-  TWELL_REQUIRE(parquet.empty(),
-                "{} is a Parquet file, which is not read; convert it once: python3 -c \"import "
-                "pandas; pandas.read_parquet('{}').to_json('{}', orient='records', lines=True)\"",
-                parquet.string(), parquet.string(),
-                (folder / fmt::format("{}{}", task.name, kLines)).string());
-  throw InputError(
-      fmt::format("no items of {} in {}: looked for its {} split as {} (or .gz, .xz, "
-                  ".zst of these)",
-                  task.name, folder.string(), task.split, looked_for));
+  throw InputError(fmt::format(
+      "no items of {} in {}: looked for {}{} (or .gz, .xz, .zst of it), {}{}, and {}{} or "
+      "{}-00000-of-00001{} in {}",
+      task.name, folder.string(), task.name, kLines, task.name, kParquet, task.split, kLines,
+      task.split, kParquet, fmt::join(task.folders, ", ")));
 }
 
 // dev.jsonl.gz -> dev-labels.lst
@@ -116,29 +111,59 @@ std::vector<std::string> read_labels(const fs::path& items) {
   return labels;
 }
 
+struct ItemReader {
+  const Task& task;
+  int64_t limit;
+  TaskData& out;
+  ContentHash hash{};
+
+  bool full() const { return limit > 0 && std::ssize(out.items) == limit; }
+  void add(const nlohmann::json& item, const std::string& where, int64_t line) {
+    out.items.push_back(task.read(item, where));
+    out.items.back().line = line;
+  }
+
+  void lines() {
+    const std::vector<std::string> labels = read_labels(out.file);
+    LineReader reader(out.file);
+    std::string_view line;
+    while (!full() && reader.next(line)) {
+      if (strip(line).empty()) continue;
+      const std::string where = fmt::format("{} line {}", out.file.string(), reader.number());
+      nlohmann::json item = parse_json(line, where, kMaxDepth);
+      hash.add_bytes(std::as_bytes(std::span(line)));
+      if (out.items.size() < labels.size() && item.is_object() && !item.contains("label")) {
+        item["label"] = labels[out.items.size()];
+        hash.add_bytes(std::as_bytes(std::span(labels[out.items.size()])));
+      }
+      add(item, where, reader.number());
+    }
+  }
+
+  void parquet() {
+    ParquetReader reader(out.file);
+    nlohmann::json item;
+    while (!full() && reader.next(item)) {
+      const std::string text = item.dump();
+      hash.add_bytes(std::as_bytes(std::span(text)));
+      add(item, fmt::format("{} row {}", out.file.string(), reader.row()), reader.row());
+    }
+  }
+};
+
 }  // namespace
 
 TaskData load_task(const Task& task, const fs::path& folder, int64_t limit) {
   TaskData out;
   out.file = find_file(task, folder);
-  const std::vector<std::string> labels = read_labels(out.file);
-  ContentHash hash;
-  LineReader reader(out.file);
-  std::string_view line;
-  while ((limit == 0 || std::ssize(out.items) < limit) && reader.next(line)) {
-    if (strip(line).empty()) continue;
-    const std::string where = fmt::format("{} line {}", out.file.string(), reader.number());
-    nlohmann::json item = parse_json(line, where, kMaxDepth);
-    hash.add_bytes(std::as_bytes(std::span(line)));
-    if (out.items.size() < labels.size() && item.is_object() && !item.contains("label")) {
-      item["label"] = labels[out.items.size()];
-      hash.add_bytes(std::as_bytes(std::span(labels[out.items.size()])));
-    }
-    out.items.push_back(task.read(item, where));
-    out.items.back().line = reader.number();
+  ItemReader read{task, limit, out};
+  if (out.file.extension() == kParquet) {
+    read.parquet();
+  } else {
+    read.lines();
   }
   TWELL_REQUIRE(!out.items.empty(), "{} holds no items", out.file.string());
-  out.hash = hash.digest();
+  out.hash = read.hash.digest();
   return out;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The items of a task, from a local copy of its data set: JSON lines, also compressed (.gz, .xz,
-// .zst). Parquet is not read; where only that is found, the error says how to convert it.
+// .zst), or Parquet.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,12 @@ struct TaskData {
   std::vector<TaskItem> items;
 };
 
-// Looks for task.files below the folder, in their order, and reads the first `limit` items (0: all)
-// of the first there is. Blank lines are passed over. A file without "label" may have the labels
-// beside it, one a line, in NAME-labels.lst.
-// InputError: no file, a file that cannot be read, and, naming file and line, an item that is not
-// a JSON object, lacks a field, or is impossible.
+// Reads the first `limit` items (0: all) of the first file there is below the folder: NAME.jsonl
+// and NAME.parquet, the task's split in task.folders (SPLIT.jsonl, SPLIT-00000-of-00001.parquet,
+// SPLIT/0000.parquet), task.files. Blank lines are passed over. JSON lines without "label" may have
+// the labels beside them, one a line, in NAME-labels.lst.
+// InputError: no file, a file that cannot be read, and, naming file and line or row, an item that
+// is not a JSON object, lacks a field, or is impossible.
 TaskData load_task(const Task& task, const std::filesystem::path& folder, int64_t limit = 0);
 
 }  // namespace twell

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/data/test_files.h"
 
 namespace twell {
@@ -48,11 +49,35 @@ TEST(TaskFile, CompressedAndWithLabelsBesideIt) {
   EXPECT_EQ(data.items[1].gold, 1);
 }
 
+TEST(TaskFile, ParquetByEveryNameOfTheHub) {
+  const std::filesystem::path golden = std::filesystem::path(TWELL_SOURCE_DIR) / "tests/golden";
+  const std::string file =
+      read_file(golden / "tasks/parquet/piqa/plain_text/validation-00000-of-00001.parquet");
+  for (const char* name :
+       {"piqa.parquet", "piqa/validation-00000-of-00001.parquet",
+        "piqa/data/validation-00000-of-00001.parquet", "piqa/plain_text/validation/0000.parquet"}) {
+    const TempFolder folder;
+    folder.write(name, file);
+    EXPECT_EQ(load_task(find_task("piqa"), folder.path()).items.size(), 3u) << name;
+  }
+  // Rows of another data set.
+  const TempFolder folder;
+  folder.write("winogrande.parquet", file);
+  try {
+    load_task(find_task("winogrande"), folder.path());
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("winogrande.parquet row 1 has no \"sentence\""));
+  }
+}
+
 TEST(TaskFile, FaultsNameTheFileAndTheLine) {
   const TempFolder folder;
-  EXPECT_THAT(fault(folder), HasSubstr("looked for its validation split as piqa.jsonl"));
+  EXPECT_THAT(fault(folder), HasSubstr("looked for piqa.jsonl (or .gz, .xz, .zst of it), "
+                                       "piqa.parquet, and validation.jsonl or "
+                                       "validation-00000-of-00001.parquet in piqa, piqa/data"));
   folder.write("piqa/validation-00000-of-00001.parquet", "PAR1");
-  EXPECT_THAT(fault(folder), HasSubstr("Parquet file, which is not read; convert it once"));
+  EXPECT_THAT(fault(folder), HasSubstr("-00001.parquet is not a Parquet file, or a part of one"));
   folder.write("piqa.jsonl", "");
   EXPECT_THAT(fault(folder), HasSubstr("piqa.jsonl holds no items"));
   folder.write("piqa.jsonl", std::string(kItem) + "{\"goal\": \n");

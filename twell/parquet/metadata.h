@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Parquet file's metadata (parquet.thrift), as far as rows are read from it.
+//
+// Numbers and names are the format's; whether they make sense together is for those who use them:
+// here only the encoding is checked.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace twell {
+
+// What a field's annotation (LogicalType, or the older ConvertedType) says about its values.
+enum class ParquetAnnotation { kNone, kText, kInteger, kUnsigned, kList, kOther };
+
+enum class ParquetRepetition : int32_t { kRequired = 0, kOptional = 1, kRepeated = 2 };
+
+// Physical types.
+inline constexpr int32_t kParquetBoolean = 0, kParquetInt32 = 1, kParquetInt64 = 2,
+                         kParquetFloat = 4, kParquetDouble = 5, kParquetByteArray = 6;
+// Encodings.
+inline constexpr int32_t kParquetPlain = 0, kParquetPlainDictionary = 2, kParquetRle = 3,
+                         kParquetRleDictionary = 8;
+
+struct ParquetSchemaElement {
+  std::string name;
+  int32_t type = -1;  // physical; -1 for groups
+  int32_t repetition = 0;
+  int32_t children = 0;  // that follow, each with its own
+  ParquetAnnotation annotation = ParquetAnnotation::kNone;
+  std::string other;  // the name of an annotation that is not understood
+};
+
+struct ParquetChunk {  // the values of a column in a row group
+  int32_t type = -1;
+  int32_t codec = 0;
+  int64_t values = 0;  // nulls and empty lists included
+  int64_t compressed_bytes = 0;
+  int64_t data_page_offset = 0, dictionary_page_offset = 0;  // in the file; 0: no dictionary
+  bool elsewhere = false;                                    // in another file, or encrypted
+};
+
+struct ParquetRowGroup {
+  int64_t rows = 0;
+  std::vector<ParquetChunk> columns;
+};
+
+struct ParquetMetadata {
+  int64_t rows = 0;
+  std::vector<ParquetSchemaElement> schema;  // depth first, the root at its start
+  std::vector<ParquetRowGroup> row_groups;
+};
+
+struct ParquetPageHeader {
+  // Types of pages; others are passed over.
+  static constexpr int32_t kData = 0, kDictionary = 2, kDataV2 = 3;
+
+  int32_t type = -1;
+  int32_t bytes = 0, compressed_bytes = 0;
+  std::optional<uint32_t> checksum;  // CRC-32 of the compressed bytes
+  int32_t values = 0;
+  int32_t encoding = -1;
+  int32_t definition_encoding = kParquetRle, repetition_encoding = kParquetRle;  // version 1
+  int32_t definition_bytes = 0, repetition_bytes = 0;                            // version 2
+  bool compressed = true;                                                        // version 2
+};
+
+// The metadata at the end of a file's bytes. InputError, naming the source, when there is none.
+ParquetMetadata parse_parquet_metadata(std::span<const std::byte> file, const std::string& source);
+
+// The header at the start of the bytes; `size` becomes its length.
+ParquetPageHeader parse_page_header(std::span<const std::byte> bytes, const std::string& source,
+                                    size_t& size);
+
+}  // namespace twell

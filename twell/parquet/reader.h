@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of a Parquet file as JSON objects, streamed: a page of each column is in memory at a
+// time.
+//
+// Read are columns of text (BYTE_ARRAY as UTF8), INT32, INT64, FLOAT, DOUBLE and BOOLEAN, in lists
+// and structs of any nesting, with nulls; data pages of versions 1 and 2; the encodings PLAIN and
+// dictionary (and RLE of BOOLEAN); uncompressed, SNAPPY, GZIP and ZSTD. Anything else is refused by
+// name, as is a damaged file, with an InputError that names the file and the column.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "twell/base/file.h"
+#include "twell/parquet/column.h"
+#include "twell/parquet/metadata.h"
+#include "twell/parquet/schema.h"
+
+namespace twell {
+
+class ParquetReader {
+ public:
+  // Maps the file. Of its top-level fields those named are read, all of them when none is named.
+  explicit ParquetReader(const std::filesystem::path& path,
+                         const std::vector<std::string>& names = {});
+  // The file's bytes, which must outlive the reader.
+  ParquetReader(std::span<const std::byte> bytes, std::string source,
+                const std::vector<std::string>& names = {});
+  ParquetReader(const ParquetReader&) = delete;
+  ParquetReader& operator=(const ParquetReader&) = delete;
+
+  // Makes `row` the object of the next row; false at the end. Lists are arrays, nulls are null.
+  // A row takes at most 64 MiB.
+  bool next(nlohmann::json& row);
+
+  const std::string& source() const { return source_; }  // for messages
+  int64_t rows() const { return metadata_.rows; }        // of the file
+  int64_t row() const { return row_; }                   // of the last one read, from 1
+  int64_t file_bytes_read() const;                       // about, for progress
+
+ private:
+  void open(const std::vector<std::string>& names);
+  void check_row_groups() const;
+  void choose_fields(const std::vector<std::string>& names);
+  bool begin_row_group();
+  nlohmann::json read(const ParquetField& field, int repetition);
+  nlohmann::json read_list(const ParquetField& field, int repetition);
+  nlohmann::json read_absent(const ParquetField& field, int repetition);
+  nlohmann::json read_value(const ParquetField& field, int repetition);
+  ParquetColumn& column(const ParquetField& field);
+  ParquetColumn& first_column(const ParquetField& field);
+  void spend(size_t bytes);
+  [[noreturn]] void fail(const std::string& reason) const;
+
+  MappedFile mapped_;
+  std::span<const std::byte> file_;
+  std::string source_;
+  ParquetMetadata metadata_;
+  std::vector<ParquetField> fields_;  // those to read
+  size_t next_row_group_ = 0;
+  int64_t rows_left_ = 0;                  // in the current row group
+  std::deque<ParquetColumn> open_;         // of the current row group, in the fields' order
+  std::vector<ParquetColumn*> by_column_;  // null where it is not read
+  int64_t row_ = 0;
+  size_t row_bytes_ = 0;
+};
+
+}  // namespace twell

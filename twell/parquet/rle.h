@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parquet's hybrid of runs and bit-packed groups, in which levels and dictionary indices stand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace twell {
+
+class RleReader {
+ public:
+  RleReader() = default;
+  // Numbers of bit_width bits, 0 to 32. The bytes and the name of their place must outlive it.
+  RleReader(std::span<const std::byte> bytes, int bit_width, const std::string& where);
+
+  // InputError when the bytes end early or are malformed.
+  uint32_t next();
+
+ private:
+  void begin_run();
+  std::span<const std::byte> take(uint64_t count);
+
+  std::span<const std::byte> bytes_;  // behind the current run
+  const std::string* where_ = nullptr;
+  uint32_t bit_width_ = 0;
+  uint64_t left_ = 0;  // numbers of the current run
+  bool packed_ = false;
+  uint32_t repeated_ = 0;              // the number that an unpacked run repeats
+  std::span<const std::byte> groups_;  // of a packed run
+  uint64_t bit_ = 0;                   // of the next number in them
+};
+
+}  // namespace twell

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/parquet/thrift.h"
+
+#include <limits>
+
+#include "twell/base/error.h"
+
+namespace twell {
+
+void ThriftReader::fail(std::string_view reason) const {
+  throw InputError(fmt::format("{}: damaged metadata ({} at byte {})", source_, reason, position_));
+}
+
+void ThriftReader::enter() {
+  if (++depth_ > kMaxDepth) fail("nested too deeply");
+}
+
+std::span<const std::byte> ThriftReader::take(size_t count) {
+  if (count > bytes_.size() - position_) fail("it ends early");
+  position_ += count;
+  return bytes_.subspan(position_ - count, count);
+}
+
+uint64_t ThriftReader::varint() {
+  uint64_t value = 0;
+  for (int shift = 0; shift < 64; shift += 7) {
+    const uint8_t next = byte();
+    value |= static_cast<uint64_t>(next & 0x7F) << shift;
+    if (next < 0x80) return value;
+  }
+  fail("a number that is too long");
+}
+
+int64_t ThriftReader::zigzag() {
+  const uint64_t value = varint();
+  return static_cast<int64_t>((value >> 1) ^ (~(value & 1) + 1));
+}
+
+bool ThriftReader::next_field(int32_t& id, ThriftType& type) {
+  const uint8_t head = byte();
+  type = static_cast<ThriftType>(head & 0x0F);
+  if (type == ThriftType::kStop) return false;
+  if (type > ThriftType::kStruct) fail("an unknown type");
+  const int64_t next = (head >> 4) != 0 ? id + (head >> 4) : zigzag();
+  if (next < 0 || next > std::numeric_limits<int16_t>::max()) fail("an impossible field");
+  id = static_cast<int32_t>(next);
+  return true;
+}
+
+std::pair<int64_t, ThriftType> ThriftReader::list_header() {
+  const uint8_t head = byte();
+  const auto type = static_cast<ThriftType>(head & 0x0F);
+  const uint64_t size = (head >> 4) == 15 ? varint() : head >> 4;
+  if (type == ThriftType::kStop || type > ThriftType::kStruct) fail("an unknown type");
+  // Every element takes a byte or more.
+  if (size > bytes_.size() - position_) fail("a list longer than the data");
+  return {static_cast<int64_t>(size), type};
+}
+
+int64_t ThriftReader::begin_list(ThriftType type, ThriftType element) {
+  if (type != ThriftType::kList) fail("no list where one belongs");
+  const auto [size, found] = list_header();
+  if (size > 0 && found != element) fail("a list of another type");
+  return size;
+}
+
+int64_t ThriftReader::integer(ThriftType type) {
+  if (type == ThriftType::kByte) return static_cast<int8_t>(byte());
+  if (type < ThriftType::kI16 || type > ThriftType::kI64) fail("no integer where one belongs");
+  return zigzag();
+}
+
+int32_t ThriftReader::integer32(ThriftType type) {
+  const int64_t value = integer(type);
+  if (value != static_cast<int32_t>(value)) fail("a number out of range");
+  return static_cast<int32_t>(value);
+}
+
+bool ThriftReader::boolean(ThriftType type) {
+  if (type != ThriftType::kTrue && type != ThriftType::kFalse) fail("no flag where one belongs");
+  return type == ThriftType::kTrue;
+}
+
+std::string_view ThriftReader::binary(ThriftType type) {
+  if (type != ThriftType::kBinary) fail("no text where one belongs");
+  const auto bytes = take(static_cast<size_t>(varint()));
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+void ThriftReader::skip(ThriftType type) {
+  // Inside a list or a map, a flag is a byte of its own; as a field it has none.
+  const auto skip_element = [&](ThriftType element) {
+    if (element == ThriftType::kTrue || element == ThriftType::kFalse) {
+      byte();
+    } else {
+      skip(element);
+    }
+  };
+  enter();
+  switch (type) {
+    case ThriftType::kStop:
+    case ThriftType::kTrue:
+    case ThriftType::kFalse:
+      break;
+    case ThriftType::kByte:
+      byte();
+      break;
+    case ThriftType::kI16:
+    case ThriftType::kI32:
+    case ThriftType::kI64:
+      varint();
+      break;
+    case ThriftType::kDouble:
+      take(8);
+      break;
+    case ThriftType::kBinary:
+      binary(type);
+      break;
+    case ThriftType::kList:
+    case ThriftType::kSet: {
+      const auto [size, element] = list_header();
+      for (int64_t i = 0; i < size; ++i) skip_element(element);
+      break;
+    }
+    case ThriftType::kMap: {
+      const uint64_t size = varint();
+      if (size > bytes_.size() - position_) fail("a map longer than the data");
+      if (size == 0) break;
+      const uint8_t types = byte();
+      for (uint64_t i = 0; i < size; ++i) {
+        skip_element(static_cast<ThriftType>(types >> 4));
+        skip_element(static_cast<ThriftType>(types & 0x0F));
+      }
+      break;
+    }
+    case ThriftType::kStruct:
+      fields([&](int32_t, ThriftType field) { skip(field); });
+      break;
+    default:
+      fail("an unknown type");
+  }
+  --depth_;
+}
+
+}  // namespace twell
