@@ -47,8 +47,6 @@ const char* stage_name(ForwardStage stage) {
       return "norm";
     case ForwardStage::kQkv:
       return "qkv";
-    case ForwardStage::kRope:
-      return "rope";
     case ForwardStage::kAttention:
       return "attention";
     case ForwardStage::kOutput:
@@ -80,7 +78,8 @@ ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& mo
       ids_(ids),
       sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length, .slot = 0}),
       forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length)),
-      dense_(ctx, std::ssize(ids), model.config().width, model.config().ffn, model.config().gated),
+      dense_(ctx, std::ssize(ids), model.config().width, model.config().ffn, model.config().gated,
+             /*add=*/true),
       logits_(std::min(kHeadTokens, std::ssize(ids)) * model.config().vocab_size),
       energy_(energy_meter(ctx)) {}
 

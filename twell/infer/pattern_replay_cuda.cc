@@ -42,7 +42,8 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                              .x = x,
                              .w_up = gated_ ? problem.weights.w_up : nullptr,
                              .w_down = problem.weights.w_down,
-                             .y = problem.y + begin * width_},
+                             .y = problem.y + begin * width_,
+                             .add = problem.residual != nullptr},
                             workspace_);
     done(false);
   }

@@ -9,6 +9,7 @@
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/matmul/linear_cuda.h"
+#include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/ops/rms_norm/head_norm_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
@@ -22,7 +23,7 @@ int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step;
 
 // Values of bf16 per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
-  return 3 * config.width + qkv_width(config) + config.q_width();
+  return 2 * config.width + qkv_width(config) + config.q_width();
 }
 
 ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
@@ -89,7 +90,6 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   sin_ = to_device(table.sin.span());
   const int64_t rows = round_up(plan.max_tokens, kRowStep);
   residual_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
-  delta_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
   hidden_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
   qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
@@ -137,26 +137,12 @@ int64_t ForwardCuda::padded_tokens() const {
   return round_up(staged_.tokens, staged_.tokens <= kRowStep ? 16 : kRowStep);
 }
 
-void ForwardCuda::linear(const __nv_bfloat16* x, const Matrix<const BF16>& w,
-                         __nv_bfloat16* y) const {
-  linear_cuda(ctx_, {.rows = padded_tokens(),
-                     .cols = w.rows,
-                     .inner = w.cols,
-                     .x = x,
-                     .w = device_bf16(w.data),
-                     .y = y,
-                     .constant_weights = true});
-}
-
-// residual += delta, when there is one; y = norm(residual)
-void ForwardCuda::add_and_norm(const BF16* weight, __nv_bfloat16* y, bool add) const {
+void ForwardCuda::norm(const BF16* weight) const {
   TWELL_CUDA_CHECK(launch_rms_norm({.tokens = staged_.tokens,
                                     .width = config_.width,
                                     .x = residual_.data(),
-                                    .residual = add ? delta_.data() : nullptr,
-                                    .sum = residual_.data(),
                                     .weight = device_bf16(weight),
-                                    .y = y,
+                                    .y = hidden_.data(),
                                     .eps = static_cast<float>(config_.norm_eps)},
                                    ctx_.stream()));
 }
@@ -210,20 +196,39 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
       enqueue_layer(layer, row_nnz, hooks);
     }
   }
-  add_and_norm(weights.final_norm, hidden_.data(), /*add=*/!few);
+  norm(weights.final_norm);
   done(ForwardStage::kNorm);
 }
 
-void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
-  const auto done = [&](ForwardStage stage) {
-    if (hooks.after_stage) hooks.after_stage(stage);
-  };
+void ForwardCuda::project(int64_t layer) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-  add_and_norm(w.attention_norm, hidden_.data(), /*add=*/layer > 0);
-  done(ForwardStage::kNorm);
-  linear(hidden_.data(), w.w_qkv, qkv_.data());
-  done(ForwardStage::kQkv);
+  const bool cached = staged_.cache != nullptr;
+  const RopeCuda rope{.tokens = staged_.tokens,
+                      .heads = config_.heads,
+                      .kv_heads = config_.kv_heads,
+                      .head_dim = config_.head_dim,
+                      .cos = cos_.data(),
+                      .sin = sin_.data(),
+                      .positions = batch.positions,
+                      .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
+                      .qkv = qkv_.data(),
+                      .keys = cached ? staged_.cache->keys(layer) : nullptr,
+                      .values = cached ? staged_.cache->values(layer) : nullptr,
+                      .cache_rows = cached ? batch.cache_rows : nullptr};
+  const QkvCuda fused{
+      .width = config_.width, .x = hidden_.data(), .w = device_bf16(w.w_qkv.data), .rope = rope};
+  if (!config_.qk_norm && qkv_is_fused(ctx_, fused)) {
+    qkv_cuda(ctx_, fused);
+    return;
+  }
+  linear_cuda(ctx_, {.rows = padded_tokens(),
+                     .cols = w.w_qkv.rows,
+                     .inner = w.w_qkv.cols,
+                     .x = hidden_.data(),
+                     .w = device_bf16(w.w_qkv.data),
+                     .y = qkv_.data(),
+                     .constant_weights = true});
   if (config_.qk_norm) {
     TWELL_CUDA_CHECK(launch_head_norm({.tokens = staged_.tokens,
                                        .heads = config_.heads,
@@ -236,26 +241,30 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                                        .eps = static_cast<float>(config_.norm_eps)},
                                       ctx_.stream()));
   }
-  const bool cached = staged_.cache != nullptr;
-  TWELL_CUDA_CHECK(launch_rope({.tokens = staged_.tokens,
-                                .heads = config_.heads,
-                                .kv_heads = config_.kv_heads,
-                                .head_dim = config_.head_dim,
-                                .cos = cos_.data(),
-                                .sin = sin_.data(),
-                                .positions = batch.positions,
-                                .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
-                                .qkv = qkv_.data(),
-                                .keys = cached ? staged_.cache->keys(layer) : nullptr,
-                                .values = cached ? staged_.cache->values(layer) : nullptr,
-                                .cache_rows = cached ? batch.cache_rows : nullptr},
-                               ctx_.stream()));
-  done(ForwardStage::kRope);
+  TWELL_CUDA_CHECK(launch_rope(rope, ctx_.stream()));
+}
+
+void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
+  const auto done = [&](ForwardStage stage) {
+    if (hooks.after_stage) hooks.after_stage(stage);
+  };
+  const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  norm(w.attention_norm);
+  done(ForwardStage::kNorm);
+  project(layer);
+  done(ForwardStage::kQkv);
   attention(layer);
   done(ForwardStage::kAttention);
-  linear(attended_.data(), w.w_o, delta_.data());
+  linear_cuda(ctx_, {.rows = padded_tokens(),
+                     .cols = config_.width,
+                     .inner = config_.q_width(),
+                     .x = attended_.data(),
+                     .w = device_bf16(w.w_o.data),
+                     .y = residual_.data(),
+                     .add = true,
+                     .constant_weights = true});
   done(ForwardStage::kOutput);
-  add_and_norm(w.ffn_norm, hidden_.data(), /*add=*/true);
+  norm(w.ffn_norm);
   done(ForwardStage::kNorm);
   const FfnForwardCuda ffn{
       .tokens = staged_.tokens,
@@ -264,8 +273,9 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                   .w_down = device_bf16(w.ffn.w_down.data),
                   .activation = config_.activation},
       .x = hidden_.data(),
-      .y = delta_.data(),
-      .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens};
+      .y = residual_.data(),
+      .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
+      .residual = residual_.data()};
   if (hooks.ffn) {
     hooks.ffn(layer, ffn);
   } else {

@@ -28,8 +28,9 @@ struct ForwardPlanCuda {
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// Parts of a layer, for those who time them.
-enum class ForwardStage { kEmbedding, kNorm, kQkv, kRope, kAttention, kOutput, kFfn };
+// Parts of a layer, for those who time them. kQkv includes the rotation, kOutput and kFfn the sums
+// with the residual stream.
+enum class ForwardStage { kEmbedding, kNorm, kQkv, kAttention, kOutput, kFfn };
 
 // What a caller may put in the way; for benchmarks.
 struct ForwardHooksCuda {
@@ -86,8 +87,8 @@ class ForwardCuda {
   void enqueue_few_tokens_layer(int64_t layer);
   bool few_tokens() const;
   void attention(int64_t layer);
-  void linear(const __nv_bfloat16* x, const Matrix<const BF16>& w, __nv_bfloat16* y) const;
-  void add_and_norm(const BF16* weight, __nv_bfloat16* y, bool add) const;
+  void project(int64_t layer);          // hidden to rotated queries, keys and values
+  void norm(const BF16* weight) const;  // residual to hidden
   // Rows that a matrix product of the batch is run with: few shapes, so few plans.
   int64_t padded_tokens() const;
 
@@ -101,8 +102,7 @@ class ForwardCuda {
   FfnWorkspaceCuda ffn_;
   FfnPlansCuda ffn_plans_;
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
-  DeviceBuffer<__nv_bfloat16> residual_;  // [M, D]
-  DeviceBuffer<__nv_bfloat16> delta_;     // [M, D] what the last block adds
+  DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to
   DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result
   DeviceBuffer<__nv_bfloat16> qkv_;       // [M, (H + 2 H_kv) * hd]
   DeviceBuffer<__nv_bfloat16> attended_;  // [M, H * hd]

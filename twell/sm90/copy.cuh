@@ -62,6 +62,15 @@ __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// --- reductions ---------------------------------------------------------------------------------
+// Adds eight bf16 to those at `to`, 16-byte aligned, in the L2: nothing waits for their old values.
+// Each sum is rounded to bf16.
+__device__ __forceinline__ void reduce_add16(void* to, const uint4& values) {
+  asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x),
+               "r"(values.y), "r"(values.z), "r"(values.w)
+               : "memory");
+}
+
 // --- 16-byte gathers -----------------------------------------------------------------------------
 // valid = false reads nothing and writes zeros. Past L1: each line is used once per SM.
 __device__ __forceinline__ void gather16(uint32_t dst, const void* src, bool valid) {

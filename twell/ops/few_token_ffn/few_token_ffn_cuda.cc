@@ -40,8 +40,8 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
              ffn = static_cast<int>(problem.ffn);
   const bool few_rows = tokens <= few_rows::max_tokens(width);
-  TWELL_CHECK(few_rows || (problem.norm == nullptr && problem.residual == nullptr),
-              "few-token FFN: norm and residual as part of {} tokens of width {}", tokens, width);
+  TWELL_CHECK(few_rows || problem.norm == nullptr,
+              "few-token FFN: norm as part of {} tokens of width {}", tokens, width);
   few_token::Down down{.hidden = workspace.hidden_.data(),
                        .fired = workspace.fired_.data(),
                        .weight = problem.w_down,

@@ -2,7 +2,7 @@
 // The feed-forward layer for a few tokens (decoding), on the GPU, bf16 with f32 accumulation:
 //   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g fires, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// and, for up to 8 tokens, on request the RMS norm of x in front and a residual added behind.
+// and, on request, a residual added behind, and for up to 8 tokens the RMS norm of x in front.
 // With so few tokens the layer is bound by the weights it reads. This execution reads all of the
 // first weight, but of the others only the rows of neurons that fire for at least one token.
 // Exact on every input: when every neuron fires it reads what the dense layer reads. g is rounded

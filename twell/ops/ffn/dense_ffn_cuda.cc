@@ -14,7 +14,8 @@ constexpr int64_t kSampleStride = 16;
 }  // namespace
 
 DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
-                           __nv_bfloat16* gate, __nv_bfloat16* hidden, Activation activation)
+                           __nv_bfloat16* gate, __nv_bfloat16* hidden, Activation activation,
+                           bool add)
     : tokens_(tokens),
       ffn_(ffn),
       gated_(gated),
@@ -32,12 +33,13 @@ DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int6
     gate_plan_ = std::make_unique<MatmulPlanCuda>(ctx, shape);
   }
   up_plan_ = std::make_unique<MatmulPlanCuda>(ctx, up);
-  const MatmulShapeCuda down{.rows = tokens, .cols = width, .inner = ffn};
+  const MatmulShapeCuda down{.rows = tokens, .cols = width, .inner = ffn, .add = add};
   down_plan_ = std::make_unique<MatmulPlanCuda>(ctx, down);
 }
 
-DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated)
-    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr) {
+DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+                           bool add)
+    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr, Activation::kRelu, add) {
   owned_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn * (gated ? 2 : 1));
   hidden_ = owned_.data();
   if (gated) gate_ = owned_.data() + tokens * ffn;

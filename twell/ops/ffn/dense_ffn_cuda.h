@@ -3,7 +3,8 @@
 // executions, and what a layer that is not sparse runs.
 //   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// Another activation in the place of relu is computed with the product, in f32.
+// Another activation in the place of relu is computed with the product, in f32. On request the
+// result is added to y.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,17 +36,19 @@ struct DenseCountsCuda {
 class DenseFfnCuda {
  public:
   // For exactly `tokens` tokens; owns the activations in between, 2 M F values when gated.
-  DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated);
+  DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+               bool add = false);
   // The same in the caller's memory: gate [M, F] (not needed without a gate) and hidden [M, F].
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
                __nv_bfloat16* gate, __nv_bfloat16* hidden,
-               Activation activation = Activation::kRelu);
+               Activation activation = Activation::kRelu, bool add = false);
 
-  // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises.
+  // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises, and
+  // leaves y as MatmulPlanCuda::tune does.
   void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
             __nv_bfloat16* y);
 
-  // y [M, D] = FFN(x [M, D]), with the activation it was made for. Never synchronises.
+  // y [M, D] = FFN(x [M, D]), or +=, with the activation it was made for. Never synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
   // Its two halves: the gate (in front of an activation that is not ReLU), and what follows it.

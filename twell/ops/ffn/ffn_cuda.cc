@@ -126,12 +126,12 @@ class FfnCallCuda {
                                   .activity = plan_.counts},
                                  ctx_.stream()));
     // `down` takes 11 us for one token of a 2048 x 5632 layer, but 41 for eight; cuBLASLt takes 9.
-    if (chunk_.tokens > 1 && (chunk_.residual == nullptr || chunk_.residual == chunk_.y)) {
+    if (chunk_.tokens > 1) {
       matmul_cuda(ctx_,
                   {.rows = chunk_.tokens,
                    .cols = workspace_.width_,
                    .inner = workspace_.ffn_,
-                   .add = chunk_.residual != nullptr},
+                   .add = adds()},
                   workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
       return true;
     }
@@ -150,11 +150,12 @@ class FfnCallCuda {
   void dense() const {
     if (few_rows_dense()) return;
     std::unique_ptr<DenseFfnCuda>& dense =
-        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation}];
+        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation, adds()}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
           ctx_, chunk_.tokens, workspace_.width_, workspace_.ffn_, workspace_.gated_,
-          workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation);
+          workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation,
+          adds());
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
@@ -186,6 +187,7 @@ class FfnCallCuda {
   }
 
  private:
+  bool adds() const { return chunk_.residual != nullptr; }
   // Runs the gate GEMM; what is left to do is the returned problem.
   SparseUpDownCuda packed_gate() const {
     FfnWorkspaceCuda& w = workspace_;
@@ -216,6 +218,7 @@ class FfnCallCuda {
             .w_up = w.gated_ ? weights.w_up : nullptr,
             .w_down = weights.w_down,
             .y = chunk_.y,
+            .add = adds(),
             .activity = plan_.counts};
   }
 
@@ -233,10 +236,11 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
               problem.tokens, workspace.max_tokens());
-  TWELL_CHECK(
-      (problem.norm == nullptr && problem.residual == nullptr) ||
-          (ffn_fuses_norm(ctx, problem.tokens, workspace.width()) && problem.row_nnz == nullptr),
-      "norm and residual as part of the FFN of {} tokens", problem.tokens);
+  TWELL_CHECK(problem.norm == nullptr || (ffn_fuses_norm(ctx, problem.tokens, workspace.width()) &&
+                                          problem.row_nnz == nullptr),
+              "norm as part of the FFN of {} tokens", problem.tokens);
+  TWELL_CHECK(problem.residual == nullptr || problem.residual == problem.y,
+              "the FFN adds to its result in place");
   if (problem.tokens == 0) return;
   const GpuLayerShape shape{.width = workspace.width(),
                             .ffn = workspace.ffn(),
@@ -257,6 +261,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.tokens = std::min(step, problem.tokens - begin);
     chunk.x += begin * workspace.width();
     chunk.y += begin * workspace.width();
+    if (chunk.residual != nullptr) chunk.residual = chunk.y;
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     const FfnCallCuda call(ctx, chunk, plan, workspace);
     switch (choice.execution) {

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "twell/base/cuda.h"
@@ -93,8 +94,8 @@ class FfnWorkspaceCuda {
   TileUnionWorkspace tile_union_;     // its values double as the dense hidden [chunk, F]
   RowFusedWorkspace row_fused_;
   FewTokenWorkspace few_tokens_;
-  // By number of tokens and activation.
-  std::map<std::pair<int64_t, Activation>, std::unique_ptr<DenseFfnCuda>> dense_;
+  // By number of tokens, activation, and whether y is added to.
+  std::map<std::tuple<int64_t, Activation, bool>, std::unique_ptr<DenseFfnCuda>> dense_;
 };
 
 struct FfnForwardCuda {
@@ -103,14 +104,13 @@ struct FfnForwardCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
-  // y = residual + FFN(norm(x)), where ffn_fuses_norm: both given; x and residual may then be y.
+  // Where ffn_fuses_norm, with a residual: FFN(norm(x)); x may then be y.
   const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm
   float eps = 1e-5f;
-  const __nv_bfloat16* residual = nullptr;  // [M, D]
+  const __nv_bfloat16* residual = nullptr;  // y, or null: y += instead of =
 };
 
-// The norm in front of the layer and the sum behind it can be part of calls of so many tokens of
-// this width.
+// The norm in front of the layer can be part of calls of so many tokens of this width.
 bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.

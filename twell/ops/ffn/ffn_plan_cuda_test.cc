@@ -60,16 +60,19 @@ struct Outcome {
 };
 
 Outcome run(CudaContext& ctx, const TestStream& stream, const Layer& layer, FfnPolicy policy,
-            bool count_rows, int graph_replays = 0) {
+            bool count_rows, int graph_replays = 0,
+            const std::vector<__nv_bfloat16>& residual = {}) {
   FfnPlansCuda plans(ctx, 2, layer.ffn, policy);
   FfnWorkspaceCuda workspace(ctx, layer.tokens, layer.width, layer.ffn, layer.gated);
-  const auto y = poisoned<__nv_bfloat16>(layer.tokens * layer.width);
+  const auto y =
+      residual.empty() ? poisoned<__nv_bfloat16>(layer.tokens * layer.width) : upload(residual);
   const auto row_nnz = poisoned<int32_t>(layer.tokens);
   const FfnForwardCuda problem{.tokens = layer.tokens,
                                .weights = layer.weights(),
                                .x = layer.x.data(),
                                .y = y.data(),
-                               .row_nnz = count_rows ? row_nnz.data() : nullptr};
+                               .row_nnz = count_rows ? row_nnz.data() : nullptr,
+                               .residual = residual.empty() ? nullptr : y.data()};
   const auto forward = [&] { ffn_forward_cuda(ctx, problem, plans[1], workspace); };
   if (graph_replays > 0) {
     forward();  // makes cuBLASLt's plans
@@ -122,6 +125,26 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
         int64_t sum = 0;
         for (const int32_t count : sparse.row_nnz) sum += count;
         EXPECT_EQ(sum, sparse.plan.nnz);
+      }
+    }
+  }
+}
+
+// The result and the sum are each rounded to bf16 once.
+TEST_P(FfnPlanCudaTest, AddsToAResidual) {
+  SKIP_WITHOUT_GPU();
+  const Case& c = GetParam();
+  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
+  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+    for (const bool count_rows : {true, false}) {
+      const auto alone = run(ctx, stream, layer, policy, count_rows).y;
+      const auto sum = run(ctx, stream, layer, policy, count_rows, 0, residual).y;
+      for (size_t i = 0; i < sum.size(); ++i) {
+        const float part = __bfloat162float(alone[i]), whole = part + __bfloat162float(residual[i]);
+        ASSERT_NEAR(__bfloat162float(sum[i]), whole,
+                    std::ldexp(std::abs(whole) + 2.0f * std::abs(part), -8))
+            << ffn_policy_name(policy) << " " << i;
       }
     }
   }

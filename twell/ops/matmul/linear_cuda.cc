@@ -7,20 +7,28 @@
 namespace twell {
 
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
-  const auto [rows, cols, inner, x, w, y, f32_out, constant_weights] = problem;
+  const auto [rows, cols, inner, x, w, y, f32_out, add, constant_weights] = problem;
+  TWELL_CHECK(!(add && f32_out), "a linear layer [{}, {}] adds to bf16 alone", cols, inner);
   TWELL_CHECK(inner % 8 == 0, "linear layer [{}, {}]: the input size is a multiple of 8", cols,
               inner);
   if (rows == 0) return;
   if (rows <= kFewRows && rows <= few_rows::max_tokens(inner)) {
     const few_rows::Input input{
         .tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights};
-    TWELL_CUDA_CHECK(few_rows::launch_linear(
-        {.input = input, .cols = cols, .w = w, .y = y, .f32_out = f32_out}, ctx.stream()));
+    TWELL_CUDA_CHECK(
+        few_rows::launch_linear({.input = input,
+                                 .cols = cols,
+                                 .w = w,
+                                 .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
+                                 .y = y,
+                                 .f32_out = f32_out},
+                                ctx.stream()));
     return;
   }
-  matmul_cuda(ctx,
-              {.rows = rows, .cols = cols, .inner = inner, .trans_b = true, .f32_out = f32_out}, x,
-              w, y);
+  matmul_cuda(
+      ctx,
+      {.rows = rows, .cols = cols, .inner = inner, .trans_b = true, .f32_out = f32_out, .add = add},
+      x, w, y);
 }
 
 void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem) {

@@ -25,6 +25,7 @@ struct LinearCuda {
   const __nv_bfloat16* w = nullptr;  // [N, K]
   void* y = nullptr;                 // [M, N] bf16, or f32
   bool f32_out = false;
+  bool add = false;               // y += instead of =, in bf16
   bool constant_weights = false;  // nothing enqueued earlier on the stream writes them
 };
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem);

@@ -32,8 +32,15 @@ TEST_P(LinearCudaTest, EqualsDoublePrecision) {
   problem.y = y_f32.data();
   problem.f32_out = true;
   linear_cuda(ctx, problem);
+  const auto before = random_bf16(rows * cols, 5);
+  const auto sum = upload(before);
+  problem.y = sum.data();
+  problem.f32_out = false;
+  problem.add = true;
+  linear_cuda(ctx, problem);
   stream.synchronize();
-  const auto got = to_floats(download(y));
+  const auto got = to_floats(download(y)), got_sum = to_floats(download(sum)),
+             added = to_floats(before);
   const auto got_f32 = download(y_f32);
   const auto x_f = to_floats(x), w_f = to_floats(w);
   for (int64_t m = 0; m < rows; ++m) {
@@ -49,6 +56,10 @@ TEST_P(LinearCudaTest, EqualsDoublePrecision) {
       const double sums = size * std::ldexp(1.0, -20);
       ASSERT_NEAR(got_f32[at], want, sums) << m << ", " << n;
       ASSERT_NEAR(got[at], want, sums + std::abs(want) * std::ldexp(1.0, -8)) << m << ", " << n;
+      // cuBLASLt may round the product before it adds.
+      const double both = want + added[at];
+      ASSERT_NEAR(got_sum[at], both, sums + (std::abs(both) + std::abs(want)) * std::ldexp(1.0, -8))
+          << m << ", " << n;
     }
   }
 }

@@ -23,7 +23,7 @@ struct MatmulShapeCuda {
   bool relu = false;     // applied in the epilogue
   bool f32_out = false;  // c is float, not __nv_bfloat16
   bool trans_a = false;  // a is [K, M]
-  bool add = false;      // c += op(a) op(b)
+  bool add = false;      // c += op(a) op(b), which may be rounded to c's type before
 
   auto operator<=>(const MatmulShapeCuda&) const = default;
 };
@@ -37,7 +37,7 @@ class MatmulPlanCuda {
   MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
 
   // Times every proposed algorithm on these operands and keeps the fastest. Synchronises, and
-  // leaves c with some of its results.
+  // leaves c with some of its results, or as it was if the plan adds to it.
   void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
 
   // Enqueues; never synchronises. c [M, N] is of the shape's output type. Plans of one context
@@ -49,6 +49,7 @@ class MatmulPlanCuda {
   void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
                 const __nv_bfloat16* b, void* c) const;
 
+  MatmulShapeCuda shape_;
   cublasLtMatmulDesc_t operation_ = nullptr;
   cublasLtMatrixLayout_t layout_a_ = nullptr;
   cublasLtMatrixLayout_t layout_b_ = nullptr;
@@ -56,7 +57,6 @@ class MatmulPlanCuda {
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
-  float beta_ = 0.0f;
 };
 
 // The same with the plan that the context keeps of each shape. The first call of a shape makes the

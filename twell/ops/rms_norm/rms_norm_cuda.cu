@@ -8,17 +8,24 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPiece = 8;  // values in one 16-byte access
+// From so many tokens on a row of up to kWarpWidth values is a warp's: a lane has more of it on its
+// way from memory at a time, and no warp waits for another.
+constexpr int64_t kManyTokens = 1024;
+constexpr int64_t kWarpWidth = 2048;
 
 struct alignas(16) Piece {
   __nv_bfloat162 pair[kPiece / 2];
 };
 
-__device__ float block_sum(float value) {
-  __shared__ float of_warp[kThreads / 32];
+// Of the kRowThreads threads that share a row: 32, or the whole block.
+template <int kRowThreads>
+__device__ float row_sum(float value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, offset);
   }
+  if constexpr (kRowThreads == 32) return value;
+  __shared__ float of_warp[kThreads / 32];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   float sum = 0.0f;
@@ -27,20 +34,28 @@ __device__ float block_sum(float value) {
   return sum;
 }
 
-// One block per row; each thread keeps its kPieces pieces of the row in registers.
-template <int kPieces>
+// Each thread keeps its kPieces pieces of its row in registers.
+template <int kRowThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
+  const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+  if (token >= p.tokens) return;  // of whole warps alone: blocks that share a row have one
   const int64_t pieces = p.width / kPiece;
-  const int64_t row = int64_t{blockIdx.x} * pieces;
+  const int64_t row = token * pieces;
+  const int64_t first = threadIdx.x % kRowThreads;
   Piece s[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int64_t at = first + int64_t{i} * kRowThreads;
+    if (at >= pieces) break;
+    s[i] = reinterpret_cast<const Piece*>(p.x)[row + at];
+  }
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+    const int64_t at = first + int64_t{i} * kRowThreads;
     if (at >= pieces) break;
-    s[i] = reinterpret_cast<const Piece*>(p.x)[row + at];
     if (p.residual != nullptr) {
       const Piece r = reinterpret_cast<const Piece*>(p.residual)[row + at];
 #pragma unroll
@@ -53,10 +68,10 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
       squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
     }
   }
-  const float inv = rsqrtf(block_sum(squares) / static_cast<float>(p.width) + p.eps);
+  const float inv = rsqrtf(row_sum<kRowThreads>(squares) / static_cast<float>(p.width) + p.eps);
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+    const int64_t at = first + int64_t{i} * kRowThreads;
     if (at >= pieces) break;
     const Piece w = reinterpret_cast<const Piece*>(p.weight)[at];
     Piece y;
@@ -76,15 +91,22 @@ cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.tokens == 0) return cudaSuccess;
-  const auto launch = [&](void (*kernel)(RmsNormCuda)) {
-    return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(p.tokens)), kThreads, 0,
-                                  stream, p);
+  const auto launch = [&](void (*kernel)(RmsNormCuda), int64_t rows_per_block = 1) {
+    const int64_t blocks = (p.tokens + rows_per_block - 1) / rows_per_block;
+    return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
+                                  p);
   };
+  if (p.tokens >= kManyTokens && p.width <= kWarpWidth) {
+    constexpr int kRows = kThreads / 32, kCovered = 32 * kPiece;
+    if (p.width <= 2 * kCovered) return launch(rms_norm_kernel<32, 2>, kRows);
+    if (p.width <= 4 * kCovered) return launch(rms_norm_kernel<32, 4>, kRows);
+    return launch(rms_norm_kernel<32, kWarpWidth / kCovered>, kRows);
+  }
   const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
-  if (p.width <= covered) return launch(rms_norm_kernel<1>);
-  if (p.width <= 2 * covered) return launch(rms_norm_kernel<2>);
-  if (p.width <= 4 * covered) return launch(rms_norm_kernel<4>);
-  return launch(rms_norm_kernel<8>);
+  if (p.width <= covered) return launch(rms_norm_kernel<kThreads, 1>);
+  if (p.width <= 2 * covered) return launch(rms_norm_kernel<kThreads, 2>);
+  if (p.width <= 4 * covered) return launch(rms_norm_kernel<kThreads, 4>);
+  return launch(rms_norm_kernel<kThreads, 8>);
 }
 
 }  // namespace twell

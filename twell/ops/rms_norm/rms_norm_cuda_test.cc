@@ -65,7 +65,9 @@ TEST_P(RmsNormCudaTest, EqualsCpu) {
 INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormCudaTest,
                          testing::Values(NormCase{1, 8, true}, NormCase{3, 320, false},
                                          NormCase{129, 2048, true}, NormCase{2, 2056, true},
-                                         NormCase{5, 5120, false}, NormCase{2, 16384, true}));
+                                         NormCase{5, 5120, false}, NormCase{2, 16384, true},
+                                         NormCase{1025, 2048, false}, NormCase{1024, 1000, true},
+                                         NormCase{1030, 320, true}));
 
 TEST(RmsNormCudaTest, RefusesWidths) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;

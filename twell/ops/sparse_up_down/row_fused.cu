@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kLightWarps * 32) light_rows_kernel(const Prob
     }
     return;
   }
+  if (nnz == 0 && problem.add) return;
   float acc[Pieces][8] = {};
   if (nnz > 0) {
     RowPiece<Pieces> x;
@@ -99,7 +100,12 @@ __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int 
   if (!last) return;
   const int end = min(problem.width, begin + Pieces * 256);
   for (int at = begin + threadIdx.x * 4; at < end; at += kHeavyWarps * 32 * 4) {
+    auto* to = reinterpret_cast<__nv_bfloat162*>(problem.y + row * problem.width + at);
     float4 sum{};
+    if (problem.add) {
+      const float2 low = __bfloat1622float2(to[0]), high = __bfloat1622float2(to[1]);
+      sum = {low.x, low.y, high.x, high.y};
+    }
     for (int i = 0; i < parts; ++i) {
       const float4 v =
           __ldcg(reinterpret_cast<const float4*>(partials + int64_t{i} * problem.width + at));
@@ -108,7 +114,6 @@ __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int 
       sum.z += v.z;
       sum.w += v.w;
     }
-    auto* to = reinterpret_cast<__nv_bfloat162*>(problem.y + row * problem.width + at);
     to[0] = __floats2bfloat162_rn(sum.x, sum.y);
     to[1] = __floats2bfloat162_rn(sum.z, sum.w);
   }

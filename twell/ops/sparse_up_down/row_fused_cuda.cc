@@ -75,7 +75,8 @@ void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                                    workspace.heavy_rows_.data(),
                                    reinterpret_cast<row_fused::Counters*>(counters),
                                    counters + kCounterWords,
-                                   workspace.partials_.data()};
+                                   workspace.partials_.data(),
+                                   problem.add};
   TWELL_CUDA_CHECK(row_fused::launch_light_rows(kernels, ctx.stream()));
   TWELL_CUDA_CHECK(row_fused::launch_heavy_rows(kernels, ctx.multiprocessors(), ctx.stream()));
   if (problem.activity != nullptr) {

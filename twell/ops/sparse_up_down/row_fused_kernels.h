@@ -45,6 +45,7 @@ struct Problem {
   Counters* counters;
   int32_t* parts_done;  // [kSplitTarget * chunks], 0 between calls
   float* partials;      // [kMaxPartials, D]
+  bool add;             // y += instead of =
 };
 
 cudaError_t launch_light_rows(const Problem& problem, cudaStream_t stream);

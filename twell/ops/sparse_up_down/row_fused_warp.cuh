@@ -263,13 +263,16 @@ __device__ __forceinline__ void store_row(const Problem& problem, int64_t row, i
   for (int i = 0; i < Pieces; ++i) {
     const int at = begin + (i * 32 + lane_id()) * 8;
     if (at >= problem.width) continue;
-    uint4 packed;
+    auto* to = reinterpret_cast<uint4*>(problem.y + row * problem.width + at);
+    uint4 packed{};
+    if (problem.add) packed = *to;
     auto* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      pairs[j] = __floats2bfloat162_rn(acc[i][2 * j], acc[i][2 * j + 1]);
+      const float2 before = problem.add ? __bfloat1622float2(pairs[j]) : float2{};
+      pairs[j] = __floats2bfloat162_rn(before.x + acc[i][2 * j], before.y + acc[i][2 * j + 1]);
     }
-    __stcs(reinterpret_cast<uint4*>(problem.y + row * problem.width + at), packed);
+    __stcs(to, packed);
   }
 }
 

@@ -30,6 +30,7 @@ struct SparseUpDownCuda {
   const __nv_bfloat16* w_up = nullptr;    // [F, D], or null: no gate
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
+  bool add = false;                       // y += instead of =
   ActivityCuda* activity = nullptr;       // added to; may be null
 };
 

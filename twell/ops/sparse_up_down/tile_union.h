@@ -96,6 +96,7 @@ struct Down {
   __nv_bfloat16* y;  // [M, D]
   int32_t* taken;    // as above
   int width;         // D
+  bool add;          // y += instead of =, both rounded to bf16
 };
 
 // Both add to activity what they see, unless it is null.

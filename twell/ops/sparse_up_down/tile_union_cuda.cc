@@ -127,7 +127,8 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   .weight = problem.w_down,
                   .y = problem.y,
                   .taken = &tiles.counts->down_taken,
-                  .width = width};
+                  .width = width,
+                  .add = problem.add};
   TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
 }
 

@@ -16,6 +16,7 @@ struct DownProblem {
   __nv_bfloat16* y;                // [M, D]
   int32_t* taken;
   int width;  // D
+  bool add;   // y += instead of =
 
   // {tile, first column, neurons in the tile's union, its first block}
   __device__ __forceinline__ int4 load(int index) const {
@@ -43,6 +44,7 @@ struct DownProblem {
   struct Store {
     const DownProblem& problem;
     const int column;
+    const bool empty;   // no neuron of the tile fires
     int32_t tokens[8];  // the rows of y that this lane writes
 
     // Row of its warpgroup's 64 that this lane writes in store i: a warp writes two at a time.
@@ -50,7 +52,7 @@ struct DownProblem {
       return threadIdx.x % 128 / 32 * 16 + i * 2 + threadIdx.x % 32 / 16;
     }
     __device__ __forceinline__ Store(const DownProblem& problem_in, const int4& item)
-        : problem(problem_in), column(item.y) {
+        : problem(problem_in), column(item.y), empty(item.z == 0) {
       const int warpgroup = threadIdx.x / 128 - 1;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -58,6 +60,7 @@ struct DownProblem {
       }
     }
     __device__ __forceinline__ void operator()(const float (&acc)[128], uint32_t out) const {
+      if (problem.add && empty) return;
       store_half(acc, out, 0);
       store_half(acc, out, 1);
     }
@@ -86,8 +89,12 @@ struct DownProblem {
                      : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
                      : "r"(out + from * 256 + ((lane % 16) ^ (from % 8)) * 16));
         if (tokens[i] >= 0 && first < problem.width) {
-          *reinterpret_cast<uint4*>(problem.y + int64_t{tokens[i]} * problem.width + first) =
-              values;
+          __nv_bfloat16* to = problem.y + int64_t{tokens[i]} * problem.width + first;
+          if (problem.add) {
+            sm90::reduce_add16(to, values);
+          } else {
+            *reinterpret_cast<uint4*>(to) = values;
+          }
         }
       }
       __syncwarp();

@@ -27,7 +27,8 @@ cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
                             {down.weight, down.weight2},
                             down.y,
                             down.taken,
-                            down.width};
+                            down.width,
+                            down.add};
   return gathered::launch(problem, ctas, stream);
 }
 

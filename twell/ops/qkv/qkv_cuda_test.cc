@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/qkv/qkv_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "twell/base/cuda_testing.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/rope/rope.h"
+
+namespace twell {
+namespace {
+
+struct QkvCase {
+  int64_t tokens, width, heads, kv_heads, head_dim;
+};
+
+// -1, 0 or 1, so that sums of up to 256 of their products are exact in bf16.
+std::vector<float> signs(int64_t n, uint64_t stream) {
+  std::vector<float> out(static_cast<size_t>(n));
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i] = static_cast<float>(uniform_below(5, stream, i, 3)) - 1.0f;
+  }
+  return out;
+}
+
+std::vector<__nv_bfloat16> narrowed(const std::vector<float>& values) {
+  std::vector<__nv_bfloat16> out;
+  for (const float value : values) out.push_back(__float2bfloat16(value));
+  return out;
+}
+
+class QkvCudaTest : public testing::TestWithParam<QkvCase> {};
+
+TEST_P(QkvCudaTest, EqualsProductAndRotationWithAndWithoutCache) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  const auto [tokens, width, heads, kv_heads, head_dim] = GetParam();
+  const int64_t q = heads * head_dim, kv = kv_heads * head_dim, columns = q + 2 * kv;
+  const auto x = signs(tokens * width, 1), w = signs(columns * width, 2);
+  std::vector<float> want(static_cast<size_t>(tokens * columns));
+  for (int64_t m = 0; m < tokens; ++m) {
+    for (int64_t n = 0; n < columns; ++n) {
+      float sum = 0.0f;
+      for (int64_t d = 0; d < width; ++d) {
+        sum += x[static_cast<size_t>(m * width + d)] * w[static_cast<size_t>(n * width + d)];
+      }
+      want[static_cast<size_t>(m * columns + n)] = sum;
+    }
+  }
+  const RopeTable table(300, head_dim, 10000.0);
+  std::vector<int32_t> positions;
+  std::vector<int64_t> cache_rows;
+  for (int64_t m = 0; m < tokens; ++m) {
+    positions.push_back(static_cast<int32_t>((m * 37 + 5) % 300));
+    cache_rows.push_back(tokens - 1 - m);
+  }
+  Context cpu(1);
+  rope(cpu, table, positions, MatrixF(want.data(), tokens, q + kv, columns));
+
+  const auto device_x = upload(narrowed(x)), device_w = upload(narrowed(w));
+  const auto cos = upload(std::vector<float>(table.cos.span().begin(), table.cos.span().end()));
+  const auto sin = upload(std::vector<float>(table.sin.span().begin(), table.sin.span().end()));
+  const auto device_positions = upload(positions);
+  const auto device_cache_rows = upload(cache_rows);
+  const auto alone = poisoned<__nv_bfloat16>(tokens * columns);
+  const auto with_cache = poisoned<__nv_bfloat16>(tokens * columns);
+  const auto keys = poisoned<__nv_bfloat16>(tokens * kv),
+             values = poisoned<__nv_bfloat16>(tokens * kv);
+  QkvCuda problem{.width = width,
+                  .x = device_x.data(),
+                  .w = device_w.data(),
+                  .rope = {.tokens = tokens,
+                           .heads = heads,
+                           .kv_heads = kv_heads,
+                           .head_dim = head_dim,
+                           .cos = cos.data(),
+                           .sin = sin.data(),
+                           .positions = device_positions.data(),
+                           .qkv = alone.data()}};
+  qkv_cuda(ctx, problem);
+  problem.rope.qkv = with_cache.data();
+  problem.rope.keys = keys.data();
+  problem.rope.values = values.data();
+  problem.rope.cache_rows = device_cache_rows.data();
+  qkv_cuda(ctx, problem);
+  stream.synchronize();
+  const auto got = to_floats(download(alone)), got_q = to_floats(download(with_cache)),
+             got_k = to_floats(download(keys)), got_v = to_floats(download(values));
+  for (int64_t m = 0; m < tokens; ++m) {
+    for (int64_t n = 0; n < columns; ++n) {
+      const auto at = static_cast<size_t>(m * columns + n);
+      // Half a bf16 unit, and f32 arithmetic on terms of up to 256.
+      ASSERT_NEAR(got[at], want[at], std::ldexp(std::abs(want[at]), -8) + 1e-4f) << m << ", " << n;
+      float cached = got_q[at];
+      const auto row = static_cast<size_t>(cache_rows[static_cast<size_t>(m)] * kv);
+      if (n >= q) {
+        ASSERT_TRUE(std::isnan(cached)) << "written beside the cache: " << m << ", " << n;
+        cached = n < q + kv ? got_k[row + static_cast<size_t>(n - q)]
+                            : got_v[row + static_cast<size_t>(n - q - kv)];
+      }
+      ASSERT_EQ(cached, got[at]) << m << ", " << n;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, QkvCudaTest,
+                         testing::Values(QkvCase{1, 8, 1, 1, 64}, QkvCase{127, 64, 4, 2, 64},
+                                         QkvCase{300, 136, 2, 1, 128}, QkvCase{257, 72, 5, 5, 64},
+                                         QkvCase{1000, 256, 8, 8, 64},
+                                         QkvCase{700, 200, 6, 3, 128}));
+
+TEST(QkvCuda, SaysWhatItTakes) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  const __nv_bfloat16 bias{};
+  QkvCuda problem{.width = 64, .rope = {.tokens = 4096, .heads = 2, .kv_heads = 2, .head_dim = 64}};
+  EXPECT_EQ(qkv_is_fused(ctx, problem), ctx.compute_capability() == 90);
+  problem.rope.tokens = 8;
+  EXPECT_FALSE(qkv_is_fused(ctx, problem));
+  problem.rope.tokens = 4096;
+  problem.rope.head_dim = 80;
+  EXPECT_FALSE(qkv_is_fused(ctx, problem));
+  EXPECT_THROW(qkv_cuda(ctx, problem), Error);
+  problem.rope.head_dim = 64;
+  problem.rope.bias = &bias;
+  EXPECT_FALSE(qkv_is_fused(ctx, problem));
+}
+
+}  // namespace
+}  // namespace twell

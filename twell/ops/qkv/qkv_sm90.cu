@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/matmul/paired_gemm_sm90.cuh"
+#include "twell/ops/qkv/qkv_sm90.h"
+#include "twell/sm90/warp_mma.cuh"
+
+namespace twell::qkv {
+namespace {
+
+__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// The same value, opaque to the compiler: what is computed from it stays in the step it is written
+// in, and is not hoisted out of the k-loop into registers that the loop cannot spare.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// 64 tokens by 256 columns of a warpgroup, as pairs of bf16. Lane 4g + t of warp w holds of rows
+// 16w + g (upper) and 16w + g + 8 (lower) columns 8i + 2t and 8i + 2t + 1 in pair i: both halves of
+// every head, so that a lane rotates what it has. In steps:
+//   0                 the tokens' places in the tables
+//   1 .. kHalf        rotate pair i of each half of all heads
+//   the last four     64 columns each, by way of shared memory in whole 128-byte pieces of rows
+template <int HeadDim>
+class RotatedTile {
+  static constexpr int kHalf = HeadDim / 16;  // pairs of half a head
+  static constexpr int kHeads = 256 / HeadDim;
+  static constexpr int kSteps = 1 + kHalf + 4;
+  static constexpr uint32_t kWarpBytes = 16 * 128;
+
+ public:
+  using Target = qkv::Target;
+  static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
+
+  __device__ __forceinline__ void take(const float (&acc)[128], int first_row, int column_tile) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      upper_[i] = bf16x2(acc[4 * i], acc[4 * i + 1]);
+      lower_[i] = bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    row_ = first_row + threadIdx.x % 128 / 32 * 16;
+    column_ = column_tile * 256;
+    step_ = 0;
+  }
+
+  __device__ __forceinline__ void advance(const Target& target, uint32_t shared) {
+    switch (step_) {
+      case 0:
+        find(target);
+        break;
+      case 1:
+        rotate<0>(target);
+        break;
+      case 2:
+        rotate<1>(target);
+        break;
+      case 3:
+        rotate<2>(target);
+        break;
+      case 4:
+        rotate<3>(target);
+        break;
+      case kHalf + 1:
+        store<0>(target, shared);
+        break;
+      case kHalf + 2:
+        store<1>(target, shared);
+        break;
+      case kHalf + 3:
+        store<2>(target, shared);
+        break;
+      case kHalf + 4:
+        store<3>(target, shared);
+        break;
+      default:
+        if constexpr (kHalf == 8) {
+          if (step_ == 5) rotate<4>(target);
+          if (step_ == 6) rotate<5>(target);
+          if (step_ == 7) rotate<6>(target);
+          if (step_ == 8) rotate<7>(target);
+        }
+        if (done()) return;
+    }
+    ++step_;
+  }
+  __device__ __forceinline__ bool done() const { return step_ == kSteps; }
+
+ private:
+  // Rows past the last token are rotated by position 0 and not stored.
+  __device__ __forceinline__ void find(const Target& target) {
+    const int row = row_ + threadIdx.x % 32 / 4;
+    upper_place_ = row < target.tokens ? target.positions[row] : 0;
+    lower_place_ = row + 8 < target.tokens ? target.positions[row + 8] : 0;
+  }
+
+  // Pair I of the first halves with pair I of the second ones.
+  template <int I>
+  __device__ __forceinline__ void rotate(const Target& target) {
+    if (column_ >= target.q_columns + target.kv_columns) return;
+    const int at = opaque(4 * I + threadIdx.x % 4);
+    rotate_row<I>(upper_, target, int64_t{upper_place_} * (HeadDim / 4) + at);
+    rotate_row<I>(lower_, target, int64_t{lower_place_} * (HeadDim / 4) + at);
+  }
+  template <int I>
+  __device__ __forceinline__ void rotate_row(uint32_t (&pairs)[32], const Target& target,
+                                             int64_t at) {
+    const float2 c = target.cos[at], s = target.sin[at];
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      if (column_ + head * HeadDim >= target.q_columns + target.kv_columns) break;
+      uint32_t& first = pairs[head * 2 * kHalf + I];
+      uint32_t& second = pairs[head * 2 * kHalf + I + kHalf];
+      const float a0 = low_half(first), a1 = high_half(first);
+      const float b0 = low_half(second), b1 = high_half(second);
+      first = bf16x2(a0 * c.x - b0 * s.x, a1 * c.y - b1 * s.y);
+      second = bf16x2(b0 * c.x + a0 * s.x, b1 * c.y + a1 * s.y);
+    }
+  }
+
+  // Columns 64 Block .. 64 Block + 63 of this warp's 16 rows.
+  template <int Block>
+  __device__ __forceinline__ void store(const Target& target, uint32_t shared) {
+    const int column = column_ + Block * 64;
+    if (column >= target.columns()) return;
+    const int lane = threadIdx.x % 32;
+    const uint32_t own = shared + (threadIdx.x / 32 - 4) * kWarpBytes;
+    const uint32_t from = own + lane / 4 * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t at = from + (i ^ (lane / 4)) * 16;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper_[Block * 8 + i]) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 128), "r"(lower_[Block * 8 + i])
+                   : "memory");
+    }
+    __syncwarp();
+    // Queries stay in qkv; keys and values too unless there is a cache.
+    const bool cached = target.cache_rows != nullptr && column >= target.q_columns;
+    const bool key = column < target.q_columns + target.kv_columns;
+    __nv_bfloat16* to = target.qkv + column;
+    int pitch = target.columns();
+    if (cached) {
+      to = (key ? target.keys : target.values) + column - target.q_columns -
+           (key ? 0 : target.kv_columns);
+      pitch = target.kv_columns;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int within = i * 4 + lane / 8, row = row_ + within;
+      const uint4 values =
+          sm90::load_shared16(own + within * 128 + ((lane % 8) ^ (within % 8)) * 16);
+      if (row < target.tokens) {
+        const int64_t line = cached ? target.cache_rows[row] : row;
+        *reinterpret_cast<uint4*>(to + line * pitch + lane % 8 * 8) = values;
+      }
+    }
+    __syncwarp();  // before the next step writes there
+  }
+
+  uint32_t upper_[32];
+  uint32_t lower_[32];
+  int row_, column_;
+  int upper_place_, lower_place_;
+  int step_ = kSteps;
+};
+
+template <int HeadDim>
+__global__ void __cluster_dims__(paired_gemm::kCluster, 1, 1)
+    __launch_bounds__(paired_gemm::kThreads, 1)
+        qkv_sm90_kernel(const __grid_constant__ paired_gemm::Operands operands,
+                        const __grid_constant__ Target target) {
+  extern __shared__ uint8_t memory[];
+  paired_gemm::run<RotatedTile<HeadDim>>(operands, target, memory);
+}
+
+template <int HeadDim>
+cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
+                   cudaStream_t stream) {
+  constexpr uint32_t kShared = paired_gemm::kRingBytes + RotatedTile<HeadDim>::kSharedBytes;
+  const cudaError_t status = cudaFuncSetAttribute(
+      qkv_sm90_kernel<HeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return status;
+  qkv_sm90_kernel<HeadDim><<<ctas, paired_gemm::kThreads, kShared, stream>>>(operands, target);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_qkv_sm90(const paired_gemm::Operands& operands, const Target& target,
+                            int head_dim, int ctas, cudaStream_t stream) {
+  if (head_dim == 64) return launch<64>(operands, target, ctas, stream);
+  if (head_dim == 128) return launch<128>(operands, target, ctas, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace twell::qkv
