@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer, tasks} <- cli;
-data needs parquet and base only. Reads every #include of the tree and the DEPS of
-twell/CMakeLists.txt."""
+data needs parquet and base only. Nothing outside of CUDA sources needs the CUDA toolkit. Reads
+every #include of the tree and the DEPS of twell/CMakeLists.txt."""
 
 import pathlib
 import re
@@ -23,6 +23,10 @@ ALLOWED = {
     "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "tasks", "cli"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli)/[^"]+)"', re.MULTILINE)
+# Toolkit headers, and what is compiled only where there is a toolkit.
+TOOLKIT = re.compile(r'^\s*#\s*include\s+<(?:cuda|cublas|cudnn|nvml)[^>]*>', re.MULTILINE)
+GUARDED = re.compile(r"^#if(?:def)? [^\n]*TWELL_HAVE_CUDA.*?^#(?:else|endif)",
+                     re.MULTILINE | re.DOTALL)
 ROOM = re.compile(r"twell_room\((\S+)((?:[^()]|\([^()]*\))*)\)")
 
 
@@ -59,6 +63,18 @@ def declared_dependencies(root):
     return reachable
 
 
+def toolkit_header(root, name, seen):
+    """A header that includes one of the CUDA toolkit's, reached from this file without a guard."""
+    if name in seen or not (root / name).exists():
+        return None
+    seen.add(name)
+    text = GUARDED.sub("", (root / name).read_text())
+    if TOOLKIT.search(text):
+        return name
+    found = (toolkit_header(root, included, seen) for included in INCLUDE.findall(text))
+    return next((header for header in found if header), None)
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     listing = subprocess.run(
@@ -71,6 +87,11 @@ def main():
         if not name.endswith((".h", ".cc", ".cu", ".cuh")) or not (root / name).exists():
             continue
         layer, room = layer_and_room(name)
+        # *_cuda*.cc is what a build without the toolkit leaves out (cmake/Rooms.cmake).
+        if name.endswith(".cc") and "_cuda" not in pathlib.Path(name).name:
+            header = toolkit_header(root, name, set())
+            if header:
+                faults.append(f"{name}: needs the CUDA toolkit ({header}), but is not *_cuda.cc")
         for included in INCLUDE.findall((root / name).read_text()):
             checked += 1
             other_layer, other_room = layer_and_room(included)
