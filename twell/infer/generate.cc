@@ -34,6 +34,7 @@ struct Generator::Request {
   TextStream stream;
   Generation result;
   std::vector<int32_t> prompt;
+  size_t fed = 0;      // tokens of the prompt in the session
   int64_t slot = -1;   // none while it waits
   int32_t last = 0;    // drawn last, not fed yet
   uint64_t drawn = 0;  // tokens drawn so far
@@ -96,15 +97,23 @@ int64_t Generator::submit(std::string_view prompt, GenerateOptions options) {
 
 void Generator::cancel(int64_t request) {
   for (const auto& waiting : waiting_) waiting->cancelled |= waiting->number == request;
+  for (const auto& starting : starting_) starting->cancelled |= starting->number == request;
   for (const auto& running : running_) running->cancelled |= running->number == request;
 }
 
 bool Generator::step() {
   end_cancelled();
-  // Texts of a single token leave their slots at once.
-  while (!waiting_.empty() && !free_slots_.empty()) start_waiting();
+  const bool growing = !running_.empty();
+  // With nothing that would have to wait, all prompts that there are slots for; texts of a single
+  // token leave theirs at once.
+  do {
+    admit_waiting();
+    if (starting_.empty()) break;
+    feed_prompts();
+    end_cancelled();
+  } while (!growing);
   if (!running_.empty()) grow_running();
-  return !waiting_.empty() || !running_.empty();
+  return !waiting_.empty() || !starting_.empty() || !running_.empty();
 }
 
 void Generator::end_cancelled() {
@@ -118,6 +127,7 @@ void Generator::end_cancelled() {
     });
   };
   take_out(running_);
+  take_out(starting_);
   take_out(waiting_);
   for (auto& request : ended) end(std::move(request));
 }
@@ -129,33 +139,49 @@ Draw Generator::draw_of(const Request& request) const {
           .index = request.drawn};
 }
 
-void Generator::start_waiting() {
-  std::vector<std::unique_ptr<Request>> starting;
-  std::vector<Prompt> prompts;
-  std::vector<Draw> draws;
+void Generator::admit_waiting() {
   while (!waiting_.empty() && !free_slots_.empty()) {
-    std::unique_ptr<Request> request = std::move(waiting_.front());
+    starting_.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
-    request->slot = free_slots_.back();
+    starting_.back()->slot = free_slots_.back();
     free_slots_.pop_back();
-    session_.clear(request->slot);
-    prompts.push_back({.slot = request->slot, .ids = request->prompt});
+    session_.clear(starting_.back()->slot);
+  }
+}
+
+// The next piece of the prompts, first come, first served.
+void Generator::feed_prompts() {
+  int64_t room = session_.prefill_tokens();
+  std::vector<Prompt> pieces;
+  std::vector<Draw> draws;
+  for (const auto& request : starting_) {
+    if (room == 0) break;
+    const auto rest = std::span<const int32_t>(request->prompt).subspan(request->fed);
+    const size_t count = std::min(rest.size(), static_cast<size_t>(room));
+    pieces.push_back({.slot = request->slot, .ids = rest.first(count)});
     draws.push_back(draw_of(*request));
-    starting.push_back(std::move(request));
+    request->fed += count;
+    room -= static_cast<int64_t>(count);
   }
-  std::vector<int32_t> next(starting.size());
+  std::vector<int32_t> next(pieces.size());
   const Clock::time_point start = Clock::now();
-  session_.append_and_draw(prompts, draws, next);
+  session_.append_and_draw(pieces, draws, next);
   const Clock::time_point now = Clock::now();
-  for (size_t i = 0; i < starting.size(); ++i) {
-    starting[i]->result.prefill_seconds = std::chrono::duration<double>(now - start).count();
-    starting[i]->decode_start = now;
-    if (takes(*starting[i], next[i])) {
-      running_.push_back(std::move(starting[i]));
-    } else {
-      end(std::move(starting[i]));
+  std::vector<std::unique_ptr<Request>> ended, not_through;
+  for (size_t i = 0; i < starting_.size(); ++i) {
+    std::unique_ptr<Request>& request = starting_[i];
+    if (i < pieces.size()) {
+      request->result.prefill_seconds += std::chrono::duration<double>(now - start).count();
     }
+    if (request->fed < request->prompt.size()) {  // what was drawn behind a piece means nothing
+      not_through.push_back(std::move(request));
+      continue;
+    }
+    request->decode_start = now;
+    (takes(*request, next[i]) ? running_ : ended).push_back(std::move(request));
   }
+  starting_ = std::move(not_through);
+  for (auto& request : ended) end(std::move(request));
 }
 
 void Generator::grow_running() {
@@ -206,6 +232,8 @@ void Generator::end(std::unique_ptr<Request> request) {
   request->emit(request->stream.finish());
   if (request->slot >= 0) {
     free_slots_.push_back(request->slot);
+  }
+  if (request->drawn > 0) {
     request->result.decode_seconds =
         std::chrono::duration<double>(Clock::now() - request->decode_start).count();
   }

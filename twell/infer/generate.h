@@ -46,7 +46,8 @@ std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& toke
                                 std::string_view prompt);
 
 // Generates for many requests over the slots of one session. A request waits for a slot, which is
-// cleared for it, and leaves it as soon as its text ends; the others go on meanwhile. A request's
+// cleared for it, and leaves it as soon as its text ends; the others go on meanwhile: prompts are
+// fed in pieces between their tokens. A request's
 // random numbers are those of its own seed, so that it gives what it gives alone, but for ties that
 // the order of additions in a batch decides.
 class Generator {
@@ -66,8 +67,9 @@ class Generator {
   // The request ends in the next step with the text it has by then. No effect once it has ended.
   // For the thread that calls step(); others set GenerateOptions::cancel.
   void cancel(int64_t request);
-  // Requests that wait take the slots that are free, and every sequence grows by a token. False
-  // when no request is left.
+  // Requests that wait take the slots that are free. Their prompts are fed, while others grow no
+  // more than Session::prefill_tokens() of them, and every sequence whose prompt is through grows
+  // by a token. False when no request is left.
   bool step();
 
  private:
@@ -75,7 +77,8 @@ class Generator {
   struct Request;
 
   void end_cancelled();
-  void start_waiting();
+  void admit_waiting();
+  void feed_prompts();
   void grow_running();
   bool takes(Request& request, int32_t id);
   void end(std::unique_ptr<Request> request);
@@ -86,6 +89,7 @@ class Generator {
   OnDone on_done_;
   int64_t submitted_ = 0;
   std::deque<std::unique_ptr<Request>> waiting_;
+  std::vector<std::unique_ptr<Request>> starting_;  // in slots; their prompts are not all fed
   std::vector<std::unique_ptr<Request>> running_;
   std::vector<int64_t> free_slots_;
 };

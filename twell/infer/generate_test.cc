@@ -78,6 +78,39 @@ TEST_F(GeneratorTest, SlotsAreTakenAsTheyBecomeFree) {
   EXPECT_EQ(steps, 18);  // two tokens in the first, one in each further one
 }
 
+TEST_F(GeneratorTest, LongPromptsAreFedInPiecesBetweenTheTokensOfOthers) {
+  SessionCpu alone(ctx_, *model_, {});
+  SessionCpu session(ctx_, *model_, {.slots = 3, .prefill_tokens = 4});
+  std::map<int64_t, Generation> done;
+  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+    EXPECT_TRUE(done.emplace(request, std::move(generation)).second);
+  });
+  const GenerateOptions greedy{.max_tokens = 12, .sampler = {.temperature = 0.0f}};
+  const std::string long_prompt(22, 'q');
+  generator.submit("abc", greedy);
+  generator.step();  // its first two tokens
+  generator.submit(long_prompt, greedy);
+  generator.submit("xyz", greedy);
+  for (int64_t piece = 1; piece <= 5; ++piece) {
+    generator.step();
+    EXPECT_EQ(session.length(0), 3 + 1 + piece);  // one token each
+    EXPECT_EQ(session.length(1), 4 * piece);
+    EXPECT_EQ(session.length(2), 0);
+  }
+  generator.step();  // the last 2 tokens of the one, the first 2 of the other
+  EXPECT_EQ(session.length(1), 22 + 1);
+  EXPECT_EQ(session.length(2), 2);
+  generator.cancel(2);
+  generator.step();
+  ASSERT_EQ(done.size(), 1u);
+  EXPECT_EQ(done.at(2).reason, StopReason::kCancelled);
+  EXPECT_TRUE(done.at(2).ids.empty());
+  while (generator.step()) {
+  }
+  EXPECT_EQ(done.at(0).ids, generate(alone, tokenizer_, "abc", greedy).ids);
+  EXPECT_EQ(done.at(1).ids, generate(alone, tokenizer_, long_prompt, greedy).ids);
+}
+
 TEST_F(GeneratorTest, RequestsAreCancelledWhereverTheyAre) {
   SessionCpu session(ctx_, *model_, {.slots = 1});
   std::map<int64_t, Generation> done;

@@ -17,6 +17,13 @@ int64_t Session::checked_capacity(const SessionOptions& options, const ModelConf
   return options.capacity == 0 ? config.max_sequence() : options.capacity;
 }
 
+int64_t Session::checked_prefill_tokens(const SessionOptions& options, int64_t suits) {
+  TWELL_REQUIRE(options.prefill_tokens >= 0,
+                "prompts go through the layers in pieces of a positive number of tokens, got {}",
+                options.prefill_tokens);
+  return options.prefill_tokens == 0 ? suits : options.prefill_tokens;
+}
+
 void Session::require_room(int64_t slot, std::span<const int32_t> ids) const {
   TWELL_REQUIRE(!ids.empty(), "nothing to append: a sequence starts with at least one token");
   const int64_t total = length(slot) + std::ssize(ids);

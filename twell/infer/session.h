@@ -14,8 +14,10 @@
 namespace twell {
 
 struct SessionOptions {
-  int64_t slots = 1;     // sequences held at once
-  int64_t capacity = 0;  // tokens per sequence; 0: the model's context
+  int64_t slots = 1;           // sequences held at once
+  int64_t capacity = 0;        // tokens per sequence; 0: the model's context
+  int64_t prefill_tokens = 0;  // prompt tokens that go through the layers together; 0: what suits
+                               // the device
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
@@ -56,6 +58,8 @@ class Session {
   virtual int64_t length(int64_t slot) const = 0;
   virtual int64_t slots() const = 0;
   virtual int64_t capacity() const = 0;  // tokens per sequence
+  // Prompt tokens that go through the layers together: calls that append more work in pieces.
+  virtual int64_t prefill_tokens() const = 0;
   virtual const ModelConfig& config() const = 0;
   // Active FFN neurons per token and layer, so far.
   virtual double nnz_per_token() = 0;
@@ -65,6 +69,7 @@ class Session {
   // What the options ask for, checked against the model: InputError.
   static int64_t checked_slots(const SessionOptions& options);
   static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
+  static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   // InputError when nothing is appended or it does not fit.
   void require_room(int64_t slot, std::span<const int32_t> ids) const;
 };

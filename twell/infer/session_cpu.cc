@@ -6,21 +6,29 @@
 #include "twell/base/error.h"
 
 namespace twell {
+namespace {
+
+// Bounds the activations' memory.
+constexpr int64_t kPrefillTokens = 512;
+
+}  // namespace
 
 SessionCpu::SessionCpu(Context& ctx, const Model& model, const SessionOptions& options)
     : ctx_(ctx),
       model_(model),
       state_(model.config, options.ffn),
       cache_(model.config, checked_slots(options), checked_capacity(options, model.config)),
-      hidden_(std::max(std::min(kPrefillTokens, cache_.capacity()), options.slots) *
+      prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
+      hidden_(std::max(std::min(prefill_tokens_, cache_.capacity()), options.slots) *
               model.config.width),
       logits_(options.slots * model.config.vocab_size) {}
 
 std::span<const float> SessionCpu::append(int64_t slot, std::span<const int32_t> ids) {
   require_room(slot, ids);
   int64_t last = 0;  // tokens in the last piece
-  for (size_t begin = 0; begin < ids.size(); begin += kPrefillTokens) {
-    const auto piece = ids.subspan(begin, std::min<size_t>(kPrefillTokens, ids.size() - begin));
+  const auto most = static_cast<size_t>(prefill_tokens_);
+  for (size_t begin = 0; begin < ids.size(); begin += most) {
+    const auto piece = ids.subspan(begin, std::min(most, ids.size() - begin));
     last = std::ssize(piece);
     const ForwardSequence sequence{.tokens = last, .slot = slot};
     forward(ctx_, model_, state_,

@@ -21,19 +21,18 @@ class SessionCpu : public Session {
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
   int64_t slots() const override { return cache_.slots(); }
   int64_t capacity() const override { return cache_.capacity(); }
+  int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config; }
   double nnz_per_token() override;
   const ForwardState& state() const { return state_; }
 
  private:
-  // Tokens of a prompt that go through the layers together: bounds the activations' memory.
-  static constexpr int64_t kPrefillTokens = 512;
-
   Context& ctx_;
   const Model& model_;
   ForwardState state_;
   KvCache cache_;
-  Buffer<float> hidden_;  // [max(kPrefillTokens, slots), D]
+  int64_t prefill_tokens_;
+  Buffer<float> hidden_;  // [max(prefill tokens, slots), D]
   Buffer<float> logits_;  // [slots, V]
 };
 

@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Tokens of a prompt that go through the layers together: enough to fill the device.
+// Enough to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
 // Graphs are kept for this many numbers of sequences.
 constexpr size_t kMaxGraphs = 32;
@@ -52,7 +52,8 @@ bool draws_alike(const Draw& a, const Draw& b) {
 ForwardPlanCuda SessionCuda::forward_plan(const ModelConfig& config,
                                           const SessionOptions& options) {
   const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
-  return {.max_tokens = std::max(std::min(kPrefillTokens, capacity * slots), slots),
+  const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
+  return {.max_tokens = std::max(std::min(prefill, capacity * slots), slots),
           .max_sequences = slots,
           .max_length = capacity,
           .ffn = options.ffn};
@@ -69,6 +70,7 @@ int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
 SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options)
     : ctx_(ctx),
       model_(model),
+      prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       forward_(ctx, model, forward_plan(model.config(), options)),
       cache_(model.config(), options.slots, checked_capacity(options, model.config())),
       logits_(options.slots * model.config().vocab_size),
@@ -131,7 +133,8 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
   TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= cache_.slots(),
               "{} prompts for {} sequences", prompts.size(), cache_.slots());
   for (const Prompt& prompt : prompts) require_room(prompt.slot, prompt.ids);
-  const int64_t room = forward_.plan().max_tokens, width = config().width;
+  const int64_t room = std::min(prefill_tokens_, forward_.plan().max_tokens);
+  const int64_t width = config().width;
   std::vector<int32_t> ids, last_rows;
   std::vector<ForwardSequence> sequences;
   int64_t ended = 0;  // prompts whose last token has gone through the layers

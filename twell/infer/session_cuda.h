@@ -31,6 +31,7 @@ class SessionCuda : public Session {
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
   int64_t slots() const override { return cache_.slots(); }
   int64_t capacity() const override { return cache_.capacity(); }
+  int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config(); }
   double nnz_per_token() override;  // waits for the device
 
@@ -56,6 +57,7 @@ class SessionCuda : public Session {
 
   CudaContext& ctx_;
   const ModelCuda& model_;
+  int64_t prefill_tokens_;
   ForwardCuda forward_;
   KvCacheCuda cache_;
   DeviceBuffer<float> logits_;               // [slots, V]
