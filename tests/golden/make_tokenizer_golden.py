@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes tests/golden/tokenizer/: four small tokenizer.json files in the manner of GPT-2, SmolLM2,
 Llama-3 and Qwen2, trained by Hugging Face `tokenizers` on the repository's LICENSE and on the sample
-texts below, and cases.json with the ids that library gives for the texts.
+texts below, cases.json with the ids that library gives for these and more texts, and pieces.json with
+the pieces its pre-tokenizers cut texts of every script into.
 
-    pip install tokenizers==0.23.3; python tests/golden/make_tokenizer_golden.py
+    pip install tokenizers==0.23.3 regex; python tests/golden/make_tokenizer_golden.py
 """
 import json
 import unicodedata
 from pathlib import Path
 
+import regex
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import trainers
 
@@ -63,6 +65,78 @@ STABLE = [c for c in map(chr, range(0x80, 0x2fa1e))
           if unicodedata.category(c) != "Cs"
           and unicodedata.category(c) == unicodedata.ucd_3_2_0.category(c) != "Cn"]
 TEXTS.append("".join(f"a{c}b {c}1" for c in STABLE[::331]))
+
+# Not learned from: what is common in no text, and rare in all of them.
+SPACES = [c for c in map(chr, range(0x10000)) if c.isspace() or unicodedata.category(c)[0] == "Z"
+          or c in "\u180e\u200b\u200c\u200d\u2060\ufeff"]
+MORE = [
+    # Families, professions, skin tones, flags of regions and subdivisions, keycaps, both looks.
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f469\U0001f3fe\u200d\U0001f52c x "
+    "\U0001f9d1\U0001f3fb\u200d\u2764\ufe0f\u200d\U0001f48b\u200d\U0001f9d1\U0001f3ff \U0001f44b\U0001f3fb\U0001f3fc"
+    "\U0001f3fd\U0001f3fe\U0001f3ff1 \U0001f1e9\U0001f1ea\U0001f1ef\U0001f1f5a \U0001f3f4\U000e0067\U000e0062"
+    "\U000e0073\U000e0063\U000e0074\U000e007f 1\ufe0f\u20e3#\ufe0f\u20e3 \u2600\ufe0e\u2600\ufe0f \U0001f3f3\ufe0f"
+    "\u200d\U0001f308\U0001f3f4\u200d\u2620\ufe0f \U0001fae0\U0001f979\n\U0001f600\U0001f600\U0001f600 \U0001f600's",
+    "".join(f"a{c}b{c}{c}c {c} d{c}\n{c}{c}e{c}'s{c}1" for c in SPACES),
+    "".join(f"x{c * n}\n" for n in (2, 3, 5) for c in SPACES) + "".join(SPACES),
+    # Digits of every script, in runs of one to seven.
+    "".join(f"{c * (1 + i % 7)} a{c}" for i, c in enumerate(
+        c for c in map(chr, range(0x20000)) if unicodedata.category(c) == "Nd"
+        and unicodedata.digit(c) == 7)),
+    "\u00bd\u2153 \u2160\u2171\u2183 \u3007\u3021\u3029 \u2460\u2474\u24ea \U00010107\U00010140 \u0bf0\u0d70 \u137c \u19da",
+    # Marks: stacked, alone at the start, on spaces and digits, with joiners, not in form C.
+    "\u0301a\u0301\u0302\u0303 \u0301 1\u0301 .\u0301\u0489 e\u0316\u0301 \u0928\u094d\u200d\u0926 \u0d28\u0d4d\u200d "
+    "\u0f40\u0f90\u0f71\u0f72 Z\u0351\u036d\u0343\u0334\u0321a\u0337\u0358\u034e \u05d0\u05b7\u05c1 \u20e3x\u20dd \u1ab0\u1dc0",
+    "template <typename T>\nT max(const T& a, const T& b) { return a < b ? b : a; }\n\n\tx->y[i]++; // 0b1010'0101 "
+    "0xFFu 1e-9f\r\n#define A(x) #x ## x\nSELECT * FROM `t` WHERE a <> 'it''s' AND b >= 3;\n"
+    "<a href=\"x?y=1&amp;z\">T</a>\n\n  - k: [1, 2]\n    v: |\n      t\n$ ls -la | grep '^d' && echo \"$?\"\n"
+    "fn main() -> Result<(), Box<dyn Error>> { let v: Vec<_> = (0..10).map(|x| x * x).collect(); }\n"
+    "\\begin{align} \\frac{\\partial f}{\\partial x} &= 0 \\\\ \\end{align}\n@media (max-width: 3em) {.a > b::after{}}\n"
+    "def \u03b1(\u03b2_1):\n        return \u03b2_1 ** 2 if not \u03b2_1 else -\u03b2_1\n" + " " * 17 + "#" * 9 + "-" * 40 + "\n\n\n\n",
+]
+# Not UTF-8: bytes that never occur, characters cut short, too long, surrogates, beyond the last
+# character. A run of them is a piece of its own.
+BYTES = [
+    "ff", "80", "61ff62", "c3", "c328", "e282", "e28228a1", "f09f98", "f09f9861", "c0af", "e08080", "eda080",
+    "edbfbf", "f4908080", "f8888080", "fffe6100", "6120ff2062", "2020ff2020", "31ff32c3", "0ac30a",
+    "e697a5e69ce69cace8aa9e", "c3a9c3c3a9", "27ff7327", "61cc81ff", "efbbbf61ff", "c2a0ffc2a0", "f09f9880ff", "ed9f80eda0",
+    "3c7c656e646f6674657874ff7c3e", "ff3c7c656e646f66746578747c3eff",
+]
+SCRIPTS = """Adlam Ahom AnatolianHieroglyphs Arabic Armenian Avestan Balinese Bamum BassaVah Batak
+Bengali Bhaiksuki Bopomofo Brahmi Braille Buginese Buhid CanadianAboriginal Carian CaucasianAlbanian
+Chakma Cham Cherokee Chorasmian Common Coptic Cuneiform Cypriot CyproMinoan Cyrillic Deseret
+Devanagari DivesAkuru Dogra Duployan EgyptianHieroglyphs Elbasan Elymaic Ethiopic Georgian Glagolitic
+Gothic Grantha Greek Gujarati GunjalaGondi Gurmukhi Hangul Hani HanifiRohingya Hanunoo Hatran Hebrew
+Hiragana ImperialAramaic Inherited InscriptionalPahlavi InscriptionalParthian Javanese Kaithi Kannada
+Katakana KayahLi Kharoshthi KhitanSmallScript Khmer Khojki Khudawadi Lao Latin Lepcha Limbu LinearA
+LinearB Lisu Lycian Lydian Mahajani Makasar Malayalam Mandaic Manichaean Marchen MasaramGondi
+Medefaidrin MeeteiMayek MendeKikakui MeroiticCursive MeroiticHieroglyphs Miao Modi Mongolian Mro
+Multani Myanmar Nabataean Nandinagari Newa NewTaiLue Nko Nushu NyiakengPuachueHmong Ogham OlChiki
+OldHungarian OldItalic OldNorthArabian OldPermic OldPersian OldSogdian OldSouthArabian OldTurkic
+OldUyghur Oriya Osage Osmanya PahawhHmong Palmyrene PauCinHau PhagsPa Phoenician PsalterPahlavi Rejang
+Runic Samaritan Saurashtra Sharada Shavian Siddham SignWriting Sinhala Sogdian SoraSompeng Soyombo
+Sundanese SylotiNagri Syriac Tagalog Tagbanwa TaiLe TaiTham TaiViet Takri Tamil Tangsa Tangut Telugu
+Thaana Thai Tibetan Tifinagh Tirhuta Toto Ugaritic Vai Vithkuqi Wancho WarangCiti Yezidi Yi
+ZanabazarSquare""".split()
+
+
+def script_texts():
+    """Of each script (Unicode 14) the first and the last character of each general category, among
+    letters, digits, spaces and punctuation, ten scripts a text."""
+    assert unicodedata.unidata_version == "14.0.0"
+    known = "".join(c for c in map(chr, range(0x110000))
+                    if unicodedata.category(c) not in ("Cn", "Cs", "Co"))
+    texts = []
+    for i, script in enumerate(SCRIPTS):
+        categories = {}
+        for c in regex.findall(rf"\p{{Script={script}}}", known):
+            categories.setdefault(unicodedata.category(c), []).append(c)
+        assert categories, script
+        chosen = [c for members in categories.values() for c in (members[0], members[-1])]
+        word = "".join(chosen)
+        if i % 10 == 0:
+            texts.append("")
+        texts[-1] += word + " " + " ".join(chosen) + "".join(f"a{c}1{c}.{c}" for c in chosen) + "\n"
+    return texts
 
 
 def split(pattern):
@@ -147,16 +221,55 @@ def qwen2():
     return json.loads(tokenizer.to_str())
 
 
+def alphabet():
+    """The characters that stand for bytes."""
+    shown = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
+    rest = [b for b in range(256) if b not in shown]
+    return {b: chr(b) for b in shown} | {b: chr(0x100 + i) for i, b in enumerate(rest)}
+
+
+def byte_ids(tokenizer, text):
+    """Valid stretches as the library encodes them; runs of invalid bytes by its model alone."""
+    model = Tokenizer.from_str(tokenizer.to_str())
+    spec = json.loads(model.to_str())
+    spec.update(pre_tokenizer=None, normalizer=None, added_tokens=[], post_processor=None)
+    model = Tokenizer.from_str(json.dumps(spec))
+    ids, shown = [], alphabet()
+    # surrogateescape: an invalid byte b is the character U+DC00 + b.
+    for valid, invalid in regex.findall(r"([^\ud800-\udfff]+)|([\ud800-\udfff]+)",
+                                        text.decode("utf-8", "surrogateescape")):
+        if valid:
+            ids += tokenizer.encode(valid, add_special_tokens=False).ids
+        else:
+            ids += model.encode("".join(shown[ord(c) - 0xdc00] for c in invalid)).ids
+    return ids
+
+
+def pieces(tokenizer, text):
+    """Bytes of each pre-token."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    return [len(piece) for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
 def main():
     OUT.mkdir(exist_ok=True)
-    ids = {}
+    ids, more, of_bytes, lengths = {}, {}, {}, {}
+    scripts = script_texts()
     for make in (gpt2, smollm2, llama3, qwen2):
         text = json.dumps(make(), ensure_ascii=False, separators=(",", ":"))
         tokenizer = Tokenizer.from_str(text)
         (OUT / f"{make.__name__}.json").write_text(text + "\n")
         ids[make.__name__] = [tokenizer.encode(t, add_special_tokens=False).ids for t in TEXTS]
-    cases = json.dumps({"texts": TEXTS, "ids": ids}, separators=(",", ":"))
-    (OUT / "cases.json").write_text(cases + "\n")
+        more[make.__name__] = [tokenizer.encode(t, add_special_tokens=False).ids for t in MORE]
+        of_bytes[make.__name__] = [byte_ids(tokenizer, bytes.fromhex(t)) for t in BYTES]
+        lengths[make.__name__] = [pieces(tokenizer, t) for t in scripts + MORE]
+    cases = {"texts": TEXTS, "ids": ids, "more_texts": MORE, "more_ids": more, "bytes": BYTES,
+             "bytes_ids": of_bytes}
+    (OUT / "cases.json").write_text(json.dumps(cases, separators=(",", ":")) + "\n")
+    cut = {"texts": scripts + MORE, "lengths": lengths}
+    (OUT / "pieces.json").write_text(
+        json.dumps(cut, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 main()

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where pre-tokens end, which regular expressions are refused, and NFC against utf8proc. That the
-// four known pre-tokenizers cut as the reference does is tested on ids, in tokenizer_test.cc.
+// Where pre-tokens end, which regular expressions are refused, and NFC against utf8proc. What the
+// reference cuts: tests/golden/make_tokenizer_golden.py.
 #include "twell/data/pre_tokenizer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <utf8proc.h>
 
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/base/rng.h"
 #include "twell/data/normalizer.h"
+#include "twell/data/tokenizer_spec.h"
 
 namespace twell {
 namespace {
@@ -37,6 +42,28 @@ TEST(PreTokenizer, StepsApplyToThePiecesOfTheStepBefore) {
   EXPECT_THAT(split({{Kind::kDigitRuns}}, "a12b3"), ElementsAre("a", "12", "b", "3"));
   EXPECT_THAT(split({}, "all of it"), ElementsAre("all of it"));
   EXPECT_THAT(split({{Kind::kGpt2}}, ""), ElementsAre());
+}
+
+// Characters of every script and category; emoji, spaces, digits, marks, code.
+TEST(PreTokenizer, CutsEveryScriptAsTheReference) {
+  const std::filesystem::path folder =
+      std::filesystem::path(TWELL_SOURCE_DIR) / "tests/golden/tokenizer";
+  const auto golden = nlohmann::json::parse(read_file(folder / "pieces.json"));
+  const auto texts = golden.at("texts").get<std::vector<std::string>>();
+  for (const std::string name : {"gpt2", "smollm2", "llama3", "qwen2"}) {
+    const TokenizerSpec spec = parse_tokenizer_json(read_file(folder / (name + ".json")), name);
+    const auto expected = golden.at("lengths").at(name).get<std::vector<std::vector<size_t>>>();
+    ASSERT_EQ(texts.size(), expected.size());
+    for (size_t i = 0; i < texts.size(); ++i) {
+      std::string buffer;
+      const std::string text(spec.nfc ? normalize_nfc(texts[i], buffer) : texts[i]);
+      std::vector<size_t> lengths;
+      for (const std::string& piece : split(spec.pre_tokenizer, text)) {
+        lengths.push_back(piece.size());
+      }
+      EXPECT_EQ(lengths, expected[i]) << name << " text " << i;
+    }
+  }
 }
 
 TEST(PreTokenizer, WhatDoesNotMatchIsAPieceToo) {

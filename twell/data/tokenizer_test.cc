@@ -55,6 +55,33 @@ TEST_P(GoldenTokenizer, GivesTheIdsOfTheReference) {
   }
 }
 
+// Emoji sequences, every space, digits of every script, marks, code.
+TEST_P(GoldenTokenizer, GivesTheIdsOfTheReferenceForRareText) {
+  const Tokenizer tokenizer = golden(GetParam());
+  const auto texts = cases().at("more_texts").get<std::vector<std::string>>();
+  const auto expected =
+      cases().at("more_ids").at(GetParam()).get<std::vector<std::vector<int32_t>>>();
+  ASSERT_EQ(texts.size(), expected.size());
+  for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(tokenizer.encode(texts[i]), expected[i]) << i;
+}
+
+// The reference takes no invalid UTF-8: its ids for the valid stretches, and its model's for the
+// runs of other bytes between them.
+TEST_P(GoldenTokenizer, EncodesInvalidBytesByThemselves) {
+  const Tokenizer tokenizer = golden(GetParam());
+  const auto texts = cases().at("bytes").get<std::vector<std::string>>();
+  const auto expected =
+      cases().at("bytes_ids").at(GetParam()).get<std::vector<std::vector<int32_t>>>();
+  ASSERT_EQ(texts.size(), expected.size());
+  for (size_t i = 0; i < texts.size(); ++i) {
+    std::string bytes;
+    for (size_t at = 0; at < texts[i].size(); at += 2) {
+      bytes += static_cast<char>(std::stoi(texts[i].substr(at, 2), nullptr, 16));
+    }
+    EXPECT_EQ(tokenizer.encode(bytes), expected[i]) << texts[i];
+  }
+}
+
 TEST_P(GoldenTokenizer, SavesAndLoadsToTheSame) {
   const Tokenizer tokenizer = golden(GetParam());
   const TempFolder folder;
