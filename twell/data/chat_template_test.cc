@@ -54,6 +54,10 @@ TEST(ChatTemplate, RendersAsTransformersDoes) {
   EXPECT_EQ(compared, 72);
 }
 
+TEST(ChatTemplate, CutsTextThatIsNotUtf8) {
+  EXPECT_EQ(render("{{ '\x80\x81z'[1] }}{{ '\x80\x81z'[1:] }}"), "zz");
+}
+
 TEST(ChatTemplate, WhatIsNotSupportedIsNamedWithItsLine) {
   EXPECT_EQ(render("a\n{% macro f() %}"),
             "refused: here: line 2: the statement 'macro' is not supported");

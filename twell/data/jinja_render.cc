@@ -254,7 +254,8 @@ class Renderer {
     std::vector<Json> items;
     if (object.is_string()) {
       for (const char c : object.text()) {
-        if ((c & 0xc0) != 0x80) items.emplace_back("");
+        // A text that begins inside a character keeps those bytes as its first.
+        if ((c & 0xc0) != 0x80 || items.empty()) items.emplace_back("");
         items.back().get_ref<std::string&>() += c;
       }
     } else {
