@@ -54,7 +54,20 @@ void add_bench_train_command(CLI::App& bench, CommonOptions& common) {
                   "Executions of the sparse run: auto, hybrid, or dense for none")
       ->type_name("NAME")
       ->capture_default_str();
-  add_recompute_option(command, arguments->recompute);
+  command
+      .add_option("--recompute", arguments->recompute,
+                  "As of 'twell train'; repeatable, for runs with each")
+      ->type_name("LEVEL")
+      ->capture_default_str();
+  command
+      .add_option("--sparse-recompute", arguments->sparse_recompute,
+                  "Also the sparse run with this level; repeatable")
+      ->type_name("LEVEL");
+  command
+      .add_option("--moment-dtype", arguments->moment_dtype, "Type of AdamW's moments: f32, bf16")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"f32", "bf16"}).description(""))
+      ->capture_default_str();
   command.add_flag("--tune", arguments->tune,
                    "Choose the algorithms of matrix products by a stopwatch, which training does "
                    "not, so that runs repeat");

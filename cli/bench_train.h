@@ -6,16 +6,19 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace twell::cli {
 
 struct BenchTrain {
   std::string preset;
-  int64_t micro_batch = 8;         // 0: the largest that fits
-  int64_t length = 0;              // 0: the model's context
-  int64_t steps = 10;              // timed
-  std::filesystem::path patterns;  // captured patterns to replay, or empty
-  std::string recompute = "auto";
+  int64_t micro_batch = 8;                        // 0: the largest that fits
+  int64_t length = 0;                             // 0: the model's context
+  int64_t steps = 10;                             // timed
+  std::filesystem::path patterns;                 // captured patterns to replay, or empty
+  std::vector<std::string> recompute = {"auto"};  // dense and sparse with each of them
+  std::vector<std::string> sparse_recompute;      // sparse alone, beside the first dense run
+  std::string moment_dtype = "f32";
   std::string policy = "auto";  // of the sparse run
   bool tune = false;
   uint64_t seed = 0;

@@ -71,74 +71,118 @@ TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOpti
   return benchmark_training(stream, model, options);
 }
 
-// The dense options, with the activity of the patterns, and their own largest micro-batch.
-TrainBenchmarkOptions sparse_options(cudaStream_t stream, const ModelConfig& config,
-                                     TrainBenchmarkOptions options, const BenchTrain& arguments) {
+// The dense options, with the activity of the patterns.
+TrainBenchmarkOptions sparse_options(const ModelConfig& config, TrainBenchmarkOptions options,
+                                     const BenchTrain& arguments) {
   const PackedPatternsCuda patterns(arguments.patterns, config.layers, config.ffn, /*tokens=*/1);
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     options.hints.push_back({patterns.nnz_per_token(layer), patterns.union_neurons(layer)});
   }
   options.policy = parse_ffn_train_policy(arguments.policy);
-  if (arguments.micro_batch == 0) {
-    options.micro_batch = largest_micro_batch(stream, config, options);
-  }
   return options;
 }
+
+// A run with one level of recomputation.
+struct Measured {
+  TrainBenchmarkRun run;
+  int64_t micro_batch = 0;
+  std::string recompute;
+};
+
+class TrainBench {
+ public:
+  explicit TrainBench(const BenchTrain& arguments)
+      : arguments_(arguments),
+        config_(preset_config(arguments.preset)),
+        gpu_(CudaContext(stream_.get()).device_name()),
+        model_(config_) {
+    options_.length = arguments.length == 0 ? config_.max_sequence() : arguments.length;
+    options_.micro_batch = arguments.micro_batch;
+    options_.steps = arguments.steps;
+    options_.seed = arguments.seed;
+    options_.tune = arguments.tune;
+    options_.moment_dtype = arguments.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+    Context cpu;
+    init_weights(cpu, model_, arguments.seed);
+    fmt::print("preset {}, random weights and tokens, sequences of {}, on {}\n", arguments.preset,
+               options_.length, gpu_);
+  }
+
+  void run() {
+    std::optional<Measured> first;
+    for (const std::string& level : arguments_.recompute) {
+      const Measured dense = measure(level, /*sparse=*/false);
+      std::optional<Measured> sparse;
+      if (!arguments_.patterns.empty()) sparse = measure(level, /*sparse=*/true);
+      report(dense, sparse);
+      if (!first) first = dense;
+    }
+    for (const std::string& level : arguments_.sparse_recompute) {
+      report(*first, measure(level, /*sparse=*/true));
+    }
+  }
+
+ private:
+  Measured measure(const std::string& level, bool sparse) {
+    TrainBenchmarkOptions options = options_;
+    options.recompute = parse_recompute(level);
+    if (sparse) options = sparse_options(config_, options, arguments_);
+    if (arguments_.micro_batch == 0) {
+      options.micro_batch = largest_micro_batch(stream_.get(), config_, options);
+    }
+    TrainBenchmarkRun run = sparse ? replayed(stream_.get(), model_, options, arguments_)
+                                   : benchmark_training(stream_.get(), model_, options);
+    return {std::move(run), options.micro_batch, level};
+  }
+
+  void report(const Measured& dense, const std::optional<Measured>& sparse) {
+    fmt::print("\ndense: {} sequences, recompute {}\n", dense.micro_batch, dense.recompute);
+    std::optional<TrainBenchmarkRun> other;
+    if (sparse) {
+      fmt::print(
+          "sparse: {} sequences, recompute {}, REPLAY of captured patterns {}; the gate "
+          "GEMM runs, its result is unused\n",
+          sparse->micro_batch, sparse->recompute, arguments_.patterns.string());
+      other = sparse->run;
+    }
+    print_runs(dense.run, other);
+    nlohmann::json line = machine_json(0);
+    line.erase("threads");
+    line["bench"] = "train";
+    line["gpu"] = gpu_;
+    line["subject"] = fmt::format("preset {}, random weights and tokens", arguments_.preset);
+    line["length"] = options_.length;
+    line["steps"] = options_.steps;
+    line["moment_dtype"] = arguments_.moment_dtype;
+    line["tuned_products"] = options_.tune;
+    line["replayed_patterns"] = arguments_.patterns.filename().string();
+    line["dense"] = measured_json(dense);
+    if (sparse) {
+      line["sparse"] = measured_json(*sparse);
+      line["sparse"]["ffn_policy"] = arguments_.policy;
+    }
+    append_jsonl(arguments_.jsonl, line);
+  }
+
+  static nlohmann::json measured_json(const Measured& measured) {
+    nlohmann::json json = run_json(measured.run);
+    json["micro_batch"] = measured.micro_batch;
+    json["recompute"] = measured.recompute;
+    return json;
+  }
+
+  const BenchTrain& arguments_;
+  ModelConfig config_;
+  CudaStream stream_;
+  std::string gpu_;
+  Model model_;
+  TrainBenchmarkOptions options_;
+};
 
 }  // namespace
 
 int run_bench_train_cuda(const BenchTrain& arguments) {
-  const ModelConfig config = preset_config(arguments.preset);
-  const CudaStream stream;
-  const std::string gpu = CudaContext(stream.get()).device_name();
-  TrainBenchmarkOptions options;
-  options.length = arguments.length == 0 ? config.max_sequence() : arguments.length;
-  options.micro_batch = arguments.micro_batch;
-  options.steps = arguments.steps;
-  options.seed = arguments.seed;
-  options.tune = arguments.tune;
-  options.recompute = parse_recompute(arguments.recompute);
-  if (arguments.micro_batch == 0) {
-    options.micro_batch = largest_micro_batch(stream.get(), config, options);
-  }
-  Model model(config);
-  Context cpu;
-  init_weights(cpu, model, arguments.seed);
-  fmt::print("preset {}, random weights and tokens, {} x {} tokens per step, on {}\n",
-             arguments.preset, options.micro_batch, options.length, gpu);
-  const TrainBenchmarkRun dense = benchmark_training(stream.get(), model, options);
-  std::optional<TrainBenchmarkRun> sparse;
-  int64_t sparse_micro_batch = 0;
-  if (!arguments.patterns.empty()) {
-    const TrainBenchmarkOptions with_patterns =
-        sparse_options(stream.get(), config, options, arguments);
-    sparse_micro_batch = with_patterns.micro_batch;
-    fmt::print(
-        "sparse: {} x {} tokens, REPLAY of captured patterns {}; the gate GEMM runs, its "
-        "result is unused\n",
-        sparse_micro_batch, options.length, arguments.patterns.string());
-    sparse = replayed(stream.get(), model, with_patterns, arguments);
-  }
-  print_runs(dense, sparse);
-
-  nlohmann::json line = machine_json(0);
-  line.erase("threads");
-  line["bench"] = "train";
-  line["gpu"] = gpu;
-  line["subject"] = fmt::format("preset {}, random weights and tokens", arguments.preset);
-  line["micro_batch"] = options.micro_batch;
-  line["length"] = options.length;
-  line["steps"] = options.steps;
-  line["recompute"] = arguments.recompute;
-  line["tuned_products"] = options.tune;
-  line["dense"] = run_json(dense);
-  line["replayed_patterns"] = arguments.patterns.filename().string();
-  if (sparse) {
-    line["sparse"] = run_json(*sparse);
-    line["sparse"]["micro_batch"] = sparse_micro_batch;
-    line["sparse"]["ffn_policy"] = arguments.policy;
-  }
-  append_jsonl(arguments.jsonl, line);
+  TrainBench(arguments).run();
   return kExitOk;
 }
 

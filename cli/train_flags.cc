@@ -202,9 +202,9 @@ CLI::Option* add_recompute_option(CLI::App& command, std::string& recompute) {
       .add_option(
           "--recompute", recompute,
           "GPU: what backward makes again to save memory: the blocks' normalised inputs "
-          "(norms), none, or auto, none where the memory is there; the results are the same")
-      ->type_name("none|norms|auto")
-      ->check(CLI::IsMember({"none", "norms", "auto"}).description(""))
+          "(norms), the FFN's too (inputs), queries, keys and values too (qkv), the last named "
+          "for N layers only; or the least of these that fits; the results are the same")
+      ->type_name("auto|none|norms[:N]|inputs[:N]|qkv[:N]")
       ->capture_default_str();
 }
 

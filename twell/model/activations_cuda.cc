@@ -36,8 +36,13 @@ class Carver {
   ActivationPlanCuda plan_;
 };
 
+// Whether some layer makes it again.
+bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
+  return plan.recompute.of_layer(0) >= of;
+}
+
 ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver) {
-  constexpr const char* kStream = "activations: residual stream and norms";
+  constexpr const char* kStream = "activations: residual stream, norms";
   constexpr const char* kAttention = "activations: attention";
   constexpr const char* kGradients = "gradients of activations";
   const int64_t tokens = plan.shape.sequences * plan.shape.length;
@@ -47,21 +52,26 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   carver.array(kStream, row, views.final_in);
   carver.array(kStream, row, views.normed);
   views.layers.resize(static_cast<size_t>(config.layers));
-  for (LayerActivationsCuda& layer : views.layers) {
+  __nv_bfloat16* shared_ffn_in = nullptr;
+  if (makes_again(plan, RecomputeLevel::kInputs)) carver.array(kStream, row, shared_ffn_in);
+  for (int64_t i = 0; i < config.layers; ++i) {
+    LayerActivationsCuda& layer = views.layers[static_cast<size_t>(i)];
+    const RecomputeLevel level = plan.recompute.of_layer(i);
     carver.array(kStream, row, layer.attention_in);
-    carver.array(kAttention, tokens * qkv_width(config), layer.qkv);
     carver.array(kAttention, tokens * config.heads, layer.logsumexp);
     carver.array(kAttention, tokens * config.q_width(), layer.attended);
-    carver.array(kStream, row, layer.ffn_in);
+    if (level < RecomputeLevel::kQkv) {
+      carver.array(kAttention, tokens * qkv_width(config), layer.qkv);
+    }
+    layer.ffn_in = shared_ffn_in;
+    if (level < RecomputeLevel::kInputs) carver.array(kStream, row, layer.ffn_in);
     layer.attention_normed = layer.ffn_normed = views.normed;
-    if (!plan.keep_normed) continue;
+    if (level >= RecomputeLevel::kNorms) continue;
     carver.array(kStream, row, layer.attention_normed);
     carver.array(kStream, row, layer.ffn_normed);
   }
   carver.array(kGradients, row, views.d_residual);
   carver.array(kGradients, row, views.d_normed);
-  carver.array(kGradients, tokens * qkv_width(config), views.d_qkv);
-  carver.array(kGradients, tokens * config.q_width(), views.d_attended);
   carver.array(kGradients, tokens, views.losses);
   int64_t partials = rms_norm_backward_partials(tokens) * config.width;
   if (config.qkv_bias) {
@@ -69,6 +79,17 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   }
   carver.array(kGradients, partials, views.partial);
   return views;
+}
+
+void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver,
+                     ActivationViewsCuda& views) {
+  constexpr const char* kScratch = "attention at work";
+  const int64_t tokens = plan.shape.sequences * plan.shape.length;
+  if (makes_again(plan, RecomputeLevel::kQkv)) {
+    carver.array(kScratch, tokens * qkv_width(config), views.qkv);
+  }
+  carver.array(kScratch, tokens * qkv_width(config), views.d_qkv);
+  carver.array(kScratch, tokens * config.q_width(), views.d_attended);
 }
 
 }  // namespace
@@ -83,6 +104,23 @@ ActivationViewsCuda place_activations(const ModelConfig& config, const TrainingP
                                       std::byte* block) {
   Carver carver(block);
   return carve(config, plan, carver);
+}
+
+int64_t attention_scratch_bytes(const ModelConfig& config, const TrainingPlanCuda& plan) {
+  Carver carver(nullptr);
+  ActivationViewsCuda views;
+  carve_attention(config, plan, carver, views);
+  return carver.take_plan().bytes;
+}
+
+void place_attention_scratch(const ModelConfig& config, const TrainingPlanCuda& plan,
+                             std::byte* block, ActivationViewsCuda& views) {
+  Carver carver(block);
+  carve_attention(config, plan, carver, views);
+  for (int64_t i = 0; i < config.layers; ++i) {
+    if (plan.recompute.of_layer(i) < RecomputeLevel::kQkv) continue;
+    views.layers[static_cast<size_t>(i)].qkv = views.qkv;
+  }
 }
 
 }  // namespace twell

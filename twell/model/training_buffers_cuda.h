@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "twell/model/activations_cuda.h"
@@ -36,14 +37,20 @@ class StagingSlot {
 
 // Memory for micro-batches of one shape.
 struct TrainingCuda::Buffers {
-  Buffers(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan);
+  Buffers(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan, bool hybrid);
+  // Room for hybrid layers, or only for dense ones. Not while a pass is on its way.
+  void make_scratch(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
+                    bool hybrid);
 
   DeviceBuffer<std::byte> memory;
   ActivationViewsCuda views;
-  std::vector<FfnSavedCuda> ffn;  // [L]
-  std::vector<double> ffn_nnz;    // [L] that they were prepared for
-  FfnTrainWorkspaceCuda ffn_workspace;
-  CrossEntropyWorkspaceCuda head;
+  std::vector<FfnSavedCuda> ffn;         // [L]
+  std::vector<FfnExpectation> prepared;  // [L] what for
+  // One after the other, a feed-forward layer, the attention of a layer and the head work here.
+  DeviceBuffer<std::byte> scratch;
+  bool scratch_hybrid = false;
+  std::optional<FfnTrainWorkspaceCuda> ffn_workspace;
+  std::optional<CrossEntropyWorkspaceCuda> head;
   EmbeddingWorkspaceCuda embedding;
   DeviceBuffer<int32_t> batch;      // [2, M] inputs and targets
   DeviceBuffer<float> cos, sin;     // [T, hd / 2]

@@ -38,6 +38,25 @@ void require_supported(const ModelConfig& config, MicroBatchShape shape) {
   TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
+// Beside the workspace's own bytes, each in the place of the others.
+int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainingPlanCuda& plan, bool hybrid) {
+  const int64_t others =
+      std::max(attention_scratch_bytes(config, plan),
+               CrossEntropyWorkspaceCuda::bytes_needed(token_count(plan.shape), config.vocab_size));
+  return std::max(FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn_shape(config, plan), hybrid),
+                  FfnTrainWorkspaceCuda::kOwnBytes + others);
+}
+
+bool is_hybrid(const FfnExpectation& expected) {
+  return expected.execution == FfnTrainExecution::kHybrid;
+}
+
+// Memory made for `room` is enough for `needed`, and not twice too much.
+bool fits(double needed, double room) {
+  return needed < 0.0 ? room < 0.0 : needed <= room && room <= 2.0 * kRoom * needed;
+}
+
 template <typename T>
 DeviceBuffer<T> to_device(std::span<const T> values) {
   DeviceBuffer<T> buffer(std::ssize(values));
@@ -50,14 +69,13 @@ DeviceBuffer<T> to_device(std::span<const T> values) {
 }  // namespace
 
 TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
-                               const TrainingPlanCuda& plan)
+                               const TrainingPlanCuda& plan, bool hybrid)
     : memory(plan_activations(config, plan).bytes),
       views(place_activations(config, plan, memory.data())),
-      ffn_workspace(ctx, ffn_shape(config, plan)),
-      head(token_count(plan.shape), config.vocab_size),
       embedding(token_count(plan.shape), config.width),
       batch(2 * token_count(plan.shape)),
       slots{StagingSlot(token_count(plan.shape)), StagingSlot(token_count(plan.shape))} {
+  make_scratch(ctx, config, plan, hybrid);
   const RopeTable table = rope_table(config, plan.shape.length);
   cos = to_device<float>(table.cos.span());
   sin = to_device<float>(table.sin.span());
@@ -68,6 +86,17 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
   positions = to_device<int32_t>(places);
 }
 
+void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& config,
+                                         const TrainingPlanCuda& plan, bool hybrid) {
+  scratch = {};  // before the other one is there
+  scratch = DeviceBuffer<std::byte>(scratch_bytes(ctx, config, plan, hybrid));
+  scratch_hybrid = hybrid;
+  ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
+  std::byte* const others = scratch.data() + FfnTrainWorkspaceCuda::kOwnBytes;
+  head.emplace(token_count(plan.shape), config.vocab_size, others);
+  place_attention_scratch(config, plan, others, views);
+}
+
 TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,
                            const TrainingPlanCuda& plan, int64_t other_bytes)
     : ctx_(ctx), config_(config), plan_(plan) {
@@ -75,11 +104,13 @@ TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,
   for (const MemoryItem& item : memory_plan(ctx, config, plan)) bytes += item.bytes;
   require_device_memory(bytes, fmt::format("training micro-batches of {} x {} tokens",
                                            plan.shape.sequences, plan.shape.length));
-  buffers_ = std::make_unique<Buffers>(ctx, config_, plan);
+  const bool hybrid = std::any_of(plan.ffn.begin(), plan.ffn.end(), is_hybrid);
+  buffers_ = std::make_unique<Buffers>(ctx, config_, plan, hybrid);
   for (int64_t layer = 0; layer < config.layers; ++layer) {  // one by one, so that no more is taken
     buffers_->ffn.emplace_back(ctx, ffn_shape(config, plan));
-    buffers_->ffn_nnz.push_back(-1.0);
-    if (!plan.ffn.empty()) prepare(layer, plan.ffn[static_cast<size_t>(layer)]);
+    buffers_->prepared.emplace_back();
+    const auto at = static_cast<size_t>(layer);
+    if (!plan.ffn.empty()) prepare_layer(at, plan.ffn[at]);
   }
 }
 
@@ -98,13 +129,14 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     const FfnExpectation expected =
         plan.ffn.empty() ? FfnExpectation{} : plan.ffn[static_cast<size_t>(layer)];
-    saved += FfnSavedCuda::bytes_needed(ffn, expected.execution, kRoom * expected.nnz);
+    saved += ffn_saved_bytes(ffn, expected);
   }
   items.push_back({plan.ffn.empty() ? "activations: FFN (all layers dense)"
                                     : "activations: FFN (as active as expected)",
                    saved});
-  items.push_back({"a feed-forward layer at work", FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn)});
-  items.push_back({"logits", CrossEntropyWorkspaceCuda::bytes_needed(tokens, config.vocab_size)});
+  const bool hybrid =
+      plan.may_become_hybrid || std::any_of(plan.ffn.begin(), plan.ffn.end(), is_hybrid);
+  items.push_back({"a layer at work, or logits", scratch_bytes(ctx, config, plan, hybrid)});
   items.push_back({"batch, positions, rotations, embedding",
                    EmbeddingWorkspaceCuda::bytes_needed(tokens, config.width) +
                        kFloatBytes * (3 * tokens + plan.shape.length * config.head_dim)});
@@ -112,31 +144,53 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   return items;
 }
 
-bool TrainingCuda::prepare(int64_t layer, const FfnExpectation& expected) {
-  const auto at = static_cast<size_t>(layer);
-  FfnSavedCuda& saved = buffers_->ffn[at];
-  double& prepared = buffers_->ffn_nnz[at];
-  if (expected.execution == FfnTrainExecution::kDense) {
-    if (saved.execution() == expected.execution) return false;
-    saved.prepare(ctx_, expected.execution, -1.0);
-    prepared = -1.0;
-    return true;
+bool TrainingCuda::is_prepared(size_t layer, const FfnExpectation& expected) const {
+  const FfnExpectation& made = buffers_->prepared[layer];
+  if (buffers_->ffn[layer].execution() != expected.execution) return false;
+  return !is_hybrid(expected) ||
+         (fits(expected.nnz, made.nnz) && fits(expected.union_neurons, made.union_neurons));
+}
+
+void TrainingCuda::prepare_layer(size_t layer, const FfnExpectation& expected) {
+  const FfnExpectation made{expected.execution, kRoom * expected.nnz,
+                            kRoom * expected.union_neurons};
+  buffers_->ffn[layer].prepare(ctx_, made.execution, made.nnz, made.union_neurons);
+  buffers_->prepared[layer] = made;
+}
+
+void TrainingCuda::set_scratch(bool hybrid) {
+  if (buffers_->scratch_hybrid == hybrid) return;
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  buffers_->make_scratch(ctx_, config_, plan_, hybrid);
+}
+
+bool TrainingCuda::prepare(std::span<const FfnExpectation> expected) {
+  TWELL_CHECK(std::ssize(expected) == config_.layers, "{} layers, {} expectations", config_.layers,
+              expected.size());
+  const bool hybrid = std::any_of(expected.begin(), expected.end(), is_hybrid);
+  bool changed = buffers_->scratch_hybrid != hybrid;
+  if (!hybrid) set_scratch(false);
+  for (const FfnTrainExecution execution :
+       {FfnTrainExecution::kHybrid, FfnTrainExecution::kDense}) {
+    for (size_t layer = 0; layer < expected.size(); ++layer) {
+      const FfnExpectation& now = expected[layer];
+      if (now.execution != execution || is_prepared(layer, now)) continue;
+      prepare_layer(layer, now);
+      changed = true;
+    }
   }
-  const bool fits = expected.nnz <= prepared && prepared <= 2.0 * kRoom * expected.nnz;
-  if (saved.execution() == expected.execution && fits) return false;
-  prepared = kRoom * expected.nnz;
-  saved.prepare(ctx_, expected.execution, prepared);
-  return true;
+  if (hybrid) set_scratch(true);
+  return changed;
 }
 
 FfnTrainExecution TrainingCuda::execution(int64_t layer) const {
   return buffers_->ffn[static_cast<size_t>(layer)].execution();
 }
 
-int64_t TrainingCuda::ffn_saved_bytes() const {
-  int64_t bytes = 0;
-  for (const FfnSavedCuda& saved : buffers_->ffn) bytes += saved.bytes();
-  return bytes;
+int64_t TrainingCuda::ffn_saved_bytes(const FfnTrainShapeCuda& shape,
+                                      const FfnExpectation& expected) {
+  return FfnSavedCuda::bytes_needed(shape, expected.execution, kRoom * expected.nnz,
+                                    kRoom * expected.union_neurons);
 }
 
 void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_t> targets) {

@@ -16,24 +16,27 @@
 #include <vector>
 
 #include "twell/base/cuda.h"
+#include "twell/model/recompute.h"
 #include "twell/model/training.h"
 #include "twell/ops/cross_entropy/cross_entropy_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
 
 namespace twell {
 
-// The execution of a layer's FFN, for about nnz active neurons per token.
+// The execution of a layer's FFN, for about nnz active neurons per token and union_neurons in a
+// tile of 128 tokens (negative: not known).
 struct FfnExpectation {
   FfnTrainExecution execution = FfnTrainExecution::kDense;
   double nnz = -1.0;
+  double union_neurons = -1.0;
 };
 
 struct TrainingPlanCuda {
   MicroBatchShape shape;  // sequences of at least 2 tokens
-  // Normalised inputs of the blocks are kept for backward; else they are made again from the
-  // residual stream, which costs two passes over [M, D] per layer.
-  bool keep_normed = false;
+  Recompute recompute = {};
   std::vector<FfnExpectation> ffn = {};  // [L] at first; empty: dense
+  // Layers may become hybrid later, where that is supported; only memory_plan takes account of it.
+  bool may_become_hybrid = false;
 };
 
 // Parts of a pass, forward and backward, for those who time them.
@@ -61,13 +64,14 @@ class TrainingCuda {
   TrainingCuda(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
                int64_t other_bytes = 0);
   ~TrainingCuda();
-  // Device memory that it takes with the layers as planned, cuDNN's and cuBLAS's included.
+  // Device memory that it takes at most, cuDNN's and cuBLAS's included.
   static std::vector<MemoryItem> memory_plan(const CudaContext& ctx, const ModelConfig& config,
                                              const TrainingPlanCuda& plan);
 
-  // Between steps. May wait for the device; passes captured before are void. False where nothing
-  // had to change.
-  bool prepare(int64_t layer, const FfnExpectation& expected);
+  // Between steps, for all layers [L]: what needs less memory first, so that on the way no more is
+  // taken than before or after. May wait for the device; passes captured before are void. False
+  // where nothing had to change.
+  bool prepare(std::span<const FfnExpectation> expected);
   FfnTrainExecution execution(int64_t layer) const;
 
   // Checks a micro-batch [B * T], -1 for no target, and enqueues its way to the device. Two may be
@@ -78,11 +82,15 @@ class TrainingCuda {
   // Its loss alone: pass.weights and pass.loss are used. Counts go nowhere.
   void evaluate(const TrainingPassCuda& pass);
 
-  int64_t ffn_saved_bytes() const;  // of all layers, as they are prepared
+  // Memory that a layer's FFN keeps from forward to backward when it is prepared for this.
+  static int64_t ffn_saved_bytes(const FfnTrainShapeCuda& shape, const FfnExpectation& expected);
 
  private:
   struct Buffers;
   class Pass;
+  bool is_prepared(size_t layer, const FfnExpectation& expected) const;
+  void prepare_layer(size_t layer, const FfnExpectation& expected);
+  void set_scratch(bool hybrid);
   CudaContext& ctx_;
   ModelConfig config_;
   TrainingPlanCuda plan_;

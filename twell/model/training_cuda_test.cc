@@ -242,9 +242,8 @@ TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
         !ffn_train_hybrid_unsupported(device.ctx, ffn).empty()) {
       continue;
     }
-    for (int64_t layer = 0; layer < config.layers; ++layer) {
-      device.training->prepare(layer, {execution, static_cast<double>(config.ffn) / 3.0});
-    }
+    device.training->prepare(std::vector<FfnExpectation>(
+        static_cast<size_t>(config.layers), {execution, static_cast<double>(config.ffn) / 3.0}));
     const Result got = device.run(batch);
     EXPECT_EQ(got.loss.tokens, want.result.loss_tokens);
     EXPECT_NEAR(got.loss.loss_sum, want.result.loss_sum, tolerance * want.result.loss_sum);
@@ -285,8 +284,13 @@ TEST_P(TrainingCudaTest, RepeatsBitForBitAndWhateverIsKept) {
   device.run(other);
   device.evaluate(other);
   EXPECT_EQ(device.run(batch).grads, first.grads);
-  Device keeping(*model, shape, {.keep_normed = true});
-  EXPECT_EQ(keeping.run(batch).grads, first.grads);
+  for (const RecomputeLevel level :
+       {RecomputeLevel::kNorms, RecomputeLevel::kInputs, RecomputeLevel::kQkv}) {
+    for (const int64_t layers : {int64_t{1}, config.layers}) {
+      Device again(*model, shape, {.recompute = {level, layers}});
+      EXPECT_EQ(again.run(batch).grads, first.grads);
+    }
+  }
 }
 
 TEST_P(TrainingCudaTest, MicroBatchesAddUp) {

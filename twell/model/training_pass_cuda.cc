@@ -29,7 +29,7 @@ class TrainingCuda::Pass {
         tokens_(token_count(shape_)),
         inputs_(buffers_.batch.data()),
         targets_(buffers_.batch.data() + tokens_),
-        keep_normed_(training.plan_.keep_normed) {}
+        recompute_(training.plan_.recompute) {}
 
   void run() {
     forward();
@@ -83,7 +83,7 @@ class TrainingCuda::Pass {
                         .sum = pass_.loss,
                         .d_x = backward ? views_.d_normed : nullptr,
                         .d_weight = backward ? grads_.head.data : nullptr},
-                       buffers_.head);
+                       *buffers_.head);
     done(TrainingStage::kHead);
   }
 
@@ -93,9 +93,11 @@ class TrainingCuda::Pass {
       const LayerWeights& w = weights_.layers[layer];
       const LayerGrads& d = grads_.layers[layer];
       const LayerActivationsCuda& a = views_.layers[layer];
+      const RecomputeLevel level = recompute_.of_layer(static_cast<int64_t>(layer));
+      ffn_input_again(level, w, a);
       feed_forward_backward(layer, w, a, d);
       norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm);
-      attention_block_backward(w, a, d);
+      attention_block_backward(level, w, a, d);
       norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm);
     }
     embedding_backward_cuda(ctx_,
@@ -154,9 +156,7 @@ class TrainingCuda::Pass {
   }
 
   void attention_block_forward(const LayerWeights& w, const LayerActivationsCuda& a) {
-    linear_forward(a.attention_normed, w.w_qkv, a.qkv);
-    rotate(a.qkv, w.b_qkv, /*inverse=*/false);
-    done(TrainingStage::kProjections);
+    project_qkv(w, a);
     attention_train_forward(
         ctx_,
         {.shape = attention_shape(), .qkv = a.qkv, .out = a.attended, .logsumexp = a.logsumexp});
@@ -164,10 +164,20 @@ class TrainingCuda::Pass {
     done(TrainingStage::kAttention);
   }
 
-  void attention_block_backward(const LayerWeights& w, const LayerActivationsCuda& a,
-                                const LayerGrads& d) {
+  void project_qkv(const LayerWeights& w, const LayerActivationsCuda& a) {
+    linear_forward(a.attention_normed, w.w_qkv, a.qkv);
+    rotate(a.qkv, w.b_qkv, /*inverse=*/false);
+    done(TrainingStage::kProjections);
+  }
+
+  void attention_block_backward(RecomputeLevel level, const LayerWeights& w,
+                                const LayerActivationsCuda& a, const LayerGrads& d) {
     linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
     done(TrainingStage::kProjections);
+    if (level >= RecomputeLevel::kNorms) {
+      normed_again(a.attention_in, w.attention_norm, a.attention_normed);
+    }
+    if (level >= RecomputeLevel::kQkv) project_qkv(w, a);
     attention_train_backward(ctx_, {.shape = attention_shape(),
                                     .qkv = a.qkv,
                                     .out = a.attended,
@@ -184,8 +194,6 @@ class TrainingCuda::Pass {
                                              .partial = views_.partial},
                                             ctx_.stream()));
     }
-    done(TrainingStage::kProjections);
-    if (!keep_normed_) normed_again(a.attention_in, w.attention_norm, a.attention_normed);
     linear_backward(a.attention_normed, w.w_qkv, views_.d_qkv, views_.d_normed, d.w_qkv);
     done(TrainingStage::kProjections);
   }
@@ -200,13 +208,22 @@ class TrainingCuda::Pass {
     if (pass_.counts != nullptr) problem.counts = pass_.counts + at;
     if (pass_.active != nullptr) problem.active = pass_.active + at * config_.ffn;
     if (pass_.before_ffn) pass_.before_ffn(at, problem);
-    ffn_train_forward_cuda(ctx_, problem, buffers_.ffn[layer], buffers_.ffn_workspace);
+    ffn_train_forward_cuda(ctx_, problem, buffers_.ffn[layer], *buffers_.ffn_workspace);
     done(TrainingStage::kFfn);
+  }
+
+  void ffn_input_again(RecomputeLevel level, const LayerWeights& w, const LayerActivationsCuda& a) {
+    if (level >= RecomputeLevel::kInputs) {
+      linear_forward(a.attended, w.w_o, views_.delta);
+      done(TrainingStage::kProjections);
+      norm_forward(a.attention_in, a.ffn_in, w.ffn_norm, a.ffn_normed);
+    } else if (level == RecomputeLevel::kNorms) {
+      normed_again(a.ffn_in, w.ffn_norm, a.ffn_normed);
+    }
   }
 
   void feed_forward_backward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a,
                              const LayerGrads& d) {
-    if (!keep_normed_) normed_again(a.ffn_in, w.ffn_norm, a.ffn_normed);
     ffn_train_backward_cuda(ctx_,
                             {.tokens = tokens_,
                              .weights = ffn_weights(w),
@@ -217,7 +234,7 @@ class TrainingCuda::Pass {
                              .grads = {.w_gate = d.ffn.w_gate.data,
                                        .w_up = d.ffn.w_up.data,
                                        .w_down = d.ffn.w_down.data}},
-                            buffers_.ffn[layer], buffers_.ffn_workspace);
+                            buffers_.ffn[layer], *buffers_.ffn_workspace);
     done(TrainingStage::kFfn);
   }
 
@@ -284,7 +301,7 @@ class TrainingCuda::Pass {
   const int64_t tokens_;
   const int32_t* const inputs_;   // [M]
   const int32_t* const targets_;  // [M]
-  const bool keep_normed_;
+  const Recompute recompute_;
 };
 
 void TrainingCuda::forward_backward(const TrainingPassCuda& pass) { Pass(*this, pass).run(); }

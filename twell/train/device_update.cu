@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/device_update.h"
 
+#include "twell/ops/adamw/split_weight.h"
+
 namespace twell {
 namespace {
 
@@ -26,11 +28,28 @@ __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   return static_cast<float>(sqrt(-2.0 * log(u1)) * cospi(2.0 * u2));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    round_kernel(const float* from, int64_t n, __nv_bfloat16* to) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) to[i] = __float2bfloat16(from[i]);
+__device__ float join(__nv_bfloat16 upper, int16_t rest) {
+  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
 }
+__device__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
+  const SplitWeight halves = split_weight(__float_as_uint(value));
+  upper = __ushort_as_bfloat16(halves.bf16);
+  rest = halves.rest;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < n) split(from[i], upper[i], rest[i]);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(const __nv_bfloat16* upper, const int16_t* rest, int64_t n, float* to) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < n) to[i] = join(upper[i], rest[i]);
+}
+
+unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
 // A block per neuron.
 __global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
@@ -39,19 +58,25 @@ __global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
   for (int64_t d = threadIdx.x; d < p.width; d += kThreads) {
     const int64_t at = neuron * p.width + d;
     const float noise = draw_normal(p.seed, p.stream, p.first_index + static_cast<uint64_t>(at));
-    const float value = (1.0f - p.strength) * p.weight[at] + p.strength * p.std_dev * noise;
-    p.weight[at] = value;
-    p.weight_bf16[at] = __float2bfloat16(value);
+    const float old = join(p.weight[at], p.weight_rest[at]);
+    const float value = (1.0f - p.strength) * old + p.strength * p.std_dev * noise;
+    split(value, p.weight[at], p.weight_rest[at]);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_round_weights(const float* from, int64_t n, __nv_bfloat16* to,
+cudaError_t launch_split_weights(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest,
                                  cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  round_kernel<<<static_cast<unsigned>((n + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-      from, n, to);
+  split_kernel<<<blocks_for(n), kThreads, 0, stream>>>(from, n, upper, rest);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_join_weights(const __nv_bfloat16* upper, const int16_t* rest, int64_t n,
+                                float* to, cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  join_kernel<<<blocks_for(n), kThreads, 0, stream>>>(upper, rest, n, to);
   return cudaGetLastError();
 }
 

@@ -9,13 +9,15 @@
 
 namespace twell {
 
-// to[i] = from[i] rounded to nearest, i < n.
-cudaError_t launch_round_weights(const float* from, int64_t n, __nv_bfloat16* to,
+// f32 weights to and from their halves (split_weight.h), [n] each.
+cudaError_t launch_split_weights(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest,
                                  cudaStream_t stream);
+cudaError_t launch_join_weights(const __nv_bfloat16* upper, const int16_t* rest, int64_t n,
+                                float* to, cudaStream_t stream);
 
 // For each neuron j with active[j] == 0: w[j] <- (1 - strength) w[j] + strength N(0, std_dev^2),
-// in f32 and its bf16 copy. Element d of neuron j draws number first_index + j * width + d of the
-// stream (rng.h), to within the last bit of the device's logarithm and cosine.
+// in f32, on the halves of the weights. Element d of neuron j draws number first_index + j * width
+// + d of the stream (rng.h), to within the last bit of the device's logarithm and cosine.
 struct ReinitDead {
   int64_t neurons = 0;                        // F
   int64_t width = 0;                          // D
@@ -26,8 +28,8 @@ struct ReinitDead {
   uint64_t seed = 0;
   uint64_t stream = 0;
   uint64_t first_index = 0;
-  float* weight = nullptr;               // [F, D]
-  __nv_bfloat16* weight_bf16 = nullptr;  // [F, D]
+  __nv_bfloat16* weight = nullptr;  // [F, D] upper halves
+  int16_t* weight_rest = nullptr;   // [F, D] lower halves
 };
 cudaError_t launch_reinit_dead(const ReinitDead& problem, cudaStream_t stream);
 

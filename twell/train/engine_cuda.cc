@@ -182,11 +182,8 @@ void TrainEngineCuda::set_hooks(Hooks hooks) {
 int64_t TrainEngineCuda::replayed() const { return replay_->replayed(); }
 
 void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
-  bool changed = !prepared_;
-  const auto expected = expected_executions(ctx_, model_.config, options_, hints);
-  for (int64_t layer = 0; layer < model_.config.layers; ++layer) {
-    changed = training_.prepare(layer, expected[static_cast<size_t>(layer)]) || changed;
-  }
+  const bool changed =
+      training_.prepare(expected_executions(ctx_, model_.config, options_, hints)) || !prepared_;
   if (changed) replay_->clear();
   prepared_ = true;
   memory_changed_ = changed;

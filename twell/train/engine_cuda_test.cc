@@ -236,6 +236,36 @@ TEST_F(TrainEngineCudaTest, AWholeRunReportsTheDevice) {
             weights(*engine));
 }
 
+// What hybrid layers need while they work is more than one of them saves.
+TEST_F(TrainEngineCudaTest, AutoTakesNoMoreMemoryThanDense) {
+  const ModelConfig config = preset_config("0.5b");
+  TrainOptions options;
+  options.sequence_length = 2048;
+  options = resolve_options(options, config);
+  if (!ffn_train_hybrid_unsupported(*device_, {16384, config.width, config.ffn, true}).empty()) {
+    GTEST_SKIP() << "dense only";
+  }
+  std::vector<LayerHint> hints(8, {2800.0, 5632.0});
+  const auto bytes = [&](FfnTrainPolicy policy) {
+    options.ffn_policy = policy;
+    TrainingPlanCuda plan = training_plan(*device_, config, options, hints);
+    plan.may_become_hybrid = false;
+    int64_t sum = 0;
+    for (const MemoryItem& item : TrainingCuda::memory_plan(*device_, config, plan)) {
+      sum += item.bytes;
+    }
+    return sum;
+  };
+  options.recompute = Recompute{};
+  const int64_t dense = bytes(FfnTrainPolicy::kDense);
+  for (size_t sparse = 0; sparse < hints.size(); ++sparse) {
+    hints[sparse] = {15.0, 500.0};
+    EXPECT_LE(bytes(FfnTrainPolicy::kAuto), dense) << sparse + 1;
+  }
+  EXPECT_LT(bytes(FfnTrainPolicy::kAuto), 0.8 * static_cast<double>(dense));
+  EXPECT_LT(bytes(FfnTrainPolicy::kAuto), bytes(FfnTrainPolicy::kHybrid) + 1);
+}
+
 TEST_F(TrainEngineCudaTest, RefusesWhatItDoesNotDo) {
   TrainOptions options = this->options(8);
   options.distill = 0.5;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "twell/model/model_cuda.h"
 #include "twell/train/activity.h"
 #include "twell/train/device_update.h"
 
@@ -29,10 +30,10 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
       config_(model.config),
       size_(model.flat.size()),
       weights_(size_),
+      rest_(size_),
       grads_(size_),
       exp_avg_(size_ * moment_bytes(options.moment_dtype)),
       exp_avg_sq_(exp_avg_.size()),
-      bf16_(size_),
       norm_partials_(gradient_norm_partials(size_)) {
   const std::vector<AdamWRun> runs = adamw_runs(model);
   run_count_ = std::ssize(runs);
@@ -48,8 +49,8 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
 }
 
 int64_t OptimizerCuda::bytes_needed(int64_t parameters, DType moments) {
-  return parameters * (static_cast<int64_t>(2 * sizeof(float) + sizeof(__nv_bfloat16)) +
-                       2 * moment_bytes(moments)) +
+  constexpr int64_t kWeight = sizeof(__nv_bfloat16) + sizeof(int16_t), kGradient = sizeof(float);
+  return parameters * (kWeight + kGradient + 2 * moment_bytes(moments)) +
          gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double));
 }
 
@@ -73,7 +74,7 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
        .clip_factor = &norm->clip_factor,
        .grad = grads_.data(),
        .weight = weights_.data(),
-       .weight_bf16 = bf16_.data(),
+       .weight_rest = rest_.data(),
        .moments = options_.moment_dtype == DType::kBF16 ? MomentDType::kBF16 : MomentDType::kF32,
        .exp_avg = exp_avg_.data(),
        .exp_avg_sq = exp_avg_sq_.data()},
@@ -81,9 +82,11 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
 }
 
 void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm) {
-  const ModelMatrices<float> weights = model_matrices<float>(config_, weights_.data());
+  const auto weights =
+      model_matrices<const BF16>(config_, reinterpret_cast<const BF16*>(weights_.data()));
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    const MatrixF firing = weights.layers[static_cast<size_t>(layer)].ffn.firing();
+    const Matrix<const BF16> firing = weights.layers[static_cast<size_t>(layer)].ffn.firing();
+    const int64_t at = device_bf16(firing.data) - weights_.data();
     TWELL_CUDA_CHECK(
         launch_reinit_dead({.neurons = firing.rows,
                             .width = firing.cols,
@@ -94,8 +97,8 @@ void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const Gradi
                             .seed = options_.seed,
                             .stream = kReinitStream + static_cast<uint64_t>(layer),
                             .first_index = static_cast<uint64_t>(step * firing.rows * firing.cols),
-                            .weight = firing.data,
-                            .weight_bf16 = bf16_.data() + (firing.data - weights_.data())},
+                            .weight = weights_.data() + at,
+                            .weight_rest = rest_.data() + at},
                            ctx_.stream()));
   }
 }
@@ -114,7 +117,11 @@ void OptimizerCuda::download(const OptimizerTensors& to) const {
                    [](BF16 v) { return to_float(v); });
   };
   check_sizes(to);
-  if (!to.weights.empty()) copy(weights_, to.weights);
+  if (!to.weights.empty()) {
+    TWELL_CUDA_CHECK(
+        launch_join_weights(weights_.data(), rest_.data(), size_, grads_.data(), ctx_.stream()));
+    copy(grads_, to.weights);
+  }
   if (!to.exp_avg.empty()) moments(exp_avg_, to.exp_avg);
   if (!to.exp_avg_sq.empty()) moments(exp_avg_sq_, to.exp_avg_sq);
 }
@@ -133,11 +140,14 @@ void OptimizerCuda::upload(const OptimizerTensors& from) {
     copy(std::span<const BF16>(rounded), to);
   };
   check_sizes(from);
-  if (!from.weights.empty()) copy(std::span<const float>(from.weights), weights_);
+  if (!from.weights.empty()) {
+    copy(std::span<const float>(from.weights), grads_);
+    TWELL_CUDA_CHECK(
+        launch_split_weights(grads_.data(), size_, weights_.data(), rest_.data(), ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  }
   if (!from.exp_avg.empty()) moments(from.exp_avg, exp_avg_);
   if (!from.exp_avg_sq.empty()) moments(from.exp_avg_sq, exp_avg_sq_);
-  TWELL_CUDA_CHECK(launch_round_weights(weights_.data(), size_, bf16_.data(), ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
 }
 
 void OptimizerCuda::check_sizes(const OptimizerTensors& tensors) const {

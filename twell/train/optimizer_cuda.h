@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of a model in training on the GPU, and AdamW over them: f32 weights, their bf16
-// copy that the layers compute with, f32 gradients, moments in f32 or bf16, each one flat array
-// laid out by parameter_table. Everything that changes from step to step is read from device
-// memory.
+// The parameters of a model in training on the GPU, and AdamW over them: f32 weights in two halves,
+// of which layers compute with the upper one (split_weight.h), f32 gradients, moments in f32 or
+// bf16, each one flat array laid out by parameter_table. Everything that changes from step to step
+// is read from device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,8 +24,8 @@ class OptimizerCuda {
   OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
   static int64_t bytes_needed(int64_t parameters, DType moments);
 
-  const __nv_bfloat16* weights() const { return bf16_.data(); }  // [N]
-  float* grads() const { return grads_.data(); }                 // [N]
+  const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
+  float* grads() const { return grads_.data(); }                    // [N]
 
   // All of these enqueue.
   void clear_gradients();
@@ -37,6 +37,7 @@ class OptimizerCuda {
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
   // Copies to and from host memory, f32 whatever the moments are, which wait for the device.
+  // Between steps: what weights pass through is the memory of the gradients.
   void download(const OptimizerTensors& to) const;
   void upload(const OptimizerTensors& from);
 
@@ -48,9 +49,10 @@ class OptimizerCuda {
   int64_t size_;
   int64_t run_count_ = 0;
   DeviceBuffer<AdamWRun> runs_;
-  DeviceBuffer<float> weights_, grads_;           // [N]
+  DeviceBuffer<__nv_bfloat16> weights_;           // [N] upper halves
+  DeviceBuffer<int16_t> rest_;                    // [N] lower halves
+  DeviceBuffer<float> grads_;                     // [N]
   DeviceBuffer<std::byte> exp_avg_, exp_avg_sq_;  // [N] of the moments' type
-  DeviceBuffer<__nv_bfloat16> bf16_;              // [N]
   DeviceBuffer<double> norm_partials_;
 };
 

@@ -2,6 +2,7 @@
 #include "twell/train/options.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -97,11 +98,27 @@ L1Reduction parse_l1_reduction(std::string_view name) {
   throw InputError(fmt::format("unknown L1 reduction '{}'; use sum or mean", name));
 }
 
-Recompute parse_recompute(std::string_view name) {
-  if (name == "auto") return Recompute::kAuto;
-  if (name == "none") return Recompute::kNone;
-  if (name == "norms") return Recompute::kNorms;
-  throw InputError(fmt::format("unknown recomputation '{}'; use auto, none or norms", name));
+std::optional<Recompute> parse_recompute(std::string_view name) {
+  constexpr std::pair<std::string_view, RecomputeLevel> kLevels[] = {
+      {"norms", RecomputeLevel::kNorms},
+      {"inputs", RecomputeLevel::kInputs},
+      {"qkv", RecomputeLevel::kQkv}};
+  if (name == "auto") return std::nullopt;
+  if (name == "none") return Recompute{};
+  const size_t colon = name.find(':');
+  for (const auto& [known, level] : kLevels) {
+    if (name.substr(0, colon) != known) continue;
+    Recompute recompute{level};
+    if (colon == std::string_view::npos) return recompute;
+    const std::string_view count = name.substr(colon + 1);
+    const char* const end = count.data() + count.size();
+    const auto [stop, fault] = std::from_chars(count.data(), end, recompute.layers);
+    if (fault == std::errc() && stop == end && recompute.layers > 0) return recompute;
+  }
+  throw InputError(fmt::format(
+      "unknown recomputation '{}'; use auto, none, norms, inputs or qkv, the last three "
+      "also for the first N layers, as in qkv:8",
+      name));
 }
 
 TrainOptions preset_train_options(std::string_view preset) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -11,17 +12,14 @@
 
 #include "twell/base/dtype.h"
 #include "twell/model/config.h"
+#include "twell/model/recompute.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 
 namespace twell {
 
-// What backward makes again instead of keeping it in memory; the results are the same.
-enum class Recompute {
-  kAuto,  // kNone where the memory is there, else kNorms
-  kNone,
-  kNorms,  // the normalised inputs of the blocks
-};
-Recompute parse_recompute(std::string_view name);  // "auto", "none", "norms"; InputError
+// "none", "norms", "inputs" or "qkv", the last three also with the number of layers they are for:
+// "qkv:8"; "auto" is none of these. InputError.
+std::optional<Recompute> parse_recompute(std::string_view name);
 
 // The L1 term of one layer and token: the sum over hidden units of |h|, or their mean (the sum
 // divided by F).
@@ -61,8 +59,9 @@ struct TrainOptions {
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
-  DType moment_dtype = DType::kF32;        // of AdamW's moments in memory: f32, or on the GPU bf16
-  Recompute recompute = Recompute::kAuto;  // on the GPU; the CPU keeps them
+  DType moment_dtype = DType::kF32;  // of AdamW's moments in memory: f32, or on the GPU bf16
+  // On the GPU; the CPU keeps everything. Not given: the least that fits into the memory.
+  std::optional<Recompute> recompute;
 
   int64_t validate_every = 100;       // steps; 0: never
   int64_t validation_sequences = 32;  // at most

@@ -92,5 +92,18 @@ TEST(Plan, CountsEveryParameterFourTimes) {
   EXPECT_EQ(large.memory_bytes(), plan.memory_bytes());
 }
 
+TEST(ParseRecomputeTest, LevelsAndLayers) {
+  EXPECT_FALSE(parse_recompute("auto").has_value());
+  EXPECT_EQ(parse_recompute("none")->of_layer(0), RecomputeLevel::kNone);
+  EXPECT_EQ(parse_recompute("norms")->of_layer(99), RecomputeLevel::kNorms);
+  const Recompute some = *parse_recompute("qkv:3");
+  EXPECT_EQ(some.of_layer(2), RecomputeLevel::kQkv);
+  EXPECT_EQ(some.of_layer(3), RecomputeLevel::kInputs);
+  for (const char* bad :
+       {"", "qkv:", "qkv:0", "qkv:-1", "qkv:2x", "none:2", "all", "qkv:99999999999999999999"}) {
+    EXPECT_THROW(parse_recompute(bad), InputError) << bad;
+  }
+}
+
 }  // namespace
 }  // namespace twell

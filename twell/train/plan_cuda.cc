@@ -35,16 +35,28 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
   TWELL_REQUIRE(no_hybrid.empty() || options.ffn_policy != FfnTrainPolicy::kHybrid,
                 "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::vector<FfnExpectation> expected(static_cast<size_t>(config.layers));
+  // Memory that hybrid layers need beside a dense plan, while they work, and what they save.
+  int64_t missing = FfnTrainWorkspaceCuda::bytes_needed(ctx, shape) -
+                    FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false);
+  const int64_t dense_bytes =
+      FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kDense, /*nnz=*/-1.0);
   for (size_t layer = 0; layer < expected.size(); ++layer) {
     FfnExpectation& out = expected[layer];
     // A model that was not trained yet has about half of its neurons active.
     const LayerHint hint = hints.empty() ? LayerHint{} : hints[layer];
     out.nnz = hint.nnz < 0.0 ? static_cast<double>(config.ffn) / 2.0 : std::max(1.0, hint.nnz);
+    out.union_neurons = hint.union_neurons;
     if (options.ffn_policy == FfnTrainPolicy::kHybrid) {
       out.execution = FfnTrainExecution::kHybrid;
     } else if (options.ffn_policy == FfnTrainPolicy::kAuto && no_hybrid.empty()) {
       out.execution = choose_ffn_train_cuda(shape, shape.max_tokens, hint.nnz, hint.union_neurons);
+      if (out.execution == FfnTrainExecution::kDense) continue;
+      missing -= dense_bytes - TrainingCuda::ffn_saved_bytes(shape, out);
     }
+  }
+  // A few hybrid layers among dense ones would take more memory than if all were dense.
+  if (options.ffn_policy == FfnTrainPolicy::kAuto && missing > 0) {
+    for (FfnExpectation& out : expected) out.execution = FfnTrainExecution::kDense;
   }
   return expected;
 }
@@ -54,13 +66,23 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
   TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length}};
   std::vector<FfnExpectation> expected = expected_executions(ctx, config, options, hints);
   if (!hints.empty()) plan.ffn = std::move(expected);
-  plan.keep_normed = options.recompute != Recompute::kNorms;
-  if (options.recompute != Recompute::kAuto) return plan;
+  plan.may_become_hybrid = options.ffn_policy != FfnTrainPolicy::kDense;
+  if (options.recompute) {
+    plan.recompute = *options.recompute;
+    return plan;
+  }
   constexpr int64_t kSpare = int64_t{2} << 30;  // for estimates that are off, and for others
-  int64_t bytes =
-      OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype) + kSpare;
-  for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) bytes += item.bytes;
-  plan.keep_normed = bytes <= free_device_bytes();
+  const int64_t free = free_device_bytes() - kSpare;
+  const auto bytes = [&] {
+    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype);
+    for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) sum += item.bytes;
+    return sum;
+  };
+  for (const RecomputeLevel level : {RecomputeLevel::kNone, RecomputeLevel::kNorms,
+                                     RecomputeLevel::kInputs, RecomputeLevel::kQkv}) {
+    plan.recompute = {level};
+    if (bytes() <= free) break;
+  }
   return plan;
 }
 
@@ -74,7 +96,7 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
   plan.memory.insert(plan.memory.begin(),
                      {{"weights (f32), for checkpoints", flat_bytes},
                       {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
-  plan.device_memory = {{"weights (f32, bf16), gradients, AdamW moments",
+  plan.device_memory = {{"weights, gradients, AdamW moments",
                          OptimizerCuda::bytes_needed(plan.parameters, options.moment_dtype)}};
   const auto items =
       TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));

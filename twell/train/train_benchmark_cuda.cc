@@ -70,6 +70,7 @@ TrainOptions train_options(const ModelConfig& config, const TrainBenchmarkOption
   train.validate_every = 0;
   train.ffn_policy = options.policy;
   train.recompute = options.recompute;
+  train.moment_dtype = options.moment_dtype;
   train.seed = options.seed;
   return resolve_options(train, config);
 }

@@ -20,7 +20,8 @@ struct TrainBenchmarkOptions {
   int64_t length = 0;
   int64_t steps = 10;  // timed, after some that are not
   uint64_t seed = 0;
-  Recompute recompute = Recompute::kAuto;
+  std::optional<Recompute> recompute;  // as in TrainOptions, like the next
+  DType moment_dtype = DType::kF32;
   bool tune = false;  // matrix products by a stopwatch (set_matmul_tuning)
   FfnTrainPolicy policy = FfnTrainPolicy::kDense;
   // Where the layers' activity is not their own, but replayed: what it is, and how.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/adamw/adamw_cuda.h"
+#include "twell/ops/adamw/split_weight.h"
 
 namespace twell {
 namespace {
@@ -11,6 +12,18 @@ constexpr int64_t kBlock = kThreads * kVector;  // values of a block
 struct alignas(8) Bf16Vector {
   __nv_bfloat16 value[kVector];
 };
+struct alignas(8) RestVector {
+  int16_t value[kVector];
+};
+
+__device__ float join(__nv_bfloat16 upper, int16_t rest) {
+  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
+}
+__device__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
+  const SplitWeight halves = split_weight(__float_as_uint(value));
+  upper = __ushort_as_bfloat16(halves.bf16);
+  rest = halves.rest;
+}
 
 __device__ void load(const float* from, float* values) {
   const float4 v = *reinterpret_cast<const float4*>(from);
@@ -81,23 +94,29 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
   if (at + kVector <= p.size) {
     float w[kVector], g[kVector], m[kVector], v[kVector];
     load(p.grad + at, g);
-    load(p.weight + at, w);
+    auto* const upper = reinterpret_cast<Bf16Vector*>(p.weight + at);
+    auto* const lower = reinterpret_cast<RestVector*>(p.weight_rest + at);
+    Bf16Vector bf16 = *upper;
+    RestVector rest = *lower;
     load(exp_avg + at, m);
     load(exp_avg_sq + at, v);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
+      w[k] = join(bf16.value[k], rest.value[k]);
       update(c, decay_at(at + k), __fmul_rn(g[k], c.grad_scale), w[k], m[k], v[k]);
+      split(w[k], bf16.value[k], rest.value[k]);
     }
-    store(w, p.weight + at);
-    store(w, p.weight_bf16 + at);
+    *upper = bf16;
+    *lower = rest;
     store(m, exp_avg + at);
     store(v, exp_avg_sq + at);
     return;
   }
   for (int64_t i = at; i < p.size; ++i) {
     float m = as_float(exp_avg[i]), v = as_float(exp_avg_sq[i]);
-    update(c, decay_at(i), __fmul_rn(p.grad[i], c.grad_scale), p.weight[i], m, v);
-    p.weight_bf16[i] = __float2bfloat16(p.weight[i]);
+    float w = join(p.weight[i], p.weight_rest[i]);
+    update(c, decay_at(i), __fmul_rn(p.grad[i], c.grad_scale), w, m, v);
+    split(w, p.weight[i], p.weight_rest[i]);
     assign(exp_avg[i], m);
     assign(exp_avg_sq[i], v);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // AdamW on the GPU over the flat arrays of all parameters: the formula of adamw.h, to the bit where
 // the CPU has fused multiply-add, with what changes from step to step read from device memory, so
-// that a captured step can be replayed. The bf16 copy of the weights is written in the same pass.
+// that a captured step can be replayed. Weights are f32 in two halves (split_weight.h).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,9 +30,9 @@ struct AdamWCuda {
   // The clipping factor on top of coefficients->grad_scale (GradientNorm::clip_factor), or null: 1.
   // Where it is NaN the step is skipped: weights and moments stay as they are.
   const float* clip_factor = nullptr;
-  const float* grad = nullptr;           // [N]
-  float* weight = nullptr;               // [N] master weights
-  __nv_bfloat16* weight_bf16 = nullptr;  // [N] out
+  const float* grad = nullptr;      // [N]
+  __nv_bfloat16* weight = nullptr;  // [N] upper halves
+  int16_t* weight_rest = nullptr;   // [N] lower halves
   MomentDType moments = MomentDType::kF32;
   void* exp_avg = nullptr;     // [N] of the moments' type
   void* exp_avg_sq = nullptr;  // [N]

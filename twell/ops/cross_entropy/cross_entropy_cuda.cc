@@ -30,7 +30,16 @@ int64_t workspace_tokens(int64_t max_tokens, int64_t vocab) {
 }  // namespace
 
 CrossEntropyWorkspaceCuda::CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab)
-    : vocab_(vocab), chunk_(workspace_tokens(max_tokens, vocab)), logits_(chunk_ * vocab) {}
+    : vocab_(vocab),
+      chunk_(workspace_tokens(max_tokens, vocab)),
+      owned_(chunk_ * vocab),
+      logits_(owned_.data()) {}
+
+CrossEntropyWorkspaceCuda::CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab,
+                                                     std::byte* memory)
+    : vocab_(vocab),
+      chunk_(workspace_tokens(max_tokens, vocab)),
+      logits_(reinterpret_cast<__nv_bfloat16*>(memory)) {}
 
 int64_t CrossEntropyWorkspaceCuda::bytes_needed(int64_t max_tokens, int64_t vocab) {
   return workspace_tokens(max_tokens, vocab) * vocab * static_cast<int64_t>(sizeof(__nv_bfloat16));
@@ -42,7 +51,7 @@ void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
               problem.vocab, workspace.vocab_);
   TWELL_CHECK((problem.d_x == nullptr) == (problem.d_weight == nullptr),
               "cross-entropy needs both gradients or neither");
-  __nv_bfloat16* const logits = workspace.logits_.data();
+  __nv_bfloat16* const logits = workspace.logits_;
   const bool backward = problem.d_x != nullptr;
   for (int64_t begin = 0; begin < problem.tokens; begin += workspace.chunk_) {
     const int64_t count = std::min(workspace.chunk_, problem.tokens - begin);

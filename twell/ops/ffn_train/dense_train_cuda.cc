@@ -32,7 +32,7 @@ struct DenseWorkspace {
     hidden = layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
   }
   static DenseWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
-    Layout layout(workspace.memory.data());
+    Layout layout(workspace.memory);
     return {workspace.shape, layout};
   }
 };

@@ -43,16 +43,18 @@ FfnSavedCuda::~FfnSavedCuda() = default;
 FfnSavedCuda::FfnSavedCuda(FfnSavedCuda&&) noexcept = default;
 FfnSavedCuda& FfnSavedCuda::operator=(FfnSavedCuda&&) noexcept = default;
 
-void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz) {
+void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
+                           double union_neurons) {
   const bool hybrid = execution == FfnTrainExecution::kHybrid;
   if (hybrid) {
     const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_->shape);
     TWELL_CHECK(unsupported.empty(), "hybrid FFN in training: {}", unsupported);
   }
   parts_->execution = execution;
-  parts_->capacity = hybrid ? ffn_train::hybrid_capacity(parts_->shape, nnz) : 0;
+  parts_->capacity = {};
+  if (hybrid) parts_->capacity = ffn_train::hybrid_capacity(parts_->shape, nnz, union_neurons);
   parts_->tokens = 0;
-  const int64_t bytes = bytes_needed(parts_->shape, execution, nnz);
+  const int64_t bytes = bytes_needed(parts_->shape, execution, nnz, union_neurons);
   if (parts_->memory.bytes() == bytes) return;
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
   parts_->memory = {};  // before the other one is there
@@ -64,28 +66,36 @@ FfnTrainExecution FfnSavedCuda::execution() const { return parts_->execution; }
 int64_t FfnSavedCuda::bytes() const { return parts_->memory.bytes(); }
 
 int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
-                                   double nnz) {
+                                   double nnz, double union_neurons) {
   if (execution == FfnTrainExecution::kDense) return ffn_train::dense_saved_bytes(shape);
-  return ffn_train::hybrid_saved_bytes(shape, ffn_train::hybrid_capacity(shape, nnz));
+  return ffn_train::hybrid_saved_bytes(shape,
+                                       ffn_train::hybrid_capacity(shape, nnz, union_neurons));
 }
 
-FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
+FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
+                                             bool hybrid, std::byte* memory)
     : parts_(std::make_unique<Parts>()) {
   check_shape(shape);
   parts_->shape = shape;
-  parts_->hybrid = ffn_train_hybrid_unsupported(ctx, shape).empty();
-  parts_->memory = DeviceBuffer<std::byte>(bytes_needed(ctx, shape));
+  parts_->hybrid = hybrid && ffn_train_hybrid_unsupported(ctx, shape).empty();
+  parts_->bytes = bytes_needed(ctx, shape, hybrid);
+  if (memory == nullptr) parts_->owned = DeviceBuffer<std::byte>(parts_->bytes);
+  parts_->memory = memory == nullptr ? parts_->owned.data() : memory;
   // Tickets of the dense execution are 0 between calls; it lays them out first.
-  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->memory.data(), 0, 256, ctx.stream()));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->memory, 0, kOwnBytes, ctx.stream()));
 }
+FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
+    : FfnTrainWorkspaceCuda(ctx, shape, /*hybrid=*/true, /*memory=*/nullptr) {}
 FfnTrainWorkspaceCuda::~FfnTrainWorkspaceCuda() = default;
+FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(FfnTrainWorkspaceCuda&&) noexcept = default;
+FfnTrainWorkspaceCuda& FfnTrainWorkspaceCuda::operator=(FfnTrainWorkspaceCuda&&) noexcept = default;
 
-int64_t FfnTrainWorkspaceCuda::bytes() const { return parts_->memory.bytes(); }
+int64_t FfnTrainWorkspaceCuda::bytes() const { return parts_->bytes; }
 
-int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx,
-                                            const FfnTrainShapeCuda& shape) {
+int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
+                                            bool hybrid) {
   const int64_t dense = ffn_train::dense_workspace_bytes(shape);
-  if (!ffn_train_hybrid_unsupported(ctx, shape).empty()) return dense;
+  if (!hybrid || !ffn_train_hybrid_unsupported(ctx, shape).empty()) return dense;
   return std::max(dense, ffn_train::hybrid_workspace_bytes(shape));
 }
 
@@ -95,6 +105,7 @@ void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem
   if (saved.execution() == FfnTrainExecution::kDense) {
     ffn_train::dense_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
   } else {
+    TWELL_CHECK(workspace.parts().hybrid, "a hybrid call in a workspace for dense ones");
     ffn_train::hybrid_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
   }
   saved.parts().tokens = problem.tokens;

@@ -51,14 +51,16 @@ class FfnSavedCuda {
   ~FfnSavedCuda();
   FfnSavedCuda(FfnSavedCuda&&) noexcept;
   FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
-  // Between steps: memory for calls of this execution. nnz: expected active neurons per token of
-  // the hybrid execution, which is a hint, no limit: what does not fit is computed again by
+  // Between steps: memory for calls of this execution. Of the hybrid one nnz active neurons per
+  // token are expected, and union_neurons in a tile of 128 tokens (negative: not known, as many as
+  // nnz makes possible). These are hints, no limits: what does not fit is computed again by
   // backward. Frees and allocates; waits for the stream. Error where it is not supported.
-  void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz);
+  void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
+               double union_neurons = -1.0);
   FfnTrainExecution execution() const;
   int64_t bytes() const;
   static int64_t bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
-                              double nnz);
+                              double nnz, double union_neurons = -1.0);
 
   struct Parts;
   Parts& parts() { return *parts_; }
@@ -70,10 +72,21 @@ class FfnSavedCuda {
 // Memory of one call in flight, shared by all layers of a shape on one stream.
 class FfnTrainWorkspaceCuda {
  public:
+  // Of the first so many bytes nobody else may make use; what follows is free between calls.
+  static constexpr int64_t kOwnBytes = 256;
+
+  // For both executions, or the dense one alone where hybrid is not supported.
   FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
+  // In bytes_needed() bytes of the caller's device memory, aligned to 256. With hybrid = false
+  // hybrid calls are refused.
+  FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, bool hybrid,
+                        std::byte* memory);
   ~FfnTrainWorkspaceCuda();
+  FfnTrainWorkspaceCuda(FfnTrainWorkspaceCuda&&) noexcept;
+  FfnTrainWorkspaceCuda& operator=(FfnTrainWorkspaceCuda&&) noexcept;
   int64_t bytes() const;
-  static int64_t bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
+  static int64_t bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
+                              bool hybrid = true);
 
   struct Parts;
   Parts& parts() { return *parts_; }

@@ -77,6 +77,7 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
   if (nnz > 2.0) {
     EXPECT_GE(short_of_memory.counts.recomputed, 1);
   }
+  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz, /*union_neurons=*/1.0));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -186,9 +187,13 @@ TEST(FfnTrainCudaContract, BytesAreWhatIsAllocated) {
       saved.prepare(ctx, FfnTrainExecution::kHybrid, 5.0);
       EXPECT_EQ(saved.bytes(), FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kHybrid, 5.0));
       EXPECT_LE(saved.bytes(), dense);
+      const int64_t any_union = saved.bytes();
+      saved.prepare(ctx, FfnTrainExecution::kHybrid, 5.0, 30.0);
+      EXPECT_LT(saved.bytes(), any_union);
     }
     const FfnTrainWorkspaceCuda workspace(ctx, shape);
     EXPECT_EQ(workspace.bytes(), FfnTrainWorkspaceCuda::bytes_needed(ctx, shape));
+    EXPECT_LE(FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false), workspace.bytes());
   }
 }
 

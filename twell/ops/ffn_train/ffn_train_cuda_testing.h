@@ -126,9 +126,9 @@ struct LayerCuda {
     return {to_floats(download(y)), to_floats(download(d_x)), download(d_w_gate), download(d_w_up),
             download(d_w_down),     download(active),         download(counts)[0]};
   }
-  LayerResult run(FfnTrainExecution execution, double nnz) {
+  LayerResult run(FfnTrainExecution execution, double nnz, double union_neurons = -1.0) {
     reset();
-    saved.prepare(ctx, execution, nnz);
+    saved.prepare(ctx, execution, nnz, union_neurons);
     enqueue();
     return result();
   }

@@ -9,19 +9,31 @@
 
 namespace twell {
 
+namespace ffn_train {
+
+// What the hybrid execution has room to keep of one chunk.
+struct HybridCapacity {
+  int64_t pairs = 0;   // active ones
+  int64_t blocks = 0;  // of 64 neurons of a tile's union
+};
+
+}  // namespace ffn_train
+
 struct FfnSavedCuda::Parts {
   FfnTrainShapeCuda shape;
   FfnTrainExecution execution = FfnTrainExecution::kDense;
-  int64_t capacity = 0;  // hybrid: active pairs of a chunk that can be kept
-  int64_t tokens = 0;    // of the forward whose activations these are, or 0
-  TwellPacked replay;    // of that forward
+  ffn_train::HybridCapacity capacity;
+  int64_t tokens = 0;  // of the forward whose activations these are, or 0
+  TwellPacked replay;  // of that forward
   DeviceBuffer<std::byte> memory;
 };
 
 struct FfnTrainWorkspaceCuda::Parts {
   FfnTrainShapeCuda shape;
   bool hybrid = false;  // has room for the hybrid execution
-  DeviceBuffer<std::byte> memory;
+  int64_t bytes = 0;
+  std::byte* memory = nullptr;
+  DeviceBuffer<std::byte> owned;  // or the caller's
 };
 
 namespace ffn_train {
@@ -47,12 +59,12 @@ class Layout {
 // Sizes in bytes.
 int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape);
 int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape);
-int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, int64_t capacity);
+int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacity capacity);
 int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape);
 
-// Active pairs per chunk to make room for, as many as nnz per token make likely and as the dense
-// execution's memory allows.
-int64_t hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz);
+// What to make room for: as much as nnz per token and union_neurons in a tile of tokens (negative:
+// not known) make likely and as the dense execution's memory allows.
+HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, double union_neurons);
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);

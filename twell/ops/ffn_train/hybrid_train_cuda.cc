@@ -34,8 +34,8 @@ struct ChunkShape {
         token_blocks(ceil_div(tokens, kBlock)) {}
   int64_t all_blocks() const { return tiles * blocks; }
   // A union has at most as many neurons as its tile has active pairs; tiles are rounded up.
-  int64_t kept_blocks(int64_t capacity) const {
-    return std::min(all_blocks(), ceil_div(capacity, kBlock) + tiles);
+  int64_t most_blocks(int64_t pairs) const {
+    return std::min(all_blocks(), ceil_div(pairs, kBlock) + tiles);
   }
 };
 
@@ -44,12 +44,12 @@ struct SavedChunk {
   Tiles tiles{};
   Kept kept{};
 
-  SavedChunk(const FfnTrainShapeCuda& shape, int64_t capacity, Layout& layout) {
+  SavedChunk(const FfnTrainShapeCuda& shape, HybridCapacity capacity, Layout& layout) {
     const ChunkShape chunk(shape);
     kept.state = layout.take<KeptState>(1);
-    kept.capacity = capacity;
-    kept.block_capacity = static_cast<int>(chunk.kept_blocks(capacity));
-    kept.values = layout.take<uint32_t>(capacity);
+    kept.capacity = capacity.pairs;
+    kept.block_capacity = static_cast<int>(capacity.blocks);
+    kept.values = layout.take<uint32_t>(capacity.pairs);
     kept.masks = layout.take<uint4>(int64_t{kept.block_capacity} * kBlock);
     kept.offsets = layout.take<uint32_t>(kept.block_capacity);
     tiles.tokens = layout.take<int32_t>(chunk.tiles * kTileTokens);
@@ -122,7 +122,7 @@ struct HybridWorkspace {
     if (missing > 0) layout.take<std::byte>(missing);
   }
   static HybridWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
-    Layout layout(workspace.memory.data());
+    Layout layout(workspace.memory);
     return {workspace.shape, layout};
   }
 };
@@ -295,7 +295,7 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
 
 }  // namespace
 
-int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, int64_t capacity) {
+int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacity capacity) {
   Layout layout;
   for (int64_t begin = 0; begin < shape.max_tokens; begin += kChunkTokens) {
     SavedChunk(shape, capacity, layout);
@@ -309,16 +309,27 @@ int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape) {
   return layout.bytes();
 }
 
-int64_t hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz) {
+HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, double union_neurons) {
   // Half as much again as expected, since chunks differ and steps too.
   constexpr double kSlack = 1.5;
   const ChunkShape chunk(shape);
   const auto tokens = static_cast<double>(chunk.tokens);
   const double most = tokens * static_cast<double>(shape.ffn);
-  const double wanted = std::min(std::max(nnz, 1.0) * kSlack * tokens, most);
-  auto capacity = static_cast<int64_t>(wanted);
+  HybridCapacity capacity;
+  capacity.pairs = static_cast<int64_t>(std::min(std::max(nnz, 1.0) * kSlack * tokens, most));
+  // Blocks of a tile are rounded up, by half of one on average.
+  const double blocks_of_tile = kSlack * std::max(union_neurons, 1.0) / kBlock + 1.0;
+  const auto expected = static_cast<int64_t>(blocks_of_tile * static_cast<double>(chunk.tiles));
+  const auto set_blocks = [&] {
+    const int64_t possible = chunk.most_blocks(capacity.pairs);
+    capacity.blocks = union_neurons < 0.0 ? possible : std::min(possible, expected);
+  };
+  set_blocks();
   const int64_t dense = dense_saved_bytes(shape);
-  while (capacity > 0 && hybrid_saved_bytes(shape, capacity) > dense) capacity /= 2;
+  while (capacity.pairs > 0 && hybrid_saved_bytes(shape, capacity) > dense) {
+    capacity.pairs /= 2;
+    set_blocks();
+  }
   return capacity;
 }
 

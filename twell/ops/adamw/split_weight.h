@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// An f32 weight in two halves: the nearest bf16 (of two as near the one further from 0), which
+// layers compute with, and what is missing from it, so that the copy for the layers takes no memory
+// of its own and nothing is lost:
+//   bits(weight) = 65536 * bits(bf16) + rest, modulo 2^32
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define TWELL_SPLIT_INLINE __host__ __device__ inline
+#else
+#define TWELL_SPLIT_INLINE inline
+#endif
+
+namespace twell {
+
+struct SplitWeight {
+  uint16_t bf16 = 0;
+  int16_t rest = 0;
+};
+
+TWELL_SPLIT_INLINE SplitWeight split_weight(uint32_t bits) {
+  const uint32_t rounded = (bits + 0x8000u) & 0xffff0000u;
+  return {static_cast<uint16_t>(rounded >> 16), static_cast<int16_t>(bits - rounded)};
+}
+
+TWELL_SPLIT_INLINE uint32_t join_weight(SplitWeight weight) {
+  return (uint32_t{weight.bf16} << 16) + static_cast<uint32_t>(int32_t{weight.rest});
+}
+
+}  // namespace twell
+
+#undef TWELL_SPLIT_INLINE
