@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs with different L1 coefficients, side by side: condenses their metrics.jsonl into one
+CSV file, and draws that as SVG. Needs nothing but Python.
+
+  plot_recipe.py condense 0=runs/a 1e-4=runs/b 1e-4-dense=runs/c > recipe.csv
+  plot_recipe.py plot recipe.csv recipe.svg
+
+A run's name is its coefficient; with `-dense` behind it, it is the same with dense execution only.
+A row is the mean of WINDOW steps."""
+import csv
+import json
+import math
+import pathlib
+import sys
+
+WINDOW = 16
+COLOURS = ["#4c566a", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00"]
+WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 230, 62, 44, 78  # of a panel, its margins, between panels
+
+
+def condense(runs: list[str]) -> None:
+    writer = None
+    for run in runs:
+        name, _, folder = run.partition("=")
+        rows = [json.loads(line) for line in open(pathlib.Path(folder) / "metrics.jsonl")]
+        steps = [row for row in rows if row["step"] > 0]
+        for begin in range(0, len(steps), WINDOW):
+            part = steps[begin:begin + WINDOW]
+            layers = list(zip(*(row["layers"] for row in part)))
+            row = {"run": name, "step": part[-1]["step"], "tokens": part[-1]["tokens"],
+                   "ce": f"{mean(r['ce'] for r in part):.4f}",
+                   "val_ce": next((f"{r['val_ce']:.4f}" for r in part if "val_ce" in r), ""),
+                   "tokens_per_s": f"{mean(r['tokens_per_s'] for r in part):.0f}",
+                   "hybrid_layers": sum(l["execution"] == "hybrid" for l in part[-1]["layers"]),
+                   "nnz": f"{mean(r['nnz'] for r in part):.1f}"}
+            for i, layer in enumerate(layers):
+                row[f"nnz_{i}"] = f"{mean(l['nnz'] for l in layer):.1f}"
+            if writer is None:
+                writer = csv.DictWriter(sys.stdout, row.keys(), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+class Panel:
+    """Axes at (x, y), linear or logarithmic upwards, and what is drawn between them."""
+
+    def __init__(self, index: int, title: str, xs, ys, log: bool = False):
+        self.x0, self.y0 = LEFT + index * (WIDTH + GAP), TOP
+        self.xs, self.ys, self.log = xs, ys, log
+        self.out = [f'<text x="{self.x0}" y="{TOP - 14}" class="title">{title}</text>']
+        for value in ticks(*xs, False):
+            x, bottom = self.at(value, ys[0])
+            self.out.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" class="x">{value:g}</text>')
+        for value in ticks(*ys, log):
+            x, y = self.at(xs[0], value)
+            self.out.append(f'<path d="M{x:.1f} {y:.1f}h{WIDTH}" class="grid"/>'
+                            f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" class="y">{value:g}</text>')
+        self.out.append(f'<text x="{self.x0 + WIDTH}" y="{TOP + HEIGHT + 32}" class="y">'
+                        "million tokens</text>")
+
+    def at(self, x: float, y: float):
+        low, high = self.ys
+        if self.log:
+            low, high, y = math.log(low), math.log(high), math.log(y)
+        return (self.x0 + WIDTH * (x - self.xs[0]) / (self.xs[1] - self.xs[0]),
+                self.y0 + HEIGHT * (1 - (min(max(y, low), high) - low) / (high - low)))
+
+    def line(self, points, colour: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*p) for p in points))
+        self.out.append(f'<polyline points="{path}" stroke="{colour}"/>')
+
+    def dots(self, points, colour: str) -> None:
+        for x, y in (self.at(*p) for p in points):
+            self.out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>')
+
+    def label(self, line: int, text: str, colour: str) -> None:
+        x, y = self.x0 + WIDTH - 4, TOP + 14 + 15 * line
+        self.out.append(f'<text x="{x}" y="{y}" class="y" style="fill:{colour}">{text}</text>')
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        return [10.0**e for e in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    step = 10 ** math.floor(math.log10((high - low) / 2))
+    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 6)
+    return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def plot(source: str, target: str) -> None:
+    runs = {}
+    for row in csv.DictReader(open(source)):
+        runs.setdefault(row["run"], []).append(row)
+    tokens = {name: [int(r["tokens"]) / 1e6 for r in rows] for name, rows in runs.items()}
+    end = max(tokens[name][-1] for name in runs)
+    loss = Panel(0, "Cross-entropy (line: training, dots: held out)", (0, end), (1.8, 5))
+    active = Panel(1, "Active neurons per token, mean of layers", (0, end), (4, 4000), log=True)
+    shown = [name for name in runs if not name.endswith("-dense")]
+    for i, name in enumerate(shown):
+        colour, rows, xs = COLOURS[i % len(COLOURS)], runs[name], tokens[name]
+        loss.line([(x, float(r["ce"])) for x, r in zip(xs, rows) if float(r["ce"]) < loss.ys[1]],
+                  colour)
+        loss.dots([(x, float(r["val_ce"])) for x, r in zip(xs, rows) if r["val_ce"]], colour)
+        active.line([(x, float(r["nnz"])) for x, r in zip(xs, rows)], colour)
+        loss.label(i, f"L1 {name}", colour)
+    panels = [loss, active]
+    for name in [name for name in runs if name.endswith("-dense")]:
+        auto = {r["step"]: float(r["ce"]) for r in runs[name.removesuffix("-dense")]}
+        points = [(x, auto[r["step"]] - float(r["ce"]))
+                  for x, r in zip(tokens[name], runs[name]) if r["step"] in auto]
+        panel = Panel(len(panels), f"Training loss, automatic less dense, L1 {name[:-6]}",
+                      (0, points[-1][0]), (-0.1, 0.1))
+        panel.line(points, COLOURS[0])
+        panels.append(panel)
+    width = LEFT + len(panels) * (WIDTH + GAP)
+    style = ("text{font:12px sans-serif;fill:#2e3440}.title{font-weight:bold}.x{text-anchor:middle}"
+             ".y{text-anchor:end}.grid{stroke:#d8dee9}polyline{fill:none;stroke-width:1.6}")
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 46}">',
+             f"<style>{style}</style>", '<rect width="100%" height="100%" fill="white"/>']
+    lines += [element for panel in panels for element in panel.out] + ["</svg>"]
+    pathlib.Path(target).write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    if len(sys.argv) >= 3 and sys.argv[1] == "condense":
+        condense(sys.argv[2:])
+    elif len(sys.argv) == 4 and sys.argv[1] == "plot":
+        plot(*sys.argv[2:])
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
