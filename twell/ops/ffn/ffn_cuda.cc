@@ -64,9 +64,9 @@ void FfnPlansCuda::update(CudaContext& ctx) {
 }
 
 int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens) {
-  // Two rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
-  // enough to make the last, partly filled round cheap.
-  const int64_t most = std::max(ctx.multiprocessors() / 2, 1) * int64_t{2 * 256};
+  // Four rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
+  // enough to make the last, partly filled round cheap, and what is launched per chunk.
+  const int64_t most = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
   const int64_t chunks = std::max<int64_t>(ceil_div(max_tokens, most), 1);
   return std::min(ceil_div(ceil_div(max_tokens, chunks), 128) * 128, most);
 }
