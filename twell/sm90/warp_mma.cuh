@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-level tensor-core and copy instructions. All but the prefetch are of sm_80 and later.
+// Warp-level tensor-core and copy instructions. Of sm_80 and later but for what says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[2], uint3
                : "memory");
 }
 
+// sm_90: four 8 x 8 matrices of 16-bit values to rows whose addresses lanes 8i .. 8i + 7 give, as
+// the accumulators of a product hold them.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
+                                               uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -49,7 +58,7 @@ __device__ __forceinline__ void gathers_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Brings the bytes, a multiple of 16, into the L2.
+// sm_90: brings the bytes, a multiple of 16, into the L2.
 __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }

@@ -41,11 +41,10 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   const std::string unsupported = gate_gemm_unsupported(ctx, problem);
   TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
   if (problem.tokens == 0) return;
-  TWELL_CUDA_CHECK(cudaMemsetAsync(
-      problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
   const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   Params params;
   params.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
+  params.map_x_half = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM / 2);
   params.map_w =
       sm90::matrix_tensor_map(problem.w_gate, problem.ffn, problem.width, kTileN / kCluster);
   params.out = {problem.out.words,
@@ -61,8 +60,13 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   // one time: 8 MiB of each, well inside the L2.
   params.group = 8;
   params.condition = problem.condition;
-  const int clusters = std::min(ctx.multiprocessors() / kCluster, params.m_pairs * params.n_tiles);
-  TWELL_CUDA_CHECK(launch_gate_gemm_sm90(params, clusters * kCluster, ctx.stream()));
+  // A last round with work for at most half of the clusters is cut in two, and takes half as long.
+  const int tiles = params.m_pairs * params.n_tiles, clusters = ctx.multiprocessors() / kCluster;
+  const int rest = tiles % clusters;
+  params.whole = 2 * rest <= clusters ? tiles - rest : tiles;
+  const int units = params.whole + 2 * (tiles - params.whole);
+  TWELL_CUDA_CHECK(
+      launch_gate_gemm_sm90(params, std::min(clusters, units) * kCluster, ctx.stream()));
 }
 
 }  // namespace twell

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gate projection with ReLU straight into TwELL, on the GPU, bf16:
 //   g = relu(x w_gate^T), packed tile by tile in the GEMM's epilogue; g never exists as a whole.
-// The non-zeros of a (row, tile) are stored in a fixed order that is not the column order.
+// The order in which the non-zeros of a (row, tile) are stored depends on the sizes and the device
+// alone; it is not the column order.
 // An overflowing tile is spilled to slot row * tiles + tile.
 // Deterministic. Never synchronises; can be captured in a CUDA graph.
 #pragma once

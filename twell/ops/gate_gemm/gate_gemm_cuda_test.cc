@@ -145,6 +145,8 @@ INSTANTIATE_TEST_SUITE_P(
                                      Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
                                      Case{64, 1600, 8200, 8, -50, 7},
                                      Case{140, 64, 66000, 8, -15, 9},
+                                     // On 132 multiprocessors 72 cluster tiles, 6 of them halved.
+                                     Case{2200, 72, 2048, 8, -8, 7},
                                      Case{65537, 64, 264, 8, -12, 331})),
     [](const auto& test) {
       const Case& c = std::get<1>(test.param);

@@ -19,24 +19,27 @@ inline constexpr int kCluster = 2;
 struct PackTarget {
   uint32_t* words;   // [M, tiles, slots]
   uint32_t* spill;   // [M * tiles, 128] pairs of bf16
-  int32_t* row_nnz;  // [M], starts at 0
+  int32_t* row_nnz;  // [M]
   int tokens;        // M
   int tiles;
   int slots;  // words per tile
 };
 
 struct Params {
-  CUtensorMap map_x;  // [M, D], boxes of kTileM rows
-  CUtensorMap map_w;  // [F, D], boxes of kTileN / kCluster rows
+  CUtensorMap map_x;       // [M, D], boxes of kTileM rows
+  CUtensorMap map_x_half;  // the same, boxes of kTileM / 2 rows
+  CUtensorMap map_w;       // [F, D], boxes of kTileN / kCluster rows
   PackTarget out;
   int k_steps;               // ceil(D / kTileK)
   int m_pairs;               // cluster tiles along M
   int n_tiles;               // along F
+  int whole;                 // cluster tiles computed whole; the ones behind them are cut in two,
+                             // and then a cluster has at most one half
   int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
   const int32_t* condition;  // null, or what must not be 0
 };
 
-// ctas is a multiple of kCluster.
+// Clears row_nnz first. ctas is a multiple of kCluster.
 cudaError_t launch_gate_gemm_sm90(const Params& params, int ctas, cudaStream_t stream);
 
 }  // namespace twell::gate_gemm

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL.
-// The 256 columns of a row are spread over the 4 lanes of a quad. Lane t of the quad writes its own
-// non-zeros in column order after those of lanes 0 .. t-1.
+// Packing one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
+// registers, in steps that hide behind the next tile's GEMM, or, where there is no next tile, by
+// way of shared memory. In registers the 256 columns of a row are spread over the 4 lanes of a
+// quad. Lane t of the quad writes its own non-zeros after those of lanes 0 .. t-1.
 #pragma once
 
 #include "twell/ops/gate_gemm/gate_gemm_sm90.h"
+#include "twell/sm90/warp_mma.cuh"
 
 namespace twell::gate_gemm {
+
+// A staged row of 256 bf16. Its 16-byte pieces are XORed with the row, so that neither writing nor
+// reading has bank conflicts.
+inline constexpr uint32_t kStagedRowBytes = kTileN * 2;
+// Of two pairs each, a bit per group.
+inline constexpr uint32_t kAllGroups = 0xffff;
 
 // max(0, .) of two f32, rounded to bf16, `low` in the lower half. NaN stays NaN.
 __device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
@@ -22,18 +30,22 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   return value;
 }
 
-// One row's 64 values of this lane: pair i holds columns 8i + 2t and 8i + 2t + 1.
-__device__ __forceinline__ int count_nonzeros(const uint32_t (&pairs)[32]) {
+// One row's 64 values of this lane: pair i holds columns 8i + 2t and 8i + 2t + 1. Returns how many
+// are not zero; bit 2j of `groups` is set when one of pairs 2j and 2j + 1 is not, bit 2j + 1 for
+// pairs 16 + 2j and 17 + 2j.
+__device__ __forceinline__ int count_nonzeros(const uint32_t (&pairs)[32], uint32_t& groups) {
   int count = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint32_t mask = 0;
+    uint32_t mask = 0;  // in the end, bits i and 16 + i are the halves of pair i
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       // Halves are at most 0x7fff, so adding 0x7fff sets bit 15 exactly where a half is not zero.
       mask = (mask >> 1) | ((opaque(pairs[half * 16 + i]) + 0x7fff7fffu) & 0x80008000u);
     }
     count += __popc(mask);
+    mask |= mask >> 16;
+    groups |= ((mask | mask >> 1) & 0x5555u) << half;
   }
   return count;
 }
@@ -44,20 +56,22 @@ struct RowCursor {
   uint32_t* spill;  // this lane's first pair in the spill slot, null where the row fits
 
   // Writes the count and finds this lane's place among the quad. Every lane of the warp calls it.
+  // Adds to `groups` what store will have to be called for.
   __device__ __forceinline__ void begin(const uint32_t (&pairs)[32], const PackTarget& out, int row,
-                                        int tile) {
+                                        int tile, uint32_t& groups) {
     const int lane_in_quad = threadIdx.x % 4;
-    const int count = count_nonzeros(pairs);
+    const int count = count_nonzeros(pairs, groups);
     int through = count;  // inclusive prefix sum over the quad
     const int one_back = __shfl_up_sync(~0u, through, 1, 4);
     if (lane_in_quad >= 1) through += one_back;
     const int two_back = __shfl_up_sync(~0u, through, 2, 4);
     if (lane_in_quad >= 2) through += two_back;
     const int total = __shfl_sync(~0u, through, 3, 4);
-    const uint32_t slot = row * out.tiles + tile;
+    const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
     uint32_t* words = out.words + int64_t{slot} * out.slots;
     next = words + 1 + through - count;
     spill = total < out.slots ? nullptr : out.spill + int64_t{slot} * 128 + lane_in_quad;
+    if (spill != nullptr) groups = kAllGroups;  // its zeros too
     if (lane_in_quad == 0 && row < out.tokens) {
       words[0] = total;
       if (total >= out.slots) words[1] = slot;
@@ -89,84 +103,108 @@ struct RowCursor {
   }
 };
 
-// The activations of a tile as bf16 pairs, between the end of its GEMM and their packing, which is
-// cut into steps short enough to hide behind one k-step of the next tile.
+// The activations of a tile as bf16 pairs, between the end of its GEMM and their packing.
 class PackedTile {
  public:
-  static constexpr int kSteps = 17;
-
-  __device__ __forceinline__ void take(const float (&acc)[128], int first_row, int tile_index) {
+  // N columns.
+  template <int N>
+  __device__ __forceinline__ void take(const float (&acc)[128]) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < N / 8; ++i) {
       upper_[i] = relu_bf16x2(acc[4 * i], acc[4 * i + 1]);
       lower_[i] = relu_bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
     }
-    row_ = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    tile_ = tile_index;
-    step_ = 0;
   }
 
+  // To be packed, 64 rows from first_row on and 256 columns, in up to 17 steps, each short enough
+  // to hide behind one k-step of the next tile: counting, then a step per group that is not all
+  // zeros.
+  __device__ __forceinline__ void begin(int first_row, int tile_index) {
+    row_ = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    tile_ = tile_index;
+    counted_ = false;
+    groups_ = kAllGroups;
+  }
+  __device__ __forceinline__ bool done() const { return groups_ == 0; }
   // Runs the next step; nothing once all are done.
   __device__ __forceinline__ void advance(const PackTarget& out) {
-    switch (step_) {
-      case 0:
-        upper_cursor_.begin(upper_, out, row_, tile_);
-        lower_cursor_.begin(lower_, out, row_ + 8, tile_);
-        break;
-      case 1:
-        store<0>();
-        break;
-      case 2:
-        store<2>();
-        break;
-      case 3:
-        store<4>();
-        break;
-      case 4:
-        store<6>();
-        break;
-      case 5:
-        store<8>();
-        break;
-      case 6:
-        store<10>();
-        break;
-      case 7:
-        store<12>();
-        break;
-      case 8:
-        store<14>();
-        break;
-      case 9:
-        store<16>();
-        break;
-      case 10:
-        store<18>();
-        break;
-      case 11:
-        store<20>();
-        break;
-      case 12:
-        store<22>();
-        break;
-      case 13:
-        store<24>();
-        break;
-      case 14:
-        store<26>();
-        break;
-      case 15:
-        store<28>();
-        break;
-      case 16:
-        store<30>();
-        break;
-      default:
-        return;
+    if (groups_ == 0) return;
+    if (!counted_) {
+      uint32_t groups = 0;
+      upper_cursor_.begin(upper_, out, row_, tile_, groups);
+      lower_cursor_.begin(lower_, out, row_ + 8, tile_, groups);
+      groups_ = __reduce_or_sync(~0u, groups);
+      counted_ = true;
+    } else {
+      const int group = __ffs(groups_) - 1;
+      groups_ &= groups_ - 1;
+      switch (group) {
+        case 0:
+          store<0>();
+          break;
+        case 1:
+          store<16>();
+          break;
+        case 2:
+          store<2>();
+          break;
+        case 3:
+          store<18>();
+          break;
+        case 4:
+          store<4>();
+          break;
+        case 5:
+          store<20>();
+          break;
+        case 6:
+          store<6>();
+          break;
+        case 7:
+          store<22>();
+          break;
+        case 8:
+          store<8>();
+          break;
+        case 9:
+          store<24>();
+          break;
+        case 10:
+          store<10>();
+          break;
+        case 11:
+          store<26>();
+          break;
+        case 12:
+          store<12>();
+          break;
+        case 13:
+          store<28>();
+          break;
+        case 14:
+          store<14>();
+          break;
+        case 15:
+          store<30>();
+          break;
+        default:
+          break;
+      }
     }
-    ++step_;
   }
-  __device__ __forceinline__ bool done() const { return step_ == kSteps; }
+
+  // To be packed by way of shared memory: N columns from N * part on of 64 staged rows.
+  template <int N>
+  __device__ __forceinline__ void stage(uint32_t staged, int part) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const uint32_t to = staged + row * kStagedRowBytes + part * (N * 2);
+    const uint32_t swizzle = (lane / 16) ^ (row % 8);
+#pragma unroll
+    for (int i = 0; i < N / 8; i += 2) {
+      sm90::store_matrices(to + i / 8 * 128 + ((i % 8) ^ swizzle) * 16, upper_[i], lower_[i],
+                           upper_[i + 1], lower_[i + 1]);
+    }
+  }
 
  private:
   // Pairs First and First + 1 of both rows.
@@ -174,10 +212,7 @@ class PackedTile {
   __device__ __forceinline__ void store() {
     const uint32_t pairs[4] = {opaque(upper_[First]), opaque(upper_[First + 1]),
                                opaque(lower_[First]), opaque(lower_[First + 1])};
-    // A spilled row writes its zeros too.
-    const bool spills = upper_cursor_.spill != nullptr || lower_cursor_.spill != nullptr;
-    if (!__any_sync(~0u, (pairs[0] | pairs[1] | pairs[2] | pairs[3]) != 0 || spills)) return;
-    const uint32_t column = opaque((tile_ * 256 + 2 * (threadIdx.x % 4)) & 0xffff) + 8 * First;
+    const uint32_t column = opaque((tile_ * kTileN + 2 * (threadIdx.x % 4)) & 0xffff) + 8 * First;
     upper_cursor_.store(pairs[0], First, column);
     upper_cursor_.store(pairs[1], First + 1, column + 8);
     lower_cursor_.store(pairs[2], First, column);
@@ -189,7 +224,53 @@ class PackedTile {
   RowCursor upper_cursor_, lower_cursor_;
   int row_;
   int tile_;
-  int step_ = kSteps;
+  bool counted_;
+  uint32_t groups_ = 0;  // still to be stored, the same in all lanes
 };
+
+// By a warp: row `row` of x, staged as row `r`, of the neurons of a tile, in column order.
+__device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int tile,
+                                         const PackTarget& out) {
+  const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
+  const uint32_t from = staged + r * kStagedRowBytes + ((lane / 4) ^ (r % 8)) * 16 + lane % 4 * 4;
+  uint32_t pairs[4];  // pair j: columns 64 j + 2 lane, 64 j + 2 lane + 1
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pairs[j]) : "r"(from + j * 128) : "memory");
+  }
+  const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
+  uint32_t* words = out.words + int64_t{slot} * out.slots;
+  if (!__any_sync(~0u, (pairs[0] | pairs[1] | pairs[2] | pairs[3]) != 0)) {
+    if (lane == 0) words[0] = 0;
+    return;
+  }
+  int before[4], total = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t low = __ballot_sync(~0u, (pairs[j] & 0xffff) != 0);
+    const uint32_t high = __ballot_sync(~0u, pairs[j] >> 16 != 0);
+    before[j] = total + __popc(low & below) + __popc(high & below);
+    total += __popc(low) + __popc(high);
+  }
+  if (lane == 0) {
+    words[0] = total;
+    atomicAdd(out.row_nnz + row, total);
+  }
+  if (total < out.slots) {
+    const uint32_t column = (tile * kTileN + 2 * lane) & 0xffff;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t* at = words + 1 + before[j];
+      const bool has_low = (pairs[j] & 0xffff) != 0;
+      if (has_low) at[0] = (pairs[j] << 16) + column + 64 * j;
+      if (pairs[j] >> 16 != 0) at[has_low ? 1 : 0] = (pairs[j] & 0xffff0000u) + column + 64 * j + 1;
+    }
+  } else {
+    if (lane == 0) words[1] = slot;
+    uint32_t* spill = out.spill + int64_t{slot} * (kTileN / 2) + lane;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) spill[32 * j] = pairs[j];
+  }
+}
 
 }  // namespace twell::gate_gemm
