@@ -32,6 +32,13 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 
+# default OPTION VALUE: passed on to `twell train` unless the caller gave the option.
+default() {
+  for word in "${train[@]}"; do
+    [[ $word == "$1" || $word == "$1="* ]] && return
+  done
+  train+=("$@")
+}
 step() { printf '\n== %s\n' "$*"; }
 
 step "install and build"
@@ -52,8 +59,14 @@ if [[ -e $out/options.json ]]; then
   # The options of the run are remembered; only those given now are passed.
   "$twell" train --out "$out" --resume "${train[@]}"
 else
-  "$twell" train --out "$out" "${data[@]}" --bad-files skip --max-data-bytes 50000000 \
-    --preset tiny --steps 1000 --lr 2e-3 --l1 1e-3 --log-every 5 "${train[@]}"
+  default --bad-files skip
+  default --max-data-bytes 50000000
+  default --preset tiny
+  default --steps 1000
+  default --lr 2e-3
+  default --l1 1e-3
+  default --log-every 5
+  "$twell" train --out "$out" "${data[@]}" "${train[@]}"
 fi
 
 step "inspect: what fires, on held-out text"
