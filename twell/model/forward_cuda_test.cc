@@ -248,6 +248,41 @@ TEST_P(ForwardCudaTest, LoadsCheckpointsOfBothTypes) {
 INSTANTIATE_TEST_SUITE_P(Models, ForwardCudaTest, testing::ValuesIn(model_cases()),
                          [](const auto& param) { return std::string(param.param.name); });
 
+// From 1,024 tokens on queries and keys of heads of 64 and 128 are rotated in their product.
+class ManyTokensCudaTest : public ForwardCudaTest {};
+
+std::vector<ModelCase> many_tokens_cases() {
+  std::vector<ModelCase> cases = {{"head_64", small(4, 2, 64, true, true)},
+                                  {"head_128", small(2, 1, 128, true, true)}};
+  for (ModelCase& c : cases) c.config.context = 1300;
+  return cases;
+}
+
+TEST_P(ManyTokensCudaTest, WithAndWithoutCacheEqualsCpu) {
+  const int64_t vocab = model_->config.vocab_size;
+  ForwardCuda forward(*ctx_, *device_model_,
+                      {.max_tokens = 1300, .max_sequences = 2, .max_length = 1300});
+  const auto ids = random_ids(1290, vocab, 1);
+  const std::vector<ForwardSequence> sequences = {{1230, 0}, {60, 1}};
+  const auto want = cpu_logits(ids, sequences);
+  forward.run(ids, sequences, nullptr);
+  expect_near(device_logits(forward, 1290), want);
+
+  // All but the last token of each, then those.
+  KvCacheCuda cache(model_->config, 2, 1300);
+  std::vector<int32_t> first(ids.begin(), ids.begin() + 1229);
+  first.insert(first.end(), ids.begin() + 1230, ids.begin() + 1289);
+  forward.run(first, std::vector<ForwardSequence>{{1229, 0}, {59, 1}}, &cache);
+  forward.run(std::vector<int32_t>{ids[1229], ids[1289]},
+              std::vector<ForwardSequence>{{1, 0}, {1, 1}}, &cache);
+  std::vector<float> last(want.begin() + 1229 * vocab, want.begin() + 1230 * vocab);
+  last.insert(last.end(), want.end() - vocab, want.end());
+  expect_near(device_logits(forward, 2), last);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, ManyTokensCudaTest, testing::ValuesIn(many_tokens_cases()),
+                         [](const auto& param) { return std::string(param.param.name); });
+
 TEST(ModelCudaTest, RefusesByName) {
   ModelConfig config = small(4, 4, 16, true, true);
   EXPECT_EQ(cuda_model_unsupported(config), "");
