@@ -3,6 +3,7 @@
 // activation patterns.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -11,6 +12,7 @@
 #include "cli/bench.h"
 #include "cli/bench_ffn_cuda.h"
 #include "cli/device.h"
+#include "cli/memory.h"
 #include "twell/base/error.h"
 #include "twell/model/captured_patterns.h"
 #include "twell/ops/ffn/ffn_benchmark.h"
@@ -92,6 +94,16 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
   return json;
 }
 
+// Before a pattern is drawn, which takes its time: weights, and the activations of every execution.
+void require_room(const BenchFfnArguments& arguments) {
+  const int64_t width = arguments.benchmark.width, ffn = arguments.benchmark.ffn;
+  TWELL_REQUIRE(width > 0 && ffn > 0, "--width and --ffn must be positive, got {} and {}", width,
+                ffn);
+  const double d = static_cast<double>(width), f = static_cast<double>(ffn);
+  const double bytes = 4.0 * (3.0 * d * f + static_cast<double>(arguments.tokens) * (2.0 * d + f));
+  require_memory(static_cast<int64_t>(std::min(bytes, 1e18)));
+}
+
 int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   const bool cuda = use_cuda(common);
   TWELL_REQUIRE(arguments.tokens >= 0, "--tokens must be positive, got {}", arguments.tokens);
@@ -99,6 +111,7 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   TWELL_REQUIRE(arguments.begin >= 0, "--begin must not be negative, got {}", arguments.begin);
   TWELL_REQUIRE(arguments.benchmark.repeats > 0, "--repeats must be positive, got {}",
                 arguments.benchmark.repeats);
+  require_room(arguments);
   arguments.benchmark.seed = common.seed;
   const std::vector<FfnPattern> patterns = arguments.patterns.empty()
                                                ? synthetic_patterns(arguments, common.seed)

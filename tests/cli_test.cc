@@ -189,6 +189,9 @@ TEST_F(CliTest, BadNumbers) {
   refused("--ffn-policy", "fast", "--ffn-policy");
   refused("--unknown", "1", "--unknown");
   expect_refused({"train", "--data", "text", "--out", "x", "--layers", "65000"}, "memory");
+  expect_refused({"bench", "ffn", "--tokens", "99999999999999"}, "memory");
+  expect_refused({"bench", "ffn", "--width", "0"}, "--width and --ffn must be positive");
+  expect_refused({"bench", "ffn", "--ffn", "-8"}, "--width and --ffn must be positive");
   expect_refused({}, "no command");
   expect_refused({"trian"}, "trian");
   EXPECT_FALSE(fs::exists(folder_ / "x"));

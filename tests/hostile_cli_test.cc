@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoint folders that are wrong or mean harm, as a user meets them: one line, exit code 2, and
+// nothing written.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "tests/run_command.h"
+#include "twell/base/file.h"
+#include "twell/base/test_folder.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using testing::HasSubstr;
+
+fs::path golden(const std::string& name) {
+  return fs::path(TWELL_SOURCE_DIR) / "tests" / "golden" / name;
+}
+
+// A safetensors file from its header and that many bytes of zeros.
+std::string safetensors(const std::string& header, size_t bytes) {
+  const uint64_t size = header.size();
+  std::string out(sizeof(size), '\0');
+  std::memcpy(out.data(), &size, sizeof(size));
+  return out + header + std::string(bytes, '\0');
+}
+
+class HostileCheckpoint : public testing::Test {
+ protected:
+  // A sharded model, and one with a tokenizer.
+  void SetUp() override {
+    fs::copy(golden("families/llama_linear"), folder_.path() / "sharded");
+    fs::copy(golden("tasks/model"), folder_.path() / "chat");
+    fs::copy(golden("tied_gqa"), folder_.path() / "single");
+  }
+
+  void refused(const std::vector<std::string>& arguments, const std::string& fault) const {
+    const CommandResult result = run_command(folder_.path(), arguments);
+    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
+    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
+    EXPECT_THAT(result.err, HasSubstr(fault));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+    EXPECT_EQ(result.out, "");
+    EXPECT_FALSE(fs::exists(folder_.path() / "out"));
+  }
+  void convert_refused(const std::string& in, const std::string& fault) const {
+    refused({"convert", "--checkpoint", in, "--out", "out"}, fault);
+  }
+  void chat_refused(const std::string& chat_template, const std::string& fault) const {
+    folder_.write("chat/chat_template.jinja", chat_template);
+    refused({"generate", "--checkpoint", "chat", "--chat", "--prompt", "a", "--max-tokens", "1"},
+            fault);
+  }
+  // Puts another file where the index says that a tensor is.
+  void point(const std::string& file) const {
+    const fs::path path = folder_.path() / "sharded" / "model.safetensors.index.json";
+    json index = json::parse(read_file(path));
+    index["weight_map"]["model.norm.weight"] = file;
+    write_file_atomic(path, index.dump());
+  }
+
+  TempFolder folder_;
+};
+
+TEST_F(HostileCheckpoint, MissingShard) {
+  fs::remove(folder_.path() / "sharded" / "model-00002-of-00002.safetensors");
+  convert_refused("sharded", "model-00002-of-00002.safetensors");
+}
+
+TEST_F(HostileCheckpoint, PathsOutOfTheFolder) {
+  for (const char* file :
+       {"../single/model.safetensors", "/etc/passwd", "a/../../b", "..", "", "."}) {
+    point(file);
+    convert_refused("sharded", "model.safetensors.index.json");
+  }
+}
+
+TEST_F(HostileCheckpoint, WrongShape) {
+  json config = json::parse(read_file(folder_.path() / "single" / "config.json"));
+  config["intermediate_size"] = config["intermediate_size"].get<int64_t>() + 8;
+  folder_.write("single/config.json", config.dump());
+  convert_refused("single", "mlp.");
+}
+
+TEST_F(HostileCheckpoint, HeadersOfAbsurdSize) {
+  for (const uint64_t size : {uint64_t{1} << 62, uint64_t{1} << 40, ~uint64_t{0}, uint64_t{0}}) {
+    std::string file(64, ' ');
+    std::memcpy(file.data(), &size, sizeof(size));
+    folder_.write("single/model.safetensors", file);
+    convert_refused("single", "model.safetensors");
+  }
+}
+
+TEST_F(HostileCheckpoint, ATensorTwice) {
+  // In one header.
+  const std::string entry = R"("a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})";
+  folder_.write("single/model.safetensors", safetensors("{" + entry + ", " + entry + "}", 4));
+  convert_refused("single", "\"a\" appears twice");
+  // In two shards, of which the index names one.
+  const fs::path first = folder_.path() / "sharded" / "model-00001-of-00002.safetensors";
+  const fs::path second = folder_.path() / "sharded" / "model-00002-of-00002.safetensors";
+  fs::copy_file(first, second, fs::copy_options::overwrite_existing);
+  convert_refused("sharded", "model-0000");
+}
+
+TEST_F(HostileCheckpoint, TensorsBeyondTheFile) {
+  folder_.write("single/model.safetensors",
+                safetensors(R"({"a": {"dtype": "F32", "shape": [4611686018427387904, 4],
+                                "data_offsets": [0, 4]}})",
+                            4));
+  convert_refused("single", "model.safetensors");
+}
+
+TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {
+  const std::string open(5000, '('), close(5000, ')');
+  chat_refused("{{ " + open + "1" + close + " }}", "nested too deeply");
+  std::string deep;
+  for (int i = 0; i < 5000; ++i) deep += "{% if true %}";
+  chat_refused(deep, "nested too deeply");
+  chat_refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "'macro' is not supported");
+  chat_refused("{% include 'chat_template.jinja' %}", "'include' is not supported");
+  chat_refused("{% for i in range(10000000000) %}{% endfor %}", "range");
+  chat_refused(
+      "{% for i in range(90000) %}{% for j in range(90000) %}{{ j }}{% endfor %}{% endfor %}",
+      "does not come to an end");
+}
+
+}  // namespace
+}  // namespace twell
