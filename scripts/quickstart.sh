@@ -32,13 +32,15 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 
-# default OPTION VALUE: passed on to `twell train` unless the caller gave the option.
-default() {
+# given OPTION: whether the caller gave it. default OPTION VALUE: passes it on where not.
+given() {
+  local word
   for word in "${train[@]}"; do
-    [[ $word == "$1" || $word == "$1="* ]] && return
+    [[ $word == "$1" || $word == "$1="* ]] && return 0
   done
-  train+=("$@")
+  return 1
 }
+default() { given "$1" || train+=("$@"); }
 step() { printf '\n== %s\n' "$*"; }
 
 step "install and build"
@@ -62,7 +64,7 @@ else
   default --bad-files skip
   default --max-data-bytes 50000000
   default --preset tiny
-  default --steps 1000
+  given --tokens || default --steps 1000
   default --lr 2e-3
   default --l1 1e-3
   default --log-every 5
