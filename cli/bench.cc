@@ -42,7 +42,6 @@ void add_bench_command(CLI::App& app, CommonOptions& common) {
   CLI::App* bench =
       app.add_subcommand("bench", "Speed of dense and sparse execution")->group("Commands");
   bench->require_subcommand(1);
-  bench->get_formatter()->label("SUBCOMMAND", "BENCHMARK");
   add_bench_forward_command(*bench, common);
   add_bench_decode_command(*bench, common);
   add_bench_ffn_command(*bench, common);

@@ -9,6 +9,7 @@
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
 #include "cli/loading.h"
+#include "cli/memory.h"
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
 #include "twell/infer/forward_comparison.h"
@@ -36,13 +37,18 @@ struct Subject {
 
 // A preset has random weights: about half of its neurons fire, so it says what dense costs.
 Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t seed) {
-  Subject subject;
-  subject.model = std::make_unique<Model>(preset_config(arguments.preset));
-  init_weights(ctx, *subject.model, seed);
-  const ModelConfig& config = subject.model->config;
+  const ModelConfig config = preset_config(arguments.preset);
   const int64_t length =
       arguments.comparison.length == 0 ? config.context : arguments.comparison.length;
-  subject.ids.resize(static_cast<size_t>(arguments.comparison.sequences * length));
+  TWELL_REQUIRE(length <= config.context, "--seq must be 1 to {} (the model's context), got {}",
+                config.context, length);
+  const int64_t tokens = arguments.comparison.sequences * length;
+  // Weights, and what leaves the last layer of a dense and of a sparse run, in f32.
+  require_memory(4 * (config.parameter_count() + 2 * tokens * config.width));
+  Subject subject;
+  subject.model = std::make_unique<Model>(config);
+  init_weights(ctx, *subject.model, seed);
+  subject.ids.resize(static_cast<size_t>(tokens));
   constexpr uint64_t kStream = 0x62656e6368;  // apart from the streams of the weights
   for (size_t i = 0; i < subject.ids.size(); ++i) {
     subject.ids[i] = static_cast<int32_t>(

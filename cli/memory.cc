@@ -27,8 +27,8 @@ int64_t memory_limit_bytes() {
 void require_memory(int64_t planned_bytes) {
   const int64_t limit = memory_limit_bytes();
   TWELL_REQUIRE(planned_bytes <= limit,
-                "this run needs {} of memory, the machine has {}: take a smaller model or lower "
-                "--micro-batch or --sequence-length",
+                "this run needs {} of memory, the machine has {}: take a smaller model, or fewer "
+                "or shorter sequences at a time",
                 format_bytes(static_cast<double>(planned_bytes)),
                 format_bytes(static_cast<double>(limit)));
 }

@@ -192,6 +192,8 @@ TEST_F(CliTest, BadNumbers) {
   expect_refused({"bench", "ffn", "--tokens", "99999999999999"}, "memory");
   expect_refused({"bench", "ffn", "--width", "0"}, "--width and --ffn must be positive");
   expect_refused({"bench", "ffn", "--ffn", "-8"}, "--width and --ffn must be positive");
+  expect_refused({"bench", "forward", "--preset", "2b", "--batch", "65536"}, "memory");
+  expect_refused({"bench", "forward", "--preset", "tiny", "--seq", "99999999999"}, "--seq must");
   expect_refused({}, "no command");
   expect_refused({"trian"}, "trian");
   EXPECT_FALSE(fs::exists(folder_ / "x"));
@@ -436,8 +438,9 @@ TEST_F(CliTest, GeneratesForManyPrompts) {
 TEST_F(CliTest, HelpOfEveryCommand) {
   const Result all = run({"--help"});
   EXPECT_EQ(all.code, 0);
-  for (const char* command :
-       {"train", "tokenize", "generate", "eval", "inspect", "convert", "bench", "doctor"}) {
+  EXPECT_THAT(all.out, HasSubstr("Usage: twell [OPTIONS] COMMAND\n"));
+  for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "convert",
+                              "bench", "report", "doctor"}) {
     EXPECT_THAT(all.out, HasSubstr(command));
     EXPECT_EQ(run({command, "--help"}).code, 0) << command;
   }
