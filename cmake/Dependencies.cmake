@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every third-party library, found once, with one target each.
+# scripts/fetch_libraries.sh puts there what a distribution does not have.
+list(PREPEND CMAKE_PREFIX_PATH ${PROJECT_SOURCE_DIR}/.cache/libraries)
 find_package(Threads REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(PkgConfig REQUIRED)
@@ -10,7 +12,7 @@ pkg_check_modules(snappy REQUIRED IMPORTED_TARGET snappy)
 pkg_check_modules(pcre2 REQUIRED IMPORTED_TARGET libpcre2-8)
 pkg_check_modules(utf8proc REQUIRED IMPORTED_TARGET libutf8proc)
 pkg_check_modules(xxhash REQUIRED IMPORTED_TARGET libxxhash)
-pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy)
+pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy>=1.0)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)

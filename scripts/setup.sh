@@ -4,15 +4,23 @@
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
 #   scripts/setup.sh --fuzz   these, and what the fuzz targets need
-# Where there is a CUDA toolkit, the headers of cudnn-frontend too (into .cache/).
+# Into .cache/ go what Ubuntu 22.04 does not have, and where there is a CUDA toolkit the headers of
+# cudnn-frontend.
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
 
 packages=(
   g++ cmake ninja-build pkg-config
-  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
+  libdnnl-dev libfmt-dev libcli11-dev nlohmann-json3-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libsnappy-dev libxxhash-dev zlib1g-dev
 )
+# Its Highway is older than 1.0, and it has no toml++.
+jammy=$(grep -c '^UBUNTU_CODENAME=jammy' /etc/os-release 2>/dev/null || true)
+if [[ $jammy == 1 ]]; then
+  packages+=(xz-utils)
+else
+  packages+=(libhwy-dev libtomlplusplus-dev)
+fi
 cuda=0
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
@@ -31,12 +39,13 @@ for package in "${packages[@]}"; do
   status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
   [[ $status == installed ]] || missing+=("$package")
 done
-fetch_headers() {
+fetch() {
+  [[ $jammy != 1 ]] || "$(dirname "$0")/fetch_libraries.sh"
   [[ $cuda == 0 ]] || "$(dirname "$0")/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
 }
 if [[ ${#missing[@]} == 0 ]]; then
-  fetch_headers
+  fetch
   exit 0
 fi
 
@@ -57,4 +66,4 @@ export DEBIAN_FRONTEND=noninteractive
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
   "$recommends" "${missing[@]}" >/dev/null
-fetch_headers
+fetch
