@@ -142,7 +142,7 @@ double mean_over_layers(const PositionRange& range) {
 
 ordered_json inspection_json(const Inspection& inspection) {
   ordered_json json = {{"checkpoint", inspection.checkpoint},
-                       {"config", config_to_json(inspection.config)},
+                       {"config", ordered_json(config_to_json(inspection.config))},
                        {"parameters", inspection.config.parameter_count()},
                        {"damaged_tensors", inspection.damaged_tensors}};
   for (const TensorHealth& tensor : inspection.tensors) {
