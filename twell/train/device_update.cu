@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/device_update.h"
 
-#include "twell/ops/adamw/split_weight.h"
+#include "twell/ops/adamw/split_weight.cuh"
 
 namespace twell {
 namespace {
@@ -26,15 +26,6 @@ __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   const double u1 = (static_cast<double>(c0) + 1.0) * 0x1p-32;
   const double u2 = static_cast<double>(c1) * 0x1p-32;
   return static_cast<float>(sqrt(-2.0 * log(u1)) * cospi(2.0 * u2));
-}
-
-__device__ float join(__nv_bfloat16 upper, int16_t rest) {
-  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
-}
-__device__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
-  const SplitWeight halves = split_weight(__float_as_uint(value));
-  upper = __ushort_as_bfloat16(halves.bf16);
-  rest = halves.rest;
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/adamw/adamw_cuda.h"
-#include "twell/ops/adamw/split_weight.h"
+#include "twell/ops/adamw/split_weight.cuh"
 
 namespace twell {
 namespace {
@@ -15,15 +15,6 @@ struct alignas(8) Bf16Vector {
 struct alignas(8) RestVector {
   int16_t value[kVector];
 };
-
-__device__ float join(__nv_bfloat16 upper, int16_t rest) {
-  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
-}
-__device__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
-  const SplitWeight halves = split_weight(__float_as_uint(value));
-  upper = __ushort_as_bfloat16(halves.bf16);
-  rest = halves.rest;
-}
 
 __device__ void load(const float* from, float* values) {
   const float4 v = *reinterpret_cast<const float4*>(from);
