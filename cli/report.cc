@@ -43,6 +43,24 @@ std::vector<json> validated(const std::vector<json>& rows) {
   return result;
 }
 
+// A row of `twell bench forward`, from a CPU or a GPU.
+void add_benchmark(json& report, const json& bench) {
+  const bool gpu = bench.contains("gpu");
+  for (const std::string execution : {"dense", "sparse"}) {
+    const json& run = bench.at(execution);
+    report[execution + "_tokens_per_s"] = run.at("full").at("tokens_per_s");
+    report[execution + "_layers_tokens_per_s"] = run.at(gpu ? "body" : "layers").at("tokens_per_s");
+  }
+  report["cpu"] = bench.at("cpu");
+  if (gpu) {
+    report["gpu"] = bench.at("gpu");
+    report["sparse_relative_difference"] = bench.at("sparse_relative_difference");
+  } else {
+    report["threads"] = bench.at("threads");
+    report["max_abs_logit_diff"] = bench.at("max_abs_logit_diff");
+  }
+}
+
 json make_report(const fs::path& run, const std::vector<json>& metrics, const json& bench) {
   const std::vector<json> validations = validated(metrics);
   TWELL_REQUIRE(!validations.empty() && metrics.back().contains("layers"),
@@ -65,18 +83,7 @@ json make_report(const fs::path& run, const std::vector<json>& metrics, const js
                  {"val_ce_last", validations.back().at("val_ce")},
                  {"nnz_per_layer", nnz},
                  {"dead_share_per_layer", dead}};
-  if (!bench.is_null()) {
-    const auto rate = [&](const char* execution, const char* part) {
-      return bench.at(execution).at(part).at("tokens_per_s");
-    };
-    report["dense_tokens_per_s"] = rate("dense", "full");
-    report["sparse_tokens_per_s"] = rate("sparse", "full");
-    report["dense_layers_tokens_per_s"] = rate("dense", "layers");
-    report["sparse_layers_tokens_per_s"] = rate("sparse", "layers");
-    report["max_abs_logit_diff"] = bench.at("max_abs_logit_diff");
-    report["cpu"] = bench.at("cpu");
-    report["threads"] = bench.at("threads");
-  }
+  if (!bench.is_null()) add_benchmark(report, bench);
   return report;
 }
 
@@ -107,7 +114,9 @@ void print_report(const json& report) {
     const double sparse = report["sparse_tokens_per_s"];
     fmt::print("forward                dense {:.0f} tok/s, sparse {:.0f} tok/s: {:.2f}x\n", dense,
                sparse, sparse / dense);
-    fmt::print("largest logit change   {:.3g}\n", report["max_abs_logit_diff"].get<double>());
+    const bool gpu = report.contains("gpu");
+    fmt::print("{} {:.3g}\n", gpu ? "difference of outputs " : "largest logit change  ",
+               report[gpu ? "sparse_relative_difference" : "max_abs_logit_diff"].get<double>());
   }
   fmt::print("checkpoint             {}\n", report["checkpoint"].get<std::string>());
 }

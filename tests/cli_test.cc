@@ -16,6 +16,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/run_command.h"
@@ -116,6 +117,29 @@ TEST_F(CliTest, TrainsAndARepeatIsTheSame) {
   }
   ASSERT_EQ(run(train("b", {"--steps", "4"})).code, 0);
   EXPECT_EQ(weights("a"), weights("b"));
+}
+
+TEST_F(CliTest, ReportsARunWithABenchmarkOfEitherDevice) {
+  ASSERT_EQ(run(train("r", {"--steps", "4", "--validate-every", "2"})).code, 0);
+  const Result plain = run({"report", "--out", "r"});
+  EXPECT_EQ(plain.code, 0) << plain.err;
+  EXPECT_THAT(plain.out, testing::Not(HasSubstr("forward")));
+  const std::string cpu =
+      R"({"cpu":"c","threads":2,"max_abs_logit_diff":1e-5,)"
+      R"("dense":{"full":{"tokens_per_s":100},"layers":{"tokens_per_s":120}},)"
+      R"("sparse":{"full":{"tokens_per_s":150},"layers":{"tokens_per_s":240}}})";
+  const std::string gpu = R"({"cpu":"c","gpu":"g","sparse_relative_difference":0.005,)"
+                          R"("dense":{"full":{"tokens_per_s":1000},"body":{"tokens_per_s":1200}},)"
+                          R"("sparse":{"full":{"tokens_per_s":1700},"body":{"tokens_per_s":1}}})";
+  for (const auto& [row, ratio] : {std::pair(cpu, "1.50x"), std::pair(gpu, "1.70x")}) {
+    write("r/bench.jsonl", row + "\n");
+    const Result report = run({"report", "--out", "r"});
+    EXPECT_EQ(report.code, 0) << report.err;
+    EXPECT_THAT(report.out, HasSubstr(ratio));
+    EXPECT_TRUE(fs::exists(folder_ / "r" / "report.json"));
+  }
+  write("r/bench.jsonl", "{}\n");
+  expect_refused({"report", "--out", "r"}, "bench.jsonl is not as this version writes it");
 }
 
 TEST_F(CliTest, InterruptedAndKilledRunsResumeToTheSameWeights) {
