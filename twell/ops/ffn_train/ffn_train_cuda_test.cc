@@ -155,6 +155,10 @@ TEST(FfnTrainCudaChoice, FollowsTheActivity) {
   EXPECT_EQ(choose(16384, 100.0), kDense);
   EXPECT_EQ(choose(16384, 100.0, 2000.0), kHybrid);
   EXPECT_EQ(choose(16384, 2800.0), kDense);
+  EXPECT_EQ(choose(16384, 150.0, 2900.0), kHybrid);
+  EXPECT_EQ(choose(16384, 713.0, 1718.0), kHybrid);  // few tokens have all neurons active
+  EXPECT_EQ(choose(16384, 56.0, 4065.0), kDense);
+  EXPECT_EQ(choose(2048, 39.0, 3327.0), kDense);
   EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
 }
 
