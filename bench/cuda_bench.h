@@ -8,6 +8,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -63,12 +64,15 @@ struct Pattern {
   }
 };
 
-// Layers of a safetensors file of captured patterns, named after the end of its name.
+// Layers of a safetensors file of captured patterns, all that it has where none are named; called
+// after the end of its name.
 inline std::vector<Pattern> read_patterns(const std::string& path, const std::vector<int>& layers) {
   std::vector<Pattern> patterns;
   const SafetensorsFile file(path);
   const std::string stem = std::filesystem::path(path).stem().string();
-  for (const int layer : layers) {
+  std::set<int64_t> chosen(layers.begin(), layers.end());
+  if (chosen.empty()) chosen = captured_layers(file);
+  for (const int64_t layer : chosen) {
     CapturedLayer captured = read_captured_layer(file, layer);
     patterns.push_back({fmt::format("{} L{}", stem.substr(stem.rfind('_') + 1), layer),
                         std::move(captured.row_nnz), std::move(captured.columns)});
@@ -91,7 +95,7 @@ inline Pattern random_pattern(int64_t tokens, int64_t ffn, double nnz) {
   return pattern;
 }
 
-// TwELL of the pattern with random positive values, and the same gate dense.
+// TwELL of the pattern with random positive values, and the same gate dense [M, F], unless null.
 struct GateOnDevice {
   TwellShape shape;
   std::vector<uint32_t> words;
@@ -108,7 +112,7 @@ struct GateOnDevice {
     std::vector<int32_t> row_nnz(pattern.row_nnz.begin(), pattern.row_nnz.end());
     std::vector<std::vector<uint32_t>> entries(tiles);
     size_t next = 0;
-    std::vector<uint16_t> all(static_cast<size_t>(shape.rows * ffn));
+    std::vector<uint16_t> all(dense != nullptr ? static_cast<size_t>(shape.rows * ffn) : 0);
     for (int64_t row = 0; row < shape.rows; ++row) {
       for (auto& tile : entries) tile.clear();
       for (int i = 0; i < row_nnz[static_cast<size_t>(row)]; ++i, ++next) {
@@ -116,7 +120,7 @@ struct GateOnDevice {
         const uint16_t bits = to_bf16(0.05f + uniform(5, 1, next)).bits;
         entries[static_cast<size_t>(column / 256)].push_back(
             TwellWord<uint32_t>::from_bits(column, bits));
-        all[static_cast<size_t>(row * ffn + column)] = bits;
+        if (dense != nullptr) all[static_cast<size_t>(row * ffn + column)] = bits;
       }
       for (size_t t = 0; t < tiles; ++t) pack(row, static_cast<int64_t>(t), entries[t]);
     }
@@ -126,6 +130,7 @@ struct GateOnDevice {
     device_nnz = upload(row_nnz);
     packed = {shape, device_words.data(), device_spill.data(),
               static_cast<int64_t>(spill.size() / 256), device_nnz.data()};
+    if (dense == nullptr) return;
     TWELL_CUDA_CHECK(cudaMemcpy(dense, all.data(), all.size() * 2, cudaMemcpyHostToDevice));
     synchronize_default_stream();
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feed-forward layer in training on the GPU, forward and backward, dense and hybrid side by
 // side, on one activation pattern each. Errors first, then time.
-//   ffn_train_cuda_bench --patterns FILE [--layer N]... [--nnz K]... [--full-rows K]... [--tokens
-//   M]
-//                        [--check] [--jsonl FILE]
+//   ffn_train_cuda_bench [--patterns FILE]... [--layer N]... [--nnz K]... [--full-rows K]...
+//                        [--tokens M]... [--check] [--jsonl FILE]
 // A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and goes on with
-// the pattern; the dense execution runs on operands whose gate has as many non-zeros.
+// the pattern; the dense execution runs on operands whose gate has as many non-zeros. Of each file
+// the mean of dense / chosen is printed, choose_ffn_train_cuda being told the pattern's counts.
 // --check compares both on the pattern with the same sums in f32, for 4,096 tokens.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -13,7 +13,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -26,11 +28,11 @@ namespace twell {
 namespace {
 
 struct Options {
-  std::string patterns;
+  std::vector<std::string> patterns;
   std::vector<int> layers;
   std::vector<double> nnz;
   std::vector<int> full_rows;
-  int64_t tokens = 16384;
+  std::vector<int64_t> tokens = {16384};
   int64_t width = 2048;
   int64_t ffn = 5632;
   int rounds = 21;
@@ -73,43 +75,63 @@ Pattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
   return full;
 }
 
-// One layer with its operands and gradients.
-struct Layer {
+// What does not depend on the pattern but for a bias: column 0 of w_gate, since x[:, 0] is 1.
+struct Operands {
   FfnTrainShapeCuda shape;
-  DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down, y, d_x, dense_gate;
+  std::vector<__nv_bfloat16> host_w_gate;
+  DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down;
+
+  Operands(const Options& options, int64_t tokens)
+      : shape{tokens, options.width, options.ffn, true},
+        host_w_gate(random_operand(shape.ffn * shape.width, 4, 0.02f)),
+        d_y(upload(random_operand(tokens * shape.width, 5, 1e-3f))),
+        w_gate(shape.ffn * shape.width),
+        w_up(upload(random_operand(shape.ffn * shape.width, 2, 0.02f))),
+        w_down(upload(random_operand(shape.ffn * shape.width, 3, 0.02f))) {
+    auto host_x = random_operand(tokens * shape.width, 1, 1.0f);
+    for (int64_t m = 0; m < tokens; ++m) {
+      host_x[static_cast<size_t>(m * shape.width)] = __float2bfloat16(1.0f);
+    }
+    x = upload(host_x);
+  }
+  // So that the gate has about nnz non-zeros per token: the rest of it has deviation
+  // 0.02 sqrt(D - 1).
+  void set_activity(double nnz) {
+    const double share = std::clamp(nnz / static_cast<double>(shape.ffn), 1e-6, 1.0 - 1e-6);
+    const double bias =
+        0.02 * std::sqrt(static_cast<double>(shape.width - 1)) * normal_quantile(share);
+    for (int64_t n = 0; n < shape.ffn; ++n) {
+      host_w_gate[static_cast<size_t>(n * shape.width)] =
+          __float2bfloat16(static_cast<float>(bias));
+    }
+    w_gate = upload(host_w_gate);
+  }
+};
+
+// One layer on a pattern, with its results.
+struct Layer {
+  const Operands& operands;
+  FfnTrainShapeCuda shape;
+  DeviceBuffer<__nv_bfloat16> y, d_x, dense_gate;
   DeviceBuffer<float> l1_scale, d_w_gate, d_w_up, d_w_down;
   DeviceBuffer<uint8_t> active;
   DeviceBuffer<FfnTrainCountsCuda> counts;
   GateOnDevice gate;
   double nnz;
 
-  Layer(const Options& options, const Pattern& pattern)
-      : shape{static_cast<int64_t>(pattern.row_nnz.size()), options.width, options.ffn, true},
+  // The pattern has a row per token; its gate is made dense too where that is wanted.
+  Layer(Operands& operands_in, const Pattern& pattern, bool dense)
+      : operands(operands_in),
+        shape(operands.shape),
         y(poisoned<__nv_bfloat16>(shape.max_tokens * shape.width)),
         d_x(poisoned<__nv_bfloat16>(shape.max_tokens * shape.width)),
-        dense_gate(shape.max_tokens * shape.ffn),
+        dense_gate(dense ? shape.max_tokens * shape.ffn : 0),
         l1_scale(upload(std::vector<float>{1e-4f})),
         active(upload(std::vector<uint8_t>(static_cast<size_t>(shape.ffn)))),
         counts(upload(std::vector<FfnTrainCountsCuda>(1))),
-        gate(pattern, options.ffn, dense_gate.data()),
+        gate(pattern, shape.ffn, dense ? dense_gate.data() : nullptr),
         nnz(pattern.mean()) {
-    const int64_t tokens = shape.max_tokens, width = shape.width, ffn = shape.ffn;
-    auto host_x = random_operand(tokens * width, 1, 1.0f);
-    auto host_gate = random_operand(ffn * width, 4, 0.02f);
-    // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest has deviation 0.02 sqrt(D - 1).
-    const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
-    const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
-    for (int64_t m = 0; m < tokens; ++m) {
-      host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
-    }
-    for (int64_t n = 0; n < ffn; ++n) {
-      host_gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
-    }
-    x = upload(host_x);
-    w_gate = upload(host_gate);
-    d_y = upload(random_operand(tokens * width, 5, 1e-3f));
-    w_up = upload(random_operand(ffn * width, 2, 0.02f));
-    w_down = upload(random_operand(ffn * width, 3, 0.02f));
+    operands_in.set_activity(nnz);
     clear_gradients();
   }
   void clear_gradients() {
@@ -119,10 +141,13 @@ struct Layer {
     d_w_down = upload(zeros);
   }
   void clear_counts() { counts = upload(std::vector<FfnTrainCountsCuda>(1)); }
+  FfnTrainWeightsCuda weights() const {
+    return {operands.w_gate.data(), operands.w_up.data(), operands.w_down.data()};
+  }
   FfnTrainForwardCuda forward(bool replay) const {
     return {.tokens = shape.max_tokens,
-            .weights = {w_gate.data(), w_up.data(), w_down.data()},
-            .x = x.data(),
+            .weights = weights(),
+            .x = operands.x.data(),
             .y = y.data(),
             .counts = counts.data(),
             .active = active.data(),
@@ -130,9 +155,9 @@ struct Layer {
   }
   FfnTrainBackwardCuda backward() const {
     return {.tokens = shape.max_tokens,
-            .weights = {w_gate.data(), w_up.data(), w_down.data()},
-            .x = x.data(),
-            .d_y = d_y.data(),
+            .weights = weights(),
+            .x = operands.x.data(),
+            .d_y = operands.d_y.data(),
             .l1_scale = l1_scale.data(),
             .d_x = d_x.data(),
             .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data()}};
@@ -179,10 +204,11 @@ std::vector<float> product(CudaContext& ctx, MatmulShapeCuda shape, const std::v
 // The layer on the pattern in f32.
 Results reference(CudaContext& ctx, const Layer& layer) {
   const auto& [tokens, width, ffn, gated] = layer.shape;
+  const Operands& in = layer.operands;
   const MatmulShapeCuda up{.rows = tokens, .cols = ffn, .inner = width, .trans_b = true};
   const std::vector<float> g = to_floats(download(layer.dense_gate));
-  std::vector<float> u = product(ctx, up, to_floats(download(layer.x)), layer.w_up.data());
-  std::vector<float> d_h = product(ctx, up, to_floats(download(layer.d_y)), layer.w_down.data());
+  std::vector<float> u = product(ctx, up, to_floats(download(in.x)), in.w_up.data());
+  std::vector<float> d_h = product(ctx, up, to_floats(download(in.d_y)), in.w_down.data());
   std::vector<float> h(g.size());
   const float l1_scale = download(layer.l1_scale)[0];
   for (size_t i = 0; i < g.size(); ++i) {
@@ -194,12 +220,12 @@ Results reference(CudaContext& ctx, const Layer& layer) {
   const MatmulShapeCuda through{.rows = tokens, .cols = width, .inner = ffn};
   const MatmulShapeCuda weight{.rows = ffn, .cols = width, .inner = tokens, .trans_a = true};
   Results results;
-  std::vector<float> d_x = product(ctx, through, d_h, layer.w_gate.data());
-  results.emplace_back("d_x", product(ctx, through, u, layer.w_up.data(), std::move(d_x)));
-  results.emplace_back("d_w_gate", product(ctx, weight, d_h, layer.x.data()));
-  results.emplace_back("d_w_up", product(ctx, weight, u, layer.x.data()));
-  results.emplace_back("d_w_down", product(ctx, weight, h, layer.d_y.data()));
-  results.emplace_back("y", product(ctx, through, h, layer.w_down.data()));
+  std::vector<float> d_x = product(ctx, through, d_h, in.w_gate.data());
+  results.emplace_back("d_x", product(ctx, through, u, in.w_up.data(), std::move(d_x)));
+  results.emplace_back("d_w_gate", product(ctx, weight, d_h, in.x.data()));
+  results.emplace_back("d_w_up", product(ctx, weight, u, in.x.data()));
+  results.emplace_back("d_w_down", product(ctx, weight, h, in.d_y.data()));
+  results.emplace_back("y", product(ctx, through, h, in.w_down.data()));
   return results;
 }
 
@@ -216,7 +242,8 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
 // Errors of both executions against f32 sums, on the pattern's first tokens.
 nlohmann::json check(CudaContext& ctx, const Options& options, const Pattern& pattern) {
   constexpr int64_t kTokens = 4096;
-  Layer layer(options, repeated(pattern, kTokens));
+  Operands operands(options, kTokens);
+  Layer layer(operands, repeated(pattern, kTokens), /*dense=*/true);
   const Results want = reference(ctx, layer);
   FfnSavedCuda saved(ctx, layer.shape);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
@@ -256,8 +283,8 @@ nlohmann::json timing(const Timing& t) {
 }
 
 nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
-                       const Pattern& pattern) {
-  Layer layer(options, repeated(pattern, options.tokens));
+                       const Pattern& pattern, Operands& operands) {
+  Layer layer(operands, repeated(pattern, operands.shape.max_tokens), /*dense=*/false);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
   FfnSavedCuda dense(ctx, layer.shape), hybrid(ctx, layer.shape);
   hybrid.prepare(ctx, FfnTrainExecution::kHybrid, layer.nnz);
@@ -312,6 +339,31 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   return row;
 }
 
+// What is summed up together.
+struct PatternGroup {
+  std::string name;
+  std::vector<Pattern> patterns;
+};
+
+std::vector<PatternGroup> all_patterns(const Options& options) {
+  std::vector<PatternGroup> groups;
+  for (const std::string& file : options.patterns) {
+    groups.push_back(
+        {std::filesystem::path(file).stem().string(), read_patterns(file, options.layers)});
+  }
+  const int64_t most = *std::max_element(options.tokens.begin(), options.tokens.end());
+  const int64_t rows = std::min<int64_t>(most, 16384);
+  PatternGroup made{"random and full rows", {}};
+  for (const double nnz : options.nnz) {
+    made.patterns.push_back(random_pattern(rows, options.ffn, nnz));
+  }
+  for (const int stride : options.full_rows) {
+    made.patterns.push_back(full_rows_pattern(rows, options.ffn, stride));
+  }
+  if (!made.patterns.empty()) groups.push_back(std::move(made));
+  return groups;
+}
+
 void run(const Options& options) {
   const std::string unavailable = cuda_unavailable();
   TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
@@ -320,23 +372,12 @@ void run(const Options& options) {
   set_matmul_tuning(ctx, true);
   int driver = 0;
   TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
-  std::vector<Pattern> patterns;
-  if (!options.patterns.empty()) patterns = read_patterns(options.patterns, options.layers);
-  for (const double nnz : options.nnz) {
-    patterns.push_back(random_pattern(std::min<int64_t>(options.tokens, 16384), options.ffn, nnz));
-  }
-  for (const int stride : options.full_rows) {
-    patterns.push_back(
-        full_rows_pattern(std::min<int64_t>(options.tokens, 16384), options.ffn, stride));
-  }
+  const std::vector<PatternGroup> groups = all_patterns(options);
   fmt::print("{}, CUDA driver {}, D {}, F {}; ms, forward + backward: dense, hybrid\n",
              ctx.device_name(), driver, options.width, options.ffn);
   std::ofstream out;
   if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
-  for (const Pattern& pattern : patterns) {
-    nlohmann::json row;
-    if (options.check) row["errors"] = check(ctx, options, pattern);
-    if (options.time) row.update(measure(ctx, stream, options, pattern));
+  const auto write = [&](nlohmann::json row, const Pattern& pattern) {
     row["pattern"] = pattern.name;
     row["width"] = options.width;
     row["ffn"] = options.ffn;
@@ -346,6 +387,27 @@ void run(const Options& options) {
     row["baseline"] = "dense execution, cuBLASLt, fastest proposals";
     row["cublaslt"] = cublasLtGetVersion();
     if (out.is_open()) out << row.dump() << '\n';
+  };
+  for (const PatternGroup& group : groups) {
+    if (!options.check) break;
+    for (const Pattern& pattern : group.patterns) {
+      write({{"errors", check(ctx, options, pattern)}}, pattern);
+    }
+  }
+  if (!options.time) return;
+  for (const int64_t tokens : options.tokens) {
+    Operands operands(options, tokens);
+    for (const PatternGroup& group : groups) {
+      double sum = 0.0, least = std::numeric_limits<double>::infinity();
+      for (const Pattern& pattern : group.patterns) {
+        const nlohmann::json row = measure(ctx, stream, options, pattern, operands);
+        write(row, pattern);
+        sum += row["choice_speedup"].get<double>();
+        least = std::min(least, row["choice_speedup"].get<double>());
+      }
+      fmt::print("{}, {} tokens: dense / chosen {:.2f} on average, {:.2f} at least\n", group.name,
+                 tokens, sum / static_cast<double>(group.patterns.size()), least);
+    }
   }
 }
 
@@ -355,12 +417,14 @@ void run(const Options& options) {
 int main(int argc, char** argv) {
   twell::Options options;
   CLI::App app("The feed-forward layer in training on the GPU, dense and hybrid.");
-  app.add_option("--patterns", options.patterns, "safetensors file of captured patterns");
-  app.add_option("--layer", options.layers, "layers of the file")->needs("--patterns");
+  app.add_option("--patterns", options.patterns, "safetensors files of captured patterns");
+  app.add_option("--layer", options.layers, "layers of the files; not given: all that they have")
+      ->needs("--patterns");
   app.add_option("--nnz", options.nnz, "non-zeros per token of random patterns");
   app.add_option("--full-rows", options.full_rows,
                  "patterns in which every K-th token has all neurons active");
-  app.add_option("--tokens", options.tokens, "tokens, the pattern repeated")->capture_default_str();
+  app.add_option("--tokens", options.tokens, "tokens, the pattern repeated; one after the other")
+      ->capture_default_str();
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
   app.add_flag("--check", options.check, "errors against f32 first");
   app.add_flag("!--no-time", options.time, "no timing");
