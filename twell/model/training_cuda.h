@@ -49,6 +49,7 @@ struct TrainingPassCuda {
   float grad_scale = 0.0f;
   const float* l1_scale = nullptr;       // one
   float* grads = nullptr;                // [N] accumulated into
+  bool add = true;                       // to grads; false: they are written, whatever they were
   CrossEntropySum* loss = nullptr;       // one, added to
   FfnTrainCountsCuda* counts = nullptr;  // [L] added to
   uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires

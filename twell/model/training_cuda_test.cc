@@ -120,7 +120,9 @@ class Device {
   }
   // Micro-batches whose gradients add up.
   Result run(const std::vector<Batch>& batches, int64_t step_tokens = 0) {
-    const auto grads = zeros<float>(config_.parameter_count());
+    // Written by the first one, whatever was there.
+    const auto grads =
+        upload(std::vector<float>(static_cast<size_t>(config_.parameter_count()), std::nanf("")));
     const auto loss = zeros<CrossEntropySum>(1);
     const auto counts = zeros<FfnTrainCountsCuda>(config_.layers);
     const auto active = zeros<uint8_t>(config_.layers * config_.ffn);
@@ -137,6 +139,7 @@ class Device {
     pass.active = active.data();
     for (const Batch& batch : batches) {
       training->stage(batch.inputs, batch.targets);
+      pass.add = &batch != &batches.front();
       training->forward_backward(pass);
     }
     stream.synchronize();

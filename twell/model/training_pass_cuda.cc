@@ -32,6 +32,7 @@ class TrainingCuda::Pass {
         recompute_(training.plan_.recompute) {}
 
   void run() {
+    if (!pass_.add) clear_added_gradients();
     forward();
     loss(/*backward=*/true);
     backward();
@@ -82,7 +83,8 @@ class TrainingCuda::Pass {
                         .losses = views_.losses,
                         .sum = pass_.loss,
                         .d_x = backward ? views_.d_normed : nullptr,
-                        .d_weight = backward ? grads_.head.data : nullptr},
+                        .d_weight = backward ? grads_.head.data : nullptr,
+                        .add = pass_.add},
                        *buffers_.head);
     done(TrainingStage::kHead);
   }
@@ -233,7 +235,8 @@ class TrainingCuda::Pass {
                              .d_x = views_.d_normed,
                              .grads = {.w_gate = d.ffn.w_gate.data,
                                        .w_up = d.ffn.w_up.data,
-                                       .w_down = d.ffn.w_down.data}},
+                                       .w_down = d.ffn.w_down.data,
+                                       .add = pass_.add}},
                             buffers_.ffn[layer], *buffers_.ffn_workspace);
     done(TrainingStage::kFfn);
   }
@@ -270,7 +273,27 @@ class TrainingCuda::Pass {
                                 .w = device_bf16(w.data),
                                 .d_y = d_y,
                                 .d_x = d_x,
-                                .d_w = d_w.data});
+                                .d_w = d_w.data,
+                                .d_w_add = pass_.add});
+  }
+
+  // Gradients that are only ever added to: all but those of matrix products, which are first where
+  // embedding and head are one.
+  void clear_added_gradients() {
+    const auto clear = [&](float* from, int64_t count) {
+      if (from == nullptr) return;
+      TWELL_CUDA_CHECK(
+          cudaMemsetAsync(from, 0, static_cast<size_t>(count) * sizeof(float), ctx_.stream()));
+    };
+    if (grads_.embedding.data != grads_.head.data) {
+      clear(grads_.embedding.data, config_.vocab_size * config_.width);
+    }
+    for (const LayerGrads& d : grads_.layers) {
+      clear(d.attention_norm, config_.width);
+      clear(d.ffn_norm, config_.width);
+      clear(d.b_qkv, qkv_width(config_));
+    }
+    clear(grads_.final_norm, config_.width);
   }
 
   static FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) {

@@ -143,7 +143,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
                 OptimizerCuda::bytes_needed(model.flat.size(), options.moment_dtype)),
       optimizer_(ctx, model, options),
       report_(std::make_unique<Report>(model.config)),
-      replay_(std::make_unique<Replay>(ctx)),
+      replays_{std::make_unique<Replay>(ctx), std::make_unique<Replay>(ctx)},
       inputs_(static_cast<size_t>(options.micro_batch_tokens())),
       targets_(static_cast<size_t>(options.micro_batch_tokens())) {
   if (shards != nullptr) {
@@ -176,15 +176,19 @@ void TrainEngineCuda::set_hooks(Hooks hooks) {
   hooks_ = std::move(hooks);
   pass_.after_stage = hooks_.after_stage;
   pass_.before_ffn = hooks_.before_ffn;
-  replay_->clear();
+  for (const auto& replay : replays_) replay->clear();
 }
 
-int64_t TrainEngineCuda::replayed() const { return replay_->replayed(); }
+int64_t TrainEngineCuda::replayed() const {
+  return replays_[0]->replayed() + replays_[1]->replayed();
+}
 
 void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
   const bool changed =
       training_.prepare(expected_executions(ctx_, model_.config, options_, hints)) || !prepared_;
-  if (changed) replay_->clear();
+  if (changed) {
+    for (const auto& replay : replays_) replay->clear();
+  }
   prepared_ = true;
   memory_changed_ = changed;
 }
@@ -198,11 +202,13 @@ void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   read_index_ = index;
 }
 
-void TrainEngineCuda::enqueue_micro_batch() {
+// The first of a step writes its gradients, the others add to them.
+void TrainEngineCuda::enqueue_micro_batch(bool first) {
+  pass_.add = !first;
   const auto enqueue = [&] { training_.forward_backward(pass_); };
   if (hooks_.before_pass) hooks_.before_pass();
   if (pass_.after_stage) return enqueue();
-  replay_->run(enqueue);
+  replays_[first ? 0 : 1]->run(enqueue);
 }
 
 StepOutcome TrainEngineCuda::step(const StepRequest& request) {
@@ -223,11 +229,10 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   report_->values.to_device(ctx_.stream());
   const Mirrored& block = report_->block;
   TWELL_CUDA_CHECK(cudaMemsetAsync(block.device(), 0, block.bytes(), ctx_.stream()));
-  optimizer_.clear_gradients();
   for (int64_t i = 0; i < options_.micro_batches(); ++i) {
     next_batch(request.step, i);
     training_.stage(inputs_, targets_);
-    enqueue_micro_batch();
+    enqueue_micro_batch(/*first=*/i == 0);
   }
   GradientNorm* const norm = &Report::head(block.device())->norm;
   optimizer_.step(&report_->device_values()->adamw, norm);

@@ -4,6 +4,7 @@
 // read. Micro-batches are replayed as a CUDA graph once their executions have settled.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -56,7 +57,7 @@ class TrainEngineCuda : public TrainEngine {
   class Replay;
   void prepare(std::span<const LayerHint> hints);
   void next_batch(int64_t step, int64_t index);
-  void enqueue_micro_batch();
+  void enqueue_micro_batch(bool first);
   StepOutcome outcome() const;
 
   CudaContext& ctx_;
@@ -68,7 +69,7 @@ class TrainEngineCuda : public TrainEngine {
   TrainingCuda training_;
   OptimizerCuda optimizer_;
   std::unique_ptr<Report> report_;
-  std::unique_ptr<Replay> replay_;
+  std::array<std::unique_ptr<Replay>, 2> replays_;  // of a first micro-batch, of later ones
   TrainingPassCuda pass_;
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
   int64_t read_step_ = 0, read_index_ = 0;  // which one that is; step 0: none

@@ -54,11 +54,6 @@ int64_t OptimizerCuda::bytes_needed(int64_t parameters, DType moments) {
          gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double));
 }
 
-void OptimizerCuda::clear_gradients() {
-  TWELL_CUDA_CHECK(
-      cudaMemsetAsync(grads_.data(), 0, static_cast<size_t>(grads_.bytes()), ctx_.stream()));
-}
-
 void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* norm) {
   TWELL_CUDA_CHECK(launch_gradient_norm({.size = size_,
                                          .grad = grads_.data(),

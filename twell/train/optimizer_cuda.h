@@ -25,10 +25,9 @@ class OptimizerCuda {
   static int64_t bytes_needed(int64_t parameters, DType moments);
 
   const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
-  float* grads() const { return grads_.data(); }                    // [N]
+  float* grads() const { return grads_.data(); }                    // [N] anything at first
 
   // All of these enqueue.
-  void clear_gradients();
   // The norm of the gradients into *norm (device memory), and the step, which is skipped where
   // the norm is not finite. `coefficients` is device memory.
   void step(const AdamWCoefficients* coefficients, GradientNorm* norm);

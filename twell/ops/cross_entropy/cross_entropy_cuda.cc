@@ -78,7 +78,8 @@ void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
                                .w = problem.weight,
                                .d_y = logits,
                                .d_x = problem.d_x + begin * problem.width,
-                               .d_w = problem.d_weight});
+                               .d_w = problem.d_weight,
+                               .d_w_add = problem.add || begin > 0});
   }
   if (problem.sum != nullptr) {
     TWELL_CUDA_CHECK(launch_loss_sum({problem.tokens, problem.losses, problem.targets, problem.sum},

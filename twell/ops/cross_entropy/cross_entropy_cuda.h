@@ -30,6 +30,7 @@ struct CrossEntropyCuda {
   // Both null for evaluation.
   __nv_bfloat16* d_x = nullptr;  // [M, D] written
   float* d_weight = nullptr;     // [V, D] accumulated
+  bool add = true;               // to d_weight; false: it is written
 };
 
 // The logits of a chunk.

@@ -55,7 +55,7 @@ struct Operands {
 
 constexpr float kGradScale = 1e-3f;
 
-Results on_device(const Operands& o, bool gradients, bool graph = false) {
+Results on_device(const Operands& o, bool gradients, bool graph = false, bool add = true) {
   const TestStream stream;
   CudaContext ctx(stream.get());
   const auto [tokens, width, vocab, workspace_tokens] = o.shape;
@@ -63,7 +63,7 @@ Results on_device(const Operands& o, bool gradients, bool graph = false) {
   const auto targets = upload(o.targets);
   const auto losses = poisoned<float>(tokens);
   const auto d_x = poisoned<__nv_bfloat16>(tokens * width);
-  auto d_weight = upload(o.d_weight);
+  auto d_weight = add ? upload(o.d_weight) : poisoned<float>(vocab * width);
   auto sum = upload(std::vector<CrossEntropySum>{{10.0, 100}});
   const CrossEntropyWorkspaceCuda workspace(workspace_tokens, vocab);
   CrossEntropyCuda problem{.tokens = tokens,
@@ -78,6 +78,7 @@ Results on_device(const Operands& o, bool gradients, bool graph = false) {
   if (gradients) {
     problem.d_x = d_x.data();
     problem.d_weight = d_weight.data();
+    problem.add = add;
   }
   cross_entropy_cuda(ctx, problem, workspace);
   stream.synchronize();
@@ -134,6 +135,8 @@ TEST_P(CrossEntropyCudaTest, EqualsCpu) {
     change[i] -= o.d_weight[i];
   }
   EXPECT_LT(relative_error(got_change, change), 2e-2);
+  const Results written = on_device(o, true, /*graph=*/false, /*add=*/false);
+  EXPECT_LT(relative_error(written.d_weight, change), 2e-2);
 }
 
 TEST_P(CrossEntropyCudaTest, RepeatsToTheBitAndEvaluates) {

@@ -103,7 +103,8 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                                .d_y = d_y,
                                .d_x = d_x,
                                .d_x_add = d_x_add,
-                               .d_w = d_w});
+                               .d_w = d_w,
+                               .d_w_add = problem.grads.add});
   };
   __nv_bfloat16* gate = kept.gate;
   __nv_bfloat16* d_hidden = DenseWorkspace::of(workspace).hidden;

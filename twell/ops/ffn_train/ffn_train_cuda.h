@@ -34,6 +34,7 @@ struct FfnTrainGradsCuda {
   float* w_gate = nullptr;  // [F, D] accumulated, null when not gated
   float* w_up = nullptr;    // [F, D] accumulated
   float* w_down = nullptr;  // [F, D] accumulated
+  bool add = true;          // false: they are written, whatever they were
 };
 
 struct FfnTrainShapeCuda {

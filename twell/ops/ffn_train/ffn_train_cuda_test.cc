@@ -80,6 +80,25 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
   EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz, /*union_neurons=*/1.0));
 }
 
+TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
+  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  const auto& [c, gated] = GetParam();
+  const auto row_nnz = [fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); };
+  Problem p = reference::make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
+  p.l1_scale = 0.25;
+  const reference::Result expected = reference::run(p);
+  const TestStream stream;
+  CudaContext ctx(stream.get());
+  LayerCuda layer(ctx, p);
+  layer.add = false;
+  const double nnz = mean_nnz(expected);
+  expect_matches(layer.run(FfnTrainExecution::kDense, -1.0), p, expected, /*start=*/0.0);
+  if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) GTEST_SKIP() << "dense only";
+  const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
+  expect_matches(hybrid, p, expected, /*start=*/0.0);
+  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, FfnTrainCudaTest,
     testing::Combine(

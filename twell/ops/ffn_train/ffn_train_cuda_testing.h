@@ -71,7 +71,7 @@ struct LayerResult {
   }
 };
 
-// One layer on the device, outputs poisoned, gradients starting from kStart.
+// One layer on the device, outputs poisoned, gradients added to kStart or written.
 struct LayerCuda {
   static constexpr float kStart = 0.25f;
 
@@ -91,7 +91,7 @@ struct LayerCuda {
   }
 
   void reset() {
-    const std::vector<float> start(problem.w_up.size(), kStart);
+    const std::vector<float> start(problem.w_up.size(), add ? kStart : std::nanf(""));
     y = poisoned<__nv_bfloat16>(x.size());
     d_x = poisoned<__nv_bfloat16>(x.size());
     d_w_gate = upload(problem.gated ? start : std::vector<float>());
@@ -115,7 +115,7 @@ struct LayerCuda {
             .d_y = d_y.data(),
             .l1_scale = l1_scale.data(),
             .d_x = d_x.data(),
-            .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data()}};
+            .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data(), add}};
   }
   void enqueue() {
     ffn_train_forward_cuda(ctx, forward(), saved, workspace);
@@ -136,6 +136,7 @@ struct LayerCuda {
   CudaContext& ctx;
   reference::Problem problem;
   FfnTrainShapeCuda shape;
+  bool add = true;
   DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down;
   DeviceBuffer<float> l1_scale;
   FfnSavedCuda saved;
@@ -165,12 +166,12 @@ inline void expect_near(const std::vector<float>& actual,
 }
 
 inline void expect_matches(const LayerResult& got, const reference::Problem& p,
-                           const reference::Result& expected) {
+                           const reference::Result& expected, double start = LayerCuda::kStart) {
   expect_near(got.y, expected.y, 0, "y");
   expect_near(got.d_x, expected.d_x, 0, "d_x");
-  expect_near(got.d_w_gate, expected.d_w_gate, LayerCuda::kStart, "d_w_gate");
-  expect_near(got.d_w_up, expected.d_w_up, LayerCuda::kStart, "d_w_up");
-  expect_near(got.d_w_down, expected.d_w_down, LayerCuda::kStart, "d_w_down");
+  expect_near(got.d_w_gate, expected.d_w_gate, start, "d_w_gate");
+  expect_near(got.d_w_up, expected.d_w_up, start, "d_w_up");
+  expect_near(got.d_w_down, expected.d_w_down, start, "d_w_down");
   EXPECT_EQ(got.active, expected.active);
   int64_t nnz = 0, most = 0;
   for (const int64_t n : expected.row_nnz) {

@@ -124,7 +124,10 @@ struct WeightGrads {
   const __nv_bfloat16* right[3];  // [M, D]
   float* grads[3];                // [F, D]
   int width;                      // D
+  bool add;                       // false: = in place of +=, for neurons that fire
 };
+// 0 to the gradients of neurons that do not fire.
+cudaError_t launch_clear_idle(const WeightGrads& grads, cudaStream_t stream);
 cudaError_t launch_weight_grads_sm90(const WeightGrads& grads, int ctas, cudaStream_t stream);
 
 }  // namespace twell::ffn_train

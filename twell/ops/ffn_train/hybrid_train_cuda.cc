@@ -280,13 +280,15 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   WeightGrads grads{work.neurons,
                     {x, x, d_y},
                     {problem.grads.w_gate, problem.grads.w_up, problem.grads.w_down},
-                    static_cast<int>(shape.width)};
+                    static_cast<int>(shape.width),
+                    problem.grads.add || chunk.begin > 0};
   if (!shape.gated) {
     transpose.images[1] = h;
     grads.right[1] = d_y;
     grads.grads[0] = problem.grads.w_up;
     grads.grads[1] = problem.grads.w_down;
   }
+  if (!grads.add) TWELL_CUDA_CHECK(launch_clear_idle(grads, stream));
   TWELL_CUDA_CHECK(launch_rank_neurons(work.neurons, stream));
   TWELL_CUDA_CHECK(launch_neuron_unions(transpose, ctas, stream));
   TWELL_CUDA_CHECK(launch_transpose(transpose, ctas, stream));

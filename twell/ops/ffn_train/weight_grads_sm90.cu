@@ -2,9 +2,11 @@
 // Weight gradients of the hybrid execution: grads[p] [neurons of a tile] += images[p][tile]
 // right[p][tokens of the tile]. An item is a piece of one such sum, 128 neurons by 256 columns.
 // Pieces are added to the gradients in their order: who has a later one waits for its turn. They
-// are handed out in an order in which that piece is always in work already.
+// are handed out in an order in which that piece is always in work already. Where gradients are
+// written in place of added to, the first piece of a sum is.
 #include "twell/ops/ffn_train/hybrid_train.h"
 #include "twell/ops/sparse_up_down/gathered_gemm_sm90.cuh"
+#include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {
 namespace {
@@ -18,6 +20,7 @@ struct Problem {
   float* grads[3];
   int32_t* taken;
   int width;
+  bool add;
 
   // {tile, product * columns + column block, first block, blocks | (2 * piece + more) << 16}
   __device__ __forceinline__ int4 load(int index) const {
@@ -78,20 +81,17 @@ struct Problem {
         }
         sm90::named_barrier(1 + warpgroup, 128);
       }
-      // Reductions in the L2 cache, which nobody waits for. Only one thread at a time adds to a
-      // value, so that their order is fixed too.
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (neuron[half] < 0) continue;
-        float* row = grad + int64_t{neuron[half]} * problem.width;
-#pragma unroll
-        for (int i = 0; i < kColumns / 8; ++i) {
-          if (i * 8 >= columns) continue;
-          const int a = 4 * i + 2 * half;
-          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(row + i * 8),
-                       "f"(acc[a]), "f"(acc[a + 1])
+      if (piece == 0 && !problem.add) {
+        for_each_pair(acc, [](float* to, float a, float b) {
+          *reinterpret_cast<float2*>(to) = float2{a, b};
+        });
+      } else {
+        // Reductions in the L2 cache, which nobody waits for. Only one thread at a time adds to a
+        // value, so that their order is fixed too.
+        for_each_pair(acc, [](float* to, float a, float b) {
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b)
                        : "memory");
-        }
+        });
       }
       if (more) {
         __threadfence();
@@ -102,10 +102,43 @@ struct Problem {
         }
       }
     }
+    template <typename Use>
+    __device__ __forceinline__ void for_each_pair(const float (&acc)[128], const Use& use) const {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (neuron[half] < 0) continue;
+        float* row = grad + int64_t{neuron[half]} * problem.width;
+#pragma unroll
+        for (int i = 0; i < kColumns / 8; ++i) {
+          if (i * 8 >= columns) continue;
+          const int a = 4 * i + 2 * half;
+          use(row + i * 8, acc[a], acc[a + 1]);
+        }
+      }
+    }
   };
 };
 
+constexpr int kClearThreads = 256;
+
+// A CTA: a neuron.
+__global__ void __launch_bounds__(kClearThreads) clear_idle_kernel(WeightGrads grads) {
+  sm90::allow_next_kernel();
+  sm90::wait_for_previous_kernel();
+  if (grads.neurons.nnz[blockIdx.x] != 0) return;
+  const int pieces = grads.width / 4;
+  for (int p = 0; p < grads.neurons.products; ++p) {
+    auto* row = reinterpret_cast<float4*>(grads.grads[p]) + int64_t{blockIdx.x} * pieces;
+    for (int i = threadIdx.x; i < pieces; i += kClearThreads) row[i] = float4{};
+  }
+}
+
 }  // namespace
+
+cudaError_t launch_clear_idle(const WeightGrads& grads, cudaStream_t stream) {
+  return sm90::launch_dependent(clear_idle_kernel, dim3(static_cast<unsigned>(grads.neurons.ffn)),
+                                kClearThreads, 0, stream, grads);
+}
 
 cudaError_t launch_weight_grads_sm90(const WeightGrads& grads, int ctas, cudaStream_t stream) {
   Problem problem{};
@@ -116,6 +149,7 @@ cudaError_t launch_weight_grads_sm90(const WeightGrads& grads, int ctas, cudaStr
   }
   problem.taken = &grads.neurons.counts->taken;
   problem.width = grads.width;
+  problem.add = grads.add;
   return gathered::launch(problem, ctas, stream);
 }
 
