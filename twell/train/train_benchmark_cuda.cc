@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <utility>
 
 #include "twell/base/rng.h"
@@ -122,6 +123,8 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
     seconds.push_back(elapsed.count());
     run.device_bytes = std::max(run.device_bytes, engine.device_bytes());
   }
+  TWELL_CHECK(std::isfinite(last.ce) && std::isfinite(last.grad_norm),
+              "a step's loss is {} and its gradient's norm {}", last.ce, last.grad_norm);
   std::sort(seconds.begin(), seconds.end());
   run.seconds = seconds[seconds.size() / 2];
   run.p10 = seconds[seconds.size() / 10];
@@ -149,6 +152,8 @@ int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config,
   size_t free = 0, all = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &all));
   constexpr int64_t kSpare = int64_t{3} << 30;  // captured patterns, and estimates that are off
+  // What is automatic would recompute no more than it has to, by a measure of its own.
+  if (!options.recompute) options.recompute = Recompute{RecomputeLevel::kQkv};
   const auto fits = [&](int64_t micro_batch) {
     options.micro_batch = micro_batch;
     const RunPlan plan =

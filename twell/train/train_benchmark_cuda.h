@@ -44,7 +44,7 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
                                      const TrainBenchmarkOptions& options);
 
 // The largest micro-batch whose plan fits into the memory that is free, at least 1 (which may not
-// fit).
+// fit); where recomputation is automatic, with all there is.
 int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config,
                             TrainBenchmarkOptions options);
 
