@@ -2,6 +2,7 @@
 #include "twell/base/buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -12,7 +13,7 @@
 namespace twell {
 namespace {
 
-size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+size_t round_up(size_t bytes, size_t unit = kAlignment) { return (bytes + unit - 1) / unit * unit; }
 
 // Weights and activations span thousands of 4 KiB pages, more than the TLB holds; sparse executions
 // jump between them. Large blocks ask for 2 MiB pages; what is left over at their end stays small.
@@ -21,24 +22,52 @@ constexpr size_t kHugeFrom = 8 * kHugePage;
 
 constexpr size_t kMinBlock = size_t{1} << 20;  // 1 MiB, so that small ops share one block
 
-}  // namespace
+// What munmap of a large block takes: it must end with a page of the smallest size.
+size_t mapped_bytes(size_t bytes) {
+  return round_up(bytes, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
+}
 
-void* aligned_zeroed(size_t bytes) {
-  const size_t alignment = bytes >= kHugeFrom ? kHugePage : kAlignment;
-  const size_t size = std::max(round_up(bytes), kAlignment);
-  void* data = nullptr;
-  // Not aligned_alloc, which wants the size to be a multiple of the alignment.
-  const bool allocated = size >= bytes && posix_memalign(&data, alignment, size) == 0;
-  TWELL_CHECK(allocated, "cannot allocate {} bytes of memory", bytes);
+// Null when memory is short.
+void* map_large(size_t bytes) {
+  const size_t size = mapped_bytes(bytes), room = size + kHugePage;
+  if (size < bytes || room < size) return nullptr;
+  void* mapped = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  // Cut to the huge pages.
+  const size_t before = kHugePage - reinterpret_cast<uintptr_t>(mapped) % kHugePage;
+  std::byte* data = static_cast<std::byte*>(mapped) + before;
+  ::munmap(mapped, before);
+  if (before < kHugePage) ::munmap(data + size, kHugePage - before);
 #ifdef MADV_HUGEPAGE
   // A hint: without it, or refused, the memory is the same.
-  if (alignment == kHugePage) madvise(data, size, MADV_HUGEPAGE);
+  ::madvise(data, size, MADV_HUGEPAGE);
 #endif
-  std::memset(data, 0, size);
   return data;
 }
 
-void aligned_release(void* data) { std::free(data); }
+void* allocate_small(size_t bytes) {
+  const size_t size = std::max(round_up(bytes), kAlignment);
+  // Not aligned_alloc, which wants the size to be a multiple of the alignment.
+  void* data = nullptr;
+  if (::posix_memalign(&data, kAlignment, size) != 0) return nullptr;
+  return std::memset(data, 0, size);
+}
+
+}  // namespace
+
+void* aligned_zeroed(size_t bytes) {
+  void* data = bytes >= kHugeFrom ? map_large(bytes) : allocate_small(bytes);
+  TWELL_CHECK(data != nullptr, "cannot allocate {} bytes of memory", bytes);
+  return data;
+}
+
+void aligned_release(void* data, size_t bytes) {
+  if (bytes >= kHugeFrom) {
+    ::munmap(data, mapped_bytes(bytes));
+  } else {
+    std::free(data);
+  }
+}
 
 void* Arena::allocate(size_t bytes) {
   bytes = std::max(round_up(bytes), kAlignment);

@@ -15,16 +15,19 @@ namespace twell {
 
 inline constexpr size_t kAlignment = 64;  // one cache line, one AVX-512 register
 
-// Zero-filled, aligned; throws Error with the size when memory is short. Free with aligned_release.
+// Zero-filled, aligned; throws Error with the size when memory is short. A large block is fresh
+// pages of the system, zero as they come: whoever writes to them first, on whatever thread, pays
+// for them. Free with aligned_release, which takes the same size.
 void* aligned_zeroed(size_t bytes);
-void aligned_release(void* data);
+void aligned_release(void* data, size_t bytes);
 
 template <typename T>
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t size)
-      : data_(static_cast<T*>(aligned_zeroed(static_cast<size_t>(size) * sizeof(T)))),
+      : data_(static_cast<T*>(aligned_zeroed(static_cast<size_t>(size) * sizeof(T))),
+              Release{static_cast<size_t>(size) * sizeof(T)}),
         size_(size) {}
 
   T* data() const { return data_.get(); }
@@ -35,7 +38,8 @@ class Buffer {
 
  private:
   struct Release {
-    void operator()(T* data) const { aligned_release(data); }
+    size_t bytes = 0;
+    void operator()(T* data) const { aligned_release(data, bytes); }
   };
   std::unique_ptr<T[], Release> data_;
   int64_t size_ = 0;

@@ -2,6 +2,10 @@
 #include "twell/base/buffer.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
 
 #include "twell/base/error.h"
 
@@ -20,6 +24,39 @@ TEST(Buffer, IsAlignedAndZero) {
   const Buffer<float> none(0), unset;
   EXPECT_EQ(none.size(), 0);
   EXPECT_EQ(unset.data(), nullptr);
+}
+
+// Blocks of whole huge pages, and of a byte more or less; what a block held before it was released
+// must not show in the next one of its size.
+TEST(Buffer, LargeOnesAreAlignedToHugePagesAndZero) {
+  constexpr int64_t kHuge = int64_t{1} << 21;
+  for (const int64_t size : {8 * kHuge - 1, 8 * kHuge, 8 * kHuge + 1, 9 * kHuge - 4097}) {
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const Buffer<unsigned char> buffer(size);
+      const size_t alignment = size >= 8 * kHuge ? size_t{kHuge} : kAlignment;
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % alignment, 0u);
+      EXPECT_EQ(buffer[0], 0);
+      EXPECT_EQ(std::memcmp(buffer.data(), buffer.data() + 1, static_cast<size_t>(size - 1)), 0);
+      std::memset(buffer.data(), 0xa5, static_cast<size_t>(size));
+    }
+  }
+}
+
+TEST(Buffer, LargeOnesGoBackToTheSystem) {
+  const auto mapped = [](const void* data) {
+    unsigned char resident = 0;
+    return ::mincore(const_cast<void*>(data), 1, &resident) == 0;
+  };
+  const void *first = nullptr, *last = nullptr;
+  constexpr int64_t kSize = (int64_t{1} << 26) + 4097;
+  {
+    const Buffer<char> buffer(kSize);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(buffer.data()) + kSize - 1;
+    first = buffer.data();
+    last = reinterpret_cast<const void*>(end & ~static_cast<uintptr_t>(::getpagesize() - 1));
+    EXPECT_TRUE(mapped(first) && mapped(last));
+  }
+  EXPECT_FALSE(mapped(first) || mapped(last));
 }
 
 TEST(Buffer, Moves) {
