@@ -58,10 +58,12 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   return subject;
 }
 
-// The text's first tokens, as many as the batch has.
+// The text's first tokens, as many as the batch has, of the checkpoint's tokenizer.
 std::vector<int32_t> batch_of_text(const CommonOptions& common,
-                                   const BenchForwardArguments& arguments,
-                                   const Tokenizer& tokenizer, int64_t context) {
+                                   const BenchForwardArguments& arguments) {
+  const ModelConfig config = load_config(common.checkpoint);
+  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  const int64_t context = config.max_sequence();
   const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
   const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
   std::vector<int32_t> ids;
@@ -77,13 +79,11 @@ std::vector<int32_t> batch_of_text(const CommonOptions& common,
   return ids;
 }
 
-Subject trained(const CommonOptions& common, const BenchForwardArguments& arguments) {
-  LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
-  Subject subject{.model = std::move(loaded.model), .ids = {}, .description = {}};
-  subject.ids =
-      batch_of_text(common, arguments, loaded.tokenizer, subject.model->config.max_sequence());
-  subject.description = fmt::format("checkpoint {}", common.checkpoint.string());
-  return subject;
+Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArguments& arguments) {
+  std::vector<int32_t> ids = batch_of_text(common, arguments);
+  return {.model = load_model(ctx, common.checkpoint),
+          .ids = std::move(ids),
+          .description = fmt::format("checkpoint {}", common.checkpoint.string())};
 }
 
 void print_row(const char* name, const Timing& dense, const Timing& sparse, int64_t tokens) {
@@ -146,11 +146,7 @@ int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& argumen
                          .seconds = arguments.seconds,
                          .patterns = arguments.patterns,
                          .jsonl = arguments.jsonl};
-  if (arguments.preset.empty()) {
-    const Tokenizer tokenizer = Tokenizer::load(common.checkpoint / "tokenizer.json");
-    const int64_t context = load_config(common.checkpoint).max_sequence();
-    bench.ids = batch_of_text(common, arguments, tokenizer, context);
-  }
+  if (arguments.preset.empty()) bench.ids = batch_of_text(common, arguments);
   return run_bench_forward_cuda(bench);
 }
 
@@ -165,7 +161,7 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
   if (use_cuda(common)) return run_on_gpu(common, arguments);
   TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
   Context ctx(common.threads);
-  const Subject subject = arguments.preset.empty() ? trained(common, arguments)
+  const Subject subject = arguments.preset.empty() ? trained(ctx, common, arguments)
                                                    : untrained(ctx, arguments, common.seed);
   const ForwardComparison result =
       compare_forward(ctx, *subject.model, subject.ids, arguments.comparison);

@@ -63,17 +63,19 @@ std::vector<TokenRow> token_rows(const ActivityProfile& profile, const Tokenizer
 }
 
 Inspection inspect(const CommonOptions& common, const InspectArguments& arguments) {
-  LoadedCheckpoint loaded = load_checkpoint(common.checkpoint);
   Inspection result;
   result.checkpoint = common.checkpoint.string();
-  result.config = loaded.model->config;
-  for (const ParamSpec& spec : loaded.model->table) {
-    result.tensors.push_back(tensor_health(*loaded.model, spec));
+  result.config = load_config(common.checkpoint);
+  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, result.config);
+  Context ctx(common.threads);
+  std::unique_ptr<Model> model = load_model(ctx, common.checkpoint);
+  for (const ParamSpec& spec : model->table) {
+    result.tensors.push_back(tensor_health(*model, spec));
     if (result.tensors.back().not_finite > 0) ++result.damaged_tensors;
   }
   if (common.data.empty() && arguments.text.shards.empty()) return result;
   const std::unique_ptr<Engine> engine =
-      load_engine(common, {.scorer = Evaluator::plan(result.config, {})}, std::move(loaded.model));
+      load_engine(common, {.scorer = Evaluator::plan(result.config, {})}, std::move(model));
   const std::unique_ptr<Scorer> scorer = engine->scorer(FfnPolicy::kAuto);
   std::optional<ActivityProfiler> profiler;
   if (result.config.activation == Activation::kRelu) {
@@ -81,7 +83,7 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
     result.costs_of = profiler->costs().device();
   }
   Evaluator evaluator(*scorer, {.profiler = profiler ? &*profiler : nullptr});
-  for_each_piece(common, arguments.text, loaded.tokenizer, arguments.max_tokens,
+  for_each_piece(common, arguments.text, tokenizer, arguments.max_tokens,
                  [&](const TextPiece& piece) {
                    evaluator.add(piece.ids);
                    return true;
@@ -90,8 +92,8 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
   TWELL_REQUIRE(result.evaluation.tokens > 0, "the text is empty: nothing to measure sparsity on");
   if (profiler) {
     result.profile = profiler->profile();
-    result.most_active = token_rows(*result.profile, loaded.tokenizer, true);
-    result.least_active = token_rows(*result.profile, loaded.tokenizer, false);
+    result.most_active = token_rows(*result.profile, tokenizer, true);
+    result.least_active = token_rows(*result.profile, tokenizer, false);
   }
   return result;
 }

@@ -8,7 +8,6 @@
 #include "twell/base/error.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
-#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {
@@ -75,12 +74,6 @@ void pieces_of_files(const CommonOptions& common, const TextOptions& text,
 }
 
 }  // namespace
-
-LoadedCheckpoint load_checkpoint(const std::filesystem::path& folder) {
-  std::unique_ptr<Model> model = load_model(folder);
-  Tokenizer tokenizer = load_tokenizer(folder, model->config);
-  return {std::move(model), std::move(tokenizer)};
-}
 
 Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config) {
   Tokenizer tokenizer = Tokenizer::load(folder / "tokenizer.json");

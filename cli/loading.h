@@ -1,28 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several commands do with their input: a checkpoint with its tokenizer, and text to run on.
+// What several commands do with their input: the tokenizer of a checkpoint, and text to run on.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "cli/options.h"
 #include "twell/data/tokenizer.h"
-#include "twell/model/weights.h"
+#include "twell/model/config.h"
 
 namespace twell::cli {
 
-struct LoadedCheckpoint {
-  std::unique_ptr<Model> model;
-  Tokenizer tokenizer;
-};
-// InputError when the tokenizer gives ids the model does not have.
-LoadedCheckpoint load_checkpoint(const std::filesystem::path& folder);
-
-// The checkpoint's tokenizer; the same InputError.
+// The checkpoint's tokenizer. InputError when it is missing or gives ids the model does not have,
+// which is to be found out before the weights are read.
 Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config);
 
 // Text to run a model on: files (--data) or the held-out part of a training run's shards

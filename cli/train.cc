@@ -141,13 +141,13 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
 std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const ModelConfig& config,
                                   uint64_t seed, const std::optional<Checkpoint>& resume_from) {
   if (resume_from) {
-    auto model = load_model(resume_from->folder);
+    auto model = load_model(ctx, resume_from->folder);
     TWELL_REQUIRE(model->config == config, "the options describe another model than {}",
                   resume_from->folder.string());
     return model;
   }
   if (!flags.from.empty()) {
-    auto model = load_model(flags.from);
+    auto model = load_model(ctx, flags.from);
     model->set_activation(config.activation);
     return model;
   }
@@ -238,7 +238,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
                   resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
   // The model as it came, to learn from and to be compared with.
   const bool original_needed = flags.relufy || options.distill > 0.0;
-  const std::unique_ptr<Model> original = original_needed ? load_model(flags.from) : nullptr;
+  const std::unique_ptr<Model> original = original_needed ? load_model(ctx, flags.from) : nullptr;
   TrainRun run{
       options,
       tokenizer,

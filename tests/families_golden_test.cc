@@ -60,8 +60,8 @@ class FamilyGolden : public ::testing::TestWithParam<const char*> {
 
   const std::filesystem::path folder_ = families() / GetParam();
   const SafetensorsFile golden_{folder_ / "golden.safetensors"};
-  const std::unique_ptr<Model> model_ = load_model(folder_);
   Context ctx_{2};
+  const std::unique_ptr<Model> model_ = load_model(ctx_, folder_);
 };
 
 TEST_P(FamilyGolden, LogitsOfTransformers) {

@@ -71,7 +71,7 @@ class TasksGolden : public testing::Test {
 
   TempFolder folder_;
   Context ctx_{2};
-  std::unique_ptr<Model> model_ = load_model(golden() / "model");
+  std::unique_ptr<Model> model_ = load_model(ctx_, golden() / "model");
   ScorerCpu scorer_{ctx_, *model_};
   Tokenizer tokenizer_ = Tokenizer::load(golden() / "model" / "tokenizer.json");
 };

@@ -53,7 +53,8 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
     for (const ParamSpec& spec : model_->table) {
       const TensorInfo& info = file_.tensor(prefix + spec.name);
       const MatrixF matrix(out.data() + spec.offset, spec.rows, spec.cols);
-      spec.transposed ? read_transposed(info, matrix) : read_rows(info, matrix);
+      const auto read = spec.transposed ? read_transposed : read_rows;
+      read(info, matrix, 0, spec.transposed ? spec.cols : spec.rows);
     }
     return out;
   }
@@ -73,10 +74,10 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
   double moved_tolerance() const { return std::sqrt(2.0 * float_tolerance(model_->config)); }
 
   SafetensorsFile file_{golden() / (std::string(GetParam()) + ".safetensors")};
-  std::unique_ptr<Model> model_ = load_model(golden() / GetParam());
+  Context ctx_{2};
+  std::unique_ptr<Model> model_ = load_model(ctx_, golden() / GetParam());
   std::vector<int32_t> inputs_ = values<int32_t>("inputs");
   std::vector<int32_t> targets_ = values<int32_t>("targets");
-  Context ctx_{2};
 };
 
 TEST_P(GoldenStep, LogitsOfATransformersCheckpoint) {

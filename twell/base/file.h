@@ -24,6 +24,8 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return {data_, size_}; }
   const std::filesystem::path& path() const { return path_; }
+  // All of the file will be read, mostly onward: the system may fetch it in large pieces, ahead.
+  void expect_full_read() const;
   // The pages that lie wholly within `part` need not stay in memory: a file larger than memory can
   // be read through. Reading them again reads the file again.
   void release(std::span<const std::byte> part) const;

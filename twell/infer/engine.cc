@@ -9,7 +9,7 @@
 namespace twell {
 
 EngineCpu::EngineCpu(const std::filesystem::path& checkpoint, int threads)
-    : EngineCpu(load_model(checkpoint), threads) {}
+    : ctx_(threads), model_(load_model(ctx_, checkpoint)) {}
 
 EngineCpu::EngineCpu(std::unique_ptr<Model> model, int threads)
     : ctx_(threads), model_(std::move(model)) {}

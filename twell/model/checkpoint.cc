@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing the folder; the conversion of the values is in tensor_convert.h.
+// Reading and writing the folder; the values are read in tensor_load.h, written in
+// tensor_convert.h.
 #include "twell/model/checkpoint.h"
 
 #include <nlohmann/json.hpp>
+#include <unordered_map>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
@@ -10,6 +12,7 @@
 #include "twell/model/convert_config.h"
 #include "twell/model/safetensors.h"
 #include "twell/model/tensor_convert.h"
+#include "twell/model/tensor_load.h"
 
 namespace twell {
 namespace fs = std::filesystem;
@@ -39,6 +42,13 @@ TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType d
           }};
 }
 
+OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
+  const ModelConfig config = load_config(folder);
+  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
+  require_tensors_of(opened.tensors, config);
+  return opened;
+}
+
 }  // namespace
 
 ModelConfig load_config(const fs::path& folder) {
@@ -48,24 +58,25 @@ ModelConfig load_config(const fs::path& folder) {
 }
 
 OpenCheckpoint open_checkpoint(const fs::path& folder) {
-  const ModelConfig config = load_config(folder);
-  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
-  require_tensors_of(opened.tensors, config);
+  OpenCheckpoint opened = open_with_hashes_unread(folder);
   opened.tensors.verify_hashes();
   return opened;
 }
 
-std::unique_ptr<Model> load_model(const fs::path& folder) {
+std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder) {
   // Everything that can be refused by its header is, before memory is taken for the model.
-  const OpenCheckpoint opened = open_checkpoint(folder);
-  const CheckpointTensors& tensors = opened.tensors;
+  const OpenCheckpoint opened = open_with_hashes_unread(folder);
   auto model = std::make_unique<Model>(opened.config);
-  for (const ParamSpec& spec : model->table) {
-    const MatrixF values(model->flat.data() + spec.offset, spec.rows, spec.cols);
-    const TensorInfo& info = *tensors.find(spec.name);
-    spec.transposed ? read_transposed(info, values) : read_rows(info, values);
-  }
-  require_tied_head_equal(tensors, *model);
+  std::unordered_map<std::string_view, const ParamSpec*> specs;
+  for (const ParamSpec& spec : model->table) specs.emplace(spec.name, &spec);
+  const auto place_of = [&](const TensorInfo& info) -> TensorPlace {
+    const auto found = specs.find(info.name);
+    if (found == specs.end()) return {};
+    const ParamSpec& spec = *found->second;
+    return {MatrixF(model->flat.data() + spec.offset, spec.rows, spec.cols), spec.transposed};
+  };
+  for (const auto& [name, file] : opened.tensors.files()) load_tensors(ctx, file, place_of);
+  require_tied_head_equal(opened.tensors, *model);
   return model;
 }
 

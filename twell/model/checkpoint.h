@@ -13,10 +13,10 @@
 
 namespace twell {
 
-// Reads config.json and model.safetensors or its shards (any of F32, BF16, F16; converted to f32),
-// checking names, shapes, dtypes, sizes, and the content hash where the file carries one.
-// InputError on any fault.
-std::unique_ptr<Model> load_model(const std::filesystem::path& folder);
+// Reads config.json and model.safetensors or its shards (any of F32, BF16, F16; converted to f32 on
+// all threads as fast as the disk gives them), checking names, shapes, dtypes, sizes, and the
+// content hash where the file carries one. InputError on any fault.
+std::unique_ptr<Model> load_model(Context& ctx, const std::filesystem::path& folder);
 
 // Its parts, for readers of their own: a folder of which everything has been checked but the values
 // themselves, which lie in mapped files.

@@ -76,9 +76,9 @@ class CheckpointTest : public ::testing::Test {
     write_safetensors(path, list, {});
   }
 
-  std::string refusal() const {
+  std::string refusal() {
     try {
-      load_model(folder_);
+      load_model(ctx_, folder_);
     } catch (const InputError& error) {
       EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("\n")));
       return error.what();
@@ -97,6 +97,7 @@ class CheckpointTest : public ::testing::Test {
               0);
   }
 
+  Context ctx_{2};
   fs::path folder_;
 };
 
@@ -109,7 +110,7 @@ TEST_F(CheckpointTest, Float32RoundTripsBitForBit) {
       config.eos_token = 3;
       const Model model = random_model(config, 1);
       save_model(model, folder_, DType::kF32);
-      expect_equal(*load_model(folder_), model);
+      expect_equal(*load_model(ctx_, folder_), model);
     }
   }
 }
@@ -118,14 +119,14 @@ TEST_F(CheckpointTest, BFloat16RoundTripsToTheRoundedWeights) {
   Model model = random_model(small_config(), 1);
   save_model(model, folder_, DType::kBF16);
   for (float& value : model.flat.span()) value = to_float(to_bf16(value));
-  expect_equal(*load_model(folder_), model);
+  expect_equal(*load_model(ctx_, folder_), model);
 }
 
 TEST_F(CheckpointTest, Float16RoundTripsToTheRoundedWeightsAndRefusesWhatIsTooLarge) {
   Model model = random_model(small_config(), 1);
   save_model(model, folder_, DType::kF16);
   for (float& value : model.flat.span()) value = f16_to_float(float_to_f16(value));
-  expect_equal(*load_model(folder_), model);
+  expect_equal(*load_model(ctx_, folder_), model);
   EXPECT_EQ(json::parse(read_file(folder_ / "config.json"))["torch_dtype"], "float16");
   model.flat[3] = 70000.0f;
   EXPECT_THROW(save_model(model, folder_, DType::kF16), InputError);
@@ -166,7 +167,7 @@ TEST_F(CheckpointTest, ReadsFloat16AtAnyAlignment) {
   // One odd byte in front of everything, by the name that may be extra.
   tensors.emplace("a.rotary_emb.inv_freq", raw_tensor("a.rotary_emb.inv_freq", "U8", {1}, "x"));
   write_tensors(weights(), tensors);
-  expect_equal(*load_model(folder_), model);
+  expect_equal(*load_model(ctx_, folder_), model);
 }
 
 TEST_F(CheckpointTest, TruncatedFileIsRefused) {
@@ -226,7 +227,7 @@ TEST_F(CheckpointTest, TiedHeadMayBeStoredWhenItIsEqual) {
   head.name = "lm_head.weight";
   tensors.emplace(head.name, head);
   write_tensors(weights(), tensors);
-  expect_equal(*load_model(folder_), model);
+  expect_equal(*load_model(ctx_, folder_), model);
 
   tensors.at(head.name) =
       raw_tensor(head.name, "F32", {20, 24}, std::string(size_t{20 * 24 * 4}, '\0'));
@@ -245,14 +246,14 @@ TEST_F(CheckpointTest, WrongDtypesAndMissingFilesAreRefused) {
   EXPECT_THAT(refusal(), HasSubstr("neither model.safetensors nor model.safetensors.index.json"));
   fs::remove(folder_ / "config.json");
   EXPECT_THAT(refusal(), HasSubstr("config.json"));
-  EXPECT_THROW(load_model(folder_ / "nowhere"), InputError);
+  EXPECT_THROW(load_model(ctx_, folder_ / "nowhere"), InputError);
 }
 
 TEST_F(CheckpointTest, NotANumberIsKept) {
   Model model = random_model(small_config(), 1);
   model.flat[5] = NAN;
   save_model(model, folder_, DType::kF32);
-  EXPECT_TRUE(std::isnan(load_model(folder_)->flat[5]));
+  EXPECT_TRUE(std::isnan(load_model(ctx_, folder_)->flat[5]));
 }
 
 class ShardedCheckpointTest : public CheckpointTest {
@@ -282,7 +283,7 @@ class ShardedCheckpointTest : public CheckpointTest {
 
 TEST_F(ShardedCheckpointTest, IsReadThroughItsIndex) {
   write_index();
-  expect_equal(*load_model(folder_), model_);
+  expect_equal(*load_model(ctx_, folder_), model_);
 }
 
 TEST_F(ShardedCheckpointTest, PathsOutOfTheFolderAreRefused) {
@@ -346,7 +347,7 @@ TEST_F(CheckpointTest, FullDiskLeavesTheOldOneWhole) {
     const FileSizeLimit limit(8192);
     EXPECT_THROW(save(random_model(small_config(), 2)), InputError);
   }
-  expect_equal(*load_model(target), old);
+  expect_equal(*load_model(ctx_, target), old);
   EXPECT_EQ(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()), 1);
 }
 

@@ -19,6 +19,7 @@ struct ContentHash::State {
 };
 
 ContentHash::ContentHash() : state_(std::make_unique<State>()) {}
+ContentHash::ContentHash(ContentHash&&) noexcept = default;
 ContentHash::~ContentHash() = default;
 
 // Lengths in front keep two different lists of strings from reading the same.

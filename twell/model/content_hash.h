@@ -19,6 +19,7 @@ inline constexpr std::string_view kContentHashKey = "content_hash";
 class ContentHash {
  public:
   ContentHash();
+  ContentHash(ContentHash&&) noexcept;
   ~ContentHash();
   void add_metadata(std::string_view key, std::string_view value);
   void add_tensor(std::string_view name, std::string_view dtype, std::span<const int64_t> shape);

@@ -66,6 +66,7 @@ class ConvertTest : public ::testing::Test {
     return "";
   }
 
+  Context ctx_{2};
   fs::path folder_;
 };
 
@@ -109,7 +110,7 @@ TEST_F(ConvertTest, PublishedSparseModelsBecomePlainOnes) {
     EXPECT_FALSE(config.contains("sparsity_l1_coeff"));
     EXPECT_EQ(config["model_type"], name == "llama_sparse" ? "llama" : "qwen2");
     EXPECT_THAT(result.notes, ::testing::Contains(HasSubstr("last_activated")));
-    const auto expected = load_model(in), converted = load_model(out);
+    const auto expected = load_model(ctx_, in), converted = load_model(ctx_, out);
     EXPECT_EQ(converted->config, expected->config);
     EXPECT_EQ(std::memcmp(converted->flat.data(), expected->flat.data(),
                           static_cast<size_t>(expected->flat.size()) * sizeof(float)),
@@ -122,7 +123,7 @@ TEST_F(ConvertTest, ToF32AndBackIsTheIdentityOnTheTensors) {
   convert_checkpoint(in, folder_ / "f32", {.dtype = DType::kF32});
   const json index = json::parse(read_file(folder_ / "f32" / "model.safetensors.index.json"));
   int64_t size = 0;
-  const std::unique_ptr<Model> model = load_model(folder_ / "f32");
+  const std::unique_ptr<Model> model = load_model(ctx_, folder_ / "f32");
   EXPECT_EQ(index["metadata"]["total_size"], model->flat.size() * 4);
   convert_checkpoint(folder_ / "f32", folder_ / "back", {.dtype = DType::kF16});
   for (const fs::directory_entry& entry : fs::directory_iterator(in)) {

@@ -11,7 +11,6 @@
 #include <optional>
 
 #include "twell/base/error.h"
-#include "twell/model/content_hash.h"
 #include "twell/model/json.h"
 
 namespace twell {
@@ -184,22 +183,33 @@ const TensorInfo& SafetensorsFile::tensor(std::string_view name) const {
   return it->second;
 }
 
-void SafetensorsFile::verify_hash() const {
-  const auto expected = content_.metadata.find(std::string(kContentHashKey));
-  if (expected == content_.metadata.end()) return;
+std::optional<ContentHash> SafetensorsFile::begin_hash() const {
+  if (!content_.metadata.contains(std::string(kContentHashKey))) return std::nullopt;
   ContentHash hash;
   for (const auto& [key, value] : content_.metadata) {
     if (key != kContentHashKey) hash.add_metadata(key, value);
   }
-  for (const auto& [name, info] : content_.tensors) {
-    hash.add_tensor(name, info.dtype, info.shape);
-    hash.add_bytes(info.bytes);
-    release(info.bytes);
-  }
-  TWELL_REQUIRE(hash.digest() == expected->second,
+  return hash;
+}
+
+void SafetensorsFile::require_hash(const ContentHash& hash) const {
+  const std::string& expected = content_.metadata.at(std::string(kContentHashKey));
+  TWELL_REQUIRE(hash.digest() == expected,
                 "{}: the content does not match its hash ({} expected {}): the file was damaged or "
                 "altered after it was written",
-                file_.path().string(), hash.digest(), expected->second);
+                file_.path().string(), hash.digest(), expected);
+}
+
+void SafetensorsFile::verify_hash() const {
+  std::optional<ContentHash> hash = begin_hash();
+  if (!hash) return;
+  expect_full_read();
+  for (const auto& [name, info] : content_.tensors) {
+    hash->add_tensor(name, info.dtype, info.shape);
+    hash->add_bytes(info.bytes);
+    release(info.bytes);
+  }
+  require_hash(*hash);
 }
 
 }  // namespace twell

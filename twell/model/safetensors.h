@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,6 +15,7 @@
 
 #include "twell/base/dtype.h"
 #include "twell/base/file.h"
+#include "twell/model/content_hash.h"
 
 namespace twell {
 
@@ -41,12 +43,17 @@ class SafetensorsFile {
   const std::filesystem::path& path() const { return file_.path(); }
   std::span<const std::byte> bytes() const { return file_.bytes(); }
   std::vector<const TensorInfo*> file_order() const;  // by the place of their bytes
-  // See MappedFile::release.
+  // See MappedFile.
+  void expect_full_read() const { file_.expect_full_read(); }
   void release(std::span<const std::byte> part) const { file_.release(part); }
   const TensorInfo& tensor(std::string_view name) const;  // InputError when missing
   // Reads everything: InputError when the content is not what was hashed when the file was written.
   // Files from elsewhere carry no hash and pass.
   void verify_hash() const;
+  // Its parts, for who reads everything anyway: a hash that wants every tensor by name, each
+  // followed by its bytes (none where the file carries no hash), and the check of it.
+  std::optional<ContentHash> begin_hash() const;
+  void require_hash(const ContentHash& hash) const;
 
  private:
   MappedFile file_;

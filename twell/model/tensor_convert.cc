@@ -21,31 +21,50 @@ DType float_dtype(const std::string& name) {
   throw_error(__FILE__, __LINE__, fmt::format("dtype {} is not a float", name));
 }
 
-// Reads 16-bit values through memcpy: a file need not align its tensors.
-template <typename Convert>
-void convert_16(const std::byte* in, int64_t count, float* out, Convert convert) {
-  for (int64_t i = 0; i < count; ++i) {
+// Each loads a stored value through memcpy: a file need not align its tensors.
+struct LoadF32 {
+  static constexpr int64_t kBytes = 4;
+  static float at(const std::byte* in) {
+    float value;
+    std::memcpy(&value, in, sizeof(value));
+    return value;
+  }
+};
+struct LoadF16 {
+  static constexpr int64_t kBytes = 2;
+  static float at(const std::byte* in) {
     uint16_t bits;
-    std::memcpy(&bits, in + 2 * i, sizeof(bits));
-    out[i] = convert(bits);
+    std::memcpy(&bits, in, sizeof(bits));
+    return f16_to_float(bits);
+  }
+};
+struct LoadBF16 {
+  static constexpr int64_t kBytes = 2;
+  static float at(const std::byte* in) {
+    BF16 value;
+    std::memcpy(&value, in, sizeof(value));
+    return to_float(value);
+  }
+};
+
+template <typename Use>
+void with_load(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::kF32:
+      return use(LoadF32());
+    case DType::kF16:
+      return use(LoadF16());
+    case DType::kBF16:
+      return use(LoadBF16());
   }
 }
 
 // Values [begin, begin + count) of the tensor.
 void to_floats(const TensorInfo& info, DType dtype, int64_t begin, int64_t count, float* out) {
-  const int64_t size = static_cast<int64_t>(dtype_size(dtype));
-  const std::byte* in = info.bytes.data() + begin * size;
-  switch (dtype) {
-    case DType::kF32:
-      std::memcpy(out, in, static_cast<size_t>(count * size));
-      break;
-    case DType::kF16:
-      convert_16(in, count, out, f16_to_float);
-      break;
-    case DType::kBF16:
-      convert_16(in, count, out, [](uint16_t bits) { return to_float(BF16{bits}); });
-      break;
-  }
+  with_load(dtype, [&](auto load) {
+    const std::byte* in = info.bytes.data() + begin * load.kBytes;
+    for (int64_t i = 0; i < count; ++i) out[i] = load.at(in + i * load.kBytes);
+  });
 }
 
 uint16_t checked_f16(float value) {
@@ -85,20 +104,23 @@ void require_float(const TensorInfo& info, const std::string& source) {
                 info.dtype);
 }
 
-void read_rows(const TensorInfo& info, MatrixF out) {
-  to_floats(info, float_dtype(info.dtype), 0, out.rows * out.cols, out.data);
+void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count) {
+  to_floats(info, float_dtype(info.dtype), begin * out.cols, count * out.cols, out.row(begin));
 }
 
-void read_transposed(const TensorInfo& info, MatrixF out) {
-  const DType dtype = float_dtype(info.dtype);
-  std::vector<float> strip(static_cast<size_t>(kStrip * out.rows));
-  for (int64_t col = 0; col < out.cols; col += kStrip) {
-    const int64_t count = std::min(kStrip, out.cols - col);
-    to_floats(info, dtype, col * out.rows, count * out.rows, strip.data());
-    for (int64_t row = 0; row < out.rows; ++row) {
-      for (int64_t i = 0; i < count; ++i) out(row, col + i) = strip[i * out.rows + row];
+void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count) {
+  with_load(float_dtype(info.dtype), [&](auto load) {
+    const int64_t stride = out.rows * load.kBytes, end = begin + count;
+    for (int64_t strip = begin; strip < end; strip += kStrip) {
+      const std::byte* in = info.bytes.data() + strip * stride;
+      const int64_t width = std::min(kStrip, end - strip);
+      for (int64_t row = 0; row < out.rows; ++row) {
+        const std::byte* column = in + row * load.kBytes;
+        float* to = out.row(row) + strip;
+        for (int64_t i = 0; i < width; ++i) to[i] = load.at(column + i * stride);
+      }
     }
-  }
+  });
 }
 
 bool equals_floats(const TensorInfo& info, std::span<const float> values) {

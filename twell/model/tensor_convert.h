@@ -18,10 +18,11 @@ using ByteSink = std::function<void(std::span<const std::byte>)>;
 // InputError unless the tensor is F32, F16 or BF16.
 void require_float(const TensorInfo& info, const std::string& source);
 
-// out [rows, cols], contiguous, from a tensor of as many values in the same order...
-void read_rows(const TensorInfo& info, MatrixF out);
-// ...or stored as [cols, rows].
-void read_transposed(const TensorInfo& info, MatrixF out);
+// out [rows, cols], contiguous, from a tensor of as many values in the same order: `count` of its
+// rows from `begin` on...
+void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
+// ...or stored as [cols, rows]: `count` of its columns, which are rows of the tensor.
+void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
 bool equals_floats(const TensorInfo& info, std::span<const float> values);
 
 // Streams values [rows, cols], contiguous, in the given type, a piece at a time; the second as

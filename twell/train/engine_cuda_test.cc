@@ -52,7 +52,7 @@ class TrainEngineCudaTest : public testing::Test {
   // The weights after steps [from, to) on a device, from a checkpoint (or anew) into one.
   std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,
                            const fs::path& from = {}, const fs::path& into = {}) {
-    const auto model = from.empty() ? fresh_model() : load_model(from);
+    const auto model = from.empty() ? fresh_model() : load_model(ctx_, from);
     const auto engine = this->engine(cuda, *model, options);
     Trainer trainer(ctx_, *engine, data_.shards, options, "data");
     if (!from.empty()) trainer.restore(from);
@@ -231,7 +231,7 @@ TEST_F(TrainEngineCudaTest, AWholeRunReportsTheDevice) {
   const TrainSummary summary = run_training(ctx_, *engine, run);
   EXPECT_EQ(summary.steps_done, 5);
   EXPECT_LT(*summary.last_validation_ce, *summary.first_validation_ce);
-  const auto saved = load_model(folder.link_path());
+  const auto saved = load_model(ctx_, folder.link_path());
   EXPECT_EQ(std::vector<float>(saved->flat.span().begin(), saved->flat.span().end()),
             weights(*engine));
 }

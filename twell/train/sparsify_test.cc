@@ -108,7 +108,7 @@ TEST_F(SparsifyTest, ResumesBitForBitInTheMiddleOfABlend) {
   for (int step = 0; step < 2; ++step) first.train_step();
   first.save(folder);
 
-  const auto resumed = load_model(folder);
+  const auto resumed = load_model(ctx_, folder);
   EXPECT_EQ(resumed->config.activation, Activation::kRelu);
   Trainer second = trainer(*resumed, options);
   second.restore(folder);

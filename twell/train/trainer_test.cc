@@ -34,7 +34,7 @@ class TrainerTest : public testing::Test {
                              const std::function<void(const Progress&)>& on_progress = {}) {
     const RunFolder folder(out, fs::exists(out));
     const auto resume_from = folder.latest();
-    auto model = resume_from ? load_model(resume_from->folder) : fresh_model();
+    auto model = resume_from ? load_model(ctx_, resume_from->folder) : fresh_model();
     options = resolve_options(options, config());
     TrainRun training{options,     data_.tokenizer, data_.shards, folder, "{}",
                       resume_from, false,           stop_,        {},     on_progress};
@@ -141,7 +141,7 @@ TEST_F(TrainerTest, ABrokenNumberStopsTheRunAndIsNeverSaved) {
       EXPECT_THAT(error.what(), HasSubstr("diverged"));
       EXPECT_THAT(error.what(), HasSubstr("step-000002"));
     }
-    const auto good = load_model(run_folder.link_path());
+    const auto good = load_model(ctx_, run_folder.link_path());
     for (const float weight : good->flat.span()) ASSERT_TRUE(std::isfinite(weight));
   }
 }
