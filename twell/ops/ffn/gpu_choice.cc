@@ -12,19 +12,20 @@ namespace {
 // One H200, in microseconds; docs/kernels.md has the measurements they are fitted to. Rates are of
 // one of its 132 multiprocessors, so that a smaller device is slower in proportion.
 constexpr double kDenseFlops = 800e6 / 132;  // operations per us: a large bf16 GEMM
-constexpr double kUnionFlops = 575e6 / 132;  // the two GEMMs with gathered weight rows
+constexpr double kUnionFlops = 650e6 / 132;  // the two GEMMs with gathered weight rows
 constexpr double kBytes = 4.0e6 / 132;       // bytes per us of device memory
 constexpr double kRowBytes = 8.0e6 / 132;    // of rows gathered from the L2 cache
 constexpr double kRowFused = 20.0;           // lists, and the tail of long rows
 constexpr double kFewToken = 0.2;            // a few tokens: per token,
 constexpr double kFewNeuron = 0.005;         // and per neuron that fires
 constexpr double kKernel = 3.0;              // a kernel too small to fill the device
-constexpr double kUnions = 35.0;       // finding and building unions: latency for the most part
-constexpr double kPacking = 1.06;      // gate GEMM that packs, against one that does not
-constexpr double kSpill = 0.06;        // more of it when every tile spills,
-constexpr double kSpilledValue = 7.0;  // and bytes moved per value before up and down
-constexpr double kTile = 128.0;        // tokens
-constexpr double kGateRows = 256.0;    // of a gate GEMM tile of two multiprocessors
+constexpr double kUnions = 12.5;             // finding unions: latency for the most part
+constexpr double kImages = 22.5;             // more of it without a gate: compacting activations
+constexpr double kPacking = 1.02;            // gate GEMM that packs, against one that does not
+constexpr double kSpill = 0.06;              // more of it when every tile spills,
+constexpr double kSpilledValue = 7.0;        // and bytes moved per value before up and down
+constexpr double kTile = 128.0;              // tokens
+constexpr double kGateRows = 256.0;          // of a gate GEMM tile of two multiprocessors
 constexpr double kGateColumns = 256.0;
 constexpr double kUpNeurons = 192.0;  // of a tile-union item of one multiprocessor
 constexpr double kDownColumns = 256.0;
@@ -56,8 +57,10 @@ double rounds(double items, double workers) { return std::ceil(items / workers);
 double packed_gate(const Sizes& s, double density) {
   const double items = std::ceil(s.m / kGateRows) * std::ceil(s.f / kGateColumns);
   const double item = 2.0 * kGateRows * kGateColumns * s.d / (2.0 * kDenseFlops);
-  return rounds(items, std::floor(s.sms / 2.0)) * item * (kPacking + kSpill * density) +
-         2.0 * kKernel;
+  // A last round of at most half as many is cut in two.
+  const double pairs = std::floor(s.sms / 2.0);
+  const double all = 0.5 * std::ceil(2.0 * items / pairs);
+  return all * item * (kPacking + kSpill * density) + 2.0 * kKernel;
 }
 
 double density_of(const Sizes& s, const LayerActivity& activity) {
@@ -90,7 +93,8 @@ double gpu_tile_union_cost(const GpuLayerShape& shape, int64_t tokens,
   const double down_item = 2.0 * kTile * kDownColumns * padded / kUnionFlops;
   double cost = packed_gate(s, density) + kUnions + 2.0 * kKernel + move(s, 2.0 * 2.0 * s.m * s.d) +
                 move(s, kSpilledValue * s.m * s.f * density);
-  if (shape.gated) cost += rounds(tiles * padded / kUpNeurons, s.sms) * up_item;
+  // Down fills the gaps of the last round of up.
+  cost += shape.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kImages;
   return cost + rounds(tiles * std::ceil(s.d / kDownColumns), s.sms) * down_item;
 }
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "twell/ops/sparse_up_down/schedule_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/ops/sparse_up_down/union_pieces_sm90.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::tile_union {
@@ -112,17 +112,6 @@ struct Pairs {
   }
 };
 
-// Bit j: value j of eight bf16 values is not zero.
-__device__ __forceinline__ uint32_t nonzero_bits(const uint4& values) {
-  const uint32_t parts[4] = {values.x, values.y, values.z, values.w};
-  uint32_t bits = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    bits |= ((parts[j] & 0x7fff) != 0) << (2 * j) | ((parts[j] & 0x7fff0000) != 0) << (2 * j + 1);
-  }
-  return bits;
-}
-
 // First pass: which neurons are active at all.
 struct MarkActive {
   uint32_t* mask;  // [words of this CTA], shared; a bit per neuron
@@ -196,18 +185,6 @@ struct Assignment {
         parts(parts_in) {}
 };
 
-// The column tiles of one part.
-struct Columns {
-  int first, count;
-  __device__ Columns(int col_tiles, const Assignment& work) {
-    const int share = (col_tiles + work.parts - 1) / work.parts;
-    first = min(work.rank * share, col_tiles);
-    count = min(share, col_tiles - first);
-  }
-  __device__ int first_word() const { return first * (256 / 32); }
-  __device__ int words() const { return count * (256 / 32); }
-};
-
 __device__ void load_tokens(const Tiles& tiles, int tile, int32_t* tokens) {
   if (threadIdx.x < kTileTokens) {
     tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
@@ -223,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   sm90::wait_for_previous_kernel();
   const Assignment work(tiles, parts);
   if (work.tile < 0) return;
-  const Columns columns(gate.col_tiles, work);
+  const Columns columns(gate.col_tiles, work.rank, work.parts);
   load_tokens(tiles, work.tile, tokens);
   for (int i = threadIdx.x; i < columns.words(); i += kThreads) mask[i] = 0;
   const Pairs pairs{gate, tokens, columns.first, columns.count, &spilled};
@@ -245,29 +222,11 @@ __device__ int blocks_before(const Tiles& tiles, int tile) {
   if (threadIdx.x == 0) sum = 0;
   __syncthreads();
   int blocks = 0;
-  for (int i = threadIdx.x; i < tile; i += kThreads) blocks += tile_blocks(tiles, i);
+  for (int i = threadIdx.x; i < tile; i += kThreads) blocks += blocks_of(tiles.union_size[i]);
   blocks = __reduce_add_sync(~0u, blocks);
   if (threadIdx.x % 32 == 0 && blocks > 0) atomicAdd(&sum, blocks);
   __syncthreads();
   return sum;
-}
-
-// Exclusive prefix sums of the mask's bits by the first warp, before[words] being the total.
-__device__ void scan_mask(const uint32_t* mask, int words, int* before) {
-  const int lane = threadIdx.x % 32;
-  int sum = 0;
-  for (int base = 0; base < words; base += 32) {
-    const int i = base + lane;
-    const int count = i < words ? __popc(mask[i]) : 0;
-    int through = count;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, through, step);
-      if (lane >= step) through += other;
-    }
-    if (i < words) before[i] = sum + through - count;
-    sum += __shfl_sync(~0u, through, 31);
-  }
-  if (lane == 0) before[words] = sum;
 }
 
 // Column tiles that have a neuron at positions [begin, end) of the union.
@@ -290,19 +249,6 @@ struct TileRange {
     __syncthreads();
   }
 };
-
-// Tells that the tile's size is known. True, to all threads, in the CTA that tells so last.
-__device__ bool last_size(const Tiles& tiles, int tile, int size) {
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    tiles.union_size[tile] = size;
-    __threadfence();
-    last = atomicAdd(&tiles.counts->sized, 1) == tiles.counts->tiles - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return last;
-}
 
 __global__ void __launch_bounds__(kThreads, 4)
     build_unions_kernel(Gate gate, Tiles tiles, ActivityCuda* activity, int ctas, int parts,
@@ -337,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
     if (last_size(tiles, tile, total)) {
-      make_schedule<kThreads>(tiles, ctas, reinterpret_cast<uint32_t*>(staged), activity);
+      make_schedule<kThreads>(tiles, tiles.union_size, ctas, reinterpret_cast<uint32_t*>(staged),
+                              activity);
       __syncthreads();
     }
   }
@@ -388,7 +335,7 @@ cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCu
                                     tiles, parts);
   }
   if (status != cudaSuccess) return status;
-  const int build_bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
+  const int build_bytes = scan_bytes(gate);
   status = cudaFuncSetAttribute(build_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 build_bytes);
   if (status != cudaSuccess) return status;

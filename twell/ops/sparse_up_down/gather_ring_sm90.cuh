@@ -73,10 +73,10 @@ struct ItemFeed {
 
   __device__ __forceinline__ uint32_t full(int slot) const { return base + kSlots * 16 + slot * 8; }
   __device__ __forceinline__ uint32_t empty(int slot) const { return full(slot) + kSlots * 8; }
-  __device__ __forceinline__ void init() const {
+  __device__ __forceinline__ void init(int threads = kThreads) const {
     for (int slot = 0; slot < kSlots; ++slot) {
       sm90::barrier_init(full(slot), 1);
-      sm90::barrier_init(empty(slot), kThreads);
+      sm90::barrier_init(empty(slot), threads);
     }
   }
   // Every thread of the CTA takes every item.

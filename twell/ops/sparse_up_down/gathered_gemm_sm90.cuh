@@ -39,6 +39,9 @@ struct Operands {
   int blocks;           // of 64 ids
   int passes;           // 1 or 2
   int column;           // first of 256
+  // Of a problem that overlaps the kernel in front: A may be read once *ready is at least `until`.
+  const int32_t* ready = nullptr;
+  int until = 0;
 
   __device__ __forceinline__ int k_steps() const { return blocks * passes; }
 };
@@ -54,7 +57,7 @@ struct Shared {
   }
 };
 
-template <typename Problem>
+template <bool Overlaps, typename Problem>
 __device__ __forceinline__ void produce(const Problem& problem, const Shared& shared) {
   using namespace sm90;
   GatherRing<kStages> ring{shared.full, shared.empty};
@@ -74,6 +77,13 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
       const int position = block * kBlock + warp * 16 + lane % 16;
       return position < operands.positions ? operands.ids[position] : -1;
     };
+    if constexpr (Overlaps) {
+      if (threadIdx.x == 0 && operands.blocks > 0) {
+        while (load_acquire(operands.ready) < operands.until) __nanosleep(40);
+        fence_async_global();
+      }
+      __syncwarp();  // without it the warp gathers in two halves, several times slower
+    }
     for (int pass = 0; pass < operands.passes; ++pass) {
       const uint8_t* a = pass == 0 ? operands.a[0] : operands.a[1];
       const uint4* b = (pass == 0 ? operands.b[0] : operands.b[1]) + operands.column / 8 + lane;
@@ -142,7 +152,7 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared& sh
   }
 }
 
-template <typename Problem>
+template <bool Overlaps, typename Problem>
 __global__ void __launch_bounds__(kThreads, 1)
     gathered_gemm_sm90_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ uint8_t memory[];
@@ -153,24 +163,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::fence_barrier_init();
   }
   __syncthreads();
-  sm90::wait_for_previous_kernel();
+  if constexpr (!Overlaps) sm90::wait_for_previous_kernel();
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
-    produce(problem, shared);
+    produce<Overlaps>(problem, shared);
   } else {
     sm90::registers_increase<kConsumerRegisters>();
     consume(problem, shared);
   }
+  // What comes next relies on the kernel in front being over too.
+  if constexpr (Overlaps) sm90::wait_for_previous_kernel();
 }
 
-template <typename Problem>
+// Overlaps: the kernel in front tells through Operands::ready what it has written, let this one
+// start after all before it was complete, and this one waits for nothing else.
+template <bool Overlaps = false, typename Problem>
 cudaError_t launch(const Problem& problem, int ctas, cudaStream_t stream) {
+  const auto kernel = gathered_gemm_sm90_kernel<Overlaps, Problem>;
   const cudaError_t status =
-      cudaFuncSetAttribute(gathered_gemm_sm90_kernel<Problem>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(gathered_gemm_sm90_kernel<Problem>, dim3(ctas), kThreads,
-                                kSharedBytes, stream, problem);
+  return sm90::launch_dependent(kernel, dim3(ctas), kThreads, kSharedBytes, stream, problem);
 }
 
 }  // namespace twell::tile_union::gathered

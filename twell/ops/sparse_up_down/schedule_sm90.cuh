@@ -32,23 +32,24 @@ __device__ int block_scan(int value, int* scratch, int& total) {
   return through - value + (warp > 0 ? before : 0);
 }
 
-__device__ __forceinline__ int tile_blocks(const Tiles& tiles, int tile) {
-  return (tiles.union_size[tile] + kBlock - 1) / kBlock;
-}
+__device__ __forceinline__ int blocks_of(int neurons) { return (neurons + kBlock - 1) / kBlock; }
 
-// Blocks per up item that finish first: rounds of items over the CTAs, each item costing what its
-// k-steps read, 128 rows of x and 64 of w_up per block.
+// Blocks per up item that finish first, each item costing what its k-steps read, 128 rows of x and
+// 64 of w_up per block. Few items run in rounds over the CTAs; of many, the last and smallest ones
+// fill the gaps.
 template <int Threads>
-__device__ int best_chunk(const Tiles& tiles, int count, int ctas, int* scratch) {
+__device__ int best_chunk(const int32_t* sizes, int count, int ctas, int* scratch) {
   int best = kMaxChunkBlocks, best_cost = INT_MAX;
   for (int chunk = kMaxChunkBlocks; chunk >= kMaxChunkBlocks - 1; --chunk) {
     int items = 0;
     for (int tile = threadIdx.x; tile < count; tile += Threads) {
-      items += (tile_blocks(tiles, tile) + chunk - 1) / chunk;
+      items += (blocks_of(sizes[tile]) + chunk - 1) / chunk;
     }
     int total;
     block_scan<Threads>(items, scratch, total);
-    const int cost = (total + ctas - 1) / ctas * (kTileTokens / kBlock + chunk);
+    const int half_rounds =
+        total < 3 * ctas ? (total + ctas - 1) / ctas * 2 : (2 * total + ctas) / ctas;
+    const int cost = half_rounds * (kTileTokens / kBlock + chunk);
     if (cost < best_cost) {
       best = chunk;
       best_cost = cost;
@@ -59,16 +60,17 @@ __device__ int best_chunk(const Tiles& tiles, int count, int ctas, int* scratch)
 
 // By one CTA. Counting sort of the tiles by blocks, largest first, so that the last wave of the
 // persistent GEMMs is made of small items; then each tile is cut into near-equal chunks.
-// buckets: [blocks + 1] in shared memory, by falling size.
+// sizes: those of the unions, wherever they are at hand. buckets: [blocks + 1] in shared memory, by
+// falling size.
 template <int Threads>
-__device__ void make_schedule(const Tiles& tiles, int ctas, uint32_t* buckets,
+__device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas, uint32_t* buckets,
                               ActivityCuda* activity) {
   __shared__ int scratch[Threads / 32];
   const int count = tiles.counts->tiles;
   for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
   __syncthreads();
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
-    atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u);
+    atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u);
   }
   __syncthreads();
   int base = 0;
@@ -83,15 +85,17 @@ __device__ void make_schedule(const Tiles& tiles, int ctas, uint32_t* buckets,
   __syncthreads();
   // The order within a bucket is arbitrary: it decides who computes a tile, not its result.
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
-    tiles.order[atomicAdd(&buckets[tiles.blocks - tile_blocks(tiles, tile)], 1u)] = tile;
+    tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
   }
   __syncthreads();
-  const int chunk_blocks = best_chunk<Threads>(tiles, count, ctas, scratch);
+  // Where down fills the gaps that up leaves, items may be as large as they get.
+  const int chunk_blocks =
+      tiles.ready != nullptr ? kMaxChunkBlocks : best_chunk<Threads>(sizes, count, ctas, scratch);
   int items = 0;
   for (int first = 0; first < count; first += Threads) {
     const int i = first + threadIdx.x;
     const int tile = i < count ? tiles.order[i] : 0;
-    const int blocks = i < count ? tile_blocks(tiles, tile) : 0;
+    const int blocks = i < count ? blocks_of(sizes[tile]) : 0;
     const int chunks = (blocks + chunk_blocks - 1) / chunk_blocks;
     int total;
     const int at = items + block_scan<Threads>(chunks, scratch, total);
@@ -103,7 +107,7 @@ __device__ void make_schedule(const Tiles& tiles, int ctas, uint32_t* buckets,
   }
   if (activity != nullptr) {
     unsigned long long sum = 0;
-    for (int tile = threadIdx.x; tile < count; tile += Threads) sum += tiles.union_size[tile];
+    for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
     if (sum > 0) atomicAdd(&activity->union_neurons, sum);
     if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
   }

@@ -55,11 +55,15 @@ class TileUnionWorkspace {
   DeviceBuffer<int32_t> tile_tokens_;        // [tiles, 128]
   DeviceBuffer<uint32_t> mask_;              // [tiles, F / 256 rounded up * 8]
   DeviceBuffer<int32_t> union_size_;         // [tiles]
+  DeviceBuffer<uint32_t> before_;            // like mask_: neurons of the union below
   DeviceBuffer<int32_t> first_block_;        // [tiles]
+  DeviceBuffer<int32_t> progress_;           // [2, tiles]
+  DeviceBuffer<uint32_t> entries_;           // [tiles, F / 256 rounded up, 2048]
+  DeviceBuffer<int32_t> listed_;             // [tiles, F / 256 rounded up]
   DeviceBuffer<int32_t> union_ids_;          // [tiles, F rounded up to 64]
   DeviceBuffer<__nv_bfloat16> activations_;  // [tiles, F / 64 rounded up, 128, 64] swizzled
   DeviceBuffer<int32_t> tile_order_;         // [tiles]
-  DeviceBuffer<int2> up_items_;              // [tiles * F / 128 rounded up]
+  DeviceBuffer<int2> up_items_;              // [tiles * F / 192 rounded up]
   DeviceBuffer<int32_t> counts_;             // TileUnionCounts
 };
 

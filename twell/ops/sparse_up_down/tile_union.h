@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data that the kernels of the tile-union execution hand to each other, and their launches. They
 // run in this order on one stream:
-//   split_rows    which tokens make which tile; heavy rows go to tiles of their own
-//   build_unions  per tile: union of active neurons, and the activations compacted onto it; work
-//                 lists for the two GEMMs
-//   up            activations *= x w_up[union]^T, in place (gated layers only)
-//   down          y = activations w_down[union]
-// Training takes the pieces apart: products of their own in place of up, sums of two products in
-// place of down, unions that lie one behind the other.
+//   split_rows   which tokens make which tile; heavy rows go to tiles of their own
+//   find_unions  per tile: union of active neurons; work lists for the two GEMMs
+//   up           activations = gate * (x w_up[union]^T), the gate compacted onto the union on the
+//   fly down         y = activations w_down[union]
+// Without a gate, and in training, build_unions takes the place of find_unions and writes the
+// compacted activations too. Training takes the pieces apart: products of their own in place of up,
+// sums of two products in place of down, unions that lie one behind the other.
 #pragma once
 
 #include <cuda.h>
@@ -31,6 +31,9 @@ inline constexpr int kColumns = 256;  // columns of y per down item
 // less than 1 / kHeavyFactor of the rows are heavy, which bounds the number of extra tiles.
 inline constexpr int kHeavyFactor = 3;
 inline constexpr int kHeavyFloor = 64;
+
+// Non-zeros of 128 tokens by 256 neurons that find_unions lists, so that up need not read the gate.
+inline constexpr int kListed = 2048;
 
 // Beyond, the mask of a union does not fit into build_unions' shared memory.
 inline constexpr int kMaxFfn = 524288;
@@ -60,8 +63,14 @@ struct Tiles {
   int32_t* union_size;   // [tiles]
   int32_t* first_block;  // [tiles] where a tile's blocks begin
   uint32_t* before;      // [tiles, column tiles * 8] neurons of the union in words of the mask
-                         // below, or null
-  int32_t* union_ids;    // [first block of tile, blocks * kBlock] neurons, ascending
+                         // below; null: not wanted (build_unions only)
+  // For find_unions, else null:
+  int32_t* marked;     // [tiles] of its own
+  uint32_t* entries;   // [tiles, column tiles, kListed] the non-zeros, in any order: column % 256 |
+                       // slot in the tile << 8 | bf16 bits << 16
+  int32_t* listed;     // [tiles, column tiles] how many; none are listed where it is over kListed
+  int32_t* ready;      // [tiles] blocks of activations that up has written, each in two halves
+  int32_t* union_ids;  // [first block of tile, blocks * kBlock] neurons, ascending
   __nv_bfloat16* activations;  // [first block of tile, blocks, kTileTokens, kBlock], 16-byte pieces
                                // of a row XORed with row % 8: the image WGMMA reads
   int32_t* order;              // [tiles] by falling union size
@@ -78,10 +87,11 @@ using Condition = const int32_t*;
 struct Up {
   CUtensorMap map_x;  // of x, boxes of kTileTokens rows
   Tiles tiles;
+  Gate gate;                    // not read where there is a product
   const __nv_bfloat16* x;       // [M, D]
   const __nv_bfloat16* weight;  // [F, D]
   __nv_bfloat16*
-      product;     // like activations: x weight[union]^T alone; null: multiplies activations
+      product;     // like activations: x weight[union]^T alone; null: gate * that to activations
   int32_t* taken;  // items handed out beyond one per CTA, 0 at the start
   int width;       // D
   Condition condition;
@@ -102,7 +112,10 @@ struct Down {
 // Both add to activity what they see, unless it is null.
 cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                               cudaStream_t stream);
-// ctas: what launch_up_sm90 will be given, one per multiprocessor. With a condition the unions are
+// ctas: what launch_up_sm90 will be given, one per multiprocessor. tiles.compact is not for it.
+cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
+                               int ctas, cudaStream_t stream);
+// With a condition the unions are
 // those of an earlier call, and only the activations are made again.
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                                 int ctas, cudaStream_t stream, Condition condition = nullptr);

@@ -23,7 +23,11 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
   const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
   tile_tokens_ = DeviceBuffer<int32_t>(tiles * kTileTokens);
   mask_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * 8);
+  before_ = DeviceBuffer<uint32_t>(mask_.size());
   union_size_ = DeviceBuffer<int32_t>(tiles);
+  progress_ = DeviceBuffer<int32_t>(2 * tiles);
+  entries_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * kListed);
+  listed_ = DeviceBuffer<int32_t>(tiles * ceil_div(ffn, 256));
   first_block_ = DeviceBuffer<int32_t>(tiles);
   union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
   activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
@@ -36,15 +40,18 @@ int64_t TileUnionWorkspace::bytes_needed(int64_t max_tokens, int64_t ffn) {
   using namespace tile_union;
   const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
   constexpr int64_t kWord = sizeof(int32_t);
-  // Per tile: its tokens, mask, neurons and values, items of the two GEMMs, size, place and order.
-  return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * 8 * kWord + blocks * kBlock * kWord +
+  // Per tile: its tokens, mask with places, non-zeros with their count, neurons and values, items
+  // of the two GEMMs, size, place, order and progress.
+  return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * (16 + kListed + 1) * kWord +
+                  blocks * kBlock * kWord +
                   blocks * kBlock * kTileTokens * int64_t{sizeof(__nv_bfloat16)} +
-                  ceil_div(blocks, kMaxChunkBlocks - 1) * int64_t{sizeof(int2)} + 3 * kWord) +
+                  ceil_div(blocks, kMaxChunkBlocks - 1) * int64_t{sizeof(int2)} + 5 * kWord) +
          int64_t{sizeof(Counts)};
 }
 
 int64_t TileUnionWorkspace::bytes() const {
-  return tile_tokens_.bytes() + mask_.bytes() + union_size_.bytes() + first_block_.bytes() +
+  return tile_tokens_.bytes() + mask_.bytes() + before_.bytes() + union_size_.bytes() +
+         first_block_.bytes() + progress_.bytes() + entries_.bytes() + listed_.bytes() +
          union_ids_.bytes() + activations_.bytes() + tile_order_.bytes() + up_items_.bytes() +
          counts_.bytes();
 }
@@ -110,18 +117,29 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   packed.shape.slots()};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
-  TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, problem.activity, stream));
-  TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, problem.activity, ctas, stream));
   const auto width = static_cast<int>(problem.width);
-  if (problem.w_up != nullptr) {
+  const bool gated = problem.w_up != nullptr;
+  if (gated) {
+    tiles.before = workspace.before_.data();
+    tiles.marked = workspace.progress_.data();
+    tiles.ready = tiles.marked + tiles.max_tiles;
+    tiles.entries = workspace.entries_.data();
+    tiles.listed = workspace.listed_.data();
+  }
+  TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, problem.activity, stream));
+  if (gated) {
+    TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, ctas, stream));
     Up up{};
     up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
     up.tiles = tiles;
+    up.gate = gate;
     up.x = problem.x;
     up.weight = problem.w_up;
     up.taken = &tiles.counts->up_taken;
     up.width = width;
     TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
+  } else {
+    TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, problem.activity, ctas, stream));
   }
   const Down down{.tiles = tiles,
                   .weight = problem.w_down,

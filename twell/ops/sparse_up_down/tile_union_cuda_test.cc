@@ -180,6 +180,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
                     Case{"everything fires", 200, 128, 1000, 8, 1.0, 0},
                     Case{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
+                    Case{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
                     Case{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
                     Case{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
                     Case{"wide F", 130, 64, 8200, 8, 0.005, 50},

@@ -37,7 +37,9 @@ struct DownProblem {
             item.z,
             (item.z + kBlock - 1) / kBlock,
             weight[1] != nullptr ? 2 : 1,
-            item.y};
+            item.y,
+            tiles.ready + item.x,
+            2 * ((item.z + kBlock - 1) / kBlock)};
   }
 
   // y by way of shared memory, so that rows are written in whole 256-byte pieces.

@@ -11,7 +11,8 @@ cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, up::kSharedBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(kernel, dim3(ctas), kThreads, up::kSharedBytes, stream, up);
+  return sm90::launch_dependent(kernel, dim3(ctas), up::kCtaThreads<Gated>, up::kSharedBytes,
+                                stream, up);
 }
 
 }  // namespace
@@ -29,7 +30,8 @@ cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
                             down.taken,
                             down.width,
                             down.add};
-  return gathered::launch(problem, ctas, stream);
+  return down.tiles.ready != nullptr ? gathered::launch<true>(problem, ctas, stream)
+                                     : gathered::launch(problem, ctas, stream);
 }
 
 }  // namespace twell::tile_union

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Up projection of the tile-union execution, with the gate applied in the epilogue:
-//   activations[tile] *= x[tile tokens] w_up[union]^T, in place,
+//   activations[tile] = gate[tile] * (x[tile tokens] w_up[union]^T),
 // or the product alone, into a place of its own.
 // Persistent. An item is 128 tokens by up to 192 neurons of one tile's union.
 //   warpgroup 0     k-step by k-step, gathers rows of w_up, and has the copy engine read x: the
@@ -8,8 +8,11 @@
 //                   too, which is simpler than not to; their gate is zero here and their y is not
 //                   stored. Rows of x for tiles of heavy rows are gathered.
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
+//   warpgroup 3     of gated layers: a token per thread, puts the gate's non-zeros in their places
+//                   of that image while the GEMM runs
 #pragma once
 
+#include "twell/ops/sparse_up_down/gate_places_sm90.cuh"
 #include "twell/ops/sparse_up_down/gather_ring_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
 #include "twell/sm90/dependent_launch.cuh"
@@ -23,18 +26,28 @@ inline constexpr int kAccumulators = kMaxChunkBlocks * kBlock / 2;
 inline constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
 inline constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
 inline constexpr uint32_t kStageBytes = kBytesX + kBytesW;
-inline constexpr uint32_t kBlockBytes = kTileTokens * kBlock * 2;  // one block of activations
 inline constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
-inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + 2 * kStages * 8 + 16 +
-                                         ItemFeed::kBytes +
-                                         1024;  // barriers, alignment to the swizzle atom
+
+// Column tiles of whose neurons a gate warpgroup holds the places at one time.
+inline constexpr int kWindow = 128;
+inline constexpr uint32_t kPlacesBytes = kWindow * 8 * 8;
+// With barriers, and alignment to the swizzle atom.
+inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
+                                         ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
+
+// With a warpgroup for the gate: 256 * 168 + 256 * 88 = 65,536 registers.
+template <bool Gated>
+inline constexpr int kCtaThreads = Gated ? kThreads + kTileTokens : kThreads;
+template <bool Gated>
+inline constexpr int kRegisters = Gated ? 168 : kConsumerRegisters;
 
 struct Shared {
-  uint32_t ring, gate, feed, full, empty, gate_full, gate_empty;
+  uint32_t ring, gate, places, feed, full, empty, gate_full, gate_empty;
   __device__ explicit Shared(void* base) {
     ring = (sm90::smem_address(base) + 1023) & ~1023u;
     gate = ring + kStages * kStageBytes;
-    feed = gate + kGateBytes;
+    places = gate + kGateBytes;
+    feed = places + kPlacesBytes;
     full = feed + ItemFeed::kBytes;
     empty = full + kStages * 8;
     gate_full = empty + kStages * 8;
@@ -45,13 +58,15 @@ struct Shared {
 struct Item {
   int tile, first_block, blocks, neurons;
   bool plain;
-  // {tile, first block, blocks | plain << 8, neurons of the tile's union from there on}
+  int first;  // position in the tile's union
+  // {tile, first block, blocks | plain << 8 | the same within the tile << 16, neurons of the tile's
+  // union from there on}
   __device__ static int4 load(const Tiles& tiles, int index) {
     if (index >= tiles.counts->up_items) return int4{-1, 0, 0, 0};
     const int2 item = tiles.up_items[index];
     const int plain = item.x < tiles.counts->plain_tiles;
     const int first = item.y & 0xffff;
-    return int4{item.x, tiles.first_block[item.x] + first, item.y >> 16 | plain << 8,
+    return int4{item.x, tiles.first_block[item.x] + first, item.y >> 16 | plain << 8 | first << 16,
                 tiles.union_size[item.x] - first * kBlock};
   }
   __device__ explicit Item(int4 item)
@@ -59,7 +74,8 @@ struct Item {
         first_block(item.y),
         blocks(item.z & 0xff),
         neurons(item.w),
-        plain(item.z >> 8 != 0) {}
+        plain((item.z >> 8 & 1) != 0),
+        first((item.z >> 16) * kBlock) {}
   __device__ uint8_t* blocks_of(__nv_bfloat16* image) const {
     return reinterpret_cast<uint8_t*>(image) + int64_t{first_block} * kBlockBytes;
   }
@@ -117,28 +133,18 @@ __device__ __forceinline__ void gather_step(const Up& gemm, const GatherRows& ro
   }
 }
 
-template <bool Gated>
 __device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
   using namespace sm90;
   GatherRing<kStages> ring{shared.full, shared.empty};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
   ItemFeeder feeder(feed, gemm.taken, [&](int index) { return Item::load(gemm.tiles, index); });
-  for (uint32_t gate_parity = 1;; gate_parity ^= 1) {
+  for (;;) {
     feeder.publish();
     const Item item(feed.take());
     if (item.tile < 0) break;
     const GatherRows rows(gemm, item);
-    // The gate waits until the consumers are past the previous item's epilogue.
-    const auto load_gate = [&] {
-      if (threadIdx.x % kProducers != 0) return;
-      barrier_wait(shared.gate_empty, gate_parity);
-      barrier_arrive_expect(shared.gate_full, item.blocks * kBlockBytes);
-      bulk_load(shared.gate, item.blocks_of(gemm.tiles.activations), item.blocks * kBlockBytes,
-                shared.gate_full);
-    };
     for (int k = 0; k < k_steps; ++k) {
-      if (Gated && k == kStages) load_gate();
       const int index_of_stage = ring.acquire();
       const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
       if (item.plain && threadIdx.x == 0) {
@@ -149,9 +155,69 @@ __device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
       gather_step(gemm, rows, item, stage, k);
       ring.commit();
     }
-    if (Gated && k_steps <= kStages) load_gate();
   }
 }
+
+// The warpgroup that puts the gate into its places, item after item.
+__device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared) {
+  constexpr int kPlacers = kTileTokens, kBarrier = 3;
+  const Gate& gate = gemm.gate;
+  const Tiles& tiles = gemm.tiles;
+  const int thread = threadIdx.x % kPlacers, warp = thread / 32;
+  ItemFeed feed{shared.feed};
+  for (uint32_t parity = 1;; parity ^= 1) {
+    const Item item(feed.take());
+    if (item.tile < 0) break;
+    const int count = min(item.neurons, item.blocks * kBlock);
+    const int32_t* ids = tiles.union_ids + int64_t{item.first_block} * kBlock;
+    const int low = ids[0], high = ids[count - 1];
+    const int token = tiles.tokens[item.tile * kTileTokens + thread];
+    const GatePlaces places{item.first, count, shared.gate, shared.places};
+    const int64_t first_column_tile = int64_t{item.tile} * gate.col_tiles;
+#pragma unroll 1
+    for (int window = low / 256; window <= high / 256; window += kWindow) {
+      const int end = min(window + kWindow, high / 256 + 1);
+      sm90::named_barrier(kBarrier, kPlacers);  // nobody reads the window before
+      for (int i = thread; i < (end - window) * 8; i += kPlacers) {
+        const int64_t at = (first_column_tile + window) * 8 + i;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared.places + i * 8),
+                     "r"(tiles.mask[at]), "r"(tiles.before[at])
+                     : "memory");
+      }
+      const int32_t* listed = tiles.listed + first_column_tile;
+      if (window == low / 256) {
+        sm90::barrier_wait(shared.gate_empty, parity);  // the previous item's result is stored
+        places.clear(item.blocks, thread);
+      }
+      sm90::named_barrier(kBarrier, kPlacers);
+#pragma unroll 1
+      for (int t = window + warp; t < end; t += kPlacers / 32) {
+        const int64_t at = first_column_tile + t;
+        const int entries = tiles.listed[at];
+        if (entries > kListed) continue;
+        places.put_listed(tiles.entries + at * kListed, entries, (t - window) * 8);
+      }
+      // What was too much to be listed.
+#pragma unroll 1
+      for (int t = window; t < end; ++t) {
+        if (token < 0 || listed[t] <= kListed) continue;
+        const auto* source = reinterpret_cast<const uint4*>(
+            gate.words + (int64_t{token} * gate.col_tiles + t) * gate.slots);
+        const uint4 head = source[0];
+        if (static_cast<int>(head.x) < gate.slots) {
+          places.put_packed(source, static_cast<int>(head.x), (t - window) * 8, thread);
+        } else {
+          places.put_spilled(gate.spill + int64_t{head.y} * 32, (t - window) * 8,
+                             max(low - t * 256, 0), min(high + 1 - t * 256, 256), thread);
+        }
+      }
+    }
+    sm90::barrier_arrive(shared.gate_full);
+  }
+}
+
+// k-step of an item at which the last item's stores have long been complete.
+inline constexpr int kTellStep = 4;
 
 // State of a consumer across items.
 template <bool Gated>
@@ -163,6 +229,7 @@ struct Consumer {
   StageReader<kStages> ring{shared.full, shared.empty};
   uint32_t gate_parity = 0;
   bool storing = false;
+  int stored_tile = -1, stored_blocks = 0;  // not told of yet
 
   __device__ __forceinline__ void finish_store() {
     if (storing && thread == 0) {
@@ -170,6 +237,15 @@ struct Consumer {
       if (Gated) sm90::barrier_arrive(shared.gate_empty);
     }
     storing = false;
+  }
+
+  // Tells down of the blocks stored last.
+  __device__ __forceinline__ void tell() {
+    if (Gated && stored_tile >= 0 && thread == 0 && gemm.tiles.ready != nullptr) {
+      sm90::bulk_store_wait();
+      sm90::add_release(gemm.tiles.ready + stored_tile, stored_blocks);
+    }
+    stored_tile = -1;
   }
 
   template <int N>
@@ -192,12 +268,14 @@ struct Consumer {
       } else {
         wgmma_wait<1>();
         ring.release(previous);
+        if (k == kTellStep) tell();
       }
       previous = current;
       ring.advance();
     }
     wgmma_wait<0>();
     ring.release(previous);
+    tell();  // where there were fewer steps
   }
 
   // h = g * u, in f32, rounded once; or u.
@@ -246,6 +324,8 @@ struct Consumer {
       bulk_store_commit();
     }
     storing = true;
+    stored_tile = item.tile;
+    stored_blocks = item.blocks;
   }
 };
 
@@ -270,32 +350,36 @@ __device__ __forceinline__ void consume(const Up& gemm, const Shared& shared) {
         break;
     }
   }
+  consumer.tell();
   if (consumer.thread == 0) sm90::bulk_store_wait();
 }
 
 template <bool Gated>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
     tile_union_up_sm90_kernel(const __grid_constant__ Up gemm) {
   extern __shared__ uint8_t memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
     init_ring(shared.full, shared.empty, kStages);
-    ItemFeed{shared.feed}.init();
-    sm90::barrier_init(shared.gate_full, 1);
+    ItemFeed{shared.feed}.init(kCtaThreads<Gated>);
+    sm90::barrier_init(shared.gate_full, kTileTokens);
     sm90::barrier_init(shared.gate_empty, kConsumerWarpgroups);
     sm90::fence_barrier_init();
     sm90::prefetch_tensor_map(&gemm.map_x);
   }
   __syncthreads();
-  sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
+  sm90::allow_next_kernel();  // down relies on what was complete before this kernel
   if (gemm.condition != nullptr && *gemm.condition == 0) return;
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
-    produce<Gated>(gemm, shared);
-  } else {
-    sm90::registers_increase<kConsumerRegisters>();
+    produce(gemm, shared);
+  } else if (threadIdx.x < kThreads) {
+    sm90::registers_increase<kRegisters<Gated>>();
     consume<Gated>(gemm, shared);
+  } else {
+    sm90::registers_decrease<kProducerRegisters>();
+    place_gates(gemm, shared);
   }
 }
 
