@@ -12,7 +12,7 @@ namespace {
 // One H200, in microseconds; docs/kernels.md has the measurements they are fitted to. Rates are of
 // one of its 132 multiprocessors, so that a smaller device is slower in proportion.
 constexpr double kDenseFlops = 800e6 / 132;  // operations per us: a large bf16 GEMM
-constexpr double kUnionFlops = 650e6 / 132;  // the two GEMMs with gathered weight rows
+constexpr double kUnionFlops = 670e6 / 132;  // the two GEMMs with gathered weight rows
 constexpr double kBytes = 4.0e6 / 132;       // bytes per us of device memory
 constexpr double kRowBytes = 8.0e6 / 132;    // of rows gathered from the L2 cache
 constexpr double kRowFused = 20.0;           // lists, and the tail of long rows
@@ -95,7 +95,8 @@ double gpu_tile_union_cost(const GpuLayerShape& shape, int64_t tokens,
                 move(s, kSpilledValue * s.m * s.f * density);
   // Down fills the gaps of the last round of up.
   cost += shape.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kImages;
-  return cost + rounds(tiles * std::ceil(s.d / kDownColumns), s.sms) * down_item;
+  // Unions differ in size: half an item is left to wait for.
+  return cost + (rounds(tiles * std::ceil(s.d / kDownColumns), s.sms) + 0.5) * down_item;
 }
 
 double gpu_row_fused_cost(const GpuLayerShape& shape, int64_t tokens,
