@@ -8,8 +8,8 @@
 //                   too, which is simpler than not to; their gate is zero here and their y is not
 //                   stored. Rows of x for tiles of heavy rows are gathered.
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
-//   warpgroup 3     of gated layers: a token per thread, puts the gate's non-zeros in their places
-//                   of that image while the GEMM runs
+//   warpgroup 3     of gated layers: puts the gate's non-zeros, as find_unions has listed them, in
+//                   their places of that image while the GEMM runs
 #pragma once
 
 #include "twell/ops/sparse_up_down/gate_places_sm90.cuh"
