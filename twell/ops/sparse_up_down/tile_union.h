@@ -2,9 +2,9 @@
 // Data that the kernels of the tile-union execution hand to each other, and their launches. They
 // run in this order on one stream:
 //   split_rows   which tokens make which tile; heavy rows go to tiles of their own
-//   find_unions  per tile: union of active neurons, lists of non-zeros; work lists for the two
-//   GEMMs up           activations = gate * (x w_up[union]^T), on the union down         y =
-//   activations w_down[union]
+//   find_unions  per tile: union of active neurons, list of non-zeros; the two GEMMs' work lists
+//   up           activations = gate * (x w_up[union]^T), on the union
+//   down         y = activations w_down[union]
 //
 // Without a gate, and in training, build_unions takes the place of find_unions and writes the
 // compacted activations too. Training takes the pieces apart: products of their own in place of up,
