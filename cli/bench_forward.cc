@@ -67,7 +67,8 @@ std::vector<int32_t> batch_of_text(const CommonOptions& common,
   const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
   const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
   std::vector<int32_t> ids;
-  for_each_piece(common, arguments.text, tokenizer, 0, [&](const TextPiece& piece) {
+  TextPieces text(common, arguments.text, tokenizer, 0);
+  text.for_each([&](const TextPiece& piece) {
     ids.insert(ids.end(), piece.ids.begin(), piece.ids.end());
     return ids.size() < wanted;
   });

@@ -39,6 +39,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  TextPieces text(common, arguments.text, tokenizer, arguments.max_tokens);
   const std::unique_ptr<Engine> engine =
       load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
@@ -46,16 +47,15 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   const bool live = ::isatty(STDERR_FILENO) != 0;
   int64_t bytes = 0;
   const Clock::time_point start = Clock::now();
-  for_each_piece(
-      common, arguments.text, tokenizer, arguments.max_tokens, [&](const TextPiece& piece) {
-        evaluator.add(piece.ids);
-        bytes += piece.bytes;
-        const Evaluation& so_far = evaluator.so_far();
-        if (live && so_far.tokens > 0) {
-          fmt::print(stderr, "\r{} tokens, CE {:.4f} ", so_far.tokens, so_far.cross_entropy());
-        }
-        return true;
-      });
+  text.for_each([&](const TextPiece& piece) {
+    evaluator.add(piece.ids);
+    bytes += piece.bytes;
+    const Evaluation& so_far = evaluator.so_far();
+    if (live && so_far.tokens > 0) {
+      fmt::print(stderr, "\r{} tokens, CE {:.4f} ", so_far.tokens, so_far.cross_entropy());
+    }
+    return true;
+  });
   const Evaluation& result = evaluator.finish();
   if (live) fmt::print(stderr, "\r\x1b[K");
   TWELL_REQUIRE(result.tokens > 0, "the text is empty: no token to score");

@@ -29,19 +29,35 @@ struct InspectArguments {
   std::filesystem::path html_file;
 };
 
-TensorHealth tensor_health(const Model& model, const ParamSpec& spec) {
-  TensorHealth health{.name = spec.name, .rows = spec.rows, .cols = spec.cols};
-  double sum = 0.0;
-  for (int64_t i = 0; i < spec.size(); ++i) {
-    const double value = model.flat[spec.offset + i];
-    if (!std::isfinite(value)) {
-      ++health.not_finite;
-      continue;
+TensorHealth tensor_health(Context& ctx, const Model& model, const ParamSpec& spec) {
+  constexpr int64_t kPiece = 1 << 16;  // values, summed on their own: threads do not change a sum
+  struct Sum {
+    double squares = 0.0, max_abs = 0.0;
+    int64_t not_finite = 0;
+  };
+  const float* values = model.flat.data() + spec.offset;
+  std::vector<Sum> sums(static_cast<size_t>((spec.size() + kPiece - 1) / kPiece));
+  ctx.parallel_for(std::ssize(sums), 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      Sum sum;
+      for (int64_t i = piece * kPiece; i < std::min((piece + 1) * kPiece, spec.size()); ++i) {
+        const bool finite = std::isfinite(values[i]);
+        const double value = finite ? static_cast<double>(values[i]) : 0.0;
+        sum.squares += value * value;
+        sum.max_abs = std::max(sum.max_abs, std::abs(value));
+        sum.not_finite += finite ? 0 : 1;
+      }
+      sums[static_cast<size_t>(piece)] = sum;
     }
-    sum += value * value;
-    health.max_abs = std::max(health.max_abs, std::abs(value));
+  });
+  TensorHealth health{.name = spec.name, .rows = spec.rows, .cols = spec.cols};
+  double squares = 0.0;
+  for (const Sum& sum : sums) {
+    squares += sum.squares;
+    health.max_abs = std::max(health.max_abs, sum.max_abs);
+    health.not_finite += sum.not_finite;
   }
-  health.rms = std::sqrt(sum / static_cast<double>(spec.size()));
+  health.rms = std::sqrt(squares / static_cast<double>(spec.size()));
   return health;
 }
 
@@ -67,13 +83,17 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
   result.checkpoint = common.checkpoint.string();
   result.config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, result.config);
+  std::optional<TextPieces> text;
+  if (!common.data.empty() || !arguments.text.shards.empty()) {
+    text.emplace(common, arguments.text, tokenizer, arguments.max_tokens);
+  }
   Context ctx(common.threads);
   std::unique_ptr<Model> model = load_model(ctx, common.checkpoint);
   for (const ParamSpec& spec : model->table) {
-    result.tensors.push_back(tensor_health(*model, spec));
+    result.tensors.push_back(tensor_health(ctx, *model, spec));
     if (result.tensors.back().not_finite > 0) ++result.damaged_tensors;
   }
-  if (common.data.empty() && arguments.text.shards.empty()) return result;
+  if (!text) return result;
   const std::unique_ptr<Engine> engine =
       load_engine(common, {.scorer = Evaluator::plan(result.config, {})}, std::move(model));
   const std::unique_ptr<Scorer> scorer = engine->scorer(FfnPolicy::kAuto);
@@ -83,11 +103,10 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
     result.costs_of = profiler->costs().device();
   }
   Evaluator evaluator(*scorer, {.profiler = profiler ? &*profiler : nullptr});
-  for_each_piece(common, arguments.text, tokenizer, arguments.max_tokens,
-                 [&](const TextPiece& piece) {
-                   evaluator.add(piece.ids);
-                   return true;
-                 });
+  text->for_each([&](const TextPiece& piece) {
+    evaluator.add(piece.ids);
+    return true;
+  });
   result.evaluation = evaluator.finish();
   TWELL_REQUIRE(result.evaluation.tokens > 0, "the text is empty: nothing to measure sparsity on");
   if (profiler) {

@@ -6,8 +6,6 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
-#include "twell/data/shards.h"
-#include "twell/data/text_source.h"
 
 namespace twell::cli {
 namespace {
@@ -34,23 +32,7 @@ int64_t text_bytes(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) 
   return bytes;
 }
 
-void pieces_of_shards(const TextOptions& text, const Tokenizer& tokenizer, int64_t left,
-                      const std::function<bool(const TextPiece&)>& use) {
-  const ShardSet shards(text.shards, tokenizer);
-  const int64_t total = shards.tokens(Split::kValidation);
-  for (int64_t begin = 0; begin + 1 < total && left > 0; begin += kShardPiece) {
-    TextPiece piece;
-    piece.ids.resize(static_cast<size_t>(std::min(kShardPiece + 1, total - begin)));
-    shards.read(Split::kValidation, begin, piece.ids);
-    take(piece.ids, left);
-    piece.bytes = text_bytes(tokenizer, piece.ids);
-    if (!use(piece)) return;
-  }
-}
-
-void pieces_of_files(const CommonOptions& common, const TextOptions& text,
-                     const Tokenizer& tokenizer, int64_t left,
-                     const std::function<bool(const TextPiece&)>& use) {
+std::unique_ptr<TextSource> open_files(const CommonOptions& common, const TextOptions& text) {
   TextSourceOptions options;
   options.paths = common.data;
   options.json_field = text.json_field;
@@ -58,19 +40,7 @@ void pieces_of_files(const CommonOptions& common, const TextOptions& text,
   options.log = [](LogLevel, std::string_view message) {
     fmt::print(stderr, "twell: {}\n", message);
   };
-  TextSource source(options);
-  std::string document;
-  while (left > 0 && source.next(document)) {
-    TextPiece piece;
-    const int32_t eos = tokenizer.eos_token();
-    if (eos >= 0) piece.ids.push_back(eos);
-    tokenizer.encode(document, piece.ids, false);
-    if (piece.ids.size() < 2) continue;
-    const bool whole = take(piece.ids, left);
-    // Without an end-of-text token the first token of the text is context only.
-    piece.bytes = whole && eos >= 0 ? std::ssize(document) : text_bytes(tokenizer, piece.ids);
-    if (!use(piece)) return;
-  }
+  return std::make_unique<TextSource>(options);
 }
 
 }  // namespace
@@ -103,17 +73,47 @@ void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& tex
       ->capture_default_str();
 }
 
-void for_each_piece(const CommonOptions& common, const TextOptions& text,
-                    const Tokenizer& tokenizer, int64_t max_tokens,
-                    const std::function<bool(const TextPiece&)>& use) {
+TextPieces::TextPieces(const CommonOptions& common, const TextOptions& text,
+                       const Tokenizer& tokenizer, int64_t max_tokens)
+    : tokenizer_(tokenizer), left_(max_tokens == 0 ? INT64_MAX : max_tokens) {
   TWELL_REQUIRE(!common.data.empty() || !text.shards.empty(),
                 "no text given: use --data PATH or --shards DIR");
   TWELL_REQUIRE(max_tokens >= 0, "--max-tokens must be 0 (all) or positive, got {}", max_tokens);
-  const int64_t left = max_tokens == 0 ? INT64_MAX : max_tokens;
   if (!text.shards.empty()) {
-    pieces_of_shards(text, tokenizer, left, use);
+    shards_ = std::make_unique<ShardSet>(text.shards, tokenizer);
   } else {
-    pieces_of_files(common, text, tokenizer, left, use);
+    source_ = open_files(common, text);
+  }
+}
+
+void TextPieces::for_each(const std::function<bool(const TextPiece&)>& use) {
+  shards_ != nullptr ? for_each_of_shards(use) : for_each_of_files(use);
+}
+
+void TextPieces::for_each_of_shards(const std::function<bool(const TextPiece&)>& use) {
+  const int64_t total = shards_->tokens(Split::kValidation);
+  for (int64_t begin = 0; begin + 1 < total && left_ > 0; begin += kShardPiece) {
+    TextPiece piece;
+    piece.ids.resize(static_cast<size_t>(std::min(kShardPiece + 1, total - begin)));
+    shards_->read(Split::kValidation, begin, piece.ids);
+    take(piece.ids, left_);
+    piece.bytes = text_bytes(tokenizer_, piece.ids);
+    if (!use(piece)) return;
+  }
+}
+
+void TextPieces::for_each_of_files(const std::function<bool(const TextPiece&)>& use) {
+  std::string document;
+  while (left_ > 0 && source_->next(document)) {
+    TextPiece piece;
+    const int32_t eos = tokenizer_.eos_token();
+    if (eos >= 0) piece.ids.push_back(eos);
+    tokenizer_.encode(document, piece.ids, false);
+    if (piece.ids.size() < 2) continue;
+    const bool whole = take(piece.ids, left_);
+    // Without an end-of-text token the first token of the text is context only.
+    piece.bytes = whole && eos >= 0 ? std::ssize(document) : text_bytes(tokenizer_, piece.ids);
+    if (!use(piece)) return;
   }
 }
 

@@ -5,10 +5,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "cli/options.h"
+#include "twell/data/shards.h"
+#include "twell/data/text_source.h"
 #include "twell/data/tokenizer.h"
 #include "twell/model/config.h"
 
@@ -32,10 +35,26 @@ struct TextPiece {
   std::vector<int32_t> ids;
   int64_t bytes = 0;  // of text behind ids[1..]
 };
-// Calls use(piece), document after document (or long stretches of the shards), until the text or
-// max_tokens (0: no limit) is used up or `use` returns false.
-void for_each_piece(const CommonOptions& common, const TextOptions& text,
-                    const Tokenizer& tokenizer, int64_t max_tokens,
-                    const std::function<bool(const TextPiece&)>& use);
+
+// The text of the options. Made before weights are read, so that InputError comes at once when none
+// is given, when it is not there, or when shards are of another tokenizer.
+class TextPieces {
+ public:
+  // max_tokens = 0: no limit. The tokenizer outlives this.
+  TextPieces(const CommonOptions& common, const TextOptions& text, const Tokenizer& tokenizer,
+             int64_t max_tokens);
+  // Calls use(piece), document after document (or long stretches of the shards), until the text or
+  // the limit is used up or `use` returns false.
+  void for_each(const std::function<bool(const TextPiece&)>& use);
+
+ private:
+  void for_each_of_shards(const std::function<bool(const TextPiece&)>& use);
+  void for_each_of_files(const std::function<bool(const TextPiece&)>& use);
+
+  const Tokenizer& tokenizer_;
+  int64_t left_;                      // tokens still wanted
+  std::unique_ptr<ShardSet> shards_;  // one of the two
+  std::unique_ptr<TextSource> source_;
+};
 
 }  // namespace twell::cli
