@@ -39,11 +39,12 @@ __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t c
 #define TWELL_ACC4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
 #define TWELL_ACC16(i) TWELL_ACC4(i), TWELL_ACC4(i + 4), TWELL_ACC4(i + 8), TWELL_ACC4(i + 12)
 
-// acc[0 .. N/2) = A [64, 16] B^T [16, N] + (accumulate ? acc : 0). BIsNMajor: B is stored [16, N].
-template <int N, bool BIsNMajor, int Registers>
+// acc[0 .. N/2) = A [64, 16] B^T [16, N] + (accumulate ? acc : 0). BIsNMajor: B is stored [16, N];
+// AIsMMajor: A is stored [16, 64], of operand n_major_operand.
+template <int N, bool BIsNMajor, bool AIsMMajor = false, int Registers>
 __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint64_t b,
                                       bool accumulate) {
-  static_assert(N == 64 || N == 128 || N == 192 || N == 256);
+  static_assert(N == 64 || N == 96 || N == 128 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
   if constexpr (N == 64) {
     asm volatile(
@@ -51,9 +52,21 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, 0, %35;\n}\n"
+        "%32, %33, p, 1, 1, %36, %35;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0));
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 96) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+        "%48, %49, p, 1, 1, %52, %51;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
   } else if constexpr (N == 128) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -62,9 +75,10 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, 0, %67;\n}\n"
+        "%64, %65, p, 1, 1, %68, %67;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0));
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
   } else if constexpr (N == 192) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
@@ -75,10 +89,11 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-        "%96, %97, p, 1, 1, 0, %99;\n}\n"
+        "%96, %97, p, 1, 1, %100, %99;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
           TWELL_ACC16(80)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0));
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
   } else if constexpr (N == 256) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -93,10 +108,11 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "%111, "
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
         "%127}, "
-        "%128, %129, p, 1, 1, 0, %131;\n}\n"
+        "%128, %129, p, 1, 1, %132, %131;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
           TWELL_ACC16(80), TWELL_ACC16(96), TWELL_ACC16(112)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0));
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
   }
 }
 

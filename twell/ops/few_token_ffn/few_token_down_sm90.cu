@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = h w_down over the neurons that fired. A CTA makes 16 columns of y, so it reads 32 bytes of
-// each such neuron's row: the gate kernel has asked for the whole rows, and they are in the L2.
-// Its eight warps take 16 neurons at a time, each through a ring of its own without any barrier
-// among them, and multiply on mma.sync with columns as the 16-row operand and tokens as the
-// 8-column one. The eight partial results are added in a fixed order.
+// y = h w_down over the neurons that fired, for up to 8 tokens. A CTA makes 16 columns of y, so it
+// reads 32 bytes of each such neuron's row: the gate kernel has asked for the whole rows, and they
+// are in the L2. Its eight warps take 16 neurons at a time, each through a ring of its own without
+// any barrier among them, and multiply on mma.sync with columns as the 16-row operand and tokens as
+// the 8-column one. The eight partial results are added in a fixed order.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
@@ -19,32 +19,30 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kColumns = 16;
+constexpr int kTokens = 8;
+constexpr int kGroup = 16;  // neurons that a warp multiplies at a time
 constexpr int kStages = 4;
 constexpr int kWeightStage = kGroup * kColumns * 2;
-template <int Tiles>
-constexpr int kStage = kWeightStage + kGroup* Tiles * 16;
+constexpr int kStage = kWeightStage + kGroup * kTokens * 2;
 
 // Neurons are listed a segment at a time, so that F is not bounded by shared memory.
 constexpr int kSegment = kThreads * 32;
 
 // Partial results in f32, [warps, tokens, columns]; rows are padded against bank conflicts.
 constexpr int kPartialPitch = kColumns * 4 + 16;
-template <int Tiles>
-constexpr int kPartialBytes = Tiles * 8 * kPartialPitch;
+constexpr int kPartialBytes = kTokens * kPartialPitch;
 
-template <int Tiles>
 struct Shared {
   union {
-    uint8_t ring[kWarps][kStages][kStage<Tiles>];
-    uint8_t partials[kWarps][kPartialBytes<Tiles>];
+    uint8_t ring[kWarps][kStages][kStage];
+    uint8_t partials[kWarps][kPartialBytes];
   };
   uint16_t list[kSegment];
   int warp_sums[kWarps];
 };
 
 // Lists the neurons of a segment that fired, ascending; returns how many. All threads call it.
-template <int Tiles>
-__device__ int list_segment(const Down& problem, int segment, Shared<Tiles>& shared) {
+__device__ int list_segment(const Down& problem, int segment, Shared& shared) {
   const int index = segment * kThreads + threadIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t bits = 0;
@@ -77,7 +75,6 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 }
 
 // The warp's stage gets neurons first .. first + 15 of the list, zeros past its end.
-template <int Tiles>
 __device__ __forceinline__ void gather(const Down& problem, const uint16_t* list, int base,
                                        int first, int count, int column, uint32_t stage) {
   if (first < count) {
@@ -89,54 +86,37 @@ __device__ __forceinline__ void gather(const Down& problem, const uint16_t* list
       if (valid) from += int64_t{base + list[first + row]} * problem.width + at;
       sm90::gather16(stage + swizzled<2>(row, lane % 2), from, valid);
     }
-#pragma unroll
-    for (int i = lane; i < kGroup * Tiles; i += 32) {
-      const int row = i / Tiles, piece = i % Tiles;
-      const bool valid = first + row < count;
+    if (lane < kGroup) {
+      const bool valid = first + lane < count;
       const __nv_bfloat16* from = problem.hidden;
-      if (valid) from += int64_t{base + list[first + row]} * (Tiles * 8) + piece * 8;
-      sm90::gather16(stage + kWeightStage + swizzled<Tiles>(row, piece), from, valid);
+      if (valid) from += int64_t{base + list[first + lane]} * kTokens;
+      sm90::gather16(stage + kWeightStage + swizzled<1>(lane, 0), from, valid);
     }
   }
   gathers_commit();
 }
 
-template <int Tiles>
-__device__ __forceinline__ void multiply(float (&acc)[Tiles][4], uint32_t stage) {
+__device__ __forceinline__ void multiply(float (&acc)[4], uint32_t stage) {
   const int lane = threadIdx.x % 32;
-  const uint32_t hidden = stage + kWeightStage;
-  uint32_t a[4];
+  uint32_t a[4], b[2];
   load_matrices_transposed(a, stage + swizzled<2>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
-  if constexpr (Tiles == 1) {
-    uint32_t b[2];
-    load_matrices_transposed(b, hidden + swizzled<1>(lane % 16, 0));
-    mma_16x8x16(acc[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-  } else {
-#pragma unroll
-    for (int tile = 0; tile < Tiles; tile += 2) {
-      uint32_t b[4];
-      load_matrices_transposed(b, hidden + swizzled<Tiles>(lane % 16, tile + lane / 16));
-      mma_16x8x16(acc[tile], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_16x8x16(acc[tile + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
-  }
+  load_matrices_transposed(b, stage + kWeightStage + swizzled<1>(lane % 16, 0));
+  mma_16x8x16(acc, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
 
-template <int Tiles>
 __global__ void __launch_bounds__(kThreads) down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  auto& shared = *reinterpret_cast<Shared<Tiles>*>(dynamic);
+  auto& shared = *reinterpret_cast<Shared*>(dynamic);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int column = blockIdx.x * kColumns;
   const uint32_t ring = sm90::smem_address(shared.ring[warp]);
-  float acc[Tiles][4] = {};
+  float acc[4] = {};
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   for (int segment = 0; segment * kSegment < problem.ffn; ++segment) {
     const int count = list_segment(problem, segment, shared);
     const auto fill = [&](int first, int stage) {
-      gather<Tiles>(problem, shared.list, segment * kSegment, first, count, column,
-                    ring + stage * kStage<Tiles>);
+      gather(problem, shared.list, segment * kSegment, first, count, column, ring + stage * kStage);
     };
     constexpr int kStride = kWarps * kGroup;
 #pragma unroll
@@ -145,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) down_sm90_kernel(const __grid_consta
     for (int first = warp * kGroup; first < count; first += kStride) {
       gathers_wait<kStages - 1>();
       __syncwarp();
-      multiply<Tiles>(acc, ring + stage * kStage<Tiles>);
+      multiply(acc, ring + stage * kStage);
       __syncwarp();
       fill(first + kStages * kStride, stage);
       stage = (stage + 1) % kStages;
@@ -155,13 +135,9 @@ __global__ void __launch_bounds__(kThreads) down_sm90_kernel(const __grid_consta
   }
 
 #pragma unroll
-  for (int tile = 0; tile < Tiles; ++tile) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = tile * 8 + lane % 4 * 2 + i % 2, row = lane / 4 + i / 2 * 8;
-      *reinterpret_cast<float*>(shared.partials[warp] + token * kPartialPitch + row * 4) =
-          acc[tile][i];
-    }
+  for (int i = 0; i < 4; ++i) {
+    const int token = lane % 4 * 2 + i % 2, row = lane / 4 + i / 2 * 8;
+    *reinterpret_cast<float*>(shared.partials[warp] + token * kPartialPitch + row * 4) = acc[i];
   }
   __syncthreads();
   const int token = threadIdx.x / 4, four = threadIdx.x % 4 * 4;
@@ -187,30 +163,15 @@ __global__ void __launch_bounds__(kThreads) down_sm90_kernel(const __grid_consta
   to[1] = __floats2bfloat162_rn(sum.z, sum.w);
 }
 
-template <int Tiles>
-cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  constexpr int kShared = sizeof(Shared<Tiles>);
-  const cudaError_t status = cudaFuncSetAttribute(
-      down_sm90_kernel<Tiles>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(down_sm90_kernel<Tiles>,
-                                dim3((problem.width + kColumns - 1) / kColumns), kThreads, kShared,
-                                stream, problem);
-}
-
 }  // namespace
 
 cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream) {
-  switch (problem.tiles) {
-    case 1:
-      return launch<1>(problem, stream);
-    case 2:
-      return launch<2>(problem, stream);
-    case 4:
-      return launch<4>(problem, stream);
-    default:
-      return launch<8>(problem, stream);
-  }
+  constexpr int kShared = sizeof(Shared);
+  const cudaError_t status =
+      cudaFuncSetAttribute(down_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return status;
+  return sm90::launch_dependent(down_sm90_kernel, dim3((problem.width + kColumns - 1) / kColumns),
+                                kThreads, kShared, stream, problem);
 }
 
 }  // namespace twell::few_token

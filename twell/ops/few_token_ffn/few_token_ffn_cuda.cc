@@ -1,10 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 
+#include <algorithm>
+
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
+#include "twell/sm90/tensor_map.h"
 
 namespace twell {
+namespace {
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
 
 FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn)
     : max_ffn_(max_ffn), hidden_(max_ffn * kMaxFewTokens), fired_((max_ffn + 31) / 32) {}
@@ -49,8 +57,7 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
                        .y = problem.y,
                        .tokens = tokens,
                        .width = width,
-                       .ffn = ffn,
-                       .tiles = 1};
+                       .ffn = ffn};
   if (few_rows) {
     TWELL_CUDA_CHECK(few_rows::launch_sparse_gate_up_sm90(
         {.input = {.tokens = tokens,
@@ -70,21 +77,33 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
     TWELL_CUDA_CHECK(few_token::launch_down_sm90(down, ctx.stream()));
     return;
   }
-  TWELL_CUDA_CHECK(
-      few_token::launch_gate_up_sm90({.x = problem.x,
-                                      .first = gated ? problem.w_gate : problem.w_up,
-                                      .up = gated ? problem.w_up : nullptr,
-                                      .down = problem.w_down,
-                                      .hidden = workspace.hidden_.data(),
-                                      .fired = reinterpret_cast<uint16_t*>(workspace.fired_.data()),
-                                      .activity = problem.activity,
-                                      .tokens = tokens,
-                                      .width = width,
-                                      .ffn = ffn,
-                                      .early_weights = problem.weights_are_constant},
-                                     ctx.multiprocessors(), ctx.stream()));
-  down.tiles = few_token::token_tiles(tokens);
-  TWELL_CUDA_CHECK(few_token::launch_down_sm90(down, ctx.stream()));
+  const int tiles = ceil_div(tokens, few_token::kTileTokens);
+  int& at_once = workspace.clusters_[tiles - 1];
+  if (at_once == 0) {
+    TWELL_CUDA_CHECK(few_token::count_gate_up_clusters_sm90(tiles, &at_once));
+    TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
+  }
+  // As few neurons at a time as keep all clusters busy equally often.
+  const int passes = ceil_div(ffn, at_once * few_token::kMaxNeurons);
+  const int neurons = ceil_div(ceil_div(ffn, at_once * passes), 64) * 64;
+  const __nv_bfloat16* first = gated ? problem.w_gate : problem.w_up;
+  const few_token::SplitGateUp params{
+      .map_x = sm90::matrix_tensor_map(problem.x, tokens, width, few_token::kTileTokens),
+      .map_first = sm90::matrix_tensor_map(first, ffn, width, neurons / 2),
+      .problem = {.up = gated ? problem.w_up : nullptr,
+                  .down = problem.w_down,
+                  .hidden = workspace.hidden_.data(),
+                  .fired = workspace.fired_.data(),
+                  .activity = problem.activity,
+                  .tokens = tokens,
+                  .width = width,
+                  .ffn = ffn,
+                  .early_weights = problem.weights_are_constant},
+      .neurons = neurons,
+      .slice_chunks = ceil_div(width, 4 * 64)};
+  TWELL_CUDA_CHECK(few_token::launch_gate_up_sm90(
+      params, tiles, std::min(at_once, ceil_div(ffn, neurons)), ctx.stream()));
+  TWELL_CUDA_CHECK(few_token::launch_split_down_sm90(down, tiles, ctx.stream()));
 }
 
 }  // namespace twell

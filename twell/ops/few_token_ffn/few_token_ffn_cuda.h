@@ -22,7 +22,7 @@ namespace twell {
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct FewTokenFfnCuda {
-  int64_t tokens = 0;                       // M, at most 64
+  int64_t tokens = 0;                       // M, at most 128
   int64_t width = 0;                        // D, a multiple of 8
   int64_t ffn = 0;                          // F, a multiple of 8
   const __nv_bfloat16* x = nullptr;         // [M, D]
@@ -39,7 +39,9 @@ struct FewTokenFfnCuda {
   bool weights_are_constant = false;
 };
 
-// Device memory of one call in flight, for up to 64 tokens.
+inline constexpr int64_t kMaxFewTokens = 128;
+
+// Device memory of one call in flight, for up to kMaxFewTokens.
 class FewTokenWorkspace {
  public:
   explicit FewTokenWorkspace(int64_t max_ffn);
@@ -50,11 +52,10 @@ class FewTokenWorkspace {
  private:
   friend void few_token_ffn_cuda(CudaContext&, const FewTokenFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
-  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8, 16, 32 or 64]
+  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8, 64 or 128]
   DeviceBuffer<uint32_t> fired_;        // a bit per neuron
+  int clusters_[2] = {0, 0};            // that the device runs at one time, by tiles of tokens
 };
-
-inline constexpr int64_t kMaxFewTokens = 64;
 
 // Why the problem cannot run on this context's device; empty when it can.
 std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnCuda& problem);

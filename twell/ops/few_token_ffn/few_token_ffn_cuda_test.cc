@@ -167,6 +167,12 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"model 1", 1, 2048, 5632, -95}, Case{"model 8", 8, 2048, 5632, -95},
         Case{"model 16", 16, 2048, 5632, -95}, Case{"model 32", 32, 2048, 5632, -95},
         Case{"model 64", 64, 2048, 5632, -95}, Case{"model dense", 5, 2048, 5632, 100},
+        Case{"sixty three", 63, 136, 1000, -10}, Case{"sixty five", 65, 320, 1000, -25},
+        Case{"one hundred", 100, 520, 2048, -40}, Case{"model 128", 128, 2048, 5632, -95},
+        Case{"wide x 77", 77, 12808, 648, -40}, Case{"everything fires 65", 65, 64, 5640, 127},
+        Case{"half fires 64", 64, 2048, 5632, 0}, Case{"two passes 20", 20, 72, 8192, -12},
+        Case{"nothing fires 128", 128, 64, 264, -128},
+        Case{"non gated 128", 128, 320, 1000, -25, false},
         Case{"non gated 1", 1, 320, 1000, -25, false},
         Case{"non gated 13", 13, 320, 1000, -25, false},
         Case{"non gated 64", 64, 320, 1000, -25, false}),
@@ -186,6 +192,7 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   problems.emplace_back(Case{"", 64, 320, 1000, -20});
   problems.emplace_back(Case{"", 1, 512, 2048, 20});
   problems.emplace_back(Case{"", 16, 320, 520, -25, false});
+  problems.emplace_back(Case{"", 100, 320, 1000, -20});
   FewTokenWorkspace workspace(2048);
   std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
   for (const Problem& p : problems) {
@@ -229,10 +236,10 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
 TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
   SKIP_WITHOUT_HOPPER();
   FewTokenFfnCuda problem;
-  problem.tokens = 65;
+  problem.tokens = kMaxFewTokens + 1;
   problem.width = 64;
   problem.ffn = 256;
-  EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("65"), std::string::npos);
+  EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("129"), std::string::npos);
   problem.tokens = 4;
   problem.width = 20;
   EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("20"), std::string::npos);

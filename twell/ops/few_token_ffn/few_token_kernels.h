@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two kernels of the few-token layer: what the host side passes to them, and their launches.
+// The kernels of the few-token layer: what the host side passes to them, and their launches.
+// For up to 8 tokens the first one is few_rows' (few_rows.h).
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -11,39 +13,44 @@
 
 namespace twell::few_token {
 
-inline constexpr int kGroup = 16;  // neurons that a warp multiplies at a time
-
-// Tokens are handled in tiles of 8: 2, 4 or 8 of them here, a single one in few_rows.h.
-inline int token_tiles(int64_t tokens) {
-  int tiles = 2;
-  while (tiles * 8 < tokens) tiles *= 2;
-  return tiles;
-}
+inline constexpr int kMaxNeurons = 192;  // of a cluster at a time
+inline constexpr int kTileTokens = 64;   // from 9 tokens on h has rows of whole tiles
 
 struct GateUp {
-  const __nv_bfloat16* x;      // [M, D]
-  const __nv_bfloat16* first;  // [F, D] w_gate, or w_up without a gate
-  const __nv_bfloat16* up;     // [F, D], null without a gate
-  const __nv_bfloat16* down;   // [F, D] rows of neurons that fire are brought into the L2
-  __nv_bfloat16* hidden;       // [F, tiles * 8], written for neurons that fire
-  uint16_t* fired;             // [ceil(F / 16) rounded up to 2] a bit per neuron
-  ActivityCuda* activity;      // null: not wanted
+  const __nv_bfloat16* up;    // [F, D], null without a gate
+  const __nv_bfloat16* down;  // [F, D] rows of neurons that fire are brought into the L2
+  __nv_bfloat16* hidden;      // [F, tiles * 64], written for neurons that fire
+  uint32_t* fired;            // [ceil(F / 32)] a bit per neuron
+  ActivityCuda* activity;     // null: not wanted
   int tokens, width, ffn;
-  bool early_weights;  // launched before the kernel in front has finished
+  bool early_weights;  // the first weight may be read before the kernel in front has finished
+};
+
+// 9 tokens and more. The first weight is w_gate, or w_up without a gate.
+struct SplitGateUp {
+  CUtensorMap map_x;      // [M, D] in boxes of 64 rows
+  CUtensorMap map_first;  // [F, D] in boxes of neurons / 2 rows
+  GateUp problem;
+  int neurons;       // of a cluster at a time: a multiple of 64, at most kMaxNeurons
+  int slice_chunks;  // of 64 values of k, that a CTA of a cluster has: a quarter of the width
 };
 
 struct Down {
-  const __nv_bfloat16* hidden;    // [F, tiles * 8]
+  const __nv_bfloat16* hidden;    // [F, 8], or [F, tiles * 64] from 9 tokens on
   const uint32_t* fired;          // [ceil(F / 32)] a bit per neuron
   const __nv_bfloat16* weight;    // [F, D]
   const __nv_bfloat16* residual;  // [M, D], may be y; or null
   __nv_bfloat16* y;               // [M, D]
   int tokens, width, ffn;
-  int tiles;
 };
 
-cudaError_t launch_gate_up_sm90(const GateUp& problem, int multiprocessors, cudaStream_t stream);
-// Right after the kernel that made `hidden` on the same stream, whose tail it overlaps.
+// Clusters of the kernel that the device runs at one time.
+cudaError_t count_gate_up_clusters_sm90(int tiles, int* clusters);
+cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int tiles, int clusters,
+                                cudaStream_t stream);
+// Right after the kernel that made `hidden` on the same stream, whose tail they overlap: up to 8
+// tokens, and 9 and more.
 cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream);
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream);
 
 }  // namespace twell::few_token

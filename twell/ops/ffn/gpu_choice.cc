@@ -16,8 +16,12 @@ constexpr double kUnionFlops = 670e6 / 132;  // the two GEMMs with gathered weig
 constexpr double kBytes = 4.0e6 / 132;       // bytes per us of device memory
 constexpr double kRowBytes = 8.0e6 / 132;    // of rows gathered from the L2 cache
 constexpr double kRowFused = 20.0;           // lists, and the tail of long rows
-constexpr double kFewToken = 0.2;            // a few tokens: per token,
-constexpr double kFewNeuron = 0.005;         // and per neuron that fires
+constexpr int64_t kFewRows = 8;              // tokens of few_rows' kernels:
+constexpr double kFewRow = 0.2;              // per token,
+constexpr double kFewRowNeuron = 0.005;      // and per neuron that fires
+constexpr double kFewLatency = 9.0;          // 9 to 64 tokens: of their two kernels,
+constexpr double kFewNeuron = 0.0011;        // per neuron that fires,
+constexpr double kFewNeuronToken = 20e-6;    // and more of it with every token
 constexpr double kKernel = 3.0;              // a kernel too small to fill the device
 constexpr double kUnions = 12.5;             // finding unions: latency for the most part
 constexpr double kImages = 22.5;             // more of it without a gate: compacting activations
@@ -106,8 +110,11 @@ double gpu_row_fused_cost(const GpuLayerShape& shape, int64_t tokens,
   if (shape.hopper && tokens <= kFewTokens) {
     // Reads the first weight, and the other ones' rows that are needed.
     const double active = independent_union(s, activity, s.m);
-    return move(s, 2.0 * s.d * (s.f + products * active)) + 1.5 * kKernel + kFewToken * s.m +
-           kFewNeuron * active;
+    const double bytes = move(s, 2.0 * s.d * (s.f + products * active));
+    if (tokens <= kFewRows) {
+      return bytes + 1.5 * kKernel + kFewRow * s.m + kFewRowNeuron * active;
+    }
+    return bytes + kFewLatency + (kFewNeuron + kFewNeuronToken * s.m) * active;
   }
   const double row = 2.0 * s.d / (kRowBytes * s.sms);  // of a weight, from the L2 cache
   return packed_gate(s, density_of(s, activity)) + kRowFused + move(s, 2.0 * 2.0 * s.m * s.d) +

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = h w_down over the neurons that fired, for 9 tokens and more. A cluster of four CTAs makes 64
+// columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
+// row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
+// 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2.
+#include "twell/ops/few_token_ffn/few_token_kernels.h"
+#include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
+#include "twell/sm90/copy.cuh"
+#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/wgmma.cuh"
+
+namespace twell::few_token {
+
+using namespace sm90;
+
+namespace {
+
+constexpr int kColumns = 64;
+constexpr int kRows = 64;              // neurons per stage
+constexpr int kOperand = kRows * 128;  // bytes: 64 columns of them, or 64 tokens
+constexpr int kStages = 4;
+constexpr int kGatherers = 256;
+constexpr int kSent = kSentBytes<kColumns>;
+
+template <int Tiles>
+struct Layout {
+  static constexpr int kThreads = Tiles * 128 + kGatherers;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kStage = (1 + Tiles) * kOperand;
+  static constexpr int kBytes = kStages * kStage;
+  // Neurons are listed a segment at a time, so that F is not bounded by shared memory.
+  static constexpr int kSegment = kThreads * 16;
+  static_assert(Tiles * kSent <= kBytes, "sums use the ring");
+};
+
+template <int Tiles>
+struct Shared {
+  uint64_t full[kStages], empty[kStages], sums;
+  int warp_sums[Layout<Tiles>::kWarps];
+  uint16_t list[Layout<Tiles>::kSegment / kSplit + kRows];
+};
+
+template <int Tiles>
+class Kernel {
+  using L = Layout<Tiles>;
+
+ public:
+  __device__ __forceinline__ Kernel(const Down& problem, Shared<Tiles>& shared, uint8_t* memory)
+      : p_(problem),
+        shared_(shared),
+        ring_(smem_address(memory)),
+        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        rank_(static_cast<int>(cluster_rank())),
+        column_(static_cast<int>(blockIdx.x) / kSplit * kColumns),
+        own_tiles_(max(p_.tokens - rank_ * 16 + kTile - 1, 0) / kTile) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int s = 0; s < kStages; ++s) {
+        barrier_init(smem_address(shared_.full + s), kGatherers);
+        barrier_init(smem_address(shared_.empty + s), Tiles);
+      }
+      barrier_init(smem_address(&shared_.sums), 1);
+      fence_barrier_init();
+      barrier_arrive_expect(smem_address(&shared_.sums), own_tiles_ * kSent);
+    }
+    __syncthreads();
+    cluster_arrive_relaxed();
+    allow_next_kernel();
+    cluster_wait();
+    wait_for_previous_kernel();
+    float acc[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) acc[i] = 0.0f;
+#pragma unroll 1
+    for (int segment = 0; segment * L::kSegment < p_.ffn; ++segment) {
+      list(segment);
+      if (warp_ < Tiles * 4) {
+        multiply(acc);
+      } else {
+        gather(segment * L::kSegment);
+      }
+      step_ += (count_ + kRows - 1) / kRows;
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();  // nobody needs its ring any more
+    const uint32_t sums = smem_address(&shared_.sums);
+    if (warp_ < Tiles * 4 && warp_ * 16 < p_.tokens) {
+      send_sums<kColumns>(acc, ring_ + warp_ / 4 * kSent, sums, rank_, warp_ % 4);
+    }
+    barrier_wait(sums, 0);
+#pragma unroll 1
+    for (int tile = 0; tile < own_tiles_; ++tile) {
+      if (warp_ < kColumns / 8) {
+        store(tile, add_sums(ring_ + tile * kSent, warp_, kSent / kSplit));
+      }
+    }
+  }
+
+ private:
+  // This CTA's share of the neurons of a segment that fired, ascending.
+  __device__ __forceinline__ void list(int segment) {
+    __syncthreads();
+    const int thread = static_cast<int>(threadIdx.x), index = segment * L::kThreads + thread;
+    uint32_t bits = 0;
+    if (index < (p_.ffn + 31) / 32 * 2) bits = reinterpret_cast<const uint16_t*>(p_.fired)[index];
+    const int mine = __popc(bits);
+    int at = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, at, step);
+      if (lane_ >= step) at += other;
+    }
+    if (lane_ == 31) shared_.warp_sums[warp_] = at;
+    __syncthreads();
+    int total = 0;
+    at -= mine;
+#pragma unroll
+    for (int warp = 0; warp < L::kWarps; ++warp) {
+      const int sum = shared_.warp_sums[warp];
+      if (warp < warp_) at += sum;
+      total += sum;
+    }
+    const int share = (total + kSplit * 16 - 1) / (kSplit * 16) * 16, begin = rank_ * share;
+    count_ = max(min(share, total - begin), 0);
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1, ++at) {
+      if (at >= begin && at < begin + count_) {
+        shared_.list[at - begin] = static_cast<uint16_t>(thread * 16 + __ffs(bits) - 1);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void gather(int base) {
+    const int me = static_cast<int>(threadIdx.x) - Tiles * 128, row = me / 8, piece = me % 8;
+    const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
+    const bool inside = column_ + piece * 8 < p_.width;
+    const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
+    const __nv_bfloat16* hidden = p_.hidden + piece * 8;
+    int step = step_;
+#pragma unroll 1
+    for (int first = 0; first < count_; first += kRows, ++step) {
+      const int stage = step % kStages;
+      if (step >= kStages) {
+        barrier_wait(smem_address(shared_.empty + stage), (step / kStages - 1) & 1);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; i += kGatherers / 8) {
+        const bool valid = first + i + row < count_;
+        const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
+        const uint32_t at = to + stage * L::kStage + i * 128;
+        gather16(at, weight + neuron * p_.width, valid && inside);
+#pragma unroll
+        for (int tile = 0; tile < Tiles; ++tile) {
+          gather16(at + (1 + tile) * kOperand, hidden + (neuron * Tiles + tile) * kTile, valid);
+        }
+      }
+      gather_arrive(smem_address(shared_.full + stage));
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[32]) {
+    int step = step_;
+#pragma unroll 1
+    for (int first = 0; first < count_; first += kRows, ++step) {
+      const int stage = step % kStages;
+      barrier_wait(smem_address(shared_.full + stage), step / kStages & 1);
+      fence_async_shared();
+      const uint32_t at = ring_ + stage * L::kStage;
+      const uint64_t hidden = n_major_operand(at + (1 + warp_ / 4) * kOperand, kOperand);
+      const uint64_t weight = n_major_operand(at, kOperand);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {  // 16 neurons, 2048 bytes; past the last one there are zeros
+        wgmma<kColumns, true, true>(acc, hidden + k * 128, weight + k * 128, true);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 == 0) barrier_arrive(smem_address(shared_.empty + stage));
+    }
+  }
+
+  __device__ __forceinline__ void store(int tile, const float4& sum) const {
+    const int column = column_ + warp_ * 8 + lane_ % 4 * 2;
+    if (column >= p_.width) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = tile * kTile + rank_ * 16 + half * 8 + lane_ / 4;
+      if (token >= p_.tokens) continue;
+      float2 v = half == 0 ? make_float2(sum.x, sum.y) : make_float2(sum.z, sum.w);
+      const int64_t at = int64_t{token} * p_.width + column;
+      if (p_.residual != nullptr) {
+        const auto* from = reinterpret_cast<const __nv_bfloat162*>(p_.residual + at);
+        const float2 before = __bfloat1622float2(*from);
+        v.x += before.x;
+        v.y += before.y;
+      }
+      *reinterpret_cast<__nv_bfloat162*>(p_.y + at) = __floats2bfloat162_rn(v.x, v.y);
+    }
+  }
+
+  const Down& p_;
+  Shared<Tiles>& shared_;
+  const uint32_t ring_;
+  const int warp_, lane_, rank_, column_;
+  const int own_tiles_;  // of which this CTA adds some tokens up
+  int step_ = 0;         // stages of the segments before
+  int count_ = 0;        // this CTA's neurons of the segment
+};
+
+// 64 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
+template <int Tiles>
+__global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
+    split_down_sm90_kernel(const __grid_constant__ Down problem) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ Shared<Tiles> shared;
+  Kernel<Tiles>(problem, shared, memory).run();
+}
+
+template <int Tiles>
+cudaError_t launch(const Down& problem, cudaStream_t stream) {
+  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles>);
+  constexpr int kBytes = Layout<Tiles>::kBytes;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  }
+  if (status != cudaSuccess) return status;
+  return launch_dependent(split_down_sm90_kernel<Tiles>,
+                          dim3((problem.width + kColumns - 1) / kColumns * kSplit),
+                          Layout<Tiles>::kThreads, kBytes, stream, problem);
+}
+
+}  // namespace
+
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream) {
+  return tiles == 1 ? launch<1>(problem, stream) : launch<2>(problem, stream);
+}
+
+}  // namespace twell::few_token
