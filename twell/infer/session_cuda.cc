@@ -13,7 +13,7 @@ namespace {
 
 // Enough to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
-// Graphs are kept for this many numbers of sequences.
+// Graphs are kept for this many kinds of steps.
 constexpr size_t kMaxGraphs = 32;
 
 template <typename T>
@@ -89,7 +89,7 @@ SessionCuda::~SessionCuda() {
 }
 
 void SessionCuda::drop_graphs() {
-  for (auto& [sequences, graph] : graphs_) {
+  for (auto& [key, graph] : graphs_) {
     if (graph.executable != nullptr) cudaGraphExecDestroy(graph.executable);
   }
   graphs_.clear();
@@ -187,7 +187,7 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
   for (const int64_t slot : slots) sequences.push_back({.tokens = 1, .slot = slot});
   forward_.stage(ids, sequences, &cache_, uniforms);
   if (graphs_.size() > kMaxGraphs) drop_graphs();
-  Graph& graph = graphs_[count];
+  Graph& graph = graphs_[{count, forward_.one_kernel()}];
   if (!graph.warm) {
     enqueue_layers(count);
     graph.warm = true;

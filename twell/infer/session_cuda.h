@@ -67,9 +67,9 @@ class SessionCuda : public Session {
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] of prompts
   float* host_logits_ = nullptr;             // [slots, V] page-locked
   int32_t* host_next_ = nullptr;             // [slots] page-locked
-  std::map<int64_t, Graph> graphs_;          // by number of sequences
-  int64_t tokens_ = 0;                       // since the FFN plans were updated last
-  int64_t update_after_ = 1;                 // tokens until the next update
+  std::map<std::pair<int64_t, bool>, Graph> graphs_;  // by number of sequences and one_kernel()
+  int64_t tokens_ = 0;                                // since the FFN plans were updated last
+  int64_t update_after_ = 1;                          // tokens until the next update
 };
 
 }  // namespace twell

@@ -64,6 +64,15 @@ void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
               "two sequences share a cache slot");
 }
 
+// New tokens, one for each sequence, that one kernel takes through all layers of such a model.
+int64_t decode_tokens_at_once(const ModelConfig& config) {
+  if (config.activation != Activation::kRelu || config.qk_norm ||
+      config.layers > kMaxDecodeLayers) {
+    return 0;
+  }
+  return decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim);
+}
+
 }  // namespace
 
 int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
@@ -85,6 +94,16 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
       ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
       ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn) {
+  const int64_t decode_tokens =
+      std::min({plan.max_sequences, plan.max_tokens, decode_tokens_at_once(config_)});
+  if (decode_tokens > 0) {
+    decode_ = DecodeLayersWorkspace(ctx, {.tokens = decode_tokens,
+                                          .width = config_.width,
+                                          .heads = config_.heads,
+                                          .kv_heads = config_.kv_heads,
+                                          .head_dim = config_.head_dim,
+                                          .max_length = plan.max_length});
+  }
   const RopeTable table = rope_table(config_, config_.max_sequence());
   cos_ = to_device(table.cos.span());
   sin_ = to_device(table.sin.span());
@@ -126,6 +145,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
       host.cache_rows[row] = cache == nullptr ? 0 : cache->first_row(slot) + past + t;
     }
     staged_.max_q_len = std::max(staged_.max_q_len, tokens);
+    staged_.max_kv_len = std::max(staged_.max_kv_len, past + tokens);
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
@@ -188,12 +208,16 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .out = residual_.data()},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
-  const bool few = few_tokens() && row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
-  for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    if (few) {
-      enqueue_few_tokens_layer(layer);
-    } else {
-      enqueue_layer(layer, row_nnz, hooks);
+  const bool plain = row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
+  if (plain && decodes() && (hooks.one_kernel || one_kernel())) {
+    enqueue_decode_layers();
+  } else {
+    for (int64_t layer = 0; layer < config_.layers; ++layer) {
+      if (plain && few_tokens()) {
+        enqueue_few_tokens_layer(layer);
+      } else {
+        enqueue_layer(layer, row_nnz, hooks);
+      }
     }
   }
   norm(weights.final_norm);
@@ -335,6 +359,64 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
                     .eps = eps,
                     .residual = residual_.data()},
                    ffn_plans_[layer], ffn_);
+}
+
+bool ForwardCuda::decodes() const {
+  return staged_.cache != nullptr && staged_.max_q_len == 1 && staged_.tokens <= decode_.tokens();
+}
+
+bool ForwardCuda::all_layers_sparse() {
+  bool all = true;
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    all = all && choose_ffn_cuda(ctx_, staged_.tokens, config_.activation, ffn_plans_[layer],
+                                 ffn_) != FfnExecution::kDense;
+  }
+  return all;
+}
+
+// Measured: docs/kernels.md. What one CTA attends to is one segment of keys; putting several
+// together takes longer than the barriers between kernels, and so do several tokens' sparse layers.
+bool ForwardCuda::one_kernel() {
+  return decodes() && staged_.max_kv_len <= kDecodeSegment &&
+         (staged_.tokens == 1 || !all_layers_sparse());
+}
+
+void ForwardCuda::enqueue_decode_layers() {
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  DecodeLayers problem{.tokens = static_cast<int>(staged_.tokens),
+                       .layers = static_cast<int>(config_.layers),
+                       .width = static_cast<int>(config_.width),
+                       .ffn = static_cast<int>(config_.ffn),
+                       .heads = static_cast<int>(config_.heads),
+                       .kv_heads = static_cast<int>(config_.kv_heads),
+                       .head_dim = static_cast<int>(config_.head_dim),
+                       .eps = static_cast<float>(config_.norm_eps),
+                       .cos = cos_.data(),
+                       .sin = sin_.data(),
+                       .positions = batch.positions,
+                       .cache_rows = batch.cache_rows,
+                       .kv_begin = batch.kv_begin,
+                       .kv_len = batch.kv_len,
+                       .x = residual_.data(),
+                       .workspace = decode_.get()};
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+    const FfnExecution execution =
+        choose_ffn_cuda(ctx_, staged_.tokens, config_.activation, ffn_plans_[layer], ffn_);
+    problem.layer[layer] = {.attention_norm = device_bf16(w.attention_norm),
+                            .w_qkv = device_bf16(w.w_qkv.data),
+                            .b_qkv = device_bf16(w.b_qkv),
+                            .w_o = device_bf16(w.w_o.data),
+                            .ffn_norm = device_bf16(w.ffn_norm),
+                            .w_gate = device_bf16(w.ffn.w_gate.data),
+                            .w_up = device_bf16(w.ffn.w_up.data),
+                            .w_down = device_bf16(w.ffn.w_down.data),
+                            .keys = staged_.cache->keys(layer),
+                            .values = staged_.cache->values(layer),
+                            .activity = ffn_plans_[layer].counts,
+                            .sparse = execution != FfnExecution::kDense};
+  }
+  TWELL_CUDA_CHECK(launch_decode_layers_sm90(problem, ctx_.stream()));
 }
 
 void ForwardCuda::run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,

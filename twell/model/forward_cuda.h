@@ -17,6 +17,7 @@
 #include "twell/model/kv_cache_cuda.h"
 #include "twell/model/model_cuda.h"
 #include "twell/ops/attention/attention_cuda.h"
+#include "twell/ops/decode_layers/decode_layers_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
@@ -32,11 +33,12 @@ struct ForwardPlanCuda {
 // with the residual stream.
 enum class ForwardStage { kEmbedding, kNorm, kQkv, kAttention, kOutput, kFfn };
 
-// What a caller may put in the way; for benchmarks.
+// What a caller may put in the way; for benchmarks and tests.
 struct ForwardHooksCuda {
   std::function<void(ForwardStage stage)> after_stage;
   // Runs a layer's FFN in place of ffn_forward_cuda.
   std::function<void(int64_t layer, const FfnForwardCuda& problem)> ffn;
+  bool one_kernel = false;  // takes the layers as one kernel wherever that can be
 };
 
 class ForwardCuda {
@@ -54,9 +56,13 @@ class ForwardCuda {
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {});
   // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
-  // be replayed after each stage() of as many sequences of as many tokens each.
+  // be replayed after each stage() of as many sequences of as many tokens each, and one_kernel() as
+  // it was.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
+  // Whether the staged batch will take all layers as one kernel (ops/decode_layers): a new token
+  // each of a few sequences, where that is faster than one kernel after another.
+  bool one_kernel();
   // After enqueue or the launch of its graph, before the next stage().
   void enqueued() const { batch_.copied(ctx_); }
 
@@ -78,7 +84,7 @@ class ForwardCuda {
  private:
   // The batch that was staged last.
   struct Staged {
-    int64_t tokens = 0, sequences = 0, max_q_len = 0;
+    int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
     bool uniform = false;  // whole sequences of one length, without a cache
     KvCacheCuda* cache = nullptr;
   };
@@ -86,6 +92,9 @@ class ForwardCuda {
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   bool few_tokens() const;
+  void enqueue_decode_layers();
+  bool decodes() const;  // one kernel can do it
+  bool all_layers_sparse();
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden
@@ -101,6 +110,7 @@ class ForwardCuda {
   AttentionWorkspaceCuda attention_;
   FfnWorkspaceCuda ffn_;
   FfnPlansCuda ffn_plans_;
+  DecodeLayersWorkspace decode_;
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
   DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to
   DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result

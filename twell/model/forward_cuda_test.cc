@@ -9,9 +9,8 @@
 #include <filesystem>
 
 #include "twell/base/cuda_testing.h"
-#include "twell/base/rng.h"
-#include "twell/base/test_bf16.h"
 #include "twell/model/checkpoint.h"
+#include "twell/model/cuda_test_model.h"
 
 namespace twell {
 namespace {
@@ -57,28 +56,6 @@ std::vector<ModelCase> model_cases() {
   cases[8].config.activation = Activation::kGeluTanh;
   cases[9].config.activation = Activation::kQuickGelu;
   return cases;
-}
-
-// Random weights, rounded to bf16, which the GPU holds.
-std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config) {
-  auto model = std::make_unique<Model>(config);
-  init_weights(ctx, *model, 3);
-  for (const ParamSpec& spec : model->table) {
-    for (int64_t i = spec.offset; i < spec.offset + spec.size(); ++i) {
-      if (spec.is_vector) model->flat[i] += 0.1f * normal(9, 0, static_cast<uint64_t>(i));
-      model->flat[i] = to_float(to_bf16(model->flat[i]));
-    }
-  }
-  return model;
-}
-
-std::vector<int32_t> random_ids(int64_t count, int64_t vocab, uint64_t stream) {
-  std::vector<int32_t> ids;
-  for (int64_t i = 0; i < count; ++i) {
-    ids.push_back(static_cast<int32_t>(
-        uniform_below(4, stream, static_cast<uint64_t>(i), static_cast<uint64_t>(vocab))));
-  }
-  return ids;
 }
 
 class ForwardCudaTest : public testing::TestWithParam<ModelCase> {

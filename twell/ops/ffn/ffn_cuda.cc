@@ -232,6 +232,22 @@ bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width) {
   return ctx.compute_capability() == 90 && tokens >= 1 && tokens <= few_rows::max_tokens(width);
 }
 
+FfnExecution choose_ffn_cuda(const CudaContext& ctx, int64_t tokens, Activation activation,
+                             FfnPlanCuda& plan, const FfnWorkspaceCuda& workspace) {
+  const GpuLayerShape shape{.width = workspace.width(),
+                            .ffn = workspace.ffn(),
+                            .gated = workspace.gated(),
+                            .multiprocessors = ctx.multiprocessors(),
+                            .hopper = ctx.compute_capability() == 90};
+  GpuChoice choice{FfnExecution::kDense, "the activation leaves no zeros"};
+  if (activation == Activation::kRelu) {
+    choice = choose_gpu_execution(shape, tokens, plan.plan.policy, plan.activity);
+  }
+  plan.plan.execution = choice.execution;
+  plan.plan.reason = std::move(choice.reason);
+  return choice.execution;
+}
+
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
@@ -242,17 +258,8 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   TWELL_CHECK(problem.residual == nullptr || problem.residual == problem.y,
               "the FFN adds to its result in place");
   if (problem.tokens == 0) return;
-  const GpuLayerShape shape{.width = workspace.width(),
-                            .ffn = workspace.ffn(),
-                            .gated = workspace.gated(),
-                            .multiprocessors = ctx.multiprocessors(),
-                            .hopper = ctx.compute_capability() == 90};
-  GpuChoice choice{FfnExecution::kDense, "the activation leaves no zeros"};
-  if (problem.weights.activation == Activation::kRelu) {
-    choice = choose_gpu_execution(shape, problem.tokens, plan.plan.policy, plan.activity);
-  }
-  plan.plan.execution = choice.execution;
-  plan.plan.reason = std::move(choice.reason);
+  const FfnExecution execution =
+      choose_ffn_cuda(ctx, problem.tokens, problem.weights.activation, plan, workspace);
   const int64_t chunks =
       ceil_div(problem.tokens, FfnWorkspaceCuda::chunk_tokens(ctx, workspace.max_tokens()));
   const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
@@ -264,7 +271,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     if (chunk.residual != nullptr) chunk.residual = chunk.y;
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     const FfnCallCuda call(ctx, chunk, plan, workspace);
-    switch (choice.execution) {
+    switch (execution) {
       case FfnExecution::kDense:
         call.dense();
         break;

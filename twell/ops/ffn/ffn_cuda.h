@@ -110,6 +110,10 @@ struct FfnForwardCuda {
   const __nv_bfloat16* residual = nullptr;  // y, or null: y += instead of =
 };
 
+// What a call with so many tokens would run now; noted in the plan.
+FfnExecution choose_ffn_cuda(const CudaContext& ctx, int64_t tokens, Activation activation,
+                             FfnPlanCuda& plan, const FfnWorkspaceCuda& workspace);
+
 // The norm in front of the layer can be part of calls of so many tokens of this width.
 bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width);
 

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small models for GPU tests.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/model/weights.h"
+
+namespace twell {
+
+// Random weights, rounded to bf16, which the GPU holds.
+inline std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config) {
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, 3);
+  for (const ParamSpec& spec : model->table) {
+    for (int64_t i = spec.offset; i < spec.offset + spec.size(); ++i) {
+      if (spec.is_vector) model->flat[i] += 0.1f * normal(9, 0, static_cast<uint64_t>(i));
+      model->flat[i] = to_float(to_bf16(model->flat[i]));
+    }
+  }
+  return model;
+}
+
+inline std::vector<int32_t> random_ids(int64_t count, int64_t vocab, uint64_t stream) {
+  std::vector<int32_t> ids;
+  for (int64_t i = 0; i < count; ++i) {
+    ids.push_back(static_cast<int32_t>(
+        uniform_below(4, stream, static_cast<uint64_t>(i), static_cast<uint64_t>(vocab))));
+  }
+  return ids;
+}
+
+}  // namespace twell

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// The FFN behind the gate, of the neurons that a CTA owns: which ones fired, up, and the CTA's part
+// of y. h stays in shared memory.
+#pragma once
+
+#include "twell/ops/decode_layers/stage.cuh"
+
+namespace twell::decode {
+
+inline constexpr int kMaxNeurons = 256;  // of a CTA
+
+// max(0, .); NaN stays.
+__device__ __forceinline__ float relu(float value) { return value < 0.0f ? 0.0f : value; }
+
+template <int kTokens>
+struct HiddenShared {
+  // Gate, then gate * up, of the CTA's neurons; 0 past them. Padded for the banks.
+  alignas(16) __nv_bfloat16 h[kTokens][kMaxNeurons + 8];
+  alignas(16) uint8_t zeros[16];  // stands for 8 columns of a row that does not exist
+  uint16_t list[kMaxNeurons];     // neurons that fired
+  int warp_counts[kMaxNeurons / 32];
+};
+
+// Where a CTA's part of y goes: words for a single token, plain numbers for more, which a barrier
+// has to follow.
+template <int kTokens>
+class Part {
+ public:
+  __device__ __forceinline__ Part(const DecodeLayers& p, uint32_t tag)
+      : words_(p.workspace.tagged_parts + int64_t{blockIdx.x} * p.width),
+        plain_(p.workspace.parts + int64_t{blockIdx.x} * p.tokens * p.width),
+        tokens_(p.tokens),
+        width_(p.width),
+        tag_(tag) {}
+
+  __device__ __forceinline__ void store(int token, int column, float value) const {
+    if (token >= tokens_ || column >= width_) return;
+    if constexpr (kTokens == 1) {
+      sm90::store_tagged(words_ + column, __float_as_uint(value), tag_);
+    } else {
+      plain_[int64_t{token} * width_ + column] = value;
+    }
+  }
+  // Two columns.
+  __device__ __forceinline__ void store2(int token, int column, float first, float second) const {
+    if (token >= tokens_) return;
+    if constexpr (kTokens == 1) {
+      sm90::store_tagged(words_ + column, __float_as_uint(first), __float_as_uint(second), tag_);
+    } else {
+      *reinterpret_cast<float2*>(plain_ + int64_t{token} * width_ + column) =
+          make_float2(first, second);
+    }
+  }
+
+ private:
+  sm90::Tagged* words_;
+  float* plain_;
+  int tokens_, width_;
+  uint32_t tag_;
+};
+
+// All rows of w_down, from the stream: warps take columns, 16 at a time, as the rows of a product
+// with the tokens' h.
+template <int kTokens, int kStages>
+__device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons& neurons,
+                                           WeightStream<kStages>& stream,
+                                           const HiddenShared<kTokens>& hidden,
+                                           const Part<kTokens>& part) {
+  constexpr int kTile = 16, kTiles = kChunk / kTile / kWarps;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  // This lane's address of the transposed 8 x 8 matrices: neurons 0-7, 0-7, 8-15, 8-15 by columns
+  // 0-7, 8-15, 0-7, 8-15.
+  const int row = lane / 16 * 8 + lane % 8, at = (warp * kTiles * kTile + lane / 8 % 2 * 8) * 2;
+  const uint32_t zeros = sm90::smem_address(hidden.zeros);
+#pragma unroll 1
+  for (int column = 0; column < p.width; column += kChunk) {
+    const int columns = min(kChunk, p.width - column);
+    const uint32_t row_at = static_cast<uint32_t>(row * down_pitch(columns) + at);
+    float acc[kTiles][4] = {};
+#pragma unroll 1
+    for (int base = 0; base < neurons.count; base += kGroup) {
+      const uint32_t rows = stream.take();
+      const bool exists = base + row < neurons.count;
+      uint32_t h[2] = {};
+      if (lane / 4 < kTokens) {
+        const __nv_bfloat16* from = &hidden.h[lane / 4 % kTokens][base + lane % 4 * 2];
+        h[0] = *reinterpret_cast<const uint32_t*>(from);
+        h[1] = *reinterpret_cast<const uint32_t*>(from + 8);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int tile_at = tile * kTile;
+        if (warp * kTiles * kTile + tile_at >= columns) break;
+        // The second half of a last tile may be past the row's end: what is there is never stored.
+        uint32_t w[4];
+        sm90::load_matrices_transposed(
+            w, exists ? rows + row_at + static_cast<uint32_t>(tile_at * 2) : zeros);
+        sm90::mma_16x8x16(acc[tile], w[0], w[1], w[2], w[3], h[0], h[1]);
+      }
+      stream.release();
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = lane % 4 * 2 + i % 2;
+        const int of_chunk = (warp * kTiles + tile) * kTile + lane / 4 + i / 2 * 8;
+        if (token < kTokens && of_chunk < columns) {
+          part.store(token, column + of_chunk, acc[tile][i]);
+        }
+      }
+    }
+  }
+}
+
+// Rows of w_up and w_down of neurons that fired only, straight from memory.
+template <int kTokens>
+class FiredNeurons {
+ public:
+  // Lists them.
+  __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
+                                          const Neurons& neurons, HiddenShared<kTokens>& hidden)
+      : p_(p), layer_(layer), neurons_(neurons), hidden_(hidden) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    bool fires = false;
+    if (thread < neurons.count) {
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) fires = fires || !(value(m, thread) == 0.0f);
+    }
+    const uint32_t ballot = __ballot_sync(~0u, fires);
+    if (lane == 0 && warp < kMaxNeurons / 32) hidden_.warp_counts[warp] = __popc(ballot);
+    sync_threads();
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < kMaxNeurons / 32; ++w) {
+      if (w < warp) before += hidden_.warp_counts[w];
+      count_ += hidden_.warp_counts[w];
+    }
+    if (fires) {
+      hidden_.list[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<uint16_t>(thread);
+    }
+    sync_threads();
+  }
+
+  __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part) {
+    const int first_column = static_cast<int>(threadIdx.x) * 2;
+    Columns w[kAtOnce];
+    load(w, first_column, 0);  // ahead of w_up's rows
+    if (layer_.w_gate != nullptr && count_ > 0) up(product);
+#pragma unroll 1
+    for (int column = first_column; column < p_.width; column += kStep * kPairsOwn) {
+      float2 y[kTokens][kPairsOwn] = {};
+#pragma unroll 1
+      for (int i = 0; i < count_; i += kAtOnce) {
+        if (i > 0 || column != first_column) load(w, column, i);
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a) {
+          if (i + a < count_) add_row(y, w[a], hidden_.list[i + a]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kPairsOwn; ++j) {
+        if (column + j * kStep >= p_.width) break;
+#pragma unroll
+        for (int m = 0; m < kTokens; ++m) part.store2(m, column + j * kStep, y[m][j].x, y[m][j].y);
+      }
+    }
+  }
+
+ private:
+  // A thread takes pairs of columns, so that a warp's accesses are whole lines.
+  static constexpr int kStep = kThreads * 2, kPairsOwn = 4;
+  static constexpr int kAtOnce = 4;  // rows of w_down that a thread has on their way
+  struct Columns {
+    uint32_t pair[kPairsOwn];
+  };
+
+  __device__ __forceinline__ float value(int token, int neuron) const {
+    return __bfloat162float(hidden_.h[token][neuron]);
+  }
+  __device__ __forceinline__ void load(Columns (&w)[kAtOnce], int column, int first) const {
+#pragma unroll
+    for (int a = 0; a < kAtOnce; ++a) {
+      w[a] = Columns{};
+      if (first + a >= count_) continue;
+      const __nv_bfloat16* row =
+          layer_.w_down + int64_t{neurons_.begin + hidden_.list[first + a]} * p_.width;
+#pragma unroll
+      for (int j = 0; j < kPairsOwn; ++j) {
+        const int at = column + j * kStep;
+        if (at < p_.width) w[a].pair[j] = __ldcs(reinterpret_cast<const uint32_t*>(row + at));
+      }
+    }
+  }
+  __device__ __forceinline__ void add_row(float2 (&y)[kTokens][kPairsOwn], const Columns& w,
+                                          int neuron) const {
+#pragma unroll
+    for (int j = 0; j < kPairsOwn; ++j) {
+      const float2 row = to_floats(w.pair[j]);
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) {
+        const float h = value(m, neuron);
+        y[m][j].x = fmaf(h, row.x, y[m][j].x);
+        y[m][j].y = fmaf(h, row.y, y[m][j].y);
+      }
+    }
+  }
+
+  // h = g * up.
+  __device__ __forceinline__ void up(Product<kTokens>& product) {
+    const auto row = [&](int i) {
+      if (i >= count_) return static_cast<const __nv_bfloat16*>(nullptr);
+      return layer_.w_up + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
+    };
+    const auto multiply = [&](int i, int token, float up) {
+      if (i >= count_) return;
+      __nv_bfloat16& h = hidden_.h[token][hidden_.list[i]];
+      const float gate = __bfloat162float(h);
+      if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
+    };
+    product.extra_groups(
+        (count_ + kGroup - 1) / kGroup, p_.width,
+        [&](int group, int pair) {
+          return Rows{row(group * kGroup + pair), row(group * kGroup + pair + kPairs)};
+        },
+        [&](int group, int token, int pair, float low, float high) {
+          multiply(group * kGroup + pair, token, low);
+          multiply(group * kGroup + pair + kPairs, token, high);
+        });
+    sync_threads();
+  }
+
+  const DecodeLayers& p_;
+  const DecodeLayer& layer_;
+  const Neurons& neurons_;
+  HiddenShared<kTokens>& hidden_;
+  int count_ = 0;
+};
+
+}  // namespace twell::decode

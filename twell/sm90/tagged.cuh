@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Values that CTAs of one kernel hand each other through global memory with a tag beside them, in
+// one access of 64 bits: whoever finds the tag it waits for has the value too, after one way to the
+// L2 and one back, with no barrier and no fence. Orders nothing else. CTAs that wait for each other
+// have to be resident together (a cooperative launch).
+#pragma once
+
+#include <cstdint>
+
+namespace twell::sm90 {
+
+using Tagged = uint64_t;  // value in the lower half, tag in the upper one
+
+__device__ __forceinline__ Tagged tagged(uint32_t value, uint32_t tag) {
+  return uint64_t{tag} << 32 | value;
+}
+__device__ __forceinline__ void store_tagged(Tagged* to, uint32_t value, uint32_t tag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(tagged(value, tag)) : "memory");
+}
+// Two words at a 16-byte aligned address; each is one access.
+__device__ __forceinline__ void store_tagged(Tagged* to, uint32_t first, uint32_t second,
+                                             uint32_t tag) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tagged(first, tag)),
+               "l"(tagged(second, tag))
+               : "memory");
+}
+
+struct TaggedPair {
+  Tagged first, second;
+};
+__device__ __forceinline__ Tagged load_tagged(const Tagged* from) {
+  Tagged v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ TaggedPair load_tagged_pair(const Tagged* from) {
+  TaggedPair v;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(v.first), "=l"(v.second)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ bool has_tag(const TaggedPair& seen, uint32_t tag) {
+  return static_cast<uint32_t>(seen.first >> 32) == tag &&
+         static_cast<uint32_t>(seen.second >> 32) == tag;
+}
+__device__ __forceinline__ uint2 values(const TaggedPair& seen) {
+  return {static_cast<uint32_t>(seen.first), static_cast<uint32_t>(seen.second)};
+}
+
+// The value, once it is there; `seen` is what was loaded from there before.
+__device__ __forceinline__ uint32_t wait_tagged(Tagged seen, const Tagged* from, uint32_t tag) {
+  while (static_cast<uint32_t>(seen >> 32) != tag) seen = load_tagged(from);
+  return static_cast<uint32_t>(seen);
+}
+__device__ __forceinline__ uint2 wait_tagged(TaggedPair seen, const Tagged* from, uint32_t tag) {
+  while (!has_tag(seen, tag)) seen = load_tagged_pair(from);
+  return values(seen);
+}
+// The first `count` pairs, from(i) each, once all are there. All that are missing are asked for
+// again together: one after another would cost a way to the L2 and back each.
+template <int kMost, typename From>
+__device__ __forceinline__ void wait_tagged(TaggedPair (&seen)[kMost], int count, const From& from,
+                                            uint32_t tag) {
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i < count) seen[i] = load_tagged_pair(from(i));
+  }
+  while (true) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) all = all && (i >= count || has_tag(seen[i], tag));
+    if (all) return;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count && !has_tag(seen[i], tag)) seen[i] = load_tagged_pair(from(i));
+    }
+  }
+}
+
+}  // namespace twell::sm90
