@@ -10,105 +10,22 @@
 // code once, so that fetching it counts: loops are not unrolled where nothing is gained.
 #include <algorithm>
 
-#include "twell/ops/few_token_ffn/few_token_kernels.h"
-#include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
-#include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
-#include "twell/sm90/warp_mma.cuh"
-#include "twell/sm90/wgmma.cuh"
+#include "twell/ops/few_token_ffn/gate_up_gate_sm90.cuh"
 
 namespace twell::few_token {
-
-using namespace sm90;
-
+namespace gate_up {
 namespace {
 
-constexpr int kChunk = 64;                // values of k per stage
-constexpr int kRowBytes = kChunk * 2;     // of a stage
-constexpr int kBlocks = kMaxNeurons / 8;  // of neurons
-constexpr int kHalf = kMaxNeurons / 2;    // neurons of a stage of the gate's ring
-constexpr int kGateStage = kHalf * kRowBytes;
-constexpr int kGateStages = 6;
-constexpr int kRing = 80 * 1024;
-constexpr int kApart = 64 * kRowBytes * 8;         // ring of 64 gathered rows; sums behind it
-constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once
-constexpr int kXChunk = kTile * kRowBytes;         // bytes, of a tile of tokens
-constexpr int kBarriers = 8;                       // stages that can be told apart
-constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes, of a token
-constexpr int kWords = kMaxNeurons / 32;
-constexpr int kGatherers = 128;
-static_assert(kGateStages * kGateStage <= kRing && kGateStages <= kBarriers);
-static_assert(kSentBytes<kMaxNeurons> <= kRing);
-static_assert(kApart + kSentBytes<64> <= kRing);
-
 template <int Tiles>
-struct Layout {
-  static constexpr int kThreads = Tiles * 128 + kGatherers;
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kX = kRing;                               // [chunks, Tiles, 64, 64]
-  static constexpr int kGate = kX + kXChunks * Tiles * kXChunk;  // [Tiles * 16, neurons]
-  static constexpr int kBytes = kGate + Tiles * 16 * kGatePitch;
-};
-
-struct Barriers {
-  uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring
-  uint64_t gathered[kBarriers], released[kBarriers];  // of rows of w_up
-  uint64_t x[kXChunks];
-  uint64_t gate, fired, up;  // sent by the cluster
-};
-
-// max(0, value) as bf16 bits. NaN stays NaN.
-__device__ __forceinline__ uint32_t relu_bf16(float value) {
-  uint32_t bits;
-  asm("cvt.rn.relu.bf16x2.f32 %0, 0f00000000, %1;" : "=r"(bits) : "f"(value));
-  return bits & 0xffffu;
-}
-
-// Bit 2t + i: some token g fires for column 2t + i of a block; ballots of lanes 4g + t, by i.
-__device__ __forceinline__ uint32_t columns_fired(uint32_t even, uint32_t odd) {
-  uint32_t both = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t v = i == 0 ? even : odd;
-    v |= v >> 16;
-    v |= v >> 8;
-    v = (v | v >> 4) & 0xf;
-    v = (v | v << 2) & 0x33;
-    both |= ((v | v << 1) & 0x55) << i;
-  }
-  return both;
-}
-
-template <int Tiles>
-class Kernel {
+class Kernel : public Gate<Tiles> {
   using L = Layout<Tiles>;
+  using Base = Cta<Tiles>;
 
  public:
-  struct Shared {
-    Barriers barriers;
-    uint32_t own[Tiles][kWords];                   // neurons that fire for this CTA's tokens
-    uint4 fired[kWords];                           // by CTA
-    uint16_t list[kMaxNeurons];                    // those that fire at all, ascending
-    __align__(16) uint16_t out[L::kWarps][8][16];  // [neuron, token]
-    int nnz;
-  };
-
-  __device__ __forceinline__ Kernel(const SplitGateUp& params, Shared& shared, uint8_t* memory)
-      : q_(params),
-        p_(params.problem),
-        shared_(shared),
-        ring_(smem_address(memory)),
-        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0)),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        rank_(static_cast<int>(cluster_rank())),
-        k_begin_(rank_ * params.slice_chunks * kChunk),
-        chunks_(max(min((p_.width - k_begin_ + kChunk - 1) / kChunk, params.slice_chunks), 0)),
-        turn_(chunks_ > 0 ? static_cast<int>(blockIdx.x) / kSplit % chunks_ : 0),
-        keep_x_(chunks_ <= kXChunks),
-        sends_(multiplies() && warp_ * 16 < p_.tokens) {}
+  using Gate<Tiles>::Gate;
 
   __device__ __forceinline__ void run() {
-    prepare();
+    this->prepare();
     if (warp_ != kProducer) wait_for_previous_kernel();
     // Not before: launching a kernel would come before the end of the one in front.
     if (warp_ == 0) allow_next_kernel();
@@ -116,284 +33,44 @@ class Kernel {
     const int passes = (p_.ffn + q_.neurons - 1) / q_.neurons;
     for (int pass = static_cast<int>(blockIdx.x) / kSplit; pass < passes; pass += clusters) {
       first_ = pass * q_.neurons;
-      gate();
-      list();
+      this->gate();
+      this->list();
       if (total_ > 0) hidden();
       fence_async_shared();  // the ring goes back to the copy engine
       if (pass + clusters < passes) __syncthreads();
       first_pass_ = false;
     }
-    count();
+    this->count();
   }
 
  private:
-  static constexpr int kProducer = Tiles * 4;  // warp
+  using Base::barrier;
+  using Base::chunk_k;
+  using Base::chunks_;
+  using Base::first_;
+  using Base::first_pass_;
+  using Base::gate_place;
+  using Base::k_begin_;
+  using Base::keep_x_;
+  using Base::kProducer;
+  using Base::lane_;
+  using Base::load_x;
+  using Base::multiplies;
+  using Base::own_tiles;
+  using Base::p_;
+  using Base::phase;
+  using Base::q_;
+  using Base::rank_;
+  using Base::ring_;
+  using Base::sends_;
+  using Base::shared_;
+  using Base::total_;
+  using Base::up_phase_;
+  using Base::up_step_;
+  using Base::warp_;
+  using Base::x_place;
+  using Base::x_step_;
 
-  __device__ __forceinline__ bool multiplies() const { return warp_ < Tiles * 4; }
-  // Tiles of tokens from `first` on, at most `most`, of which this CTA adds some up.
-  __device__ __forceinline__ int own_tiles(int first, int most) const {
-    return max(min((p_.tokens - rank_ * 16 + kTile - 1) / kTile - first, most), 0);
-  }
-  __device__ __forceinline__ uint32_t x_place(int index, int tile) const {
-    return ring_ + L::kX + (index % kXChunks * Tiles + tile) * kXChunk;
-  }
-  __device__ __forceinline__ uint32_t barrier(const uint64_t* of, int index) const {
-    return smem_address(of) + index % kBarriers * 8;
-  }
-  // Chunks are taken from another one on in each cluster, so that not all read the same of x at
-  // one time.
-  __device__ __forceinline__ int chunk_k(int c) const {
-    int at = c + turn_;
-    if (at >= chunks_) at -= chunks_;
-    return k_begin_ + at * kChunk;
-  }
-  static __device__ __forceinline__ uint32_t phase(int index) { return index / kBarriers & 1; }
-
-  __device__ __forceinline__ void prepare() {
-    const int thread = static_cast<int>(threadIdx.x);
-    Barriers& b = shared_.barriers;
-    if (warp_ == kProducer) {
-      if (lane_ < kBarriers) {
-        barrier_init(smem_address(b.full + lane_), 1);
-        barrier_init(smem_address(b.empty + lane_), Tiles);
-        barrier_init(smem_address(b.gathered + lane_), L::kThreads);
-        barrier_init(smem_address(b.released + lane_), Tiles);
-        barrier_init(smem_address(b.x + lane_), 1);
-      } else if (lane_ == kBarriers) {
-        barrier_init(smem_address(&b.gate), 1);
-        barrier_init(smem_address(&b.fired), 1);
-        barrier_init(smem_address(&b.up), 1);
-        prefetch_tensor_map(&q_.map_x);
-        prefetch_tensor_map(&q_.map_first);
-      }
-      fence_barrier_init();
-    }
-    if (thread < Tiles * kWords) shared_.own[0][thread] = 0;
-    if (thread == 0) {
-      shared_.nnz = 0;
-    }
-    __syncthreads();
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
-
-  // --- products --------------------------------------------------------------------------------
-  // halves[i] += x times that half of the pass's neurons.
-  __device__ __forceinline__ void multiply_first(float (&halves)[2][kHalf / 2]) {
-    int stage = 0, step = step_;
-#pragma unroll 1
-    for (int c = 0; c < chunks_; ++c) {
-      const int x_index = x_step_ + c;
-      barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
-      const uint64_t a = k_major_operand(x_place(x_index, warp_ / 4));
-#pragma unroll
-      for (int half = 0; half < 2; ++half, ++step) {
-        barrier_wait(barrier(shared_.barriers.full, step), phase(step));
-        const uint64_t b = k_major_operand(ring_ + stage * kGateStage);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma<kHalf, false>(halves[half], a + k * 2, b + k * 2, true);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (step > step_) release(step - 1);
-        stage = stage + 1 == kGateStages ? 0 : stage + 1;
-      }
-    }
-    wgmma_wait<0>();
-    if (chunks_ > 0) release(step - 1);
-  }
-  __device__ __forceinline__ void release(int step) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(barrier(shared_.barriers.empty, step));
-  }
-
-  // acc += x times up to Rows gathered rows.
-  template <int Rows, int Pitch, int Stages, int Sets>
-  __device__ __forceinline__ void multiply_gathered(float (&acc)[Sets][Rows / 2]) {
-    const uint64_t* full = shared_.barriers.gathered;
-    const uint64_t* empty = shared_.barriers.released;
-    const int step = up_step_, x_step = x_step_;
-    const bool at_once = chunks_ <= Stages;
-    if (at_once) {
-      barrier_wait(barrier(full, step), phase(step));
-      fence_async_shared();
-    }
-    int stage = 0;
-#pragma unroll 1
-    for (int c = 0; c < chunks_; ++c) {
-      const int x_index = x_step + c;
-      barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
-      if (!at_once) {
-        barrier_arrive(barrier(full, step + c));  // this warp gathers nothing then
-        barrier_wait(barrier(full, step + c), phase(step + c));
-        fence_async_shared();
-      }
-      wgmma_fence();
-      const uint64_t a = k_major_operand(x_place(x_index, warp_ / 4));
-      const uint64_t b = k_major_operand(ring_ + stage * (Pitch * kRowBytes));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<Rows, false>(acc[k % Sets], a + k * 2, b + k * 2, true);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (c > 0 && !at_once && threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, step + c - 1));
-      stage = stage + 1 == Stages ? 0 : stage + 1;
-    }
-    wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, at_once ? step : step + chunks_ - 1));
-    if constexpr (Sets == 2) {
-#pragma unroll
-      for (int i = 0; i < Rows / 2; ++i) acc[0][i] += acc[1][i];
-    }
-  }
-
-  // A warp. The slots of x that are filled are free: their last use lies kXChunks chunks back.
-  __device__ __forceinline__ void load_x(int c) {
-    if (!elect_one()) return;
-    const uint32_t full = barrier(shared_.barriers.x, x_step_ + c);
-    barrier_arrive_expect(full, Tiles * kXChunk);
-#pragma unroll
-    for (int tile = 0; tile < Tiles; ++tile) {
-      tensor_load(x_place(x_step_ + c, tile), &q_.map_x, chunk_k(c), tile * kTile, full);
-    }
-  }
-  __device__ __forceinline__ void load_first(int i, int stage) {
-    const int rows = q_.neurons / 2;
-    if (!elect_one()) return;
-    const uint32_t full = barrier(shared_.barriers.full, step_ + i);
-    barrier_arrive_expect(full, rows * kRowBytes);
-    tensor_load(ring_ + stage * kGateStage, &q_.map_first, chunk_k(i / 2), first_ + i % 2 * rows,
-                full);
-  }
-  __device__ __forceinline__ void produce() {
-    const bool early = first_pass_ && p_.early_weights;
-    if (first_pass_ && !early) wait_for_previous_kernel();
-#pragma unroll 1
-    for (int i = 0; i < min(2 * chunks_, kGateStages); ++i) load_first(i, i);
-    if (early) wait_for_previous_kernel();
-    if (first_pass_ || !keep_x_) {
-#pragma unroll 1
-      for (int c = 0; c < min(chunks_, kXChunks); ++c) load_x(c);
-    }
-    int stage = 0;
-#pragma unroll 1
-    for (int i = kGateStages; i < 2 * chunks_; ++i) {
-      const int before = step_ + i - kGateStages;
-      barrier_wait(barrier(shared_.barriers.empty, before), phase(before));
-      load_first(i, stage);
-      if (i % 2 == 0 && i / 2 >= kXChunks) load_x(i / 2);
-      stage = stage + 1 == kGateStages ? 0 : stage + 1;
-    }
-  }
-
-  // --- gate ------------------------------------------------------------------------------------
-  __device__ __forceinline__ void gate() {
-    float acc[2][kHalf / 2];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) acc[i % 2][i / 2] = 0.0f;
-    if (multiplies()) multiply_first(acc);
-    if (warp_ == kProducer) produce();
-    __syncwarp();
-    step_ += 2 * chunks_;
-    if (!keep_x_) x_step_ += chunks_;
-    constexpr int kSent = kSentBytes<kMaxNeurons>, kAtOnce = Tiles * kSent <= kRing ? Tiles : 1;
-#pragma unroll 1
-    for (int tile = 0; tile < Tiles; tile += kAtOnce) {
-      const int own = own_tiles(tile, kAtOnce);
-      cluster_arrive_relaxed();
-      cluster_wait();  // nobody needs its ring any more
-      const uint32_t sent = smem_address(&shared_.barriers.gate);
-      if (threadIdx.x == 0) barrier_arrive_expect(sent, own * kSent);
-      if (sends_ && warp_ / 4 >= tile && warp_ / 4 < tile + kAtOnce) {
-        const uint32_t place = ring_ + (warp_ / 4 - tile) * kSent;
-        send_sums<kHalf>(acc[0], place, sent, rank_, warp_ % 4);
-        send_sums<kHalf>(acc[1], place + kSent / 2, sent, rank_, warp_ % 4);
-      }
-      barrier_wait(sent, gate_phase_);
-      gate_phase_ ^= 1;
-#pragma unroll 1
-      for (int i = 0; i < own; ++i) {
-        constexpr int kMost = (kBlocks + L::kWarps - 1) / L::kWarps;
-        const int blocks = q_.neurons / 8;
-        float4 sums[kMost];
-#pragma unroll
-        for (int j = 0; j < kMost; ++j) {
-          const int b = min(warp_ + j * L::kWarps, blocks - 1), half = b >= blocks / 2;
-          sums[j] = add_sums(ring_ + i * kSent + half * (kSent / 2), b - half * (blocks / 2),
-                             kSent / 2 / kSplit);
-        }
-#pragma unroll
-        for (int j = 0; j < kMost; ++j) {
-          const int b = warp_ + j * L::kWarps;
-          if (b < blocks) finish_gate(tile + i, b, sums[j]);
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void finish_gate(int tile, int block, const float4& sum) {
-    const int token = tile * kTile + rank_ * 16 + lane_ / 4;
-    const bool exists = first_ + block * 8 + lane_ % 4 * 2 < p_.ffn;
-    const bool low = exists && token < p_.tokens, high = exists && token + 8 < p_.tokens;
-    const uint32_t g0 = low ? relu_bf16(sum.x) : 0, g1 = low ? relu_bf16(sum.y) : 0;
-    const uint32_t g2 = high ? relu_bf16(sum.z) : 0, g3 = high ? relu_bf16(sum.w) : 0;
-    const uint32_t at = gate_place(tile, lane_ / 4) + block * 16 + lane_ % 4 * 4;
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(g0 | g1 << 16) : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * kGatePitch), "r"(g2 | g3 << 16)
-                 : "memory");
-    const uint32_t b0 = __ballot_sync(~0u, g0 != 0), b1 = __ballot_sync(~0u, g1 != 0);
-    const uint32_t b2 = __ballot_sync(~0u, g2 != 0), b3 = __ballot_sync(~0u, g3 != 0);
-    nnz_ += __popc(b0) + __popc(b1) + __popc(b2) + __popc(b3);
-    if (lane_ == 0) {
-      reinterpret_cast<uint8_t*>(shared_.own[tile])[block] =
-          static_cast<uint8_t>(columns_fired(b0 | b2, b1 | b3));
-    }
-  }
-  __device__ __forceinline__ uint32_t gate_place(int tile, int token) const {
-    return ring_ + L::kGate + (tile * 16 + token) * kGatePitch;
-  }
-
-  // Tells the cluster which neurons fire, and lists those that do for one of its tokens.
-  __device__ __forceinline__ void list() {
-    const int thread = static_cast<int>(threadIdx.x);
-    const uint32_t sent = smem_address(&shared_.barriers.fired);
-    if (thread == 0) barrier_arrive_expect(sent, kSplit * kWords * 4);
-    __syncthreads();
-    if (thread < kSplit * kWords) {
-      const int to = thread / kWords, word = thread % kWords;
-      uint32_t mine = shared_.own[0][word];
-      if constexpr (Tiles > 1) mine |= shared_.own[1][word];
-      store_remote4(remote_address(smem_address(&shared_.fired[word]) + rank_ * 4, to), mine,
-                    remote_address(sent, to));
-    }
-    if (p_.up != nullptr && warp_ < kWords) {
-      const uint32_t mine = shared_.own[0][warp_];
-      if (__popc(mine) <= 12 && (mine >> lane_ & 1) != 0) {
-        bulk_prefetch(p_.up + int64_t{first_ + thread} * p_.width, p_.width * 2);
-      }
-    }
-    barrier_wait(sent, fired_phase_);
-    fired_phase_ ^= 1;
-    int before = 0;
-    uint32_t mine = 0;
-    total_ = 0;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      const uint4 by_cta = shared_.fired[word];
-      const uint32_t bits = by_cta.x | by_cta.y | by_cta.z | by_cta.w;
-      if (word == warp_) {
-        mine = bits;
-        before = total_;
-      }
-      total_ += __popc(bits);
-    }
-    if (mine >> lane_ & 1) {
-      shared_.list[before + __popc(mine & ((1u << lane_) - 1))] = static_cast<uint16_t>(thread);
-    }
-    if (rank_ == 0 && lane_ == 0 && warp_ * 32 < min(q_.neurons, p_.ffn - first_)) {
-      p_.fired[first_ / 32 + warp_] = mine;
-    }
-    __syncthreads();
-  }
-
-  // --- up --------------------------------------------------------------------------------------
   __device__ __forceinline__ void hidden() {
     if (p_.up == nullptr) {
       if (!multiplies()) ask_for_down();
@@ -451,6 +128,45 @@ class Kernel {
       barrier_wait(sent, up_phase_);
       up_phase_ ^= 1;
       finish_tiles(tile, own, ring_ + kPlace, kSent);
+    }
+  }
+
+  // acc += x times up to Rows gathered rows.
+  template <int Rows, int Pitch, int Stages, int Sets>
+  __device__ __forceinline__ void multiply_gathered(float (&acc)[Sets][Rows / 2]) {
+    const uint64_t* full = shared_.barriers.gathered;
+    const uint64_t* empty = shared_.barriers.released;
+    const int step = up_step_, x_step = x_step_;
+    const bool at_once = chunks_ <= Stages;
+    if (at_once) {
+      barrier_wait(barrier(full, step), phase(step));
+      fence_async_shared();
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int c = 0; c < chunks_; ++c) {
+      const int x_index = x_step + c;
+      barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
+      if (!at_once) {
+        barrier_arrive(barrier(full, step + c));  // this warp gathers nothing then
+        barrier_wait(barrier(full, step + c), phase(step + c));
+        fence_async_shared();
+      }
+      wgmma_fence();
+      const uint64_t a = k_major_operand(x_place(x_index, warp_ / 4));
+      const uint64_t b = k_major_operand(ring_ + stage * (Pitch * kRowBytes));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma<Rows, false>(acc[k % Sets], a + k * 2, b + k * 2, true);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (c > 0 && !at_once && threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, step + c - 1));
+      stage = stage + 1 == Stages ? 0 : stage + 1;
+    }
+    wgmma_wait<0>();
+    if (threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, at_once ? step : step + chunks_ - 1));
+    if constexpr (Sets == 2) {
+#pragma unroll
+      for (int i = 0; i < Rows / 2; ++i) acc[0][i] += acc[1][i];
     }
   }
 
@@ -555,35 +271,6 @@ class Kernel {
     }
     __syncwarp();
   }
-
-  __device__ __forceinline__ void count() {
-    if (p_.activity == nullptr) return;
-    if (lane_ == 0 && nnz_ > 0) atomicAdd(&shared_.nnz, nnz_);
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (shared_.nnz > 0) {
-      atomicAdd(&p_.activity->nnz, static_cast<unsigned long long>(shared_.nnz));
-    }
-    if (blockIdx.x == 0) {
-      atomicAdd(&p_.activity->tokens, static_cast<unsigned long long>(p_.tokens));
-    }
-  }
-
-  const SplitGateUp& q_;
-  const GateUp& p_;
-  Shared& shared_;
-  const uint32_t ring_;
-  const int warp_, lane_, rank_, k_begin_, chunks_;
-  const int turn_;
-  const bool keep_x_;  // all of the slice is there at once
-  const bool sends_;
-  int first_ = 0;               // neuron of this pass
-  int total_ = 0;               // neurons of it that fire
-  int step_ = 0, up_step_ = 0;  // stages of the rings before this pass
-  int x_step_ = 0;              // chunks of x before this product; 0 where they stay
-  int nnz_ = 0;
-  uint32_t gate_phase_ = 0, fired_phase_ = 0, up_phase_ = 0;
-  bool first_pass_ = true;
 };
 
 template <int Tiles>
@@ -629,14 +316,16 @@ cudaError_t launch(const SplitGateUp& params, int clusters, cudaStream_t stream)
 }
 
 }  // namespace
+}  // namespace gate_up
 
 cudaError_t count_gate_up_clusters_sm90(int tiles, int* clusters) {
-  return tiles == 1 ? count_clusters<1>(clusters) : count_clusters<2>(clusters);
+  return tiles == 1 ? gate_up::count_clusters<1>(clusters) : gate_up::count_clusters<2>(clusters);
 }
 
 cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int tiles, int clusters,
                                 cudaStream_t stream) {
-  return tiles == 1 ? launch<1>(params, clusters, stream) : launch<2>(params, clusters, stream);
+  return tiles == 1 ? gate_up::launch<1>(params, clusters, stream)
+                    : gate_up::launch<2>(params, clusters, stream);
 }
 
 }  // namespace twell::few_token
