@@ -3,41 +3,30 @@
 // of which gives exit code 2 and one line on stderr.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "tests/run_command.h"
+#include "tests/test_command.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 using testing::ContainsRegex;
 using testing::HasSubstr;
-
-using twell::finish_command;
 using twell::slurp;
-using twell::start_command;
-using Result = twell::CommandResult;
 
-class CliTest : public testing::Test {
+class CliTest : public twell::CommandTest {
  protected:
   void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "twell_cli.XXXXXX").string();
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    folder_ = name;
     fs::create_directory(folder_ / "text");
     for (int i = 0; i < 12; ++i) {
       std::ofstream file(folder_ / "text" / (std::to_string(i) + ".txt"));
@@ -46,16 +35,6 @@ class CliTest : public testing::Test {
       }
     }
   }
-  void TearDown() override {
-    std::error_code ignored;
-    fs::remove_all(folder_, ignored);
-  }
-
-  pid_t start(const std::vector<std::string>& arguments) const {
-    return start_command(folder_, arguments);
-  }
-  Result finish(pid_t child) const { return finish_command(folder_, child); }
-  Result run(const std::vector<std::string>& arguments) const { return finish(start(arguments)); }
 
   // A run of a micro model; later flags win only where these have none.
   static std::vector<std::string> train(const std::string& out,
@@ -70,17 +49,6 @@ class CliTest : public testing::Test {
     return words;
   }
 
-  // Exit code 2, one line on stderr that names the fault, and no other output.
-  void expect_refused(const std::vector<std::string>& arguments, const std::string& fault) const {
-    const Result result = run(arguments);
-    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
-    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
-    EXPECT_THAT(result.err, HasSubstr(fault));
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
-  }
-  void write(const std::string& name, const std::string& text) const {
-    std::ofstream(folder_ / name, std::ios::binary) << text;
-  }
   // The first file of tokens in a folder of shards.
   fs::path shard_file(const std::string& shards) const {
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / shards)) {
@@ -102,8 +70,6 @@ class CliTest : public testing::Test {
     ::kill(child, signal);
     return finish(child);
   }
-
-  fs::path folder_;
 };
 
 TEST_F(CliTest, TrainsAndARepeatIsTheSame) {

@@ -8,9 +8,8 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
-#include "tests/run_command.h"
+#include "tests/test_command.h"
 #include "twell/base/file.h"
-#include "twell/base/test_folder.h"
 
 namespace twell {
 namespace {
@@ -31,45 +30,38 @@ std::string safetensors(const std::string& header, size_t bytes) {
   return out + header + std::string(bytes, '\0');
 }
 
-class HostileCheckpoint : public testing::Test {
+class HostileCheckpoint : public CommandTest {
  protected:
   // A sharded model, and one with a tokenizer.
   void SetUp() override {
-    fs::copy(golden("families/llama_linear"), folder_.path() / "sharded");
-    fs::copy(golden("tasks/model"), folder_.path() / "chat");
-    fs::copy(golden("tied_gqa"), folder_.path() / "single");
+    fs::copy(golden("families/llama_linear"), folder_ / "sharded");
+    fs::copy(golden("tasks/model"), folder_ / "chat");
+    fs::copy(golden("tied_gqa"), folder_ / "single");
   }
 
   void refused(const std::vector<std::string>& arguments, const std::string& fault) const {
-    const CommandResult result = run_command(folder_.path(), arguments);
-    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
-    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
-    EXPECT_THAT(result.err, HasSubstr(fault));
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
-    EXPECT_EQ(result.out, "");
-    EXPECT_FALSE(fs::exists(folder_.path() / "out"));
+    expect_refused(arguments, fault);
+    EXPECT_FALSE(fs::exists(folder_ / "out"));
   }
   void convert_refused(const std::string& in, const std::string& fault) const {
     refused({"convert", "--checkpoint", in, "--out", "out"}, fault);
   }
   void chat_refused(const std::string& chat_template, const std::string& fault) const {
-    folder_.write("chat/chat_template.jinja", chat_template);
+    write("chat/chat_template.jinja", chat_template);
     refused({"generate", "--checkpoint", "chat", "--chat", "--prompt", "a", "--max-tokens", "1"},
             fault);
   }
   // Puts another file where the index says that a tensor is.
   void point(const std::string& file) const {
-    const fs::path path = folder_.path() / "sharded" / "model.safetensors.index.json";
+    const fs::path path = folder_ / "sharded" / "model.safetensors.index.json";
     json index = json::parse(read_file(path));
     index["weight_map"]["model.norm.weight"] = file;
     write_file_atomic(path, index.dump());
   }
-
-  TempFolder folder_;
 };
 
 TEST_F(HostileCheckpoint, MissingShard) {
-  fs::remove(folder_.path() / "sharded" / "model-00002-of-00002.safetensors");
+  fs::remove(folder_ / "sharded" / "model-00002-of-00002.safetensors");
   convert_refused("sharded", "model-00002-of-00002.safetensors");
 }
 
@@ -82,9 +74,9 @@ TEST_F(HostileCheckpoint, PathsOutOfTheFolder) {
 }
 
 TEST_F(HostileCheckpoint, WrongShape) {
-  json config = json::parse(read_file(folder_.path() / "single" / "config.json"));
+  json config = json::parse(read_file(folder_ / "single" / "config.json"));
   config["intermediate_size"] = config["intermediate_size"].get<int64_t>() + 8;
-  folder_.write("single/config.json", config.dump());
+  write("single/config.json", config.dump());
   convert_refused("single", "mlp.");
 }
 
@@ -92,7 +84,7 @@ TEST_F(HostileCheckpoint, HeadersOfAbsurdSize) {
   for (const uint64_t size : {uint64_t{1} << 62, uint64_t{1} << 40, ~uint64_t{0}, uint64_t{0}}) {
     std::string file(64, ' ');
     std::memcpy(file.data(), &size, sizeof(size));
-    folder_.write("single/model.safetensors", file);
+    write("single/model.safetensors", file);
     convert_refused("single", "model.safetensors");
   }
 }
@@ -100,20 +92,20 @@ TEST_F(HostileCheckpoint, HeadersOfAbsurdSize) {
 TEST_F(HostileCheckpoint, ATensorTwice) {
   // In one header.
   const std::string entry = R"("a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})";
-  folder_.write("single/model.safetensors", safetensors("{" + entry + ", " + entry + "}", 4));
+  write("single/model.safetensors", safetensors("{" + entry + ", " + entry + "}", 4));
   convert_refused("single", "\"a\" appears twice");
   // In two shards, of which the index names one.
-  const fs::path first = folder_.path() / "sharded" / "model-00001-of-00002.safetensors";
-  const fs::path second = folder_.path() / "sharded" / "model-00002-of-00002.safetensors";
+  const fs::path first = folder_ / "sharded" / "model-00001-of-00002.safetensors";
+  const fs::path second = folder_ / "sharded" / "model-00002-of-00002.safetensors";
   fs::copy_file(first, second, fs::copy_options::overwrite_existing);
   convert_refused("sharded", "model-0000");
 }
 
 TEST_F(HostileCheckpoint, TensorsBeyondTheFile) {
-  folder_.write("single/model.safetensors",
-                safetensors(R"({"a": {"dtype": "F32", "shape": [4611686018427387904, 4],
+  write("single/model.safetensors",
+        safetensors(R"({"a": {"dtype": "F32", "shape": [4611686018427387904, 4],
                                 "data_offsets": [0, 4]}})",
-                            4));
+                    4));
   convert_refused("single", "model.safetensors");
 }
 
@@ -129,6 +121,20 @@ TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {
   chat_refused(
       "{% for i in range(90000) %}{% for j in range(90000) %}{{ j }}{% endfor %}{% endfor %}",
       "does not come to an end");
+}
+
+// Weights take seconds, and these have a fault of their own that would be named.
+TEST_F(HostileCheckpoint, WhatIsQuickToCheckIsRefusedBeforeWeightsAreRead) {
+  write("chat/model.safetensors", "none");
+  for (const std::vector<std::string>& command :
+       {std::vector<std::string>{"inspect"}, {"eval"}, {"bench", "forward"}}) {
+    std::vector<std::string> words = command;
+    words.insert(words.end(), {"--checkpoint", "chat", "--data", "nowhere"});
+    refused(words, "nowhere");
+    fs::rename(folder_ / "chat" / "tokenizer.json", folder_ / "away");
+    refused(words, "tokenizer.json");
+    fs::rename(folder_ / "away", folder_ / "chat" / "tokenizer.json");
+  }
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "tests/run_command.h"
+#include "tests/test_command.h"
 #include "twell/data/test_files.h"
 
 namespace twell {
@@ -19,13 +19,10 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using testing::HasSubstr;
 
-class JudgeCli : public testing::Test {
+class JudgeCli : public CommandTest {
  protected:
   static std::string golden(const std::string& part) {
     return (fs::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "tasks" / part).string();
-  }
-  CommandResult run(const std::vector<std::string>& arguments) const {
-    return run_command(folder_.path(), arguments);
   }
   static std::vector<std::string> eval(const std::string& tasks, const std::string& data,
                                        const std::vector<std::string>& more = {}) {
@@ -35,40 +32,29 @@ class JudgeCli : public testing::Test {
     words.insert(words.end(), more.begin(), more.end());
     return words;
   }
-  // Exit code 2 and one line on stderr that names the fault.
-  void expect_refused(const std::vector<std::string>& arguments, const std::string& fault) const {
-    const CommandResult result = run(arguments);
-    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
-    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
-    EXPECT_THAT(result.err, HasSubstr(fault));
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
-    EXPECT_EQ(result.out, "");
-  }
-
-  TempFolder folder_;
 };
 
 TEST_F(JudgeCli, TasksAsTableAndJson) {
-  const CommandResult table = run(eval("arc_easy,winogrande", golden("data"), {"--out", "out"}));
+  const Result table = run(eval("arc_easy,winogrande", golden("data"), {"--out", "out"}));
   ASSERT_EQ(table.code, 0) << table.err;
   EXPECT_THAT(table.out, HasSubstr("acc_norm %"));
   EXPECT_THAT(table.out, testing::ContainsRegex("arc_easy +3 +0.00 ± 0.00 +33.33 ± 33.33"));
   EXPECT_THAT(table.out, testing::ContainsRegex("winogrande +3 +33.33 ± 33.33 +-"));
   EXPECT_THAT(table.err, HasSubstr("winogrande  3/3 items"));
-  const json kept = json::parse(slurp(folder_.path() / "out" / "results.json"));
+  const json kept = json::parse(slurp(folder_ / "out" / "results.json"));
   EXPECT_DOUBLE_EQ(kept["tasks"]["winogrande"]["acc"].get<double>(), 1.0 / 3.0);
   EXPECT_FALSE(kept["tasks"]["winogrande"].contains("acc_norm"));
   EXPECT_EQ(kept["tasks"]["arc_easy"]["items"], 3);
-  const CommandResult printed =
+  const Result printed =
       run(eval("arc_easy,winogrande", golden("data"), {"--out", "out", "--json"}));
   EXPECT_EQ(json::parse(printed.out), kept);
-  const CommandResult one = run(eval("piqa", golden("data"), {"--limit", "1", "--json"}));
+  const Result one = run(eval("piqa", golden("data"), {"--limit", "1", "--json"}));
   EXPECT_TRUE(json::parse(one.out)["tasks"]["piqa"]["acc_stderr"].is_null());
 }
 
 TEST_F(JudgeCli, ParquetGivesTheSameScores) {
   const json lines = json::parse(run(eval("arc_easy,piqa", golden("data"), {"--json"})).out);
-  const CommandResult result = run(eval("arc_easy,piqa", golden("parquet"), {"--json"}));
+  const Result result = run(eval("arc_easy,piqa", golden("parquet"), {"--json"}));
   ASSERT_EQ(result.code, 0) << result.err;
   const json rows = json::parse(result.out);
   EXPECT_EQ(rows["mean_acc"], lines["mean_acc"]);
@@ -87,15 +73,15 @@ TEST_F(JudgeCli, StoppedTasksContinueToTheSameScores) {
                  .dump() +
              "\n";
   }
-  folder_.write("piqa.jsonl", items);
+  write("piqa.jsonl", items);
   ASSERT_EQ(run(eval("piqa", ".", {"--out", "whole"})).code, 0);
   int stopped = 0;
   for (int i = 0; i < 50; ++i) {
-    const pid_t child = start_command(folder_.path(), eval("piqa", ".", {"--out", "part"}));
+    const pid_t child = start(eval("piqa", ".", {"--out", "part"}));
     // From when the signal is handled on, until some batches are done.
     std::this_thread::sleep_for(std::chrono::milliseconds(200 + 100 * i));
     ::kill(child, i % 2 == 0 ? SIGTERM : SIGKILL);
-    const CommandResult result = finish_command(folder_.path(), child);
+    const Result result = finish(child);
     if (result.code == 0) break;
     ++stopped;
     if (result.code == 130) {
@@ -105,8 +91,7 @@ TEST_F(JudgeCli, StoppedTasksContinueToTheSameScores) {
   EXPECT_GT(stopped, 0);
   ASSERT_EQ(run(eval("piqa", ".", {"--out", "part"})).code, 0);
   for (const char* file : {"piqa.jsonl", "results.json"}) {
-    EXPECT_EQ(slurp(folder_.path() / "part" / file), slurp(folder_.path() / "whole" / file))
-        << file;
+    EXPECT_EQ(slurp(folder_ / "part" / file), slurp(folder_ / "whole" / file)) << file;
   }
 }
 
@@ -120,16 +105,16 @@ TEST_F(JudgeCli, BadTasks) {
   expect_refused(eval("piqa", golden("data"), {"--ffn", "fast"}), "fast");
   expect_refused(eval("piqa", golden("data"), {"--data", "x"}), "excludes");
   expect_refused({"eval", "--checkpoint", golden("model"), "--tasks", "piqa"}, "--task-data");
-  folder_.write("piqa.jsonl", "{\"goal\": \"g\", \"sol1\": \"a\", \"label\": 0}\n");
+  write("piqa.jsonl", "{\"goal\": \"g\", \"sol1\": \"a\", \"label\": 0}\n");
   expect_refused(eval("piqa", "."), "piqa.jsonl line 1 has no \"sol2\"");
-  folder_.write("winogrande/validation-00000-of-00001.parquet", "PAR1");
+  write("winogrande/validation-00000-of-00001.parquet", "PAR1");
   expect_refused(eval("winogrande", "."), "is not a Parquet file");
 }
 
 TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
   std::string text;
   for (int i = 0; i < 300; ++i) text += "The cork <floats> & the stone sinks " + std::to_string(i);
-  folder_.write("text.txt", text);
+  write("text.txt", text);
   const std::vector<std::string> words = {
       "inspect", "--checkpoint", golden("model"), "--data", "text.txt", "--threads", "1"};
   const auto with = [&](const std::vector<std::string>& more) {
@@ -137,12 +122,12 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
     all.insert(all.end(), more.begin(), more.end());
     return run(all);
   };
-  const CommandResult result = with({"--json", "i.json", "--html", "i.html"});
+  const Result result = with({"--json", "i.json", "--html", "i.html"});
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("union 128"));
   EXPECT_THAT(result.out, HasSubstr("least active tokens"));
 
-  const json report = json::parse(slurp(folder_.path() / "i.json"));
+  const json report = json::parse(slurp(folder_ / "i.json"));
   ASSERT_EQ(report["layers"].size(), 2u);
   for (const json& layer : report["layers"]) {
     EXPECT_LE(layer["nnz_mean"], layer["union_64"]);
@@ -155,7 +140,7 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
             report["least_active_tokens"][0]["nnz_mean"]);
   EXPECT_EQ(json::parse(with({"--json"}).out), report);
 
-  const std::string page = slurp(folder_.path() / "i.html");
+  const std::string page = slurp(folder_ / "i.html");
   EXPECT_EQ(static_cast<size_t>(std::count(page.begin(), page.end(), '<')),
             static_cast<size_t>(std::count(page.begin(), page.end(), '>')));
   EXPECT_THAT(page, HasSubstr("<svg"));
@@ -163,9 +148,9 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
        {"http:", "https:", "<script", "src=", "href=", "@import", "url(", "nan", "inf"}) {
     EXPECT_THAT(page, testing::Not(HasSubstr(outside)));
   }
-  const CommandResult plain = run({"inspect", "--checkpoint", golden("model"), "--html", "p.html"});
+  const Result plain = run({"inspect", "--checkpoint", golden("model"), "--html", "p.html"});
   EXPECT_EQ(plain.code, 0) << plain.err;
-  EXPECT_THAT(slurp(folder_.path() / "p.html"), HasSubstr("parameters"));
+  EXPECT_THAT(slurp(folder_ / "p.html"), HasSubstr("parameters"));
 }
 
 }  // namespace

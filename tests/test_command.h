@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// For tests of the built command as a user runs it, in a folder that is removed afterwards.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "twell/base/test_folder.h"
+
+namespace twell {
+
+// Empty when there is no such file.
+inline std::string slurp(const std::filesystem::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+class CommandTest : public testing::Test {
+ protected:
+  struct Result {
+    int code = -1;  // exit code; 128 + signal when one ended it
+    std::string out, err;
+  };
+
+  // Its output goes to the files stdout and stderr of the folder, which is also where it runs; its
+  // input is the file stdin there, or nothing.
+  pid_t start(const std::vector<std::string>& arguments) const {
+    std::vector<std::string> words = {TWELL_BINARY};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    const std::filesystem::path out = folder_ / "stdout", err = folder_ / "stderr";
+    std::filesystem::path in = folder_ / "stdin";
+    if (!std::filesystem::exists(in)) in = "/dev/null";
+    const pid_t child = ::fork();
+    if (child == 0) {
+      if (::chdir(folder_.c_str()) != 0 || std::freopen(in.c_str(), "r", stdin) == nullptr ||
+          std::freopen(out.c_str(), "w", stdout) == nullptr ||
+          std::freopen(err.c_str(), "w", stderr) == nullptr) {
+        ::_exit(126);
+      }
+      ::execv(TWELL_BINARY, argv.data());
+      ::_exit(127);
+    }
+    return child;
+  }
+  Result finish(pid_t child) const {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+            slurp(folder_ / "stdout"), slurp(folder_ / "stderr")};
+  }
+  Result run(const std::vector<std::string>& arguments) const { return finish(start(arguments)); }
+
+  // Exit code 2, one line on stderr that names the fault, and no other output, but of those who
+  // tell their progress until then.
+  void expect_refused(const std::vector<std::string>& arguments, const std::string& fault) const {
+    const Result result = run(arguments);
+    EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;
+    EXPECT_THAT(result.err, testing::StartsWith("twell: error: "));
+    EXPECT_THAT(result.err, testing::HasSubstr(fault));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+    const std::string command = arguments.empty() ? "" : arguments[0];
+    if (command != "train" && command != "tokenize") {
+      EXPECT_EQ(result.out, "") << fault;
+    }
+  }
+
+  std::filesystem::path write(const std::string& name, std::string_view text) const {
+    return temp_.write(name, text);
+  }
+
+ private:
+  const TempFolder temp_;
+
+ protected:
+  const std::filesystem::path& folder_ = temp_.path();
+};
+
+}  // namespace twell
