@@ -38,9 +38,11 @@ std::vector<FfnPattern> captured_patterns(const BenchFfnArguments& arguments) {
   std::vector<FfnPattern> patterns;
   for (const int64_t layer : layers) {
     const CapturedLayer captured = read_captured_layer(file, layer);
+    const bool repeated = arguments.begin + arguments.tokens > std::ssize(captured.row_nnz);
     patterns.push_back(captured_pattern(
-        fmt::format("{} layer {} tokens {}..{}", arguments.patterns.stem().string(), layer,
-                    arguments.begin, arguments.begin + arguments.tokens - 1),
+        fmt::format("{} layer {} tokens {}..{}{}", arguments.patterns.stem().string(), layer,
+                    arguments.begin, arguments.begin + arguments.tokens - 1,
+                    repeated ? fmt::format(" of {}, repeated", captured.row_nnz.size()) : ""),
         captured.row_nnz, captured.columns, arguments.begin, arguments.tokens));
   }
   return patterns;
@@ -147,12 +149,12 @@ void add_bench_ffn_command(CLI::App& bench, CommonOptions& common) {
       add_command(bench, common, "ffn", "One feed-forward layer",
                   [&common, arguments] { return run_bench_ffn(common, *arguments); });
   FfnBenchmark& benchmark = arguments->benchmark;
-  CLI::Option* patterns =
-      command
-          .add_option(
-              "--patterns", arguments->patterns,
-              "Captured activation patterns: safetensors with layerN.row_nnz and layerN.col")
-          ->type_name("FILE");
+  CLI::Option* patterns = command
+                              .add_option("--patterns", arguments->patterns,
+                                          "Captured activation patterns: safetensors with "
+                                          "layerN.row_nnz and layerN.col; repeated "
+                                          "where --tokens are more")
+                              ->type_name("FILE");
   command.add_option("--layer", arguments->layer, "Layer of the patterns; default: each in turn")
       ->type_name("N")
       ->needs(patterns);

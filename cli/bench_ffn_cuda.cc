@@ -100,6 +100,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   fmt::print("  {:<10} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
              "", "gate", "up+down", "layer ms", "p10", "p90", "ratio", "TFLOP/s", "mJ/token",
              "error");
+  double ratios = 0.0;  // of what is picked
   for (const FfnPattern& pattern : patterns) {
     const std::vector<FfnCudaRow> rows =
         benchmark_ffn_cuda(ctx, {options, energy_seconds}, pattern);
@@ -107,6 +108,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
     fmt::print("{}: {} tokens, {:.1f} active per token, {} at most\n", dense.pattern, dense.tokens,
                dense.nnz_per_token, dense.max_row_nnz);
     for (const FfnCudaRow& row : rows) {
+      if (row.chosen) ratios += row.speedup;
       print_row(options, row);
       nlohmann::json json = machine_json(0);
       json.erase("threads");
@@ -115,6 +117,10 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
       append_jsonl(jsonl, json);
     }
     fmt::print("  auto: {}\n", dense.reason);
+  }
+  if (patterns.size() > 1) {
+    fmt::print("mean ratio of what auto runs: {:.2f}x\n",
+               ratios / static_cast<double>(patterns.size()));
   }
   fmt::print(
       "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations;\n"

@@ -191,16 +191,21 @@ FfnPattern random_pattern(int64_t tokens, int64_t ffn, double density, uint64_t 
 
 FfnPattern captured_pattern(std::string name, std::span<const uint16_t> row_nnz,
                             std::span<const uint16_t> column, int64_t begin, int64_t count) {
-  TWELL_REQUIRE(begin >= 0 && count >= 1 && begin + count <= std::ssize(row_nnz),
+  TWELL_REQUIRE(begin >= 0 && begin < std::ssize(row_nnz) && count >= 1,
                 "pattern {} has {} tokens; {} from token {} on were asked for", name,
                 row_nnz.size(), count, begin);
-  const auto rows = row_nnz.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
-  const auto first = std::accumulate(row_nnz.begin(), row_nnz.begin() + begin, size_t{0});
-  const auto nnz = std::accumulate(rows.begin(), rows.end(), size_t{0});
-  TWELL_REQUIRE(first + nnz <= column.size(), "pattern {} lists {} neurons, its counts need {}",
-                name, column.size(), first + nnz);
-  const auto columns = column.subspan(first, nnz);
-  return {std::move(name), {rows.begin(), rows.end()}, {columns.begin(), columns.end()}};
+  std::vector<size_t> first(row_nnz.size() + 1);  // of each token's neurons
+  std::inclusive_scan(row_nnz.begin(), row_nnz.end(), first.begin() + 1, std::plus<>(), size_t{0});
+  TWELL_REQUIRE(first.back() <= column.size(), "pattern {} lists {} neurons, its counts need {}",
+                name, column.size(), first.back());
+  FfnPattern out{.name = std::move(name)};
+  for (int64_t i = 0; i < count; ++i) {
+    const auto token = static_cast<size_t>((begin + i) % std::ssize(row_nnz));
+    out.row_nnz.push_back(row_nnz[token]);
+    const auto neurons = column.subspan(first[token], row_nnz[token]);
+    out.column.insert(out.column.end(), neurons.begin(), neurons.end());
+  }
+  return out;
 }
 
 std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& options,

@@ -24,8 +24,8 @@ struct FfnPattern {
 };
 // Each neuron active with probability `density`, independently.
 FfnPattern random_pattern(int64_t tokens, int64_t ffn, double density, uint64_t seed);
-// Tokens [begin, begin + count) of a captured pattern: layerN.row_nnz and layerN.col of a file.
-// InputError when there are fewer.
+// Tokens [begin, begin + count) of a captured pattern, layerN.row_nnz and layerN.col of a file,
+// which starts again behind its last one. InputError when token `begin` is not there.
 FfnPattern captured_pattern(std::string name, std::span<const uint16_t> row_nnz,
                             std::span<const uint16_t> column, int64_t begin, int64_t count);
 

@@ -31,8 +31,17 @@ TEST(FfnBenchmark, CutsCapturedPatterns) {
   const FfnPattern pattern = captured_pattern("p", row_nnz, column, 1, 2);
   EXPECT_EQ(pattern.row_nnz, (std::vector<int32_t>{0, 3}));
   EXPECT_EQ(pattern.column, (std::vector<uint32_t>{1, 2, 3}));
-  EXPECT_THROW(captured_pattern("p", row_nnz, column, 2, 3), InputError);
+  EXPECT_THROW(captured_pattern("p", row_nnz, column, 4, 1), InputError);
+  EXPECT_THROW(captured_pattern("p", row_nnz, column, 0, 0), InputError);
   EXPECT_THROW(captured_pattern("p", row_nnz, std::span(column).first(5), 2, 2), InputError);
+}
+
+TEST(FfnBenchmark, RepeatsShortCapturedPatterns) {
+  const uint16_t row_nnz[] = {2, 0, 3, 1};
+  const uint16_t column[] = {4, 9, 1, 2, 3, 7};
+  const FfnPattern pattern = captured_pattern("p", row_nnz, column, 3, 6);
+  EXPECT_EQ(pattern.row_nnz, (std::vector<int32_t>{1, 2, 0, 3, 1, 2}));
+  EXPECT_EQ(pattern.column, (std::vector<uint32_t>{7, 4, 9, 1, 2, 3, 7, 4, 9}));
 }
 
 TEST(FfnBenchmark, RefusesPatternsThatDoNotFit) {
