@@ -40,8 +40,9 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   const ModelConfig config = preset_config(arguments.preset);
   const int64_t length =
       arguments.comparison.length == 0 ? config.context : arguments.comparison.length;
-  TWELL_REQUIRE(length <= config.context, "--seq must be 1 to {} (the model's context), got {}",
-                config.context, length);
+  TWELL_REQUIRE(length <= config.context,
+                "--sequence-length must be 1 to {} (the model's context), got {}", config.context,
+                length);
   const int64_t tokens = arguments.comparison.sequences * length;
   // Weights, and what leaves the last layer of a dense and of a sparse run, in f32.
   require_memory(4 * (config.parameter_count() + 2 * tokens * config.width));
@@ -74,7 +75,7 @@ std::vector<int32_t> batch_of_text(const CommonOptions& common,
   });
   TWELL_REQUIRE(ids.size() >= wanted,
                 "the text has {} tokens, {} sequences of {} need {}: give more text or lower "
-                "--batch or --seq",
+                "--batch or --sequence-length",
                 ids.size(), arguments.comparison.sequences, length, wanted);
   ids.resize(wanted);
   return ids;
@@ -157,7 +158,7 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
                 "bench forward needs either --checkpoint DIR or --preset NAME");
   TWELL_REQUIRE(arguments.comparison.sequences > 0 && arguments.comparison.sequences <= 1 << 16,
                 "--batch must be 1 to 65536 sequences, got {}", arguments.comparison.sequences);
-  TWELL_REQUIRE(arguments.comparison.length >= 0, "--seq must be positive, got {}",
+  TWELL_REQUIRE(arguments.comparison.length >= 0, "--sequence-length must be 0 or more, got {}",
                 arguments.comparison.length);
   if (use_cuda(common)) return run_on_gpu(common, arguments);
   TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
@@ -188,7 +189,7 @@ void add_bench_forward_command(CLI::App& bench, CommonOptions& common) {
       ->type_name("N")
       ->capture_default_str();
   command
-      .add_option("--seq", arguments->comparison.length,
+      .add_option("--sequence-length", arguments->comparison.length,
                   "Tokens per sequence; 0: the model's context")
       ->type_name("N")
       ->capture_default_str();

@@ -15,7 +15,8 @@ namespace {
 int run_bench_train(const CommonOptions& common, BenchTrain& arguments, bool largest) {
   TWELL_REQUIRE(arguments.micro_batch >= 1 && arguments.micro_batch <= 65536,
                 "--micro-batch must be 1 to 65536 sequences, got {}", arguments.micro_batch);
-  TWELL_REQUIRE(arguments.length >= 0, "--seq must be positive, got {}", arguments.length);
+  TWELL_REQUIRE(arguments.length >= 0, "--sequence-length must be 0 or more, got {}",
+                arguments.length);
   TWELL_REQUIRE(arguments.steps >= 1, "--steps must be at least 1, got {}", arguments.steps);
   TWELL_REQUIRE(use_cuda(common), "bench train needs a GPU; there is none here");
   if (largest) arguments.micro_batch = 0;
@@ -39,7 +40,9 @@ void add_bench_train_command(CLI::App& bench, CommonOptions& common) {
       ->type_name("N")
       ->capture_default_str();
   command.add_flag("--largest", *largest, "The largest micro-batch that fits, instead");
-  command.add_option("--seq", arguments->length, "Tokens per sequence; 0: the model's context")
+  command
+      .add_option("--sequence-length", arguments->length,
+                  "Tokens per sequence; 0: the model's context")
       ->type_name("N")
       ->capture_default_str();
   command.add_option("--steps", arguments->steps, "Timed steps of each run")

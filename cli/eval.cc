@@ -98,7 +98,7 @@ void add_eval_command(CLI::App& app, CommonOptions& common) {
   add_checkpoint_option(command, common);
   add_text_options(command, common, arguments->text);
   command
-      .add_option("--length", arguments->evaluate.length,
+      .add_option("--sequence-length", arguments->evaluate.length,
                   "Tokens a window sees at most; 0: the model's context")
       ->type_name("N")
       ->capture_default_str();

@@ -111,7 +111,7 @@ void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
                            ->type_name("NAMES")
                            ->group(kGroup);
   for (const char* of_a_text :
-       {"--data", "--shards", "--max-tokens", "--length", "--stride", "--json-field"}) {
+       {"--data", "--shards", "--max-tokens", "--sequence-length", "--stride", "--json-field"}) {
     tasks->excludes(command.get_option(of_a_text));
   }
   CLI::Option* data = command

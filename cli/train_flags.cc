@@ -144,7 +144,7 @@ void add_sparsify_flags(CLI::App& command, TrainFlags& flags) {
                  "With --relufy: multiple-choice tasks, with commas between them, that both models "
                  "are put to at the end ('twell eval --help' has the names)");
   sparsify.value("--task-data", flags.tasks.data, "DIR",
-                 "Folder with the tasks' data sets as JSON lines");
+                 "Folder with the tasks' data sets as JSON lines or Parquet");
   sparsify.value("--task-limit", flags.tasks.limit, "N", "Only the first items of each; 0: all");
 }
 

@@ -183,7 +183,8 @@ TEST_F(CliTest, BadNumbers) {
   expect_refused({"bench", "ffn", "--width", "0"}, "--width and --ffn must be positive");
   expect_refused({"bench", "ffn", "--ffn", "-8"}, "--width and --ffn must be positive");
   expect_refused({"bench", "forward", "--preset", "2b", "--batch", "65536"}, "memory");
-  expect_refused({"bench", "forward", "--preset", "tiny", "--seq", "99999999999"}, "--seq must");
+  expect_refused({"bench", "forward", "--preset", "tiny", "--sequence-length", "99999999999"},
+                 "--sequence-length must");
   expect_refused({}, "no command");
   expect_refused({"trian"}, "trian");
   EXPECT_FALSE(fs::exists(folder_ / "x"));

@@ -83,26 +83,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=LAYERS, default="2b")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--no-eager", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Body(LAYERS[arguments.preset], arguments.seq)
+        model = Body(LAYERS[arguments.preset], arguments.sequence_length)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         model = model.to(torch.bfloat16).eval()
-        ids = torch.randint(0, VOCAB, (arguments.batch, arguments.seq))
-    tokens = arguments.batch * arguments.seq
+        ids = torch.randint(0, VOCAB, (arguments.batch, arguments.sequence_length))
+    tokens = arguments.batch * arguments.sequence_length
     row = {
         "bench": "forward",
         "framework": f"PyTorch {torch.__version__}",
         "gpu": torch.cuda.get_device_name(),
         "subject": f"preset {arguments.preset}, random weights and tokens",
         "sequences": arguments.batch,
-        "length": arguments.seq,
+        "length": arguments.sequence_length,
     }
     if not arguments.no_eager:
         row["eager_tokens_per_s"] = tokens / median_seconds(lambda: model(ids), arguments.runs)

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=0, help="0: the preset's context")
+    parser.add_argument("--sequence-length", type=int, default=0, help="0: the preset's context")
     parser.add_argument("--l1", type=float, default=2e-5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     vocab, width, ffn, layers, heads, length = PRESETS[args.preset]
-    length = args.seq or length
+    length = args.sequence_length or length
     with torch.device(args.device):
         model = Model(vocab, width, ffn, layers, heads, length, args.l1)
         ids = torch.randint(0, vocab, (args.micro_batch, length + 1))
