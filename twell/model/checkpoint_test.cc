@@ -13,6 +13,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/test_folder.h"
 #include "twell/model/safetensors.h"
 
 namespace twell {
@@ -48,15 +49,6 @@ TensorToWrite raw_tensor(const std::string& name, const std::string& dtype,
 
 class CheckpointTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) /
-              fmt::format("checkpoint_test_{}",
-                          ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
   fs::path weights() const { return folder_ / "model.safetensors"; }
 
   // The tensors of model.safetensors as they are, to be altered and written again.
@@ -98,7 +90,8 @@ class CheckpointTest : public ::testing::Test {
   }
 
   Context ctx_{2};
-  fs::path folder_;
+  const TempFolder temp_;
+  const fs::path folder_ = temp_.path();
 };
 
 TEST_F(CheckpointTest, Float32RoundTripsBitForBit) {
@@ -259,7 +252,6 @@ TEST_F(CheckpointTest, NotANumberIsKept) {
 class ShardedCheckpointTest : public CheckpointTest {
  protected:
   void SetUp() override {
-    CheckpointTest::SetUp();
     save_model(model_, folder_, DType::kF32);
     std::map<std::string, TensorToWrite> shards[2];
     size_t i = 0;

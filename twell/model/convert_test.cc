@@ -10,6 +10,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/test_folder.h"
 #include "twell/model/checkpoint.h"
 #include "twell/model/safetensors.h"
 
@@ -47,15 +48,6 @@ int64_t status_bytes(const std::string& key) {
 
 class ConvertTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) /
-              fmt::format("convert_test_{}",
-                          ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
   std::string refusal(const fs::path& in, const ConvertOptions& options) const {
     try {
       convert_checkpoint(in, folder_ / "refused", options);
@@ -67,7 +59,8 @@ class ConvertTest : public ::testing::Test {
   }
 
   Context ctx_{2};
-  fs::path folder_;
+  const TempFolder temp_;
+  const fs::path folder_ = temp_.path();
 };
 
 constexpr ConvertOptions kToSparse{.layout = CheckpointLayout::kSparse};

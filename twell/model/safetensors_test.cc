@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "twell/base/error.h"
+#include "twell/base/test_folder.h"
 
 namespace twell {
 namespace {
@@ -106,16 +107,6 @@ TEST(Safetensors, RefusesOverlapsHolesAndDuplicates) {
 
 class SafetensorsFileTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) /
-              fmt::format("safetensors_test_{}",
-                          ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-    path_ = folder_ / "t.safetensors";
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
   void write(const std::map<std::string, std::string>& metadata = {{"note", "hello"}}) const {
     const auto bytes_of = [](const std::string& text, size_t piece) {
       return [text, piece](const auto& sink) {
@@ -137,7 +128,8 @@ class SafetensorsFileTest : public ::testing::Test {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << text;
   }
 
-  fs::path folder_, path_;
+  const TempFolder temp_;
+  const fs::path folder_ = temp_.path(), path_ = folder_ / "t.safetensors";
 };
 
 TEST_F(SafetensorsFileTest, WritesWhatItReads) {
