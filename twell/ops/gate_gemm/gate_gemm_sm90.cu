@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(kClearThreads) clear_rows_kernel(int32_t* row_
 
 cudaError_t launch_gate_gemm_sm90(const Params& params, int ctas, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(
-      gate_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      gate_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, paired_gemm::kRingBytes);
   if (status != cudaSuccess) return status;
   const auto clears = static_cast<unsigned>((params.out.tokens - 1) / kClearThreads + 1);
   status = sm90::launch_dependent(clear_rows_kernel, dim3(clears), kClearThreads, 0, stream,
                                   params.out.row_nnz, params.out.tokens);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(gate_gemm_sm90_kernel, dim3(ctas), kThreads, kSharedBytes, stream,
-                                params);
+  return sm90::launch_dependent(gate_gemm_sm90_kernel, dim3(ctas), kThreads,
+                                paired_gemm::kRingBytes, stream, params);
 }
 
 }  // namespace twell::gate_gemm

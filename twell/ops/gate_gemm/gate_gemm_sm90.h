@@ -7,12 +7,14 @@
 
 #include <cstdint>
 
+#include "twell/ops/matmul/paired_gemm_sm90.h"
+
 namespace twell::gate_gemm {
 
-inline constexpr int kTileM = 128;
-inline constexpr int kTileN = 256;  // the TwELL tile
-inline constexpr int kTileK = 64;   // 128 bytes, the widest swizzle
-inline constexpr int kCluster = 2;
+using paired_gemm::kCluster;
+using paired_gemm::kTileK;
+using paired_gemm::kTileM;
+using paired_gemm::kTileN;  // the TwELL tile
 
 // Where packed tiles go: a TwellPacked of T = 256 with its derived sizes, which the kernel would
 // otherwise divide for.

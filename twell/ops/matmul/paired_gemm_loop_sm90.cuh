@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the GEMMs a [M, K] b [N, K]^T of paired CTAs for Hopper are made of. Persistent; clusters of
+// two CTAs, each CTA an output tile of 128 rows by 256 columns; the two CTAs of a cluster share
+// their columns and load half of b's tile each, multicast to both.
+//   warpgroup 0     one thread feeds a ring of kStages k-steps through the copy engine
+//   warpgroups 1,2  64 rows each: WGMMA, and between k-steps the last tile's epilogue
+#pragma once
+
+#include "twell/ops/matmul/paired_gemm_sm90.h"
+#include "twell/sm90/barrier.cuh"
+#include "twell/sm90/copy.cuh"
+#include "twell/sm90/wgmma.cuh"
+
+namespace twell::paired_gemm {
+
+inline constexpr int kStages = 4;  // 4 x 48 KiB of the 227 KiB a CTA can have
+inline constexpr int kThreads = 384;
+inline constexpr int kConsumers = 2;  // warpgroups
+inline constexpr uint32_t kBytesA = kTileM * kTileK * 2;
+inline constexpr uint32_t kBytesB = kTileN * kTileK * 2;
+inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
+// Ring, its 2 * kStages barriers, and slack for aligning the ring to the 1024-byte swizzle atom.
+inline constexpr uint32_t kRingBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;
+
+// Cluster tiles in the order they are taken: sweeps over N within a group of row tiles, so that
+// what runs at one time shares few rows of a and few rows of b.
+struct TileOrder {
+  int m_pairs, n_tiles, group;
+  __device__ int count() const { return m_pairs * n_tiles; }
+  __device__ int m_pair(int index) const {
+    const int first = first_of(index), rows = rows_from(first);
+    return first + index % per_group() % rows;
+  }
+  __device__ int n_tile(int index) const {
+    const int rows = rows_from(first_of(index));
+    return index % per_group() / rows;
+  }
+
+ private:
+  __device__ int per_group() const { return group * n_tiles; }
+  __device__ int first_of(int index) const { return index / per_group() * group; }
+  __device__ int rows_from(int first) const { return min(group, m_pairs - first); }
+};
+
+struct Ring {
+  uint32_t stages;       // of a's tile and b's
+  uint32_t full, empty;  // their barriers
+
+  // In dynamic shared memory of kRingBytes + gap, which is left free in front of the barriers.
+  __device__ explicit Ring(void* memory, uint32_t gap = 0) {
+    stages = (sm90::smem_address(memory) + 1023) & ~1023u;
+    full = stages + kStages * kStageBytes + gap;
+    empty = full + kStages * 8;
+  }
+  // By one thread; then cluster_sync.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      sm90::barrier_init(full + stage * 8, 1);
+      sm90::barrier_init(empty + stage * 8, kConsumers * kCluster);
+    }
+    sm90::fence_barrier_init();
+  }
+};
+
+// The thread that feeds the ring, across tiles.
+struct Producer {
+  const Ring& ring;
+  const uint32_t rank;                     // of the CTA in its cluster
+  sm90::RingCursor<kStages> cursor{0, 1};  // a fresh ring is empty
+
+  // All k-steps of a tile: map_a's rows from `row` on, `bytes` of a and b together per k-step.
+  // k_steps is the kernel's parameter itself: of a copy the compiler unrolls the loop.
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, int row, const CUtensorMap& map_b,
+                                       int n_tile, const int& k_steps,
+                                       uint32_t bytes = kStageBytes) {
+    using namespace sm90;
+    const int column = n_tile * kTileN + rank * (kTileN / kCluster);
+    for (int k = 0; k < k_steps; ++k, cursor.advance()) {
+      const uint32_t a = ring.stages + cursor.stage * kStageBytes;
+      const uint32_t b = a + kBytesA + rank * (kBytesB / kCluster);
+      const uint32_t landed = ring.full + cursor.stage * 8;
+      barrier_wait(ring.empty + cursor.stage * 8, cursor.parity);
+      barrier_arrive_expect(landed, bytes);
+      tensor_load(a, &map_a, k * kTileK, row, landed);
+      tensor_load_multicast(b, &map_b, k * kTileK, column, landed, (1 << kCluster) - 1);
+    }
+  }
+};
+
+// 64 rows by N columns.
+template <int N>
+__device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uint32_t b,
+                                              bool accumulate) {
+  using namespace sm90;
+  const uint64_t operand_a = k_major_operand(a), operand_b = k_major_operand(b);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileK / 16; ++k) {
+    wgmma<N, false>(acc, operand_a + k * 2, operand_b + k * 2, accumulate || k > 0);
+  }
+  wgmma_commit();
+}
+
+// Of a consumer warpgroup: one thread tells both CTAs, whose copies fill this CTA's slots together.
+__device__ __forceinline__ void release(const Ring& ring, int stage) {
+  const int thread = threadIdx.x % 128;
+  if (thread < kCluster) sm90::barrier_arrive_cluster(ring.empty + stage * 8, thread);
+}
+
+// The body of a kernel of kThreads threads, behind the first cluster_sync: one thread produces,
+// consume(warpgroup) runs on two warpgroups.
+template <typename Produce, typename Consume>
+__device__ __forceinline__ void run_roles(const Produce& produce, const Consume& consume) {
+  using namespace sm90;
+  const int role = threadIdx.x / 128;
+  if (role == 0) {
+    registers_decrease<24>();
+    if (threadIdx.x == 0) produce();
+  } else {
+    registers_increase<240>();
+    consume(role - 1);
+  }
+  __syncwarp();
+  cluster_sync();  // no CTA leaves while the other may still signal its barriers
+}
+
+}  // namespace twell::paired_gemm
