@@ -43,7 +43,7 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                              .w_up = gated_ ? problem.weights.w_up : nullptr,
                              .w_down = problem.weights.w_down,
                              .y = problem.y + begin * width_,
-                             .add = problem.residual != nullptr},
+                             .add = problem.add},
                             workspace_);
     done(false);
   }

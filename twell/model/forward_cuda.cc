@@ -299,7 +299,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
       .x = hidden_.data(),
       .y = residual_.data(),
       .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
-      .residual = residual_.data()};
+      .add = true};
   if (hooks.ffn) {
     hooks.ffn(layer, ffn);
   } else {
@@ -357,7 +357,7 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
                     .y = residual_.data(),
                     .norm = device_bf16(w.ffn_norm),
                     .eps = eps,
-                    .residual = residual_.data()},
+                    .add = true},
                    ffn_plans_[layer], ffn_);
 }
 

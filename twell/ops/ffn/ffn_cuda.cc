@@ -131,7 +131,7 @@ class FfnCallCuda {
                   {.rows = chunk_.tokens,
                    .cols = workspace_.width_,
                    .inner = workspace_.ffn_,
-                   .add = adds()},
+                   .add = chunk_.add},
                   workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
       return true;
     }
@@ -140,7 +140,7 @@ class FfnCallCuda {
                                                  .ffn = workspace_.ffn_,
                                                  .h = workspace_.gate_.data(),
                                                  .w = chunk_.weights.w_down,
-                                                 .residual = chunk_.residual,
+                                                 .residual = residual(),
                                                  .y = chunk_.y,
                                                  .constant_weights = true},
                                                 ctx_.stream()));
@@ -150,12 +150,12 @@ class FfnCallCuda {
   void dense() const {
     if (few_rows_dense()) return;
     std::unique_ptr<DenseFfnCuda>& dense =
-        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation, adds()}];
+        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation, chunk_.add}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
           ctx_, chunk_.tokens, workspace_.width_, workspace_.ffn_, workspace_.gated_,
           workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation,
-          adds());
+          chunk_.add);
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
@@ -177,7 +177,7 @@ class FfnCallCuda {
                           .y = chunk_.y,
                           .norm = chunk_.norm,
                           .eps = chunk_.eps,
-                          .residual = chunk_.residual,
+                          .residual = residual(),
                           .activity = plan_.counts,
                           .weights_are_constant = true},
                          workspace_.few_tokens_);
@@ -187,7 +187,7 @@ class FfnCallCuda {
   }
 
  private:
-  bool adds() const { return chunk_.residual != nullptr; }
+  const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
   // Runs the gate GEMM; what is left to do is the returned problem.
   SparseUpDownCuda packed_gate() const {
     FfnWorkspaceCuda& w = workspace_;
@@ -218,7 +218,7 @@ class FfnCallCuda {
             .w_up = w.gated_ ? weights.w_up : nullptr,
             .w_down = weights.w_down,
             .y = chunk_.y,
-            .add = adds(),
+            .add = chunk_.add,
             .activity = plan_.counts};
   }
 
@@ -255,8 +255,6 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   TWELL_CHECK(problem.norm == nullptr || (ffn_fuses_norm(ctx, problem.tokens, workspace.width()) &&
                                           problem.row_nnz == nullptr),
               "norm as part of the FFN of {} tokens", problem.tokens);
-  TWELL_CHECK(problem.residual == nullptr || problem.residual == problem.y,
-              "the FFN adds to its result in place");
   if (problem.tokens == 0) return;
   const FfnExecution execution =
       choose_ffn_cuda(ctx, problem.tokens, problem.weights.activation, plan, workspace);
@@ -268,7 +266,6 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.tokens = std::min(step, problem.tokens - begin);
     chunk.x += begin * workspace.width();
     chunk.y += begin * workspace.width();
-    if (chunk.residual != nullptr) chunk.residual = chunk.y;
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     const FfnCallCuda call(ctx, chunk, plan, workspace);
     switch (execution) {

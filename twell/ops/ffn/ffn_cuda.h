@@ -104,10 +104,10 @@ struct FfnForwardCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
-  // Where ffn_fuses_norm, with a residual: FFN(norm(x)); x may then be y.
+  // Where ffn_fuses_norm, with add: FFN(norm(x)); x may then be y.
   const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm
   float eps = 1e-5f;
-  const __nv_bfloat16* residual = nullptr;  // y, or null: y += instead of =
+  bool add = false;  // y += instead of =
 };
 
 // What a call with so many tokens would run now; noted in the plan.

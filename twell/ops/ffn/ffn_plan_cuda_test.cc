@@ -72,7 +72,7 @@ Outcome run(CudaContext& ctx, const TestStream& stream, const Layer& layer, FfnP
                                .x = layer.x.data(),
                                .y = y.data(),
                                .row_nnz = count_rows ? row_nnz.data() : nullptr,
-                               .residual = residual.empty() ? nullptr : y.data()};
+                               .add = !residual.empty()};
   const auto forward = [&] { ffn_forward_cuda(ctx, problem, plans[1], workspace); };
   if (graph_replays > 0) {
     forward();  // makes cuBLASLt's plans
