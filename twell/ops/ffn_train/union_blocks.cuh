@@ -57,6 +57,11 @@ __device__ __forceinline__ int value_index(int row, int column) {
   return row * kBlock + ((column / 8) ^ (row % 8)) * 8 + column % 8;
 }
 
+// Blocks of a tile of neurons.
+__device__ __forceinline__ int tile_blocks(const NeuronTiles& neurons, int tile) {
+  return (neurons.size[tile] + kBlock - 1) / kBlock;
+}
+
 // Bits of the lower lanes.
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << threadIdx.x % 32) - 1; }
 
