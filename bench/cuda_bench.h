@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU benchmarks share: operands, activation patterns on the device, and a stopwatch.
+// What the GPU benchmarks share: operands, activation patterns on the device, a stopwatch, JSON
+// lines, and how a program ends.
 #pragma once
 
+#include <cublasLt.h>
 #include <cuda_bf16.h>
+
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <set>
 #include <string>
@@ -53,6 +59,20 @@ inline double normal_quantile(double p) {
     (0.5 * std::erfc(-middle / std::sqrt(2.0)) < p ? low : high) = middle;
   }
   return low;
+}
+
+// Operands whose gate fires for about nnz of F neurons per token: x of deviation 1, whose column 0
+// is 1, and w_gate of deviation 0.02, whose column 0 is this bias.
+inline float gate_bias(double nnz, int64_t ffn, int64_t width) {
+  const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
+  // The rest of a row has deviation 0.02 sqrt(D - 1).
+  return static_cast<float>(0.02 * std::sqrt(static_cast<double>(width - 1)) *
+                            normal_quantile(share));
+}
+inline void fill_first_column(std::vector<__nv_bfloat16>& matrix, int64_t width, float value) {
+  for (size_t row = 0; row < matrix.size(); row += static_cast<size_t>(width)) {
+    matrix[row] = __float2bfloat16(value);
+  }
 }
 
 struct Pattern {
@@ -154,6 +174,7 @@ struct GateOnDevice {
 
 struct Timing {
   double median = 0.0, p10 = 0.0, p90 = 0.0;  // ms
+  nlohmann::json json() const { return {{"median", median}, {"p10", p10}, {"p90", p90}}; }
 };
 
 class Stopwatch {
@@ -205,5 +226,41 @@ class Stopwatch {
   const TestStream& stream_;
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
+
+// Appends rows to a file, unless its name is empty, with what was measured on and against.
+class JsonLines {
+ public:
+  JsonLines(const CudaContext& ctx, std::string baseline, const std::string& path)
+      : gpu_(ctx.device_name()), baseline_(std::move(baseline)) {
+    TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver_));
+    if (!path.empty()) out_.open(path, std::ios::app);
+  }
+  int driver() const { return driver_; }
+  void write(nlohmann::json row) {
+    row["gpu"] = gpu_;
+    row["cuda_driver"] = driver_;
+    row["baseline"] = baseline_;
+    row["cublaslt"] = cublasLtGetVersion();
+    if (out_.is_open()) out_ << row.dump() << '\n';
+  }
+
+ private:
+  std::string gpu_, baseline_;
+  int driver_ = 0;
+  std::ofstream out_;
+};
+
+// What main returns: runs the benchmark, and says on stderr what was wrong.
+inline int run_benchmark(const char* program, const std::function<void()>& run) {
+  try {
+    const std::string unavailable = cuda_unavailable();
+    TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
+    run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", program, error.what());
+    return dynamic_cast<const InputError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}
 
 }  // namespace twell

@@ -7,10 +7,8 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -39,15 +37,8 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   const int64_t width = options.width, ffn = options.ffn;
   auto host_x = random_operand(tokens * width, 1, 1.0f);
   auto host_gate = random_operand(ffn * width, 4, 0.02f);
-  // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest has deviation 0.02 sqrt(D - 1).
-  const double share = std::clamp(pattern.mean() / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
-  const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
-  for (int64_t m = 0; m < tokens; ++m) {
-    host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
-  }
-  for (int64_t n = 0; n < ffn; ++n) {
-    host_gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
-  }
+  fill_first_column(host_x, width, 1.0f);
+  fill_first_column(host_gate, width, gate_bias(pattern.mean(), ffn, width));
   const auto x = upload(host_x), w_gate = upload(host_gate);
   const auto w_up = upload(random_operand(ffn * width, 2, 0.02f));
   const auto w_down = upload(random_operand(ffn * width, 3, 0.02f));
@@ -108,8 +99,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["difference_to_dense"] = difference;
   for (size_t i = 0; i < times.size(); ++i) {
     if (!hopper && (i == 2 || i == 5)) continue;
-    row[std::string(names[i]) + "_ms"] = {
-        {"median", times[i].median}, {"p10", times[i].p10}, {"p90", times[i].p90}};
+    row[std::string(names[i]) + "_ms"] = times[i].json();
   }
   row["portable_speedup"] = times[6].median / times[7].median;
   fmt::print(
@@ -123,30 +113,18 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
 }
 
 void run(const Options& options) {
-  const std::string unavailable = cuda_unavailable();
-  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
   const TestStream stream;
   CudaContext ctx(stream.get());
-  int driver = 0;
-  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  JsonLines lines(ctx, "cuBLASLt, fastest proposal", options.jsonl);
   std::vector<Pattern> patterns;
   if (!options.patterns.empty()) patterns = read_patterns(options.patterns, options.layers);
   for (const double nnz : options.nnz) {
     patterns.push_back(random_pattern(options.tokens, options.ffn, nnz));
   }
   fmt::print("{}, CUDA driver {}, D {}, F {}; ms; gate: dense, Hopper, portable; after the gate: ",
-             ctx.device_name(), driver, options.width, options.ffn);
+             ctx.device_name(), lines.driver(), options.width, options.ffn);
   fmt::print("dense, tile-union, row-fused; layer: dense, portable\n");
-  std::ofstream out;
-  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
-  for (const Pattern& pattern : patterns) {
-    nlohmann::json row = measure(ctx, stream, options, pattern);
-    row["gpu"] = ctx.device_name();
-    row["cuda_driver"] = driver;
-    row["baseline"] = "cuBLASLt, fastest proposal";
-    row["cublaslt"] = cublasLtGetVersion();
-    if (out.is_open()) out << row.dump() << '\n';
-  }
+  for (const Pattern& pattern : patterns) lines.write(measure(ctx, stream, options, pattern));
 }
 
 }  // namespace
@@ -162,11 +140,5 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
   app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
   CLI11_PARSE(app, argc, argv);
-  try {
-    twell::run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "executions_cuda_bench: %s\n", error.what());
-    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
-  }
-  return 0;
+  return twell::run_benchmark("executions_cuda_bench", [&] { twell::run(options); });
 }

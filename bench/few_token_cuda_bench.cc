@@ -9,10 +9,8 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -106,8 +104,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["difference_to_dense"] = difference;
   const char* names[] = {"dense", "few_token", "few_token_constant_weights"};
   for (size_t i = 0; i < times.size(); ++i) {
-    row[std::string(names[i]) + "_us"] = {
-        {"median", times[i].median}, {"p10", times[i].p10}, {"p90", times[i].p90}};
+    row[std::string(names[i]) + "_us"] = times[i].json();
   }
   row["speedup"] = ratio;
   row["speedup_constant_weights"] = early_ratio;
@@ -116,19 +113,13 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
 }
 
 void run(const Options& options) {
-  const std::string unavailable = cuda_unavailable();
-  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
   TWELL_REQUIRE(options.sets > 0 && options.rounds > 0, "--sets {} and --rounds {}: at least 1",
                 options.sets, options.rounds);
   const TestStream stream;
   CudaContext ctx(stream.get());
-  int driver = 0;
-  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
   const int64_t width = options.width, ffn = options.ffn;
   auto host_x = random_operand(kMaxFewTokens * width, 1, 1.0f);
-  for (int64_t m = 0; m < kMaxFewTokens; ++m) {
-    host_x[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);
-  }
+  fill_first_column(host_x, width, 1.0f);
   const auto x = upload(host_x);
   auto gate = random_operand(ffn * width, 4, 0.02f);
   const auto up = random_operand(ffn * width, 2, 0.02f);
@@ -137,27 +128,16 @@ void run(const Options& options) {
   for (int i = 0; i < options.sets; ++i) {
     sets.push_back({DeviceBuffer<__nv_bfloat16>(ffn * width), upload(up), upload(down)});
   }
-  std::ofstream out;
-  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
-  fmt::print("{}, CUDA driver {}, D {}, F {}; us per layer\n", ctx.device_name(), driver, width,
-             ffn);
+  JsonLines lines(ctx, "cuBLASLt, fastest proposal", options.jsonl);
+  fmt::print("{}, CUDA driver {}, D {}, F {}; us per layer\n", ctx.device_name(), lines.driver(),
+             width, ffn);
   fmt::print("{:>4} {:>7} {:>7}  {:>8} {:>8} {:>7} {:>8} {:>7} {:>8}   {}\n", "M", "nnz", "neurons",
              "dense", "sparse", "ratio", "constant", "ratio", "floor", "difference");
   for (const double nnz : options.nnz) {
-    // The rest of a row of the gate has deviation 0.02 sqrt(D - 1).
-    const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
-    const double bias = 0.02 * std::sqrt(static_cast<double>(width - 1)) * normal_quantile(share);
-    for (int64_t n = 0; n < ffn; ++n) {
-      gate[static_cast<size_t>(n * width)] = __float2bfloat16(static_cast<float>(bias));
-    }
+    fill_first_column(gate, width, gate_bias(nnz, ffn, width));
     for (WeightSet& set : sets) set.gate = upload(gate);
     for (const int64_t tokens : options.tokens) {
-      nlohmann::json row = measure(ctx, stream, options, sets, x.data(), tokens, nnz);
-      row["gpu"] = ctx.device_name();
-      row["cuda_driver"] = driver;
-      row["baseline"] = "cuBLASLt, fastest proposal";
-      row["cublaslt"] = cublasLtGetVersion();
-      if (out.is_open()) out << row.dump() << '\n';
+      lines.write(measure(ctx, stream, options, sets, x.data(), tokens, nnz));
     }
   }
 }
@@ -174,11 +154,5 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
   app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
   CLI11_PARSE(app, argc, argv);
-  try {
-    twell::run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "few_token_cuda_bench: %s\n", error.what());
-    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
-  }
-  return 0;
+  return twell::run_benchmark("few_token_cuda_bench", [&] { twell::run(options); });
 }

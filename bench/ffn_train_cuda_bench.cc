@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <string>
 #include <vector>
@@ -89,21 +88,12 @@ struct Operands {
         w_up(upload(random_operand(shape.ffn * shape.width, 2, 0.02f))),
         w_down(upload(random_operand(shape.ffn * shape.width, 3, 0.02f))) {
     auto host_x = random_operand(tokens * shape.width, 1, 1.0f);
-    for (int64_t m = 0; m < tokens; ++m) {
-      host_x[static_cast<size_t>(m * shape.width)] = __float2bfloat16(1.0f);
-    }
+    fill_first_column(host_x, shape.width, 1.0f);
     x = upload(host_x);
   }
-  // So that the gate has about nnz non-zeros per token: the rest of it has deviation
-  // 0.02 sqrt(D - 1).
+  // So that the gate has about nnz non-zeros per token.
   void set_activity(double nnz) {
-    const double share = std::clamp(nnz / static_cast<double>(shape.ffn), 1e-6, 1.0 - 1e-6);
-    const double bias =
-        0.02 * std::sqrt(static_cast<double>(shape.width - 1)) * normal_quantile(share);
-    for (int64_t n = 0; n < shape.ffn; ++n) {
-      host_w_gate[static_cast<size_t>(n * shape.width)] =
-          __float2bfloat16(static_cast<float>(bias));
-    }
+    fill_first_column(host_w_gate, shape.width, gate_bias(nnz, shape.ffn, shape.width));
     w_gate = upload(host_w_gate);
   }
 };
@@ -278,10 +268,6 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const Pattern& pa
   return row;
 }
 
-nlohmann::json timing(const Timing& t) {
-  return {{"median", t.median}, {"p10", t.p10}, {"p90", t.p90}};
-}
-
 nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
                        const Pattern& pattern, Operands& operands) {
   Layer layer(operands, repeated(pattern, operands.shape.max_tokens), /*dense=*/false);
@@ -313,12 +299,12 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   const double speedup = times[4].median / times[5].median;
   nlohmann::json row;
   row["tokens"] = layer.shape.max_tokens;
-  row["dense_forward_ms"] = timing(times[0]);
-  row["dense_backward_ms"] = timing(times[1]);
-  row["hybrid_forward_ms"] = timing(times[2]);
-  row["hybrid_backward_ms"] = timing(times[3]);
-  row["dense_ms"] = timing(times[4]);
-  row["hybrid_ms"] = timing(times[5]);
+  row["dense_forward_ms"] = times[0].json();
+  row["dense_backward_ms"] = times[1].json();
+  row["hybrid_forward_ms"] = times[2].json();
+  row["hybrid_backward_ms"] = times[3].json();
+  row["dense_ms"] = times[4].json();
+  row["hybrid_ms"] = times[5].json();
   row["speedup"] = speedup;
   row["choice"] = std::string(ffn_train_execution_name(choice));
   row["choice_speedup"] = choice == FfnTrainExecution::kHybrid ? speedup : 1.0;
@@ -365,28 +351,19 @@ std::vector<PatternGroup> all_patterns(const Options& options) {
 }
 
 void run(const Options& options) {
-  const std::string unavailable = cuda_unavailable();
-  TWELL_REQUIRE(unavailable.empty(), "no GPU to measure on: {}", unavailable);
   const TestStream stream;
   CudaContext ctx(stream.get());
   set_matmul_tuning(ctx, true);
-  int driver = 0;
-  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  JsonLines lines(ctx, "dense execution, cuBLASLt, fastest proposals", options.jsonl);
   const std::vector<PatternGroup> groups = all_patterns(options);
   fmt::print("{}, CUDA driver {}, D {}, F {}; ms, forward + backward: dense, hybrid\n",
-             ctx.device_name(), driver, options.width, options.ffn);
-  std::ofstream out;
-  if (!options.jsonl.empty()) out.open(options.jsonl, std::ios::app);
+             ctx.device_name(), lines.driver(), options.width, options.ffn);
   const auto write = [&](nlohmann::json row, const Pattern& pattern) {
     row["pattern"] = pattern.name;
     row["width"] = options.width;
     row["ffn"] = options.ffn;
     row["nnz_per_token"] = pattern.mean();
-    row["gpu"] = ctx.device_name();
-    row["cuda_driver"] = driver;
-    row["baseline"] = "dense execution, cuBLASLt, fastest proposals";
-    row["cublaslt"] = cublasLtGetVersion();
-    if (out.is_open()) out << row.dump() << '\n';
+    lines.write(std::move(row));
   };
   for (const PatternGroup& group : groups) {
     if (!options.check) break;
@@ -430,11 +407,5 @@ int main(int argc, char** argv) {
   app.add_flag("!--no-time", options.time, "no timing");
   app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
   CLI11_PARSE(app, argc, argv);
-  try {
-    twell::run(options);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "ffn_train_cuda_bench: %s\n", error.what());
-    return dynamic_cast<const twell::InputError*>(&error) != nullptr ? 2 : 1;
-  }
-  return 0;
+  return twell::run_benchmark("ffn_train_cuda_bench", [&] { twell::run(options); });
 }
