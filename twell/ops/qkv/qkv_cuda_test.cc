@@ -5,10 +5,8 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
-#include "twell/base/test_bf16.h"
-#include "twell/ops/rope/rope.h"
+#include "twell/ops/rope/rope_cuda_testing.h"
 
 namespace twell {
 namespace {
@@ -40,7 +38,8 @@ TEST_P(QkvCudaTest, EqualsProductAndRotationWithAndWithoutCache) {
   CudaContext ctx(stream.get());
   if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
   const auto [tokens, width, heads, kv_heads, head_dim] = GetParam();
-  const int64_t q = heads * head_dim, kv = kv_heads * head_dim, columns = q + 2 * kv;
+  const RopeOperands o(tokens, heads, kv_heads, head_dim);
+  const int64_t columns = o.columns;
   const auto x = signs(tokens * width, 1), w = signs(columns * width, 2);
   std::vector<float> want(static_cast<size_t>(tokens * columns));
   for (int64_t m = 0; m < tokens; ++m) {
@@ -52,58 +51,28 @@ TEST_P(QkvCudaTest, EqualsProductAndRotationWithAndWithoutCache) {
       want[static_cast<size_t>(m * columns + n)] = sum;
     }
   }
-  const RopeTable table(300, head_dim, 10000.0);
-  std::vector<int32_t> positions;
-  std::vector<int64_t> cache_rows;
-  for (int64_t m = 0; m < tokens; ++m) {
-    positions.push_back(static_cast<int32_t>((m * 37 + 5) % 300));
-    cache_rows.push_back(tokens - 1 - m);
-  }
   Context cpu(1);
-  rope(cpu, table, positions, MatrixF(want.data(), tokens, q + kv, columns));
+  rope(cpu, o.table, o.positions, MatrixF(want.data(), tokens, o.rotated, columns));
 
   const auto device_x = upload(narrowed(x)), device_w = upload(narrowed(w));
-  const auto cos = upload(std::vector<float>(table.cos.span().begin(), table.cos.span().end()));
-  const auto sin = upload(std::vector<float>(table.sin.span().begin(), table.sin.span().end()));
-  const auto device_positions = upload(positions);
-  const auto device_cache_rows = upload(cache_rows);
   const auto alone = poisoned<__nv_bfloat16>(tokens * columns);
   const auto with_cache = poisoned<__nv_bfloat16>(tokens * columns);
-  const auto keys = poisoned<__nv_bfloat16>(tokens * kv),
-             values = poisoned<__nv_bfloat16>(tokens * kv);
-  QkvCuda problem{.width = width,
-                  .x = device_x.data(),
-                  .w = device_w.data(),
-                  .rope = {.tokens = tokens,
-                           .heads = heads,
-                           .kv_heads = kv_heads,
-                           .head_dim = head_dim,
-                           .cos = cos.data(),
-                           .sin = sin.data(),
-                           .positions = device_positions.data(),
-                           .qkv = alone.data()}};
+  QkvCuda problem{
+      .width = width, .x = device_x.data(), .w = device_w.data(), .rope = o.in_place(alone.data())};
   qkv_cuda(ctx, problem);
-  problem.rope.qkv = with_cache.data();
-  problem.rope.keys = keys.data();
-  problem.rope.values = values.data();
-  problem.rope.cache_rows = device_cache_rows.data();
+  problem.rope = o.into_cache(with_cache.data());
   qkv_cuda(ctx, problem);
   stream.synchronize();
-  const auto got = to_floats(download(alone)), got_q = to_floats(download(with_cache)),
-             got_k = to_floats(download(keys)), got_v = to_floats(download(values));
+  const auto got = to_floats(download(alone)), queries = to_floats(download(with_cache)),
+             cached = o.gathered(queries);
   for (int64_t m = 0; m < tokens; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
       const auto at = static_cast<size_t>(m * columns + n);
       // Half a bf16 unit, and f32 arithmetic on terms of up to 256.
       ASSERT_NEAR(got[at], want[at], std::ldexp(std::abs(want[at]), -8) + 1e-4f) << m << ", " << n;
-      float cached = got_q[at];
-      const auto row = static_cast<size_t>(cache_rows[static_cast<size_t>(m)] * kv);
-      if (n >= q) {
-        ASSERT_TRUE(std::isnan(cached)) << "written beside the cache: " << m << ", " << n;
-        cached = n < q + kv ? got_k[row + static_cast<size_t>(n - q)]
-                            : got_v[row + static_cast<size_t>(n - q - kv)];
-      }
-      ASSERT_EQ(cached, got[at]) << m << ", " << n;
+      ASSERT_EQ(cached[at], got[at]) << m << ", " << n;
+      ASSERT_TRUE(n < o.q_columns || std::isnan(queries[at]))
+          << "written beside the cache: " << m << ", " << n;
     }
   }
 }
