@@ -5,15 +5,13 @@
 
 #include <cstdint>
 
+#include "twell/sm90/bf16_pair.cuh"
+
 namespace twell::ffn_train {
 
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
+using sm90::bf16x2;
+using sm90::high_half;
+using sm90::low_half;
 
 // Which of a pair is active: bits 0 and 1. NaN is.
 __device__ __forceinline__ uint32_t fired_bits(uint32_t g) {
@@ -27,11 +25,11 @@ __device__ __forceinline__ uint32_t fired_bits(const uint4& g) {
 // h = g * u; adds |h| to l1.
 __device__ __forceinline__ uint32_t hidden_pair(uint32_t g, uint32_t u, float& l1) {
   const uint32_t fired = fired_bits(g);
-  const float h0 = (fired & 1) != 0 ? low(g) * low(u) : 0.0f;
-  const float h1 = (fired & 2) != 0 ? high(g) * high(u) : 0.0f;
+  const float h0 = (fired & 1) != 0 ? low_half(g) * low_half(u) : 0.0f;
+  const float h1 = (fired & 2) != 0 ? high_half(g) * high_half(u) : 0.0f;
   l1 += fabsf(h0);
   l1 += fabsf(h1);
-  return pack(h0, h1);
+  return bf16x2(h0, h1);
 }
 
 __device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
@@ -43,12 +41,12 @@ __device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32
                                               float l1_scale) {
   const uint32_t fired = fired_bits(g);
   const bool first = (fired & 1) != 0, second = (fired & 2) != 0;
-  const float g0 = low(g), g1 = high(g), u0 = low(u), u1 = high(u);
+  const float g0 = low_half(g), g1 = high_half(g), u0 = low_half(u), u1 = high_half(u);
   const float h0 = first ? g0 * u0 : 0.0f, h1 = second ? g1 * u1 : 0.0f;
-  const float d0 = with_l1(low(d_h), h0, l1_scale), d1 = with_l1(high(d_h), h1, l1_scale);
-  g = pack(first ? d0 * u0 : 0.0f, second ? d1 * u1 : 0.0f);
-  u = pack(first ? d0 * g0 : 0.0f, second ? d1 * g1 : 0.0f);
-  d_h = pack(h0, h1);
+  const float d0 = with_l1(low_half(d_h), h0, l1_scale), d1 = with_l1(high_half(d_h), h1, l1_scale);
+  g = bf16x2(first ? d0 * u0 : 0.0f, second ? d1 * u1 : 0.0f);
+  u = bf16x2(first ? d0 * g0 : 0.0f, second ? d1 * g1 : 0.0f);
+  d_h = bf16x2(h0, h1);
 }
 __device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, float l1_scale) {
   backward_pair(d_h.x, g.x, u.x, l1_scale);

@@ -5,6 +5,7 @@
 // eight neighbouring columns, so that a prefix sum over the warp gives ascending order.
 // 96 KiB of shared memory, which every GPU of compute capability 8.0 to 9.0 has.
 #include "twell/ops/gate_gemm/gate_gemm_sm80.h"
+#include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::gate_gemm_sm80 {
 namespace {
@@ -44,13 +45,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// max(0, .) of two f32, rounded to bf16, `low` in the lower half. NaN stays NaN.
-__device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // A thread's share of Rows rows of a matrix, a k-step after another.
 template <int Rows>
 class RowLoader {
@@ -197,8 +191,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0; j < 8; ++j) {
       uint8_t* to = shared + (warp_m * 64 + i * 16 + lane / 4) * kPackPitch +
                     (warp_n * 64 + j * 8 + lane % 4 * 2) * 2;
-      *reinterpret_cast<uint32_t*>(to) = relu_bf16x2(acc[i][j][0], acc[i][j][1]);
-      *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) = relu_bf16x2(acc[i][j][2], acc[i][j][3]);
+      *reinterpret_cast<uint32_t*>(to) = sm90::relu_bf16x2(acc[i][j][0], acc[i][j][1]);
+      *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) =
+          sm90::relu_bf16x2(acc[i][j][2], acc[i][j][3]);
     }
   }
   __syncthreads();

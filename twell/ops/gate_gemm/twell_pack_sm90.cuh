@@ -6,29 +6,19 @@
 #pragma once
 
 #include "twell/ops/gate_gemm/gate_gemm_sm90.h"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
 namespace twell::gate_gemm {
+
+using sm90::opaque;
+using sm90::relu_bf16x2;
 
 // A staged row of 256 bf16. Its 16-byte pieces are XORed with the row, so that neither writing nor
 // reading has bank conflicts.
 inline constexpr uint32_t kStagedRowBytes = kTileN * 2;
 // Of two pairs each, a bit per group.
 inline constexpr uint32_t kAllGroups = 0xffff;
-
-// max(0, .) of two f32, rounded to bf16, `low` in the lower half. NaN stays NaN.
-__device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// The same value, opaque to the compiler: what is computed from it stays where it is written, and
-// is not hoisted out of the k-loop into registers that the loop cannot spare.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // One row's 64 values of this lane: pair i holds columns 8i + 2t and 8i + 2t + 1. Returns how many
 // are not zero; bit 2j of `groups` is set when one of pairs 2j and 2j + 1 is not, bit 2j + 1 for

@@ -1,28 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/paired_gemm_sm90.cuh"
 #include "twell/ops/qkv/qkv_sm90.h"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
 namespace twell::qkv {
 namespace {
 
-__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_half(uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
-
-// The same value, opaque to the compiler: what is computed from it stays in the step it is written
-// in, and is not hoisted out of the k-loop into registers that the loop cannot spare.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
+using sm90::bf16x2;
+using sm90::high_half;
+using sm90::low_half;
+using sm90::opaque;
 
 // 64 tokens by 256 columns of a warpgroup, as pairs of bf16. Lane 4g + t of warp w holds of rows
 // 16w + g (upper) and 16w + g + 8 (lower) columns 8i + 2t and 8i + 2t + 1 in pair i: both halves of

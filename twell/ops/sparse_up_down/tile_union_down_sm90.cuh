@@ -6,6 +6,7 @@
 #pragma once
 
 #include "twell/ops/sparse_up_down/gathered_gemm_sm90.cuh"
+#include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::tile_union {
 
@@ -75,11 +76,10 @@ struct DownProblem {
       for (int i = 0; i < 16; ++i) {
         const int a = 4 * (half * 16 + i);
         const uint32_t at = out + row * 256 + (i ^ (row % 8)) * 16 + lane % 4 * 4;
-        uint32_t pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(acc[a + 1]), "f"(acc[a]));
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(acc[a + 3]), "f"(acc[a + 2]));
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 256), "r"(pair) : "memory");
+        const uint32_t upper = sm90::bf16x2(acc[a], acc[a + 1]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper) : "memory");
+        const uint32_t lower = sm90::bf16x2(acc[a + 2], acc[a + 3]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 256), "r"(lower) : "memory");
       }
       __syncwarp();  // a warp stores the 16 rows that it wrote
       const int first = column + half * 128 + lane % 16 * 8;

@@ -15,6 +15,7 @@
 #include "twell/ops/sparse_up_down/gate_places_sm90.cuh"
 #include "twell/ops/sparse_up_down/gather_ring_sm90.cuh"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/wgmma.cuh"
 
@@ -294,10 +295,10 @@ struct Consumer {
     uint32_t pair;
     if (Gated) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
-      low *= __uint_as_float(pair << 16);
-      high *= __uint_as_float(pair & 0xffff0000u);
+      low *= sm90::low_half(pair);
+      high *= sm90::high_half(pair);
     }
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    pair = sm90::bf16x2(low, high);
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
   }
 

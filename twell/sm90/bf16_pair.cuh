@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two bf16 in a register, as WGMMA and mma.sync hold their operands. Of sm_80 and later.
+#pragma once
+
+#include <cstdint>
+
+namespace twell::sm90 {
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+// `low` in the lower half.
+__device__ __forceinline__ uint32_t bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// max(0, .) of both. NaN stays NaN.
+__device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// The same value, opaque to the compiler: what is computed from it stays where it is written, and
+// is not hoisted out of a loop into registers that the loop cannot spare.
+template <typename T>
+__device__ __forceinline__ T opaque(T value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+}  // namespace twell::sm90
