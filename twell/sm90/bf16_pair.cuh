@@ -2,6 +2,8 @@
 // Two bf16 in a register, as WGMMA and mma.sync hold their operands. Of sm_80 and later.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
 
 namespace twell::sm90 {
@@ -9,6 +11,9 @@ namespace twell::sm90 {
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
+}
+__device__ __forceinline__ float2 to_floats(uint32_t pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
 // `low` in the lower half.
 __device__ __forceinline__ uint32_t bf16x2(float low, float high) {

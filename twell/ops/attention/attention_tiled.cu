@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 
 #include "twell/ops/attention/attention_kernels.h"
+#include "twell/sm90/bf16_pair.cuh"
+#include "twell/sm90/warp_mma.cuh"
 
 namespace twell {
 namespace {
@@ -46,19 +48,6 @@ __device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* 
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(p)));
-}
-
-__device__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ uint32_t pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // Rows [begin, begin + kRows) of `from` into a shared tile; zeros from row `end` and column hd on.
@@ -131,8 +120,8 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
         uint32_t b[4];
         load_matrices(b,
                       k_tile + (n * 8 + lane / 16 * 8 + lane % 8) * kStride + k + lane / 8 % 2 * 8);
-        multiply_add(scores[n], a, b[0], b[1]);
-        multiply_add(scores[n + 1], a, b[2], b[3]);
+        sm90::mma_16x8x16(scores[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        sm90::mma_16x8x16(scores[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
 
@@ -180,16 +169,17 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
 #pragma unroll
     for (int k = 0; k < kKeys; k += 16) {
       const int n0 = k / 8;
-      const uint32_t a[4] = {pack(scores[n0][0], scores[n0][1]), pack(scores[n0][2], scores[n0][3]),
-                             pack(scores[n0 + 1][0], scores[n0 + 1][1]),
-                             pack(scores[n0 + 1][2], scores[n0 + 1][3])};
+      const uint32_t a[4] = {sm90::bf16x2(scores[n0][0], scores[n0][1]),
+                             sm90::bf16x2(scores[n0][2], scores[n0][3]),
+                             sm90::bf16x2(scores[n0 + 1][0], scores[n0 + 1][1]),
+                             sm90::bf16x2(scores[n0 + 1][2], scores[n0 + 1][3])};
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; n += 2) {
         uint32_t b[4];
         load_matrices_transposed(
             b, v_tile + (k + lane / 8 % 2 * 8 + lane % 8) * kStride + n * 8 + lane / 16 * 8);
-        multiply_add(out[n], a, b[0], b[1]);
-        multiply_add(out[n + 1], a, b[2], b[3]);
+        sm90::mma_16x8x16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        sm90::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
     __syncthreads();  // before this tile's memory is loaded anew

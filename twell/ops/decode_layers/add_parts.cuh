@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag,
           sum.y += shared.sums[w][thread].y;
         }
         const float2 was = to_floats(before.wait_pair(x, at));
-        done(at, to_bits(was.x + sum.x, was.y + sum.y));
+        done(at, bf16x2(was.x + sum.x, was.y + sum.y));
       }
       sync_threads();
     }

@@ -171,7 +171,7 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     const DecodeWorkspace& w = p.workspace;
     if (kv_len <= kDecodeSegment) {
       sm90::store_tagged(w.attended + head * (p.head_dim / 2) + i,
-                         to_bits(low / all_sum, high / all_sum), tag);
+                         bf16x2(low / all_sum, high / all_sum), tag);
     } else {
       const int64_t slot = head * w.segments + item.segment;
       sm90::store_tagged(w.segment_values + slot * p.head_dim + i * 2, __float_as_uint(low),

@@ -235,7 +235,7 @@ class Layers {
       high = high * c + low * s;
       low = turned;
     }
-    const uint32_t bits = to_bits(low, high);
+    const uint32_t bits = bf16x2(low, high);
     sm90::store_tagged(p_.workspace.qkv + (token * heads + head) * half + i, bits, tag_);
     if (head < p_.heads) return;
     const bool key = head < p_.heads + p_.kv_heads;
@@ -257,7 +257,7 @@ class Layers {
     const int at = output_place(group, token, pair);
     const bool first = group < Product<kTokens>::kBatch;
     const float2 was = to_floats(x.wait_pair(first ? before : x.load_pair(at), at));
-    sm90::store_tagged(residual(0, tag_).words + at, to_bits(was.x + low, was.y + high), tag_);
+    sm90::store_tagged(residual(0, tag_).words + at, bf16x2(was.x + low, was.y + high), tag_);
   }
 
   __device__ __forceinline__ void finish_gate(const DecodeLayer& l, int group, int token, int pair,

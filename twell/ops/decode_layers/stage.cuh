@@ -4,17 +4,14 @@
 #pragma once
 
 #include "twell/ops/decode_layers/product.cuh"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/tagged.cuh"
 
 namespace twell::decode {
 
-__device__ __forceinline__ float2 to_floats(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-}
-__device__ __forceinline__ uint32_t to_bits(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
+using sm90::bf16x2;
+using sm90::to_floats;
+
 __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
   const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
@@ -26,7 +23,7 @@ __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
 }
 __device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t norm, float inverse) {
   const float2 v = to_floats(x), scale = to_floats(norm);
-  return to_bits(v.x * inverse * scale.x, v.y * inverse * scale.y);
+  return bf16x2(v.x * inverse * scale.x, v.y * inverse * scale.y);
 }
 __device__ __forceinline__ float sum_of_squares(const uint4& x) {
   float v[8], sum = 0.0f;
@@ -170,7 +167,7 @@ __device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32
 #pragma unroll
     for (int k = 0; k < 4; ++k) value[k] = fmaf(weight, part[k], value[k]);
   }
-  return {to_bits(value[0] / sum, value[1] / sum), to_bits(value[2] / sum, value[3] / sum)};
+  return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
 }
 
 // The attended values, put together from the segments of long sequences.

@@ -7,6 +7,7 @@
 
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/sm90/barrier.cuh"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
@@ -29,10 +30,6 @@ struct Shared {
   float of_warp[kWarps][kRows][kColumns];
   float of_cta[kRows][kColumns];
 };
-
-__device__ __forceinline__ float2 to_floats(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-}
 
 // kRows: at least the tokens.
 template <int kRows>
@@ -87,7 +84,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const float2 v = to_floats(pairs[k]);
+          const float2 v = sm90::to_floats(pairs[k]);
           sum[r][2 * k] = fmaf(h[i][r], v.x, sum[r][2 * k]);
           sum[r][2 * k + 1] = fmaf(h[i][r], v.y, sum[r][2 * k + 1]);
         }

@@ -18,6 +18,7 @@
 #include <algorithm>
 
 #include "twell/ops/few_rows/few_rows.h"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
@@ -59,19 +60,14 @@ struct Rows {
   const __nv_bfloat16 *low, *high;
 };
 
-__device__ __forceinline__ float2 to_floats(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-}
 __device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t norm, float inverse) {
-  const float2 v = to_floats(x), scale = to_floats(norm);
-  const __nv_bfloat162 pair =
-      __floats2bfloat162_rn(v.x * inverse * scale.x, v.y * inverse * scale.y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  const float2 v = sm90::to_floats(x), scale = sm90::to_floats(norm);
+  return sm90::bf16x2(v.x * inverse * scale.x, v.y * inverse * scale.y);
 }
 __device__ __forceinline__ float sum_of_squares(const uint4& x) {
   float sum = 0.0f;
   for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-    const float2 v = to_floats(pair);
+    const float2 v = sm90::to_floats(pair);
     sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
   }
   return sum;
