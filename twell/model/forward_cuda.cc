@@ -64,13 +64,20 @@ void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
               "two sequences share a cache slot");
 }
 
-// New tokens, one for each sequence, that one kernel takes through all layers of such a model.
-int64_t decode_tokens_at_once(const ModelConfig& config) {
-  if (config.activation != Activation::kRelu || config.qk_norm ||
-      config.layers > kMaxDecodeLayers) {
-    return 0;
-  }
-  return decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim);
+// Of one kernel that takes a new token for each sequence through all layers; no tokens where the
+// model or the device does not suit it.
+DecodeLayersWorkspace::Shape decode_shape(const ModelConfig& config, const ForwardPlanCuda& plan) {
+  const bool suits = config.activation == Activation::kRelu && !config.qk_norm &&
+                     config.layers <= kMaxDecodeLayers;
+  const int64_t most =
+      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim)
+            : 0;
+  return {.tokens = std::min({plan.max_sequences, plan.max_tokens, most}),
+          .width = config.width,
+          .heads = config.heads,
+          .kv_heads = config.kv_heads,
+          .head_dim = config.head_dim,
+          .max_length = plan.max_length};
 }
 
 }  // namespace
@@ -82,6 +89,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          FfnWorkspaceCuda::bytes_needed(ctx, plan.max_tokens, config.ffn) +
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
+         DecodeLayersWorkspace::bytes_needed(ctx, decode_shape(config, plan)) +
          4 * config.max_sequence() * config.head_dim;
 }
 
@@ -93,17 +101,8 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       batch_(plan.max_tokens, plan.max_sequences),
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
       ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
-      ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn) {
-  const int64_t decode_tokens =
-      std::min({plan.max_sequences, plan.max_tokens, decode_tokens_at_once(config_)});
-  if (decode_tokens > 0) {
-    decode_ = DecodeLayersWorkspace(ctx, {.tokens = decode_tokens,
-                                          .width = config_.width,
-                                          .heads = config_.heads,
-                                          .kv_heads = config_.kv_heads,
-                                          .head_dim = config_.head_dim,
-                                          .max_length = plan.max_length});
-  }
+      ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn),
+      decode_(ctx, decode_shape(config_, plan)) {
   const RopeTable table = rope_table(config_, config_.max_sequence());
   cos_ = to_device(table.cos.span());
   sin_ = to_device(table.sin.span());
@@ -374,11 +373,14 @@ bool ForwardCuda::all_layers_sparse() {
   return all;
 }
 
-// Measured: docs/kernels.md. What one CTA attends to is one segment of keys; putting several
-// together takes longer than the barriers between kernels, and so do several tokens' sparse layers.
+// What one CTA attends to is one segment of keys: putting several together takes longer than what
+// is saved between kernels, and so do several tokens' sparse layers (docs/kernels.md).
+bool ForwardCuda::suits_one_kernel() const {
+  return decodes() && staged_.max_kv_len <= kDecodeSegment;
+}
+
 bool ForwardCuda::one_kernel() {
-  return decodes() && staged_.max_kv_len <= kDecodeSegment &&
-         (staged_.tokens == 1 || !all_layers_sparse());
+  return suits_one_kernel() && (staged_.tokens == 1 || !all_layers_sparse());
 }
 
 void ForwardCuda::enqueue_decode_layers() {

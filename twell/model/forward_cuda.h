@@ -56,13 +56,13 @@ class ForwardCuda {
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {});
   // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
-  // be replayed after each stage() of as many sequences of as many tokens each, and one_kernel() as
-  // it was.
+  // be replayed after each stage() of as many sequences of as many tokens each, with
+  // suits_one_kernel() as it was, until ffn_plans() are updated.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
-  // Whether the staged batch will take all layers as one kernel (ops/decode_layers): a new token
-  // each of a few sequences, where that is faster than one kernel after another.
-  bool one_kernel();
+  // Whether the staged batch may take all layers as one kernel (ops/decode_layers): a new token
+  // each of a few sequences that are not too long for that.
+  bool suits_one_kernel() const;
   // After enqueue or the launch of its graph, before the next stage().
   void enqueued() const { batch_.copied(ctx_); }
 
@@ -94,6 +94,7 @@ class ForwardCuda {
   bool few_tokens() const;
   void enqueue_decode_layers();
   bool decodes() const;  // one kernel can do it
+  bool one_kernel();     // and is faster
   bool all_layers_sparse();
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values

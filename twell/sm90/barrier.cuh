@@ -78,13 +78,18 @@ __device__ __forceinline__ void fence_async_shared() {
 __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// Counters in global memory that tell other CTAs of what was written before.
+// Counters in global memory, of 32 bits, that tell other CTAs of what was written before.
 __device__ __forceinline__ void add_release(int32_t* counter, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-__device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+template <typename T>
+__device__ __forceinline__ T load_acquire(const T* counter) {
+  static_assert(sizeof(T) == 4);
+  T value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
 __device__ __forceinline__ void cluster_sync() {

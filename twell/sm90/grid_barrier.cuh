@@ -20,14 +20,9 @@ class GridBarrier {
     named_barrier(kNamed, kThreads);
     if (threadIdx.x == 0) {
       expected_ += gridDim.x;
-      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived_) : "memory");
-      uint32_t arrived;
-      do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                     : "=r"(arrived)
-                     : "l"(arrived_)
-                     : "memory");
-      } while (arrived < expected_);
+      add_release(arrived_, 1u);
+      while (load_acquire(arrived_) < expected_) {
+      }
     }
     named_barrier(kNamed, kThreads);
   }

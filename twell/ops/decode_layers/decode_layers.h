@@ -56,7 +56,7 @@ struct DecodeWorkspace {
   int segments = 0;                    // of the longest sequence there can be
   uint64_t* tagged_parts = nullptr;  // [multiprocessors, D] y of each CTA's neurons, for one token
   float* parts = nullptr;            // [multiprocessors, M, D] the same, for more
-  uint32_t* state = nullptr;         // [4] layers done by all calls, and counters
+  uint32_t* state = nullptr;         // [3] tags given out by all calls, two counters
 };
 
 struct DecodeLayers {

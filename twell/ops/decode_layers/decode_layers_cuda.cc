@@ -3,17 +3,48 @@
 
 namespace twell {
 
+namespace {
+
+// Values of each array.
+struct Sizes {
+  int64_t x, qkv, attended, segment_values, segment_sums, tagged_parts, parts, state;
+};
+
+int64_t segments_of(int64_t length) { return (length + kDecodeSegment - 1) / kDecodeSegment; }
+
+Sizes sizes_of(const CudaContext& ctx, const DecodeLayersWorkspace::Shape& s) {
+  if (s.tokens == 0) return {};
+  const int64_t heads = s.tokens * s.heads, segments = heads * segments_of(s.max_length);
+  return {.x = s.tokens * s.width,
+          .qkv = s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2,
+          .attended = heads * s.head_dim / 2,
+          .segment_values = segments * s.head_dim,
+          .segment_sums = segments * 2,
+          .tagged_parts = ctx.multiprocessors() * s.width,
+          .parts = ctx.multiprocessors() * s.tokens * s.width,
+          .state = 3};
+}
+
+}  // namespace
+
+int64_t DecodeLayersWorkspace::bytes_needed(const CudaContext& ctx, const Shape& shape) {
+  const Sizes s = sizes_of(ctx, shape);
+  return 8 * (s.x + s.qkv + s.attended + s.segment_values + s.segment_sums + s.tagged_parts) +
+         4 * (s.parts + s.state);
+}
+
 DecodeLayersWorkspace::DecodeLayersWorkspace(CudaContext& ctx, const Shape& shape)
-    : tokens_(shape.tokens),
-      segments_((shape.max_length + kDecodeSegment - 1) / kDecodeSegment),
-      x_(shape.tokens * shape.width),
-      qkv_(shape.tokens * (shape.heads + 2 * shape.kv_heads) * shape.head_dim / 2),
-      attended_(shape.tokens * shape.heads * shape.head_dim / 2),
-      segment_values_(shape.tokens * shape.heads * segments_ * shape.head_dim),
-      segment_sums_(shape.tokens * shape.heads * segments_ * 2),
-      tagged_parts_(ctx.multiprocessors() * shape.width),
-      parts_(ctx.multiprocessors() * shape.tokens * shape.width),
-      state_(4) {
+    : tokens_(shape.tokens), segments_(segments_of(shape.max_length)) {
+  if (tokens_ == 0) return;
+  const Sizes sizes = sizes_of(ctx, shape);
+  x_ = DeviceBuffer<uint64_t>(sizes.x);
+  qkv_ = DeviceBuffer<uint64_t>(sizes.qkv);
+  attended_ = DeviceBuffer<uint64_t>(sizes.attended);
+  segment_values_ = DeviceBuffer<uint64_t>(sizes.segment_values);
+  segment_sums_ = DeviceBuffer<uint64_t>(sizes.segment_sums);
+  tagged_parts_ = DeviceBuffer<uint64_t>(sizes.tagged_parts);
+  parts_ = DeviceBuffer<float>(sizes.parts);
+  state_ = DeviceBuffer<uint32_t>(sizes.state);
   // No word has a tag yet.
   const auto clear = [&](auto& buffer) {
     TWELL_CUDA_CHECK(

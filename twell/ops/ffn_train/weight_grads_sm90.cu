@@ -74,10 +74,8 @@ struct Problem {
       const int warpgroup = threadIdx.x / 128 - 1;
       if (piece > 0) {
         if (threadIdx.x % 128 == 0) {
-          int32_t now;
-          do {
-            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-          } while (now != piece);
+          while (sm90::load_acquire(turn) != piece) {
+          }
         }
         sm90::named_barrier(1 + warpgroup, 128);
       }
