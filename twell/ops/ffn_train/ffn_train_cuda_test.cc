@@ -46,14 +46,19 @@ void expect_no_less_exact(const LayerResult& hybrid, const LayerResult& dense,
   compare(hybrid.d_w_down, dense.d_w_down, expected.d_w_down, start, "d_w_down");
 }
 
+Problem problem_of(const Case& c, bool gated) {
+  const auto row_nnz = [&](int64_t m) { return c.row_nnz(m, c.ffn); };
+  Problem p = reference::make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
+  p.l1_scale = 0.25;
+  return p;
+}
+
 class FfnTrainCudaTest : public testing::TestWithParam<std::tuple<Case, bool>> {};
 
 TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
   const auto& [c, gated] = GetParam();
-  const auto row_nnz = [fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); };
-  Problem p = reference::make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
-  p.l1_scale = 0.25;
+  const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
   const TestStream stream;
   CudaContext ctx(stream.get());
@@ -83,9 +88,7 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
 TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
   if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
   const auto& [c, gated] = GetParam();
-  const auto row_nnz = [fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); };
-  Problem p = reference::make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
-  p.l1_scale = 0.25;
+  const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
   const TestStream stream;
   CudaContext ctx(stream.get());
