@@ -17,6 +17,30 @@ struct alignas(16) Piece {
   __nv_bfloat162 pair[kPiece / 2];
 };
 
+// Many rows pass the caches by: with plain accesses 131,072 rows of 2,048 take 0.32 ms in a model,
+// with these 0.28.
+template <bool kPassing>
+__device__ __forceinline__ Piece load(const Piece* from) {
+  if constexpr (kPassing) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return *reinterpret_cast<const Piece*>(&v);
+  } else {
+    return *from;
+  }
+}
+template <bool kPassing>
+__device__ __forceinline__ void store(Piece* to, const Piece& piece) {
+  if constexpr (kPassing) {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&piece));
+  } else {
+    *to = piece;
+  }
+}
+
 // Of the kRowThreads threads that share a row: 32, or the whole block.
 template <int kRowThreads>
 __device__ float row_sum(float value) {
@@ -37,6 +61,7 @@ __device__ float row_sum(float value) {
 // Each thread keeps its kPieces pieces of its row in registers.
 template <int kRowThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
+  constexpr bool kPassing = kRowThreads == 32;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
@@ -49,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
   for (int i = 0; i < kPieces; ++i) {
     const int64_t at = first + int64_t{i} * kRowThreads;
     if (at >= pieces) break;
-    s[i] = reinterpret_cast<const Piece*>(p.x)[row + at];
+    s[i] = load<kPassing>(reinterpret_cast<const Piece*>(p.x) + row + at);
   }
   float squares = 0.0f;
 #pragma unroll
@@ -57,10 +82,10 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
     const int64_t at = first + int64_t{i} * kRowThreads;
     if (at >= pieces) break;
     if (p.residual != nullptr) {
-      const Piece r = reinterpret_cast<const Piece*>(p.residual)[row + at];
+      const Piece r = load<kPassing>(reinterpret_cast<const Piece*>(p.residual) + row + at);
 #pragma unroll
       for (int k = 0; k < kPiece / 2; ++k) s[i].pair[k] = __hadd2(s[i].pair[k], r.pair[k]);
-      reinterpret_cast<Piece*>(p.sum)[row + at] = s[i];
+      store<kPassing>(reinterpret_cast<Piece*>(p.sum) + row + at, s[i]);
     }
 #pragma unroll
     for (int k = 0; k < kPiece / 2; ++k) {
@@ -80,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
       const float2 v = __bfloat1622float2(s[i].pair[k]), scale = __bfloat1622float2(w.pair[k]);
       y.pair[k] = __floats2bfloat162_rn(v.x * inv * scale.x, v.y * inv * scale.y);
     }
-    reinterpret_cast<Piece*>(p.y)[row + at] = y;
+    store<kPassing>(reinterpret_cast<Piece*>(p.y) + row + at, y);
   }
 }
 
