@@ -12,7 +12,7 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
     : ctx_(ctx),
       width_(config.width),
       ffn_(config.ffn),
-      chunk_(FfnWorkspaceCuda::chunk_tokens(ctx, max_tokens)),
+      chunk_(FfnWorkspaceCuda::chunk_tokens(ctx, max_tokens, config.ffn)),
       gated_(config.gated),
       patterns_(file, config.layers, config.ffn, chunk_),
       workspace_(chunk_, config.ffn) {

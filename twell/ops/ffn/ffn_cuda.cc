@@ -13,11 +13,20 @@ namespace {
 
 constexpr int64_t kTwellTile = 256;
 constexpr int32_t kCompression = 8;
+constexpr int64_t kMuchMemory = int64_t{5} << 30;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 TwellShape twell_shape(int64_t tokens, int64_t ffn) {
   return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
+}
+
+// Of the workspace's memory, what grows with the tokens of a chunk.
+int64_t chunk_bytes(int64_t tokens, int64_t ffn) {
+  const TwellShape shape = twell_shape(tokens, ffn);
+  return shape.words() * int64_t{sizeof(uint32_t)} +
+         shape.max_spill_slots() * kTwellTile * int64_t{sizeof(__nv_bfloat16)} +
+         tokens * int64_t{sizeof(int32_t)} + TileUnionWorkspace::bytes_needed(tokens, ffn);
 }
 
 }  // namespace
@@ -63,10 +72,13 @@ void FfnPlansCuda::update(CudaContext& ctx) {
   }
 }
 
-int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens) {
-  // Four rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
-  // enough to make the last, partly filled round cheap, and what is launched per chunk.
-  const int64_t most = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
+int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
+  // Eight rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
+  // enough to make the last, partly filled round cheap, and what is launched per chunk. Four where
+  // eight would take much memory.
+  const int64_t four_rounds = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
+  const int64_t most =
+      chunk_bytes(2 * four_rounds, ffn) <= kMuchMemory ? 2 * four_rounds : four_rounds;
   const int64_t chunks = std::max<int64_t>(ceil_div(max_tokens, most), 1);
   return std::min(ceil_div(ceil_div(max_tokens, chunks), 128) * 128, most);
 }
@@ -74,7 +86,7 @@ int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_token
 FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t width, int64_t ffn,
                                    bool gated)
     : max_tokens_(max_tokens),
-      chunk_tokens_(chunk_tokens(ctx, max_tokens)),
+      chunk_tokens_(chunk_tokens(ctx, max_tokens, ffn)),
       width_(width),
       ffn_(ffn),
       gated_(gated),
@@ -88,10 +100,7 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
 FfnWorkspaceCuda::~FfnWorkspaceCuda() = default;
 
 int64_t FfnWorkspaceCuda::bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
-  const TwellShape shape = twell_shape(chunk_tokens(ctx, max_tokens), ffn);
-  return shape.words() * int64_t{sizeof(uint32_t)} +
-         shape.max_spill_slots() * kTwellTile * int64_t{sizeof(__nv_bfloat16)} +
-         shape.rows * int64_t{sizeof(int32_t)} + TileUnionWorkspace::bytes_needed(shape.rows, ffn);
+  return chunk_bytes(chunk_tokens(ctx, max_tokens, ffn), ffn);
 }
 
 int64_t FfnWorkspaceCuda::bytes() const {
@@ -258,8 +267,8 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   if (problem.tokens == 0) return;
   const FfnExecution execution =
       choose_ffn_cuda(ctx, problem.tokens, problem.weights.activation, plan, workspace);
-  const int64_t chunks =
-      ceil_div(problem.tokens, FfnWorkspaceCuda::chunk_tokens(ctx, workspace.max_tokens()));
+  const int64_t chunks = ceil_div(
+      problem.tokens, FfnWorkspaceCuda::chunk_tokens(ctx, workspace.max_tokens(), workspace.ffn()));
   const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
   for (int64_t begin = 0; begin < problem.tokens; begin += step) {
     FfnForwardCuda chunk = problem;

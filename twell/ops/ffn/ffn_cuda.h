@@ -80,8 +80,9 @@ class FfnWorkspaceCuda {
   // What bytes() will be, to within what the row-fused execution and the few-token one take: a few
   // MiB.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
-  // Tokens worked on at once.
-  static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens);
+  // Tokens worked on at once: up to 135,168 on an H200, or half as many where the memory for so
+  // many would be more than 5 GiB.
+  static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
 
  private:
   friend class FfnCallCuda;

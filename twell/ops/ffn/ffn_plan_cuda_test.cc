@@ -156,7 +156,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
                                          Case{65, 320, 1000, false, -1.0f},
                                          Case{300, 256, 1536, true, -2.0f},
                                          // More than one chunk of tokens.
-                                         Case{70001, 64, 264, true, -2.0f}));
+                                         Case{135301, 64, 264, true, -2.0f}));
 
 TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   SKIP_WITHOUT_GPU();
@@ -188,6 +188,15 @@ TEST(FfnPlanCuda, SaysHowMuchMemoryItTakes) {
     EXPECT_LE(needed, workspace.bytes());
     EXPECT_LE(workspace.bytes(), needed + (int64_t{8} << 20)) << tokens;
   }
+}
+
+TEST(FfnPlanCuda, TakesFewerTokensAtOnceWhereTheyTakeMuchMemory) {
+  SKIP_WITHOUT_GPU();
+  const int64_t round = ctx.multiprocessors() / 2 * 256, many = 64 * round;
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 264), 8 * round);
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 65536), 4 * round);
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, 8 * round, 264), 8 * round);
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, 1000, 264), 1024);
 }
 
 TEST(FfnPlanCuda, ReplaysAsAGraph) {
