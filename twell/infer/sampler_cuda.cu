@@ -158,19 +158,50 @@ __device__ float largest(const SampleCuda& p, const float* logits) {
   return top;
 }
 
+// The first of the most likely tokens, in one pass.
+__device__ void write_most_likely(const SampleCuda& p, const float* logits, int32_t* id) {
+  u64 best = 0;  // key, and below it an id that is the larger the earlier it comes
+  bool nan = false;
+#pragma unroll 16
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) {
+    const float logit = logits[i];
+    nan |= isnan(logit);
+    best = max(best, u64{key_of(logit)} << 32 | (~0u - static_cast<uint32_t>(i)));
+  }
+  const auto warp_max = [&] {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
+    }
+  };
+  warp_max();
+  __shared__ u64 of_warp[kWarps];
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
+  if (__syncthreads_or(nan)) {
+    if (threadIdx.x == 0) *id = -1;
+    return;
+  }
+  if (threadIdx.x >= 32) return;
+  best = of_warp[threadIdx.x];
+  warp_max();
+  const auto key = static_cast<uint32_t>(best >> 32);
+  const bool finite = key > key_of(-INFINITY) && key < key_of(INFINITY);
+  if (threadIdx.x == 0) *id = finite ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : -1;
+}
+
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
   const float* logits = p.logits + blockIdx.x * p.stride;
   int32_t* id = p.ids + blockIdx.x;
+  if (p.temperature == 0.0f) {
+    write_most_likely(p, logits, id);
+    return;
+  }
   const float top = largest(p, logits);
   if (!isfinite(top)) {
     if (threadIdx.x == 0) *id = -1;
     return;
   }
   const Row row(p, logits, top);
-  if (p.temperature == 0.0f) {
-    row.write_last({key_of(top), 1}, id);
-    return;
-  }
   Prefix kept{0, static_cast<u64>(p.vocab)};  // every token: the keys of numbers are above 0
   if (p.top_k > 0 && p.top_k < p.vocab) {
     kept = row.select(static_cast<u64>(p.top_k), [](float) { return u64{1}; });
