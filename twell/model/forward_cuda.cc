@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t kRowStep = 128;  // of padded batches
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
 
 // Values of bf16 per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -145,6 +146,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     }
     staged_.max_q_len = std::max(staged_.max_q_len, tokens);
     staged_.max_kv_len = std::max(staged_.max_kv_len, past + tokens);
+    staged_.kv_segments += ceil_div(past + tokens, kDecodeSegment);
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
@@ -208,7 +210,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
   const bool plain = row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
-  if (plain && decodes() && (hooks.one_kernel || one_kernel())) {
+  if (plain && decodes() && (hooks.one_kernel || suits_one_kernel())) {
     enqueue_decode_layers();
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
@@ -364,23 +366,12 @@ bool ForwardCuda::decodes() const {
   return staged_.cache != nullptr && staged_.max_q_len == 1 && staged_.tokens <= decode_.tokens();
 }
 
-bool ForwardCuda::all_layers_sparse() {
-  bool all = true;
-  for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    all = all && choose_ffn_cuda(ctx_, staged_.tokens, config_.activation, ffn_plans_[layer],
-                                 ffn_) != FfnExecution::kDense;
-  }
-  return all;
-}
-
-// What one CTA attends to is one segment of keys: putting several together takes longer than what
-// is saved between kernels, and so do several tokens' sparse layers (docs/kernels.md).
+// While no CTA attends to more keys of a layer than one segment has: beyond that, attention is
+// faster as a kernel of its own (docs/kernels.md).
 bool ForwardCuda::suits_one_kernel() const {
-  return decodes() && staged_.max_kv_len <= kDecodeSegment;
-}
-
-bool ForwardCuda::one_kernel() {
-  return suits_one_kernel() && (staged_.tokens == 1 || !all_layers_sparse());
+  if (!decodes()) return false;
+  const int64_t pieces = ceil_div(config_.heads * staged_.kv_segments, ctx_.multiprocessors());
+  return pieces * std::min(staged_.max_kv_len, kDecodeSegment) <= kDecodeSegment;
 }
 
 void ForwardCuda::enqueue_decode_layers() {

@@ -60,8 +60,8 @@ class ForwardCuda {
   // suits_one_kernel() as it was, until ffn_plans() are updated.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
-  // Whether the staged batch may take all layers as one kernel (ops/decode_layers): a new token
-  // each of a few sequences that are not too long for that.
+  // Whether the staged batch takes all layers as one kernel (ops/decode_layers): a new token each
+  // of a few sequences that are not too long for that.
   bool suits_one_kernel() const;
   // After enqueue or the launch of its graph, before the next stage().
   void enqueued() const { batch_.copied(ctx_); }
@@ -85,7 +85,8 @@ class ForwardCuda {
   // The batch that was staged last.
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
-    bool uniform = false;  // whole sequences of one length, without a cache
+    int64_t kv_segments = 0;  // of kDecodeSegment keys, all sequences together
+    bool uniform = false;     // whole sequences of one length, without a cache
     KvCacheCuda* cache = nullptr;
   };
   // One layer each. Few tokens with a cache take kernels that do several of its steps at once.
@@ -94,8 +95,6 @@ class ForwardCuda {
   bool few_tokens() const;
   void enqueue_decode_layers();
   bool decodes() const;  // one kernel can do it
-  bool one_kernel();     // and is faster
-  bool all_layers_sparse();
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden

@@ -26,11 +26,17 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
                                          const AttendItem& item, int kv_len, int64_t kv_begin) {
   const int begin = item.segment * static_cast<int>(kDecodeSegment);
   const int end = min(kv_len - 1, begin + static_cast<int>(kDecodeSegment));
+  // Sector by sector: the copy engine would take as long for a row of 128 bytes as for a long one,
+  // and weights would wait for it.
+  constexpr int kSector = 16;  // values
+  const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int key = begin + static_cast<int>(threadIdx.x) % 32; key < end; key += 32) {
-    const int64_t from = ((kv_begin + key) * p.kv_heads + item.kv_head) * p.head_dim;
-    sm90::bulk_prefetch(layer.keys + from, static_cast<uint32_t>(p.head_dim) * 2);
-    sm90::bulk_prefetch(layer.values + from, static_cast<uint32_t>(p.head_dim) * 2);
+  for (int i = lane; i < (end - begin) * sectors; i += 32) {
+    const int key = begin + i / sectors;
+    const int64_t from =
+        ((kv_begin + key) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
+    sm90::prefetch_sector(layer.keys + from);
+    sm90::prefetch_sector(layer.values + from);
   }
 }
 
@@ -99,17 +105,22 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     float score[kInFlight], new_top = top;
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      score[u] = -INFINITY;
-      if (base + u * kStep >= end) continue;  // of the whole CTA
-      float k[8], product = 0.0f;
+      float k[8];
       unpack(k, k_bits[u]);
+      score[u] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) product = fmaf(q[i], k[i], product);
+      for (int i = 0; i < 8; ++i) score[u] = fmaf(q[i], k[i], score[u]);
+    }
 #pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-        product += __shfl_xor_sync(~0u, product, offset);
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (float& of_key : score) {
+        of_key += __shfl_xor_sync(~0u, of_key, offset);
       }
-      if (first + u * kStep < end) score[u] = product;
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (first + u * kStep >= end) score[u] = -INFINITY;
       new_top = fmaxf(new_top, score[u]);
     }
     const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // this lane has no key yet
@@ -120,7 +131,6 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     for (int i = 0; i < 8; ++i) value[i] *= shrink;
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      if (base + u * kStep >= end) continue;
       const float weight = exp2f(score[u] - top_or_0);
       float v[8];
       unpack(v, v_bits[u]);

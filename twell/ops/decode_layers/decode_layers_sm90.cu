@@ -7,7 +7,7 @@ namespace decode {
 namespace {
 
 template <int kTokens, int kLanes>
-__global__ void __launch_bounds__(kThreads + 32, 1)
+__global__ void __launch_bounds__(kAllThreads, 1)
     decode_layers_sm90_kernel(const __grid_constant__ DecodeLayers problem) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ typename Layers<kTokens, kLanes>::Shared shared;
@@ -35,7 +35,7 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(multiprocessors));
-  config.blockDim = dim3(kThreads + 32);
+  config.blockDim = dim3(kAllThreads);
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
   config.attrs = &attribute;

@@ -85,9 +85,13 @@ class Layers {
     load_batch();
     __syncthreads();
     if (threadIdx.x < kThreads) {
+      sm90::registers_increase<kMultiplyRegisters>();
       multiply();
     } else {
-      stream_.read_all(p_, [&](int layer) { prefetch_for(layer); });
+      sm90::registers_decrease<kReadRegisters>();
+      if (threadIdx.x < kThreads + 32) {
+        stream_.read_all(p_, [&](int layer) { prefetch_for(layer); });
+      }
     }
   }
 

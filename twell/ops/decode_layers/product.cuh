@@ -134,7 +134,7 @@ class Product {
   }
 
   __device__ __forceinline__ Sums extra_group(int width, const Rows& rows) const {
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 8;
     const Blocks blocks(width);
     Sums sums;
 #pragma unroll 1

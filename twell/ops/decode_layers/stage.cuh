@@ -145,27 +145,40 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
   sync_threads();
 }
 
-// Four values, from `column` on, of a head (of all tokens').
+// Four values of a head, from `column` on, put together from the segments of a long sequence.
 __device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32_t tag,
                                                 int segments, int64_t head, int head_dim,
                                                 int column) {
+  constexpr int kAtOnce = 2, kPairsEach = 3;
   const sm90::Tagged* sums = w.segment_sums + head * w.segments * 2;
   const sm90::Tagged* values = w.segment_values + head * w.segments * head_dim + column;
-  const auto floats = [&](const sm90::Tagged* from) {
-    const uint2 v = sm90::wait_tagged(sm90::load_tagged_pair(from), from, tag);
+  const auto floats = [](const sm90::TaggedPair& pair) {
+    const uint2 v = sm90::values(pair);
     return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
   };
-  float top = -INFINITY;
-  for (int s = 0; s < segments; ++s) top = fmaxf(top, floats(sums + s * 2).x);
-  float sum = 0.0f, value[4] = {};
-  for (int s = 0; s < segments; ++s) {
-    const float2 max_sum = floats(sums + s * 2);
-    const float2 a = floats(values + s * head_dim), b = floats(values + s * head_dim + 2);
-    const float weight = exp2f(max_sum.x - top);
-    sum = fmaf(weight, max_sum.y, sum);
-    const float part[4] = {a.x, a.y, b.x, b.y};
+  float top = -INFINITY, sum = 0.0f, value[4] = {};
+#pragma unroll 1
+  for (int base = 0; base < segments; base += kAtOnce) {
+    sm90::TaggedPair seen[kAtOnce * kPairsEach];
+    const auto from = [&](int i) {
+      const int s = base + i / kPairsEach, piece = i % kPairsEach;
+      return piece == 0 ? sums + s * 2 : values + s * head_dim + (piece - 1) * 2;
+    };
+    const int count = min(segments - base, kAtOnce) * kPairsEach;
+    sm90::wait_tagged(seen, count, from, tag);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) value[k] = fmaf(weight, part[k], value[k]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i * kPairsEach >= count) break;
+      const float2 top_sum = floats(seen[i * kPairsEach]);
+      const float2 a = floats(seen[i * kPairsEach + 1]), b = floats(seen[i * kPairsEach + 2]);
+      const float new_top = fmaxf(top, top_sum.x);
+      const float shrink = exp2f(top - new_top), weight = exp2f(top_sum.x - new_top);
+      top = new_top;
+      sum = sum * shrink + weight * top_sum.y;
+      const float part[4] = {a.x, a.y, b.x, b.y};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[k] = value[k] * shrink + weight * part[k];
+    }
   }
   return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
 }

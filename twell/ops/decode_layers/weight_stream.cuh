@@ -16,6 +16,10 @@ namespace twell::decode {
 
 inline constexpr int kWarps = 8;  // that multiply; one more reads the weights
 inline constexpr int kThreads = 32 * kWarps;
+// The warp that reads has a warpgroup of its own, so that those that multiply get its registers:
+// what is spilled waits behind weights when it is read back.
+inline constexpr int kAllThreads = kThreads + 128;
+inline constexpr int kMultiplyRegisters = 232, kReadRegisters = 40;
 inline constexpr int kPairs = 8;           // of a low and a high row, per group of a product
 inline constexpr int kGroup = 2 * kPairs;  // rows
 inline constexpr int kBlock = 32;          // values of a row that four lanes read at a time
