@@ -41,9 +41,11 @@ __device__ __forceinline__ TaggedPair load_tagged_pair(const Tagged* from) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ bool has_tag(Tagged seen, uint32_t tag) {
+  return static_cast<uint32_t>(seen >> 32) == tag;
+}
 __device__ __forceinline__ bool has_tag(const TaggedPair& seen, uint32_t tag) {
-  return static_cast<uint32_t>(seen.first >> 32) == tag &&
-         static_cast<uint32_t>(seen.second >> 32) == tag;
+  return has_tag(seen.first, tag) && has_tag(seen.second, tag);
 }
 __device__ __forceinline__ uint2 values(const TaggedPair& seen) {
   return {static_cast<uint32_t>(seen.first), static_cast<uint32_t>(seen.second)};
@@ -51,32 +53,40 @@ __device__ __forceinline__ uint2 values(const TaggedPair& seen) {
 
 // The value, once it is there; `seen` is what was loaded from there before.
 __device__ __forceinline__ uint32_t wait_tagged(Tagged seen, const Tagged* from, uint32_t tag) {
-  while (static_cast<uint32_t>(seen >> 32) != tag) seen = load_tagged(from);
+  while (!has_tag(seen, tag)) seen = load_tagged(from);
   return static_cast<uint32_t>(seen);
 }
 __device__ __forceinline__ uint2 wait_tagged(TaggedPair seen, const Tagged* from, uint32_t tag) {
   while (!has_tag(seen, tag)) seen = load_tagged_pair(from);
   return values(seen);
 }
-// The first `count` pairs, from(i) each, once all are there. All that are missing are asked for
-// again together: one after another would cost a way to the L2 and back each.
-template <int kMost, typename From>
-__device__ __forceinline__ void wait_tagged(TaggedPair (&seen)[kMost], int count, const From& from,
-                                            uint32_t tag) {
+// What load(i) gives, for all i that are wanted, once all of it has the tag. All that is missing is
+// asked for again together: one after another would cost a way to the L2 and back each.
+template <typename Seen, int kMost, typename Wanted, typename Load>
+__device__ __forceinline__ void wait_all_tagged(Seen (&seen)[kMost], const Wanted& wanted,
+                                                const Load& load, uint32_t tag) {
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    if (i < count) seen[i] = load_tagged_pair(from(i));
+    if (wanted(i)) seen[i] = load(i);
   }
   while (true) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) all = all && (i >= count || has_tag(seen[i], tag));
+    for (int i = 0; i < kMost; ++i) all = all && (!wanted(i) || has_tag(seen[i], tag));
     if (all) return;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      if (i < count && !has_tag(seen[i], tag)) seen[i] = load_tagged_pair(from(i));
+      if (wanted(i) && !has_tag(seen[i], tag)) seen[i] = load(i);
     }
   }
+}
+// The first `count` pairs, from(i) each.
+template <int kMost, typename From>
+__device__ __forceinline__ void wait_tagged(TaggedPair (&seen)[kMost], int count, const From& from,
+                                            uint32_t tag) {
+  wait_all_tagged(
+      seen, [&](int i) { return i < count; }, [&](int i) { return load_tagged_pair(from(i)); },
+      tag);
 }
 
 }  // namespace twell::sm90

@@ -25,9 +25,28 @@ struct AddShare {
   }
 };
 
+// Of CTAs first, first + step, ..., `count` of them.
+template <int kMost>
+__device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const DecodeLayers& p,
+                                                 uint32_t tag, bool all, int first, int step,
+                                                 int count) {
+  if (all) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) has[i] = i < count;
+    return;
+  }
+  sm90::Tagged seen[kMost];
+  sm90::wait_all_tagged(
+      seen, [&](int i) { return i < count; },
+      [&](int i) { return sm90::load_tagged(p.workspace.fired + first + i * step); }, tag);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) has[i] = i < count && static_cast<uint32_t>(seen[i]) != 0;
+}
+
+// all: every CTA has a part, rather than those that say so in workspace.fired; of one token.
 // before: x in front of the FFN. done(place of the pair in x, its two values).
 template <int kTokens, typename Done>
-__device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag,
+__device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, bool all,
                                           const AddShare& share, const Residual& before,
                                           AddShared<kTokens>& shared, const Done& done) {
   constexpr int kAtOnce = AddShared<kTokens>::kAtOnce, kTeams = kThreads / kAddPairs;
@@ -48,12 +67,16 @@ __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag,
         if constexpr (kTokens == 1) {
           const sm90::Tagged* words = p.workspace.tagged_parts + pair * 2;
           sm90::TaggedPair seen[kParts];
-          const auto from = [&](int i) { return words + (first + i * kTeams) * p.width; };
           const int count = inside ? min((ctas - first - 1) / kTeams + 1, kParts) : 0;
-          sm90::wait_tagged(seen, count, from, tag);
+          bool has[kParts];
+          which_have_parts(has, p, tag, all, first, kTeams, count);
+          sm90::wait_all_tagged(
+              seen, [&](int i) { return has[i]; },
+              [&](int i) { return sm90::load_tagged_pair(words + (first + i * kTeams) * p.width); },
+              tag);
 #pragma unroll
           for (int i = 0; i < kParts; ++i) {
-            if (i >= count) break;
+            if (!has[i]) continue;
             const uint2 v = sm90::values(seen[i]);
             sums[0].x += __uint_as_float(v.x);
             sums[0].y += __uint_as_float(v.y);

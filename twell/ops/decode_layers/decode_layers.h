@@ -54,6 +54,7 @@ struct DecodeWorkspace {
   uint64_t* segment_values = nullptr;  // [M, H, segments, hd] of longer ones
   uint64_t* segment_sums = nullptr;    // [M, H, segments, 2] maximum (base 2), sum
   int segments = 0;                    // of the longest sequence there can be
+  uint64_t* fired = nullptr;           // [multiprocessors] whether it has a part, of sparse layers
   uint64_t* tagged_parts = nullptr;  // [multiprocessors, D] y of each CTA's neurons, for one token
   float* parts = nullptr;            // [multiprocessors, M, D] the same, for more
   uint32_t* state = nullptr;         // [3] tags given out by all calls, two counters

@@ -7,7 +7,7 @@ namespace {
 
 // Values of each array.
 struct Sizes {
-  int64_t x, qkv, attended, segment_values, segment_sums, tagged_parts, parts, state;
+  int64_t x, qkv, attended, segment_values, segment_sums, fired, tagged_parts, parts, state;
 };
 
 int64_t segments_of(int64_t length) { return (length + kDecodeSegment - 1) / kDecodeSegment; }
@@ -20,6 +20,7 @@ Sizes sizes_of(const CudaContext& ctx, const DecodeLayersWorkspace::Shape& s) {
           .attended = heads * s.head_dim / 2,
           .segment_values = segments * s.head_dim,
           .segment_sums = segments * 2,
+          .fired = ctx.multiprocessors(),
           .tagged_parts = ctx.multiprocessors() * s.width,
           .parts = ctx.multiprocessors() * s.tokens * s.width,
           .state = 3};
@@ -29,7 +30,8 @@ Sizes sizes_of(const CudaContext& ctx, const DecodeLayersWorkspace::Shape& s) {
 
 int64_t DecodeLayersWorkspace::bytes_needed(const CudaContext& ctx, const Shape& shape) {
   const Sizes s = sizes_of(ctx, shape);
-  return 8 * (s.x + s.qkv + s.attended + s.segment_values + s.segment_sums + s.tagged_parts) +
+  return 8 * (s.x + s.qkv + s.attended + s.segment_values + s.segment_sums + s.fired +
+              s.tagged_parts) +
          4 * (s.parts + s.state);
 }
 
@@ -42,6 +44,7 @@ DecodeLayersWorkspace::DecodeLayersWorkspace(CudaContext& ctx, const Shape& shap
   attended_ = DeviceBuffer<uint64_t>(sizes.attended);
   segment_values_ = DeviceBuffer<uint64_t>(sizes.segment_values);
   segment_sums_ = DeviceBuffer<uint64_t>(sizes.segment_sums);
+  fired_ = DeviceBuffer<uint64_t>(sizes.fired);
   tagged_parts_ = DeviceBuffer<uint64_t>(sizes.tagged_parts);
   parts_ = DeviceBuffer<float>(sizes.parts);
   state_ = DeviceBuffer<uint32_t>(sizes.state);
@@ -55,6 +58,7 @@ DecodeLayersWorkspace::DecodeLayersWorkspace(CudaContext& ctx, const Shape& shap
   clear(attended_);
   clear(segment_values_);
   clear(segment_sums_);
+  clear(fired_);
   clear(tagged_parts_);
   clear(state_);
 }
@@ -66,6 +70,7 @@ DecodeWorkspace DecodeLayersWorkspace::get() const {
           .segment_values = segment_values_.data(),
           .segment_sums = segment_sums_.data(),
           .segments = static_cast<int>(segments_),
+          .fired = fired_.data(),
           .tagged_parts = tagged_parts_.data(),
           .parts = parts_.data(),
           .state = state_.data()};

@@ -27,7 +27,7 @@ class DecodeLayersWorkspace {
  private:
   int64_t tokens_;
   int64_t segments_;
-  DeviceBuffer<uint64_t> x_, qkv_, attended_, segment_values_, segment_sums_, tagged_parts_;
+  DeviceBuffer<uint64_t> x_, qkv_, attended_, segment_values_, segment_sums_, fired_, tagged_parts_;
   DeviceBuffer<float> parts_;
   DeviceBuffer<uint32_t> state_;
 };

@@ -8,9 +8,9 @@
 // What CTAs hand each other are words with the number of the layer beside the value, of this call
 // and all before it (sm90/tagged.cuh). Each place has one, so nothing of a layer may be written
 // before all of the same place was read in the layer before. That holds because the last step of a
-// layer waits for every CTA's part of y, which a CTA writes after everything else it reads in the
-// layer but the parts and the residual for its own sums; and every step of the next layer waits for
-// those sums, directly or through the steps in front of it.
+// layer waits for every CTA's part of y, or its word that it has none, which a CTA writes after
+// everything else it reads in the layer but the parts and the residual for its own sums; and every
+// step of the next layer waits for those sums, directly or through the steps in front of it.
 #pragma once
 
 #include "twell/ops/decode_layers/add_parts.cuh"
@@ -108,13 +108,13 @@ class Layers {
       for (int step = 0; step < 3; ++step) product(l, step, nnz);
       const Part<kTokens> part(p_, tag_);
       if (l.sparse) {
-        FiredNeurons<kTokens>(p_, l, neurons_, s_.hidden).up_down(product_, part);
+        FiredNeurons<kTokens>(p_, l, tag_, neurons_, s_.hidden).up_down(product_, part);
       } else {
         dense_down<kTokens>(p_, neurons_, stream_, s_.hidden, part);
       }
       count(l, nnz);
       if constexpr (kTokens > 1) barrier_.wait();
-      add_parts<kTokens>(p_, tag_, add_share_, residual(0, tag_), s_.add,
+      add_parts<kTokens>(p_, tag_, !l.sparse, add_share_, residual(0, tag_), s_.add,
                          [&](int at, uint32_t bits) {
                            if (layer + 1 < p_.layers) {
                              sm90::store_tagged(residual(1, tag_).words + at, bits, tag_);

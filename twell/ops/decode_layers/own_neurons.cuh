@@ -117,9 +117,10 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
 template <int kTokens>
 class FiredNeurons {
  public:
-  // Lists them.
+  // Lists them, and says whether there will be a part.
   __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
-                                          const Neurons& neurons, HiddenShared<kTokens>& hidden)
+                                          uint32_t tag, const Neurons& neurons,
+                                          HiddenShared<kTokens>& hidden)
       : p_(p), layer_(layer), neurons_(neurons), hidden_(hidden) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     bool fires = false;
@@ -139,10 +140,14 @@ class FiredNeurons {
     if (fires) {
       hidden_.list[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<uint16_t>(thread);
     }
+    if constexpr (kTokens == 1) {
+      if (thread == 0) sm90::store_tagged(p.workspace.fired + blockIdx.x, count_ > 0, tag);
+    }
     sync_threads();
   }
 
   __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part) {
+    if (kTokens == 1 && count_ == 0) return;  // nobody waits for a part
     const int first_column = static_cast<int>(threadIdx.x) * 2;
     Columns w[kAtOnce];
     load(w, first_column, 0);  // ahead of w_up's rows
