@@ -34,6 +34,15 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t dst, const CUtens
       "l"(reinterpret_cast<uint64_t>(map)), "r"(inner), "r"(outer), "r"(barrier), "h"(cta_mask)
       : "memory");
 }
+// From shared memory; what is outside the matrix is left out. Completes as bulk_store does.
+__device__ __forceinline__ void tensor_store(const CUtensorMap* map, int32_t inner, int32_t outer,
+                                             uint32_t src) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+          reinterpret_cast<uint64_t>(map)),
+      "r"(inner), "r"(outer), "r"(src)
+      : "memory");
+}
 
 // --- linear bulk copies: bytes a multiple of 16, both addresses 16-byte aligned
 // -------------------

@@ -2,6 +2,7 @@
 #include "twell/ops/qkv/qkv_cuda.h"
 
 #include "twell/ops/qkv/qkv_sm90.h"
+#include "twell/sm90/tensor_map.h"
 
 namespace twell {
 namespace {
@@ -29,16 +30,19 @@ void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {
   TWELL_CHECK(supported(ctx, problem), "fused projection of {} heads of {} from width {} on {}",
               rope.heads, rope.head_dim, problem.width, ctx.device_name());
   if (rope.tokens == 0) return;
-  const qkv::Target target{.cos = reinterpret_cast<const float2*>(rope.cos),
-                           .sin = reinterpret_cast<const float2*>(rope.sin),
-                           .positions = rope.positions,
-                           .cache_rows = rope.cache_rows,
-                           .qkv = rope.qkv,
-                           .keys = rope.keys,
-                           .values = rope.values,
-                           .tokens = static_cast<int>(rope.tokens),
-                           .q_columns = static_cast<int>(rope.heads * rope.head_dim),
-                           .kv_columns = static_cast<int>(rope.kv_heads * rope.head_dim)};
+  const int64_t columns = (rope.heads + 2 * rope.kv_heads) * rope.head_dim;
+  const qkv::Target target{
+      .qkv_map = sm90::matrix_tensor_map(rope.qkv, rope.tokens, columns, qkv::kStoredRows),
+      .cos = reinterpret_cast<const float2*>(rope.cos),
+      .sin = reinterpret_cast<const float2*>(rope.sin),
+      .positions = rope.positions,
+      .cache_rows = rope.cache_rows,
+      .qkv = rope.qkv,
+      .keys = rope.keys,
+      .values = rope.values,
+      .tokens = static_cast<int>(rope.tokens),
+      .q_columns = static_cast<int>(rope.heads * rope.head_dim),
+      .kv_columns = static_cast<int>(rope.kv_heads * rope.head_dim)};
   const Operands operands =
       make_operands(problem.x, problem.w, rope.tokens, target.columns(), problem.width);
   TWELL_CUDA_CHECK(qkv::launch_qkv_sm90(operands, target, static_cast<int>(rope.head_dim),

@@ -17,7 +17,8 @@ using sm90::opaque;
 // every head, so that a lane rotates what it has. In steps:
 //   0                 the tokens' places in the tables
 //   1 .. kHalf        rotate pair i of each half of all heads
-//   the last four     64 columns each, by way of shared memory in whole 128-byte pieces of rows
+//   the last four     64 columns each, by way of shared memory; the copy engine stores them, but
+//                     for rows that are anywhere in a cache
 template <int HeadDim>
 class RotatedTile {
   static constexpr int kHalf = HeadDim / 16;  // pairs of half a head
@@ -81,27 +82,31 @@ class RotatedTile {
     ++step_;
   }
   __device__ __forceinline__ bool done() const { return step_ == kSteps; }
+  __device__ __forceinline__ void finish() const { sm90::bulk_store_wait(); }
 
  private:
   // Rows past the last token are rotated by position 0 and not stored.
   __device__ __forceinline__ void find(const Target& target) {
     const int row = row_ + threadIdx.x % 32 / 4;
-    upper_place_ = row < target.tokens ? target.positions[row] : 0;
-    lower_place_ = row + 8 < target.tokens ? target.positions[row + 8] : 0;
+    const auto place = [&](int of) {
+      const int position = of < target.tokens ? target.positions[of] : 0;
+      return position * (HeadDim / 4) + static_cast<int>(threadIdx.x % 4);
+    };
+    upper_place_ = place(row);
+    lower_place_ = place(row + 8);
   }
 
   // Pair I of the first halves with pair I of the second ones.
   template <int I>
   __device__ __forceinline__ void rotate(const Target& target) {
     if (column_ >= target.q_columns + target.kv_columns) return;
-    const int at = opaque(4 * I + threadIdx.x % 4);
-    rotate_row<I>(upper_, target, int64_t{upper_place_} * (HeadDim / 4) + at);
-    rotate_row<I>(lower_, target, int64_t{lower_place_} * (HeadDim / 4) + at);
+    rotate_row<I>(upper_, target, upper_place_);
+    rotate_row<I>(lower_, target, lower_place_);
   }
   template <int I>
   __device__ __forceinline__ void rotate_row(uint32_t (&pairs)[32], const Target& target,
-                                             int64_t at) {
-    const float2 c = target.cos[at], s = target.sin[at];
+                                             int place) {
+    const float2 c = (target.cos + place)[4 * I], s = (target.sin + place)[4 * I];
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       if (column_ + head * HeadDim >= target.q_columns + target.kv_columns) break;
@@ -119,35 +124,46 @@ class RotatedTile {
   __device__ __forceinline__ void store(const Target& target, uint32_t shared) {
     const int column = column_ + Block * 64;
     if (column >= target.columns()) return;
-    const int lane = threadIdx.x % 32;
-    const uint32_t own = shared + (threadIdx.x / 32 - 4) * kWarpBytes;
-    const uint32_t from = own + lane / 4 * 128 + lane % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t at = from + (i ^ (lane / 4)) * 16;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper_[Block * 8 + i]) : "memory");
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 128), "r"(lower_[Block * 8 + i])
-                   : "memory");
-    }
+    const int thread = opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
+    const uint32_t own = shared + (thread / 32 - 4) * kWarpBytes;
+    // Piece i of row r goes to place i ^ r % 8 of its 128 bytes, which the map expects.
+    const uint32_t to_shared = own + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    sm90::bulk_store_wait_read();
     __syncwarp();
-    // Queries stay in qkv; keys and values too unless there is a cache.
-    const bool cached = target.cache_rows != nullptr && column >= target.q_columns;
-    const bool key = column < target.q_columns + target.kv_columns;
-    __nv_bfloat16* to = target.qkv + column;
-    int pitch = target.columns();
-    if (cached) {
-      to = (key ? target.keys : target.values) + column - target.q_columns -
-           (key ? 0 : target.kv_columns);
-      pitch = target.kv_columns;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const int pair = Block * 8 + i;
+      sm90::store_matrices(to_shared ^ (i * 16), upper_[pair], lower_[pair], upper_[pair + 1],
+                           lower_[pair + 1]);
     }
+    // Queries stay in qkv; keys and values too unless there is a cache.
+    if (target.cache_rows != nullptr && column >= target.q_columns) {
+      store_in_cache(target, own, column, lane);
+      return;
+    }
+    sm90::fence_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      sm90::tensor_store(&target.qkv_map, column, row_, own);
+      sm90::bulk_store_commit();
+    }
+  }
+
+  // The warp's 16 rows of 64 columns, from its shared memory.
+  __device__ __forceinline__ void store_in_cache(const Target& target, uint32_t own, int column,
+                                                 int lane) const {
+    __syncwarp();
+    const bool key = column < target.q_columns + target.kv_columns;
+    __nv_bfloat16* to = (key ? target.keys : target.values) + column - target.q_columns -
+                        (key ? 0 : target.kv_columns);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int within = i * 4 + lane / 8, row = row_ + within;
       const uint4 values =
           sm90::load_shared16(own + within * 128 + ((lane % 8) ^ (within % 8)) * 16);
       if (row < target.tokens) {
-        const int64_t line = cached ? target.cache_rows[row] : row;
-        *reinterpret_cast<uint4*>(to + line * pitch + lane % 8 * 8) = values;
+        *reinterpret_cast<uint4*>(to + target.cache_rows[row] * target.kv_columns + lane % 8 * 8) =
+            values;
       }
     }
     __syncwarp();  // before the next step writes there
@@ -156,7 +172,7 @@ class RotatedTile {
   uint32_t upper_[32];
   uint32_t lower_[32];
   int row_, column_;
-  int upper_place_, lower_place_;
+  int upper_place_, lower_place_;  // this lane's first pair in the tables
   int step_ = kSteps;
 };
 

@@ -2,6 +2,7 @@
 // Launch of the fused projection: what the host side passes to the kernel.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -11,7 +12,10 @@
 
 namespace twell::qkv {
 
+inline constexpr int kStoredRows = 16;  // of a box of qkv_map
+
 struct Target {
+  CUtensorMap qkv_map;        // of qkv
   const float2* cos;          // [positions, hd / 4] pairs of neighbouring columns
   const float2* sin;          // the same
   const int32_t* positions;   // [M]
