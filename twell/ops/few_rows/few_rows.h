@@ -4,7 +4,6 @@
 //   linear    y = n(x) w^T [+ residual]
 //   qkv       q, k, v = n(x) w^T [+ bias], q and k rotated, k and v into the cache
 //   gate_up   h = relu(n(x) w_gate^T) * (n(x) w_up^T), or relu(n(x) w_up^T)
-//   sparse_gate_up  the same, reading w_up for neurons that fire only       (Hopper)
 //   down      y = h w_down [+ residual]                                     (Hopper)
 // where n(x) = x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation.
 //
@@ -76,19 +75,6 @@ struct GateUp {
   ActivityCuda* activity = nullptr;       // added to: tokens, nnz; may be null
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);
-
-// Also without a gate: h = relu(n(x) w_up^T).
-struct SparseGateUp {
-  Input input;
-  int64_t ffn = 0;                        // F, a multiple of 8
-  const __nv_bfloat16* first = nullptr;   // [F, D] w_gate, or w_up without a gate
-  const __nv_bfloat16* w_up = nullptr;    // [F, D], null without a gate
-  const __nv_bfloat16* w_down = nullptr;  // [F, D]: rows of neurons that fire go into the L2 cache
-  __nv_bfloat16* h = nullptr;        // [F, 8], written for neurons that fire; 0 past the tokens
-  uint16_t* fired = nullptr;         // [ceil(F / 16) rounded up to 2] a bit per neuron
-  ActivityCuda* activity = nullptr;  // added to: tokens, nnz; may be null
-};
-cudaError_t launch_sparse_gate_up_sm90(const SparseGateUp& problem, cudaStream_t stream);
 
 struct Down {
   int64_t tokens = 0;                       // M, 1 to 8

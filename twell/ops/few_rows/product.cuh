@@ -190,27 +190,6 @@ class Product {
     sm90::gathers_wait<0>();
   }
 
-  // One product more, of any rows, past the ring; for few. As finish above.
-  __device__ __forceinline__ Sums extra(const Rows& rows) {
-    constexpr int kAtOnce = 4;
-    float acc[2][4] = {};
-    for (int block = begin_; block < end_; block += kAtOnce) {
-      uint4 low[kAtOnce] = {}, high[kAtOnce] = {};
-#pragma unroll
-      for (int d = 0; d < kAtOnce; ++d) {
-        if (block + d >= lane_end_) break;
-        const int k = (block + d) * kBlock + at_;
-        if (rows.low != nullptr) low[d] = __ldcs(reinterpret_cast<const uint4*>(rows.low + k));
-        if (rows.high != nullptr) high[d] = __ldcs(reinterpret_cast<const uint4*>(rows.high + k));
-      }
-#pragma unroll
-      for (int d = 0; d < kAtOnce; ++d) {
-        if (block + d < end_) multiply(acc, low[d], high[d], block + d);
-      }
-    }
-    return add_up(acc);
-  }
-
  private:
   __device__ __forceinline__ void copy(const Rows& rows, int block, int slot) const {
     const bool inside = block < lane_end_, low = inside && rows.low != nullptr,

@@ -3,19 +3,28 @@
 
 #include <algorithm>
 
-#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell {
 namespace {
 
+// Rows of a CTA for up to 8 tokens: a product takes 16 anyway.
+constexpr int kLeastRows = 16;
+
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
 
 FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn)
-    : max_ffn_(max_ffn), hidden_(max_ffn * kMaxFewTokens), fired_((max_ffn + 31) / 32) {}
+    : max_ffn_(max_ffn),
+      hidden_(max_ffn * kMaxFewTokens),
+      fired_(max_ffn / kLeastRows + 1),
+      arrived_(1) {
+  TWELL_CUDA_CHECK(cudaMemset(fired_.data(), 0, static_cast<size_t>(fired_.bytes())));
+  TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+}
 
 std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnCuda& problem) {
   if (ctx.compute_capability() != 90) {
@@ -47,34 +56,41 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   const bool gated = problem.w_gate != nullptr;
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
              ffn = static_cast<int>(problem.ffn);
-  const bool few_rows = tokens <= few_rows::max_tokens(width);
-  TWELL_CHECK(few_rows || problem.norm == nullptr,
-              "few-token FFN: norm as part of {} tokens of width {}", tokens, width);
-  few_token::Down down{.hidden = workspace.hidden_.data(),
-                       .fired = workspace.fired_.data(),
+  TWELL_CHECK(tokens <= few_token::kRowTokens || problem.norm == nullptr,
+              "few-token FFN: norm as part of {} tokens", tokens);
+  const __nv_bfloat16* first = gated ? problem.w_gate : problem.w_up;
+  const __nv_bfloat16* up = gated ? problem.w_up : nullptr;
+  const few_token::Hidden hidden{workspace.hidden_.data(), workspace.fired_.data(),
+                                 workspace.arrived_.data()};
+  few_token::Down down{.hidden = hidden,
                        .weight = problem.w_down,
                        .residual = problem.residual,
                        .y = problem.y,
                        .tokens = tokens,
                        .width = width,
-                       .ffn = ffn};
-  if (few_rows) {
-    TWELL_CUDA_CHECK(few_rows::launch_sparse_gate_up_sm90(
-        {.input = {.tokens = tokens,
-                   .width = width,
-                   .x = problem.x,
-                   .norm = problem.norm,
-                   .eps = problem.eps,
-                   .constant_weights = problem.weights_are_constant},
-         .ffn = ffn,
-         .first = gated ? problem.w_gate : problem.w_up,
-         .w_up = gated ? problem.w_up : nullptr,
-         .w_down = problem.w_down,
-         .h = workspace.hidden_.data(),
-         .fired = reinterpret_cast<uint16_t*>(workspace.fired_.data()),
-         .activity = problem.activity},
-        ctx.stream()));
-    TWELL_CUDA_CHECK(few_token::launch_down_sm90(down, ctx.stream()));
+                       .ffn = ffn,
+                       .word_neurons = few_token::kWordNeurons};
+  if (tokens <= few_token::kRowTokens) {
+    // As few rows at a time as keep all CTAs busy equally often.
+    const int ctas = ctx.multiprocessors(), passes = ceil_div(ffn, ctas * few_token::kMaxRows);
+    const int rows = std::max(ceil_div(ffn, ctas * passes), kLeastRows);
+    TWELL_CUDA_CHECK(
+        few_token::launch_row_gate_up_sm90({.x = problem.x,
+                                            .norm = problem.norm,
+                                            .first = first,
+                                            .up = up,
+                                            .down = problem.w_down,
+                                            .hidden = hidden,
+                                            .activity = problem.activity,
+                                            .eps = problem.eps,
+                                            .tokens = tokens,
+                                            .width = width,
+                                            .ffn = ffn,
+                                            .rows = rows,
+                                            .early_weights = problem.weights_are_constant},
+                                           std::min(ctas, ceil_div(ffn, rows)), ctx.stream()));
+    down.word_neurons = rows;
+    TWELL_CUDA_CHECK(few_token::launch_row_down_sm90(down, ctx.stream()));
     return;
   }
   const int tiles = ceil_div(tokens, few_token::kTileTokens);
@@ -86,14 +102,12 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   // As few neurons at a time as keep all clusters busy equally often.
   const int passes = ceil_div(ffn, at_once * few_token::kMaxNeurons);
   const int neurons = ceil_div(ceil_div(ffn, at_once * passes), 64) * 64;
-  const __nv_bfloat16* first = gated ? problem.w_gate : problem.w_up;
   const few_token::SplitGateUp params{
       .map_x = sm90::matrix_tensor_map(problem.x, tokens, width, few_token::kTileTokens),
       .map_first = sm90::matrix_tensor_map(first, ffn, width, neurons / 2),
-      .problem = {.up = gated ? problem.w_up : nullptr,
+      .problem = {.up = up,
                   .down = problem.w_down,
-                  .hidden = workspace.hidden_.data(),
-                  .fired = workspace.fired_.data(),
+                  .hidden = hidden,
                   .activity = problem.activity,
                   .tokens = tokens,
                   .width = width,

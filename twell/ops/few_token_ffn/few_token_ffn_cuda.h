@@ -47,13 +47,14 @@ class FewTokenWorkspace {
   explicit FewTokenWorkspace(int64_t max_ffn);
 
   int64_t max_ffn() const { return max_ffn_; }
-  int64_t bytes() const { return hidden_.bytes() + fired_.bytes(); }
+  int64_t bytes() const { return hidden_.bytes() + fired_.bytes() + arrived_.bytes(); }
 
  private:
   friend void few_token_ffn_cuda(CudaContext&, const FewTokenFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8, 64 or 128]
-  DeviceBuffer<uint32_t> fired_;        // a bit per neuron
+  DeviceBuffer<uint64_t> fired_;        // which neurons fire; 0 between calls
+  DeviceBuffer<uint32_t> arrived_;      // 0 between calls
   int clusters_[2] = {0, 0};            // that the device runs at one time, by tiles of tokens
 };
 

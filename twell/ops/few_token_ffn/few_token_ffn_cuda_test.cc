@@ -9,6 +9,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "twell/base/cuda_testing.h"
@@ -75,8 +76,9 @@ struct Problem {
   }
 
   // The layer as the contract words it; counts what fires.
-  std::vector<float> expected() {
-    std::vector<float> y(static_cast<size_t>(spec.tokens * spec.width), 0.0f);
+  std::vector<float> expected(const std::vector<int8_t>& residual = {}) {
+    std::vector<float> y(residual.begin(), residual.end());
+    y.resize(x.size());
     for (int64_t n = 0; n < spec.ffn; ++n) {
       const int8_t* down = w_down.data() + n * spec.width;
       for (int64_t m = 0; m < spec.tokens; ++m) {
@@ -159,9 +161,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"seventeen", 17, 136, 1000, -10}, Case{"thirty one", 31, 320, 1000, -20},
         Case{"thirty three", 33, 320, 1000, -25}, Case{"sixty four", 64, 320, 1000, -25},
         Case{"wide x 9", 9, 12808, 64, 0}, Case{"wide x 24", 24, 9224, 64, 0},
-        Case{"wide x 64", 64, 8200, 104, -60}, Case{"nothing fires 1", 1, 64, 264, -128},
-        Case{"nothing fires 50", 50, 64, 264, -128}, Case{"everything fires 1", 1, 64, 5640, 127},
-        Case{"everything fires 12", 12, 64, 264, 127},
+        Case{"wide x 64", 64, 8200, 104, -60}, Case{"wide x 5", 5, 8200, 104, -60},
+        Case{"wide x 8 two passes", 8, 2056, 7000, -70},
+        Case{"wide x 3 everything fires", 3, 4104, 264, 127},
+        Case{"nothing fires 1", 1, 64, 264, -128}, Case{"nothing fires 50", 50, 64, 264, -128},
+        Case{"everything fires 1", 1, 64, 5640, 127}, Case{"everything fires 12", 12, 64, 264, 127},
         Case{"everything fires 64", 64, 72, 1000, 127}, Case{"F past 65536 one", 1, 64, 70000, -12},
         Case{"F past 65536", 20, 64, 70000, -18}, Case{"F past 65536 all fire", 40, 8, 70000, 127},
         Case{"model 1", 1, 2048, 5632, -95}, Case{"model 8", 8, 2048, 5632, -95},
@@ -171,6 +175,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"one hundred", 100, 520, 2048, -40}, Case{"model 128", 128, 2048, 5632, -95},
         Case{"wide x 77", 77, 12808, 648, -40}, Case{"everything fires 65", 65, 64, 5640, 127},
         Case{"half fires 64", 64, 2048, 5632, 0}, Case{"two passes 20", 20, 72, 8192, -12},
+        Case{"two passes 8", 8, 72, 8192, -12}, Case{"half fires 8", 8, 2048, 5632, 0},
         Case{"nothing fires 128", 128, 64, 264, -128},
         Case{"non gated 128", 128, 320, 1000, -25, false},
         Case{"non gated 1", 1, 320, 1000, -25, false},
@@ -208,6 +213,34 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   for (size_t i = 0; i < problems.size(); ++i) {
     expect_equal(download(outputs[i]), problems[i].expected(), problems[i].spec.width);
     EXPECT_EQ(download(problems[i].activity)[0].nnz, 5 * problems[i].nonzeros);
+  }
+}
+
+// Values of x are two to a power that is the same within a token, so that its norm is a sign times
+// the norm's weight.
+TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
+  SKIP_WITHOUT_HOPPER();
+  for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {
+    Problem problem({"", tokens, width, 264, -25});
+    std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
+    for (size_t i = 0; i < norm.size(); ++i) norm[i] = static_cast<int8_t>(1 + i % 3);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const int sign = problem.x[i] < 0 ? -1 : 1;
+      x[i] = static_cast<int8_t>(sign * (1 << i / norm.size() % 3));
+      problem.x[i] = static_cast<int8_t>(sign * norm[i % norm.size()]);
+      residual[i] = static_cast<int8_t>(i % 7);
+    }
+    const auto device_x = upload_as_bfloat16(x), device_norm = upload_as_bfloat16(norm),
+               y = upload_as_bfloat16(residual);
+    FewTokenWorkspace workspace(problem.spec.ffn);
+    FewTokenFfnCuda layer = problem.problem(y.data());
+    layer.x = device_x.data();
+    layer.norm = device_norm.data();
+    layer.residual = y.data();
+    few_token_ffn_cuda(ctx, layer, workspace);
+    stream.synchronize();
+    expect_equal(download(y), problem.expected(residual), width);
+    EXPECT_EQ(download(problem.activity)[0].nnz, problem.nonzeros);
   }
 }
 

@@ -27,15 +27,22 @@ class Kernel : public Gate<Tiles> {
   __device__ __forceinline__ void run() {
     this->prepare();
     if (warp_ != kProducer) wait_for_previous_kernel();
-    // Not before: launching a kernel would come before the end of the one in front.
-    if (warp_ == 0) allow_next_kernel();
+    if (warp_ == 0) {
+      this->set_released();
+      // Not before: launching a kernel would come before the end of the one in front.
+      allow_next_kernel();
+    }
     const int clusters = static_cast<int>(gridDim.x) / kSplit;
     const int passes = (p_.ffn + q_.neurons - 1) / q_.neurons;
     for (int pass = static_cast<int>(blockIdx.x) / kSplit; pass < passes; pass += clusters) {
       first_ = pass * q_.neurons;
       this->gate();
       this->list();
-      if (total_ > 0) hidden();
+      if (total_ > 0) {
+        hidden();
+      } else {
+        this->publish();
+      }
       fence_async_shared();  // the ring goes back to the copy engine
       if (pass + clusters < passes) __syncthreads();
       first_pass_ = false;
@@ -227,11 +234,13 @@ class Kernel : public Gate<Tiles> {
       stage = stage + 1 == Stages ? 0 : stage + 1;
     }
   }
+  // Asks for the rows of w_down, and tells the next kernel of them.
   __device__ __forceinline__ void ask_for_down() {
     const int at = (static_cast<int>(threadIdx.x) - Tiles * 128) * kSplit + rank_;
     if (at < total_) {
       bulk_prefetch(p_.down + int64_t{first_ + shared_.list[at]} * p_.width, p_.width * 2);
     }
+    this->publish();
   }
 
   // h of neurons that fire and this CTA's tokens; sums: 0 without a gate.
@@ -266,7 +275,7 @@ class Kernel : public Gate<Tiles> {
     const int neuron = lane_ / 2, half = lane_ % 2 * 8;
     if (lane_ < 16 && begin + neuron < total_) {
       const int64_t row = first_ + shared_.list[begin + neuron];
-      *reinterpret_cast<uint4*>(p_.hidden + row * (Tiles * kTile) + tile * kTile + rank_ * 16 +
+      *reinterpret_cast<uint4*>(p_.hidden.h + row * (Tiles * kTile) + tile * kTile + rank_ * 16 +
                                 half) = *reinterpret_cast<const uint4*>(&out[neuron][half]);
     }
     __syncwarp();

@@ -2,8 +2,10 @@
 // y = h w_down over the neurons that fired, for 9 tokens and more. A cluster of four CTAs makes 64
 // columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
 // row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
-// 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2.
+// 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2. What fires is
+// known before h is: weights that there is room for are there when the gate kernel ends.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
+#include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
@@ -29,7 +31,7 @@ struct Layout {
   static constexpr int kStage = (1 + Tiles) * kOperand;
   static constexpr int kBytes = kStages * kStage;
   // Neurons are listed a segment at a time, so that F is not bounded by shared memory.
-  static constexpr int kSegment = kThreads * 16;
+  static constexpr int kSegment = kThreads * kWordNeurons;
   static_assert(Tiles * kSent <= kBytes, "sums use the ring");
 };
 
@@ -70,13 +72,19 @@ class Kernel {
     cluster_arrive_relaxed();
     allow_next_kernel();
     cluster_wait();
-    wait_for_previous_kernel();
+    bool read = false, last = false;  // all words; this CTA was the last one
     float acc[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i] = 0.0f;
 #pragma unroll 1
     for (int segment = 0; segment * L::kSegment < p_.ffn; ++segment) {
-      list(segment);
+      const bool known = list(segment);
+      if (segment == 0 && known && p_.ffn <= L::kSegment) {
+        read = true;
+        if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
+      }
+      if (!known || warp_ < Tiles * 4) wait_for_previous_kernel();
+      if (!known) list(segment);
       if (warp_ < Tiles * 4) {
         multiply(acc);
       } else {
@@ -84,6 +92,7 @@ class Kernel {
       }
       step_ += (count_ + kRows - 1) / kRows;
     }
+    if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
     __syncwarp();
     cluster_arrive_relaxed();
     cluster_wait();  // nobody needs its ring any more
@@ -98,15 +107,20 @@ class Kernel {
         store(tile, add_sums(ring_ + tile * kSent, warp_, kSent / kSplit));
       }
     }
+    __syncwarp();
+    if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
   }
 
  private:
-  // This CTA's share of the neurons of a segment that fired, ascending.
-  __device__ __forceinline__ void list(int segment) {
-    __syncthreads();
+  static __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+  // This CTA's share of the neurons of a segment that fired, ascending. False: not known yet.
+  __device__ __forceinline__ bool list(int segment) {
     const int thread = static_cast<int>(threadIdx.x), index = segment * L::kThreads + thread;
-    uint32_t bits = 0;
-    if (index < (p_.ffn + 31) / 32 * 2) bits = reinterpret_cast<const uint16_t*>(p_.fired)[index];
+    uint64_t word = kFiredKnown;
+    if (index < ceil_div(p_.ffn, kWordNeurons)) word = await_fired(p_.hidden.fired + index);
+    if (__syncthreads_and(is_known(word)) == 0) return false;
+    auto bits = static_cast<uint32_t>(word);
     const int mine = __popc(bits);
     int at = mine;
 #pragma unroll
@@ -129,36 +143,62 @@ class Kernel {
 #pragma unroll 1
     for (; bits != 0; bits &= bits - 1, ++at) {
       if (at >= begin && at < begin + count_) {
-        shared_.list[at - begin] = static_cast<uint16_t>(thread * 16 + __ffs(bits) - 1);
+        shared_.list[at - begin] = static_cast<uint16_t>(thread * kWordNeurons + __ffs(bits) - 1);
       }
     }
     __syncthreads();
+    return true;
   }
 
+  // The first weights before the kernel in front has ended, if that is not known yet.
   __device__ __forceinline__ void gather(int base) {
     const int me = static_cast<int>(threadIdx.x) - Tiles * 128, row = me / 8, piece = me % 8;
     const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
     const bool inside = column_ + piece * 8 < p_.width;
     const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
-    const __nv_bfloat16* hidden = p_.hidden + piece * 8;
-    int step = step_;
+    const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
+    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h
+    const auto ask_weight = [&](uint32_t at, int neuron, bool valid) {
+      gather16(at, weight + int64_t{neuron} * p_.width, valid && inside);
+    };
+    const auto ask_hidden = [&](uint32_t at, int neuron, bool valid) {
+      const __nv_bfloat16* from = hidden + int64_t{neuron} * (Tiles * kTile);
+#pragma unroll
+      for (int tile = 0; tile < Tiles; ++tile) {
+        gather16(at + (1 + tile) * kOperand, from + tile * kTile,
+                 valid && tile * kTile + piece * 8 < written);
+      }
+    };
+    const auto each_row = [&](int first, int stage, const auto& ask) {
+#pragma unroll
+      for (int i = 0; i < kRows; i += kGatherers / 8) {
+        const bool valid = first + i + row < count_;
+        ask(to + stage * L::kStage + i * 128, valid ? base + shared_.list[first + i + row] : 0,
+            valid);
+      }
+    };
+    int step = step_, first = 0;
+    if (step == 0) {
+      const int early = min(ceil_div(count_, kRows), kStages);
 #pragma unroll 1
-    for (int first = 0; first < count_; first += kRows, ++step) {
+      for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
+      wait_for_previous_kernel();
+#pragma unroll 1
+      for (; step < early; ++step, first += kRows) {
+        each_row(first, step, ask_hidden);
+        gather_arrive(smem_address(shared_.full + step));
+      }
+    }
+#pragma unroll 1
+    for (; first < count_; first += kRows, ++step) {
       const int stage = step % kStages;
       if (step >= kStages) {
         barrier_wait(smem_address(shared_.empty + stage), (step / kStages - 1) & 1);
       }
-#pragma unroll
-      for (int i = 0; i < kRows; i += kGatherers / 8) {
-        const bool valid = first + i + row < count_;
-        const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
-        const uint32_t at = to + stage * L::kStage + i * 128;
-        gather16(at, weight + neuron * p_.width, valid && inside);
-#pragma unroll
-        for (int tile = 0; tile < Tiles; ++tile) {
-          gather16(at + (1 + tile) * kOperand, hidden + (neuron * Tiles + tile) * kTile, valid);
-        }
-      }
+      each_row(first, stage, [&](uint32_t at, int neuron, bool valid) {
+        ask_weight(at, neuron, valid);
+        ask_hidden(at, neuron, valid);
+      });
       gather_arrive(smem_address(shared_.full + stage));
     }
   }

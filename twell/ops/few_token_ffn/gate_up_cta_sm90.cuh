@@ -4,6 +4,7 @@
 #pragma once
 
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
+#include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
@@ -20,6 +21,7 @@ constexpr int kBlocks = kMaxNeurons / 8;  // of neurons
 constexpr int kHalf = kMaxNeurons / 2;    // neurons of a stage of the gate's ring
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
+constexpr int kOnTheirWay = 2;  // of them, while the kernel in front still runs
 constexpr int kRing = 80 * 1024;
 constexpr int kApart = 64 * kRowBytes * 8;         // ring of 64 gathered rows; sums behind it
 constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once
@@ -82,6 +84,7 @@ class Cta {
     uint16_t list[kMaxNeurons];                    // those that fire at all, ascending
     __align__(16) uint16_t out[L::kWarps][8][16];  // [neuron, token]
     int nnz;
+    int released;  // the kernel in front has ended
   };
 
   __device__ __forceinline__ Cta(const SplitGateUp& params, Shared& shared, uint8_t* memory)
@@ -121,6 +124,7 @@ class Cta {
     if (thread < Tiles * kWords) shared_.own[0][thread] = 0;
     if (thread == 0) {
       shared_.nnz = 0;
+      shared_.released = 0;
     }
     __syncthreads();
     cluster_arrive_relaxed();
@@ -166,6 +170,14 @@ class Cta {
 
   __device__ __forceinline__ uint32_t gate_place(int tile, int token) const {
     return ring_ + L::kGate + (tile * 16 + token) * kGatePitch;
+  }
+
+  // Kept by warp 0, for the warp that loads.
+  __device__ __forceinline__ void set_released() {
+    if (lane_ == 0) *static_cast<volatile int*>(&shared_.released) = 1;
+  }
+  __device__ __forceinline__ bool is_released() const {
+    return *static_cast<volatile int*>(&shared_.released) != 0;
   }
 
   // A warp. The slots of x that are filled are free: their last use lies kXChunks chunks back.

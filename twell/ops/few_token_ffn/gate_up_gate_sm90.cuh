@@ -7,6 +7,19 @@
 
 namespace twell::few_token::gate_up {
 
+// Whether the phase of the given parity has completed.
+__device__ __forceinline__ bool barrier_done(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 template <int Tiles>
 class Gate : public Cta<Tiles> {
   using L = Layout<Tiles>;
@@ -59,6 +72,14 @@ class Gate : public Cta<Tiles> {
     }
   }
 
+  // Tells the next kernel which neurons fire. For the warps that do not multiply.
+  __device__ __forceinline__ void publish() const {
+    const int word = static_cast<int>(threadIdx.x) - Tiles * 128;
+    if (rank_ != 0 || word < 0 || word * 32 >= min(q_.neurons, p_.ffn - first_)) return;
+    const uint4 by_cta = shared_.fired[word];
+    store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w);
+  }
+
   // Tells the cluster which neurons fire, and lists those that do for one of its tokens.
   __device__ __forceinline__ void list() {
     const int thread = static_cast<int>(threadIdx.x);
@@ -95,9 +116,6 @@ class Gate : public Cta<Tiles> {
     }
     if (mine >> lane_ & 1) {
       shared_.list[before + __popc(mine & ((1u << lane_) - 1))] = static_cast<uint16_t>(thread);
-    }
-    if (rank_ == 0 && lane_ == 0 && warp_ * 32 < min(q_.neurons, p_.ffn - first_)) {
-      p_.fired[first_ / 32 + warp_] = mine;
     }
     __syncthreads();
   }
@@ -170,7 +188,15 @@ class Gate : public Cta<Tiles> {
     const bool early = first_pass_ && p_.early_weights;
     if (first_pass_ && !early) wait_for_previous_kernel();
 #pragma unroll 1
-    for (int i = 0; i < min(2 * chunks_, kGateStages); ++i) load_first(i, i);
+    for (int i = 0; i < min(2 * chunks_, kGateStages); ++i) {
+      // What the kernel in front asks for would wait behind more.
+      if (early && i >= kOnTheirWay) {
+        const uint32_t before = barrier(shared_.barriers.full, i - kOnTheirWay);
+        while (!barrier_done(before, 0) && !this->is_released()) {
+        }
+      }
+      load_first(i, i);
+    }
     if (early) wait_for_previous_kernel();
     if (first_pass_ || !keep_x_) {
 #pragma unroll 1
