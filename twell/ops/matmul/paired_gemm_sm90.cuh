@@ -6,6 +6,7 @@
 //   take(acc, row, column_tile)   takes over a warpgroup's 64 rows from `row` on
 //   advance(target, shared)       runs its next step: short enough to hide behind one k-step
 //   done()                        nothing is left of what it took; so at the start
+//   finish()                      waits for what is under way; before the kernel ends
 #pragma once
 
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
@@ -60,6 +61,7 @@ __device__ __forceinline__ void consume(const Operands& operands,
     pending.take(acc, (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64,
                  order.n_tile(tile));
   }
+  pending.finish();
 }
 
 // The body of a kernel of kThreads threads in clusters of kCluster, with kRingBytes +
