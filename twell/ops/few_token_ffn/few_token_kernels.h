@@ -21,7 +21,7 @@ inline constexpr int kTileTokens = 64;   // of a cluster: h has rows of whole ti
 // Neurons of a cluster that a word of Fired tells of.
 inline constexpr int kWordNeurons = 32;
 
-// What one kernel of a layer tells the other. Between calls all words and `arrived` are 0.
+// What one kernel of a layer tells the other. Between calls no word is announced, `arrived` is 0.
 struct Hidden {
   __nv_bfloat16* h;   // [F, 8 or tiles * 64], written for neurons that fire; 0 past the tokens
   uint64_t* fired;    // [ceil(F / n)], n neurons a word from bit 0 on (fired_words_sm90.cuh)
@@ -59,6 +59,8 @@ struct SplitGateUp {
   GateUp problem;
   int neurons;       // of a cluster at a time: a multiple of 64, at most kMaxNeurons
   int slice_chunks;  // of 64 values of k, that a CTA of a cluster has: a quarter of the width
+  int on_their_way;  // stages of the first weight at most, while the kernel in front still runs
+  bool announced;    // which neurons fire: launch_split_down_sm90 looks for it
 };
 
 struct Down {
@@ -79,6 +81,7 @@ cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int tiles, int cluste
 // Right after the kernel that makes `hidden` on the same stream, beside which they run: up to 8
 // tokens, and 9 and more.
 cudaError_t launch_row_down_sm90(const Down& problem, cudaStream_t stream);
-cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream);
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, bool announced,
+                                   cudaStream_t stream);
 
 }  // namespace twell::few_token

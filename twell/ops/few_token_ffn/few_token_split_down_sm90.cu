@@ -3,7 +3,8 @@
 // columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
 // row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
 // 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2. What fires is
-// known before h is: weights that there is room for are there when the gate kernel ends.
+// known before h is: where it is announced, weights that there is room for are there when the gate
+// kernel ends.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
@@ -31,7 +32,7 @@ struct Layout {
   static constexpr int kStage = (1 + Tiles) * kOperand;
   static constexpr int kBytes = kStages * kStage;
   // Neurons are listed a segment at a time, so that F is not bounded by shared memory.
-  static constexpr int kSegment = kThreads * kWordNeurons;
+  static constexpr int kSegment = kThreads * 16;
   static_assert(Tiles * kSent <= kBytes, "sums use the ring");
 };
 
@@ -42,7 +43,7 @@ struct Shared {
   uint16_t list[Layout<Tiles>::kSegment / kSplit + kRows];
 };
 
-template <int Tiles>
+template <int Tiles, bool Announced>
 class Kernel {
   using L = Layout<Tiles>;
 
@@ -72,6 +73,7 @@ class Kernel {
     cluster_arrive_relaxed();
     allow_next_kernel();
     cluster_wait();
+    if constexpr (!Announced) wait_for_previous_kernel();
     bool read = false, last = false;  // all words; this CTA was the last one
     float acc[32];
 #pragma unroll
@@ -79,12 +81,14 @@ class Kernel {
 #pragma unroll 1
     for (int segment = 0; segment * L::kSegment < p_.ffn; ++segment) {
       const bool known = list(segment);
-      if (segment == 0 && known && p_.ffn <= L::kSegment) {
-        read = true;
-        if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
+      if constexpr (Announced) {
+        if (segment == 0 && known && p_.ffn <= L::kSegment) {
+          read = true;
+          if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
+        }
+        if (!known || warp_ < Tiles * 4) wait_for_previous_kernel();
+        if (!known) list(segment);
       }
-      if (!known || warp_ < Tiles * 4) wait_for_previous_kernel();
-      if (!known) list(segment);
       if (warp_ < Tiles * 4) {
         multiply(acc);
       } else {
@@ -92,7 +96,9 @@ class Kernel {
       }
       step_ += (count_ + kRows - 1) / kRows;
     }
-    if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
+    if constexpr (Announced) {
+      if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
+    }
     __syncwarp();
     cluster_arrive_relaxed();
     cluster_wait();  // nobody needs its ring any more
@@ -107,8 +113,10 @@ class Kernel {
         store(tile, add_sums(ring_ + tile * kSent, warp_, kSent / kSplit));
       }
     }
-    __syncwarp();
-    if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
+    if constexpr (Announced) {
+      __syncwarp();
+      if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
+    }
   }
 
  private:
@@ -117,10 +125,18 @@ class Kernel {
   // This CTA's share of the neurons of a segment that fired, ascending. False: not known yet.
   __device__ __forceinline__ bool list(int segment) {
     const int thread = static_cast<int>(threadIdx.x), index = segment * L::kThreads + thread;
-    uint64_t word = kFiredKnown;
-    if (index < ceil_div(p_.ffn, kWordNeurons)) word = await_fired(p_.hidden.fired + index);
-    if (__syncthreads_and(is_known(word)) == 0) return false;
-    auto bits = static_cast<uint32_t>(word);
+    const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // a half word
+    uint32_t bits = 0;
+    if constexpr (Announced) {
+      uint64_t word = kFiredKnown;
+      if (exists) word = await_fired(p_.hidden.fired + index / 2);
+      if (__syncthreads_and(is_known(word)) == 0) return false;
+      bits = static_cast<uint16_t>(word >> (index % 2 * 16));
+    } else {
+      __syncthreads();
+      const auto* halves = reinterpret_cast<const uint16_t*>(p_.hidden.fired);
+      if (exists) bits = halves[index / 2 * 4 + index % 2];
+    }
     const int mine = __popc(bits);
     int at = mine;
 #pragma unroll
@@ -143,14 +159,13 @@ class Kernel {
 #pragma unroll 1
     for (; bits != 0; bits &= bits - 1, ++at) {
       if (at >= begin && at < begin + count_) {
-        shared_.list[at - begin] = static_cast<uint16_t>(thread * kWordNeurons + __ffs(bits) - 1);
+        shared_.list[at - begin] = static_cast<uint16_t>(thread * 16 + __ffs(bits) - 1);
       }
     }
     __syncthreads();
     return true;
   }
 
-  // The first weights before the kernel in front has ended, if that is not known yet.
   __device__ __forceinline__ void gather(int base) {
     const int me = static_cast<int>(threadIdx.x) - Tiles * 128, row = me / 8, piece = me % 8;
     const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
@@ -158,14 +173,13 @@ class Kernel {
     const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
     const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
     const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h
-    const auto ask_weight = [&](uint32_t at, int neuron, bool valid) {
-      gather16(at, weight + int64_t{neuron} * p_.width, valid && inside);
+    const auto ask_weight = [&](uint32_t at, int64_t neuron, bool valid) {
+      gather16(at, weight + neuron * p_.width, valid && inside);
     };
-    const auto ask_hidden = [&](uint32_t at, int neuron, bool valid) {
-      const __nv_bfloat16* from = hidden + int64_t{neuron} * (Tiles * kTile);
+    const auto ask_hidden = [&](uint32_t at, int64_t neuron, bool valid) {
 #pragma unroll
       for (int tile = 0; tile < Tiles; ++tile) {
-        gather16(at + (1 + tile) * kOperand, from + tile * kTile,
+        gather16(at + (1 + tile) * kOperand, hidden + (neuron * Tiles + tile) * kTile,
                  valid && tile * kTile + piece * 8 < written);
       }
     };
@@ -173,20 +187,23 @@ class Kernel {
 #pragma unroll
       for (int i = 0; i < kRows; i += kGatherers / 8) {
         const bool valid = first + i + row < count_;
-        ask(to + stage * L::kStage + i * 128, valid ? base + shared_.list[first + i + row] : 0,
-            valid);
+        const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
+        ask(to + stage * L::kStage + i * 128, neuron, valid);
       }
     };
     int step = step_, first = 0;
-    if (step == 0) {
-      const int early = min(ceil_div(count_, kRows), kStages);
+    if constexpr (Announced) {
+      if (step == 0) {
+        // Weights before the kernel in front has ended.
+        const int early = min(ceil_div(count_, kRows), kStages);
 #pragma unroll 1
-      for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
-      wait_for_previous_kernel();
+        for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
+        wait_for_previous_kernel();
 #pragma unroll 1
-      for (; step < early; ++step, first += kRows) {
-        each_row(first, step, ask_hidden);
-        gather_arrive(smem_address(shared_.full + step));
+        for (; step < early; ++step, first += kRows) {
+          each_row(first, step, ask_hidden);
+          gather_arrive(smem_address(shared_.full + step));
+        }
       }
     }
 #pragma unroll 1
@@ -195,7 +212,7 @@ class Kernel {
       if (step >= kStages) {
         barrier_wait(smem_address(shared_.empty + stage), (step / kStages - 1) & 1);
       }
-      each_row(first, stage, [&](uint32_t at, int neuron, bool valid) {
+      each_row(first, stage, [&](uint32_t at, int64_t neuron, bool valid) {
         ask_weight(at, neuron, valid);
         ask_hidden(at, neuron, valid);
       });
@@ -253,17 +270,17 @@ class Kernel {
 };
 
 // 64 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
-template <int Tiles>
+template <int Tiles, bool Announced>
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
     split_down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Shared<Tiles> shared;
-  Kernel<Tiles>(problem, shared, memory).run();
+  Kernel<Tiles, Announced>(problem, shared, memory).run();
 }
 
-template <int Tiles>
+template <int Tiles, bool Announced>
 cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles>);
+  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles, Announced>);
   constexpr int kBytes = Layout<Tiles>::kBytes;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -271,15 +288,18 @@ cudaError_t launch(const Down& problem, cudaStream_t stream) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   }
   if (status != cudaSuccess) return status;
-  return launch_dependent(split_down_sm90_kernel<Tiles>,
+  return launch_dependent(split_down_sm90_kernel<Tiles, Announced>,
                           dim3((problem.width + kColumns - 1) / kColumns * kSplit),
                           Layout<Tiles>::kThreads, kBytes, stream, problem);
 }
 
 }  // namespace
 
-cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream) {
-  return tiles == 1 ? launch<1>(problem, stream) : launch<2>(problem, stream);
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, bool announced,
+                                   cudaStream_t stream) {
+  if (announced && tiles > 1) return cudaErrorInvalidValue;
+  if (announced) return launch<1, true>(problem, stream);
+  return tiles == 1 ? launch<1, false>(problem, stream) : launch<2, false>(problem, stream);
 }
 
 }  // namespace twell::few_token

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which neurons fire is known well before h is, so that `down` can have the rows of w_down there
 // when the gate kernel ends. It looks for words that the gate kernel, beside which it runs, writes
-// one after another. A word is a mask of neurons and a bit that says that it is there; the last CTA
-// of `down` that has read them all clears them for the next call, which cannot write its own before
+// one after another. A word is a mask of neurons and a bit that announces it; the last CTA of
+// `down` that has read them all clears them for the next call, which cannot write its own before
 // this one has ended. Looking is a matter of time only: what is not there yet is read when the gate
-// kernel has ended.
+// kernel has ended. A call whose `down` does not look leaves words that are not announced.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ __device__ __forceinline__ uint64_t load_fired(const uint64_t* word) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(mask | kFiredKnown)
-               : "memory");
+__device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask, bool announced) {
+  const uint64_t value = mask | (announced ? kFiredKnown : 0);
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 __device__ __forceinline__ bool is_known(uint64_t word) { return (word & kFiredKnown) != 0; }
 

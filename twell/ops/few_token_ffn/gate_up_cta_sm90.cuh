@@ -21,7 +21,6 @@ constexpr int kBlocks = kMaxNeurons / 8;  // of neurons
 constexpr int kHalf = kMaxNeurons / 2;    // neurons of a stage of the gate's ring
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
-constexpr int kOnTheirWay = 2;  // of them, while the kernel in front still runs
 constexpr int kRing = 80 * 1024;
 constexpr int kApart = 64 * kRowBytes * 8;         // ring of 64 gathered rows; sums behind it
 constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once

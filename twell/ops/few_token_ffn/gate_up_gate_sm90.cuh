@@ -77,7 +77,8 @@ class Gate : public Cta<Tiles> {
     const int word = static_cast<int>(threadIdx.x) - Tiles * 128;
     if (rank_ != 0 || word < 0 || word * 32 >= min(q_.neurons, p_.ffn - first_)) return;
     const uint4 by_cta = shared_.fired[word];
-    store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w);
+    store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w,
+                q_.announced);
   }
 
   // Tells the cluster which neurons fire, and lists those that do for one of its tokens.
@@ -190,8 +191,8 @@ class Gate : public Cta<Tiles> {
 #pragma unroll 1
     for (int i = 0; i < min(2 * chunks_, kGateStages); ++i) {
       // What the kernel in front asks for would wait behind more.
-      if (early && i >= kOnTheirWay) {
-        const uint32_t before = barrier(shared_.barriers.full, i - kOnTheirWay);
+      if (early && i >= q_.on_their_way) {
+        const uint32_t before = barrier(shared_.barriers.full, i - q_.on_their_way);
         while (!barrier_done(before, 0) && !this->is_released()) {
         }
       }
