@@ -120,7 +120,7 @@ TEST_P(FewRowsCuda, LinearWithNormAndResidual) {
 }
 
 TEST_P(FewRowsCuda, TokensDoNotDependOnEachOther) {
-  const auto [tokens, width, cols] = GetParam();
+  const int64_t tokens = GetParam().tokens, width = GetParam().width, cols = GetParam().cols;
   const Operands operands(GetParam());
   const auto w = upload(random_bf16(cols * width, 3));
   const auto together = poisoned<float>(tokens * cols), apart = poisoned<float>(tokens * cols);
