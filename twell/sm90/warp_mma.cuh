@@ -63,7 +63,7 @@ __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 // The same for what is around one address, by the ordinary way to memory.
-__device__ __forceinline__ void prefetch_sector(const void* src) {
+__device__ __forceinline__ void prefetch_around(const void* src) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(src) : "memory");
 }
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
     const int key = begin + i / sectors;
     const int64_t from =
         ((kv_begin + key) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
-    sm90::prefetch_sector(layer.keys + from);
-    sm90::prefetch_sector(layer.values + from);
+    sm90::prefetch_around(layer.keys + from);
+    sm90::prefetch_around(layer.values + from);
   }
 }
 

@@ -20,11 +20,6 @@ namespace {
 
 constexpr int kThreads = kMultipliers + 32;
 
-// Brings the 128 bytes around an address into the L2.
-__device__ __forceinline__ void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
 class Kernel : public Rows {
  public:
   using Rows::Rows;
@@ -136,7 +131,7 @@ class Kernel : public Rows {
       for (uint32_t left = rows; left != 0; left &= left - 1) {
         const int neuron = first_ + warp_ * 4 + __ffs(left) - 1;
         for (int k = lane_ * 64; k < p_.width; k += 32 * 64) {
-          prefetch_line(p_.up + int64_t{neuron} * p_.width + k);
+          prefetch_around(p_.up + int64_t{neuron} * p_.width + k);
         }
       }
     }
