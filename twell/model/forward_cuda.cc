@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "twell/base/rounding.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/ops/embedding/embedding_cuda.h"
@@ -18,9 +19,6 @@ namespace twell {
 namespace {
 
 constexpr int64_t kRowStep = 128;  // of padded batches
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-int64_t ceil_div(int64_t n, int64_t step) { return (n + step - 1) / step; }
 
 // Values of bf16 per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -146,7 +144,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     }
     staged_.max_q_len = std::max(staged_.max_q_len, tokens);
     staged_.max_kv_len = std::max(staged_.max_kv_len, past + tokens);
-    staged_.kv_segments += ceil_div(past + tokens, kDecodeSegment);
+    staged_.kv_segments += decode_segments(past + tokens);
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }

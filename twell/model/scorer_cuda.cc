@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/cross_entropy/token_losses_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
@@ -13,8 +14,6 @@ namespace twell {
 namespace {
 
 constexpr int64_t kRowStep = 128;  // products of few different numbers of rows: few plans
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // A quarter of a GiB of logits keeps the device busy with any vocabulary.
 int64_t head_rows(const ModelConfig& config) {

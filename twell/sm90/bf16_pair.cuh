@@ -28,6 +28,25 @@ __device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
   return pair;
 }
 
+// Of one value, in the lower half.
+__device__ __forceinline__ uint32_t relu_bf16(float value) {
+  return relu_bf16x2(value, 0.0f) & 0xffffu;
+}
+// x * factor * by, of each half.
+__device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t by, float factor) {
+  const float2 v = to_floats(x), scale = to_floats(by);
+  return bf16x2(v.x * factor * scale.x, v.y * factor * scale.y);
+}
+// Of eight values.
+__device__ __forceinline__ float sum_of_squares(const uint4& x) {
+  float sum = 0.0f;
+  for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+    const float2 v = to_floats(pair);
+    sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
+  }
+  return sum;
+}
+
 // The same value, opaque to the compiler: what is computed from it stays where it is written, and
 // is not hoisted out of a loop into registers that the loop cannot spare.
 template <typename T>

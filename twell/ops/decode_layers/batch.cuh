@@ -35,7 +35,7 @@ struct BatchShared {
     int item = static_cast<int>(blockIdx.x);
     for (int token = 0; token < p.tokens; ++token) {
       const int keys = kv_len[token];
-      const int segments = static_cast<int>((keys + kDecodeSegment - 1) / kDecodeSegment);
+      const auto segments = static_cast<int>(decode_segments(keys));
       const int items = p.heads * segments;
       for (; item < items; item += static_cast<int>(gridDim.x)) {
         const int head = segments == 1 ? item : item / segments;

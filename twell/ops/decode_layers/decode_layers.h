@@ -27,6 +27,9 @@ namespace twell {
 inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int kMaxDecodeLayers = 128;
 inline constexpr int64_t kDecodeSegment = 512;  // keys that one CTA attends to
+__host__ __device__ constexpr int64_t decode_segments(int64_t keys) {
+  return (keys + kDecodeSegment - 1) / kDecodeSegment;
+}
 
 // Device memory throughout; matrices contiguous row-major, 16-byte aligned. Weights are constant:
 // nothing enqueued earlier on the stream writes them.

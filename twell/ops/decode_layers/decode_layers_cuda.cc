@@ -10,11 +10,9 @@ struct Sizes {
   int64_t x, qkv, attended, segment_values, segment_sums, fired, tagged_parts, parts, state;
 };
 
-int64_t segments_of(int64_t length) { return (length + kDecodeSegment - 1) / kDecodeSegment; }
-
 Sizes sizes_of(const CudaContext& ctx, const DecodeLayersWorkspace::Shape& s) {
   if (s.tokens == 0) return {};
-  const int64_t heads = s.tokens * s.heads, segments = heads * segments_of(s.max_length);
+  const int64_t heads = s.tokens * s.heads, segments = heads * decode_segments(s.max_length);
   return {.x = s.tokens * s.width,
           .qkv = s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2,
           .attended = heads * s.head_dim / 2,
@@ -36,7 +34,7 @@ int64_t DecodeLayersWorkspace::bytes_needed(const CudaContext& ctx, const Shape&
 }
 
 DecodeLayersWorkspace::DecodeLayersWorkspace(CudaContext& ctx, const Shape& shape)
-    : tokens_(shape.tokens), segments_(segments_of(shape.max_length)) {
+    : tokens_(shape.tokens), segments_(decode_segments(shape.max_length)) {
   if (tokens_ == 0) return;
   const Sizes sizes = sizes_of(ctx, shape);
   x_ = DeviceBuffer<uint64_t>(sizes.x);

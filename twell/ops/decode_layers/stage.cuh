@@ -10,6 +10,7 @@
 namespace twell::decode {
 
 using sm90::bf16x2;
+using sm90::scaled;
 using sm90::to_floats;
 
 __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
@@ -20,17 +21,6 @@ __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
     to[2 * i] = v.x;
     to[2 * i + 1] = v.y;
   }
-}
-__device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t norm, float inverse) {
-  const float2 v = to_floats(x), scale = to_floats(norm);
-  return bf16x2(v.x * inverse * scale.x, v.y * inverse * scale.y);
-}
-__device__ __forceinline__ float sum_of_squares(const uint4& x) {
-  float v[8], sum = 0.0f;
-  unpack(v, x);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
-  return sum;
 }
 
 inline constexpr int kMaxWidth = 16384;
@@ -192,7 +182,7 @@ __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t t
   const int token = static_cast<int>(threadIdx.x) / kTeam;
   const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
   if (token < p.tokens) {
-    const int segments = static_cast<int>((kv_len[token] + kDecodeSegment - 1) / kDecodeSegment);
+    const auto segments = static_cast<int>(decode_segments(kv_len[token]));
     const sm90::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
     const auto store = [&](int at, const uint2& v) {
       *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) = v;

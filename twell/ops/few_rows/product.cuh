@@ -60,19 +60,6 @@ struct Rows {
   const __nv_bfloat16 *low, *high;
 };
 
-__device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t norm, float inverse) {
-  const float2 v = sm90::to_floats(x), scale = sm90::to_floats(norm);
-  return sm90::bf16x2(v.x * inverse * scale.x, v.y * inverse * scale.y);
-}
-__device__ __forceinline__ float sum_of_squares(const uint4& x) {
-  float sum = 0.0f;
-  for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-    const float2 v = sm90::to_floats(pair);
-    sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
-  }
-  return sum;
-}
-
 // Brings n(x) into shared memory, zeros up to a whole block. Every thread of the CTA calls it.
 __device__ __forceinline__ void stage_x(const Input& input, Shared& shared, uint8_t* x_shared) {
   const int thread = static_cast<int>(threadIdx.x), tokens = static_cast<int>(input.tokens);
@@ -91,9 +78,9 @@ __device__ __forceinline__ void stage_x(const Input& input, Shared& shared, uint
 #pragma unroll
     for (int m = 0; m < kMaxTokens; ++m) {
       if (m >= tokens) break;
-      float squares = sum_of_squares(kept[m]);
+      float squares = sm90::sum_of_squares(kept[m]);
       for (int at = thread + kThreads; at < pieces; at += kThreads) {
-        squares += sum_of_squares(x[m * pieces + at]);
+        squares += sm90::sum_of_squares(x[m * pieces + at]);
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
@@ -120,8 +107,8 @@ __device__ __forceinline__ void stage_x(const Input& input, Shared& shared, uint
       uint4 v = kept[m];
       if (at >= kThreads) v = at < pieces ? x[m * pieces + at] : uint4{};
       if (input.norm != nullptr) {
-        v = {scaled(v.x, norm.x, inverse[m]), scaled(v.y, norm.y, inverse[m]),
-             scaled(v.z, norm.z, inverse[m]), scaled(v.w, norm.w, inverse[m])};
+        v = {sm90::scaled(v.x, norm.x, inverse[m]), sm90::scaled(v.y, norm.y, inverse[m]),
+             sm90::scaled(v.z, norm.z, inverse[m]), sm90::scaled(v.w, norm.w, inverse[m])};
       }
       *reinterpret_cast<uint4*>(x_shared + m * pitch + at * 16) = v;
     }

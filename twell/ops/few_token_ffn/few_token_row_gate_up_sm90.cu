@@ -120,7 +120,7 @@ class Kernel : public Rows {
     const int from = min(row, rows_ - 1);
     const float sum = add_sums(place(from / kGroup) + from % kGroup, token);
     const bool exists = row < rows_ && token < p_.tokens;
-    const uint32_t value = exists ? relu_bf16x2(sum, 0.0f) & 0xffff : 0;  // NaN stays
+    const uint32_t value = exists ? relu_bf16(sum) : 0;  // NaN stays
     shared_.gate[row][token] = static_cast<uint16_t>(value);
     const uint32_t fired = __ballot_sync(~0u, value != 0);
     uint32_t rows = 0;

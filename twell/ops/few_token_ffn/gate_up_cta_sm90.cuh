@@ -6,6 +6,7 @@
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
@@ -48,13 +49,6 @@ struct Barriers {
   uint64_t x[kXChunks];
   uint64_t gate, fired, up;  // sent by the cluster
 };
-
-// max(0, value) as bf16 bits. NaN stays NaN.
-__device__ __forceinline__ uint32_t relu_bf16(float value) {
-  uint32_t bits;
-  asm("cvt.rn.relu.bf16x2.f32 %0, 0f00000000, %1;" : "=r"(bits) : "f"(value));
-  return bits & 0xffffu;
-}
 
 // Bit 2t + i: some token g fires for column 2t + i of a block; ballots of lanes 4g + t, by i.
 __device__ __forceinline__ uint32_t columns_fired(uint32_t even, uint32_t odd) {

@@ -7,19 +7,6 @@
 
 namespace twell::few_token::gate_up {
 
-// Whether the phase of the given parity has completed.
-__device__ __forceinline__ bool barrier_done(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 template <int Tiles>
 class Gate : public Cta<Tiles> {
   using L = Layout<Tiles>;

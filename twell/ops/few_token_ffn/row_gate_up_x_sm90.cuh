@@ -62,18 +62,6 @@ class Tokens {
   }
 
  private:
-  static __device__ __forceinline__ float sum_of_squares(const uint4& x) {
-    float sum = 0.0f;
-    for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-      const float2 v = to_floats(pair);
-      sum = fmaf(v.x, v.x, fmaf(v.y, v.y, sum));
-    }
-    return sum;
-  }
-  __device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t norm) const {
-    const float2 v = to_floats(x), weight = to_floats(norm);
-    return bf16x2(v.x * inverse_ * weight.x, v.y * inverse_ * weight.y);
-  }
   __device__ __forceinline__ void load(int segment) {
     const int token = lane_ / 4;
 #pragma unroll
@@ -91,8 +79,9 @@ class Tokens {
       const int at = k(segment, b);
       uint4 norm{};
       if (at < p_.width) norm = __ldg(reinterpret_cast<const uint4*>(p_.norm + at));
-      x_[b] = {scaled(x_[b].x, norm.x), scaled(x_[b].y, norm.y), scaled(x_[b].z, norm.z),
-               scaled(x_[b].w, norm.w)};
+      uint4& x = x_[b];
+      x = {scaled(x.x, norm.x, inverse_), scaled(x.y, norm.y, inverse_),
+           scaled(x.z, norm.z, inverse_), scaled(x.w, norm.w, inverse_)};
     }
   }
 

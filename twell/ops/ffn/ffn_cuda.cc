@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
 #include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
@@ -14,8 +15,6 @@ namespace {
 constexpr int64_t kTwellTile = 256;
 constexpr int32_t kCompression = 8;
 constexpr int64_t kMuchMemory = int64_t{5} << 30;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 TwellShape twell_shape(int64_t tokens, int64_t ffn) {
   return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
@@ -267,8 +266,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   if (problem.tokens == 0) return;
   const FfnExecution execution =
       choose_ffn_cuda(ctx, problem.tokens, problem.weights.activation, plan, workspace);
-  const int64_t chunks = ceil_div(
-      problem.tokens, FfnWorkspaceCuda::chunk_tokens(ctx, workspace.max_tokens(), workspace.ffn()));
+  const int64_t chunks = ceil_div(problem.tokens, workspace.chunk_tokens());
   const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
   for (int64_t begin = 0; begin < problem.tokens; begin += step) {
     FfnForwardCuda chunk = problem;

@@ -73,6 +73,7 @@ class FfnWorkspaceCuda {
   ~FfnWorkspaceCuda();
 
   int64_t max_tokens() const { return max_tokens_; }
+  int64_t chunk_tokens() const { return chunk_tokens_; }  // worked on at once
   int64_t width() const { return width_; }
   int64_t ffn() const { return ffn_; }
   bool gated() const { return gated_; }
@@ -80,7 +81,7 @@ class FfnWorkspaceCuda {
   // What bytes() will be, to within what the row-fused execution and the few-token one take: a few
   // MiB.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
-  // Tokens worked on at once: up to 135,168 on an H200, or half as many where the memory for so
+  // What chunk_tokens() will be: up to 135,168 on an H200, or half as many where the memory for so
   // many would be more than 5 GiB.
   static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 
 namespace twell::ffn_train {
@@ -13,8 +14,6 @@ using tile_union::kTileTokens;
 
 constexpr int32_t kCompression = 8;
 constexpr int64_t kBlockValues = int64_t{kTileTokens} * kBlock;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A chunk of tokens, at its largest.
 struct ChunkShape {

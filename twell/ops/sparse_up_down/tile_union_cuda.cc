@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 #include "twell/ops/sparse_up_down/tile_union.h"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell {
-namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
-
 int64_t TileUnionWorkspace::max_tiles(int64_t tokens) {
   using namespace tile_union;
   return ceil_div(tokens, kTileTokens) + ceil_div(tokens / kHeavyFactor, kTileTokens);
