@@ -70,7 +70,9 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
   for (;;) {
     feeder.publish();
     const int4 item = feed.take();
-    if (item.x < 0) break;
+    // By a vote, so that the compiler knows warps to be whole below. Otherwise it keeps what is the
+    // same for all lanes in registers of each, and gathering, not the tensor cores, sets the pace.
+    if (__any_sync(~0u, item.x < 0)) break;
     const Operands operands = problem.operands(item);
     const bool inside = operands.column + lane * 8 < problem.width;
     const auto load_id = [&](int block) {
