@@ -104,6 +104,21 @@ __device__ __forceinline__ T load_acquire(const T* counter) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
+// The same for words that are written once, of 64 bits too.
+__device__ __forceinline__ int2 load_acquire(const int2* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return {static_cast<int>(value), static_cast<int>(value >> 32)};
+}
+// After a __threadfence it releases.
+__device__ __forceinline__ void store_relaxed(int2* word, int2 value) {
+  const uint64_t bits =
+      uint64_t{static_cast<uint32_t>(value.y)} << 32 | static_cast<uint32_t>(value.x);
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(bits) : "memory");
+}
+__device__ __forceinline__ void store_release(int32_t* word, int32_t value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"

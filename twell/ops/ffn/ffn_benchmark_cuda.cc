@@ -329,10 +329,15 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const GpuChoice choice = choose_gpu_execution(layer_shape(ctx, o), tokens, FfnPolicy::kAuto,
                                                 layer_activity(download(counts)[0], o.ffn));
 
+  // Behind the gate GEMM, tiles of the pattern are taken as that gets tiles of its own done.
+  GateGemmCuda followed_gate = gate_gemm;
+  followed_gate.progress = unions.progress(tokens);
+  SparseUpDownCuda following = up_down;
+  following.follows_gate = true;
   const std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
                                      [&] {
-                                       gate_gemm_cuda(ctx, gate_gemm);
-                                       tile_union();
+                                       gate_gemm_cuda(ctx, followed_gate);
+                                       tile_union_up_down_cuda(ctx, following, unions);
                                      },
                                      [&] {
                                        gate_gemm_cuda(ctx, gate_gemm);

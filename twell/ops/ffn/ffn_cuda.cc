@@ -169,7 +169,13 @@ class FfnCallCuda {
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
   }
 
-  void tile_union() const { tile_union_up_down_cuda(ctx_, packed_gate(), workspace_.tile_union_); }
+  void tile_union() const {
+    const bool follows = workspace_.gated_;
+    SparseUpDownCuda problem =
+        packed_gate(follows ? workspace_.tile_union_.progress(chunk_.tokens) : GateProgress{});
+    problem.follows_gate = follows;
+    tile_union_up_down_cuda(ctx_, problem, workspace_.tile_union_);
+  }
 
   void row_fused() const {
     const bool hopper = ctx_.compute_capability() == 90;
@@ -197,7 +203,7 @@ class FfnCallCuda {
  private:
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
   // Runs the gate GEMM; what is left to do is the returned problem.
-  SparseUpDownCuda packed_gate() const {
+  SparseUpDownCuda packed_gate(const GateProgress& progress = {}) const {
     FfnWorkspaceCuda& w = workspace_;
     const TwellShape shape = twell_shape(chunk_.tokens, w.ffn_);
     const TwellPacked gate{
@@ -212,7 +218,8 @@ class FfnCallCuda {
                                .ffn = w.ffn_,
                                .x = chunk_.x,
                                .w_gate = w.gated_ ? weights.w_gate : weights.w_up,
-                               .out = gate};
+                               .out = gate,
+                               .progress = progress};
     if (ctx_.compute_capability() == 90) {
       gate_gemm_cuda(ctx_, problem);
     } else {

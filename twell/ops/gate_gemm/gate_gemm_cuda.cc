@@ -3,10 +3,35 @@
 
 #include <algorithm>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/gate_gemm/gate_gemm_sm90.h"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell {
+namespace {
+
+// 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters run at one
+// time: 8 MiB of each, well inside the L2.
+constexpr int kGroup = 8;
+
+struct Schedule {
+  int m_pairs, n_tiles, whole;
+  int clusters;  // that run
+
+  Schedule(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
+    using namespace gate_gemm;
+    m_pairs = static_cast<int>(ceil_div(tokens, kTileM * kCluster));
+    n_tiles = static_cast<int>(ceil_div(ffn, kTileN));
+    // A last round with work for at most half of the clusters is cut in two, and takes half as
+    // long.
+    const int tiles = m_pairs * n_tiles, most = ctx.multiprocessors() / kCluster;
+    const int rest = tiles % most;
+    whole = 2 * rest <= most ? tiles - rest : tiles;
+    clusters = std::min(most, whole + 2 * (tiles - whole));
+  }
+};
+
+}  // namespace
 
 std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
   if (ctx.compute_capability() != 90) {
@@ -41,7 +66,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   const std::string unsupported = gate_gemm_unsupported(ctx, problem);
   TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
   if (problem.tokens == 0) return;
-  const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+  const Schedule schedule(ctx, problem.tokens, problem.ffn);
   Params params;
   params.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
   params.map_x_half = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM / 2);
@@ -53,20 +78,36 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
                 static_cast<int>(problem.tokens),
                 static_cast<int>(problem.out.shape.tiles()),
                 problem.out.shape.slots()};
-  params.k_steps = ceil_div(problem.width, kTileK);
-  params.m_pairs = ceil_div(problem.tokens, kTileM * kCluster);
-  params.n_tiles = ceil_div(problem.ffn, kTileN);
-  // 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters run at
-  // one time: 8 MiB of each, well inside the L2.
-  params.group = 8;
+  params.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
+  params.m_pairs = schedule.m_pairs;
+  params.n_tiles = schedule.n_tiles;
+  params.whole = schedule.whole;
+  params.group = kGroup;
   params.condition = problem.condition;
-  // A last round with work for at most half of the clusters is cut in two, and takes half as long.
-  const int tiles = params.m_pairs * params.n_tiles, clusters = ctx.multiprocessors() / kCluster;
-  const int rest = tiles % clusters;
-  params.whole = 2 * rest <= clusters ? tiles - rest : tiles;
-  const int units = params.whole + 2 * (tiles - params.whole);
-  TWELL_CUDA_CHECK(
-      launch_gate_gemm_sm90(params, std::min(clusters, units) * kCluster, ctx.stream()));
+  params.packed = problem.progress.words;
+  TWELL_CUDA_CHECK(launch_gate_gemm_sm90(params, problem.progress.size,
+                                         schedule.clusters * kCluster, ctx.stream()));
+}
+
+GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
+  using namespace gate_gemm;
+  const Schedule schedule(ctx, tokens, ffn);
+  GatePhases phases{schedule.clusters * kCluster, {}};
+  // Units up to here are packed, and they are taken by groups of tokens.
+  const int per_group = kGroup * schedule.n_tiles;
+  const int units[] = {schedule.whole - 2 * schedule.clusters, schedule.whole - schedule.clusters,
+                       schedule.whole};
+  static_assert(GateProgress::kPhases == 4);
+  for (int phase = 0; phase < 3; ++phase) {
+    const int groups = std::max(units[phase], 0) / per_group;
+    phases.tokens[phase] =
+        static_cast<int>(std::min<int64_t>(int64_t{groups} * kGroup * kTileM * kCluster, tokens));
+  }
+  if (schedule.whole == schedule.m_pairs * schedule.n_tiles) {
+    phases.tokens[2] = static_cast<int>(tokens);
+  }
+  phases.tokens[3] = static_cast<int>(tokens);
+  return phases;
 }
 
 }  // namespace twell

@@ -13,6 +13,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/twell.h"
+#include "twell/ops/gate_gemm/gate_progress.h"
 
 namespace twell {
 
@@ -25,10 +26,14 @@ struct GateGemmCuda {
   const __nv_bfloat16* w_gate = nullptr;  // [F, D]
   TwellPacked out;  // shape [M, F], T = 256; spill [M * tiles, 256]; row_nnz [M], written
   const int32_t* condition = nullptr;  // device memory: where it holds 0, nothing is computed
+  GateProgress progress{};             // not together with a condition
 };
 
 // Why the problem cannot run on this context's device; empty when it can.
 std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
+
+// Of the problem's sizes.
+GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn);
 
 // Throws Error where unsupported.
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);

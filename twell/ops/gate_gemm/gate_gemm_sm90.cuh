@@ -52,18 +52,60 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   const int clusters = gridDim.x / kCluster;
   Producer producer{ring, rank};
   for (int index = blockIdx.x / kCluster; index < order.count(); index += clusters) {
-    // This is the last unit.
-    if (index + clusters >= order.count()) sm90::allow_next_kernel();
+    if (index + clusters >= order.count()) {
+      // This is the last unit. What starts now may rely on what is cleared in front of this kernel.
+      sm90::wait_for_previous_kernel();
+      sm90::allow_next_kernel();
+    }
     const Unit unit = order.locate(index, rank);
     producer.load(unit.half ? params.map_x_half : params.map_x, unit.row, params.map_w, unit.n_tile,
                   params.k_steps, unit.half ? kStageBytes - kBytesA / 2 : kStageBytes);
   }
 }
 
+// Of a CTA, for Params::packed. Consumers say what they have packed, and a thread of its own tells
+// the rest of the device: it, not they, waits until their stores have arrived there. Units are not
+// told of one by one, since anything more in the loop over k-steps costs whole percents.
+struct PackedUnits {
+  // Before the last but one of the whole units; the last but one; the last; a half one. What a CTA
+  // does not have counts as packed with the phase before.
+  enum Phase { kEarlier, kLastButOne, kLastWhole, kHalf, kPhases };
+  static constexpr uint32_t kBytes = kPhases * 8;
+  uint32_t barriers;  // one per phase, used once
+
+  __device__ explicit PackedUnits(const Ring& ring) : barriers(ring.full - kBytes) {}
+  __device__ __forceinline__ void init() const {
+    for (int phase = 0; phase < kPhases; ++phase) {
+      sm90::barrier_init(barriers + phase * 8, kConsumers * 4);
+    }
+  }
+  // By each consumer warp.
+  __device__ __forceinline__ void arrive(Phase phase) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barriers + phase * 8);
+  }
+  __device__ __forceinline__ void tell(const Params& params) const {
+    if (params.packed == nullptr) return;
+    const int index = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+    const int whole = (params.whole - index + clusters - 1) / clusters;
+    const bool has[kPhases] = {whole > 1, whole > 0, whole > 0,
+                               index + whole * clusters < UnitOrder(params).count()};
+    sm90::wait_for_previous_kernel();  // the counters are cleared
+#pragma unroll
+    for (int phase = 0; phase < kPhases; ++phase) {
+      if (has[phase]) sm90::barrier_wait(barriers + phase * 8, 0);
+      sm90::add_release(params.packed + phase, 1);
+    }
+  }
+};
+
+inline constexpr uint32_t kSharedBytes = paired_gemm::kRingBytes + PackedUnits::kBytes;
+
 // A consumer warpgroup, across units.
 struct Consumer {
   const Params& params;
   const Ring& ring;
+  const PackedUnits& units;
   const int warpgroup;
   sm90::RingCursor<kStages> cursor{};
   PackedTile pending;
@@ -92,7 +134,11 @@ struct Consumer {
       }
       // Each packing step is cold code and costs a k-step some of its slack: every other one has
       // measured better than every one. At D = 2048 all 17 steps fit the 32 k-steps.
-      if (k % 2 == 1 || k == 2 || k >= params.k_steps) pending.advance(params.out);
+      if (k % 2 == 1 || k == 2 || k >= params.k_steps) {
+        const bool packing = !pending.done();
+        pending.advance(params.out);
+        if (N < kTileN && packing && pending.done()) units.arrive(PackedUnits::kLastWhole);
+      }
     }
     wgmma_wait<0>();
     release(ring, previous);
@@ -100,12 +146,12 @@ struct Consumer {
   }
 };
 
-__device__ __forceinline__ void consume(const Params& params, const Ring& ring, uint32_t rank,
-                                        int warpgroup) {
+__device__ __forceinline__ void consume(const Params& params, const Ring& ring,
+                                        const PackedUnits& units, uint32_t rank, int warpgroup) {
   using namespace sm90;
   const UnitOrder order(params);
   const int clusters = gridDim.x / kCluster;
-  Consumer consumer{params, ring, warpgroup};
+  Consumer consumer{params, ring, units, warpgroup};
   float acc[128];
   int index = blockIdx.x / kCluster;
   for (; index < order.whole; index += clusters) {
@@ -113,6 +159,12 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring, 
     if (index + clusters < order.count()) {
       const Unit unit = order.locate(index, rank);
       consumer.pending.begin(unit.row + warpgroup * 64, unit.n_tile);
+    }
+    // The units before this one are packed.
+    if (index + clusters >= order.whole) {
+      units.arrive(PackedUnits::kLastButOne);
+    } else if (index + 2 * clusters >= order.whole) {
+      units.arrive(PackedUnits::kEarlier);
     }
     wait_for_previous_kernel();  // row_nnz is cleared
   }
@@ -138,6 +190,7 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring, 
   for (int r = warpgroup * 4 + threadIdx.x % 128 / 32; r < rows; r += kConsumers * 4) {
     pack_row(ring.stages, r, unit.row + r, unit.n_tile, params.out);
   }
+  units.arrive(half ? PackedUnits::kHalf : PackedUnits::kLastWhole);
 }
 
 // Launched as dependent on a kernel that clears row_nnz, and that only began once all before it was
@@ -146,12 +199,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace sm90;
   extern __shared__ uint8_t memory[];
-  const Ring ring(memory);
+  const Ring ring(memory, PackedUnits::kBytes);
+  const PackedUnits units(ring);
   const uint32_t rank = cluster_rank();
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&params.map_x);
     prefetch_tensor_map(&params.map_x_half);
     prefetch_tensor_map(&params.map_w);
+    units.init();
     ring.init();
   }
   cluster_sync();
@@ -160,7 +215,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     return;
   }
   paired_gemm::run_roles([&] { produce(params, ring, rank); },
-                         [&](int warpgroup) { consume(params, ring, rank, warpgroup); });
+                         [&](int warpgroup) { consume(params, ring, units, rank, warpgroup); },
+                         [&] { units.tell(params); });
 }
 
 }  // namespace twell::gate_gemm

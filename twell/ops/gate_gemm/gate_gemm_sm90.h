@@ -39,9 +39,11 @@ struct Params {
                              // and then a cluster has at most one half
   int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
   const int32_t* condition;  // null, or what must not be 0
+  int32_t* packed;           // GateProgress::words
 };
 
-// Clears row_nnz first. ctas is a multiple of kCluster.
-cudaError_t launch_gate_gemm_sm90(const Params& params, int ctas, cudaStream_t stream);
+// Clears row_nnz and the words behind params.packed first. ctas is a multiple of kCluster.
+cudaError_t launch_gate_gemm_sm90(const Params& params, int64_t progress_words, int ctas,
+                                  cudaStream_t stream);
 
 }  // namespace twell::gate_gemm

@@ -107,15 +107,21 @@ __device__ __forceinline__ void release(const Ring& ring, int stage) {
   if (thread < kCluster) sm90::barrier_arrive_cluster(ring.empty + stage * 8, thread);
 }
 
+struct NoRole {
+  __device__ void operator()() const {}
+};
+
 // The body of a kernel of kThreads threads, behind the first cluster_sync: one thread produces,
-// consume(warpgroup) runs on two warpgroups.
-template <typename Produce, typename Consume>
-__device__ __forceinline__ void run_roles(const Produce& produce, const Consume& consume) {
+// consume(warpgroup) runs on two warpgroups, `beside` on a thread of its own.
+template <typename Produce, typename Consume, typename Beside = NoRole>
+__device__ __forceinline__ void run_roles(const Produce& produce, const Consume& consume,
+                                          const Beside& beside = {}) {
   using namespace sm90;
   const int role = threadIdx.x / 128;
   if (role == 0) {
     registers_decrease<24>();
     if (threadIdx.x == 0) produce();
+    if (threadIdx.x == 32) beside();
   } else {
     registers_increase<240>();
     consume(role - 1);

@@ -67,6 +67,7 @@ struct StageReader {
 // memory.
 struct ItemFeed {
   static constexpr int kSlots = 4;
+  static constexpr int kNotYet = -2;  // x of an item that has to be asked for again
   static constexpr uint32_t kBytes = kSlots * (16 + 8 + 8);
   uint32_t base;  // slots, then full and empty barriers; 16-byte aligned
   sm90::RingCursor<kSlots> cursor{};
@@ -94,14 +95,14 @@ struct ItemFeed {
 };
 
 // The feeder's end: thread 0 of the CTA; the others' calls do nothing. Load: index -> int4, with a
-// negative x for indices past the end.
+// negative x for indices past the end, or kNotYet.
 template <typename Load>
 struct ItemFeeder {
   ItemFeed feed;
   int32_t* counter;  // starts at 0
   Load load;
   int4 next_item;
-  int next_index;
+  int item_index, next_index;
   sm90::RingCursor<ItemFeed::kSlots> cursor{0, 1};
 
   __device__ __forceinline__ ItemFeeder(const ItemFeed& feed_in, int32_t* counter_in,
@@ -112,6 +113,10 @@ struct ItemFeeder {
   __device__ __forceinline__ void publish() {
     if (threadIdx.x != 0) return;
     sm90::barrier_wait(feed.empty(cursor.stage), cursor.parity);
+    while (next_item.x == ItemFeed::kNotYet) {
+      __nanosleep(100);
+      next_item = load(item_index);
+    }
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(feed.base + cursor.stage * 16),
                  "r"(next_item.x), "r"(next_item.y), "r"(next_item.z), "r"(next_item.w)
                  : "memory");
@@ -122,6 +127,7 @@ struct ItemFeeder {
 
  private:
   __device__ __forceinline__ void fetch(int index) {
+    item_index = index;
     next_item = load(index);
     next_index = gridDim.x + atomicAdd(counter, 1);
   }

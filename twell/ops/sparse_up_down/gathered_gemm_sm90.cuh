@@ -65,6 +65,10 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
   const int pieces = problem.width / 8;
   // Warp w gathers rows 16 w .. 16 w + 15 of a block; lane l piece l of a row's 512 bytes.
   const uint32_t dst_lane = kBytesA + lane / 8 * kColumnBlockBytes + warp * 16 * 128;
+  if constexpr (Overlaps) {
+    if (threadIdx.x == 0) problem.wait_for_items();
+    __syncwarp();
+  }
   ItemFeed feed{shared.feed};
   ItemFeeder feeder(feed, problem.taken, [&](int index) { return problem.load(index); });
   for (;;) {
@@ -177,8 +181,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (Overlaps) sm90::wait_for_previous_kernel();
 }
 
-// Overlaps: the kernel in front tells through Operands::ready what it has written, let this one
-// start after all before it was complete, and this one waits for nothing else.
+// Overlaps: the problem has wait_for_items(), for what load and operands read, Operands::ready
+// tells what the kernel in front has written, and this one waits for nothing else.
 template <bool Overlaps = false, typename Problem>
 cudaError_t launch(const Problem& problem, int ctas, cudaStream_t stream) {
   const auto kernel = gathered_gemm_sm90_kernel<Overlaps, Problem>;

@@ -7,6 +7,7 @@
 
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/sparse_up_down/tile_union.h"
+#include "twell/sm90/barrier.cuh"
 
 namespace twell::tile_union {
 
@@ -58,15 +59,13 @@ __device__ int best_chunk(const int32_t* sizes, int count, int ctas, int* scratc
   return best;
 }
 
-// By one CTA. Counting sort of the tiles by blocks, largest first, so that the last wave of the
-// persistent GEMMs is made of small items; then each tile is cut into near-equal chunks.
+// By one CTA, which all of what follows is. Counting sort of the tiles by blocks, largest first, so
+// that the last wave of a persistent GEMM is made of small items.
 // sizes: those of the unions, wherever they are at hand. buckets: [blocks + 1] in shared memory, by
-// falling size.
+// falling size. scratch: an int per warp. Ends with a barrier.
 template <int Threads>
-__device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas, uint32_t* buckets,
-                              ActivityCuda* activity) {
-  __shared__ int scratch[Threads / 32];
-  const int count = tiles.counts->tiles;
+__device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count, uint32_t* buckets,
+                            int* scratch) {
   for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
   __syncthreads();
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
@@ -88,9 +87,67 @@ __device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas
     tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
   }
   __syncthreads();
-  // Where down fills the gaps that up leaves, items may be as large as they get.
-  const int chunk_blocks =
-      tiles.ready != nullptr ? kMaxChunkBlocks : best_chunk<Threads>(sizes, count, ctas, scratch);
+}
+
+template <int Threads>
+__device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity) {
+  if (activity == nullptr) return;
+  unsigned long long sum = 0;
+  for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
+  if (sum > 0) atomicAdd(&activity->union_neurons, sum);
+  if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+}
+
+// A chunk of a tile's blocks as up takes it.
+__device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chunks) {
+  const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+  return int2{tile, begin | (end - begin) << 16};
+}
+
+// How many items of up a union makes that is cut as little as may be.
+__device__ __forceinline__ int chunks_of(int neurons) {
+  return (blocks_of(neurons) + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
+}
+
+// In a tile's word of `marked`: up has its items.
+inline constexpr int kHasItems = -1;
+
+// Every step-th item of a tile, from `chunk` on, for up to find at `at` and beyond. Whoever sees an
+// item sees all of its tile.
+__device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neurons, int at,
+                                          int chunk, int step) {
+  const int chunks = chunks_of(neurons);
+  __threadfence();
+  for (; chunk < chunks; chunk += step) {
+    sm90::store_relaxed(tiles.up_items + at + chunk,
+                        up_item(tile, blocks_of(neurons), chunk, chunks));
+  }
+}
+
+// By one CTA: those of all tiles that have none yet, in their order.
+template <int Threads>
+__device__ void add_other_items(const Tiles& tiles, const int32_t* sizes, int count, int* scratch) {
+  int items = __ldcg(&tiles.counts->up_items);
+  for (int base = 0; base < count; base += Threads) {
+    const int i = base + static_cast<int>(threadIdx.x);
+    const int tile = i < count ? tiles.order[i] : -1;
+    const bool missing = tile >= 0 && __ldcg(tiles.marked + tile) != kHasItems;
+    int total;
+    const int at =
+        items + block_scan<Threads>(missing ? chunks_of(sizes[tile]) : 0, scratch, total);
+    if (missing) add_items(tiles, tile, sizes[tile], at, 0, 1);
+    items += total;
+  }
+}
+
+// The order of tiles, each of which is cut into near-equal chunks.
+template <int Threads>
+__device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas, uint32_t* buckets,
+                              ActivityCuda* activity) {
+  __shared__ int scratch[Threads / 32];
+  const int count = tiles.counts->tiles;
+  order_tiles<Threads>(tiles, sizes, count, buckets, scratch);
+  const int chunk_blocks = best_chunk<Threads>(sizes, count, ctas, scratch);
   int items = 0;
   for (int first = 0; first < count; first += Threads) {
     const int i = first + threadIdx.x;
@@ -100,17 +157,11 @@ __device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas
     int total;
     const int at = items + block_scan<Threads>(chunks, scratch, total);
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
-      tiles.up_items[at + chunk] = int2{tile, begin | (end - begin) << 16};
+      tiles.up_items[at + chunk] = up_item(tile, blocks, chunk, chunks);
     }
     items += total;
   }
-  if (activity != nullptr) {
-    unsigned long long sum = 0;
-    for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
-    if (sum > 0) atomicAdd(&activity->union_neurons, sum);
-    if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
-  }
+  count_unions<Threads>(sizes, count, activity);
   if (threadIdx.x == 0) tiles.counts->up_items = items;
 }
 

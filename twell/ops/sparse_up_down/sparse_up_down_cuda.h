@@ -17,6 +17,7 @@
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/format/twell.h"
+#include "twell/ops/gate_gemm/gate_progress.h"
 
 namespace twell {
 
@@ -32,6 +33,9 @@ struct SparseUpDownCuda {
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
   ActivityCuda* activity = nullptr;       // added to; may be null
+  // The gate is of a gate GEMM of these sizes, right in front on this stream, which was given the
+  // workspace's progress(tokens). Then what follows starts while it runs. Gated only.
+  bool follows_gate = false;
 };
 
 // Device memory of one tile-union call in flight, for up to max_tokens tokens. The largest part is
@@ -45,6 +49,8 @@ class TileUnionWorkspace {
   int64_t max_tokens() const { return max_tokens_; }
   int64_t ffn() const { return ffn_; }
   int64_t bytes() const;
+  // For GateGemmCuda::progress, in front of a call with so many tokens that follows the gate.
+  GateProgress progress(int64_t tokens) const;
   // Memory for at least [max_tokens, ffn] values that is free between calls.
   __nv_bfloat16* values() const { return activations_.data(); }
 
@@ -57,14 +63,13 @@ class TileUnionWorkspace {
   DeviceBuffer<int32_t> union_size_;         // [tiles]
   DeviceBuffer<uint32_t> before_;            // like mask_: neurons of the union below
   DeviceBuffer<int32_t> first_block_;        // [tiles]
-  DeviceBuffer<int32_t> progress_;           // [2, tiles]
+  DeviceBuffer<uint4> heavy_;                // [tiles] a bit per row
+  DeviceBuffer<int32_t> progress_;           // all that is 0 at the start of a call
   DeviceBuffer<uint32_t> entries_;           // [tiles, F / 256 rounded up, 2048]
   DeviceBuffer<int32_t> listed_;             // [tiles, F / 256 rounded up]
   DeviceBuffer<int32_t> union_ids_;          // [tiles, F rounded up to 64]
   DeviceBuffer<__nv_bfloat16> activations_;  // [tiles, F / 64 rounded up, 128, 64] swizzled
   DeviceBuffer<int32_t> tile_order_;         // [tiles]
-  DeviceBuffer<int2> up_items_;              // [tiles * F / 192 rounded up]
-  DeviceBuffer<int32_t> counts_;             // TileUnionCounts
 };
 
 // Why the problem cannot run on this context's device; empty when it can.

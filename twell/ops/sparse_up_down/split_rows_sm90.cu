@@ -33,7 +33,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
   __shared__ RowSums mine;
   __shared__ int warp_heavy[kWarps];
   sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();  // find_unions reads the gate without waiting for this kernel
+  sm90::allow_next_kernel();
   const auto cluster = cg::this_cluster();
   const int rank = static_cast<int>(cluster.block_rank());
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -113,8 +113,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads)
   }
   for (int i = threadIdx.x; i < plain_tiles + heavy_tiles; i += kThreads) {
     tiles.union_size[i] = 0;
-    if (tiles.marked != nullptr) tiles.marked[i] = 0;
-    if (tiles.ready != nullptr) tiles.ready[i] = 0;
   }
   if (threadIdx.x != 0) return;
   *tiles.counts = Counts{.tiles = plain_tiles + heavy_tiles, .plain_tiles = plain_tiles};

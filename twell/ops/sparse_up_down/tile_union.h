@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data that the kernels of the tile-union execution hand to each other, and their launches. They
 // run in this order on one stream:
-//   split_rows   which tokens make which tile; heavy rows go to tiles of their own
-//   find_unions  per tile: union of active neurons, list of non-zeros; the two GEMMs' work lists
+//   find_unions  which tokens make which tile; heavy rows go to tiles of their own. Per tile: union
+//                of active neurons, list of non-zeros; the two GEMMs' work lists
 //   up           activations = gate * (x w_up[union]^T), on the union
 //   down         y = activations w_down[union]
+// Each takes tiles as the kernel in front of it, from the gate GEMM on, gets them done.
 //
-// Without a gate, and in training, build_unions takes the place of find_unions and writes the
-// compacted activations too. Training takes the pieces apart: products of their own in place of up,
-// sums of two products in place of down, unions that lie one behind the other.
+// Without a gate, and in training, split_rows and build_unions take the place of find_unions; the
+// latter writes the compacted activations too. Training takes the pieces apart: products of their
+// own in place of up, sums of two products in place of down, unions that lie one behind the other.
 #pragma once
 
 #include <cuda.h>
@@ -18,6 +19,7 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/ops/gate_gemm/gate_progress.h"
 
 namespace twell::tile_union {
 
@@ -28,8 +30,10 @@ inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the wi
 inline constexpr int kMaxChunkBlocks = 3;
 inline constexpr int kColumns = 256;  // columns of y per down item
 
-// A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean. So
-// less than 1 / kHeavyFactor of the rows are heavy, which bounds the number of extra tiles.
+// A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean: of
+// the 128 rows of its tile in find_unions, of all in split_rows, which differ by less than 1% of
+// the neurons in all unions of captured patterns. So less than 1 / kHeavyFactor of the rows are
+// heavy, which bounds the number of extra tiles.
 inline constexpr int kHeavyFactor = 3;
 inline constexpr int kHeavyFloor = 64;
 
@@ -43,9 +47,14 @@ struct Counts {
   int32_t tiles;
   int32_t plain_tiles;  // those before the heavy ones: 128 consecutive rows each
   int32_t sized;        // tiles whose union's size is known
-  int32_t up_items;
-  int32_t up_taken;  // for Up::taken
+  int32_t up_items;     // of find_unions: those added before `complete`
+  int32_t up_taken;     // for Up::taken
   int32_t down_taken;
+  // Of find_unions:
+  int32_t judged;       // plain tiles whose heavy rows are known
+  int32_t heavy_tiles;  // once all are judged
+  int32_t heavy_taken;  // parts of them that are handed out
+  int32_t complete;     // not 0: so are tiles, up_items and order
 };
 
 // The gate's TwELL with its derived sizes, which a kernel would otherwise divide for.
@@ -56,6 +65,10 @@ struct Gate {
   int rows;                // M
   int col_tiles;
   int slots;  // words per (row, tile)
+  // For find_unions: GateProgress::words of the gate GEMM in front, and what they mean. Null: the
+  // gate is complete when the kernel in front is.
+  const int32_t* packed = nullptr;
+  GatePhases phases = {};
 };
 
 struct Tiles {
@@ -66,19 +79,24 @@ struct Tiles {
   uint32_t* before;      // [tiles, column tiles * 8] neurons of the union in words of the mask
                          // below; null: not wanted (build_unions only)
   // For find_unions, else null:
-  int32_t* marked;     // [tiles] of its own
+  uint4* heavy;        // [plain tiles] of its own: a bit per row that is heavy
+  int32_t* marked;     // [tiles] of its own: parts that are done, then whether up has items; 0 at
+                       // the start
   uint32_t* entries;   // [tiles, column tiles, kListed] the non-zeros, in any order: column % 256 |
                        // slot in the tile << 8 | bf16 bits << 16
   int32_t* listed;     // [tiles, column tiles] how many; none are listed where it is over kListed
-  int32_t* ready;      // [tiles] blocks of activations that up has written, each in two halves
+  int32_t* ready;      // [tiles] blocks of activations that up has written, each in two halves; 0
+                       // at the start
   int32_t* union_ids;  // [first block of tile, blocks * kBlock] neurons, ascending
   __nv_bfloat16* activations;  // [first block of tile, blocks, kTileTokens, kBlock], 16-byte pieces
                                // of a row XORed with row % 8: the image WGMMA reads
   int32_t* order;              // [tiles] by falling union size
-  int2* up_items;              // {tile, first block | blocks << 16}
+  int2* up_items;              // {tile, first block | blocks << 16}; of find_unions, which adds
+                               // them as it goes along, 0 at the start
   Counts* counts;
   int blocks;  // ceil(F / kBlock)
   int max_tiles;
+  int max_up_items;
   bool compact;  // blocks of a tile follow those of the tile before; else `blocks` places each
 };
 
@@ -110,13 +128,15 @@ struct Down {
   bool add;          // y += instead of =, both rounded to bf16
 };
 
-// Both add to activity what they see, unless it is null.
+// These add to activity what they see, unless it is null.
+// Unless the gate is followed tile by tile, `progress` words are cleared first: all that has to be
+// 0 at the start. tiles.compact is not for it. ctas: one per multiprocessor.
+cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
+                               int32_t* progress, int64_t progress_words, int ctas,
+                               cudaStream_t stream);
 cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                               cudaStream_t stream);
-// ctas: what launch_up_sm90 will be given, one per multiprocessor. tiles.compact is not for it.
-cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                               int ctas, cudaStream_t stream);
-// With a condition the unions are
+// ctas: what launch_up_sm90 will be given, one per multiprocessor. With a condition the unions are
 // those of an earlier call, and only the activations are made again.
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                                 int ctas, cudaStream_t stream, Condition condition = nullptr);

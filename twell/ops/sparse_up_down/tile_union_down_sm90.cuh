@@ -19,6 +19,10 @@ struct DownProblem {
   int width;  // D
   bool add;   // y += instead of =
 
+  // Where tiles.ready is not null: find_unions may still be at work.
+  __device__ __forceinline__ void wait_for_items() const {
+    while (sm90::load_acquire(&tiles.counts->complete) == 0) __nanosleep(100);
+  }
   // {tile, first column, neurons in the tile's union, its first block}
   __device__ __forceinline__ int4 load(int index) const {
     const int column_blocks = (width + kColumns - 1) / kColumns;

@@ -62,10 +62,27 @@ struct Item {
   int first;  // position in the tile's union
   // {tile, first block, blocks | plain << 8 | the same within the tile << 16, neurons of the tile's
   // union from there on}
-  __device__ static int4 load(const Tiles& tiles, int index) {
-    if (index >= tiles.counts->up_items) return int4{-1, 0, 0, 0};
-    const int2 item = tiles.up_items[index];
-    const int plain = item.x < tiles.counts->plain_tiles;
+  template <bool Gated>
+  __device__ static int4 load(const Up& gemm, int index) {
+    const Tiles& tiles = gemm.tiles;
+    constexpr int4 kEnd{-1, 0, 0, 0};
+    int2 item;
+    int plain_tiles;
+    if constexpr (Gated) {  // find_unions adds items as it goes along
+      if (index >= tiles.max_up_items) return kEnd;
+      item = sm90::load_acquire(tiles.up_items + index);
+      if (item.y == 0) {
+        const bool complete = sm90::load_acquire(&tiles.counts->complete) != 0;
+        item = sm90::load_acquire(tiles.up_items + index);
+        if (item.y == 0) return complete ? kEnd : int4{ItemFeed::kNotYet, 0, 0, 0};
+      }
+      plain_tiles = (gemm.gate.rows + kTileTokens - 1) / kTileTokens;
+    } else {
+      if (index >= tiles.counts->up_items) return kEnd;
+      item = tiles.up_items[index];
+      plain_tiles = tiles.counts->plain_tiles;
+    }
+    const int plain = item.x < plain_tiles;
     const int first = item.y & 0xffff;
     return int4{item.x, tiles.first_block[item.x] + first, item.y >> 16 | plain << 8 | first << 16,
                 tiles.union_size[item.x] - first * kBlock};
@@ -134,14 +151,16 @@ __device__ __forceinline__ void gather_step(const Up& gemm, const GatherRows& ro
   }
 }
 
+template <bool Gated>
 __device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
   using namespace sm90;
   GatherRing<kStages> ring{shared.full, shared.empty};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
-  ItemFeeder feeder(feed, gemm.taken, [&](int index) { return Item::load(gemm.tiles, index); });
+  ItemFeeder feeder(feed, gemm.taken, [&](int index) { return Item::load<Gated>(gemm, index); });
   for (;;) {
     feeder.publish();
+    __syncwarp();  // without it the warp gathers in two halves, several times slower
     const Item item(feed.take());
     if (item.tile < 0) break;
     const GatherRows rows(gemm, item);
@@ -369,12 +388,12 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
     sm90::prefetch_tensor_map(&gemm.map_x);
   }
   __syncthreads();
-  sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();  // down relies on what was complete before this kernel
+  if constexpr (!Gated) sm90::wait_for_previous_kernel();
+  sm90::allow_next_kernel();
   if (gemm.condition != nullptr && *gemm.condition == 0) return;
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
-    produce(gemm, shared);
+    produce<Gated>(gemm, shared);
   } else if (threadIdx.x < kThreads) {
     sm90::registers_increase<kRegisters<Gated>>();
     consume<Gated>(gemm, shared);
@@ -382,6 +401,8 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
     sm90::registers_decrease<kProducerRegisters>();
     place_gates(gemm, shared);
   }
+  // What comes next relies on the kernel in front being over too.
+  if constexpr (Gated) sm90::wait_for_previous_kernel();
 }
 
 }  // namespace twell::tile_union::up
