@@ -17,40 +17,28 @@ using sm90::relu_bf16x2;
 // A staged row of 256 bf16. Its 16-byte pieces are XORed with the row, so that neither writing nor
 // reading has bank conflicts.
 inline constexpr uint32_t kStagedRowBytes = kTileN * 2;
-// Of two pairs each, a bit per group.
+// Groups of two pairs of both rows, a bit each.
 inline constexpr uint32_t kAllGroups = 0xffff;
 
-// One row's 64 values of this lane: pair i holds columns 8i + 2t and 8i + 2t + 1. Returns how many
-// are not zero; bit 2j of `groups` is set when one of pairs 2j and 2j + 1 is not, bit 2j + 1 for
-// pairs 16 + 2j and 17 + 2j.
-__device__ __forceinline__ int count_nonzeros(const uint32_t (&pairs)[32], uint32_t& groups) {
-  int count = 0;
+// Of this lane's 64 values of a row.
+__device__ __forceinline__ int count_nonzeros(const uint32_t (&pairs)[32]) {
+  uint32_t counts = 0;  // of lower and of upper halves
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t mask = 0;  // in the end, bits i and 16 + i are the halves of pair i
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      // Halves are at most 0x7fff, so adding 0x7fff sets bit 15 exactly where a half is not zero.
-      mask = (mask >> 1) | ((opaque(pairs[half * 16 + i]) + 0x7fff7fffu) & 0x80008000u);
-    }
-    count += __popc(mask);
-    mask |= mask >> 16;
-    groups |= ((mask | mask >> 1) & 0x5555u) << half;
-  }
-  return count;
+  for (int i = 0; i < 32; ++i) counts += __vminu2(opaque(pairs[i]), 0x00010001u);
+  return static_cast<int>((counts & 0xffff) + (counts >> 16));
 }
 
-// One row of a tile on its way to memory.
+// One row of a tile on its way to memory. Pair i of a lane holds columns 8i + 2t and 8i + 2t + 1.
 struct RowCursor {
-  uint32_t* next;   // where this lane's next non-zero goes
-  uint32_t* spill;  // this lane's first pair in the spill slot, null where the row fits
+  uint32_t* words;  // of the row
+  uint32_t at;      // where this lane's next non-zero goes, in bytes
 
   // Writes the count and finds this lane's place among the quad. Every lane of the warp calls it.
-  // Adds to `groups` what store will have to be called for.
-  __device__ __forceinline__ void begin(const uint32_t (&pairs)[32], const PackTarget& out, int row,
-                                        int tile, uint32_t& groups) {
+  // Returns this lane's first pair in the spill slot, null where the row fits.
+  __device__ __forceinline__ uint32_t* begin(const uint32_t (&pairs)[32], const PackTarget& out,
+                                             int row, int tile) {
     const int lane_in_quad = threadIdx.x % 4;
-    const int count = count_nonzeros(pairs, groups);
+    const int count = count_nonzeros(pairs);
     int through = count;  // inclusive prefix sum over the quad
     const int one_back = __shfl_up_sync(~0u, through, 1, 4);
     if (lane_in_quad >= 1) through += one_back;
@@ -58,40 +46,45 @@ struct RowCursor {
     if (lane_in_quad >= 2) through += two_back;
     const int total = __shfl_sync(~0u, through, 3, 4);
     const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
-    uint32_t* words = out.words + int64_t{slot} * out.slots;
-    next = words + 1 + through - count;
-    spill = total < out.slots ? nullptr : out.spill + int64_t{slot} * 128 + lane_in_quad;
-    if (spill != nullptr) groups = kAllGroups;  // its zeros too
+    words = out.words + int64_t{slot} * out.slots;
+    at = (1 + through - count) * sizeof(uint32_t);
     if (lane_in_quad == 0 && row < out.tokens) {
       words[0] = total;
       if (total >= out.slots) words[1] = slot;
       if (total > 0) atomicAdd(out.row_nnz + row, total);
     }
+    return total < out.slots ? nullptr : out.spill + int64_t{slot} * 128 + lane_in_quad;
   }
 
   // Appends (column, value) if the value, a bf16 in the upper half, is not zero. Predicated, not
   // branched: divergence would cost more than the few instructions it skips.
   __device__ __forceinline__ void append(uint32_t value, uint32_t column) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
-        "@p st.global.b32 [%0], %2;\n"
-        "@p add.u64 %0, %0, 4;\n}\n"
-        : "+l"(next)
-        : "r"(value), "r"(value + column)
+        "{\n.reg .pred p;\n.reg .u64 to;\nsetp.ne.b32 p, %1, 0;\n"
+        "cvt.u64.u32 to, %0;\nadd.u64 to, to, %3;\n"
+        "@p st.global.b32 [to], %2;\n"
+        "@p add.u32 %0, %0, 4;\n}\n"
+        : "+r"(at)
+        : "r"(value), "r"(value + column), "l"(words)
         : "memory");
   }
 
-  // Pair i, whose first column mod 65536 is `column`. Rows past the last token have no non-zeros,
+  // A pair whose first column mod 65536 is `column`. Rows past the last token have no non-zeros,
   // since the copy engine reads them as zeros.
-  __device__ __forceinline__ void store(uint32_t pair, int i, uint32_t column) {
-    if (__any_sync(~0u, spill != nullptr)) {
-      if (spill != nullptr) spill[4 * i] = pair;
-    }
-    pair = spill != nullptr ? 0 : pair;
+  __device__ __forceinline__ void store(uint32_t pair, uint32_t column) {
     append(pair << 16, column);
     append(pair & 0xffff0000u, column + 1);
   }
 };
+
+// A row that does not fit goes to `spill` whole, zeros too; none of it is then left to be packed.
+__device__ __forceinline__ void spill_row(uint32_t (&pairs)[32], uint32_t* spill) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (spill != nullptr) spill[4 * i] = pairs[i];
+    pairs[i] = spill != nullptr ? 0 : pairs[i];
+  }
+}
 
 // The activations of a tile as bf16 pairs, between the end of its GEMM and their packing.
 class PackedTile {
@@ -120,10 +113,7 @@ class PackedTile {
   __device__ __forceinline__ void advance(const PackTarget& out) {
     if (groups_ == 0) return;
     if (!counted_) {
-      uint32_t groups = 0;
-      upper_cursor_.begin(upper_, out, row_, tile_, groups);
-      lower_cursor_.begin(lower_, out, row_ + 8, tile_, groups);
-      groups_ = __reduce_or_sync(~0u, groups);
+      count(out);
       counted_ = true;
     } else {
       const int group = __ffs(groups_) - 1;
@@ -133,46 +123,46 @@ class PackedTile {
           store<0>();
           break;
         case 1:
-          store<16>();
-          break;
-        case 2:
           store<2>();
           break;
-        case 3:
-          store<18>();
-          break;
-        case 4:
+        case 2:
           store<4>();
           break;
-        case 5:
-          store<20>();
-          break;
-        case 6:
+        case 3:
           store<6>();
           break;
-        case 7:
-          store<22>();
-          break;
-        case 8:
+        case 4:
           store<8>();
           break;
-        case 9:
-          store<24>();
-          break;
-        case 10:
+        case 5:
           store<10>();
           break;
-        case 11:
-          store<26>();
-          break;
-        case 12:
+        case 6:
           store<12>();
           break;
+        case 7:
+          store<14>();
+          break;
+        case 8:
+          store<16>();
+          break;
+        case 9:
+          store<18>();
+          break;
+        case 10:
+          store<20>();
+          break;
+        case 11:
+          store<22>();
+          break;
+        case 12:
+          store<24>();
+          break;
         case 13:
-          store<28>();
+          store<26>();
           break;
         case 14:
-          store<14>();
+          store<28>();
           break;
         case 15:
           store<30>();
@@ -197,16 +187,33 @@ class PackedTile {
   }
 
  private:
+  // Rows' counts and places, what does not fit, and which groups there is something in.
+  __device__ __forceinline__ void count(const PackTarget& out) {
+    uint32_t* upper_spill = upper_cursor_.begin(upper_, out, row_, tile_);
+    uint32_t* lower_spill = lower_cursor_.begin(lower_, out, row_ + 8, tile_);
+    if (__any_sync(~0u, upper_spill != nullptr || lower_spill != nullptr)) {
+      spill_row(upper_, upper_spill);
+      spill_row(lower_, lower_spill);
+    }
+    uint32_t groups = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const bool any = (upper_[i] | upper_[i + 1] | lower_[i] | lower_[i + 1]) != 0;
+      groups |= any ? 1u << i / 2 : 0;
+    }
+    groups_ = __reduce_or_sync(~0u, groups);
+  }
+
   // Pairs First and First + 1 of both rows.
   template <int First>
   __device__ __forceinline__ void store() {
     const uint32_t pairs[4] = {opaque(upper_[First]), opaque(upper_[First + 1]),
                                opaque(lower_[First]), opaque(lower_[First + 1])};
     const uint32_t column = opaque((tile_ * kTileN + 2 * (threadIdx.x % 4)) & 0xffff) + 8 * First;
-    upper_cursor_.store(pairs[0], First, column);
-    upper_cursor_.store(pairs[1], First + 1, column + 8);
-    lower_cursor_.store(pairs[2], First, column);
-    lower_cursor_.store(pairs[3], First + 1, column + 8);
+    upper_cursor_.store(pairs[0], column);
+    upper_cursor_.store(pairs[1], column + 8);
+    lower_cursor_.store(pairs[2], column);
+    lower_cursor_.store(pairs[3], column + 8);
   }
 
   uint32_t upper_[32];  // row_
