@@ -32,7 +32,8 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                           .ffn = ffn_,
                           .x = x,
                           .w_gate = gated_ ? problem.weights.w_gate : problem.weights.w_up,
-                          .out = made});
+                          .out = made,
+                          .progress = gated_ ? workspace_.progress(tokens) : GateProgress{}});
     done(true);
     tile_union_up_down_cuda(ctx_,
                             {.tokens = tokens,
@@ -43,7 +44,8 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                              .w_up = gated_ ? problem.weights.w_up : nullptr,
                              .w_down = problem.weights.w_down,
                              .y = problem.y + begin * width_,
-                             .add = problem.add},
+                             .add = problem.add,
+                             .follows_gate = gated_},
                             workspace_);
     done(false);
   }
