@@ -79,7 +79,9 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       uniforms_(options.slots),
       last_hidden_(options.slots * model.config().width),
       host_logits_(page_locked<float>(logits_.size())),
-      host_next_(page_locked<int32_t>(next_.size())) {}
+      host_next_(page_locked<int32_t>(next_.size())) {
+  forward_.make_screens();  // last, of what memory is left
+}
 
 SessionCuda::~SessionCuda() {
   cudaStreamSynchronize(ctx_.stream());

@@ -42,6 +42,8 @@ std::vector<DecodeCase> decode_cases() {
       {"more_rows_than_one_round", model_of(2200, 264, 4, 4, 64)},
       {"rows_in_two_chunks", model_of(4104, 136, 1, 1, 80)},
       {"many_neurons_a_cta", model_of(64, 20000, 2, 1, 48)},
+      {"screens_in_pieces", model_of(2112, 200, 1, 1, 80)},
+      {"no_room_for_the_kernel_of_one", model_of(9216, 72, 1, 1, 64)},
   };
   cases[2].config.gated = false;
   cases[3].config.qkv_bias = true;
@@ -175,6 +177,29 @@ TEST_P(DecodeCudaTest, ATokenDoesNotDependOnItsNeighbours) {
     const auto cut = static_cast<int64_t>(3 * model_->config.width);
     EXPECT_TRUE(std::equal(want.begin(), want.begin() + cut, three.begin()));
   }
+}
+
+TEST_P(DecodeCudaTest, AScreenChangesNothing) {
+  std::vector<uint16_t> hidden[2];
+  std::vector<int64_t> nnz[2];
+  for (const bool screens : {false, true}) {
+    const auto forward = make_forward(FfnPolicy::kRowFused);
+    if (screens) forward->make_screens();
+    prefill(*forward);
+    for (int i = 0; i < kSteps; ++i) {
+      for (const size_t slot : all_) {
+        for (const __nv_bfloat16 v : step(*forward, {slot})) {
+          hidden[screens].push_back(__bfloat16_as_ushort(v));
+        }
+      }
+    }
+    forward->ffn_plans().update(*ctx_);
+    for (int64_t l = 0; l < model_->config.layers; ++l) {
+      nnz[screens].push_back(forward->ffn_plans()[l].plan.nnz);
+    }
+  }
+  EXPECT_EQ(hidden[0], hidden[1]);
+  EXPECT_EQ(nnz[0], nnz[1]);
 }
 
 TEST_P(DecodeCudaTest, CountsActiveNeurons) {

@@ -19,6 +19,8 @@ namespace twell {
 namespace {
 
 constexpr int64_t kRowStep = 128;  // of padded batches
+// Of a layer's neurons, firing, up to which reading through a screen is faster (docs/kernels.md).
+constexpr double kScreenedShare = 1.0 / 80.0;
 
 // Values of bf16 per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -69,7 +71,8 @@ DecodeLayersWorkspace::Shape decode_shape(const ModelConfig& config, const Forwa
   const bool suits = config.activation == Activation::kRelu && !config.qk_norm &&
                      config.layers <= kMaxDecodeLayers;
   const int64_t most =
-      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim)
+      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim,
+                                       /*screens=*/false)
             : 0;
   return {.tokens = std::min({plan.max_sequences, plan.max_tokens, most}),
           .width = config.width,
@@ -110,6 +113,23 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   hidden_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
   qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
+}
+
+void ForwardCuda::make_screens() {
+  const ModelConfig& c = config_;
+  if (plan_.ffn == FfnPolicy::kDense || decode_.tokens() == 0 ||
+      decode_layers_max_tokens(c.width, c.q_width(), c.ffn, c.head_dim, /*screens=*/true) == 0) {
+    return;
+  }
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  const int64_t bytes = GateScreensCuda::bytes_needed(c.layers, c.ffn, c.width);
+  if (2 * bytes > static_cast<int64_t>(free)) return;
+  screens_ = GateScreensCuda(c.layers, c.ffn, c.width);
+  for (int64_t layer = 0; layer < c.layers; ++layer) {
+    const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+    screens_.make(ctx_, layer, device_bf16(w.ffn.firing().data), device_bf16(w.ffn_norm));
+  }
 }
 
 void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
@@ -209,7 +229,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   done(ForwardStage::kEmbedding);
   const bool plain = row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
   if (plain && decodes() && (hooks.one_kernel || suits_one_kernel())) {
-    enqueue_decode_layers();
+    enqueue_decode_layers(hooks);
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
       if (plain && few_tokens()) {
@@ -372,7 +392,7 @@ bool ForwardCuda::suits_one_kernel() const {
   return pieces * std::min(staged_.max_kv_len, kDecodeSegment) <= kDecodeSegment;
 }
 
-void ForwardCuda::enqueue_decode_layers() {
+void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   DecodeLayers problem{.tokens = static_cast<int>(staged_.tokens),
                        .layers = static_cast<int>(config_.layers),
@@ -406,6 +426,10 @@ void ForwardCuda::enqueue_decode_layers() {
                             .values = staged_.cache->values(layer),
                             .activity = ffn_plans_[layer].counts,
                             .sparse = execution != FfnExecution::kDense};
+    const double active = ffn_plans_[layer].activity.nnz_per_token;
+    if (hooks.one_kernel || active <= kScreenedShare * static_cast<double>(config_.ffn)) {
+      problem.layer[layer].screen = screens_[layer];
+    }
   }
   TWELL_CUDA_CHECK(launch_decode_layers_sm90(problem, ctx_.stream()));
 }

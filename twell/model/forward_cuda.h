@@ -19,6 +19,7 @@
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/decode_layers/decode_layers_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/gate_screen/gate_screen_cuda.h"
 
 namespace twell {
 
@@ -38,7 +39,8 @@ struct ForwardHooksCuda {
   std::function<void(ForwardStage stage)> after_stage;
   // Runs a layer's FFN in place of ffn_forward_cuda.
   std::function<void(int64_t layer, const FfnForwardCuda& problem)> ffn;
-  bool one_kernel = false;  // takes the layers as one kernel wherever that can be
+  // Takes the layers as one kernel wherever that can be, and screens however many neurons fire.
+  bool one_kernel = false;
 };
 
 class ForwardCuda {
@@ -49,6 +51,11 @@ class ForwardCuda {
   // Device memory it takes, roughly; before it is made.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
+
+  // Makes screens of the gates (ops/gate_screen), with which decoding one sequence reads half of
+  // their bytes, where the model suits them and they take less than half of the memory that is
+  // free. Nothing else changes. The model's weights may not change afterwards.
+  void make_screens();
 
   // Checks the batch, writes it down for the device and advances the cache. InputError when a
   // sequence would pass the context or the cache's capacity. uniforms, one per sequence or none, go
@@ -93,7 +100,7 @@ class ForwardCuda {
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   bool few_tokens() const;
-  void enqueue_decode_layers();
+  void enqueue_decode_layers(const ForwardHooksCuda& hooks);
   bool decodes() const;  // one kernel can do it
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values
@@ -111,6 +118,7 @@ class ForwardCuda {
   FfnWorkspaceCuda ffn_;
   FfnPlansCuda ffn_plans_;
   DecodeLayersWorkspace decode_;
+  GateScreensCuda screens_;
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
   DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to
   DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result

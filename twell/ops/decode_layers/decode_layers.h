@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/ops/gate_screen/gate_screen.h"
 
 namespace twell {
 
@@ -46,6 +47,9 @@ struct DecodeLayer {
   __nv_bfloat16* values = nullptr;                // [rows, H_kv * hd]
   ActivityCuda* activity = nullptr;               // added to: tokens, nnz; may be null
   bool sparse = false;                            // reads rows of neurons that fire only
+  // Of the first of w_gate and w_up that there is, for x behind ffn_norm: with it a sparse layer
+  // reads rows of bf16 of neurons that may fire only. For a call of one token; without rows: none.
+  GateScreen screen;
 };
 
 // Device memory of one call in flight, zeros before the first. Words of what CTAs hand each other
@@ -84,8 +88,10 @@ struct DecodeLayers {
   DecodeLayer layer[kMaxDecodeLayers];
 };
 
-// Tokens at once that the current device's shared memory has room for, 0 to kMaxDecodeTokens.
-int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
+// Tokens at once that the current device's shared memory has room for, 0 to kMaxDecodeTokens; with
+// screens, which are for one, at most 1.
+int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim,
+                                 bool screens);
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream);
 

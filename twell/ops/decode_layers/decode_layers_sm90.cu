@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of all layers, its launch, and how many tokens fit.
+#include <algorithm>
+
 #include "twell/ops/decode_layers/layers.cuh"
 
 namespace twell {
@@ -15,18 +17,24 @@ __global__ void __launch_bounds__(kAllThreads, 1)
 }
 
 template <int kTokens>
-int64_t shared_bytes(int64_t width, int64_t q_width, int64_t tokens) {
+int64_t shared_bytes(int64_t width, int64_t q_width, int64_t tokens, bool screens) {
   using Most = Layers<kTokens, 16>;
   return Most::shared_bytes(static_cast<int>(width), static_cast<int>(q_width),
-                            static_cast<int>(tokens)) +
+                            static_cast<int>(tokens), screens) +
          static_cast<int64_t>(sizeof(typename Most::Shared));
+}
+
+bool has_screens(const DecodeLayers& problem) {
+  return problem.tokens == 1 &&
+         std::any_of(problem.layer, problem.layer + problem.layers,
+                     [](const DecodeLayer& l) { return l.sparse && l.screen.rows != nullptr; });
 }
 
 template <int kTokens, int kLanes>
 cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_t stream) {
   const auto kernel = decode_layers_sm90_kernel<kTokens, kLanes>;
   const auto shared = static_cast<int>(Layers<kTokens, kLanes>::shared_bytes(
-      problem.width, problem.heads * problem.head_dim, problem.tokens));
+      problem.width, problem.heads * problem.head_dim, problem.tokens, has_screens(problem)));
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
@@ -58,7 +66,8 @@ cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
 }  // namespace
 }  // namespace decode
 
-int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim) {
+int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim,
+                                 bool screens) {
   int most = 0, multiprocessors = 0, major = 0;
   if (decode::device_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
       decode::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess ||
@@ -67,7 +76,7 @@ int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, in
     return 0;
   }
   if (width % 8 != 0 || width > decode::kMaxWidth || head_dim % decode::kGroup != 0 ||
-      head_dim > 128) {
+      head_dim > 128 || (screens && !screens_width(width))) {
     return 0;
   }
   // What a CTA has: neurons, groups of q/k/v rows (of as many heads for keys and values, at most).
@@ -75,10 +84,11 @@ int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, in
       3 * q_width > int64_t{decode::kMaxQkvGroups} * decode::kGroup * multiprocessors) {
     return 0;
   }
+  if (screens) return decode::shared_bytes<1>(width, q_width, 1, true) <= most ? 1 : 0;
   for (int64_t tokens = kMaxDecodeTokens; tokens > 1; --tokens) {
-    if (decode::shared_bytes<8>(width, q_width, tokens) <= most) return tokens;
+    if (decode::shared_bytes<8>(width, q_width, tokens, false) <= most) return tokens;
   }
-  return decode::shared_bytes<1>(width, q_width, 1) <= most ? 1 : 0;
+  return decode::shared_bytes<1>(width, q_width, 1, false) <= most ? 1 : 0;
 }
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream) {
@@ -86,14 +96,21 @@ cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t 
   const cudaError_t status =
       decode::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
   if (status != cudaSuccess) return status;
-  const int64_t most = decode_layers_max_tokens(
-      problem.width, int64_t{problem.heads} * problem.head_dim, problem.ffn, problem.head_dim);
-  if (problem.tokens < 1 || problem.tokens > most || problem.layers < 1 ||
-      problem.layers > kMaxDecodeLayers) {
-    return cudaErrorInvalidValue;
-  }
-  return problem.tokens == 1 ? decode::launch<1>(problem, multiprocessors, stream)
-                             : decode::launch<8>(problem, multiprocessors, stream);
+  if (problem.layers < 1 || problem.layers > kMaxDecodeLayers) return cudaErrorInvalidValue;
+  const int64_t most =
+      decode_layers_max_tokens(problem.width, int64_t{problem.heads} * problem.head_dim,
+                               problem.ffn, problem.head_dim, decode::has_screens(problem));
+  if (problem.tokens < 1 || problem.tokens > most) return cudaErrorInvalidValue;
+  // The kernel of one token has a deeper ring, which wide models leave no room for.
+  int bytes = 0;
+  const cudaError_t limit =
+      decode::device_attribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (limit != cudaSuccess) return limit;
+  const bool one = problem.tokens == 1 &&
+                   decode::shared_bytes<1>(problem.width, problem.heads * problem.head_dim, 1,
+                                           decode::has_screens(problem)) <= bytes;
+  return one ? decode::launch<1>(problem, multiprocessors, stream)
+             : decode::launch<8>(problem, multiprocessors, stream);
 }
 
 }  // namespace twell

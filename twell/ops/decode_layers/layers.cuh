@@ -52,8 +52,9 @@ class Layers {
   __host__ __device__ static int ring_bytes(int width, int q_width) {
     return kStages * kGroup * stage_pitch(width, q_width);
   }
-  static int64_t shared_bytes(int width, int q_width, int tokens) {
-    return ring_bytes(width, q_width) + tokens * int64_t{pitch(width, q_width)};
+  static int64_t shared_bytes(int width, int q_width, int tokens, bool screens) {
+    const int screen = screens ? ScreenX::bytes(width) : 0;
+    return ring_bytes(width, q_width) + int64_t{tokens} * pitch(width, q_width) + screen;
   }
 
   __device__ __forceinline__ Layers(const DecodeLayers& p, Shared& shared, uint8_t* memory)
@@ -69,6 +70,7 @@ class Layers {
         stream_(shared.stream, sm90::smem_address(memory),
                 stage_pitch(p.width, p.heads * p.head_dim)),
         product_(p.tokens, shared.product, sm90::smem_address(x_), pitch_),
+        screen_(x_ + p.tokens * pitch_, p.width),
         barrier_(p.workspace.state + 1) {}
 
   // By all threads of the CTA.
@@ -90,7 +92,7 @@ class Layers {
     } else {
       sm90::registers_decrease<kReadRegisters>();
       if (threadIdx.x < kThreads + 32) {
-        stream_.read_all(p_, [&](int layer) { prefetch_for(layer); });
+        stream_.template read_all<kTokens == 1>(p_, [&](int layer) { prefetch_for(layer); });
       }
     }
   }
@@ -108,7 +110,7 @@ class Layers {
       for (int step = 0; step < 3; ++step) product(l, step, nnz);
       const Part<kTokens> part(p_, tag_);
       if (l.sparse) {
-        FiredNeurons<kTokens>(p_, l, tag_, neurons_, s_.hidden).up_down(product_, part);
+        FiredNeurons<kTokens>(p_, l, tag_, neurons_, s_.hidden).up_down(product_, part, nnz);
       } else {
         dense_down<kTokens>(p_, neurons_, stream_, s_.hidden, part);
       }
@@ -144,12 +146,31 @@ class Layers {
     const int groups = step == 0   ? qkv_groups_
                        : step == 1 ? output_groups_
                                    : (neurons_.count + ffn_step(l) - 1) / ffn_step(l);
+    const bool screens = kTokens == 1 && step == 2 && screened(p_, l);
+    const int own_neuron = static_cast<int>(threadIdx.x);
+    float error = 0.0f;
+    if (screens && own_neuron < neurons_.count) {
+      error = __ldg(l.screen.errors + neurons_.begin + own_neuron);
+    }
     const int width = step == 1 ? p_.heads * p_.head_dim : p_.width;
     const Residual x = step == 2 ? residual(0, tag_) : residual(1, tag_ - 1);
     if (step == 1) {
       if (groups > 0) stage_attended<kTokens>(p_, tag_, s_.batch.kv_len, x_, pitch_);
     } else if (groups > 0 || step == 2) {
-      stage_normed<kTokens>(p_, x, step == 0 ? l.attention_norm : l.ffn_norm, s_.norm, x_, pitch_);
+      stage_normed<kTokens>(p_, x, step == 0 ? l.attention_norm : l.ffn_norm, s_.norm, x_, pitch_,
+                            screen_, screens);
+    }
+    if constexpr (kTokens == 1) {
+      if (screens) {
+        s_.hidden.errors[own_neuron] =
+            error;  // of kMaxNeurons threads; the product's sums meet next
+        product_.screen_groups(groups, stream_, width, screen_,
+                               [&](int group, int, int pair, float low, float high) {
+                                 finish_screen(group, pair, low, high);
+                               });
+        sync_threads();
+        return;
+      }
     }
     // What the output projection adds to, of the first batch of groups.
     const auto own = product_.finisher();
@@ -199,6 +220,13 @@ class Layers {
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == kThreads) {
       norm(l.attention_norm);
       norm(l.ffn_norm);
+    }
+    if (kTokens == 1 && screened(p_, l)) {
+      constexpr int kSector = 8;
+      const int neuron = static_cast<int>(threadIdx.x) % 32 * kSector;
+      if (neuron < neurons_.count) {
+        sm90::prefetch_around(l.screen.errors + neurons_.begin + neuron);
+      }
     }
     s_.batch.each_item(p_, kv_share_, [&](const AttendItem& item, int kv_len, int64_t kv_begin) {
       prefetch(p_, l, item, kv_len, kv_begin);
@@ -273,7 +301,8 @@ class Layers {
       const bool fires = !(__bfloat162float(g) == 0.0f);
       s_.hidden.h[token][neuron] = both && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
       nnz += fires;
-      if (fires && l.sparse) prefetch_row(l, neurons_.begin + neuron);
+      // One token's few rows are asked for as soon by those who need them.
+      if (kTokens > 1 && fires && l.sparse) prefetch_row(l, neurons_.begin + neuron);
     };
     store(group * ffn_step(l) + pair, low, high);
     if (!both) store(group * ffn_step(l) + pair + kPairs, high, 0.0f);
@@ -284,6 +313,17 @@ class Layers {
     const auto bytes = static_cast<uint32_t>(p_.width) * 2;
     if (l.w_gate != nullptr) sm90::bulk_prefetch(l.w_up + at, bytes);
     sm90::bulk_prefetch(l.w_down + at, bytes);
+  }
+
+  // h: 1 for neurons that may fire, 0 for those that do not.
+  __device__ __forceinline__ void finish_screen(int group, int pair, float low, float high) {
+    const auto store = [&](int neuron, float product) {
+      if (neuron >= neurons_.count) return;
+      const bool may_fire = !(product < -s_.hidden.errors[neuron]);
+      s_.hidden.h[0][neuron] = __float2bfloat16(may_fire ? 1.0f : 0.0f);
+    };
+    store(group * kGroup + pair, low);
+    store(group * kGroup + pair + kPairs, high);
   }
 
   // What fired.
@@ -307,6 +347,7 @@ class Layers {
   const int kv_share_;                    // heads for a key
   WeightStream<kStages> stream_;
   Product<kTokens> product_;
+  ScreenX screen_;
   sm90::GridBarrier<kThreads> barrier_;
   uint32_t tag_ = 0;
 };

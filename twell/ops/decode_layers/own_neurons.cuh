@@ -17,7 +17,8 @@ struct HiddenShared {
   // Gate, then gate * up, of the CTA's neurons; 0 past them. Padded for the banks.
   alignas(16) __nv_bfloat16 h[kTokens][kMaxNeurons + 8];
   alignas(16) uint8_t zeros[16];  // stands for 8 columns of a row that does not exist
-  uint16_t list[kMaxNeurons];     // neurons that fired
+  uint16_t list[kMaxNeurons];     // neurons that fired, or may
+  float errors[kMaxNeurons];      // of the screen
   int warp_counts[kMaxNeurons / 32];
 };
 
@@ -113,11 +114,12 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
   }
 }
 
-// Rows of w_up and w_down of neurons that fired only, straight from memory.
+// Rows of w_up and w_down of neurons that fired only, straight from memory; behind a screen, of
+// those that may fire, and of w_gate too.
 template <int kTokens>
 class FiredNeurons {
  public:
-  // Lists them, and says whether there will be a part.
+  // Lists them, whose h is not 0, and says whether there will be a part.
   __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
                                           uint32_t tag, const Neurons& neurons,
                                           HiddenShared<kTokens>& hidden)
@@ -146,12 +148,18 @@ class FiredNeurons {
     sync_threads();
   }
 
-  __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part) {
+  // Adds to nnz what fires that h did not say yet.
+  __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part,
+                                          int& nnz) {
     if (kTokens == 1 && count_ == 0) return;  // nobody waits for a part
     const int first_column = static_cast<int>(threadIdx.x) * 2;
     Columns w[kAtOnce];
     load(w, first_column, 0);  // ahead of w_up's rows
-    if (layer_.w_gate != nullptr && count_ > 0) up(product);
+    if (kTokens == 1 && screened(p_, layer_)) {
+      gate_up(product, nnz);
+    } else if (count_ > 0 && layer_.w_gate != nullptr) {
+      up(product);
+    }
 #pragma unroll 1
     for (int column = first_column; column < p_.width; column += kStep * kPairsOwn) {
       float2 y[kTokens][kPairsOwn] = {};
@@ -211,27 +219,56 @@ class FiredNeurons {
     }
   }
 
+  // The i-th listed neuron's row, or none.
+  __device__ __forceinline__ const __nv_bfloat16* row(const __nv_bfloat16* weight, int i) const {
+    if (i >= count_) return nullptr;
+    return weight + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
+  }
+
+  // h = g or, with a gate, g * up, of neurons that may fire: the pairs of a product are the rows of
+  // w_gate and w_up of eight neurons, or 16 neurons' rows of w_up.
+  __device__ __forceinline__ void gate_up(Product<kTokens>& product, int& nnz) {
+    const bool gated = layer_.w_gate != nullptr;
+    const int step = gated ? kPairs : kGroup;
+    const auto store = [&](int i, int token, float gate, float up) {
+      if (i >= count_) return;
+      const __nv_bfloat16 g = __float2bfloat16(relu(gate));
+      const bool fires = !(__bfloat162float(g) == 0.0f);
+      nnz += fires;
+      hidden_.h[token][hidden_.list[i]] =
+          gated && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
+    };
+    product.extra_groups((count_ + step - 1) / step, p_.width,
+                         [&](int group, int pair) {
+                           const int i = group * step + pair;
+                           return gated ? Rows{row(layer_.w_gate, i), row(layer_.w_up, i)}
+                                        : Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                         },
+                         [&](int group, int token, int pair, float low, float high) {
+                           const int i = group * step + pair;
+                           store(i, token, low, high);
+                           if (!gated) store(i + kPairs, token, high, 0.0f);
+                         });
+    sync_threads();
+  }
+
   // h = g * up.
   __device__ __forceinline__ void up(Product<kTokens>& product) {
-    const auto row = [&](int i) {
-      if (i >= count_) return static_cast<const __nv_bfloat16*>(nullptr);
-      return layer_.w_up + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
-    };
     const auto multiply = [&](int i, int token, float up) {
       if (i >= count_) return;
       __nv_bfloat16& h = hidden_.h[token][hidden_.list[i]];
       const float gate = __bfloat162float(h);
       if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
     };
-    product.extra_groups(
-        (count_ + kGroup - 1) / kGroup, p_.width,
-        [&](int group, int pair) {
-          return Rows{row(group * kGroup + pair), row(group * kGroup + pair + kPairs)};
-        },
-        [&](int group, int token, int pair, float low, float high) {
-          multiply(group * kGroup + pair, token, low);
-          multiply(group * kGroup + pair + kPairs, token, high);
-        });
+    product.extra_groups((count_ + kGroup - 1) / kGroup, p_.width,
+                         [&](int group, int pair) {
+                           const int i = group * kGroup + pair;
+                           return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                         },
+                         [&](int group, int token, int pair, float low, float high) {
+                           multiply(group * kGroup + pair, token, low);
+                           multiply(group * kGroup + pair + kPairs, token, high);
+                         });
     sync_threads();
   }
 

@@ -6,9 +6,13 @@
 // finish's choice, which gets both sums of a pair together.
 //
 // A product's sum does not depend on the order of its terms, so the eight values of a piece stand
-// for whichever k the instruction thinks they are, the same ones in both operands.
+// for whichever k the instruction thinks they are, the same ones in both operands: its words 0 and
+// 2 are one instruction's, 1 and 3 another's. Of one token, both are one instruction's, which has
+// columns to spare: its rows 0-7 and 8-15 are words 0, 2 and 1, 3 of the same eight rows, as they
+// come from shared memory, and x's are two columns. The sums are the same for any number of tokens.
 #pragma once
 
+#include "twell/ops/decode_layers/screen_x.cuh"
 #include "twell/ops/decode_layers/weight_stream.cuh"
 
 namespace twell::decode {
@@ -40,8 +44,13 @@ class Product {
   // x: rows of tokens in shared memory, `pitch` bytes apart, zeros up to a whole block.
   __device__ __forceinline__ Product(int tokens, Shared& shared, uint32_t x, int pitch)
       : shared_(shared), tokens_(tokens) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, token = lane / 4;
-    x_ = token < tokens ? x + static_cast<uint32_t>(token * pitch + lane % 4 * 16) : 0;
+    const int lane = static_cast<int>(threadIdx.x) % 32, column = lane / 4;
+    x_ = x + static_cast<uint32_t>(lane % 4 * 16);
+    if (kTokens == 1) {
+      x_ += static_cast<uint32_t>(column % 2 * 4);  // columns 2 to 7 are not looked at
+    } else {
+      x_ = column < tokens ? x_ + static_cast<uint32_t>(column * pitch) : 0;
+    }
     row_ = lane / 4;
     at_ = lane % 4 * 16;
   }
@@ -74,6 +83,23 @@ class Product {
     }
   }
 
+  // With the screen's next groups of rows, one token: finish(group, 0, pair, low, high), the
+  // products with x as it is staged in `x`.
+  template <int kStages, typename Finish>
+  __device__ __forceinline__ void screen_groups(int count, WeightStream<kStages>& stream, int width,
+                                                const ScreenX& x, const Finish& finish) {
+#pragma unroll 1
+    for (int base = 0; base < count; base += kBatch) {
+      const int batch = min(kBatch, count - base);
+#pragma unroll 1
+      for (int i = 0; i < batch; ++i) store_partial(i, screen_group(stream, width, x));
+      finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
+        finish(base + i, token, pair, low, high);
+      });
+      if (base + kBatch < count) sync_threads();
+    }
+  }
+
   // With any rows, past the stream: rows(group, this lane's pair), finish as above.
   template <typename RowsOf, typename Finish>
   __device__ __forceinline__ void extra_groups(int count, int width, const RowsOf& rows,
@@ -92,65 +118,153 @@ class Product {
 
  private:
   static constexpr int kTeam = 4;  // lanes that add up a pair's partial sums
+  // Of low and high rows (one token: rows 0-7 by column 0 and 8-15 by column 1 are wanted), or of
+  // words 0, 2 and 1, 3 of 16 rows.
   struct Sums {
     float part[2][4] = {};
   };
 
   __device__ __forceinline__ void multiply(Sums& sums, const uint4& low, const uint4& high,
                                            const uint4& x) const {
-    sm90::mma_16x8x16(sums.part[0], low.x, high.x, low.y, high.y, x.x, x.y);
-    sm90::mma_16x8x16(sums.part[1], low.z, high.z, low.w, high.w, x.z, x.w);
+    if constexpr (kTokens == 1) {
+      sm90::mma_16x8x16(sums.part[0], low.x, low.y, low.z, low.w, x.x, x.z);
+      sm90::mma_16x8x16(sums.part[1], high.x, high.y, high.z, high.w, x.x, x.z);
+    } else {
+      sm90::mma_16x8x16(sums.part[0], low.x, high.x, low.z, high.z, x.x, x.z);
+      sm90::mma_16x8x16(sums.part[1], low.y, high.y, low.w, high.w, x.y, x.w);
+    }
   }
+  // A piece of x; one token: of its words the two that this lane's column has.
   __device__ __forceinline__ uint4 load_x(uint32_t offset) const {
+    if constexpr (kTokens == 1) {
+      return {sm90::load_shared4(x_ + offset), 0, sm90::load_shared4(x_ + offset + 8), 0};
+    }
     return x_ != 0 ? sm90::load_shared16(x_ + offset) : uint4{};
   }
 
   template <int kStages>
   __device__ __forceinline__ Sums stream_group(WeightStream<kStages>& stream, int width) const {
-    constexpr int kOwn = kChunk / kBlock / kWarps;  // blocks of a whole chunk
     Sums sums;
 #pragma unroll 1
     for (int column = 0; column < width; column += kChunk) {
-      const Blocks blocks(min(kChunk, width - column));
-      const uint32_t first = static_cast<uint32_t>(blocks.begin) * (kBlock * 2);
-      const uint32_t low =
-          stream.take() + static_cast<uint32_t>(row_ * stream.pitch() + at_) + first;
+      const int columns = min(kChunk, width - column);
+      const uint32_t low = stream.take() + static_cast<uint32_t>(row_ * stream.pitch() + at_);
       const uint32_t high = low + static_cast<uint32_t>(kPairs * stream.pitch());
-      uint4 l[kOwn], h[kOwn], x[kOwn];
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const uint32_t offset = static_cast<uint32_t>(i) * (kBlock * 2);
-        l[i] = h[i] = x[i] = uint4{};
-        if (blocks.begin + i >= blocks.end) continue;
-        l[i] = sm90::load_shared16(low + offset);
-        h[i] = sm90::load_shared16(high + offset);
-        x[i] = load_x(static_cast<uint32_t>(column) * 2 + first + offset);
+      const auto x = static_cast<uint32_t>(column) * 2;
+      // For several tokens both at once need more registers than there are.
+      if (kTokens == 1 && columns == kChunk) {
+        stream_chunk<true>(sums, low, high, x, columns);
+      } else {
+        stream_chunk<false>(sums, low, high, x, columns);
       }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) multiply(sums, l[i], h[i], x[i]);
       stream.release();
     }
     return sums;
   }
+  // This warp's blocks of a chunk, which is a whole one or not.
+  template <bool kWhole>
+  __device__ __forceinline__ void stream_chunk(Sums& sums, uint32_t low, uint32_t high, uint32_t x,
+                                               int columns) const {
+    constexpr int kOwn = kChunk / kBlock / kWarps;  // blocks of a whole chunk
+    const Blocks blocks(kWhole ? kChunk : columns);
+    const uint32_t first = static_cast<uint32_t>(blocks.begin) * (kBlock * 2);
+    uint4 l[kOwn], h[kOwn], part[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t offset = first + static_cast<uint32_t>(i) * (kBlock * 2);
+      if (!kWhole) {
+        l[i] = h[i] = part[i] = uint4{};
+        if (blocks.begin + i >= blocks.end) continue;
+      }
+      l[i] = sm90::load_shared16(low + offset);
+      h[i] = sm90::load_shared16(high + offset);
+      part[i] = load_x(x + offset);
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) multiply(sums, l[i], h[i], part[i]);
+  }
 
-  __device__ __forceinline__ Sums extra_group(int width, const Rows& rows) const {
-    constexpr int kAtOnce = 8;
-    const Blocks blocks(width);
+  template <int kStages>
+  __device__ __forceinline__ Sums screen_group(WeightStream<kStages>& stream, int width,
+                                               const ScreenX& x) const {
+    constexpr int kOwn = kScreenPiece / kScreenBlock / kWarps;  // blocks of a whole piece
     Sums sums;
 #pragma unroll 1
-    for (int block = blocks.begin; block < blocks.end; block += kAtOnce) {
-      uint4 low[kAtOnce] = {}, high[kAtOnce] = {};
+    for (int column = 0; column < width; column += kScreenPiece) {
+      const int columns = min(kScreenPiece, width - column), blocks = columns / kScreenBlock;
+      const int first = static_cast<int>(threadIdx.x) / 32 * kOwn;
+      const uint32_t row = stream.take() + static_cast<uint32_t>(row_ * stream.pitch());
+      const uint32_t row_high = row + static_cast<uint32_t>(kPairs * stream.pitch());
+      uint4 l[kOwn], h[kOwn], planes[kOwn];
+      float low_scale[kOwn], high_scale[kOwn];
 #pragma unroll
-      for (int d = 0; d < kAtOnce; ++d) {
-        const int k = (block + d) * kBlock + at_ / 2;
-        if (block + d >= blocks.end || k >= width) break;
-        if (rows.low != nullptr) low[d] = __ldcs(reinterpret_cast<const uint4*>(rows.low + k));
-        if (rows.high != nullptr) high[d] = __ldcs(reinterpret_cast<const uint4*>(rows.high + k));
+      for (int i = 0; i < kOwn; ++i) {
+        // Of blocks that do not exist, the last one's, times 0.
+        const int block = min(first + i, blocks - 1);
+        const auto at = static_cast<uint32_t>(block * kScreenBlock + at_);
+        const auto scale_at = static_cast<uint32_t>(columns + block * 2);
+        l[i] = sm90::load_shared16(row + at);
+        h[i] = sm90::load_shared16(row_high + at);
+        planes[i] = x.load(column / kScreenBlock + block);
+        const float step = first + i < blocks ? x.step(column / kScreenBlock + block) : 0.0f;
+        low_scale[i] = sm90::load_shared_bf16(row + scale_at) * step;
+        high_scale[i] = sm90::load_shared_bf16(row_high + scale_at) * step;
+      }
+      int32_t part[kOwn][4] = {};  // of the planes, of a low and a high row
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        sm90::mma_16x8x32(part[i], l[i].x, h[i].x, l[i].y, h[i].y, planes[i].x, planes[i].y);
       }
 #pragma unroll
-      for (int d = 0; d < kAtOnce; ++d) {
-        if (block + d >= blocks.end) break;
-        multiply(sums, low[d], high[d], load_x(static_cast<uint32_t>(block + d) * (kBlock * 2)));
+      for (int i = 0; i < kOwn; ++i) {
+        sm90::mma_16x8x32(part[i], l[i].z, h[i].z, l[i].w, h[i].w, planes[i].z, planes[i].w);
+      }
+      stream.release();
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const auto value = [&](int j) {
+          return static_cast<float>(256 * part[i][j] + part[i][j + 1]);
+        };
+        sums.part[0][0] = fmaf(low_scale[i], value(0), sums.part[0][0]);
+        sums.part[1][0] = fmaf(high_scale[i], value(2), sums.part[1][0]);
+      }
+    }
+    return sums;
+  }
+
+  // In the order of stream_group, so that a row's product is the same whichever way it comes.
+  __device__ __forceinline__ Sums extra_group(int width, const Rows& rows) const {
+    constexpr int kOwn = kChunk / kBlock / kWarps, kChunks = 2;  // on their way
+    Sums sums;
+#pragma unroll 1
+    for (int column = 0; column < width; column += kChunks * kChunk) {
+      uint4 low[kChunks][kOwn] = {}, high[kChunks][kOwn] = {};
+      int first[kChunks], count[kChunks];  // of this warp's columns, of its blocks
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int begin = column + c * kChunk;
+        const Blocks blocks(max(min(kChunk, width - begin), 0));
+        first[c] = begin + blocks.begin * kBlock;
+        count[c] = blocks.end - blocks.begin;
+        const int k = first[c] + at_ / 2;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          if (i >= count[c] || k + i * kBlock >= width) continue;
+          const auto load = [&](const __nv_bfloat16* row) {
+            return __ldcs(reinterpret_cast<const uint4*>(row + k + i * kBlock));
+          };
+          if (rows.low != nullptr) low[c][i] = load(rows.low);
+          if (rows.high != nullptr) high[c][i] = load(rows.high);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          if (i >= count[c]) break;
+          multiply(sums, low[c][i], high[c][i],
+                   load_x(static_cast<uint32_t>(first[c] + i * kBlock) * 2));
+        }
       }
     }
     return sums;
@@ -158,12 +272,16 @@ class Product {
 
   __device__ __forceinline__ void store_partial(int group, const Sums& sums) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    auto& partial = shared_.partial[group][warp];
+    if constexpr (kTokens == 1) {
+      if (lane % 4 != 0) return;
+      partial[lane / 4][0] = sums.part[0][0] + sums.part[0][3];
+      partial[lane / 4 + kPairs][0] = sums.part[1][0] + sums.part[1][3];
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = lane % 4 * 2 + i % 2;
-      if (token < kTokens) {
-        shared_.partial[group][warp][lane / 4 + i / 2 * kPairs][token] =
-            sums.part[0][i] + sums.part[1][i];
+      for (int i = 0; i < 4; ++i) {
+        const int token = lane % 4 * 2 + i % 2;
+        partial[lane / 4 + i / 2 * kPairs][token] = sums.part[0][i] + sums.part[1][i];
       }
     }
   }

@@ -59,13 +59,14 @@ __device__ __forceinline__ float sum_of_squares(const uint2& x) {
   return fmaf(a.x, a.x, a.y * a.y) + fmaf(b.x, b.x, b.y * b.y);
 }
 
-// rms_norm(x) rounded to bf16, zeros up to a whole block. The sum of squares has the same order for
-// any number of tokens: a warp's 32 quads, then these. In between x waits in shared memory.
+// rms_norm(x) rounded to bf16, zeros up to a whole block; for_screen: as `screen` has it, too. The
+// sum of squares has the same order for any number of tokens: a warp's 32 quads, then these. In
+// between x waits in shared memory.
 template <int kTokens>
 __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residual& x,
                                              const __nv_bfloat16* weight,
                                              NormShared<kTokens>& shared, uint8_t* x_shared,
-                                             int pitch) {
+                                             int pitch, const ScreenX& screen, bool for_screen) {
   constexpr int kTeam = kThreads / kTokens;      // threads of a token
   constexpr int kAtOnce = kTokens == 1 ? 2 : 8;  // quads of a thread on their way
   const int thread = static_cast<int>(threadIdx.x), token = thread / kTeam;
@@ -129,6 +130,9 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
           v = {scaled(v.x, scale[i].x, inverse), scaled(v.y, scale[i].y, inverse)};
         }
         row[at] = v;
+        if constexpr (kTokens == 1) {
+          if (for_screen) screen.store(at, v);
+        }
       }
     }
   }

@@ -3,6 +3,7 @@
 // of shared memory that one warp keeps full with the copy engine, across the barriers between the
 // steps of a layer. A stage is up to 16 rows of a weight, of up to kChunk columns:
 //   products  a group of 16 rows, eight pairs of a "low" and a "high" one, chunk after chunk
+//   screen    16 neurons' rows, a piece of as many bytes as a chunk and its scales after another
 //   down      16 neurons' rows, for all neurons of the CTA, then the next chunk
 // Rows that do not exist are not written. What multiplies walks the stages in the same order.
 #pragma once
@@ -26,8 +27,11 @@ inline constexpr int kBlock = 32;          // values of a row that four lanes re
 inline constexpr int kChunk = 1024;        // columns
 // Stages that are asked for and not there yet. More would not be faster, as two of every CTA are
 // twice what memory delivers in the time of one access, and what CTAs tell each other would wait
-// behind them.
-inline constexpr int kOnTheirWay = 2;
+// behind them. A sparse layer has fewer bytes to read than one token's steps take time, so that one
+// is enough.
+__device__ __forceinline__ int on_their_way(const DecodeLayers& p, const DecodeLayer& layer) {
+  return p.tokens == 1 && layer.sparse ? 1 : 2;
+}
 
 // Among the warps that multiply.
 __device__ __forceinline__ void sync_threads() { sm90::named_barrier(1, kThreads); }
@@ -71,6 +75,9 @@ __device__ __forceinline__ int qkv_column(const DecodeLayers& p, int group, int 
 // are 16 neurons of the first weight.
 __device__ __forceinline__ bool paired(const DecodeLayer& layer) {
   return layer.w_gate != nullptr && !layer.sparse;
+}
+__device__ __forceinline__ bool screened(const DecodeLayers& p, const DecodeLayer& layer) {
+  return p.tokens == 1 && layer.sparse && layer.screen.rows != nullptr;
 }
 __device__ __forceinline__ int ffn_step(const DecodeLayer& layer) {
   return paired(layer) ? kPairs : kGroup;
@@ -116,14 +123,22 @@ class WeightStream {
   __device__ __forceinline__ int pitch() const { return pitch_; }
 
   // By the reading warp: everything. before(layer) is called in front of a layer's first weights.
-  template <typename Before>
+  // kScreens: there may be some.
+  template <bool kScreens, typename Before>
   __device__ __forceinline__ void read_all(const DecodeLayers& p, const Before& before) {
     const Neurons neurons(p.ffn);
 #pragma unroll 1
     for (int l = 0; l < p.layers; ++l) {
       before(l);
+      most_asked_ = on_their_way(p, p.layer[l]);
 #pragma unroll 1
-      for (int step = 0; step < 3; ++step) read_product(p, p.layer[l], step, neurons);
+      for (int step = 0; step < 3; ++step) {
+        if (kScreens && step == 2 && screened(p, p.layer[l])) {
+          read_screen(p, p.layer[l].screen, neurons);
+        } else {
+          read_product(p, p.layer[l], step, neurons);
+        }
+      }
       if (!p.layer[l].sparse) read_down(p, p.layer[l], neurons);
     }
   }
@@ -161,7 +176,24 @@ class WeightStream {
       }
 #pragma unroll 1
       for (int column = 0; column < width; column += kChunk) {
-        read(w + int64_t{row} * width + column, exists, min(kChunk, width - column), pitch_);
+        read(w + int64_t{row} * width + column, exists, min(kChunk, width - column) * 2, pitch_);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void read_screen(const DecodeLayers& p, const GateScreen& screen,
+                                              const Neurons& neurons) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int64_t row_bytes = screen_row_bytes(p.width);
+#pragma unroll 1
+    for (int base = 0; base < neurons.count; base += kGroup) {
+      const uint8_t* from = screen.rows + (neurons.begin + base + lane) * row_bytes;
+#pragma unroll 1
+      for (int column = 0; column < p.width; column += kScreenPiece) {
+        const auto bytes =
+            static_cast<int>(screen_piece_bytes(min(kScreenPiece, p.width - column)));
+        read(from, lane < kGroup && base + lane < neurons.count, bytes, pitch_);
+        from += bytes;
       }
     }
   }
@@ -176,23 +208,22 @@ class WeightStream {
       for (int base = 0; base < neurons.count; base += kGroup) {
         const int neuron = base + lane;
         read(layer.w_down + int64_t{neurons.begin + neuron} * p.width + column,
-             lane < kGroup && neuron < neurons.count, columns, down_pitch(columns));
+             lane < kGroup && neuron < neurons.count, columns * 2, down_pitch(columns));
       }
     }
   }
 
   // A stage: a row per lane.
-  __device__ __forceinline__ void read(const __nv_bfloat16* from, bool exists, int columns,
-                                       int pitch) {
+  __device__ __forceinline__ void read(const void* from, bool exists, int row_bytes, int pitch) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const uint32_t full = full_ + at_.stage * 8, bytes = static_cast<uint32_t>(columns) * 2;
+    const uint32_t full = full_ + at_.stage * 8, bytes = static_cast<uint32_t>(row_bytes);
     sm90::barrier_wait(empty_ + at_.stage * 8, at_.parity ^ 1);
-    if (asked_ == kOnTheirWay) {
+#pragma unroll 1
+    for (; asked_ >= most_asked_; --asked_) {
       sm90::barrier_wait(full_ + landed_.stage * 8, landed_.parity);
       landed_.advance();
-    } else {
-      ++asked_;
     }
+    ++asked_;
     const uint32_t rows = __popc(__ballot_sync(~0u, exists));
     if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
     __syncwarp();
@@ -208,7 +239,7 @@ class WeightStream {
   sm90::RingCursor<kStages> at_;
   sm90::RingCursor<kStages> released_;  // of the warps that multiply
   sm90::RingCursor<kStages> landed_;    // of the reading warp: behind it by
-  int asked_ = 0;                       // so many stages, at most kOnTheirWay
+  int asked_ = 0, most_asked_ = 0;      // so many stages
 };
 
 }  // namespace twell::decode
