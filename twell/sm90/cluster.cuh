@@ -14,14 +14,16 @@ __device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t ra
   return remote;
 }
 // Stores that complete bytes on a barrier of the CTA they go to, which announces them. Addresses
-// are remote_address(...); Offset is added to `to`.
+// are remote_address(...); Offset is added to `to`. stores = false does nothing, without a branch:
+// the compiler does not let products of WGMMA run on across one.
 template <int Offset>
 __device__ __forceinline__ void store_remote16(uint32_t to, float a, float b, float c, float d,
-                                               uint32_t barrier) {
+                                               uint32_t barrier, bool stores) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0 + %6], "
-      "{%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "n"(Offset)
+      "{\n.reg .pred stores;\nsetp.ne.b32 stores, %7, 0;\n"
+      "@stores st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0 + %6], "
+      "{%1, %2, %3, %4}, [%5];\n}\n" ::"r"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "n"(Offset), "r"(static_cast<int>(stores))
       : "memory");
 }
 __device__ __forceinline__ void store_remote4(uint32_t to, uint32_t value, uint32_t barrier) {

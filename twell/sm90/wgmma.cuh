@@ -44,7 +44,7 @@ __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t c
 template <int N, bool BIsNMajor, bool AIsMMajor = false, int Registers>
 __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint64_t b,
                                       bool accumulate) {
-  static_assert(N == 64 || N == 96 || N == 128 || N == 192 || N == 256);
+  static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
   if constexpr (N == 64) {
     asm volatile(
@@ -54,6 +54,17 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
         "%32, %33, p, 1, 1, %36, %35;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 80) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39}, "
+        "%40, %41, p, 1, 1, %44, %43;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC4(32), TWELL_ACC4(36)
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
           "n"(AIsMMajor ? 1 : 0));
   } else if constexpr (N == 96) {

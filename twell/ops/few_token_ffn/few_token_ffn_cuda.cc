@@ -12,9 +12,6 @@ namespace {
 // Rows of a CTA for up to 8 tokens: a product takes 16 anyway.
 constexpr int kLeastRows = 16;
 
-// From 9 tokens on: the most for which it pays that `down` looks for what fires.
-constexpr int kMostAnnounced = 32;
-
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -105,7 +102,6 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   // As few neurons at a time as keep all clusters busy equally often.
   const int passes = ceil_div(ffn, at_once * few_token::kMaxNeurons);
   const int neurons = ceil_div(ceil_div(ffn, at_once * passes), 64) * 64;
-  const bool announced = tokens <= kMostAnnounced;
   const few_token::SplitGateUp params{
       .map_x = sm90::matrix_tensor_map(problem.x, tokens, width, few_token::kTileTokens),
       .map_first = sm90::matrix_tensor_map(first, ffn, width, neurons / 2),
@@ -118,12 +114,10 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
                   .ffn = ffn,
                   .early_weights = problem.weights_are_constant},
       .neurons = neurons,
-      .slice_chunks = ceil_div(width, 4 * 64),
-      .on_their_way = announced ? 2 : 1,
-      .announced = announced};
+      .slice_chunks = ceil_div(width, 4 * 64)};
   TWELL_CUDA_CHECK(few_token::launch_gate_up_sm90(
       params, tiles, std::min(at_once, ceil_div(ffn, neurons)), ctx.stream()));
-  TWELL_CUDA_CHECK(few_token::launch_split_down_sm90(down, tiles, announced, ctx.stream()));
+  TWELL_CUDA_CHECK(few_token::launch_split_down_sm90(down, tiles, ctx.stream()));
 }
 
 }  // namespace twell

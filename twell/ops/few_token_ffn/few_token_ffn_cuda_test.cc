@@ -9,6 +9,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -188,6 +189,30 @@ INSTANTIATE_TEST_SUITE_P(
       }
       return name;
     });
+
+// Numbers of neurons that fire around those at which the kernels take another way, in turns for
+// each 192 neurons.
+TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
+  SKIP_WITHOUT_HOPPER();
+  constexpr int64_t kEach = 192,
+                    kCounts[] = {64, 0, 65, 1, 80, 81, 79, 128, 63, 129, 192, 16, 127, 17, 191};
+  for (const auto& [tokens, width] :
+       {std::pair<int64_t, int64_t>{64, 2048}, {33, 1600}, {9, 392}, {100, 1096}}) {
+    Problem problem({"", tokens, width, 5632, 20});
+    for (int64_t n = 0; n < problem.spec.ffn; ++n) {
+      if (n % kEach < kCounts[n / kEach % std::ssize(kCounts)]) continue;
+      int8_t* row = problem.w_first.data() + n * width;
+      std::fill(row, row + width, int8_t{0});
+      row[0] = -1;
+    }
+    problem.device_first = upload_as_bfloat16(problem.w_first);
+    FewTokenWorkspace workspace(problem.spec.ffn);
+    const auto want = problem.expected();
+    expect_equal(problem.run(ctx, stream, workspace), want, width);
+    expect_equal(problem.run(ctx, stream, workspace), want, width);
+    EXPECT_EQ(download(problem.activity)[0].nnz, 2 * problem.nonzeros);
+  }
+}
 
 // Back-to-back calls overlap by programmatic launch and share one workspace.
 TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {

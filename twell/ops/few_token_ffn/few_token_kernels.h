@@ -59,8 +59,6 @@ struct SplitGateUp {
   GateUp problem;
   int neurons;       // of a cluster at a time: a multiple of 64, at most kMaxNeurons
   int slice_chunks;  // of 64 values of k, that a CTA of a cluster has: a quarter of the width
-  int on_their_way;  // stages of the first weight at most, while the kernel in front still runs
-  bool announced;    // which neurons fire: launch_split_down_sm90 looks for it
 };
 
 struct Down {
@@ -81,7 +79,6 @@ cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int tiles, int cluste
 // Right after the kernel that makes `hidden` on the same stream, beside which they run: up to 8
 // tokens, and 9 and more.
 cudaError_t launch_row_down_sm90(const Down& problem, cudaStream_t stream);
-cudaError_t launch_split_down_sm90(const Down& problem, int tiles, bool announced,
-                                   cudaStream_t stream);
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream);
 
 }  // namespace twell::few_token

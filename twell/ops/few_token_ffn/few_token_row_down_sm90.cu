@@ -94,7 +94,7 @@ class Kernel {
   // not known yet.
   __device__ __forceinline__ bool list_early(int word, int words) {
     uint64_t bits = kFiredKnown;
-    if (lane_ < words) bits = await_fired(p_.hidden.fired + word + lane_);
+    if (lane_ < words) bits = await_fired<true>(p_.hidden.fired + word + lane_);
     if (__all_sync(~0u, is_known(bits)) == 0) return false;
     list(bits);
 #pragma unroll

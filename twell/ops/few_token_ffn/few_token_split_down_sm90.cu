@@ -3,8 +3,8 @@
 // columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
 // row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
 // 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2. What fires is
-// known before h is: where it is announced, weights that there is room for are there when the gate
-// kernel ends.
+// known before h is: for one tile of tokens it is announced, and weights that there is room for are
+// there when the gate kernel ends.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
@@ -43,7 +43,7 @@ struct Shared {
   uint16_t list[Layout<Tiles>::kSegment / kSplit + kRows];
 };
 
-template <int Tiles, bool Announced>
+template <int Tiles>
 class Kernel {
   using L = Layout<Tiles>;
 
@@ -56,7 +56,8 @@ class Kernel {
         lane_(static_cast<int>(threadIdx.x) % 32),
         rank_(static_cast<int>(cluster_rank())),
         column_(static_cast<int>(blockIdx.x) / kSplit * kColumns),
-        own_tiles_(max(p_.tokens - rank_ * 16 + kTile - 1, 0) / kTile) {}
+        own_tiles_(max(p_.tokens - rank_ * 16 + kTile - 1, 0) / kTile),
+        frees_slot_(Tiles == 1 && p_.ffn <= L::kSegment) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -73,7 +74,7 @@ class Kernel {
     cluster_arrive_relaxed();
     allow_next_kernel();
     cluster_wait();
-    if constexpr (!Announced) wait_for_previous_kernel();
+    if constexpr (!kAnnounced<Tiles>) wait_for_previous_kernel();
     bool read = false, last = false;  // all words; this CTA was the last one
     float acc[32];
 #pragma unroll
@@ -81,27 +82,26 @@ class Kernel {
 #pragma unroll 1
     for (int segment = 0; segment * L::kSegment < p_.ffn; ++segment) {
       const bool known = list(segment);
-      if constexpr (Announced) {
-        if (segment == 0 && known && p_.ffn <= L::kSegment) {
-          read = true;
-          if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
-        }
-        if (!known || warp_ < Tiles * 4) wait_for_previous_kernel();
-        if (!known) list(segment);
+      if (known && p_.ffn <= L::kSegment) {
+        read = true;
+        if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
       }
+      if (frees_slot_) first_slot_ = (kStages - stages_ % kStages) % kStages;
       if (warp_ < Tiles * 4) {
+        wait_for_previous_kernel();
         multiply(acc);
       } else {
+        if (frees_slot_) cluster_arrive_relaxed();
         gather(segment * L::kSegment);
       }
       step_ += (count_ + kRows - 1) / kRows;
     }
-    if constexpr (Announced) {
+    if constexpr (kAnnounced<Tiles>) {
       if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
     }
     __syncwarp();
-    cluster_arrive_relaxed();
-    cluster_wait();  // nobody needs its ring any more
+    if (!frees_slot_) cluster_arrive_relaxed();
+    cluster_wait();  // nobody needs its ring, or the slot, any more
     const uint32_t sums = smem_address(&shared_.sums);
     if (warp_ < Tiles * 4 && warp_ * 16 < p_.tokens) {
       send_sums<kColumns>(acc, ring_ + warp_ / 4 * kSent, sums, rank_, warp_ % 4);
@@ -113,7 +113,7 @@ class Kernel {
         store(tile, add_sums(ring_ + tile * kSent, warp_, kSent / kSplit));
       }
     }
-    if constexpr (Announced) {
+    if constexpr (kAnnounced<Tiles>) {
       __syncwarp();
       if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
     }
@@ -122,21 +122,23 @@ class Kernel {
  private:
   static __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-  // This CTA's share of the neurons of a segment that fired, ascending. False: not known yet.
+  // This CTA's share of the neurons of a segment that fired, ascending. False: what fired was not
+  // announced before the gate kernel has ended.
   __device__ __forceinline__ bool list(int segment) {
     const int thread = static_cast<int>(threadIdx.x), index = segment * L::kThreads + thread;
     const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // a half word
-    uint32_t bits = 0;
-    if constexpr (Announced) {
-      uint64_t word = kFiredKnown;
-      if (exists) word = await_fired(p_.hidden.fired + index / 2);
-      if (__syncthreads_and(is_known(word)) == 0) return false;
-      bits = static_cast<uint16_t>(word >> (index % 2 * 16));
+    const uint64_t* from = p_.hidden.fired + index / 2;
+    uint64_t word = kFiredKnown;
+    bool known = false;
+    if constexpr (kAnnounced<Tiles>) {
+      if (exists) word = await_fired<false>(from);
+      known = __syncthreads_and(is_known(word)) != 0;
+      if (!known) wait_for_previous_kernel();
     } else {
       __syncthreads();
-      const auto* halves = reinterpret_cast<const uint16_t*>(p_.hidden.fired);
-      if (exists) bits = halves[index / 2 * 4 + index % 2];
     }
+    if (!known && exists) word = load_fired(from);
+    uint32_t bits = static_cast<uint16_t>(word >> (index % 2 * 16));
     const int mine = __popc(bits);
     int at = mine;
 #pragma unroll
@@ -156,6 +158,7 @@ class Kernel {
     }
     const int share = (total + kSplit * 16 - 1) / (kSplit * 16) * 16, begin = rank_ * share;
     count_ = max(min(share, total - begin), 0);
+    stages_ = (share + kRows - 1) / kRows;
 #pragma unroll 1
     for (; bits != 0; bits &= bits - 1, ++at) {
       if (at >= begin && at < begin + count_) {
@@ -163,7 +166,7 @@ class Kernel {
       }
     }
     __syncthreads();
-    return true;
+    return known;
   }
 
   __device__ __forceinline__ void gather(int base) {
@@ -188,11 +191,11 @@ class Kernel {
       for (int i = 0; i < kRows; i += kGatherers / 8) {
         const bool valid = first + i + row < count_;
         const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
-        ask(to + stage * L::kStage + i * 128, neuron, valid);
+        ask(to + slot(stage) * L::kStage + i * 128, neuron, valid);
       }
     };
     int step = step_, first = 0;
-    if constexpr (Announced) {
+    if constexpr (kAnnounced<Tiles>) {
       if (step == 0) {
         // Weights before the kernel in front has ended.
         const int early = min(ceil_div(count_, kRows), kStages);
@@ -220,14 +223,19 @@ class Kernel {
     }
   }
 
+  __device__ __forceinline__ int slot(int stage) const { return (stage + first_slot_) % kStages; }
+
+  // Where slot 0 becomes free before the end, it tells the cluster when that is so.
   __device__ __forceinline__ void multiply(float (&acc)[32]) {
+    const int last_three = max(stages_ - kStages + 1, 0) * kRows;  // they have slots 1 to 3
     int step = step_;
 #pragma unroll 1
     for (int first = 0; first < count_; first += kRows, ++step) {
+      if (frees_slot_ && first == last_three) cluster_arrive_relaxed();
       const int stage = step % kStages;
       barrier_wait(smem_address(shared_.full + stage), step / kStages & 1);
       fence_async_shared();
-      const uint32_t at = ring_ + stage * L::kStage;
+      const uint32_t at = ring_ + slot(stage) * L::kStage;
       const uint64_t hidden = n_major_operand(at + (1 + warp_ / 4) * kOperand, kOperand);
       const uint64_t weight = n_major_operand(at, kOperand);
       wgmma_fence();
@@ -239,6 +247,8 @@ class Kernel {
       wgmma_wait<0>();
       if (threadIdx.x % 128 == 0) barrier_arrive(smem_address(shared_.empty + stage));
     }
+    __syncwarp();
+    if (frees_slot_ && count_ <= last_three) cluster_arrive_relaxed();
   }
 
   __device__ __forceinline__ void store(int tile, const float4& sum) const {
@@ -265,22 +275,27 @@ class Kernel {
   const uint32_t ring_;
   const int warp_, lane_, rank_, column_;
   const int own_tiles_;  // of which this CTA adds some tokens up
-  int step_ = 0;         // stages of the segments before
-  int count_ = 0;        // this CTA's neurons of the segment
+  // Sums may come to slot 0 of the ring while there are still products to make: the last stages
+  // have the last slots.
+  const bool frees_slot_;
+  int step_ = 0;        // stages of the segments before
+  int count_ = 0;       // this CTA's neurons of the segment
+  int stages_ = 0;      // of the segment, in the CTA of the cluster that has most
+  int first_slot_ = 0;  // of the ring
 };
 
 // 64 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
-template <int Tiles, bool Announced>
+template <int Tiles>
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
     split_down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Shared<Tiles> shared;
-  Kernel<Tiles, Announced>(problem, shared, memory).run();
+  Kernel<Tiles>(problem, shared, memory).run();
 }
 
-template <int Tiles, bool Announced>
+template <int Tiles>
 cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles, Announced>);
+  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles>);
   constexpr int kBytes = Layout<Tiles>::kBytes;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -288,18 +303,15 @@ cudaError_t launch(const Down& problem, cudaStream_t stream) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   }
   if (status != cudaSuccess) return status;
-  return launch_dependent(split_down_sm90_kernel<Tiles, Announced>,
+  return launch_dependent(split_down_sm90_kernel<Tiles>,
                           dim3((problem.width + kColumns - 1) / kColumns * kSplit),
                           Layout<Tiles>::kThreads, kBytes, stream, problem);
 }
 
 }  // namespace
 
-cudaError_t launch_split_down_sm90(const Down& problem, int tiles, bool announced,
-                                   cudaStream_t stream) {
-  if (announced && tiles > 1) return cudaErrorInvalidValue;
-  if (announced) return launch<1, true>(problem, stream);
-  return tiles == 1 ? launch<1, false>(problem, stream) : launch<2, false>(problem, stream);
+cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream) {
+  return tiles == 1 ? launch<1>(problem, stream) : launch<2>(problem, stream);
 }
 
 }  // namespace twell::few_token

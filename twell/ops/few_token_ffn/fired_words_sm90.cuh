@@ -11,6 +11,10 @@
 
 namespace twell::few_token {
 
+// From 9 tokens on, by tiles of 64: whether `down` looks. With two tiles it costs time.
+template <int Tiles>
+inline constexpr bool kAnnounced = Tiles == 1;
+
 inline constexpr uint64_t kFiredKnown = uint64_t{1} << 63;
 
 __device__ __forceinline__ uint64_t load_fired(const uint64_t* word) {
@@ -24,12 +28,24 @@ __device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask, bool 
 }
 __device__ __forceinline__ bool is_known(uint64_t word) { return (word & kFiredKnown) != 0; }
 
-// Waits for the word some 100 us at most, after which it may still be missing.
+// Waits for the word some 100 us at most, after which it may still be missing. Unrolled is 19 KB of
+// code, which next to the gate kernel from 9 tokens on does not fit into the instruction cache; not
+// unrolled, the kernel for up to 8 tokens spills.
+template <bool Unrolled>
 __device__ __forceinline__ uint64_t await_fired(const uint64_t* word) {
+  constexpr int kRounds = 200;
   uint64_t value = load_fired(word);
-  for (int i = 0; i < 200 && !is_known(value); ++i) {
-    __nanosleep(100);
-    value = load_fired(word);
+  if constexpr (Unrolled) {
+    for (int i = 0; i < kRounds && !is_known(value); ++i) {
+      __nanosleep(100);
+      value = load_fired(word);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kRounds && !is_known(value); ++i) {
+      __nanosleep(100);
+      value = load_fired(word);
+    }
   }
   return value;
 }

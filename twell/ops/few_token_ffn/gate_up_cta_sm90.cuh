@@ -23,15 +23,17 @@ constexpr int kHalf = kMaxNeurons / 2;    // neurons of a stage of the gate's ri
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
 constexpr int kRing = 80 * 1024;
-constexpr int kApart = 64 * kRowBytes * 8;         // ring of 64 gathered rows; sums behind it
 constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once
+constexpr int kFewRows = 80;                       // gathered at once
+constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of them; sums behind
 constexpr int kXChunk = kTile * kRowBytes;         // bytes, of a tile of tokens
 constexpr int kBarriers = 8;                       // stages that can be told apart
 constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes, of a token
 constexpr int kWords = kMaxNeurons / 32;
 constexpr int kGatherers = 128;
 static_assert(kGateStages * kGateStage <= kRing && kGateStages <= kBarriers);
-static_assert(kSentBytes<kMaxNeurons> <= kRing);
+static_assert(kSentBytes<kMaxNeurons> <= kRing && 4 * kGateStage <= kRing);
+static_assert(kFewRows * kRowBytes * kXChunks <= kRing && 2 * kSentBytes<kFewRows> <= kRing);
 static_assert(kApart + kSentBytes<64> <= kRing);
 
 template <int Tiles>
@@ -47,7 +49,7 @@ struct Barriers {
   uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring
   uint64_t gathered[kBarriers], released[kBarriers];  // of rows of w_up
   uint64_t x[kXChunks];
-  uint64_t gate, fired, up;  // sent by the cluster
+  uint64_t gate[2], fired, up;  // sent by the cluster
 };
 
 // Bit 2t + i: some token g fires for column 2t + i of a block; ballots of lanes 4g + t, by i.
@@ -94,7 +96,6 @@ class Cta {
         keep_x_(chunks_ <= kXChunks),
         sends_(multiplies() && warp_ * 16 < p_.tokens) {}
 
-  // Every thread calls it.
   __device__ __forceinline__ void prepare() {
     const int thread = static_cast<int>(threadIdx.x);
     Barriers& b = shared_.barriers;
@@ -106,19 +107,24 @@ class Cta {
         barrier_init(smem_address(b.released + lane_), Tiles);
         barrier_init(smem_address(b.x + lane_), 1);
       } else if (lane_ == kBarriers) {
-        barrier_init(smem_address(&b.gate), 1);
+        barrier_init(smem_address(b.gate), 1);
+        barrier_init(smem_address(b.gate + 1), 1);
         barrier_init(smem_address(&b.fired), 1);
         barrier_init(smem_address(&b.up), 1);
         prefetch_tensor_map(&q_.map_x);
         prefetch_tensor_map(&q_.map_first);
       }
       fence_barrier_init();
+      __syncwarp();
     }
     if (thread < Tiles * kWords) shared_.own[0][thread] = 0;
     if (thread == 0) {
       shared_.nnz = 0;
       shared_.released = 0;
     }
+  }
+  // The cluster's barriers are there.
+  __device__ __forceinline__ void meet() {
     __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();
@@ -197,6 +203,7 @@ class Cta {
   int step_ = 0, up_step_ = 0;  // stages of the rings before this pass
   int x_step_ = 0;              // chunks of x before this product; 0 where they stay
   int nnz_ = 0;
+  int begun_ = 0;  // stages of the first pass that have been asked for
   uint32_t gate_phase_ = 0, fired_phase_ = 0, up_phase_ = 0;
   bool first_pass_ = true;
 };

@@ -16,35 +16,45 @@ constexpr int kBlockBytes = 512;  // what a warp sends of 8 columns
 template <int Columns>
 constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // that a CTA gets of a tile
 
-// Sends a warp's Columns columns to CTA `to`, to `place` of the tile there.
-template <int Columns, int Block = 0, int Registers>
-__device__ __forceinline__ void send_block(const float (&acc)[Registers], uint32_t place,
-                                           uint32_t barrier) {
-  if constexpr (Block < Columns / 8) {
+// Sends blocks of 8 columns of a warp, if it `sends` any, to `place` of the tile in another CTA;
+// place and barrier are remote addresses.
+template <int Block, int End, int Registers>
+__device__ __forceinline__ void send_blocks(const float (&acc)[Registers], uint32_t place,
+                                            uint32_t barrier, bool sends) {
+  if constexpr (Block < End) {
     sm90::store_remote16<Block * kBlockBytes>(place, acc[4 * Block], acc[4 * Block + 1],
-                                              acc[4 * Block + 2], acc[4 * Block + 3], barrier);
-    send_block<Columns, Block + 1>(acc, place, barrier);
+                                              acc[4 * Block + 2], acc[4 * Block + 3], barrier,
+                                              sends);
+    send_blocks<Block + 1, End>(acc, place, barrier, sends);
   }
 }
+// Where a warp's lane has its part of what comes from CTA `rank`.
+__device__ __forceinline__ uint32_t sums_place(uint32_t place, int rank, int blocks) {
+  return place + static_cast<uint32_t>(rank * blocks) * kBlockBytes + threadIdx.x % 32 * 16;
+}
+// Sends a warp's Columns columns to CTA `to`, to `place` of the tile there.
 template <int Columns, int Registers>
 __device__ __forceinline__ void send_sums(const float (&acc)[Registers], uint32_t place,
-                                          uint32_t barrier, int rank, int to) {
-  const uint32_t from =
-      place + static_cast<uint32_t>(rank) * (Columns / 8 * kBlockBytes) + threadIdx.x % 32 * 16;
-  send_block<Columns>(acc, sm90::remote_address(from, to), sm90::remote_address(barrier, to));
+                                          uint32_t barrier, int rank, int to, bool sends = true) {
+  send_blocks<0, Columns / 8>(acc, sm90::remote_address(sums_place(place, rank, Columns / 8), to),
+                              sm90::remote_address(barrier, to), sends);
 }
 
+__device__ __forceinline__ float4 load_sums(uint32_t place) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(place)
+               : "memory");
+  return v;
+}
 // Of a block of 8 columns; `stride` is kSentBytes / kSplit of what was sent. Lane 4g + t gets
 // {x, y}: token g, columns 2t, 2t + 1; {z, w}: token g + 8.
 __device__ __forceinline__ float4 add_sums(uint32_t place, int block, uint32_t stride) {
   float4 sum{};
 #pragma unroll
   for (int from = 0; from < kSplit; ++from) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(place + from * stride + block * kBlockBytes + threadIdx.x % 32 * 16)
-                 : "memory");
+    const float4 v = load_sums(place + from * stride + block * kBlockBytes + threadIdx.x % 32 * 16);
     sum.x += v.x;
     sum.y += v.y;
     sum.z += v.z;
