@@ -43,7 +43,6 @@ std::vector<DecodeCase> decode_cases() {
       {"rows_in_two_chunks", model_of(4104, 136, 1, 1, 80)},
       {"many_neurons_a_cta", model_of(64, 20000, 2, 1, 48)},
       {"screens_in_pieces", model_of(2112, 200, 1, 1, 80)},
-      {"no_room_for_the_kernel_of_one", model_of(9216, 72, 1, 1, 64)},
   };
   cases[2].config.gated = false;
   cases[3].config.qkv_bias = true;

@@ -301,18 +301,9 @@ class Layers {
       const bool fires = !(__bfloat162float(g) == 0.0f);
       s_.hidden.h[token][neuron] = both && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
       nnz += fires;
-      // One token's few rows are asked for as soon by those who need them.
-      if (kTokens > 1 && fires && l.sparse) prefetch_row(l, neurons_.begin + neuron);
     };
     store(group * ffn_step(l) + pair, low, high);
     if (!both) store(group * ffn_step(l) + pair + kPairs, high, 0.0f);
-  }
-
-  __device__ __forceinline__ void prefetch_row(const DecodeLayer& l, int neuron) const {
-    const int64_t at = int64_t{neuron} * p_.width;
-    const auto bytes = static_cast<uint32_t>(p_.width) * 2;
-    if (l.w_gate != nullptr) sm90::bulk_prefetch(l.w_up + at, bytes);
-    sm90::bulk_prefetch(l.w_down + at, bytes);
   }
 
   // h: 1 for neurons that may fire, 0 for those that do not.

@@ -27,10 +27,10 @@ inline constexpr int kBlock = 32;          // values of a row that four lanes re
 inline constexpr int kChunk = 1024;        // columns
 // Stages that are asked for and not there yet. More would not be faster, as two of every CTA are
 // twice what memory delivers in the time of one access, and what CTAs tell each other would wait
-// behind them. A sparse layer has fewer bytes to read than one token's steps take time, so that one
-// is enough.
-__device__ __forceinline__ int on_their_way(const DecodeLayers& p, const DecodeLayer& layer) {
-  return p.tokens == 1 && layer.sparse ? 1 : 2;
+// behind them. A sparse layer has fewer bytes to read than its steps take time, so that one is
+// enough.
+__device__ __forceinline__ int on_their_way(const DecodeLayer& layer) {
+  return layer.sparse ? 1 : 2;
 }
 
 // Among the warps that multiply.
@@ -130,7 +130,7 @@ class WeightStream {
 #pragma unroll 1
     for (int l = 0; l < p.layers; ++l) {
       before(l);
-      most_asked_ = on_their_way(p, p.layer[l]);
+      most_asked_ = on_their_way(p.layer[l]);
 #pragma unroll 1
       for (int step = 0; step < 3; ++step) {
         if (kScreens && step == 2 && screened(p, p.layer[l])) {
