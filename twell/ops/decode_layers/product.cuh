@@ -71,16 +71,8 @@ class Product {
   template <int kStages, typename Finish>
   __device__ __forceinline__ void groups(int count, WeightStream<kStages>& stream, int width,
                                          const Finish& finish) {
-#pragma unroll 1
-    for (int base = 0; base < count; base += kBatch) {
-      const int batch = min(kBatch, count - base);
-#pragma unroll 1
-      for (int i = 0; i < batch; ++i) store_partial(i, stream_group(stream, width));
-      finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
-        finish(base + i, token, pair, low, high);
-      });
-      if (base + kBatch < count) sync_threads();
-    }
+    in_batches(
+        count, [&](int) { return stream_group(stream, width); }, finish);
   }
 
   // With the screen's next groups of rows, one token: finish(group, 0, pair, low, high), the
@@ -88,32 +80,16 @@ class Product {
   template <int kStages, typename Finish>
   __device__ __forceinline__ void screen_groups(int count, WeightStream<kStages>& stream, int width,
                                                 const ScreenX& x, const Finish& finish) {
-#pragma unroll 1
-    for (int base = 0; base < count; base += kBatch) {
-      const int batch = min(kBatch, count - base);
-#pragma unroll 1
-      for (int i = 0; i < batch; ++i) store_partial(i, screen_group(stream, width, x));
-      finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
-        finish(base + i, token, pair, low, high);
-      });
-      if (base + kBatch < count) sync_threads();
-    }
+    in_batches(
+        count, [&](int) { return screen_group(stream, width, x); }, finish);
   }
 
   // With any rows, past the stream: rows(group, this lane's pair), finish as above.
   template <typename RowsOf, typename Finish>
   __device__ __forceinline__ void extra_groups(int count, int width, const RowsOf& rows,
                                                const Finish& finish) {
-#pragma unroll 1
-    for (int base = 0; base < count; base += kBatch) {
-      const int batch = min(kBatch, count - base);
-#pragma unroll 1
-      for (int i = 0; i < batch; ++i) store_partial(i, extra_group(width, rows(base + i, row_)));
-      finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
-        finish(base + i, token, pair, low, high);
-      });
-      if (base + kBatch < count) sync_threads();
-    }
+    in_batches(
+        count, [&](int group) { return extra_group(width, rows(group, row_)); }, finish);
   }
 
  private:
@@ -140,6 +116,21 @@ class Product {
       return {sm90::load_shared4(x_ + offset), 0, sm90::load_shared4(x_ + offset + 8), 0};
     }
     return x_ != 0 ? sm90::load_shared16(x_ + offset) : uint4{};
+  }
+
+  template <typename SumsOf, typename Finish>
+  __device__ __forceinline__ void in_batches(int count, const SumsOf& sums_of,
+                                             const Finish& finish) {
+#pragma unroll 1
+    for (int base = 0; base < count; base += kBatch) {
+      const int batch = min(kBatch, count - base);
+#pragma unroll 1
+      for (int i = 0; i < batch; ++i) store_partial(i, sums_of(base + i));
+      finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
+        finish(base + i, token, pair, low, high);
+      });
+      if (base + kBatch < count) sync_threads();
+    }
   }
 
   template <int kStages>
