@@ -14,7 +14,7 @@
 #pragma once
 
 #include "twell/ops/decode_layers/add_parts.cuh"
-#include "twell/ops/decode_layers/batch.cuh"
+#include "twell/ops/decode_layers/finish.cuh"
 #include "twell/sm90/grid_barrier.cuh"
 
 namespace twell::decode {
@@ -23,12 +23,7 @@ namespace twell::decode {
 template <int kTokens>
 inline constexpr int kStagesFor = kTokens == 1 ? 6 : 4;
 
-// Of this CTA's groups of q/k/v rows.
-inline constexpr int kMaxQkvGroups = 32;
-struct QkvGroup {
-  int head;   // among those of q, k and v
-  int first;  // low row of its first pair, in the head
-};
+inline constexpr int kMaxQkvGroups = 32;  // of a CTA
 
 template <int kTokens, int kLanes>
 class Layers {
@@ -114,7 +109,7 @@ class Layers {
       } else {
         dense_down<kTokens>(p_, neurons_, stream_, s_.hidden, part);
       }
-      count(l, nnz);
+      count_fired(p_, l, nnz);
       if constexpr (kTokens > 1) barrier_.wait();
       add_parts<kTokens>(p_, tag_, !l.sparse, add_share_, residual(0, tag_), s_.add,
                          [&](int at, uint32_t bits) {
@@ -182,7 +177,7 @@ class Layers {
     product_.groups(groups, stream_, width,
                     [&](int group, int token, int pair, float low, float high) {
                       if (step == 0) {
-                        finish_qkv(l, group, token, pair, low, high);
+                        finish_qkv(p_, l, tag_, s_.batch, s_.qkv[group], token, pair, low, high);
                       } else if (step == 1) {
                         finish_output(x, before, group, token, pair, low, high);
                       } else {
@@ -252,33 +247,6 @@ class Layers {
     }
   }
 
-  // Into the words of all heads, and the cache.
-  __device__ __forceinline__ void finish_qkv(const DecodeLayer& l, int group, int token, int pair,
-                                             float low, float high) const {
-    const int half = p_.head_dim / 2, heads = p_.heads + 2 * p_.kv_heads;
-    const int head = s_.qkv[group].head, i = s_.qkv[group].first + pair;
-    if (l.b_qkv != nullptr) {
-      low += __bfloat162float(l.b_qkv[head * p_.head_dim + i]);
-      high += __bfloat162float(l.b_qkv[head * p_.head_dim + i + half]);
-    }
-    if (head < p_.heads + p_.kv_heads) {
-      const float c = s_.batch.cos[token][i], s = s_.batch.sin[token][i];
-      const float turned = low * c - high * s;
-      high = high * c + low * s;
-      low = turned;
-    }
-    const uint32_t bits = bf16x2(low, high);
-    sm90::store_tagged(p_.workspace.qkv + (token * heads + head) * half + i, bits, tag_);
-    if (head < p_.heads) return;
-    const bool key = head < p_.heads + p_.kv_heads;
-    const int kv_head = head - p_.heads - (key ? 0 : p_.kv_heads);
-    auto* row = reinterpret_cast<unsigned short*>(
-        (key ? l.keys : l.values) +
-        (s_.batch.cache_rows[token] * p_.kv_heads + kv_head) * p_.head_dim);
-    row[i] = static_cast<unsigned short>(bits & 0xffff);
-    row[i + half] = static_cast<unsigned short>(bits >> 16);
-  }
-
   __device__ __forceinline__ int output_place(int group, int token, int pair) const {
     return token * (p_.width / 2) + output_column(group_of(group), pair) / 2;
   }
@@ -315,17 +283,6 @@ class Layers {
     };
     store(group * kGroup + pair, low);
     store(group * kGroup + pair + kPairs, high);
-  }
-
-  // What fired.
-  __device__ __forceinline__ void count(const DecodeLayer& l, int nnz) const {
-    if (l.activity == nullptr) return;
-    const int total = __reduce_add_sync(~0u, nnz);
-    if (threadIdx.x % 32 != 0) return;
-    if (total > 0) atomicAdd(&l.activity->nnz, static_cast<unsigned long long>(total));
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      atomicAdd(&l.activity->tokens, static_cast<unsigned long long>(p_.tokens));
-    }
   }
 
   const DecodeLayers& p_;
