@@ -28,13 +28,8 @@
 #include <string>
 
 #include "twell/base/dtype.h"
+#include "twell/base/host_device.h"
 #include "twell/base/matrix.h"
-
-#if defined(__CUDACC__)
-#define TWELL_HOST_DEVICE __host__ __device__
-#else
-#define TWELL_HOST_DEVICE
-#endif
 
 namespace twell {
 

@@ -7,11 +7,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define TWELL_SPLIT_INLINE __host__ __device__ inline
-#else
-#define TWELL_SPLIT_INLINE inline
-#endif
+#include "twell/base/host_device.h"
 
 namespace twell {
 
@@ -20,15 +16,13 @@ struct SplitWeight {
   int16_t rest = 0;
 };
 
-TWELL_SPLIT_INLINE SplitWeight split_weight(uint32_t bits) {
+TWELL_HOST_DEVICE inline SplitWeight split_weight(uint32_t bits) {
   const uint32_t rounded = (bits + 0x8000u) & 0xffff0000u;
   return {static_cast<uint16_t>(rounded >> 16), static_cast<int16_t>(bits - rounded)};
 }
 
-TWELL_SPLIT_INLINE uint32_t join_weight(SplitWeight weight) {
+TWELL_HOST_DEVICE inline uint32_t join_weight(SplitWeight weight) {
   return (uint32_t{weight.bf16} << 16) + static_cast<uint32_t>(int32_t{weight.rest});
 }
 
 }  // namespace twell
-
-#undef TWELL_SPLIT_INLINE

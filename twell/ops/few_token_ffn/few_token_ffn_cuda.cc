@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/sm90/tensor_map.h"
 
@@ -11,8 +12,6 @@ namespace {
 
 // Rows of a CTA for up to 8 tokens: a product takes 16 anyway.
 constexpr int kLeastRows = 16;
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
 

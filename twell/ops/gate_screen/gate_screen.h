@@ -18,11 +18,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define TWELL_HOST_DEVICE __host__ __device__
-#else
-#define TWELL_HOST_DEVICE
-#endif
+#include "twell/base/host_device.h"
 
 namespace twell {
 
@@ -68,5 +64,3 @@ struct GateScreen {
 };
 
 }  // namespace twell
-
-#undef TWELL_HOST_DEVICE
