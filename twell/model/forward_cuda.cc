@@ -71,8 +71,7 @@ DecodeLayersWorkspace::Shape decode_shape(const ModelConfig& config, const Forwa
   const bool suits = config.activation == Activation::kRelu && !config.qk_norm &&
                      config.layers <= kMaxDecodeLayers;
   const int64_t most =
-      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim,
-                                       /*screens=*/false)
+      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim)
             : 0;
   return {.tokens = std::min({plan.max_sequences, plan.max_tokens, most}),
           .width = config.width,
@@ -115,21 +114,22 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
 }
 
-void ForwardCuda::make_screens() {
+bool ForwardCuda::make_screens() {
   const ModelConfig& c = config_;
   if (plan_.ffn == FfnPolicy::kDense || decode_.tokens() == 0 ||
-      decode_layers_max_tokens(c.width, c.q_width(), c.ffn, c.head_dim, /*screens=*/true) == 0) {
-    return;
+      !decode_layers_take_screens(c.width, c.q_width(), c.ffn, c.head_dim)) {
+    return false;
   }
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   const int64_t bytes = GateScreensCuda::bytes_needed(c.layers, c.ffn, c.width);
-  if (2 * bytes > static_cast<int64_t>(free)) return;
+  if (2 * bytes > static_cast<int64_t>(free)) return false;
   screens_ = GateScreensCuda(c.layers, c.ffn, c.width);
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
     screens_.make(ctx_, layer, device_bf16(w.ffn.firing().data), device_bf16(w.ffn_norm));
   }
+  return true;
 }
 
 void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,

@@ -54,8 +54,8 @@ class ForwardCuda {
 
   // Makes screens of the gates (ops/gate_screen), with which decoding one sequence reads half of
   // their bytes, where the model suits them and they take less than half of the memory that is
-  // free. Nothing else changes. The model's weights may not change afterwards.
-  void make_screens();
+  // free; false elsewhere. Results stay the same. The model's weights may not change afterwards.
+  bool make_screens();
 
   // Checks the batch, writes it down for the device and advances the cache. InputError when a
   // sequence would pass the context or the cache's capacity. uniforms, one per sequence or none, go

@@ -20,6 +20,7 @@
 
 #include <cstdint>
 
+#include "twell/base/host_device.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/gate_screen/gate_screen.h"
 
@@ -28,7 +29,7 @@ namespace twell {
 inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int kMaxDecodeLayers = 128;
 inline constexpr int64_t kDecodeSegment = 512;  // keys that one CTA attends to
-__host__ __device__ constexpr int64_t decode_segments(int64_t keys) {
+TWELL_HOST_DEVICE constexpr int64_t decode_segments(int64_t keys) {
   return (keys + kDecodeSegment - 1) / kDecodeSegment;
 }
 
@@ -88,10 +89,10 @@ struct DecodeLayers {
   DecodeLayer layer[kMaxDecodeLayers];
 };
 
-// Tokens at once that the current device's shared memory has room for, 0 to kMaxDecodeTokens; with
-// screens, which are for one, at most 1.
-int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim,
-                                 bool screens);
+// Tokens at once that the current device's shared memory has room for, 0 to kMaxDecodeTokens.
+int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
+// Whether layers may have screens.
+bool decode_layers_take_screens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream);
 

@@ -63,54 +63,73 @@ cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
   return status == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : status;
 }
 
+// The current device; all zeros where it runs none of the kernels.
+struct Device {
+  int shared_bytes = 0, multiprocessors = 0;
+
+  Device() {
+    int major = 0;
+    if (device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess || major != 9 ||
+        device_attribute(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
+        device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess) {
+      shared_bytes = multiprocessors = 0;
+    }
+  }
+};
+
+struct Shape {
+  int64_t width, q_width, ffn, head_dim;
+
+  // Whatever the number of tokens.
+  bool suits(const Device& device) const {
+    // What a CTA has: neurons, groups of q/k/v rows (of as many heads for keys and values, at
+    // most).
+    return width % 8 == 0 && width <= kMaxWidth && head_dim % kGroup == 0 && head_dim <= 128 &&
+           ffn <= int64_t{kMaxNeurons} * device.multiprocessors &&
+           3 * q_width <= int64_t{kMaxQkvGroups} * kGroup * device.multiprocessors;
+  }
+  // The kernel of up to kTokens.
+  template <int kTokens>
+  bool fits(const Device& device, int64_t tokens, bool screens) const {
+    return shared_bytes<kTokens>(width, q_width, tokens, screens) <= device.shared_bytes;
+  }
+  int64_t max_tokens(const Device& device) const {
+    if (!suits(device)) return 0;
+    for (int64_t tokens = kMaxDecodeTokens; tokens > 1; --tokens) {
+      if (fits<8>(device, tokens, false)) return tokens;
+    }
+    return fits<1>(device, 1, false) ? 1 : 0;
+  }
+  bool takes_screens(const Device& device) const {
+    return suits(device) && screens_width(width) && fits<1>(device, 1, true);
+  }
+};
+
 }  // namespace
 }  // namespace decode
 
-int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim,
-                                 bool screens) {
-  int most = 0, multiprocessors = 0, major = 0;
-  if (decode::device_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
-      decode::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess ||
-      decode::device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
-      major != 9) {
-    return 0;
-  }
-  if (width % 8 != 0 || width > decode::kMaxWidth || head_dim % decode::kGroup != 0 ||
-      head_dim > 128 || (screens && !screens_width(width))) {
-    return 0;
-  }
-  // What a CTA has: neurons, groups of q/k/v rows (of as many heads for keys and values, at most).
-  if (ffn > int64_t{decode::kMaxNeurons} * multiprocessors ||
-      3 * q_width > int64_t{decode::kMaxQkvGroups} * decode::kGroup * multiprocessors) {
-    return 0;
-  }
-  if (screens) return decode::shared_bytes<1>(width, q_width, 1, true) <= most ? 1 : 0;
-  for (int64_t tokens = kMaxDecodeTokens; tokens > 1; --tokens) {
-    if (decode::shared_bytes<8>(width, q_width, tokens, false) <= most) return tokens;
-  }
-  return decode::shared_bytes<1>(width, q_width, 1, false) <= most ? 1 : 0;
+int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim) {
+  return decode::Shape{width, q_width, ffn, head_dim}.max_tokens(decode::Device());
+}
+
+bool decode_layers_take_screens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim) {
+  return decode::Shape{width, q_width, ffn, head_dim}.takes_screens(decode::Device());
 }
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream) {
-  int multiprocessors = 0;
-  const cudaError_t status =
-      decode::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
-  if (status != cudaSuccess) return status;
   if (problem.layers < 1 || problem.layers > kMaxDecodeLayers) return cudaErrorInvalidValue;
-  const int64_t most =
-      decode_layers_max_tokens(problem.width, int64_t{problem.heads} * problem.head_dim,
-                               problem.ffn, problem.head_dim, decode::has_screens(problem));
-  if (problem.tokens < 1 || problem.tokens > most) return cudaErrorInvalidValue;
+  const decode::Device device;
+  const decode::Shape shape{problem.width, int64_t{problem.heads} * problem.head_dim, problem.ffn,
+                            problem.head_dim};
+  const bool screens = decode::has_screens(problem);
+  if (problem.tokens < 1 || problem.tokens > shape.max_tokens(device) ||
+      (screens && !shape.takes_screens(device))) {
+    return cudaErrorInvalidValue;
+  }
   // The kernel of one token has a deeper ring, which wide models leave no room for.
-  int bytes = 0;
-  const cudaError_t limit =
-      decode::device_attribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (limit != cudaSuccess) return limit;
-  const bool one = problem.tokens == 1 &&
-                   decode::shared_bytes<1>(problem.width, problem.heads * problem.head_dim, 1,
-                                           decode::has_screens(problem)) <= bytes;
-  return one ? decode::launch<1>(problem, multiprocessors, stream)
-             : decode::launch<8>(problem, multiprocessors, stream);
+  return problem.tokens == 1 && shape.fits<1>(device, 1, screens)
+             ? decode::launch<1>(problem, device.multiprocessors, stream)
+             : decode::launch<8>(problem, device.multiprocessors, stream);
 }
 
 }  // namespace twell
