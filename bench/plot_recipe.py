@@ -14,9 +14,10 @@ import math
 import pathlib
 import sys
 
-WINDOW = 16
-COLOURS = ["#4c566a", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00"]
-WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 230, 62, 44, 78  # of a panel, its margins, between panels
+WINDOW = 20  # divides the 100 steps between validations, so that these stand at their own step
+COLOURS = ["#8c95a6", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00"]
+BLACK = "#111111"  # dense runs
+WIDTH, HEIGHT, LEFT, TOP, GAP = 340, 300, 48, 44, 66  # of a panel, its margins, between panels
 
 
 def condense(runs: list[str]) -> None:
@@ -71,17 +72,22 @@ class Panel:
         return (self.x0 + WIDTH * (x - self.xs[0]) / (self.xs[1] - self.xs[0]),
                 self.y0 + HEIGHT * (1 - (min(max(y, low), high) - low) / (high - low)))
 
-    def line(self, points, colour: str) -> None:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*p) for p in points))
-        self.out.append(f'<polyline points="{path}" stroke="{colour}"/>')
+    def line(self, points, colour: str, style: str = "") -> None:
+        """What lies above the axes is left out."""
+        shown = (self.at(x, y) for x, y in points if y < self.ys[1])
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
+        self.out.append(f'<polyline points="{path}" stroke="{colour}" class="{style}"/>')
 
     def dots(self, points, colour: str) -> None:
         for x, y in (self.at(*p) for p in points):
             self.out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>')
 
-    def label(self, line: int, text: str, colour: str) -> None:
-        x, y = self.x0 + WIDTH - 4, TOP + 14 + 15 * line
-        self.out.append(f'<text x="{x}" y="{y}" class="y" style="fill:{colour}">{text}</text>')
+    def label(self, line: int, text: str, colour: str, style: str = "") -> None:
+        x, y = self.x0 + WIDTH - 36, TOP + 18 + 16 * line
+        self.out.append(f'<rect x="{x - 120}" y="{y - 12}" width="155" height="16" fill="white"/>'
+                        f'<text x="{x}" y="{y}" class="y">{text}</text>'
+                        f'<polyline points="{x + 6},{y - 4} {x + 32},{y - 4}" stroke="{colour}" '
+                        f'class="{style}"/>')
 
 
 def ticks(low: float, high: float, log: bool) -> list[float]:
@@ -98,28 +104,37 @@ def plot(source: str, target: str) -> None:
         runs.setdefault(row["run"], []).append(row)
     tokens = {name: [int(r["tokens"]) / 1e6 for r in rows] for name, rows in runs.items()}
     end = max(tokens[name][-1] for name in runs)
-    loss = Panel(0, "Cross-entropy (line: training, dots: held out)", (0, end), (1.8, 5))
+    held_out = [float(r["val_ce"]) for rows in runs.values() for r in rows if r["val_ce"]]
+    lowest = min(float(r["ce"]) for rows in runs.values() for r in rows)
+    loss = Panel(0, "Cross-entropy (line: training, dots: held out)", (0, end),
+                 (math.floor(2 * lowest) / 2, math.ceil(max(held_out))))
     active = Panel(1, "Active neurons per token, mean of layers", (0, end), (4, 4000), log=True)
-    shown = [name for name in runs if not name.endswith("-dense")]
-    for i, name in enumerate(shown):
-        colour, rows, xs = COLOURS[i % len(COLOURS)], runs[name], tokens[name]
-        loss.line([(x, float(r["ce"])) for x, r in zip(xs, rows) if float(r["ce"]) < loss.ys[1]],
-                  colour)
-        loss.dots([(x, float(r["val_ce"])) for x, r in zip(xs, rows) if r["val_ce"]], colour)
-        active.line([(x, float(r["nnz"])) for x, r in zip(xs, rows)], colour)
-        loss.label(i, f"L1 {name}", colour)
     panels = [loss, active]
-    for name in [name for name in runs if name.endswith("-dense")]:
+    dense = [name for name in runs if name.endswith("-dense")]
+    drawn = {}
+    for i, name in enumerate([name for name in runs if name not in dense] + dense):
+        drawn[name] = (BLACK, "dashed") if name in dense else (COLOURS[i % len(COLOURS)], "")
+        for panel in panels:  # before any line, which it is not to hide
+            panel.label(i, f"L1 {name.replace('-dense', ', dense')}", *drawn[name])
+    for name, (colour, style) in drawn.items():
+        rows, xs = runs[name], tokens[name]
+        loss.line([(x, float(r["ce"])) for x, r in zip(xs, rows)], colour, style)
+        active.line([(x, float(r["nnz"])) for x, r in zip(xs, rows)], colour, style)
+        if name not in dense:  # on top of each other
+            loss.dots([(x, float(r["val_ce"])) for x, r in zip(xs, rows) if r["val_ce"]], colour)
+    for name in dense:
         auto = {r["step"]: float(r["ce"]) for r in runs[name.removesuffix("-dense")]}
         points = [(x, auto[r["step"]] - float(r["ce"]))
                   for x, r in zip(tokens[name], runs[name]) if r["step"] in auto]
+        bound = 1.2 * max(abs(y) for _, y in points)
         panel = Panel(len(panels), f"Training loss, automatic less dense, L1 {name[:-6]}",
-                      (0, points[-1][0]), (-0.1, 0.1))
-        panel.line(points, COLOURS[0])
+                      (0, end), (-bound, bound))
+        panel.line(points, BLACK)
         panels.append(panel)
-    width = LEFT + len(panels) * (WIDTH + GAP)
+    width = LEFT + len(panels) * (WIDTH + GAP) - GAP + 16
     style = ("text{font:12px sans-serif;fill:#2e3440}.title{font-weight:bold}.x{text-anchor:middle}"
-             ".y{text-anchor:end}.grid{stroke:#d8dee9}polyline{fill:none;stroke-width:1.6}")
+             ".y{text-anchor:end}.grid{stroke:#d8dee9}polyline{fill:none;stroke-width:1.6}"
+             ".dashed{stroke-width:1.2;stroke-dasharray:4 4}")
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 46}">',
              f"<style>{style}</style>", '<rect width="100%" height="100%" fill="white"/>']
     lines += [element for panel in panels for element in panel.out] + ["</svg>"]
