@@ -17,72 +17,51 @@ using sm90::relu_bf16x2;
 // A staged row of 256 bf16. Its 16-byte pieces are XORed with the row, so that neither writing nor
 // reading has bank conflicts.
 inline constexpr uint32_t kStagedRowBytes = kTileN * 2;
-// Groups of two pairs of both rows, a bit each.
-inline constexpr uint32_t kAllGroups = 0xffff;
+inline constexpr int kGroupPairs = 4;  // of each row, that a packing step stores
 
-// Of this lane's 64 values of a row.
-__device__ __forceinline__ int count_nonzeros(const uint32_t (&pairs)[32]) {
-  uint32_t counts = 0;  // of lower and of upper halves
+// Of a lane's 32 pairs of a row: which halves are not zero. Pair i's lower half is bit i % 16, its
+// upper half bit 16 + i % 16, of `first` for i < 16.
+struct NonzeroMask {
+  uint32_t first, second;
+
+  __device__ __forceinline__ explicit NonzeroMask(const uint32_t (&pairs)[32])
+      : first(of_16(pairs)), second(of_16(pairs + 16)) {}
+  __device__ __forceinline__ uint32_t count() const { return __popc(first) + __popc(second); }
+  // Bit i: pair i has a non-zero.
+  __device__ __forceinline__ uint32_t pairs() const {
+    return __byte_perm(first | first >> 16, second | second >> 16, 0x5410);
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t of_16(const uint32_t* pairs) {
+    uint32_t mask = 0;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) counts += __vminu2(opaque(pairs[i]), 0x00010001u);
-  return static_cast<int>((counts & 0xffff) + (counts >> 16));
-}
-
-// One row of a tile on its way to memory. Pair i of a lane holds columns 8i + 2t and 8i + 2t + 1.
-struct RowCursor {
-  uint32_t* words;  // of the row
-  uint32_t at;      // where this lane's next non-zero goes, in bytes
-
-  // Writes the count and finds this lane's place among the quad. Every lane of the warp calls it.
-  // Returns this lane's first pair in the spill slot, null where the row fits.
-  __device__ __forceinline__ uint32_t* begin(const uint32_t (&pairs)[32], const PackTarget& out,
-                                             int row, int tile) {
-    const int lane_in_quad = threadIdx.x % 4;
-    const int count = count_nonzeros(pairs);
-    int through = count;  // inclusive prefix sum over the quad
-    const int one_back = __shfl_up_sync(~0u, through, 1, 4);
-    if (lane_in_quad >= 1) through += one_back;
-    const int two_back = __shfl_up_sync(~0u, through, 2, 4);
-    if (lane_in_quad >= 2) through += two_back;
-    const int total = __shfl_sync(~0u, through, 3, 4);
-    const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
-    words = out.words + int64_t{slot} * out.slots;
-    at = (1 + through - count) * sizeof(uint32_t);
-    if (lane_in_quad == 0 && row < out.tokens) {
-      words[0] = total;
-      if (total >= out.slots) words[1] = slot;
-      if (total > 0) atomicAdd(out.row_nnz + row, total);
-    }
-    return total < out.slots ? nullptr : out.spill + int64_t{slot} * 128 + lane_in_quad;
-  }
-
-  // Appends (column, value) if the value, a bf16 in the upper half, is not zero. Predicated, not
-  // branched: divergence would cost more than the few instructions it skips.
-  __device__ __forceinline__ void append(uint32_t value, uint32_t column) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .u64 to;\nsetp.ne.b32 p, %1, 0;\n"
-        "cvt.u64.u32 to, %0;\nadd.u64 to, to, %3;\n"
-        "@p st.global.b32 [to], %2;\n"
-        "@p add.u32 %0, %0, 4;\n}\n"
-        : "+r"(at)
-        : "r"(value), "r"(value + column), "l"(words)
-        : "memory");
-  }
-
-  // A pair whose first column mod 65536 is `column`. Rows past the last token have no non-zeros,
-  // since the copy engine reads them as zeros.
-  __device__ __forceinline__ void store(uint32_t pair, uint32_t column) {
-    append(pair << 16, column);
-    append(pair & 0xffff0000u, column + 1);
+    for (int i = 15; i >= 0; --i) mask = mask + mask + __vminu2(opaque(pairs[i]), 0x00010001u);
+    return mask;
   }
 };
 
-// A row that does not fit goes to `spill` whole, zeros too; none of it is then left to be packed.
-__device__ __forceinline__ void spill_row(uint32_t (&pairs)[32], uint32_t* spill) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    if (spill != nullptr) spill[4 * i] = pairs[i];
-    pairs[i] = spill != nullptr ? 0 : pairs[i];
+// Stores `word` at base + at, and moves `at` on, if the half of `pair` it is made of is not zero.
+// Predicated, not branched: divergence would cost more than the few instructions it skips.
+template <bool UpperHalf>
+__device__ __forceinline__ void append(uint32_t* base, uint32_t& at, uint32_t pair, uint32_t word) {
+  if constexpr (UpperHalf) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .u64 to;\nsetp.gt.u32 p, %1, 0xffff;\n"
+        "cvt.u64.u32 to, %0;\nadd.u64 to, to, %3;\n"
+        "@p st.global.b32 [to], %2;\n@p add.u32 %0, %0, 4;\n}\n"
+        : "+r"(at)
+        : "r"(pair), "r"(word), "l"(base)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .u64 to;\n.reg .b32 half;\n"
+        "and.b32 half, %1, 0xffff;\nsetp.ne.b32 p, half, 0;\n"
+        "cvt.u64.u32 to, %0;\nadd.u64 to, to, %3;\n"
+        "@p st.global.b32 [to], %2;\n@p add.u32 %0, %0, 4;\n}\n"
+        : "+r"(at)
+        : "r"(pair), "r"(word), "l"(base)
+        : "memory");
   }
 }
 
@@ -99,77 +78,58 @@ class PackedTile {
     }
   }
 
-  // To be packed, 64 rows from first_row on and 256 columns, in up to 17 steps, each short enough
-  // to hide behind one k-step of the next tile: counting, then a step per group that is not all
-  // zeros.
+  // To be packed, 64 rows from first_row on and 256 columns, in up to 10 steps, each short enough
+  // to hide behind one k-step of the next tile: counting, finding places, then a step per group of
+  // pairs that is not all zeros.
   __device__ __forceinline__ void begin(int first_row, int tile_index) {
     row_ = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     tile_ = tile_index;
-    counted_ = false;
-    groups_ = kAllGroups;
+    next_ = Step::kCount;
+    pairs_ = ~0u;
   }
-  __device__ __forceinline__ bool done() const { return groups_ == 0; }
+  __device__ __forceinline__ bool done() const { return pairs_ == 0; }
   // Runs the next step; nothing once all are done.
   __device__ __forceinline__ void advance(const PackTarget& out) {
-    if (groups_ == 0) return;
-    if (!counted_) {
-      count(out);
-      counted_ = true;
-    } else {
-      const int group = __ffs(groups_) - 1;
-      groups_ &= groups_ - 1;
-      switch (group) {
-        case 0:
-          store<0>();
-          break;
-        case 1:
-          store<2>();
-          break;
-        case 2:
-          store<4>();
-          break;
-        case 3:
-          store<6>();
-          break;
-        case 4:
-          store<8>();
-          break;
-        case 5:
-          store<10>();
-          break;
-        case 6:
-          store<12>();
-          break;
-        case 7:
-          store<14>();
-          break;
-        case 8:
-          store<16>();
-          break;
-        case 9:
-          store<18>();
-          break;
-        case 10:
-          store<20>();
-          break;
-        case 11:
-          store<22>();
-          break;
-        case 12:
-          store<24>();
-          break;
-        case 13:
-          store<26>();
-          break;
-        case 14:
-          store<28>();
-          break;
-        case 15:
-          store<30>();
-          break;
-        default:
-          break;
-      }
+    if (pairs_ == 0) return;
+    if (next_ == Step::kCount) {
+      count();
+      next_ = Step::kPlace;
+      return;
+    }
+    if (next_ == Step::kPlace) {
+      place(out);
+      next_ = Step::kStore;
+      return;
+    }
+    const int group = (__ffs(pairs_) - 1) / kGroupPairs;
+    pairs_ &= ~(((1u << kGroupPairs) - 1) << group * kGroupPairs);
+    switch (group) {
+      case 0:
+        store<0>();
+        break;
+      case 1:
+        store<1>();
+        break;
+      case 2:
+        store<2>();
+        break;
+      case 3:
+        store<3>();
+        break;
+      case 4:
+        store<4>();
+        break;
+      case 5:
+        store<5>();
+        break;
+      case 6:
+        store<6>();
+        break;
+      case 7:
+        store<7>();
+        break;
+      default:
+        break;
     }
   }
 
@@ -187,42 +147,94 @@ class PackedTile {
   }
 
  private:
-  // Rows' counts and places, what does not fit, and which groups there is something in.
-  __device__ __forceinline__ void count(const PackTarget& out) {
-    uint32_t* upper_spill = upper_cursor_.begin(upper_, out, row_, tile_);
-    uint32_t* lower_spill = lower_cursor_.begin(lower_, out, row_ + 8, tile_);
-    if (__any_sync(~0u, upper_spill != nullptr || lower_spill != nullptr)) {
-      spill_row(upper_, upper_spill);
-      spill_row(lower_, lower_spill);
+  enum class Step { kCount, kPlace, kStore };
+
+  __device__ __forceinline__ void count() {
+    const NonzeroMask upper(upper_), lower(lower_);
+    counts_ = upper.count() | lower.count() << 16;
+    lane_pairs_ = upper.pairs() | lower.pairs();
+  }
+
+  // Writes rows' counts, finds this lane's places among the quad and which pairs any lane has
+  // something in, and spills rows that do not fit. Every lane of the warp calls it.
+  __device__ __forceinline__ void place(const PackTarget& out) {
+    const int lane = threadIdx.x % 4;
+    uint32_t through = counts_;  // inclusive prefix sums over the quad
+    const uint32_t one_back = __shfl_up_sync(~0u, through, 1, 4);
+    if (lane >= 1) through += one_back;
+    const uint32_t two_back = __shfl_up_sync(~0u, through, 2, 4);
+    if (lane >= 2) through += two_back;
+    const uint32_t upper = through & 0xffff, lower = through >> 16, slots = out.slots;
+    const uint32_t before = through - counts_;
+    const uint32_t slot = static_cast<uint32_t>(row_) * out.tiles + tile_;
+    const uint32_t below = 8u * out.tiles;  // slots from this lane's upper row to its lower one
+    words_ = out.words + int64_t{slot} * slots;
+    upper_at_ = (1 + (before & 0xffff)) * sizeof(uint32_t);
+    lower_at_ = (below * slots + 1 + (before >> 16)) * sizeof(uint32_t);
+    if (lane == 3) {
+      write_count(words_, upper, row_, out);
+      write_count(words_ + below * slots, lower, row_ + 8, out);
     }
-    uint32_t groups = 0;
+    if (__any_sync(~0u, upper >= slots || lower >= slots)) {
+      const uint32_t totals = __shfl_sync(~0u, through, 3, 4);
+      if ((totals & 0xffff) >= slots) spill(upper_, words_, slot, out);
+      if (totals >> 16 >= slots) spill(lower_, words_ + below * slots, slot + below, out);
+    }
+    pairs_ = __reduce_or_sync(~0u, lane_pairs_);
+  }
+
+  __device__ __forceinline__ static void write_count(uint32_t* words, uint32_t total, int row,
+                                                     const PackTarget& out) {
+    if (row >= out.tokens) return;
+    words[0] = total;
+    if (total > 0) atomicAdd(out.row_nnz + row, total);
+  }
+
+  // A row that does not fit goes to its spill slot whole, zeros too; none of it is then left to be
+  // packed.
+  __device__ __forceinline__ static void spill(uint32_t (&pairs)[32], uint32_t* words,
+                                               uint32_t slot, const PackTarget& out) {
+    const int lane = threadIdx.x % 4;
+    if (lane == 0) words[1] = slot;
+    uint32_t* to = out.spill + int64_t{slot} * (kTileN / 2) + lane;
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      const bool any = (upper_[i] | upper_[i + 1] | lower_[i] | lower_[i + 1]) != 0;
-      groups |= any ? 1u << i / 2 : 0;
+    for (int i = 0; i < 32; ++i) {
+      to[4 * i] = pairs[i];
+      pairs[i] = 0;
     }
-    groups_ = __reduce_or_sync(~0u, groups);
   }
 
-  // Pairs First and First + 1 of both rows.
-  template <int First>
+  // A group of pairs of both rows. Rows past the last token have no non-zeros, since the copy
+  // engine reads them as zeros.
+  template <int Group>
   __device__ __forceinline__ void store() {
-    const uint32_t pairs[4] = {opaque(upper_[First]), opaque(upper_[First + 1]),
-                               opaque(lower_[First]), opaque(lower_[First + 1])};
-    const uint32_t column = opaque((tile_ * kTileN + 2 * (threadIdx.x % 4)) & 0xffff) + 8 * First;
-    upper_cursor_.store(pairs[0], column);
-    upper_cursor_.store(pairs[1], column + 8);
-    lower_cursor_.store(pairs[2], column);
-    lower_cursor_.store(pairs[3], column + 8);
+    constexpr int kFirst = Group * kGroupPairs;
+    const uint32_t column = opaque((tile_ * kTileN + 2 * (threadIdx.x % 4)) & 0xffff) + 8 * kFirst;
+#pragma unroll
+    for (int i = 0; i < kGroupPairs; ++i) {
+      const uint32_t upper = opaque(upper_[kFirst + i]), lower = opaque(lower_[kFirst + i]);
+      store_pair(upper_at_, upper, column + 8 * i);
+      store_pair(lower_at_, lower, column + 8 * i);
+    }
   }
 
-  uint32_t upper_[32];  // row_
-  uint32_t lower_[32];  // row_ + 8
-  RowCursor upper_cursor_, lower_cursor_;
+  // A pair whose first column mod 65536 is `column`, as words (value << 16 | column).
+  __device__ __forceinline__ void store_pair(uint32_t& at, uint32_t pair, uint32_t column) {
+    append<false>(words_, at, pair, __byte_perm(pair, column, 0x1054));
+    append<true>(words_, at, pair, __byte_perm(pair, column + 1, 0x3254));
+  }
+
+  // Pair i of a lane holds columns 8i + 2t and 8i + 2t + 1.
+  uint32_t upper_[32];            // row_
+  uint32_t lower_[32];            // row_ + 8
+  uint32_t counts_;               // this lane's of row_, and, shifted by 16, of row_ + 8
+  uint32_t* words_;               // of row_
+  uint32_t upper_at_, lower_at_;  // where this lane's next non-zeros go, in bytes behind words_
   int row_;
   int tile_;
-  bool counted_;
-  uint32_t groups_ = 0;  // still to be stored, the same in all lanes
+  Step next_;
+  uint32_t lane_pairs_;  // in which this lane has non-zeros
+  uint32_t pairs_ = 0;   // that are still to be packed, the same in all lanes
 };
 
 // By a warp: row `row` of x, staged as row `r`, of the neurons of a tile, in column order.
