@@ -22,7 +22,7 @@ namespace twell {
 namespace {
 
 struct Options {
-  std::vector<int64_t> tokens{1, 2, 4, 8, 16, 32, 64, 128};
+  std::vector<int64_t> tokens{1, 2, 4, 8, 16, 32, 64};
   std::vector<double> nnz{30, 150};
   int64_t width = 2048;
   int64_t ffn = 5632;
@@ -115,6 +115,10 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
 void run(const Options& options) {
   TWELL_REQUIRE(options.sets > 0 && options.rounds > 0, "--sets {} and --rounds {}: at least 1",
                 options.sets, options.rounds);
+  for (const int64_t tokens : options.tokens) {
+    TWELL_REQUIRE(tokens > 0 && tokens <= kMaxFewTokens, "--tokens {}: 1 to {}", tokens,
+                  kMaxFewTokens);
+  }
   const TestStream stream;
   CudaContext ctx(stream.get());
   const int64_t width = options.width, ffn = options.ffn;
@@ -148,7 +152,7 @@ void run(const Options& options) {
 int main(int argc, char** argv) {
   twell::Options options;
   CLI::App app("One feed-forward layer for a few tokens on the GPU: sparse against dense.");
-  app.add_option("--tokens", options.tokens, "tokens, at most 128");
+  app.add_option("--tokens", options.tokens, "tokens, at most 64");
   app.add_option("--nnz", options.nnz, "non-zeros per token");
   app.add_option("--sets", options.sets, "copies of the weights")->capture_default_str();
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();

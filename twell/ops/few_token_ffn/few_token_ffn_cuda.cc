@@ -10,6 +10,8 @@
 namespace twell {
 namespace {
 
+static_assert(kMaxFewTokens == few_token::kSplitTokens);
+
 // Rows of a CTA for up to 8 tokens: a product takes 16 anyway.
 constexpr int kLeastRows = 16;
 
@@ -92,17 +94,16 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
     TWELL_CUDA_CHECK(few_token::launch_row_down_sm90(down, ctx.stream()));
     return;
   }
-  const int tiles = ceil_div(tokens, few_token::kTileTokens);
-  int& at_once = workspace.clusters_[tiles - 1];
+  int& at_once = workspace.clusters_;
   if (at_once == 0) {
-    TWELL_CUDA_CHECK(few_token::count_gate_up_clusters_sm90(tiles, &at_once));
+    TWELL_CUDA_CHECK(few_token::count_gate_up_clusters_sm90(&at_once));
     TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
   }
   // As few neurons at a time as keep all clusters busy equally often.
   const int passes = ceil_div(ffn, at_once * few_token::kMaxNeurons);
   const int neurons = ceil_div(ceil_div(ffn, at_once * passes), 64) * 64;
   const few_token::SplitGateUp params{
-      .map_x = sm90::matrix_tensor_map(problem.x, tokens, width, few_token::kTileTokens),
+      .map_x = sm90::matrix_tensor_map(problem.x, tokens, width, few_token::kSplitTokens),
       .map_first = sm90::matrix_tensor_map(first, ffn, width, neurons / 2),
       .problem = {.up = up,
                   .down = problem.w_down,
@@ -114,9 +115,9 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
                   .early_weights = problem.weights_are_constant},
       .neurons = neurons,
       .slice_chunks = ceil_div(width, 4 * 64)};
-  TWELL_CUDA_CHECK(few_token::launch_gate_up_sm90(
-      params, tiles, std::min(at_once, ceil_div(ffn, neurons)), ctx.stream()));
-  TWELL_CUDA_CHECK(few_token::launch_split_down_sm90(down, tiles, ctx.stream()));
+  TWELL_CUDA_CHECK(few_token::launch_gate_up_sm90(params, std::min(at_once, ceil_div(ffn, neurons)),
+                                                  ctx.stream()));
+  TWELL_CUDA_CHECK(few_token::launch_split_down_sm90(down, ctx.stream()));
 }
 
 }  // namespace twell

@@ -22,7 +22,7 @@ namespace twell {
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct FewTokenFfnCuda {
-  int64_t tokens = 0;                       // M, at most 128
+  int64_t tokens = 0;                       // M, at most 64
   int64_t width = 0;                        // D, a multiple of 8
   int64_t ffn = 0;                          // F, a multiple of 8
   const __nv_bfloat16* x = nullptr;         // [M, D]
@@ -39,7 +39,7 @@ struct FewTokenFfnCuda {
   bool weights_are_constant = false;
 };
 
-inline constexpr int64_t kMaxFewTokens = 128;
+inline constexpr int64_t kMaxFewTokens = 64;
 
 // Device memory of one call in flight, for up to kMaxFewTokens.
 class FewTokenWorkspace {
@@ -52,10 +52,10 @@ class FewTokenWorkspace {
  private:
   friend void few_token_ffn_cuda(CudaContext&, const FewTokenFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
-  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8, 64 or 128]
+  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // which neurons fire; 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
-  int clusters_[2] = {0, 0};            // that the device runs at one time, by tiles of tokens
+  int clusters_ = 0;                    // that the device runs at one time; 0: not asked yet
 };
 
 // Why the problem cannot run on this context's device; empty when it can.

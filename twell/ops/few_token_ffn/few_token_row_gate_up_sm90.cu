@@ -151,7 +151,7 @@ class Kernel : public Rows {
       v = (v & 0xf) | (v >> 4 & 0xf0) | (v >> 8 & 0xf00) | (v >> 12 & 0xf000);
       mask |= uint64_t{v & ((1u << min(rows_ - i * kGroup, kGroup)) - 1)} << (kGroup * i);
     }
-    if (threadIdx.x == 0) store_fired(p_.hidden.fired + word, mask, true);
+    if (threadIdx.x == 0) store_fired(p_.hidden.fired + word, mask);
 #pragma unroll
     for (int row = lane_; row < kMaxRows; row += 32) {
       if (mask >> row & 1) {

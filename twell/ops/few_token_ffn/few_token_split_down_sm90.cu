@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = h w_down over the neurons that fired, for 9 tokens and more. A cluster of four CTAs makes 64
+// y = h w_down over the neurons that fired, for 9 to 64 tokens. A cluster of four CTAs makes 64
 // columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
 // row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
-// 16 tokens of a tile. The gate kernel has asked for the rows, so they are in the L2. What fires is
-// known before h is: for one tile of tokens it is announced, and weights that there is room for are
-// there when the gate kernel ends.
+// 16 tokens. The gate kernel has asked for the rows, so they are in the L2. What fires is known,
+// and announced, before h is, so weights that there is room for are there when the gate kernel
+// ends.
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
@@ -25,30 +25,23 @@ constexpr int kStages = 4;
 constexpr int kGatherers = 256;
 constexpr int kSent = kSentBytes<kColumns>;
 
-template <int Tiles>
-struct Layout {
-  static constexpr int kThreads = Tiles * 128 + kGatherers;
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kStage = (1 + Tiles) * kOperand;
-  static constexpr int kBytes = kStages * kStage;
-  // Neurons are listed a segment at a time, so that F is not bounded by shared memory.
-  static constexpr int kSegment = kThreads * 16;
-  static_assert(Tiles * kSent <= kBytes, "sums use the ring");
-};
+constexpr int kThreads = 128 + kGatherers;  // a warpgroup multiplies
+constexpr int kWarps = kThreads / 32;
+constexpr int kStage = 2 * kOperand;
+constexpr int kBytes = kStages * kStage;
+// Neurons are listed a segment at a time, so that F is not bounded by shared memory.
+constexpr int kSegment = kThreads * 16;
+static_assert(kSent <= kBytes, "sums use the ring");
 
-template <int Tiles>
 struct Shared {
   uint64_t full[kStages], empty[kStages], sums;
-  int warp_sums[Layout<Tiles>::kWarps];
-  uint16_t list[Layout<Tiles>::kSegment / kSplit + kRows];
+  int warp_sums[kWarps];
+  uint16_t list[kSegment / kSplit + kRows];
 };
 
-template <int Tiles>
 class Kernel {
-  using L = Layout<Tiles>;
-
  public:
-  __device__ __forceinline__ Kernel(const Down& problem, Shared<Tiles>& shared, uint8_t* memory)
+  __device__ __forceinline__ Kernel(const Down& problem, Shared& shared, uint8_t* memory)
       : p_(problem),
         shared_(shared),
         ring_(smem_address(memory)),
@@ -56,67 +49,57 @@ class Kernel {
         lane_(static_cast<int>(threadIdx.x) % 32),
         rank_(static_cast<int>(cluster_rank())),
         column_(static_cast<int>(blockIdx.x) / kSplit * kColumns),
-        own_tiles_(max(p_.tokens - rank_ * 16 + kTile - 1, 0) / kTile),
-        frees_slot_(Tiles == 1 && p_.ffn <= L::kSegment) {}
+        adds_(p_.tokens > rank_ * 16),
+        one_segment_(p_.ffn <= kSegment) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
 #pragma unroll 1
       for (int s = 0; s < kStages; ++s) {
         barrier_init(smem_address(shared_.full + s), kGatherers);
-        barrier_init(smem_address(shared_.empty + s), Tiles);
+        barrier_init(smem_address(shared_.empty + s), 1);
       }
       barrier_init(smem_address(&shared_.sums), 1);
       fence_barrier_init();
-      barrier_arrive_expect(smem_address(&shared_.sums), own_tiles_ * kSent);
+      barrier_arrive_expect(smem_address(&shared_.sums), adds_ ? kSent : 0);
     }
     __syncthreads();
     cluster_arrive_relaxed();
     allow_next_kernel();
     cluster_wait();
-    if constexpr (!kAnnounced<Tiles>) wait_for_previous_kernel();
     bool read = false, last = false;  // all words; this CTA was the last one
     float acc[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i] = 0.0f;
 #pragma unroll 1
-    for (int segment = 0; segment * L::kSegment < p_.ffn; ++segment) {
+    for (int segment = 0; segment * kSegment < p_.ffn; ++segment) {
       const bool known = list(segment);
-      if (known && p_.ffn <= L::kSegment) {
+      if (known && one_segment_) {
         read = true;
         if (threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
       }
-      if (frees_slot_) first_slot_ = (kStages - stages_ % kStages) % kStages;
-      if (warp_ < Tiles * 4) {
+      if (one_segment_) first_slot_ = (kStages - stages_ % kStages) % kStages;
+      if (warp_ < 4) {
         wait_for_previous_kernel();
         multiply(acc);
       } else {
-        if (frees_slot_) cluster_arrive_relaxed();
-        gather(segment * L::kSegment);
+        if (one_segment_) cluster_arrive_relaxed();
+        gather(segment * kSegment);
       }
       step_ += (count_ + kRows - 1) / kRows;
     }
-    if constexpr (kAnnounced<Tiles>) {
-      if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
-    }
+    if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
     __syncwarp();
-    if (!frees_slot_) cluster_arrive_relaxed();
+    if (!one_segment_) cluster_arrive_relaxed();
     cluster_wait();  // nobody needs its ring, or the slot, any more
     const uint32_t sums = smem_address(&shared_.sums);
-    if (warp_ < Tiles * 4 && warp_ * 16 < p_.tokens) {
-      send_sums<kColumns>(acc, ring_ + warp_ / 4 * kSent, sums, rank_, warp_ % 4);
+    if (warp_ < 4 && warp_ * 16 < p_.tokens) {
+      send_sums<kColumns>(acc, ring_, sums, rank_, warp_);
     }
     barrier_wait(sums, 0);
-#pragma unroll 1
-    for (int tile = 0; tile < own_tiles_; ++tile) {
-      if (warp_ < kColumns / 8) {
-        store(tile, add_sums(ring_ + tile * kSent, warp_, kSent / kSplit));
-      }
-    }
-    if constexpr (kAnnounced<Tiles>) {
-      __syncwarp();
-      if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
-    }
+    if (adds_ && warp_ < kColumns / 8) store(add_sums(ring_, warp_, kSent / kSplit));
+    __syncwarp();
+    if (warp_ == 0) clear_if_last(last, p_.hidden.fired, ceil_div(p_.ffn, kWordNeurons));
   }
 
  private:
@@ -125,18 +108,13 @@ class Kernel {
   // This CTA's share of the neurons of a segment that fired, ascending. False: what fired was not
   // announced before the gate kernel has ended.
   __device__ __forceinline__ bool list(int segment) {
-    const int thread = static_cast<int>(threadIdx.x), index = segment * L::kThreads + thread;
+    const int thread = static_cast<int>(threadIdx.x), index = segment * kThreads + thread;
     const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // a half word
     const uint64_t* from = p_.hidden.fired + index / 2;
     uint64_t word = kFiredKnown;
-    bool known = false;
-    if constexpr (kAnnounced<Tiles>) {
-      if (exists) word = await_fired<false>(from);
-      known = __syncthreads_and(is_known(word)) != 0;
-      if (!known) wait_for_previous_kernel();
-    } else {
-      __syncthreads();
-    }
+    if (exists) word = await_fired<false>(from);
+    const bool known = __syncthreads_and(is_known(word)) != 0;
+    if (!known) wait_for_previous_kernel();
     if (!known && exists) word = load_fired(from);
     uint32_t bits = static_cast<uint16_t>(word >> (index % 2 * 16));
     const int mine = __popc(bits);
@@ -151,7 +129,7 @@ class Kernel {
     int total = 0;
     at -= mine;
 #pragma unroll
-    for (int warp = 0; warp < L::kWarps; ++warp) {
+    for (int warp = 0; warp < kWarps; ++warp) {
       const int sum = shared_.warp_sums[warp];
       if (warp < warp_) at += sum;
       total += sum;
@@ -170,7 +148,7 @@ class Kernel {
   }
 
   __device__ __forceinline__ void gather(int base) {
-    const int me = static_cast<int>(threadIdx.x) - Tiles * 128, row = me / 8, piece = me % 8;
+    const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
     const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
     const bool inside = column_ + piece * 8 < p_.width;
     const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
@@ -180,33 +158,27 @@ class Kernel {
       gather16(at, weight + neuron * p_.width, valid && inside);
     };
     const auto ask_hidden = [&](uint32_t at, int64_t neuron, bool valid) {
-#pragma unroll
-      for (int tile = 0; tile < Tiles; ++tile) {
-        gather16(at + (1 + tile) * kOperand, hidden + (neuron * Tiles + tile) * kTile,
-                 valid && tile * kTile + piece * 8 < written);
-      }
+      gather16(at + kOperand, hidden + neuron * kSplitTokens, valid && piece * 8 < written);
     };
     const auto each_row = [&](int first, int stage, const auto& ask) {
 #pragma unroll
       for (int i = 0; i < kRows; i += kGatherers / 8) {
         const bool valid = first + i + row < count_;
         const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
-        ask(to + slot(stage) * L::kStage + i * 128, neuron, valid);
+        ask(to + slot(stage) * kStage + i * 128, neuron, valid);
       }
     };
     int step = step_, first = 0;
-    if constexpr (kAnnounced<Tiles>) {
-      if (step == 0) {
-        // Weights before the kernel in front has ended.
-        const int early = min(ceil_div(count_, kRows), kStages);
+    if (step == 0) {
+      // Weights before the kernel in front has ended.
+      const int early = min(ceil_div(count_, kRows), kStages);
 #pragma unroll 1
-        for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
-        wait_for_previous_kernel();
+      for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
+      wait_for_previous_kernel();
 #pragma unroll 1
-        for (; step < early; ++step, first += kRows) {
-          each_row(first, step, ask_hidden);
-          gather_arrive(smem_address(shared_.full + step));
-        }
+      for (; step < early; ++step, first += kRows) {
+        each_row(first, step, ask_hidden);
+        gather_arrive(smem_address(shared_.full + step));
       }
     }
 #pragma unroll 1
@@ -231,12 +203,12 @@ class Kernel {
     int step = step_;
 #pragma unroll 1
     for (int first = 0; first < count_; first += kRows, ++step) {
-      if (frees_slot_ && first == last_three) cluster_arrive_relaxed();
+      if (one_segment_ && first == last_three) cluster_arrive_relaxed();
       const int stage = step % kStages;
       barrier_wait(smem_address(shared_.full + stage), step / kStages & 1);
       fence_async_shared();
-      const uint32_t at = ring_ + slot(stage) * L::kStage;
-      const uint64_t hidden = n_major_operand(at + (1 + warp_ / 4) * kOperand, kOperand);
+      const uint32_t at = ring_ + slot(stage) * kStage;
+      const uint64_t hidden = n_major_operand(at + kOperand, kOperand);
       const uint64_t weight = n_major_operand(at, kOperand);
       wgmma_fence();
 #pragma unroll
@@ -245,18 +217,18 @@ class Kernel {
       }
       wgmma_commit();
       wgmma_wait<0>();
-      if (threadIdx.x % 128 == 0) barrier_arrive(smem_address(shared_.empty + stage));
+      if (threadIdx.x == 0) barrier_arrive(smem_address(shared_.empty + stage));
     }
     __syncwarp();
-    if (frees_slot_ && count_ <= last_three) cluster_arrive_relaxed();
+    if (one_segment_ && count_ <= last_three) cluster_arrive_relaxed();
   }
 
-  __device__ __forceinline__ void store(int tile, const float4& sum) const {
+  __device__ __forceinline__ void store(const float4& sum) const {
     const int column = column_ + warp_ * 8 + lane_ % 4 * 2;
     if (column >= p_.width) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = tile * kTile + rank_ * 16 + half * 8 + lane_ / 4;
+      const int token = rank_ * 16 + half * 8 + lane_ / 4;
       if (token >= p_.tokens) continue;
       float2 v = half == 0 ? make_float2(sum.x, sum.y) : make_float2(sum.z, sum.w);
       const int64_t at = int64_t{token} * p_.width + column;
@@ -271,13 +243,13 @@ class Kernel {
   }
 
   const Down& p_;
-  Shared<Tiles>& shared_;
+  Shared& shared_;
   const uint32_t ring_;
   const int warp_, lane_, rank_, column_;
-  const int own_tiles_;  // of which this CTA adds some tokens up
-  // Sums may come to slot 0 of the ring while there are still products to make: the last stages
-  // have the last slots.
-  const bool frees_slot_;
+  const bool adds_;  // there are tokens that this CTA adds up
+  // Of all neurons. Then sums may come to slot 0 of the ring while there are still products to
+  // make: the last stages have the last slots.
+  const bool one_segment_;
   int step_ = 0;        // stages of the segments before
   int count_ = 0;       // this CTA's neurons of the segment
   int stages_ = 0;      // of the segment, in the CTA of the cluster that has most
@@ -285,33 +257,26 @@ class Kernel {
 };
 
 // 64 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
-template <int Tiles>
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
     split_down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  __shared__ Shared<Tiles> shared;
-  Kernel<Tiles>(problem, shared, memory).run();
+  __shared__ Shared shared;
+  Kernel(problem, shared, memory).run();
 }
 
-template <int Tiles>
-cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel<Tiles>);
-  constexpr int kBytes = Layout<Tiles>::kBytes;
+}  // namespace
+
+cudaError_t launch_split_down_sm90(const Down& problem, cudaStream_t stream) {
+  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel);
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   }
   if (status != cudaSuccess) return status;
-  return launch_dependent(split_down_sm90_kernel<Tiles>,
-                          dim3((problem.width + kColumns - 1) / kColumns * kSplit),
-                          Layout<Tiles>::kThreads, kBytes, stream, problem);
-}
-
-}  // namespace
-
-cudaError_t launch_split_down_sm90(const Down& problem, int tiles, cudaStream_t stream) {
-  return tiles == 1 ? launch<1>(problem, stream) : launch<2>(problem, stream);
+  return launch_dependent(split_down_sm90_kernel,
+                          dim3((problem.width + kColumns - 1) / kColumns * kSplit), kThreads,
+                          kBytes, stream, problem);
 }
 
 }  // namespace twell::few_token

@@ -4,16 +4,12 @@
 // one after another. A word is a mask of neurons and a bit that announces it; the last CTA of
 // `down` that has read them all clears them for the next call, which cannot write its own before
 // this one has ended. Looking is a matter of time only: what is not there yet is read when the gate
-// kernel has ended. A call whose `down` does not look leaves words that are not announced.
+// kernel has ended.
 #pragma once
 
 #include <cstdint>
 
 namespace twell::few_token {
-
-// From 9 tokens on, by tiles of 64: whether `down` looks. With two tiles it costs time.
-template <int Tiles>
-inline constexpr bool kAnnounced = Tiles == 1;
 
 inline constexpr uint64_t kFiredKnown = uint64_t{1} << 63;
 
@@ -22,8 +18,8 @@ __device__ __forceinline__ uint64_t load_fired(const uint64_t* word) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask, bool announced) {
-  const uint64_t value = mask | (announced ? kFiredKnown : 0);
+__device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask) {
+  const uint64_t value = mask | kFiredKnown;
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 __device__ __forceinline__ bool is_known(uint64_t word) { return (word & kFiredKnown) != 0; }

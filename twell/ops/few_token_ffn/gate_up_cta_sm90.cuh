@@ -26,24 +26,21 @@ constexpr int kRing = 80 * 1024;
 constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once
 constexpr int kFewRows = 80;                       // gathered at once
 constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of them; sums behind
-constexpr int kXChunk = kTile * kRowBytes;         // bytes, of a tile of tokens
+constexpr int kXChunk = kSplitTokens * kRowBytes;  // bytes
 constexpr int kBarriers = 8;                       // stages that can be told apart
 constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes, of a token
 constexpr int kWords = kMaxNeurons / 32;
 constexpr int kGatherers = 128;
 static_assert(kGateStages * kGateStage <= kRing && kGateStages <= kBarriers);
 static_assert(kSentBytes<kMaxNeurons> <= kRing && 4 * kGateStage <= kRing);
-static_assert(kFewRows * kRowBytes * kXChunks <= kRing && 2 * kSentBytes<kFewRows> <= kRing);
+static_assert(kFewRows * kRowBytes * kXChunks <= kRing && kSentBytes<kFewRows> <= kRing);
 static_assert(kApart + kSentBytes<64> <= kRing);
 
-template <int Tiles>
-struct Layout {
-  static constexpr int kThreads = Tiles * 128 + kGatherers;
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kX = kRing;                               // [chunks, Tiles, 64, 64]
-  static constexpr int kGate = kX + kXChunks * Tiles * kXChunk;  // [Tiles * 16, neurons]
-  static constexpr int kBytes = kGate + Tiles * 16 * kGatePitch;
-};
+constexpr int kThreads = 128 + kGatherers;  // a warpgroup multiplies
+constexpr int kWarps = kThreads / 32;
+constexpr int kX = kRing;                       // [chunks, 64 tokens, 64]
+constexpr int kGate = kX + kXChunks * kXChunk;  // [16 tokens, neurons]
+constexpr int kBytes = kGate + 16 * kGatePitch;
 
 struct Barriers {
   uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring
@@ -67,17 +64,14 @@ __device__ __forceinline__ uint32_t columns_fired(uint32_t even, uint32_t odd) {
   return both;
 }
 
-template <int Tiles>
 class Cta {
-  using L = Layout<Tiles>;
-
  public:
   struct Shared {
     Barriers barriers;
-    uint32_t own[Tiles][kWords];                   // neurons that fire for this CTA's tokens
-    uint4 fired[kWords];                           // by CTA
-    uint16_t list[kMaxNeurons];                    // those that fire at all, ascending
-    __align__(16) uint16_t out[L::kWarps][8][16];  // [neuron, token]
+    uint32_t own[kWords];                       // neurons that fire for this CTA's tokens
+    uint4 fired[kWords];                        // by CTA
+    uint16_t list[kMaxNeurons];                 // those that fire at all, ascending
+    __align__(16) uint16_t out[kWarps][8][16];  // [neuron, token]
     int nnz;
     int released;  // the kernel in front has ended
   };
@@ -102,9 +96,9 @@ class Cta {
     if (warp_ == kProducer) {
       if (lane_ < kBarriers) {
         barrier_init(smem_address(b.full + lane_), 1);
-        barrier_init(smem_address(b.empty + lane_), Tiles);
-        barrier_init(smem_address(b.gathered + lane_), L::kThreads);
-        barrier_init(smem_address(b.released + lane_), Tiles);
+        barrier_init(smem_address(b.empty + lane_), 1);
+        barrier_init(smem_address(b.gathered + lane_), kThreads);
+        barrier_init(smem_address(b.released + lane_), 1);
         barrier_init(smem_address(b.x + lane_), 1);
       } else if (lane_ == kBarriers) {
         barrier_init(smem_address(b.gate), 1);
@@ -117,7 +111,7 @@ class Cta {
       fence_barrier_init();
       __syncwarp();
     }
-    if (thread < Tiles * kWords) shared_.own[0][thread] = 0;
+    if (thread < kWords) shared_.own[thread] = 0;
     if (thread == 0) {
       shared_.nnz = 0;
       shared_.released = 0;
@@ -145,15 +139,13 @@ class Cta {
   }
 
  protected:
-  static constexpr int kProducer = Tiles * 4;  // warp
+  static constexpr int kProducer = 4;  // warp
 
-  __device__ __forceinline__ bool multiplies() const { return warp_ < Tiles * 4; }
-  // Tiles of tokens from `first` on, at most `most`, of which this CTA adds some up.
-  __device__ __forceinline__ int own_tiles(int first, int most) const {
-    return max(min((p_.tokens - rank_ * 16 + kTile - 1) / kTile - first, most), 0);
-  }
-  __device__ __forceinline__ uint32_t x_place(int index, int tile) const {
-    return ring_ + L::kX + (index % kXChunks * Tiles + tile) * kXChunk;
+  __device__ __forceinline__ bool multiplies() const { return warp_ < kProducer; }
+  // Whether there are tokens that this CTA adds up.
+  __device__ __forceinline__ bool adds() const { return p_.tokens > rank_ * 16; }
+  __device__ __forceinline__ uint32_t x_place(int index) const {
+    return ring_ + kX + index % kXChunks * kXChunk;
   }
   __device__ __forceinline__ uint32_t barrier(const uint64_t* of, int index) const {
     return smem_address(of) + index % kBarriers * 8;
@@ -167,8 +159,8 @@ class Cta {
   }
   static __device__ __forceinline__ uint32_t phase(int index) { return index / kBarriers & 1; }
 
-  __device__ __forceinline__ uint32_t gate_place(int tile, int token) const {
-    return ring_ + L::kGate + (tile * 16 + token) * kGatePitch;
+  __device__ __forceinline__ uint32_t gate_place(int token) const {
+    return ring_ + kGate + token * kGatePitch;
   }
 
   // Kept by warp 0, for the warp that loads.
@@ -183,11 +175,8 @@ class Cta {
   __device__ __forceinline__ void load_x(int c) {
     if (!elect_one()) return;
     const uint32_t full = barrier(shared_.barriers.x, x_step_ + c);
-    barrier_arrive_expect(full, Tiles * kXChunk);
-#pragma unroll
-    for (int tile = 0; tile < Tiles; ++tile) {
-      tensor_load(x_place(x_step_ + c, tile), &q_.map_x, chunk_k(c), tile * kTile, full);
-    }
+    barrier_arrive_expect(full, kXChunk);
+    tensor_load(x_place(x_step_ + c), &q_.map_x, chunk_k(c), 0, full);
   }
 
   const SplitGateUp& q_;

@@ -7,12 +7,9 @@
 
 namespace twell::few_token::gate_up {
 
-template <int Tiles>
-class First : public Cta<Tiles> {
-  using Base = Cta<Tiles>;
-
+class First : public Cta {
  public:
-  using Base::Base;
+  using Cta::Cta;
 
   // The warp that loads: the first stages of weights that are constant, before the CTAs meet.
   __device__ __forceinline__ void begin() {
@@ -24,29 +21,10 @@ class First : public Cta<Tiles> {
   }
 
  protected:
-  using Base::barrier;
-  using Base::begun_;
-  using Base::chunk_k;
-  using Base::chunks_;
-  using Base::first_;
-  using Base::first_pass_;
-  using Base::keep_x_;
-  using Base::kProducer;
-  using Base::load_x;
-  using Base::p_;
-  using Base::phase;
-  using Base::q_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::warp_;
-  using Base::x_place;
-  using Base::x_step_;
-
   // Stages on their way, while the kernel in front still runs: what it asks for would wait behind
   // more.
-  static constexpr int kOnTheirWay = Tiles == 1 ? 2 : 1;
-  static constexpr int kTail = Tiles == 1 ? 2 : 0;
+  static constexpr int kOnTheirWay = 2;
+  static constexpr int kTail = 2;
 
   __device__ __forceinline__ void produce() {
     const bool early = first_pass_ && p_.early_weights;
@@ -55,7 +33,7 @@ class First : public Cta<Tiles> {
     for (int i = first_pass_ ? begun_ : 0; i < min(2 * chunks_, kGateStages); ++i) {
       if (early && i >= kOnTheirWay) {
         const uint32_t before = barrier(shared_.barriers.full, i - kOnTheirWay);
-        while (!barrier_done(before, 0) && !this->is_released()) {
+        while (!barrier_done(before, 0) && !is_released()) {
         }
       }
       load_first(i);
@@ -81,7 +59,7 @@ class First : public Cta<Tiles> {
     for (int c = 0; c < head(); ++c) {
       const int x_index = x_step_ + c;
       barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
-      const uint64_t a = k_major_operand(x_place(x_index, warp_ / 4));
+      const uint64_t a = k_major_operand(x_place(x_index));
 #pragma unroll
       for (int half = 0; half < 2; ++half, ++step) {
         multiply_stage(halves[half], a, step);
@@ -100,7 +78,7 @@ class First : public Cta<Tiles> {
     for (int c = head(); c < chunks_; ++c, ++step) {
       const int x_index = x_step_ + c;
       barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
-      multiply_stage(sums, k_major_operand(x_place(x_index, warp_ / 4)), step);
+      multiply_stage(sums, k_major_operand(x_place(x_index)), step);
     }
   }
   __device__ __forceinline__ void release_tail() {
@@ -136,7 +114,7 @@ class First : public Cta<Tiles> {
     wgmma_commit();
   }
   __device__ __forceinline__ void release(int step) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(barrier(shared_.barriers.empty, step));
+    if (threadIdx.x == 0) barrier_arrive(barrier(shared_.barriers.empty, step));
   }
 };
 

@@ -7,30 +7,69 @@
 
 namespace twell::few_token::gate_up {
 
-template <int Tiles>
-class Gate : public First<Tiles> {
-  using L = Layout<Tiles>;
-  using Base = First<Tiles>;
-
+class Gate : public First {
  public:
-  using Base::Base;
+  using First::First;
 
+  // Sums of a half of the neurons travel while the other half's last products are made, to slots of
+  // the ring that are free by then. The warps that do not multiply finish the first half.
   __device__ __forceinline__ void gate() {
-    if constexpr (Tiles == 1) {
-      gate_by_halves();
+    static_assert(kHalfSent == 2 * kGateStage);
+    const uint32_t sent = smem_address(shared_.barriers.gate);  // and the second half's behind it
+    const int blocks = adds() ? q_.neurons / 16 : 0;            // of a half, to add up here
+    if (threadIdx.x == 0) {
+      barrier_arrive_expect(sent, adds() ? kHalfSent : 0);
+      barrier_arrive_expect(sent + 8, adds() ? kHalfSent : 0);
+    }
+    if (multiplies()) {
+      float sums[2][kHalf / 2];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) sums[i % 2][i / 2] = 0.0f;
+      multiply_head(sums);
+      __syncwarp();
+      cluster_arrive_relaxed();  // slots 0 and 1 are free,
+      multiply_tail(sums[0], 0);
+      wgmma_wait<0>();
+      multiply_tail(sums[1], 1);
+      cluster_wait();
+      cluster_arrive_relaxed();  // and 2 and 3
+      send_sums<kHalf>(sums[0], ring_, sent, rank_, warp_, sends_);
+      wgmma_wait<0>();
+      release_tail();
+      cluster_wait();
+      send_sums<kHalf>(sums[1], ring_ + kHalfSent, sent + 8, rank_, warp_, sends_);
     } else {
-      gate_by_tiles();
+      cluster_arrive_relaxed();
+      if (warp_ == kProducer) produce();
+      __syncwarp();
+      cluster_wait();
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
+    count_steps();
+#pragma unroll 1
+    for (int half = multiplies() ? 1 : 0; half < 2; ++half) {
+      barrier_wait(sent + half * 8, gate_phase_);
+      const int idle = half == 0 ? kProducer : 0;  // warps
+#pragma unroll 1
+      for (int b = warp_ - idle; b < blocks; b += kWarps - idle) {
+        const int block = half * blocks + b;
+        const uint32_t fired =
+            finish_gate(block, add_sums(ring_ + half * kHalfSent, b, kHalfSent / kSplit));
+        if (half == 0 && p_.up != nullptr && __popc(fired) <= 3 && (fired >> lane_ & 1) != 0) {
+          ask_for_up(block * 8 + lane_);
+        }
+      }
     }
     gate_phase_ ^= 1;
   }
 
   // Tells the next kernel which neurons fire. For the warps that do not multiply.
   __device__ __forceinline__ void publish() const {
-    const int word = static_cast<int>(threadIdx.x) - Tiles * 128;
+    const int word = static_cast<int>(threadIdx.x) - 128;
     if (rank_ != 0 || word < 0 || word * 32 >= min(q_.neurons, p_.ffn - first_)) return;
     const uint4 by_cta = shared_.fired[word];
-    store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w,
-                kAnnounced<Tiles>);
+    store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w);
   }
 
   // Tells the cluster which neurons fire, and lists those that do for one of its tokens.
@@ -41,13 +80,11 @@ class Gate : public First<Tiles> {
     __syncthreads();
     if (thread < kSplit * kWords) {
       const int to = thread / kWords, word = thread % kWords;
-      uint32_t mine = shared_.own[0][word];
-      if constexpr (Tiles > 1) mine |= shared_.own[1][word];
-      store_remote4(remote_address(smem_address(&shared_.fired[word]) + rank_ * 4, to), mine,
-                    remote_address(sent, to));
+      store_remote4(remote_address(smem_address(&shared_.fired[word]) + rank_ * 4, to),
+                    shared_.own[word], remote_address(sent, to));
     }
-    if (p_.up != nullptr && warp_ < kWords && (Tiles > 1 || warp_ * 64 >= q_.neurons)) {
-      const uint32_t mine = shared_.own[0][warp_];
+    if (p_.up != nullptr && warp_ < kWords && warp_ * 64 >= q_.neurons) {
+      const uint32_t mine = shared_.own[warp_];
       if (__popc(mine) <= 12 && (mine >> lane_ & 1) != 0) ask_for_up(thread);
     }
     barrier_wait(sent, fired_phase_);
@@ -71,130 +108,22 @@ class Gate : public First<Tiles> {
     __syncthreads();
   }
 
- protected:
-  using Base::chunks_;
-  using Base::fired_phase_;
-  using Base::first_;
-  using Base::gate_phase_;
-  using Base::gate_place;
-  using Base::keep_x_;
-  using Base::kProducer;
-  using Base::lane_;
-  using Base::multiplies;
-  using Base::nnz_;
-  using Base::own_tiles;
-  using Base::p_;
-  using Base::q_;
-  using Base::rank_;
-  using Base::ring_;
-  using Base::sends_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::total_;
-  using Base::warp_;
-  using Base::x_step_;
-
  private:
   static constexpr int kHalfSent = kSentBytes<kHalf>;
 
-  // One tile of tokens: sums of a half of the neurons travel while the other half's last products
-  // are made, to slots of the ring that are free by then. The warps that do not multiply finish
-  // the first half.
-  __device__ __forceinline__ void gate_by_halves() {
-    static_assert(kHalfSent == 2 * kGateStage);
-    const uint32_t sent = smem_address(shared_.barriers.gate);  // and the second half's behind it
-    const int own = own_tiles(0, 1), blocks = q_.neurons / 16;
-    if (threadIdx.x == 0) {
-      barrier_arrive_expect(sent, own * kHalfSent);
-      barrier_arrive_expect(sent + 8, own * kHalfSent);
-    }
-    if (multiplies()) {
-      float sums[2][kHalf / 2];
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) sums[i % 2][i / 2] = 0.0f;
-      this->multiply_head(sums);
-      __syncwarp();
-      cluster_arrive_relaxed();  // slots 0 and 1 are free,
-      this->multiply_tail(sums[0], 0);
-      wgmma_wait<0>();
-      this->multiply_tail(sums[1], 1);
-      cluster_wait();
-      cluster_arrive_relaxed();  // and 2 and 3
-      send_sums<kHalf>(sums[0], ring_, sent, rank_, warp_ % 4, sends_);
-      wgmma_wait<0>();
-      this->release_tail();
-      cluster_wait();
-      send_sums<kHalf>(sums[1], ring_ + kHalfSent, sent + 8, rank_, warp_ % 4, sends_);
-    } else {
-      cluster_arrive_relaxed();
-      if (warp_ == kProducer) this->produce();
-      __syncwarp();
-      cluster_wait();
-      cluster_arrive_relaxed();
-      cluster_wait();
-    }
-    count_steps();
-#pragma unroll 1
-    for (int half = multiplies() ? 1 : 0; half < 2; ++half) {
-      barrier_wait(sent + half * 8, gate_phase_);
-      const int idle = half == 0 ? kProducer : 0;  // warps
-#pragma unroll 1
-      for (int b = warp_ - idle; b < blocks * own; b += L::kWarps - idle) {
-        const int block = half * blocks + b;
-        const uint32_t fired =
-            finish_gate(0, block, add_sums(ring_ + half * kHalfSent, b, kHalfSent / kSplit));
-        if (half == 0 && p_.up != nullptr && __popc(fired) <= 3 && (fired >> lane_ & 1) != 0) {
-          ask_for_up(block * 8 + lane_);
-        }
-      }
-    }
-  }
-
-  // Two tiles take turns.
-  __device__ __forceinline__ void gate_by_tiles() {
-    constexpr int kSent = 2 * kHalfSent;
-    static_assert(2 * kSent > kRing);
-    float sums[2][kHalf / 2];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) sums[i % 2][i / 2] = 0.0f;
-    if (multiplies()) this->multiply_head(sums);
-    if (warp_ == kProducer) this->produce();
-    __syncwarp();
-    count_steps();
-    const uint32_t sent = smem_address(shared_.barriers.gate);  // of each tile one
-    const int blocks = q_.neurons / 16;                         // of a half
-#pragma unroll 1
-    for (int tile = 0; tile < Tiles; ++tile) {
-      const int own = own_tiles(tile, 1);
-      cluster_arrive_relaxed();
-      cluster_wait();  // nobody needs its ring any more
-      if (threadIdx.x == 0) barrier_arrive_expect(sent + tile * 8, own * kSent);
-      if (sends_ && warp_ / 4 == tile) {
-        send_sums<kHalf>(sums[0], ring_, sent + tile * 8, rank_, warp_ % 4);
-        send_sums<kHalf>(sums[1], ring_ + kHalfSent, sent + tile * 8, rank_, warp_ % 4);
-      }
-      barrier_wait(sent + tile * 8, gate_phase_);
-#pragma unroll 1
-      for (int b = warp_; b < 2 * blocks * own; b += L::kWarps) {
-        const int half = b >= blocks ? 1 : 0;
-        finish_gate(tile, b,
-                    add_sums(ring_ + half * kHalfSent, b - half * blocks, kHalfSent / kSplit));
-      }
-    }
-  }
   __device__ __forceinline__ void count_steps() {
     step_ += 2 * chunks_;
     if (!keep_x_) x_step_ += chunks_;
   }
 
   // A block of 8 neurons and 16 tokens. Which of them fire, by bits; every lane has them.
-  __device__ __forceinline__ uint32_t finish_gate(int tile, int block, const float4& sum) {
-    const int token = tile * kTile + rank_ * 16 + lane_ / 4;
+  __device__ __forceinline__ uint32_t finish_gate(int block, const float4& sum) {
+    const int token = rank_ * 16 + lane_ / 4;
     const bool exists = first_ + block * 8 + lane_ % 4 * 2 < p_.ffn;
     const bool low = exists && token < p_.tokens, high = exists && token + 8 < p_.tokens;
     const uint32_t g0 = low ? relu_bf16(sum.x) : 0, g1 = low ? relu_bf16(sum.y) : 0;
     const uint32_t g2 = high ? relu_bf16(sum.z) : 0, g3 = high ? relu_bf16(sum.w) : 0;
-    const uint32_t at = gate_place(tile, lane_ / 4) + block * 16 + lane_ % 4 * 4;
+    const uint32_t at = gate_place(lane_ / 4) + block * 16 + lane_ % 4 * 4;
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(g0 | g1 << 16) : "memory");
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * kGatePitch), "r"(g2 | g3 << 16)
                  : "memory");
@@ -203,7 +132,7 @@ class Gate : public First<Tiles> {
     nnz_ += __popc(b0) + __popc(b1) + __popc(b2) + __popc(b3);
     const uint32_t fired = columns_fired(b0 | b2, b1 | b3);
     if (lane_ == 0) {
-      reinterpret_cast<uint8_t*>(shared_.own[tile])[block] = static_cast<uint8_t>(fired);
+      reinterpret_cast<uint8_t*>(shared_.own)[block] = static_cast<uint8_t>(fired);
     }
     return fired;
   }

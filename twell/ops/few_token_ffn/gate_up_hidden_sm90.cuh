@@ -7,18 +7,14 @@
 
 namespace twell::few_token::gate_up {
 
-template <int Tiles>
-class Up : public Gate<Tiles> {
-  using L = Layout<Tiles>;
-  using Base = Gate<Tiles>;
-
+class Up : public Gate {
  public:
-  using Base::Base;
+  using Gate::Gate;
 
   __device__ __forceinline__ void hidden() {
     if (p_.up == nullptr) {
       if (!multiplies()) ask_for_down();
-      finish_tiles(0, own_tiles(0, Tiles), 0, 0);
+      finish(0, 0);
     } else if (total_ <= kFewRows && q_.slice_chunks <= kXChunks) {
       up_few();
     } else if (total_ <= 64) {
@@ -31,32 +27,6 @@ class Up : public Gate<Tiles> {
   }
 
  protected:
-  using Base::barrier;
-  using Base::chunk_k;
-  using Base::chunks_;
-  using Base::first_;
-  using Base::gate_place;
-  using Base::k_begin_;
-  using Base::keep_x_;
-  using Base::kProducer;
-  using Base::lane_;
-  using Base::load_x;
-  using Base::multiplies;
-  using Base::own_tiles;
-  using Base::p_;
-  using Base::phase;
-  using Base::q_;
-  using Base::rank_;
-  using Base::ring_;
-  using Base::sends_;
-  using Base::shared_;
-  using Base::total_;
-  using Base::up_phase_;
-  using Base::up_step_;
-  using Base::warp_;
-  using Base::x_place;
-  using Base::x_step_;
-
   // All rows are gathered, then multiplied. One piece of code, whether there are up to 64 or more:
   // what few clusters run would have to be fetched by them. Columns past the rows are whatever
   // lies there, and are not used.
@@ -65,7 +35,7 @@ class Up : public Gate<Tiles> {
     const int blocks = more ? kFewRows / 8 : 8, chunk_bytes = blocks * 8 * kRowBytes;
     const int sent_bytes = kSplit * blocks * kBlockBytes;
     const uint32_t sent = smem_address(&shared_.barriers.up);
-    if (threadIdx.x == 0) barrier_arrive_expect(sent, own_tiles(0, Tiles) * sent_bytes);
+    if (threadIdx.x == 0) barrier_arrive_expect(sent, adds() ? sent_bytes : 0);
     gather(blocks * 8);
     float sums[kFewRows / 2];
 #pragma unroll
@@ -73,31 +43,26 @@ class Up : public Gate<Tiles> {
     barrier_wait(barrier(shared_.barriers.gathered, up_step_), phase(up_step_));
     fence_async_shared();
     if (!multiplies()) ask_for_down();  // not before: the rows of w_up would wait behind
-    // One tile of tokens: two warpgroups take turns.
-    const int groups = Tiles == 1 && chunks_ >= 6 ? 2 : 1, group = multiplies() ? 0 : 1;
+    // Two warpgroups take turns.
+    const int groups = chunks_ >= 6 ? 2 : 1, group = multiplies() ? 0 : 1;
     if (group < groups) multiply_few(sums, chunk_bytes, group, groups);
     if (groups == 2) add_second(sums, chunk_bytes, group);
-    if (multiplies() && threadIdx.x % 128 == 0) {
-      barrier_arrive(barrier(shared_.barriers.released, up_step_));
-    }
+    if (threadIdx.x == 0) barrier_arrive(barrier(shared_.barriers.released, up_step_));
     ++up_step_;
-    const bool beside = Tiles == 1 && !more;  // there is room for sums beside the rows
-    if (!beside) {
+    if (more) {  // otherwise there is room for sums beside the rows
       __syncwarp();
       cluster_arrive_relaxed();
       cluster_wait();  // nobody needs its rows any more
     }
-    const uint32_t place = ring_ + (beside ? kApart : 0);
+    const uint32_t place = ring_ + (more ? 0 : kApart);
     if (sends_) {
-      const int to = warp_ % 4;
-      const uint32_t at =
-          remote_address(sums_place(place + warp_ / 4 * sent_bytes, rank_, blocks), to);
-      send_blocks<0, 8>(sums, at, remote_address(sent, to), true);
-      send_blocks<8, kFewRows / 8>(sums, at, remote_address(sent, to), more);
+      const uint32_t at = remote_address(sums_place(place, rank_, blocks), warp_);
+      send_blocks<0, 8>(sums, at, remote_address(sent, warp_), true);
+      send_blocks<8, kFewRows / 8>(sums, at, remote_address(sent, warp_), more);
     }
     barrier_wait(sent, up_phase_);
     up_phase_ ^= 1;
-    finish_tiles(0, own_tiles(0, Tiles), place, sent_bytes);
+    finish(place, sent_bytes);
   }
   __device__ __forceinline__ void multiply_few(float (&sums)[kFewRows / 2], int chunk_bytes,
                                                int group, int groups) {
@@ -105,7 +70,7 @@ class Up : public Gate<Tiles> {
     for (int c = group; c < chunks_; c += groups) {
       const int x_index = x_step_ + c;
       barrier_wait(barrier(shared_.barriers.x, x_index), phase(x_index));
-      const uint64_t x = k_major_operand(x_place(x_index, Tiles == 1 ? 0 : warp_ / 4));
+      const uint64_t x = k_major_operand(x_place(x_index));
       const uint64_t rows = k_major_operand(ring_ + c * chunk_bytes);
       wgmma_fence();
 #pragma unroll
@@ -162,22 +127,16 @@ class Up : public Gate<Tiles> {
     }
     up_step_ += chunks_;
     if (!keep_x_) x_step_ += chunks_;
-    constexpr int kSent = kSentBytes<Rows>, kAtOnce = Tiles * kSent <= kRing ? Tiles : 1;
-#pragma unroll 1
-    for (int tile = 0; tile < Tiles; tile += kAtOnce) {
-      const int own = own_tiles(tile, kAtOnce);
-      __syncwarp();
-      cluster_arrive_relaxed();
-      cluster_wait();
-      const uint32_t sent = smem_address(&shared_.barriers.up);
-      if (threadIdx.x == 0) barrier_arrive_expect(sent, own * kSent);
-      if (sends_ && warp_ / 4 >= tile && warp_ / 4 < tile + kAtOnce) {
-        send_sums<Rows>(acc, ring_ + (warp_ / 4 - tile) * kSent, sent, rank_, warp_ % 4);
-      }
-      barrier_wait(sent, up_phase_);
-      up_phase_ ^= 1;
-      finish_tiles(tile, own, ring_, kSent);
-    }
+    constexpr int kSent = kSentBytes<Rows>;
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
+    const uint32_t sent = smem_address(&shared_.barriers.up);
+    if (threadIdx.x == 0) barrier_arrive_expect(sent, adds() ? kSent : 0);
+    if (sends_) send_sums<Rows>(acc, ring_, sent, rank_, warp_);
+    barrier_wait(sent, up_phase_);
+    up_phase_ ^= 1;
+    finish(ring_, kSent);
   }
 
   // acc += x times up to Rows gathered rows.
@@ -195,27 +154,27 @@ class Up : public Gate<Tiles> {
       barrier_wait(barrier(full, step + c), phase(step + c));
       fence_async_shared();
       wgmma_fence();
-      const uint64_t a = k_major_operand(x_place(x_index, warp_ / 4));
+      const uint64_t a = k_major_operand(x_place(x_index));
       const uint64_t b = k_major_operand(ring_ + stage * (Rows * kRowBytes));
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma<Rows, false>(acc, a + k * 2, b + k * 2, true);
       wgmma_commit();
       wgmma_wait<1>();
-      if (c > 0 && threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, step + c - 1));
+      if (c > 0 && threadIdx.x == 0) barrier_arrive(barrier(empty, step + c - 1));
       stage = stage + 1 == Stages ? 0 : stage + 1;
     }
     wgmma_wait<0>();
-    if (chunks_ > 0 && threadIdx.x % 128 == 0) barrier_arrive(barrier(empty, step + chunks_ - 1));
+    if (chunks_ > 0 && threadIdx.x == 0) barrier_arrive(barrier(empty, step + chunks_ - 1));
   }
 
   // This CTA's slices of the rows that fire, in chunks of `rows` rows: row by row, which memory
   // likes best.
   __device__ __forceinline__ void gather(int rows) {
-    static_assert(kFewRows <= 32 * L::kWarps);
-    const int at = lane_ * L::kWarps + warp_, mine = at < total_ ? shared_.list[at] : 0;
+    static_assert(kFewRows <= 32 * kWarps);
+    const int at = lane_ * kWarps + warp_, mine = at < total_ ? shared_.list[at] : 0;
 #pragma unroll 2
-    for (int i = 0; i * L::kWarps + warp_ < total_; ++i) {
-      const int row = i * L::kWarps + warp_;
+    for (int i = 0; i * kWarps + warp_ < total_; ++i) {
+      const int row = i * kWarps + warp_;
       const __nv_bfloat16* from = p_.up + int64_t{first_ + __shfl_sync(~0u, mine, i)} * p_.width;
 #pragma unroll 2
       for (int piece = lane_; piece < chunks_ * 8; piece += 32) {
@@ -230,7 +189,7 @@ class Up : public Gate<Tiles> {
   template <int Rows, int Stages>
   __device__ __forceinline__ void gather_chunks() {
     constexpr int kEvery = kGatherers / 8;
-    const int me = static_cast<int>(threadIdx.x) - Tiles * 128, row = me / 8, piece = me % 8;
+    const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
     const uint32_t to = ring_ + row * kRowBytes + (piece ^ (row % 8)) * 16;
 #pragma unroll 1
     for (int at = me; at < total_; at += kGatherers) {
@@ -266,26 +225,24 @@ class Up : public Gate<Tiles> {
   }
   // Asks for the rows of w_down, and tells the next kernel of them.
   __device__ __forceinline__ void ask_for_down() {
-    const int at = (static_cast<int>(threadIdx.x) - Tiles * 128) * kSplit + rank_;
+    const int at = (static_cast<int>(threadIdx.x) - 128) * kSplit + rank_;
     if (at < total_) {
       bulk_prefetch(p_.down + int64_t{first_ + shared_.list[at]} * p_.width, p_.width * 2);
     }
-    this->publish();
+    publish();
   }
 
   // h of neurons that fire and this CTA's tokens; sums: 0 without a gate.
-  __device__ __forceinline__ void finish_tiles(int tile, int tiles, uint32_t sums, int sent_bytes) {
+  __device__ __forceinline__ void finish(uint32_t sums, int sent_bytes) {
+    if (!adds()) return;
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
-#pragma unroll 1
-      for (int b = warp_; b * 8 < total_; b += L::kWarps) {
-        float4 up{1.0f, 1.0f, 1.0f, 1.0f};
-        if (sums != 0) up = add_sums(sums + i * sent_bytes, b, sent_bytes / kSplit);
-        finish_hidden(tile + i, b * 8, up);
-      }
+    for (int b = warp_; b * 8 < total_; b += kWarps) {
+      float4 up{1.0f, 1.0f, 1.0f, 1.0f};
+      if (sums != 0) up = add_sums(sums, b, sent_bytes / kSplit);
+      finish_hidden(b * 8, up);
     }
   }
-  __device__ __forceinline__ void finish_hidden(int tile, int begin, const float4& up) {
+  __device__ __forceinline__ void finish_hidden(int begin, const float4& up) {
     const int token = lane_ / 4, column = lane_ % 4 * 2;
     auto& out = shared_.out[warp_];
     const float values[4] = {up.x, up.y, up.z, up.w};
@@ -296,7 +253,7 @@ class Up : public Gate<Tiles> {
       if (at < total_) {
         asm volatile("ld.shared.u16 %0, [%1];"
                      : "=h"(gate)
-                     : "r"(gate_place(tile, token + half) + shared_.list[at] * 2));
+                     : "r"(gate_place(token + half) + shared_.list[at] * 2));
       }
       const float h = __uint_as_float(uint32_t{gate} << 16) * values[i];
       out[column + i % 2][token + half] = gate == 0 ? 0 : __bfloat16_as_ushort(__float2bfloat16(h));
@@ -305,8 +262,8 @@ class Up : public Gate<Tiles> {
     const int neuron = lane_ / 2, half = lane_ % 2 * 8;
     if (lane_ < 16 && begin + neuron < total_) {
       const int64_t row = first_ + shared_.list[begin + neuron];
-      *reinterpret_cast<uint4*>(p_.hidden.h + row * (Tiles * kTile) + tile * kTile + rank_ * 16 +
-                                half) = *reinterpret_cast<const uint4*>(&out[neuron][half]);
+      *reinterpret_cast<uint4*>(p_.hidden.h + row * kSplitTokens + rank_ * 16 + half) =
+          *reinterpret_cast<const uint4*>(&out[neuron][half]);
     }
     __syncwarp();
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Four CTAs share out the terms of a product of 64 tokens per warpgroup, and then its tokens: each
-// adds up the partial sums of 16 tokens of a tile, in the CTAs' order. A warp's accumulators hold
+// Four CTAs share out the terms of a product of 64 tokens, and then its tokens: each adds up the
+// partial sums of 16 of them, in the CTAs' order. A warp's accumulators hold
 // just the 16 tokens that one of the CTAs adds up, so they go there as they are, through
 // distributed shared memory: [from CTA][block of 8 columns][lane] float4.
 #pragma once
@@ -11,12 +11,11 @@
 namespace twell::few_token {
 
 constexpr int kSplit = 4;         // CTAs of a cluster
-constexpr int kTile = 64;         // tokens
 constexpr int kBlockBytes = 512;  // what a warp sends of 8 columns
 template <int Columns>
-constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // that a CTA gets of a tile
+constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // that a CTA gets
 
-// Sends blocks of 8 columns of a warp, if it `sends` any, to `place` of the tile in another CTA;
+// Sends blocks of 8 columns of a warp, if it `sends` any, to `place` in another CTA;
 // place and barrier are remote addresses.
 template <int Block, int End, int Registers>
 __device__ __forceinline__ void send_blocks(const float (&acc)[Registers], uint32_t place,
@@ -32,7 +31,7 @@ __device__ __forceinline__ void send_blocks(const float (&acc)[Registers], uint3
 __device__ __forceinline__ uint32_t sums_place(uint32_t place, int rank, int blocks) {
   return place + static_cast<uint32_t>(rank * blocks) * kBlockBytes + threadIdx.x % 32 * 16;
 }
-// Sends a warp's Columns columns to CTA `to`, to `place` of the tile there.
+// Sends a warp's Columns columns to CTA `to`, to `place` there.
 template <int Columns, int Registers>
 __device__ __forceinline__ void send_sums(const float (&acc)[Registers], uint32_t place,
                                           uint32_t barrier, int rank, int to, bool sends = true) {

@@ -107,6 +107,9 @@ int64_t FfnWorkspaceCuda::bytes() const {
          row_fused_.bytes() + few_tokens_.bytes();
 }
 
+// The choice, plain arithmetic, does not know the kernels.
+static_assert(kFewTokens == kMaxFewTokens);
+
 // The executions of one chunk of tokens.
 class FfnCallCuda {
  public:

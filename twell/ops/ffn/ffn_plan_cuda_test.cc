@@ -154,6 +154,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
                          testing::Values(Case{1, 64, 256, true, 0.0f},
                                          Case{64, 320, 1000, true, -1.0f},
                                          Case{65, 320, 1000, false, -1.0f},
+                                         Case{128, 320, 1000, true, -1.0f},
                                          Case{300, 256, 1536, true, -2.0f},
                                          // More than one chunk of tokens.
                                          Case{135301, 64, 264, true, -2.0f}));

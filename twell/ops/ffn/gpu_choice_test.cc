@@ -98,6 +98,20 @@ TEST(GpuChoice, KnowsAFewTokens) {
   }
 }
 
+// One token more than its few-token form takes: tiles, or what the caller says.
+TEST(GpuChoice, KnowsWhereAFewTokensEnd) {
+  const LayerActivity light{.nnz_per_token = 30.0};
+  for (const int64_t tokens : {kFewTokens, kFewTokens + 1, int64_t{128}}) {
+    const bool few = tokens <= kFewTokens;
+    EXPECT_EQ(choose_gpu_execution(kLayer, tokens, FfnPolicy::kAuto, {}).execution,
+              few ? FfnExecution::kRowFused : FfnExecution::kTileUnion);
+    EXPECT_EQ(choose_gpu_execution(kLayer, tokens, FfnPolicy::kAuto, light).execution,
+              few ? FfnExecution::kRowFused : FfnExecution::kDense);
+    EXPECT_EQ(choose_gpu_execution(kLayer, tokens, FfnPolicy::kRowFused, light).execution,
+              FfnExecution::kRowFused);
+  }
+}
+
 TEST(GpuChoice, MeasuresBeforeItDecides) {
   const GpuChoice choice = choose_gpu_execution(kLayer, 16384, FfnPolicy::kAuto, {});
   EXPECT_EQ(choice.execution, FfnExecution::kTileUnion);
