@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/infer/evaluate.h"
 #include "twell/infer/test_model.h"
 #include "twell/model/scorer_cpu.h"
@@ -18,7 +18,7 @@ constexpr int64_t kVocab = 257;
 class EvaluateCudaTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = test_model(cpu_, kVocab);

@@ -7,7 +7,7 @@
 
 #include <map>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/error.h"
 #include "twell/base/test_folder.h"
 #include "twell/infer/engine_cuda.h"
@@ -39,7 +39,7 @@ std::string random_text(int64_t length, uint64_t seed) {
 class GenerateCudaTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     ModelConfig config = test_model(cpu_, kVocab)->config;

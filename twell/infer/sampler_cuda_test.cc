@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/infer/sampler.h"
 
@@ -41,7 +41,7 @@ std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, i
 class SamplerCudaTest : public testing::TestWithParam<SamplerOptions> {};
 
 TEST_P(SamplerCudaTest, DrawsWhatTheCpuDraws) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   SamplerOptions options = GetParam();
   options.seed = 7;
   const int64_t rows = 5, stride = 5003, vocab = 5000;
@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(
                     SamplerOptions{.top_k = 50, .top_p = 0.5f, .min_p = 0.01f}));
 
 TEST(SamplerCudaTest, MarksRowsThatCannotBeSampled) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const float infinity = std::numeric_limits<float>::infinity();
   const std::vector<float> logits = {0.0f,      std::nanf(""), 1.0f,                             //
                                      -infinity, -infinity,     -infinity, 1.0f, infinity, 0.0f,  //

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/error.h"
 #include "twell/infer/generate.h"
 #include "twell/infer/session_cpu.h"
@@ -21,7 +21,7 @@ constexpr int64_t kVocab = 257;
 class SessionCudaTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = test_model(cpu_, kVocab);

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/model/cuda_test_model.h"
 #include "twell/model/forward_cuda.h"
 
@@ -57,7 +57,7 @@ const std::vector<int64_t> kLengths = {1, 7, 510, 511, 512, 1029, 64, 300};
 class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     const ModelConfig& config = GetParam().config;
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/model/checkpoint.h"
 #include "twell/model/cuda_test_model.h"
 
@@ -61,7 +61,7 @@ std::vector<ModelCase> model_cases() {
 class ForwardCudaTest : public testing::TestWithParam<ModelCase> {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = rounded_model(cpu_, GetParam().config);

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_bf16.h"
 
@@ -202,7 +202,7 @@ double rounding(const ModelConfig& config) {
 class TrainingCudaTest : public testing::TestWithParam<Variant> {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     const std::string why = cuda_training_unsupported(GetParam().config, GetParam().shape.length);
     if (!why.empty()) GTEST_SKIP() << why;
   }
@@ -316,7 +316,7 @@ INSTANTIATE_TEST_SUITE_P(Models, TrainingCudaTest, testing::ValuesIn(variants())
                          [](const auto& variant) { return std::string(variant.param.name); });
 
 TEST(TrainingCudaPlan, IsWhatAPassTakes) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   ModelConfig config = preset_config("0.5b");
   config.layers = 2;
   const MicroBatchShape shape{4, 1024};
@@ -347,7 +347,7 @@ TEST(TrainingCudaPlan, IsWhatAPassTakes) {
 }
 
 TEST(TrainingCudaRefusals, NameTheReason) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   ModelConfig config = small(4, 4, 16, true, true);
   config.activation = Activation::kSilu;
   EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("ReLU"));

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <utility>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
@@ -58,7 +58,7 @@ TaskData random_items(size_t count) {
 class TaskRunCudaTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     stream_ = std::make_unique<TestStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     init_weights(cpu_, model_, 1);

@@ -11,7 +11,7 @@
 #include <limits>
 #include <memory>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/model/checkpoint.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/run.h"
@@ -27,7 +27,7 @@ using testing::HasSubstr;
 class TrainEngineCudaTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     const std::string why = cuda_run_unsupported(config(), options(8));
     if (!why.empty()) GTEST_SKIP() << why;
     stream_ = std::make_unique<TestStream>();

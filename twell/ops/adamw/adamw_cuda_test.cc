@@ -8,7 +8,7 @@
 #include <cmath>
 #include <limits>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/adamw/adamw.h"
@@ -60,7 +60,7 @@ GradientNorm norm_on_device(const TestStream& stream, const DeviceBuffer<float>&
 }
 
 TEST(GradientNormCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   Context cpu(1);
   for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{16385}, int64_t{9000001}}) {
@@ -78,7 +78,7 @@ TEST(GradientNormCudaTest, EqualsCpu) {
 }
 
 TEST(GradientNormCudaTest, SaysWhatIsNotFinite) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   const auto result = poisoned<GradientNorm>(1);
   const GradientNorm huge =
@@ -122,7 +122,7 @@ struct State {
 class AdamWCudaTest : public testing::TestWithParam<int64_t> {};
 
 TEST_P(AdamWCudaTest, EqualsCpuOverSteps) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = GetParam();
   const TestStream stream;
   Context cpu(1);
@@ -169,7 +169,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AdamWCudaTest,
 
 // Moments in bf16 are those of the f32 arithmetic, rounded: one step from moments that bf16 holds.
 TEST(AdamWCudaTest, MomentsInBf16) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 1029;
   const TestStream stream;
   const std::vector<float> grad = random_floats(n, 3), weight = random_floats(n, 4);
@@ -212,7 +212,7 @@ TEST(AdamWCudaTest, MomentsInBf16) {
 }
 
 TEST(AdamWCudaTest, SkipsAStepThatIsNotFinite) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 129;
   const TestStream stream;
   const std::vector<float> weight = random_floats(n, 1), moments = random_floats(n, 2);

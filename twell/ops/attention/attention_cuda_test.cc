@@ -7,7 +7,7 @@
 #include <cmath>
 #include <span>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/attention/attention.h"
 
@@ -134,7 +134,7 @@ void expect_near(const std::vector<float>& got, const std::vector<float>& want,
 class AttentionCudaTest : public testing::TestWithParam<AttentionShape> {};
 
 TEST_P(AttentionCudaTest, PrefillOverCacheEqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [heads, kv_heads, head_dim] = GetParam();
   const Problem problem(heads, kv_heads, head_dim,
                         {{1, 1}, {127, 127}, {129, 300}, {0, 0}, {1, 65}, {64, 64}, {130, 130}},
@@ -143,7 +143,7 @@ TEST_P(AttentionCudaTest, PrefillOverCacheEqualsCpu) {
 }
 
 TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [heads, kv_heads, head_dim] = GetParam();
   const Problem problem(heads, kv_heads, head_dim,
                         {{1, 1}, {1, 255}, {1, 256}, {1, 257}, {0, 0}, {1, 700}, {1, 33}}, false);
@@ -153,7 +153,7 @@ TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
 }
 
 TEST_P(AttentionCudaTest, UniformBatchEqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [heads, kv_heads, head_dim] = GetParam();
   for (const int64_t length : {int64_t{17}, int64_t{256}}) {
     const Problem problem(heads, kv_heads, head_dim, std::vector<Lengths>(3, {length, length}),
@@ -171,7 +171,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AttentionCudaTest,
                                          AttentionShape{2, 1, 256}));
 
 TEST(AttentionCudnnTest, TakesThePresetsShape) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   if (!std::string_view(cudnn_status()).starts_with("cuDNN 9")) GTEST_SKIP() << cudnn_status();
   const Problem problem(8, 8, 64, std::vector<Lengths>(2, {512, 512}), true);
   expect_near(on_device(problem, Kernel::kCudnn), problem.reference(), problem);

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/bias/bias.h"
 
@@ -11,7 +11,7 @@ namespace twell {
 namespace {
 
 TEST(BiasBackwardCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   Context cpu(1);
   for (const auto& [tokens, width] :

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 
@@ -95,7 +95,7 @@ Results on_device(const Operands& o, bool gradients, bool graph = false, bool ad
 class CrossEntropyCudaTest : public testing::TestWithParam<LossCase> {};
 
 TEST_P(CrossEntropyCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const Operands o(GetParam());
   const auto [tokens, width, vocab, workspace_tokens] = o.shape;
   const Results got = on_device(o, true);
@@ -140,7 +140,7 @@ TEST_P(CrossEntropyCudaTest, EqualsCpu) {
 }
 
 TEST_P(CrossEntropyCudaTest, RepeatsToTheBitAndEvaluates) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const Operands o(GetParam());
   const Results first = on_device(o, true), second = on_device(o, true, /*graph=*/true);
   EXPECT_EQ(first.losses, second.losses);
@@ -160,7 +160,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropyCudaTest,
 
 // Logits of a thousand, and rows where one logit is all.
 TEST(CrossEntropyCudaTest, LargeLogits) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   const int64_t tokens = 3, vocab = 24;
   std::vector<float> logits(static_cast<size_t>(tokens * vocab), -1000.0f);

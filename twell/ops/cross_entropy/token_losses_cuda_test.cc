@@ -5,14 +5,14 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 
 namespace twell {
 namespace {
 
 TEST(TokenLossesCudaTest, EqualsDoublePrecision) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   const int64_t tokens = 67;
   for (const int64_t vocab : {int64_t{3}, int64_t{257}, int64_t{5000}}) {

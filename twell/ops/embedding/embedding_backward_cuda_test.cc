@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/embedding/embedding.h"
 
@@ -20,7 +20,7 @@ struct BackwardCase {
 class EmbeddingBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 
 TEST_P(EmbeddingBackwardCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, vocab, common] = GetParam();
   const TestStream stream;
   CudaContext ctx(stream.get());
@@ -72,9 +72,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, EmbeddingBackwardCudaTest,
                                          BackwardCase{3000, 64, 65537, 0}));
 
 TEST(EmbeddingBackwardCudaTest, RefusesWorkspace) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const EmbeddingWorkspaceCuda workspace(8, 16);
   EXPECT_THROW(embedding_backward_cuda(ctx, {.tokens = 9, .width = 16, .vocab = 4}, workspace),
                Error);

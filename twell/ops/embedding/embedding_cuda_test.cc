@@ -3,14 +3,14 @@
 
 #include <gtest/gtest.h>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
 namespace twell {
 namespace {
 
 TEST(EmbeddingCudaTest, CopiesRows) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 8}, {129, 264}, {3, 2048}}) {
     const int64_t vocab = 57;

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
 namespace twell::few_rows {
@@ -87,7 +87,7 @@ constexpr double kNormError = 1.0 / 256, kSumError = 1.0 / (1 << 20), kRounding 
 class FewRowsCuda : public testing::TestWithParam<Shape> {
  protected:
   void SetUp() override {
-    if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+    TWELL_SKIP_WITHOUT_GPU();
     CudaContext ctx(nullptr);
     if (ctx.compute_capability() != 90) GTEST_SKIP() << "needs a Hopper GPU";
   }
@@ -239,7 +239,7 @@ struct QkvCase {
 class FewRowsQkvCuda : public testing::TestWithParam<QkvCase> {};
 
 TEST_P(FewRowsQkvCuda, RotatesAndFillsTheCache) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, heads, kv_heads, head_dim, with_bias] = GetParam();
   const int64_t half = head_dim / 2, cols = (heads + 2 * kv_heads) * head_dim, rows = 3 * tokens;
   const Operands operands({tokens, width, cols});

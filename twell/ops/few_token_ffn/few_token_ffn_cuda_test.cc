@@ -13,17 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "twell/base/cuda_testing.h"
-#include "twell/base/rng.h"
+#include "twell/base/cuda_gtest.h"
+#include "twell/base/test_bf16.h"
 
 namespace twell {
 namespace {
-
-#define SKIP_WITHOUT_HOPPER()                                                        \
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
-  const TestStream stream;                                                           \
-  CudaContext ctx(stream.get());                                                     \
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU"
 
 struct Case {
   const char* name;
@@ -31,24 +25,6 @@ struct Case {
   int bias;  // of every neuron: sets how many fire
   bool gated = true;
 };
-
-// Entries in {-1, 0, 1}.
-std::vector<int8_t> random_signs(int64_t n, uint64_t stream) {
-  std::vector<int8_t> values(static_cast<size_t>(n));
-  for (size_t i = 0; i < values.size(); i += 4) {
-    const auto bits = philox(9, stream, i / 4);
-    for (size_t j = i; j < std::min(i + 4, values.size()); ++j) {
-      values[j] = static_cast<int8_t>(static_cast<int>(bits[j - i] % 3) - 1);
-    }
-  }
-  return values;
-}
-
-DeviceBuffer<__nv_bfloat16> upload_as_bfloat16(const std::vector<int8_t>& values) {
-  std::vector<__nv_bfloat16> out(values.size());
-  for (size_t i = 0; i < values.size(); ++i) out[i] = __float2bfloat16(values[i]);
-  return upload(out);
-}
 
 int dot(const int8_t* a, const int8_t* b, int64_t n) {
   int sum = 0;
@@ -69,10 +45,10 @@ struct Problem {
     for (int64_t n = 0; n < c.ffn; ++n) {
       w_first[static_cast<size_t>(n * c.width)] = static_cast<int8_t>(c.bias);
     }
-    device_x = upload_as_bfloat16(x);
-    device_first = upload_as_bfloat16(w_first);
-    device_up = upload_as_bfloat16(w_up);
-    device_down = upload_as_bfloat16(w_down);
+    device_x = upload(to_bf16s(x));
+    device_first = upload(to_bf16s(w_first));
+    device_up = upload(to_bf16s(w_up));
+    device_down = upload(to_bf16s(w_down));
     activity = upload(std::vector<ActivityCuda>(1));
   }
 
@@ -140,7 +116,7 @@ void expect_equal(const std::vector<__nv_bfloat16>& got, const std::vector<float
 class FewTokenFfnCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   Problem problem(GetParam());
   FewTokenWorkspace workspace(problem.spec.ffn);
   const auto want = problem.expected();
@@ -190,7 +166,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Numbers of neurons that fire around those at which the kernels take another way, in turns for
 // each 192 neurons.
 TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   constexpr int64_t kEach = 192,
                     kCounts[] = {64, 0, 65, 1, 80, 81, 79, 128, 63, 129, 192, 16, 127, 17, 191};
   for (const auto& [tokens, width] :
@@ -202,7 +178,7 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
       std::fill(row, row + width, int8_t{0});
       row[0] = -1;
     }
-    problem.device_first = upload_as_bfloat16(problem.w_first);
+    problem.device_first = upload(to_bf16s(problem.w_first));
     FewTokenWorkspace workspace(problem.spec.ffn);
     const auto want = problem.expected();
     expect_equal(problem.run(ctx, stream, workspace), want, width);
@@ -213,7 +189,7 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
 
 // Back-to-back calls overlap by programmatic launch and share one workspace.
 TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   std::vector<Problem> problems;
   problems.emplace_back(Case{"", 3, 512, 1000, -25});
   problems.emplace_back(Case{"", 64, 320, 1000, -20});
@@ -241,7 +217,7 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
 // Values of x are two to a power that is the same within a token, so that its norm is a sign times
 // the norm's weight.
 TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {
     Problem problem({"", tokens, width, 264, -25});
     std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
@@ -252,8 +228,8 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
       problem.x[i] = static_cast<int8_t>(sign * norm[i % norm.size()]);
       residual[i] = static_cast<int8_t>(i % 7);
     }
-    const auto device_x = upload_as_bfloat16(x), device_norm = upload_as_bfloat16(norm),
-               y = upload_as_bfloat16(residual);
+    const auto device_x = upload(to_bf16s(x)), device_norm = upload(to_bf16s(norm)),
+               y = upload(to_bf16s(residual));
     FewTokenWorkspace workspace(problem.spec.ffn);
     FewTokenFfnCuda layer = problem.problem(y.data());
     layer.x = device_x.data();
@@ -267,7 +243,7 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
 }
 
 TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   for (const int64_t tokens : {2, 40}) {
     Problem problem({"", tokens, 64, 264, -5});
     const auto want = problem.expected();
@@ -289,7 +265,7 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
 }
 
 TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   FewTokenFfnCuda problem;
   problem.tokens = 64;
   problem.width = 64;

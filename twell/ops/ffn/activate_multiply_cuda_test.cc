@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
 namespace twell {
@@ -31,7 +31,7 @@ double activate(Activation activation, double x) {
 class ActivateMultiplyTest : public testing::TestWithParam<Activation> {};
 
 TEST_P(ActivateMultiplyTest, EqualsReference) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   for (const int64_t tokens : {1, 127, 129}) {
     constexpr int64_t kFfn = 2088;  // more than a piece per thread, off its multiple

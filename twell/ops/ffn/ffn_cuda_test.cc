@@ -8,7 +8,7 @@
 #include <cmath>
 #include <vector>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
@@ -71,10 +71,7 @@ double relative_error(const std::vector<__nv_bfloat16>& got, const std::vector<d
 class FfnCudaTest : public testing::TestWithParam<bool> {};
 
 TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  TWELL_HOPPER_TEST();
   const bool gated = GetParam();
   const int64_t tokens = 260, width = 320, ffn = 1000;
   const auto x = random_bf16(tokens * width, 0, 1.0f);
@@ -148,10 +145,7 @@ INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest, testing::Values(true, false));
 // Unions that are found while the gate GEMM ends, for gates of less than a round of its tiles, of a
 // last round that is cut and of one that is not. Every 37th row fires on nearly everything.
 TEST(FollowedGateCudaTest, ChangesNothing) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  TWELL_HOPPER_TEST();
   const int64_t most = 9001, width = 192, ffn = 1000;
   auto x = random_bf16(most * width, 0, 1.0f);
   for (int64_t m = 0; m < most; ++m) {

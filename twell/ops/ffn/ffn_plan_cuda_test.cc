@@ -6,17 +6,12 @@
 #include <cmath>
 #include <vector>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
 namespace {
-
-#define SKIP_WITHOUT_GPU()                                                           \
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
-  const TestStream stream;                                                           \
-  CudaContext ctx(stream.get())
 
 // A layer with biased gates: x[:, 0] is 1, w_gate[:, 0] sets how often a neuron fires.
 struct Layer {
@@ -104,7 +99,7 @@ struct Case {
 class FfnPlanCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const Case& c = GetParam();
   const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
   const Outcome dense = run(ctx, stream, layer, FfnPolicy::kDense, true);
@@ -132,7 +127,7 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
 
 // The result and the sum are each rounded to bf16 once.
 TEST_P(FfnPlanCudaTest, AddsToAResidual) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const Case& c = GetParam();
   const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
   const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
@@ -160,8 +155,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
                                          Case{135301, 64, 264, true, -2.0f}));
 
 TEST(FfnPlanCuda, LearnsFromWhatItRan) {
-  SKIP_WITHOUT_GPU();
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  TWELL_HOPPER_TEST();
   const Layer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);
   for (const Layer* layer : {&light, &full}) {
     FfnPlansCuda plans(ctx, 1, layer->ffn, FfnPolicy::kAuto);
@@ -182,7 +176,7 @@ TEST(FfnPlanCuda, LearnsFromWhatItRan) {
 }
 
 TEST(FfnPlanCuda, SaysHowMuchMemoryItTakes) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   for (const int64_t tokens : {1, 1000, 100000}) {
     const FfnWorkspaceCuda workspace(ctx, tokens, 512, 1408, true);
     const int64_t needed = FfnWorkspaceCuda::bytes_needed(ctx, tokens, 1408);
@@ -192,7 +186,7 @@ TEST(FfnPlanCuda, SaysHowMuchMemoryItTakes) {
 }
 
 TEST(FfnPlanCuda, TakesFewerTokensAtOnceWhereTheyTakeMuchMemory) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const int64_t round = ctx.multiprocessors() / 2 * 256, many = 64 * round;
   EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 264), 8 * round);
   EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 65536), 4 * round);
@@ -201,7 +195,7 @@ TEST(FfnPlanCuda, TakesFewerTokensAtOnceWhereTheyTakeMuchMemory) {
 }
 
 TEST(FfnPlanCuda, ReplaysAsAGraph) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   for (const int64_t tokens : {8, 200}) {
     const Layer layer(tokens, 256, 1024, true, -1.5f);
     for (const FfnPolicy policy :

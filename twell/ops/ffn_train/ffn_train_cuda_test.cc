@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "twell/base/cuda_gtest.h"
 #include "twell/ops/ffn_train/ffn_train_cuda_testing.h"
 
 namespace twell {
@@ -56,7 +57,7 @@ Problem problem_of(const Case& c, bool gated) {
 class FfnTrainCudaTest : public testing::TestWithParam<std::tuple<Case, bool>> {};
 
 TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto& [c, gated] = GetParam();
   const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
@@ -86,7 +87,7 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
 }
 
 TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto& [c, gated] = GetParam();
   const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
@@ -130,9 +131,7 @@ INSTANTIATE_TEST_SUITE_P(Large, FfnTrainCudaTest,
                          });
 
 TEST(FfnTrainCudaGraph, Replays) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const Problem p =
       reference::make_bf16_problem(700, 72, 520, true, [](int64_t m) { return m % 40; });
   LayerCuda layer(ctx, p);
@@ -151,9 +150,7 @@ TEST(FfnTrainCudaGraph, Replays) {
 
 // Both executions count the unions; the hybrid one has tiles of their own for heavy tokens.
 TEST(FfnTrainCudaCounts, Unions) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   // Active neurons are those of rank below row_nnz: a union is its longest row.
   const Problem p = reference::make_bf16_problem(300, 64, 520, true,
                                                  [](int64_t m) { return m / 128 * 7 + m % 5; });
@@ -185,9 +182,7 @@ TEST(FfnTrainCudaChoice, FollowsTheActivity) {
 }
 
 TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const Problem p = reference::make_bf16_problem(4, 8, 16, true, [](int64_t) { return 2; });
   LayerCuda layer(ctx, p);
   FfnTrainForwardCuda forward = layer.forward();
@@ -201,9 +196,7 @@ TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
 }
 
 TEST(FfnTrainCudaContract, BytesAreWhatIsAllocated) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   for (const bool gated : {true, false}) {
     const FfnTrainShapeCuda shape{1000, 64, 584, gated};
     FfnSavedCuda saved(ctx, shape);

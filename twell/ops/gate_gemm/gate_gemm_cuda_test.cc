@@ -10,8 +10,9 @@
 #include <tuple>
 #include <vector>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
 #include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
 
 namespace twell {
@@ -25,21 +26,11 @@ struct Implementation {
 constexpr Implementation kHopper{"Hopper", gate_gemm_unsupported, gate_gemm_cuda};
 constexpr Implementation kPortable{"Portable", gate_gemm_sm80_unsupported, gate_gemm_sm80_cuda};
 
-#define SKIP_WITHOUT_GPU_FOR(implementation)                                         \
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
-  const TestStream stream;                                                           \
-  CudaContext ctx(stream.get());                                                     \
-  if ((implementation).run == gate_gemm_cuda && ctx.compute_capability() != 90) {    \
-    GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";                     \
+#define GPU_TEST_OF(implementation)                                               \
+  TWELL_GPU_TEST();                                                               \
+  if ((implementation).run == gate_gemm_cuda && ctx.compute_capability() != 90) { \
+    GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";                  \
   }
-
-std::vector<__nv_bfloat16> to_bfloat16(const std::vector<int>& values) {
-  std::vector<__nv_bfloat16> out(values.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    out[i] = __float2bfloat16(static_cast<float>(values[i]));
-  }
-  return out;
-}
 
 // A gate GEMM with its buffers, poisoned before each run.
 struct PackedGate {
@@ -53,8 +44,8 @@ struct PackedGate {
              const TwellShape& shape_in, int64_t width, const std::vector<int>& x,
              const std::vector<int>& w, int graph_replays = 0)
       : shape(shape_in) {
-    const auto device_x = upload(to_bfloat16(x));
-    const auto device_w = upload(to_bfloat16(w));
+    const auto device_x = upload(to_bf16s(x));
+    const auto device_w = upload(to_bf16s(w));
     const auto device_words = poisoned<uint32_t>(shape.words());
     const auto device_spill = poisoned<uint16_t>(shape.max_spill_slots() * shape.tile);
     const auto device_nnz = poisoned<int32_t>(shape.rows);
@@ -128,7 +119,7 @@ class GateGemmCudaTest : public testing::TestWithParam<std::tuple<Implementation
 
 TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
   const Implementation& gate_gemm = std::get<0>(GetParam());
-  SKIP_WITHOUT_GPU_FOR(gate_gemm);
+  GPU_TEST_OF(gate_gemm);
   const Case& c = std::get<1>(GetParam());
   const TwellShape shape{c.tokens, c.ffn, 256, c.compression};
   std::vector<int> x, w;
@@ -159,7 +150,7 @@ INSTANTIATE_TEST_SUITE_P(Implementations, GateGemmPackingTest, testing::Values(k
 
 // x is one-hot, so row m of the gate is column m of w: each row has a chosen occupancy per tile.
 TEST_P(GateGemmPackingTest, TilesAroundCapacity) {
-  SKIP_WITHOUT_GPU_FOR(GetParam());
+  GPU_TEST_OF(GetParam());
   for (const int32_t compression : {8, 4, 2}) {
     const TwellShape shape{40, 512, 256, compression};
     const int64_t width = 40;
@@ -188,7 +179,7 @@ TEST_P(GateGemmPackingTest, TilesAroundCapacity) {
 }
 
 TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
-  SKIP_WITHOUT_GPU_FOR(GetParam());
+  GPU_TEST_OF(GetParam());
   const TwellShape shape{700, 1536, 256, 8};
   const int64_t width = 256;
   std::vector<int> x, w;
@@ -203,7 +194,7 @@ TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
 }
 
 TEST_P(GateGemmPackingTest, RefusesWhatItCannotDo) {
-  SKIP_WITHOUT_GPU_FOR(GetParam());
+  GPU_TEST_OF(GetParam());
   GateGemmCuda problem;
   problem.tokens = 4;
   problem.width = 12;

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/gate_screen/gate_screen_reference.h"
 
@@ -15,7 +15,7 @@ namespace {
 class GateScreenCudaTest : public testing::TestWithParam<int64_t> {};
 
 TEST_P(GateScreenCudaTest, IsTheReference) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const int64_t width = GetParam(), ffn = 37, layers = 2;
   const TestStream stream;
   const CudaContext ctx(stream.get());

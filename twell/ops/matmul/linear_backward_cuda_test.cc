@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul.h"
@@ -26,7 +26,7 @@ struct Gradients {
 class LinearBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 
 TEST_P(LinearBackwardCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [rows, cols, inner, add] = GetParam();
   const TestStream stream;
   CudaContext ctx(stream.get());
@@ -86,9 +86,7 @@ INSTANTIATE_TEST_SUITE_P(
                     BackwardCase{129, 320, 264, false}, BackwardCase{513, 1032, 512, true}));
 
 TEST(LinearBackwardCudaTest, ReplaysAsGraph) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const int64_t rows = 129, cols = 72, inner = 64;
   const auto x = upload(random_bf16(rows * inner, 1)), w = upload(random_bf16(cols * inner, 2)),
              d_y = upload(random_bf16(rows * cols, 3));

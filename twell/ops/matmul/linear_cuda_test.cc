@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
 namespace twell {
@@ -19,7 +19,7 @@ class LinearCudaTest : public testing::TestWithParam<LinearCase> {};
 
 // |error| <= 2^-8 |y| for the rounding of y, and 2^-20 of sum |x| |w| for that of the f32 sums.
 TEST_P(LinearCudaTest, EqualsDoublePrecision) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [rows, cols, inner] = GetParam();
   const TestStream stream;
   CudaContext ctx(stream.get());
@@ -73,9 +73,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LinearCudaTest,
 
 // What few-row kernels give for a token does not depend on the tokens beside it.
 TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const int64_t cols = 264, inner = 1032;
   const auto x = upload(random_bf16(8 * inner, 3)), w = upload(random_bf16(cols * inner, 4));
   const auto together = poisoned<float>(8 * cols);

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/rope/rope_cuda_testing.h"
 
@@ -33,10 +34,7 @@ std::vector<__nv_bfloat16> narrowed(const std::vector<float>& values) {
 class QkvCudaTest : public testing::TestWithParam<QkvCase> {};
 
 TEST_P(QkvCudaTest, EqualsProductAndRotationWithAndWithoutCache) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";
+  TWELL_HOPPER_TEST();
   const auto [tokens, width, heads, kv_heads, head_dim] = GetParam();
   const RopeOperands o(tokens, heads, kv_heads, head_dim);
   const int64_t columns = o.columns;
@@ -84,9 +82,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, QkvCudaTest,
                                          QkvCase{700, 200, 6, 3, 128}));
 
 TEST(QkvCuda, SaysWhatItTakes) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
-  CudaContext ctx(stream.get());
+  TWELL_GPU_TEST();
   const __nv_bfloat16 bias{};
   QkvCuda problem{.width = 64, .rope = {.tokens = 4096, .heads = 2, .kv_heads = 2, .head_dim = 64}};
   EXPECT_EQ(qkv_is_fused(ctx, problem), ctx.compute_capability() == 90);

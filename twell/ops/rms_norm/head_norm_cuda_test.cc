@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
 namespace twell {
@@ -19,7 +19,7 @@ struct Case {
 class HeadNormCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(HeadNormCudaTest, EqualsReference) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim, with_bias] = GetParam();
   const TestStream stream;
   const int64_t width = (heads + 2 * kv_heads) * head_dim;

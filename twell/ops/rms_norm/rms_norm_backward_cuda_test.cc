@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/rms_norm/rms_norm.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -25,7 +25,7 @@ struct Gradients {
 class RmsNormBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 
 TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, with_residual] = GetParam();
   const TestStream stream;
   const auto s = random_bf16(tokens * width, 1, 2.0f), weight = random_bf16(width, 2),
@@ -92,7 +92,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormBackwardCudaTest,
                                          BackwardCase{17, 16384, true}));
 
 TEST(RmsNormBackwardCudaTest, RefusesWidths) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   for (const int64_t width : {int64_t{12}, kMaxNormWidth + 8}) {
     EXPECT_EQ(launch_rms_norm_backward({.tokens = 1, .width = width}, nullptr),
               cudaErrorInvalidValue);

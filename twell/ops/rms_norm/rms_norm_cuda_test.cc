@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/rms_norm/rms_norm.h"
 
@@ -20,7 +20,7 @@ struct NormCase {
 class RmsNormCudaTest : public testing::TestWithParam<NormCase> {};
 
 TEST_P(RmsNormCudaTest, EqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, with_residual] = GetParam();
   const TestStream stream;
   const auto x = random_bf16(tokens * width, 1, 2.0f), residual = random_bf16(tokens * width, 2),
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormCudaTest,
                                          NormCase{1030, 320, true}));
 
 TEST(RmsNormCudaTest, RefusesWidths) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   for (const int64_t width : {int64_t{12}, kMaxNormWidth + 8}) {
     EXPECT_EQ(launch_rms_norm({.tokens = 1, .width = width}, nullptr), cudaErrorInvalidValue);
   }

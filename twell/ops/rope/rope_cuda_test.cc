@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "twell/base/cuda_gtest.h"
 #include "twell/ops/rope/rope_cuda_testing.h"
 
 namespace twell {
@@ -17,7 +18,7 @@ struct RopeCase {
 class RopeCudaTest : public testing::TestWithParam<RopeCase> {};
 
 TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim] = GetParam();
   const TestStream stream;
   Context ctx(1);
@@ -40,7 +41,7 @@ TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
 }
 
 TEST_P(RopeCudaTest, InverseEqualsCpu) {
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why;
+  TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim] = GetParam();
   const TestStream stream;
   Context ctx(1);

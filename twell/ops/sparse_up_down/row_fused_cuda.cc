@@ -2,6 +2,7 @@
 #include "twell/ops/sparse_up_down/row_fused_cuda.h"
 
 #include "twell/ops/sparse_up_down/count_rows.h"
+#include "twell/ops/sparse_up_down/problem_check_cuda.h"
 #include "twell/ops/sparse_up_down/row_fused_kernels.h"
 
 namespace twell {
@@ -30,17 +31,8 @@ std::string row_fused_unsupported(const CudaContext& ctx, const SparseUpDownCuda
                        ctx.device_name(), ctx.compute_capability() / 10,
                        ctx.compute_capability() % 10);
   }
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  const TwellShape& shape = problem.gate.shape;
-  if (shape.tile != 256 || shape.slots() < 4 || shape.rows != problem.tokens ||
-      shape.cols != problem.ffn) {
-    return fmt::format(
-        "TwELL of [{}, {}] in tiles of {} with {} words, expected [{}, {}] in tiles of 256 with at "
-        "least 4",
-        shape.rows, shape.cols, shape.tile, shape.slots(), problem.tokens, problem.ffn);
+  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
+    return misshaped;
   }
   constexpr int64_t kMost = int64_t{1} << 30;
   if (problem.tokens > kMost || problem.ffn > kMost || problem.width > int64_t{1} << 24) {

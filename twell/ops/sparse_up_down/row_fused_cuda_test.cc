@@ -12,33 +12,12 @@
 #include <vector>
 
 #include "twell/base/buffer.h"
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
 
 namespace twell {
 namespace {
-
-#define SKIP_WITHOUT_GPU()                                                           \
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
-  const TestStream stream;                                                           \
-  CudaContext ctx(stream.get())
-
-std::vector<int8_t> random_signs(int64_t n, uint64_t stream) {
-  std::vector<int8_t> values(static_cast<size_t>(n));
-  for (size_t i = 0; i < values.size(); i += 4) {
-    const auto bits = philox(9, stream, i / 4);
-    for (size_t j = i; j < std::min(i + 4, values.size()); ++j) {
-      values[j] = static_cast<int8_t>(static_cast<int>(bits[j - i] % 3) - 1);
-    }
-  }
-  return values;
-}
-
-DeviceBuffer<__nv_bfloat16> upload_as_bfloat16(const std::vector<int8_t>& values) {
-  std::vector<__nv_bfloat16> out(values.size());
-  for (size_t i = 0; i < values.size(); ++i) out[i] = __float2bfloat16(values[i]);
-  return upload(out);
-}
 
 float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
@@ -76,9 +55,9 @@ struct Problem {
     device_words = upload(words);
     device_spill = upload(spill);
     device_nnz = upload(row_nnz);
-    device_x = upload_as_bfloat16(x);
-    device_up = upload_as_bfloat16(w_up);
-    device_down = upload_as_bfloat16(w_down);
+    device_x = upload(to_bf16s(x));
+    device_up = upload(to_bf16s(w_up));
+    device_down = upload(to_bf16s(w_down));
   }
 
   SparseUpDownCuda problem(__nv_bfloat16* y) const {
@@ -155,7 +134,7 @@ struct Case {
 class RowFusedCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(RowFusedCudaTest, GivesTheDenseResultToTheBitAndRepeats) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const Case& c = GetParam();
   const Problem problem(
       c.tokens, c.width, c.ffn, c.compression,
@@ -198,7 +177,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RowFusedCudaTest,
 
 // Rows of every size around the limits: of a tile's capacity, and of a light row.
 TEST(RowFusedCuda, TilesAndRowsAroundTheirLimits) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   for (const int32_t compression : {8, 4, 2}) {
     const int64_t capacity = 256 / compression - 1;
     const int64_t occupancies[] = {0,  1,  capacity - 1, capacity, capacity + 1, 62,
@@ -216,7 +195,7 @@ TEST(RowFusedCuda, TilesAndRowsAroundTheirLimits) {
 }
 
 TEST(RowFusedCuda, ReplaysAsAGraphInALargerWorkspace) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const auto active = [](int64_t row, int64_t neuron) {
     return row % 60 == 0 || uniform(7, 5, static_cast<uint64_t>(row * 1536 + neuron)) < 0.02f;
   };
@@ -229,7 +208,7 @@ TEST(RowFusedCuda, ReplaysAsAGraphInALargerWorkspace) {
 }
 
 TEST(RowFusedCuda, RefusesWhatItCannotDo) {
-  SKIP_WITHOUT_GPU();
+  TWELL_GPU_TEST();
   const Problem problem(100, 64, 256, 8, [](int64_t, int64_t neuron) { return neuron == 3; });
   RowFusedWorkspace short_workspace(ctx, 64, 64), narrow(ctx, 100, 32);
   EXPECT_THROW(problem.run(ctx, stream, short_workspace), Error);

@@ -3,7 +3,7 @@
 
 #include "twell/base/rounding.h"
 #include "twell/ops/gate_gemm/gate_gemm_cuda.h"
-#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+#include "twell/ops/sparse_up_down/problem_check_cuda.h"
 #include "twell/ops/sparse_up_down/tile_union.h"
 #include "twell/sm90/tensor_map.h"
 
@@ -78,17 +78,8 @@ std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCud
     return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
                        ctx.compute_capability() / 10, ctx.compute_capability() % 10);
   }
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  const TwellShape& shape = problem.gate.shape;
-  if (shape.tile != 256 || shape.slots() < 4 || shape.rows != problem.tokens ||
-      shape.cols != problem.ffn) {
-    return fmt::format(
-        "TwELL of [{}, {}] in tiles of {} with {} words, expected [{}, {}] in tiles of 256 with at "
-        "least 4",
-        shape.rows, shape.cols, shape.tile, shape.slots(), problem.tokens, problem.ffn);
+  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
+    return misshaped;
   }
   if (problem.ffn > tile_union::kMaxFfn) {
     return fmt::format("FFN size {}, at most {}", problem.ffn, tile_union::kMaxFfn);

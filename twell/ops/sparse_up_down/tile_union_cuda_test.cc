@@ -8,18 +8,13 @@
 #include <vector>
 
 #include "twell/base/buffer.h"
-#include "twell/base/cuda_testing.h"
+#include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
 #include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 
 namespace twell {
 namespace {
-
-#define SKIP_WITHOUT_HOPPER()                                                        \
-  if (const std::string why = cuda_unavailable(); !why.empty()) GTEST_SKIP() << why; \
-  const TestStream stream;                                                           \
-  CudaContext ctx(stream.get());                                                     \
-  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU"
 
 struct Case {
   const char* name;
@@ -39,12 +34,6 @@ std::vector<float> random_values(int64_t n, uint64_t stream, float scale) {
         to_float(to_bf16(scale * normal(7, stream, static_cast<uint64_t>(i))));
   }
   return values;
-}
-
-std::vector<__nv_bfloat16> to_bfloat16(const std::vector<float>& values) {
-  std::vector<__nv_bfloat16> out(values.size());
-  for (size_t i = 0; i < values.size(); ++i) out[i] = __float2bfloat16(values[i]);
-  return out;
 }
 
 // One problem on host and device. y is poisoned before every run.
@@ -81,9 +70,9 @@ struct Problem {
     device_words = upload(packed_words);
     device_spill = upload(spill);
     device_nnz = upload(row_nnz);
-    device_x = upload(to_bfloat16(x));
-    device_up = upload(to_bfloat16(w_up));
-    device_down = upload(to_bfloat16(w_down));
+    device_x = upload(to_bf16s(x));
+    device_up = upload(to_bf16s(w_up));
+    device_down = upload(to_bf16s(w_down));
   }
 
   std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
@@ -163,7 +152,7 @@ struct Problem {
 class TileUnionCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   Problem problem(GetParam());
   TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
   const auto once = problem.run(ctx, stream, workspace);
@@ -195,7 +184,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   Problem problem({"graph", 500, 256, 1536, 8, 0.02, 60});
   TileUnionWorkspace exact(500, 1536), larger(4000, 5632);
   const auto direct = problem.run(ctx, stream, exact);
@@ -205,7 +194,7 @@ TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
 }
 
 TEST(TileUnionCuda, RefusesWhatItCannotDo) {
-  SKIP_WITHOUT_HOPPER();
+  TWELL_HOPPER_TEST();
   Problem problem({"small", 100, 64, 256, 8, 0.1, 0});
   TileUnionWorkspace workspace(64, 256);
   EXPECT_THROW(problem.run(ctx, stream, workspace), Error);

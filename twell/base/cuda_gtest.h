@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// How GPU tests begin: they skip, with the reason, where there is no GPU that can run them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "twell/base/cuda_testing.h"
+
+// In SetUp, or where a test makes no use of a stream of its own.
+#define TWELL_SKIP_WITHOUT_GPU() \
+  if (const std::string why = ::twell::cuda_unavailable(); !why.empty()) GTEST_SKIP() << why
+
+// Leaves a TestStream `stream` and a CudaContext `ctx` on it.
+#define TWELL_GPU_TEST()            \
+  TWELL_SKIP_WITHOUT_GPU();         \
+  const ::twell::TestStream stream; \
+  ::twell::CudaContext ctx(stream.get())
+
+// The same for kernels of compute capability 9.0.
+#define TWELL_HOPPER_TEST() \
+  TWELL_GPU_TEST();         \
+  if (ctx.compute_capability() != 90) GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU"
