@@ -4,11 +4,15 @@
 
 #include <concepts>
 
+#include "twell/base/host_device.h"
+
 namespace twell {
 
-constexpr auto ceil_div(std::integral auto n, std::integral auto by) { return (n + by - 1) / by; }
+TWELL_HOST_DEVICE constexpr auto ceil_div(std::integral auto n, std::integral auto by) {
+  return (n + by - 1) / by;
+}
 // To a multiple of `step`.
-constexpr auto round_up(std::integral auto n, std::integral auto step) {
+TWELL_HOST_DEVICE constexpr auto round_up(std::integral auto n, std::integral auto step) {
   return ceil_div(n, step) * step;
 }
 

@@ -5,6 +5,7 @@
 // 16 tokens. The gate kernel has asked for the rows, so they are in the L2. What fires is known,
 // and announced, before h is, so weights that there is room for are there when the gate kernel
 // ends.
+#include "twell/base/rounding.h"
 #include "twell/ops/few_token_ffn/few_token_kernels.h"
 #include "twell/ops/few_token_ffn/fired_words_sm90.cuh"
 #include "twell/ops/few_token_ffn/split_exchange_sm90.cuh"
@@ -103,8 +104,6 @@ class Kernel {
   }
 
  private:
-  static __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
   // This CTA's share of the neurons of a segment that fired, ascending. False: what fired was not
   // announced before the gate kernel has ended.
   __device__ __forceinline__ bool list(int segment) {
@@ -274,9 +273,8 @@ cudaError_t launch_split_down_sm90(const Down& problem, cudaStream_t stream) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   }
   if (status != cudaSuccess) return status;
-  return launch_dependent(split_down_sm90_kernel,
-                          dim3((problem.width + kColumns - 1) / kColumns * kSplit), kThreads,
-                          kBytes, stream, problem);
+  return launch_dependent(split_down_sm90_kernel, dim3(ceil_div(problem.width, kColumns) * kSplit),
+                          kThreads, kBytes, stream, problem);
 }
 
 }  // namespace twell::few_token

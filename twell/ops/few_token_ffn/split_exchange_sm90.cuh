@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Four CTAs share out the terms of a product of 64 tokens, and then its tokens: each adds up the
-// partial sums of 16 of them, in the CTAs' order. A warp's accumulators hold
-// just the 16 tokens that one of the CTAs adds up, so they go there as they are, through
-// distributed shared memory: [from CTA][block of 8 columns][lane] float4.
+// partial sums of 16 of them, in the CTAs' order. A warp's accumulators hold just the 16 tokens
+// that one of the CTAs adds up, so they go there as they are, through distributed shared memory:
+// [from CTA][block of 8 columns][lane] float4.
 #pragma once
 
 #include "twell/sm90/barrier.cuh"

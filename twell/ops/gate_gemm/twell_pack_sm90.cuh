@@ -158,12 +158,12 @@ class PackedTile {
   // Writes rows' counts, finds this lane's places among the quad and which pairs any lane has
   // something in, and spills rows that do not fit. Every lane of the warp calls it.
   __device__ __forceinline__ void place(const PackTarget& out) {
-    const int lane = threadIdx.x % 4;
+    const int lane_in_quad = threadIdx.x % 4;
     uint32_t through = counts_;  // inclusive prefix sums over the quad
     const uint32_t one_back = __shfl_up_sync(~0u, through, 1, 4);
-    if (lane >= 1) through += one_back;
+    if (lane_in_quad >= 1) through += one_back;
     const uint32_t two_back = __shfl_up_sync(~0u, through, 2, 4);
-    if (lane >= 2) through += two_back;
+    if (lane_in_quad >= 2) through += two_back;
     const uint32_t upper = through & 0xffff, lower = through >> 16, slots = out.slots;
     const uint32_t before = through - counts_;
     const uint32_t slot = static_cast<uint32_t>(row_) * out.tiles + tile_;
@@ -171,7 +171,7 @@ class PackedTile {
     words_ = out.words + int64_t{slot} * slots;
     upper_at_ = (1 + (before & 0xffff)) * sizeof(uint32_t);
     lower_at_ = (below * slots + 1 + (before >> 16)) * sizeof(uint32_t);
-    if (lane == 3) {
+    if (lane_in_quad == 3) {
       write_count(words_, upper, row_, out);
       write_count(words_ + below * slots, lower, row_ + 8, out);
     }
@@ -194,9 +194,9 @@ class PackedTile {
   // packed.
   __device__ __forceinline__ static void spill(uint32_t (&pairs)[32], uint32_t* words,
                                                uint32_t slot, const PackTarget& out) {
-    const int lane = threadIdx.x % 4;
-    if (lane == 0) words[1] = slot;
-    uint32_t* to = out.spill + int64_t{slot} * (kTileN / 2) + lane;
+    const int lane_in_quad = threadIdx.x % 4;
+    if (lane_in_quad == 0) words[1] = slot;
+    uint32_t* to = out.spill + int64_t{slot} * (kTileN / 2) + lane_in_quad;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       to[4 * i] = pairs[i];
