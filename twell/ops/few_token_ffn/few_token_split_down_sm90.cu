@@ -35,7 +35,7 @@ constexpr int kSegment = kThreads * 16;
 static_assert(kSent <= kBytes, "sums use the ring");
 
 struct Shared {
-  uint64_t full[kStages], empty[kStages], sums;
+  uint64_t full[kStages], empty[kStages], room, sums;
   int warp_sums[kWarps];
   uint16_t list[kSegment / kSplit + kRows];
 };
@@ -60,6 +60,7 @@ class Kernel {
         barrier_init(smem_address(shared_.full + s), kGatherers);
         barrier_init(smem_address(shared_.empty + s), 1);
       }
+      barrier_init(smem_address(&shared_.room), kSplit);
       barrier_init(smem_address(&shared_.sums), 1);
       fence_barrier_init();
       barrier_arrive_expect(smem_address(&shared_.sums), adds_ ? kSent : 0);
@@ -84,18 +85,16 @@ class Kernel {
         wait_for_previous_kernel();
         multiply(acc);
       } else {
-        if (one_segment_) cluster_arrive_relaxed();
         gather(segment * kSegment);
       }
       step_ += (count_ + kRows - 1) / kRows;
     }
     if (!read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
-    __syncwarp();
-    if (!one_segment_) cluster_arrive_relaxed();
-    cluster_wait();  // nobody needs its ring, or the slot, any more
     const uint32_t sums = smem_address(&shared_.sums);
-    if (warp_ < 4 && warp_ * 16 < p_.tokens) {
-      send_sums<kColumns>(acc, ring_, sums, rank_, warp_);
+    if (warp_ < 4) {
+      if (!one_segment_) tell_room(&shared_.room);
+      barrier_wait(smem_address(&shared_.room), 0);
+      if (warp_ * 16 < p_.tokens) send_sums<kColumns>(acc, ring_, sums, rank_, warp_);
     }
     barrier_wait(sums, 0);
     if (adds_ && warp_ < kColumns / 8) store(add_sums(ring_, warp_, kSent / kSplit));
@@ -202,7 +201,7 @@ class Kernel {
     int step = step_;
 #pragma unroll 1
     for (int first = 0; first < count_; first += kRows, ++step) {
-      if (one_segment_ && first == last_three) cluster_arrive_relaxed();
+      if (one_segment_ && first == last_three) tell_room(&shared_.room);
       const int stage = step % kStages;
       barrier_wait(smem_address(shared_.full + stage), step / kStages & 1);
       fence_async_shared();
@@ -218,8 +217,7 @@ class Kernel {
       wgmma_wait<0>();
       if (threadIdx.x == 0) barrier_arrive(smem_address(shared_.empty + stage));
     }
-    __syncwarp();
-    if (one_segment_ && count_ <= last_three) cluster_arrive_relaxed();
+    if (one_segment_ && count_ <= last_three) tell_room(&shared_.room);
   }
 
   __device__ __forceinline__ void store(const float4& sum) const {

@@ -46,6 +46,7 @@ struct Barriers {
   uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring
   uint64_t gathered[kBarriers], released[kBarriers];  // of rows of w_up
   uint64_t x[kXChunks];
+  uint64_t room[2];             // for sums of each half of the gate, in all CTAs
   uint64_t gate[2], fired, up;  // sent by the cluster
 };
 
@@ -101,6 +102,8 @@ class Cta {
         barrier_init(smem_address(b.released + lane_), 1);
         barrier_init(smem_address(b.x + lane_), 1);
       } else if (lane_ == kBarriers) {
+        barrier_init(smem_address(b.room), kSplit);
+        barrier_init(smem_address(b.room + 1), kSplit);
         barrier_init(smem_address(b.gate), 1);
         barrier_init(smem_address(b.gate + 1), 1);
         barrier_init(smem_address(&b.fired), 1);

@@ -25,26 +25,22 @@ class Gate : public First {
       float sums[2][kHalf / 2];
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) sums[i % 2][i / 2] = 0.0f;
+      const uint64_t* room = shared_.barriers.room;
       multiply_head(sums);
-      __syncwarp();
-      cluster_arrive_relaxed();  // slots 0 and 1 are free,
+      tell_room(room);  // slots 0 and 1 are free,
       multiply_tail(sums[0], 0);
       wgmma_wait<0>();
+      tell_room(room + 1);  // and 2 and 3
       multiply_tail(sums[1], 1);
-      cluster_wait();
-      cluster_arrive_relaxed();  // and 2 and 3
+      barrier_wait(smem_address(room), gate_phase_);
       send_sums<kHalf>(sums[0], ring_, sent, rank_, warp_, sends_);
       wgmma_wait<0>();
       release_tail();
-      cluster_wait();
+      barrier_wait(smem_address(room + 1), gate_phase_);
       send_sums<kHalf>(sums[1], ring_ + kHalfSent, sent + 8, rank_, warp_, sends_);
-    } else {
-      cluster_arrive_relaxed();
-      if (warp_ == kProducer) produce();
+    } else if (warp_ == kProducer) {
+      produce();
       __syncwarp();
-      cluster_wait();
-      cluster_arrive_relaxed();
-      cluster_wait();
     }
     count_steps();
 #pragma unroll 1

@@ -15,6 +15,16 @@ constexpr int kBlockBytes = 512;  // what a warp sends of 8 columns
 template <int Columns>
 constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // that a CTA gets
 
+// CTAs tell each other when sums may come, on barriers of kSplit arrivals at the same place in all
+// of them. By the first warp, once its warpgroup is done with what lies there. Not by the cluster's
+// own barrier: while warps have work between arriving there and waiting, compute-sanitizer's tools
+// do not get on.
+__device__ __forceinline__ void tell_room(const uint64_t* barrier) {
+  if (threadIdx.x < kSplit) {
+    sm90::barrier_arrive_cluster(sm90::smem_address(barrier), threadIdx.x);
+  }
+}
+
 // Sends blocks of 8 columns of a warp, if it `sends` any, to `place` in another CTA;
 // place and barrier are remote addresses.
 template <int Block, int End, int Registers>
