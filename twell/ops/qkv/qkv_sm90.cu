@@ -23,11 +23,11 @@ template <int HeadDim>
 class RotatedTile {
   static constexpr int kHalf = HeadDim / 16;  // pairs of half a head
   static constexpr int kHeads = 256 / HeadDim;
-  static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kWarpBytes = 16 * 128;
 
  public:
   using Target = qkv::Target;
+  static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
 
   __device__ __forceinline__ void take(const float (&acc)[128], int first_row, int column_tile) {
