@@ -94,7 +94,11 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
       row_nnz_(chunk_tokens_),
       tile_union_(chunk_tokens_, ffn),
       row_fused_(ctx, chunk_tokens_, width),
-      few_tokens_(ffn) {}
+      few_tokens_(ffn) {
+  // Words are read 16 bytes at a time, of which a tile's last ones may never be written.
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(words_.data(), 0, static_cast<size_t>(words_.bytes()), ctx.stream()));
+}
 
 FfnWorkspaceCuda::~FfnWorkspaceCuda() = default;
 
