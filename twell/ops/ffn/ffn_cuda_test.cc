@@ -142,13 +142,14 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
 
 INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest, testing::Values(true, false));
 
-// Unions that are found while the gate GEMM ends, for gates of less than a round of its tiles, of a
-// last round that is cut and of one that is not. Every 37th row fires on nearly everything.
-TEST(FollowedGateCudaTest, ChangesNothing) {
+class FollowedGateCudaTest : public testing::TestWithParam<int64_t> {};
+
+// Every 37th row fires on nearly everything.
+TEST_P(FollowedGateCudaTest, ChangesNothing) {
   TWELL_HOPPER_TEST();
-  const int64_t most = 9001, width = 192, ffn = 1000;
-  auto x = random_bf16(most * width, 0, 1.0f);
-  for (int64_t m = 0; m < most; ++m) {
+  const int64_t tokens = GetParam(), width = 192, ffn = 1000;
+  auto x = random_bf16(tokens * width, 0, 1.0f);
+  for (int64_t m = 0; m < tokens; ++m) {
     x[static_cast<size_t>(m * width)] = __float2bfloat16(m % 37 == 0 ? -1.0f : 1.0f);
   }
   auto gate = random_bf16(ffn * width, 1, 0.05f);
@@ -158,43 +159,46 @@ TEST(FollowedGateCudaTest, ChangesNothing) {
   const auto device_x = upload(x), device_gate = upload(gate),
              device_up = upload(random_bf16(ffn * width, 2, 0.05f)),
              device_down = upload(random_bf16(ffn * width, 3, 0.05f));
-  TileUnionWorkspace workspace(most, ffn);
-  for (const int64_t tokens : {int64_t{1}, int64_t{127}, int64_t{129}, int64_t{2048}, int64_t{4224},
-                               int64_t{8000}, most}) {
-    const TwellShape shape{tokens, ffn, 256, 8};
-    const auto y_of = [&](bool follows) {
-      const auto words = poisoned<uint32_t>(shape.words());
-      const auto spill = poisoned<BF16>(shape.max_spill_slots() * shape.tile);
-      const auto row_nnz = poisoned<int32_t>(tokens);
-      const TwellPacked packed{shape, words.data(), spill.data(), shape.max_spill_slots(),
-                               row_nnz.data()};
-      const auto y = poisoned<__nv_bfloat16>(tokens * width);
-      gate_gemm_cuda(ctx, {.tokens = tokens,
-                           .width = width,
-                           .ffn = ffn,
-                           .x = device_x.data(),
-                           .w_gate = device_gate.data(),
-                           .out = packed,
-                           .progress = follows ? workspace.progress(tokens) : GateProgress{}});
-      tile_union_up_down_cuda(ctx,
-                              {.tokens = tokens,
-                               .width = width,
-                               .ffn = ffn,
-                               .gate = packed,
-                               .x = device_x.data(),
-                               .w_up = device_up.data(),
-                               .w_down = device_down.data(),
-                               .y = y.data(),
-                               .follows_gate = follows},
-                              workspace);
-      stream.synchronize();
-      return widened(download(y));
-    };
-    const auto want = y_of(false);
-    EXPECT_TRUE(std::none_of(want.begin(), want.end(), [](double v) { return std::isnan(v); }));
-    for (int run = 0; run < 5; ++run) EXPECT_EQ(y_of(true), want) << tokens << " tokens";
-  }
+  TileUnionWorkspace workspace(10000, ffn);
+  const TwellShape shape{tokens, ffn, 256, 8};
+  const auto y_of = [&](bool follows) {
+    const auto words = poisoned<uint32_t>(shape.words());
+    const auto spill = poisoned<BF16>(shape.max_spill_slots() * shape.tile);
+    const auto row_nnz = poisoned<int32_t>(tokens);
+    const TwellPacked packed{shape, words.data(), spill.data(), shape.max_spill_slots(),
+                             row_nnz.data()};
+    const auto y = poisoned<__nv_bfloat16>(tokens * width);
+    gate_gemm_cuda(ctx, {.tokens = tokens,
+                         .width = width,
+                         .ffn = ffn,
+                         .x = device_x.data(),
+                         .w_gate = device_gate.data(),
+                         .out = packed,
+                         .progress = follows ? workspace.progress(tokens) : GateProgress{}});
+    tile_union_up_down_cuda(ctx,
+                            {.tokens = tokens,
+                             .width = width,
+                             .ffn = ffn,
+                             .gate = packed,
+                             .x = device_x.data(),
+                             .w_up = device_up.data(),
+                             .w_down = device_down.data(),
+                             .y = y.data(),
+                             .follows_gate = follows},
+                            workspace);
+    stream.synchronize();
+    return widened(download(y));
+  };
+  const auto want = y_of(false);
+  EXPECT_TRUE(std::none_of(want.begin(), want.end(), [](double v) { return std::isnan(v); }));
+  for (int run = 0; run < 5; ++run) EXPECT_EQ(y_of(true), want);
 }
+
+// Unions that are found while the gate GEMM ends: gates of less than a round of its tiles, of a
+// last round that is cut and of one that is not.
+INSTANTIATE_TEST_SUITE_P(Tokens, FollowedGateCudaTest,
+                         testing::Values(1, 127, 129, 2048, 4224, 8000, 9001),
+                         testing::PrintToStringParamName());
 
 }  // namespace
 }  // namespace twell
