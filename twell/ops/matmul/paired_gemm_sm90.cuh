@@ -3,7 +3,9 @@
 // products (paired_gemm_loop_sm90.cuh). An Epilogue, kept by every consumer thread, has
 //   Target                        what it writes to, a kernel parameter
 //   kSharedBytes                  shared memory it wants, of all warps together
-//   kSteps                        steps that it takes for a tile
+//   kSpread                       whether its steps run in every third k-step, from the fifth on,
+//                                 or in every other one: each is cold code and costs a k-step
+//                                 some of its slack, but past the last k-step nothing hides it
 //   take(acc, row, column_tile)   takes over a warpgroup's 64 rows from `row` on
 //   advance(target, shared)       runs its next step: short enough to hide behind one k-step
 //   done()                        nothing is left of what it took; so at the start
@@ -31,9 +33,6 @@ __device__ __forceinline__ void consume(const Operands& operands,
   using namespace sm90;
   const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
   const int clusters = gridDim.x / kCluster;
-  // Each step is cold code and costs a k-step some of its slack: every third one, from the fifth
-  // on, if there are as many; or else every other one.
-  const bool spread = 4 + 3 * (Epilogue::kSteps - 1) < operands.k_steps;
   float acc[128];
   Epilogue pending;
   RingCursor<kStages> cursor;
@@ -55,7 +54,7 @@ __device__ __forceinline__ void consume(const Operands& operands,
         previous = cursor.stage;
         cursor.advance();
       }
-      const bool now = spread ? k >= 4 && k % 3 == 1 : k % 2 == 1 || k == 2;
+      const bool now = Epilogue::kSpread ? k >= 4 && k % 3 == 1 : k % 2 == 1 || k == 2;
       if (now || k >= k_steps) pending.advance(target, shared);
     }
     if (k_steps == 0) break;

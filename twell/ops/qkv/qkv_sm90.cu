@@ -19,7 +19,7 @@ using sm90::opaque;
 //   1 .. kHalf        rotate pair i of each half of all heads
 //   the last four     64 columns each, by way of shared memory; the copy engine stores them, but
 //                     for rows that are anywhere in a cache
-template <int HeadDim>
+template <int HeadDim, bool Spread>
 class RotatedTile {
   static constexpr int kHalf = HeadDim / 16;  // pairs of half a head
   static constexpr int kHeads = 256 / HeadDim;
@@ -27,6 +27,7 @@ class RotatedTile {
 
  public:
   using Target = qkv::Target;
+  static constexpr bool kSpread = Spread;
   static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
 
@@ -176,24 +177,34 @@ class RotatedTile {
   int step_ = kSteps;
 };
 
-template <int HeadDim>
+template <int HeadDim, bool Spread>
 __global__ void __cluster_dims__(paired_gemm::kCluster, 1, 1)
     __launch_bounds__(paired_gemm::kThreads, 1)
         qkv_sm90_kernel(const __grid_constant__ paired_gemm::Operands operands,
                         const __grid_constant__ Target target) {
   extern __shared__ uint8_t memory[];
-  paired_gemm::run<RotatedTile<HeadDim>>(operands, target, memory);
+  paired_gemm::run<RotatedTile<HeadDim, Spread>>(operands, target, memory);
 }
 
+template <int HeadDim, bool Spread>
+cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
+                   cudaStream_t stream) {
+  constexpr uint32_t kShared = paired_gemm::kRingBytes + RotatedTile<HeadDim, Spread>::kSharedBytes;
+  const cudaError_t status = cudaFuncSetAttribute(
+      qkv_sm90_kernel<HeadDim, Spread>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return status;
+  qkv_sm90_kernel<HeadDim, Spread>
+      <<<ctas, paired_gemm::kThreads, kShared, stream>>>(operands, target);
+  return cudaGetLastError();
+}
+
+// Spread where all steps find a k-step.
 template <int HeadDim>
 cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
                    cudaStream_t stream) {
-  constexpr uint32_t kShared = paired_gemm::kRingBytes + RotatedTile<HeadDim>::kSharedBytes;
-  const cudaError_t status = cudaFuncSetAttribute(
-      qkv_sm90_kernel<HeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return status;
-  qkv_sm90_kernel<HeadDim><<<ctas, paired_gemm::kThreads, kShared, stream>>>(operands, target);
-  return cudaGetLastError();
+  constexpr int kLast = 4 + 3 * (RotatedTile<HeadDim, true>::kSteps - 1);
+  return kLast < operands.k_steps ? launch<HeadDim, true>(operands, target, ctas, stream)
+                                  : launch<HeadDim, false>(operands, target, ctas, stream);
 }
 
 }  // namespace
