@@ -3,9 +3,9 @@
 // products (paired_gemm_loop_sm90.cuh). An Epilogue, kept by every consumer thread, has
 //   Target                        what it writes to, a kernel parameter
 //   kSharedBytes                  shared memory it wants, of all warps together
-//   kSpread                       whether its steps run in every third k-step, from the fifth on,
-//                                 or in every other one: each is cold code and costs a k-step
-//                                 some of its slack, but past the last k-step nothing hides it
+//   kSpread                       whether its steps are spread as may_spread says, or run in every
+//                                 other k-step: each is cold code and costs a k-step some of its
+//                                 slack, but past the last k-step nothing hides it
 //   take(acc, row, column_tile)   takes over a warpgroup's 64 rows from `row` on
 //   advance(target, shared)       runs its next step: short enough to hide behind one k-step
 //   done()                        nothing is left of what it took; so at the start
@@ -15,6 +15,13 @@
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 
 namespace twell::paired_gemm {
+
+// Of a tile's k-steps, those in which spread steps run.
+inline constexpr int kSpreadFirst = 4, kSpreadEvery = 3;
+// Whether as many steps all find a k-step.
+constexpr bool may_spread(int steps, int k_steps) {
+  return kSpreadFirst + kSpreadEvery * (steps - 1) < k_steps;
+}
 
 __device__ __forceinline__ void produce(const Operands& operands, const Ring& ring, uint32_t rank) {
   const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
@@ -54,7 +61,9 @@ __device__ __forceinline__ void consume(const Operands& operands,
         previous = cursor.stage;
         cursor.advance();
       }
-      const bool now = Epilogue::kSpread ? k >= 4 && k % 3 == 1 : k % 2 == 1 || k == 2;
+      const bool now = Epilogue::kSpread
+                           ? k >= kSpreadFirst && k % kSpreadEvery == kSpreadFirst % kSpreadEvery
+                           : k % 2 == 1 || k == 2;
       if (now || k >= k_steps) pending.advance(target, shared);
     }
     if (k_steps == 0) break;

@@ -198,13 +198,12 @@ cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, 
   return cudaGetLastError();
 }
 
-// Spread where all steps find a k-step.
 template <int HeadDim>
 cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
                    cudaStream_t stream) {
-  constexpr int kLast = 4 + 3 * (RotatedTile<HeadDim, true>::kSteps - 1);
-  return kLast < operands.k_steps ? launch<HeadDim, true>(operands, target, ctas, stream)
-                                  : launch<HeadDim, false>(operands, target, ctas, stream);
+  return paired_gemm::may_spread(RotatedTile<HeadDim, true>::kSteps, operands.k_steps)
+             ? launch<HeadDim, true>(operands, target, ctas, stream)
+             : launch<HeadDim, false>(operands, target, ctas, stream);
 }
 
 }  // namespace
