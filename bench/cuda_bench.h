@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
+#include "bench/captured_patterns.h"
 #include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
 #include "twell/format/twell.h"
-#include "twell/model/captured_patterns.h"
 
 namespace twell {
 

@@ -8,13 +8,14 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 
+#include "bench/forward_benchmark_cuda.h"
+#include "bench/synthetic_model_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
 #include "twell/base/rng.h"
+#include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
-#include "twell/infer/forward_benchmark_cuda.h"
 #include "twell/infer/session_cuda.h"
-#include "twell/infer/synthetic_model_cuda.h"
 
 namespace twell::cli {
 namespace {
@@ -30,7 +31,7 @@ struct Loaded {
   Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
     synthetic = subject.checkpoint.empty();
     model = synthetic ? synthetic_model(ctx, preset_config(subject.preset), subject.seed)
-                      : ModelCuda::load(ctx, subject.checkpoint);
+                      : load_model_cuda(ctx, subject.checkpoint);
     description = synthetic ? fmt::format("preset {}, random weights and tokens", subject.preset)
                             : fmt::format("checkpoint {}", subject.checkpoint.string());
   }

@@ -9,13 +9,13 @@
 #include <optional>
 #include <set>
 
+#include "bench/captured_patterns.h"
+#include "bench/ffn_benchmark.h"
 #include "cli/bench.h"
 #include "cli/bench_ffn_cuda.h"
 #include "cli/device.h"
 #include "cli/memory.h"
 #include "twell/base/error.h"
-#include "twell/model/captured_patterns.h"
-#include "twell/ops/ffn/ffn_benchmark.h"
 
 namespace twell::cli {
 namespace {

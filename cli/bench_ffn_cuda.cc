@@ -8,8 +8,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "bench/ffn_benchmark_cuda.h"
 #include "cli/bench.h"
-#include "twell/ops/ffn/ffn_benchmark_cuda.h"
 #endif
 
 namespace twell::cli {

@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <vector>
 
-#include "twell/ops/ffn/ffn_benchmark.h"
+#include "bench/ffn_benchmark.h"
 
 namespace twell::cli {
 

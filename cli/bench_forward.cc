@@ -5,6 +5,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench/forward_comparison.h"
 #include "cli/bench.h"
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
@@ -12,8 +13,7 @@
 #include "cli/memory.h"
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
-#include "twell/infer/forward_comparison.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
 namespace {

@@ -8,12 +8,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "bench/packed_patterns_cuda.h"
+#include "bench/train_benchmark_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
 #include "twell/base/context.h"
 #include "twell/infer/engine_cuda.h"
-#include "twell/model/packed_patterns_cuda.h"
-#include "twell/train/train_benchmark_cuda.h"
 
 namespace twell::cli {
 namespace {

@@ -15,7 +15,7 @@
 #include "cli/loading.h"
 #include "cli/signals.h"
 #include "twell/base/error.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "cli/options.h"
-#include "twell/data/chat_template.h"
+#include "twell/chat_template/chat_template.h"
 #include "twell/infer/generate.h"
 
 namespace twell::cli {

@@ -10,7 +10,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/json.h"
+#include "twell/checkpoint/json.h"
 
 namespace twell::cli {
 namespace fs = std::filesystem;

@@ -7,7 +7,7 @@
 
 #include "cli/commands.h"
 #include "twell/base/error.h"
-#include "twell/model/convert.h"
+#include "twell/checkpoint/convert.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {

@@ -5,7 +5,7 @@
 
 #include "cli/memory.h"
 #include "twell/base/error.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/model/kv_cache.h"
 #include "twell/train/metrics.h"
 #ifdef TWELL_HAVE_CUDA

@@ -13,8 +13,8 @@
 #include "cli/eval_tasks.h"
 #include "cli/loading.h"
 #include "twell/base/error.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/evaluate.h"
-#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {

@@ -13,7 +13,7 @@
 #include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {

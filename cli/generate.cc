@@ -17,9 +17,9 @@
 #include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/data/chat_template.h"
+#include "twell/chat_template/chat_template.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/generate.h"
-#include "twell/model/checkpoint.h"
 
 namespace twell::cli {
 namespace {

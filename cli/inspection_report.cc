@@ -5,6 +5,8 @@
 
 #include "cli/inspection.h"
 
+#include "twell/checkpoint/config_json.h"
+
 namespace twell::cli {
 namespace {
 

@@ -12,8 +12,8 @@
 #include "cli/options.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
-#include "twell/data/tokenizer.h"
 #include "twell/model/config.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell::cli {
 

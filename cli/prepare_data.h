@@ -13,7 +13,7 @@
 #include "cli/progress_line.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
-#include "twell/data/tokenizer.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell::cli {
 

@@ -12,7 +12,7 @@
 #include "cli/commands.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
 namespace {

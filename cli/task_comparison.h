@@ -12,10 +12,10 @@
 
 #include "cli/progress_line.h"
 #include "twell/base/context.h"
-#include "twell/data/tokenizer.h"
 #include "twell/model/weights.h"
 #include "twell/tasks/accuracy.h"
 #include "twell/tasks/task_file.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell::cli {
 

@@ -16,7 +16,7 @@
 #include "twell/base/context.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/train/plan.h"
 #include "twell/train/run.h"
 #include "twell/train/side_by_side.h"

@@ -1,28 +1,35 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: base <- format <- sm90 <- ops <- model <- {train, infer, tasks} <- cli;
-data needs parquet and base only. Nothing outside of CUDA sources needs the CUDA toolkit. Reads
-every #include of the tree and the DEPS of twell/CMakeLists.txt."""
+"""Dependencies point one way: base <- {format, sm90, parquet, tokenizer, chat_template} <-
+{ops, data} <- model <- checkpoint <- {train, infer, tasks} <- bench <- cli. Nothing outside of CUDA
+sources needs the CUDA toolkit. Reads every #include of the tree and the DEPS of
+twell/CMakeLists.txt."""
 
 import pathlib
 import re
 import subprocess
 import sys
 
+GROUND = {"base", "format", "sm90", "parquet", "tokenizer", "chat_template"}
+LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks"}
 ALLOWED = {
     "base": set(),
-    "parquet": {"base"},
-    "data": {"base", "parquet"},
     "format": {"base"},
     "sm90": {"base", "format"},
+    "parquet": {"base"},
+    "tokenizer": {"base"},
+    "chat_template": {"base"},
+    "data": {"base", "parquet", "tokenizer"},
     "ops": {"base", "format", "sm90", "ops"},
-    "model": {"base", "format", "data", "ops"},
-    "train": {"base", "format", "data", "ops", "model"},
-    "infer": {"base", "format", "data", "ops", "model"},
-    "tasks": {"base", "format", "parquet", "data", "ops", "model"},
-    "cli": {"base", "format", "data", "sm90", "ops", "model", "train", "infer", "tasks", "cli"},
+    "model": {"base", "format", "ops"},
+    "checkpoint": {"base", "format", "ops", "model"},
+    "train": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "infer": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "tasks": {"base", "format", "parquet", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "bench": LIBRARY | {"bench"},
+    "cli": LIBRARY | {"bench", "cli"},
 }
-INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli)/[^"]+)"', re.MULTILINE)
+INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli|bench)/[^"]+)"', re.MULTILINE)
 # Toolkit headers, and what is compiled only where there is a toolkit.
 TOOLKIT = re.compile(r'^\s*#\s*include\s+<(?:cuda|cublas|cudnn|nvml)[^>]*>', re.MULTILINE)
 GUARDED = re.compile(r"^#if(?:def)? [^\n]*TWELL_HAVE_CUDA.*?^#(?:else|endif)",
@@ -33,8 +40,8 @@ ROOM = re.compile(r"twell_room\((\S+)((?:[^()]|\([^()]*\))*)\)")
 def layer_and_room(path):
     """twell/ops/ffn/ffn.h -> ("ops", "ops/ffn"); twell/base/error.h -> ("base", "base")."""
     parts = path.split("/")
-    if parts[0] == "cli":
-        return "cli", "cli"
+    if parts[0] in ("bench", "cli"):
+        return parts[0], parts[0]
     if parts[1] == "ops":
         return "ops", "/".join(parts[1:3])
     return parts[1], parts[1]
@@ -78,7 +85,8 @@ def toolkit_header(root, name, seen):
 def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "twell", "cli"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "twell", "bench",
+         "cli"],
         cwd=root, check=True, capture_output=True, text=True).stdout.split()
     reachable = declared_dependencies(root)
     faults = []
@@ -97,7 +105,7 @@ def main():
             other_layer, other_room = layer_and_room(included)
             if other_layer != layer and other_layer not in ALLOWED.get(layer, ()):
                 faults.append(f"{name}: {layer} must not include {included}")
-            elif layer != "cli" and other_room not in reachable.get(room, ()):
+            elif layer not in ("bench", "cli") and other_room not in reachable.get(room, ()):
                 faults.append(f"{name}: {other_room} is not among the DEPS of {room} "
                               "in twell/CMakeLists.txt")
             if not (root / included).exists():

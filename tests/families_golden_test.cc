@@ -7,10 +7,10 @@
 #include <cstring>
 #include <filesystem>
 
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/safetensors.h"
 #include "twell/model/forward.h"
 #include "twell/model/reference_model.h"
-#include "twell/model/safetensors.h"
 
 namespace twell {
 namespace {

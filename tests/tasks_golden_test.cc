@@ -11,8 +11,8 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/data/test_files.h"
-#include "twell/model/checkpoint.h"
 #include "twell/model/scorer_cpu.h"
 #include "twell/tasks/score_log.h"
 #include "twell/tasks/task_run.h"

@@ -9,11 +9,11 @@
 #include <cstring>
 #include <filesystem>
 
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/safetensors.h"
+#include "twell/checkpoint/tensor_convert.h"
 #include "twell/model/forward.h"
 #include "twell/model/reference_model.h"
-#include "twell/model/safetensors.h"
-#include "twell/model/tensor_convert.h"
 #include "twell/model/training.h"
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/optimizer.h"

@@ -24,7 +24,7 @@
 #include "twell/base/file.h"
 #include "twell/data/shard_manifest.h"
 #include "twell/data/text_source.h"
-#include "twell/data/tokenizer.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
 

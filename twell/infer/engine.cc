@@ -2,8 +2,8 @@
 #include "twell/infer/engine.h"
 
 #include "twell/base/error.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/session_cpu.h"
-#include "twell/model/checkpoint.h"
 #include "twell/model/scorer_cpu.h"
 
 namespace twell {

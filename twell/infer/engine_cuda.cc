@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/infer/engine_cuda.h"
 
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/session_cuda.h"
-#include "twell/model/checkpoint.h"
 #include "twell/model/scorer_cuda.h"
 
 namespace twell {
@@ -20,7 +21,7 @@ int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const E
 EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan)
     : ctx_(stream_.get()),
       model_(
-          ModelCuda::load(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan))) {}
+          load_model_cuda(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan))) {}
 
 std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan) {
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;

@@ -12,9 +12,9 @@
 #include <string_view>
 #include <vector>
 
-#include "twell/data/tokenizer.h"
 #include "twell/infer/sampler.h"
 #include "twell/infer/session.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
 

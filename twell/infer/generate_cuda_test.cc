@@ -10,12 +10,12 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/error.h"
 #include "twell/base/test_folder.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/engine_cuda.h"
 #include "twell/infer/session_cpu.h"
 #include "twell/infer/session_cuda.h"
 #include "twell/infer/test_model.h"
 #include "twell/infer/test_ties.h"
-#include "twell/model/checkpoint.h"
 
 namespace twell {
 namespace {

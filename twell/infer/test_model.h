@@ -8,8 +8,8 @@
 
 #include "twell/base/context.h"
 #include "twell/base/rng.h"
-#include "twell/data/test_tokenizer.h"
 #include "twell/model/weights.h"
+#include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model configuration: Llama and its relatives, as Hugging Face config.json.
+// Model configuration: Llama and its relatives.
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,14 +82,5 @@ struct ModelConfig {
 // wider FFN, so that both kinds have about the same number of parameters.
 ModelConfig preset_config(std::string_view name, bool gated = true);
 std::vector<std::string> preset_names();
-
-// Hugging Face config.json of the families above, and the published llama_sparse_relu and
-// qwen2_sparse_relu. An architecture, activation, option or key that is not understood is refused
-// by name; `source` is named in the message.
-ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
-ModelConfig parse_config_text(std::string_view text, const std::string& source);
-// What transformers reads as the family's own class; a model that is not gated carries
-// "mlp_gated": false, which only this project understands.
-nlohmann::json config_to_json(const ModelConfig& config);
 
 }  // namespace twell

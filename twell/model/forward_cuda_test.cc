@@ -6,10 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <filesystem>
 
 #include "twell/base/cuda_gtest.h"
-#include "twell/model/checkpoint.h"
 #include "twell/model/cuda_test_model.h"
 
 namespace twell {
@@ -200,26 +198,6 @@ TEST_P(ForwardCudaTest, CountsActiveNeurons) {
     ASSERT_GE(count, 0);
     ASSERT_LE(count, model_->config.ffn);
   }
-}
-
-TEST_P(ForwardCudaTest, LoadsCheckpointsOfBothTypes) {
-  const auto folder = std::filesystem::temp_directory_path() /
-                      (std::string("twell_forward_cuda_test_") + GetParam().name);
-  std::filesystem::create_directories(folder);
-  const auto ids = random_ids(40, model_->config.vocab_size, 2);
-  const std::vector<ForwardSequence> sequences = {{40, 0}};
-  const ForwardPlanCuda plan{.max_tokens = 40, .max_sequences = 1, .max_length = 40};
-  ForwardCuda from_host(*ctx_, *device_model_, plan);
-  from_host.run(ids, sequences, nullptr);
-  const auto want = device_logits(from_host, 40);
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    save_model(*model_, folder, dtype);
-    const auto loaded = ModelCuda::load(*ctx_, folder);
-    ForwardCuda from_file(*ctx_, *loaded, plan);
-    from_file.run(ids, sequences, nullptr);
-    EXPECT_EQ(device_logits(from_file, 40), want);
-  }
-  std::filesystem::remove_all(folder);
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, ForwardCudaTest, testing::ValuesIn(model_cases()),

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model's weights on the GPU: bf16, in one block laid out by parameter_table, read straight from
-// a checkpoint's mapped files (converted, and down_proj transposed, on the way) or from a host
-// model.
+// A model's weights on the GPU: bf16, in one block laid out by parameter_table.
+// checkpoint/load_model_cuda.h reads them from a checkpoint.
 #pragma once
 
 #include <cuda_bf16.h>
 
-#include <filesystem>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,23 +15,22 @@ namespace twell {
 
 class ModelCuda {
  public:
-  // Rounds the host model's weights. InputError as below. Waits for the stream.
+  // Uninitialised weights. InputError, before anything is allocated, on a model that the GPU code
+  // does not run and, with the numbers, on one that does not fit with `other_bytes` beside it.
+  ModelCuda(const ModelConfig& config, int64_t other_bytes);
+  // Rounds the host model's weights. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
-  // InputError on any fault of the folder, on a model that the GPU code does not run, and, with the
-  // numbers, on one that does not fit with `other_bytes` beside it; nothing is read by then.
-  static std::unique_ptr<ModelCuda> load(CudaContext& ctx, const std::filesystem::path& folder,
-                                         int64_t other_bytes = 0);
 
   const ModelConfig& config() const { return config_; }
   // Pointers to device memory, the bf16 values as BF16.
   const ModelMatrices<const BF16>& weights() const { return weights_; }
   int64_t bytes() const { return flat_.bytes(); }
+  const std::vector<ParamSpec>& table() const { return table_; }
+  __nv_bfloat16* place_of(const ParamSpec& spec);  // device memory of one parameter
   // Content hash of the weights as they are here. Waits for the stream.
   std::string weights_hash(CudaContext& ctx) const;
 
  private:
-  ModelCuda(const ModelConfig& config, int64_t other_bytes);
-
   ModelConfig config_;
   std::vector<ParamSpec> table_;
   DeviceBuffer<BF16> flat_;

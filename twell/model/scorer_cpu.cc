@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "twell/base/content_hash.h"
 #include "twell/base/error.h"
-#include "twell/model/content_hash.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 #include "twell/ops/gate_gemm/gate_gemm.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/model/tensor_upload.h"
+#include "twell/model/tensor_upload_kernels.h"
 
 #include <cuda_fp16.h>
 

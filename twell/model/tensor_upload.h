@@ -1,22 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion of stored tensors to bf16 on the GPU. Internal to model.
+// Stored tensors (F32, F16, BF16; host memory) to bf16 matrices in device memory.
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
+
+#include "twell/base/cuda.h"
+#include "twell/model/tensor_upload_kernels.h"
 
 namespace twell {
 
-enum class StoredFloat { kF32, kF16, kBF16 };
+// Copies tensors to the device in pieces of 32 MiB, two in flight: while the device converts one,
+// the host copies the next, from a mapped file say, into page-locked memory. The destructor waits
+// for the stream.
+class TensorUploader {
+ public:
+  explicit TensorUploader(CudaContext& ctx);
+  ~TensorUploader();
+  TensorUploader(const TensorUploader&) = delete;
+  TensorUploader& operator=(const TensorUploader&) = delete;
 
-// to[i] = from[i], i < n.
-cudaError_t launch_convert(const void* from, StoredFloat type, int64_t n, __nv_bfloat16* to,
-                           cudaStream_t stream);
-// to[c * to_stride + r] = from[r * cols + c], r < rows, c < cols.
-cudaError_t launch_convert_transposed(const void* from, StoredFloat type, int64_t rows,
-                                      int64_t cols, __nv_bfloat16* to, int64_t to_stride,
-                                      cudaStream_t stream);
+  // `bytes` holds [rows, cols] values of `type`, row-major. `to` becomes [rows, cols], or
+  // [cols, rows] when transposed. InputError on a row of more than 32 MiB.
+  void copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows, int64_t cols,
+            bool transposed, __nv_bfloat16* to);
+
+ private:
+  struct Piece {
+    void* host = nullptr;
+    DeviceBuffer<std::byte> device;
+    cudaEvent_t used = nullptr;  // recorded when the device has converted the piece
+  };
+  CudaContext& ctx_;
+  std::array<Piece, 2> pieces_;
+  size_t next_ = 0;
+};
 
 }  // namespace twell

@@ -7,8 +7,8 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
-#include "twell/data/test_tokenizer.h"
 #include "twell/model/scorer_cpu.h"
+#include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
 namespace {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "twell/data/tokenizer.h"
 #include "twell/model/config.h"
 #include "twell/tasks/task.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
 

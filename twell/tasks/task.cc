@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
-#include "twell/data/tokenizer_json.h"
 #include "twell/tasks/text_ops.h"
+#include "twell/tokenizer/tokenizer_json.h"
 
 namespace twell {
 namespace {

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "twell/base/content_hash.h"
 #include "twell/base/error.h"
+#include "twell/checkpoint/json.h"
 #include "twell/data/decompress.h"
-#include "twell/model/content_hash.h"
-#include "twell/model/json.h"
 #include "twell/parquet/reader.h"
 #include "twell/tasks/text_ops.h"
 

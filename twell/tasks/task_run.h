@@ -9,11 +9,11 @@
 #include <optional>
 #include <string>
 
-#include "twell/data/tokenizer.h"
 #include "twell/model/scorer.h"
 #include "twell/tasks/accuracy.h"
 #include "twell/tasks/choice_tokens.h"
 #include "twell/tasks/task_file.h"
+#include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
 

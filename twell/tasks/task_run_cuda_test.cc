@@ -12,10 +12,10 @@
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
-#include "twell/data/test_tokenizer.h"
 #include "twell/model/scorer_cpu.h"
 #include "twell/model/scorer_cuda.h"
 #include "twell/tasks/choice_scores.h"
+#include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
 namespace {

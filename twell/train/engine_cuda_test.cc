@@ -12,7 +12,7 @@
 #include <memory>
 
 #include "twell/base/cuda_gtest.h"
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/run.h"
 #include "twell/train/test_run.h"

@@ -7,7 +7,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/train/run.h"
 #include "twell/train/side_by_side.h"
 #include "twell/train/test_run.h"

@@ -9,8 +9,8 @@
 #include "twell/base/test_folder.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
-#include "twell/data/tokenizer.h"
 #include "twell/model/config.h"
+#include "twell/tokenizer/tokenizer.h"
 #include "twell/train/options.h"
 
 namespace twell {

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/data/batch_sampler.h"
-#include "twell/model/checkpoint.h"
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/plan.h"

@@ -5,7 +5,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/model/safetensors.h"
+#include "twell/checkpoint/safetensors.h"
 
 namespace twell {
 namespace fs = std::filesystem;

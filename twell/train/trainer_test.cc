@@ -9,7 +9,7 @@
 #include <limits>
 #include <memory>
 
-#include "twell/model/checkpoint.h"
+#include "twell/checkpoint/checkpoint.h"
 #include "twell/train/run.h"
 #include "twell/train/test_run.h"
 #include "twell/train/trainer.h"

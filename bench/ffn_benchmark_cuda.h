@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times one feed-forward layer on the GPU on a given activation pattern: every execution against
+// the dense one (cuBLASLt, the fastest algorithm it proposes) in the same run, correctness first.
+// Everything is replayed from CUDA graphs, in rounds that run each execution once.
+//
+// Up to 64 tokens the layer is real: x gets orthonormal rows, and w_gate is solved for a gate of
+// the pattern's signs. Several copies of the weights take turns, so that none stays in the cache.
+// With more tokens than D no weights give a wanted pattern. Then what follows the gate runs on the
+// given pattern with random values, and the gate GEMM on random operands that fire as often.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bench/ffn_benchmark.h"
+#include "twell/base/cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
+
+namespace twell {
+
+struct FfnCudaTiming {
+  double median_ms = 0.0, p10_ms = 0.0, p90_ms = 0.0;
+};
+
+struct FfnCudaRow {
+  std::string pattern;
+  FfnExecution execution = FfnExecution::kDense;
+  bool chosen = false;  // what auto runs
+  std::string reason;   // of the choice
+  int64_t tokens = 0;
+  double nnz_per_token = 0.0;
+  int64_t max_row_nnz = 0;
+  double error = 0.0;           // |y - y_dense| / |y_dense| (norms)
+  FfnCudaTiming gate, up_down;  // its two halves; zero where they run as one
+  FfnCudaTiming layer;
+  double speedup = 1.0;                // dense median / this median
+  double millijoules_per_token = 0.0;  // 0: not measured
+};
+
+struct FfnCudaBenchmark {
+  FfnBenchmark layer;
+  double energy_seconds = 1.0;  // window per execution; 0: do not measure
+};
+
+// Rows: dense, tile-union (over 64 tokens), row-fused. Error when an execution does not give the
+// dense result.
+std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
+                                           const FfnPattern& pattern);
+
+}  // namespace twell

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/forward_benchmark_cuda.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "twell/ops/matmul/matmul_cuda.h"
+
+namespace twell {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kHeadTokens = 4096;  // whose logits are made at once
+constexpr int kFullRuns = 5;
+
+class Event {
+ public:
+  explicit Event(CudaContext& ctx) {
+    TWELL_CUDA_CHECK(cudaEventCreate(&event_));
+    TWELL_CUDA_CHECK(cudaEventRecord(event_, ctx.stream()));
+  }
+  ~Event() {
+    if (event_ != nullptr) cudaEventDestroy(event_);
+  }
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&&) = delete;
+
+  // Both have happened.
+  double seconds_since(const Event& begin) const {
+    float milliseconds = 0.0f;
+    TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin.event_, event_));
+    return milliseconds * 1e-3;
+  }
+  void wait() const { TWELL_CUDA_CHECK(cudaEventSynchronize(event_)); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+const char* stage_name(ForwardStage stage) {
+  switch (stage) {
+    case ForwardStage::kEmbedding:
+      return "embedding";
+    case ForwardStage::kNorm:
+      return "norm";
+    case ForwardStage::kQkv:
+      return "qkv";
+    case ForwardStage::kAttention:
+      return "attention";
+    case ForwardStage::kOutput:
+      return "output";
+    case ForwardStage::kFfn:
+      return "ffn";
+  }
+  return "";
+}
+
+GpuEnergyMeter energy_meter(const CudaContext& ctx) {
+  char bus_id[32] = {};
+  TWELL_CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), ctx.device()));
+  return GpuEnergyMeter(bus_id);
+}
+
+ForwardPlanCuda plan_of(std::span<const int32_t> ids, int64_t length) {
+  return {.max_tokens = std::ssize(ids),
+          .max_sequences = std::ssize(ids) / length,
+          .max_length = length};
+}
+
+}  // namespace
+
+ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& model,
+                                           std::span<const int32_t> ids, int64_t length)
+    : ctx_(ctx),
+      model_(model),
+      ids_(ids),
+      sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length, .slot = 0}),
+      forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length)),
+      dense_(ctx, std::ssize(ids), model.config().width, model.config().ffn, model.config().gated,
+             /*add=*/true),
+      logits_(std::min(kHeadTokens, std::ssize(ids)) * model.config().vocab_size),
+      energy_(energy_meter(ctx)) {}
+
+void ForwardBenchmarkCuda::body(const ForwardHooksCuda& hooks) {
+  forward_.run(ids_, sequences_, nullptr, nullptr, hooks);
+}
+
+void ForwardBenchmarkCuda::head() {
+  for (int64_t begin = 0; begin < std::ssize(ids_); begin += kHeadTokens) {
+    const int64_t count = std::min(kHeadTokens, std::ssize(ids_) - begin);
+    forward_.logits(forward_.hidden() + begin * model_.config().width, count, logits_.data());
+  }
+}
+
+Timing ForwardBenchmarkCuda::time_full(const ForwardHooksCuda& hooks) {
+  std::vector<double> seconds;
+  for (int i = 0; i < kFullRuns + 1; ++i) {
+    const Event begin(ctx_);
+    body(hooks);
+    head();
+    const Event end(ctx_);
+    end.wait();
+    if (i > 0) seconds.push_back(end.seconds_since(begin));  // the first one tunes the head
+  }
+  return summarize(seconds);
+}
+
+ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const ForwardHooksCuda& hooks) {
+  ForwardRunCuda run;
+  run.full = time_full(hooks);  // also the warm-up
+
+  // The window: forwards one behind the other, two in the queue.
+  const Clock::time_point start = Clock::now();
+  const double joules = energy_.joules();
+  std::vector<Event> events;
+  events.emplace_back(ctx_);
+  double elapsed = 0.0;
+  while (elapsed < window_seconds) {
+    body(hooks);
+    events.emplace_back(ctx_);
+    if (events.size() > 2) events[events.size() - 2].wait();
+    elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  events.back().wait();
+  elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+  const double used = energy_.joules() - joules;
+  std::vector<double> seconds;
+  for (size_t i = 1; i < events.size(); ++i) {
+    seconds.push_back(events[i].seconds_since(events[i - 1]));
+  }
+  run.body = summarize(seconds);
+  run.joules_per_token =
+      used / (static_cast<double>(seconds.size()) * static_cast<double>(ids_.size()));
+  run.watts = used / elapsed;
+
+  // Stages: an event after each one.
+  std::vector<std::pair<std::string, Event>> marks;
+  ForwardHooksCuda marked = hooks;
+  marked.after_stage = [&](ForwardStage stage) { marks.emplace_back(stage_name(stage), ctx_); };
+  done_ = [&](bool gate) { marks.emplace_back(gate ? "ffn gate" : "ffn up and down", ctx_); };
+  const Event begin(ctx_);
+  body(marked);
+  done_ = [](bool) {};
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  for (size_t i = 0; i < marks.size(); ++i) {
+    const Event& before = i == 0 ? begin : marks[i - 1].second;
+    run.stage_seconds[marks[i].first] += marks[i].second.seconds_since(before);
+  }
+  return run;
+}
+
+ForwardRunCuda ForwardBenchmarkCuda::dense(double window_seconds) {
+  const bool gated = model_.config().gated;
+  ForwardHooksCuda hooks;
+  hooks.ffn = [&](int64_t, const FfnForwardCuda& problem) {
+    if (!dense_tuned_) dense_.tune(ctx_, problem.weights, problem.x, problem.y);
+    dense_tuned_ = true;
+    if (!gated) return dense_.forward(ctx_, problem.weights, problem.x, problem.y);
+    dense_.gate(ctx_, problem.weights, problem.x);
+    done_(true);
+    dense_.up_down(ctx_, problem.weights, problem.x, problem.y);
+    done_(false);
+  };
+  ForwardRunCuda run = measure(window_seconds, hooks);
+  run.executions.assign(static_cast<size_t>(model_.config().layers), "dense");
+  return run;
+}
+
+ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplayCuda* replay) {
+  const int64_t layers = model_.config().layers;
+  if (replay != nullptr) {
+    ForwardHooksCuda hooks;
+    hooks.ffn = [&](int64_t layer, const FfnForwardCuda& problem) {
+      replay->forward(layer, problem, [&](bool gate) { done_(gate); });
+    };
+    ForwardRunCuda run = measure(window_seconds, hooks);
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      run.nnz_per_token.push_back(replay->nnz_per_token(layer));
+    }
+    run.executions.assign(static_cast<size_t>(layers), "tile-union, replayed");
+    return run;
+  }
+  for (int i = 0; i < 2; ++i) {  // measures, then runs what it chose
+    body({});
+    forward_.ffn_plans().update(ctx_);
+  }
+  ForwardRunCuda run = measure(window_seconds, {});
+  forward_.ffn_plans().update(ctx_);
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const FfnPlan& plan = forward_.ffn_plans()[layer].plan;
+    run.nnz_per_token.push_back(plan.nnz_per_token());
+    run.executions.emplace_back(ffn_execution_name(plan.execution));
+  }
+  return run;
+}
+
+double ForwardBenchmarkCuda::sparse_error() {
+  const int64_t n = std::min<int64_t>(std::ssize(ids_), kHeadTokens) * model_.config().width;
+  const auto hidden = [&] {
+    std::vector<BF16> values(static_cast<size_t>(n));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaMemcpy(values.data(), forward_.hidden(), values.size() * sizeof(BF16),
+                                cudaMemcpyDeviceToHost));
+    return values;
+  };
+  ForwardHooksCuda hooks;
+  hooks.ffn = [&](int64_t, const FfnForwardCuda& problem) {
+    dense_.forward(ctx_, problem.weights, problem.x, problem.y);
+  };
+  body(hooks);
+  const std::vector<BF16> want = hidden();
+  body({});
+  const std::vector<BF16> got = hidden();
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double difference = static_cast<double>(to_float(got[i])) - to_float(want[i]);
+    error += difference * difference;
+    size += static_cast<double>(to_float(want[i])) * to_float(want[i]);
+  }
+  return std::sqrt(error / size);
+}
+
+}  // namespace twell

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Time, energy and memory of whole forwards on the GPU, dense and sparse, in one process.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bench/forward_comparison.h"
+#include "bench/pattern_replay_cuda.h"
+#include "twell/base/gpu_energy.h"
+#include "twell/model/forward_cuda.h"
+#include "twell/ops/ffn/dense_ffn_cuda.h"
+
+namespace twell {
+
+struct ForwardRunCuda {
+  Timing body, full;              // seconds: the layers; with the output head for every token
+  double joules_per_token = 0.0;  // of the body over the window; 0 without a counter
+  double watts = 0.0;             // mean over the window
+  std::map<std::string, double> stage_seconds;  // of one forward, in sum over the layers
+  std::vector<double> nnz_per_token;            // [L], where counted
+  std::vector<std::string> executions;          // [L]
+};
+
+class ForwardBenchmarkCuda {
+ public:
+  // ids [B * T]. The model outlives it. Matrix products are tuned (set_matmul_tuning).
+  ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& model, std::span<const int32_t> ids,
+                       int64_t length);
+
+  // Dense through tuned cuBLASLt.
+  ForwardRunCuda dense(double window_seconds);
+  // What the FFN picks from what it measures, or, with a replay, that.
+  ForwardRunCuda sparse(double window_seconds, PatternReplayCuda* replay);
+  // ||sparse - dense|| / ||dense|| of the final hidden states.
+  double sparse_error();
+
+  const GpuEnergyMeter& energy() const { return energy_; }
+
+ private:
+  ForwardRunCuda measure(double window_seconds, const ForwardHooksCuda& hooks);
+  void body(const ForwardHooksCuda& hooks);
+  void head();
+  Timing time_full(const ForwardHooksCuda& hooks);
+  // Called after the gate and after the rest of an FFN.
+  using Done = std::function<void(bool gate)>;
+  Done done_ = [](bool) {};
+
+  CudaContext& ctx_;
+  const ModelCuda& model_;
+  std::span<const int32_t> ids_;
+  std::vector<ForwardSequence> sequences_;
+  ForwardCuda forward_;
+  DenseFfnCuda dense_;
+  bool dense_tuned_ = false;
+  DeviceBuffer<float> logits_;  // of a chunk of tokens
+  GpuEnergyMeter energy_;
+};
+
+}  // namespace twell

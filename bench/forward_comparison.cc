@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/forward_comparison.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The logits of a batch are made a chunk of tokens at a time: [B * T, V] may not fit in memory.
+constexpr int64_t kHeadTokens = 512;
+
+class Runner {
+ public:
+  Runner(Context& ctx, const Model& model, std::span<const int32_t> ids, int64_t length,
+         FfnPolicy policy)
+      : ctx_(ctx),
+        model_(model),
+        ids_(ids),
+        sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length, .slot = 0}),
+        state_(model.config, policy),
+        hidden_(std::ssize(ids) * model.config.width),
+        logits_(std::min(kHeadTokens, std::ssize(ids)) * model.config.vocab_size) {}
+
+  void body() {
+    forward(ctx_, model_, state_, {.ids = ids_, .sequences = sequences_, .hidden = hidden()});
+  }
+
+  // Calls use(logits) for chunk after chunk of tokens.
+  template <typename Use>
+  void head(const Use& use) {
+    for (int64_t begin = 0; begin < std::ssize(ids_); begin += kHeadTokens) {
+      const int64_t count = std::min(kHeadTokens, std::ssize(ids_) - begin);
+      const MatrixF out = logits_.matrix(count, model_.config.vocab_size);
+      logits(ctx_, model_, hidden().slice_rows(begin, count), out);
+      use(begin, out);
+    }
+  }
+
+  MatrixF hidden() { return hidden_.matrix(std::ssize(ids_), model_.config.width); }
+  const ForwardState& state() const { return state_; }
+
+ private:
+  Context& ctx_;
+  const Model& model_;
+  std::span<const int32_t> ids_;
+  std::vector<ForwardSequence> sequences_;
+  ForwardState state_;
+  Buffer<float> hidden_;
+  Buffer<float> logits_;
+};
+
+void time_once(Runner& runner, std::vector<double>& body, std::vector<double>& full) {
+  const Clock::time_point start = Clock::now();
+  runner.body();
+  const Clock::time_point middle = Clock::now();
+  runner.head([](int64_t, MatrixF) {});
+  const Clock::time_point end = Clock::now();
+  body.push_back(std::chrono::duration<double>(middle - start).count());
+  full.push_back(std::chrono::duration<double>(end - start).count());
+}
+
+void compare_logits(Context& ctx, const Model& model, Runner& dense, Runner& sparse,
+                    ForwardComparison& result) {
+  dense.body();
+  sparse.body();
+  const int64_t chunk = std::min(kHeadTokens, result.tokens);
+  Buffer<float> other(chunk * model.config.vocab_size);
+  dense.head([&](int64_t begin, MatrixF expected) {
+    const MatrixF got = other.matrix(expected.rows, expected.cols);
+    logits(ctx, model, sparse.hidden().slice_rows(begin, expected.rows), got);
+    for (int64_t i = 0; i < expected.rows * expected.cols; ++i) {
+      const double magnitude = std::abs(static_cast<double>(expected.data[i]));
+      const double difference = std::abs(static_cast<double>(got.data[i]) - expected.data[i]);
+      TWELL_REQUIRE(std::isfinite(magnitude) && std::isfinite(difference),
+                    "the model gives a logit that is not a finite number: its weights are damaged");
+      result.max_abs_logit = std::max(result.max_abs_logit, magnitude);
+      result.max_abs_logit_diff = std::max(result.max_abs_logit_diff, difference);
+    }
+  });
+}
+
+double percentile(const std::vector<double>& sorted, double p) {
+  const double position = p * static_cast<double>(sorted.size() - 1);
+  const size_t below = static_cast<size_t>(position);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  const double fraction = position - static_cast<double>(below);
+  return sorted[below] + fraction * (sorted[above] - sorted[below]);
+}
+
+}  // namespace
+
+Timing summarize(std::vector<double> seconds) {
+  TWELL_REQUIRE(!seconds.empty(), "no timed run to summarize");
+  std::sort(seconds.begin(), seconds.end());
+  return {percentile(seconds, 0.5), percentile(seconds, 0.1), percentile(seconds, 0.9)};
+}
+
+ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<const int32_t> ids,
+                                  const ForwardComparisonOptions& options) {
+  const int64_t length = options.length == 0 ? model.config.context : options.length;
+  TWELL_REQUIRE(options.repeats > 0, "the number of timed runs must be positive, got {}",
+                options.repeats);
+  TWELL_CHECK(std::ssize(ids) == options.sequences * length && !ids.empty(),
+              "expected {} sequences of {} tokens, got {} tokens", options.sequences, length,
+              ids.size());
+  Runner dense(ctx, model, ids, length, FfnPolicy::kDense);
+  Runner sparse(ctx, model, ids, length, options.sparse);
+
+  ForwardComparison result;
+  result.tokens = std::ssize(ids);
+  compare_logits(ctx, model, dense, sparse, result);  // correctness first; also the warm-up
+
+  std::vector<double> dense_body, sparse_body, dense_full, sparse_full;
+  for (int64_t i = 0; i < options.repeats; ++i) {
+    time_once(dense, dense_body, dense_full);
+    time_once(sparse, sparse_body, sparse_full);
+  }
+  result.dense_body = summarize(dense_body);
+  result.sparse_body = summarize(sparse_body);
+  result.dense_full = summarize(dense_full);
+  result.sparse_full = summarize(sparse_full);
+  for (const FfnPlan& plan : sparse.state().ffn_plans) {
+    result.layers.push_back({plan.execution, plan.reason, plan.nnz_per_token()});
+  }
+  return result;
+}
+
+}  // namespace twell

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/pattern_replay_cuda.h"
+
+#include <algorithm>
+
+#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+
+namespace twell {
+
+PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file,
+                                     const ModelConfig& config, int64_t max_tokens)
+    : ctx_(ctx),
+      width_(config.width),
+      ffn_(config.ffn),
+      chunk_(FfnWorkspaceCuda::chunk_tokens(ctx, max_tokens, config.ffn)),
+      gated_(config.gated),
+      patterns_(file, config.layers, config.ffn, chunk_),
+      workspace_(chunk_, config.ffn) {
+  const int64_t slots = patterns_.of(0).shape.max_spill_slots();
+  made_ = std::make_unique<PackedTwellCuda>(chunk_, ffn_, slots);
+}
+
+void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
+                                const std::function<void(bool gate)>& done) {
+  for (int64_t begin = 0; begin < problem.tokens; begin += chunk_) {
+    const int64_t tokens = std::min(chunk_, problem.tokens - begin);
+    const __nv_bfloat16* x = problem.x + begin * width_;
+    TwellPacked made = made_->view(), replayed = patterns_.of(layer);
+    made.shape.rows = replayed.shape.rows = tokens;
+    gate_gemm_cuda(ctx_, {.tokens = tokens,
+                          .width = width_,
+                          .ffn = ffn_,
+                          .x = x,
+                          .w_gate = gated_ ? problem.weights.w_gate : problem.weights.w_up,
+                          .out = made,
+                          .progress = gated_ ? workspace_.progress(tokens) : GateProgress{}});
+    done(true);
+    tile_union_up_down_cuda(ctx_,
+                            {.tokens = tokens,
+                             .width = width_,
+                             .ffn = ffn_,
+                             .gate = replayed,
+                             .x = x,
+                             .w_up = gated_ ? problem.weights.w_up : nullptr,
+                             .w_down = problem.weights.w_down,
+                             .y = problem.y + begin * width_,
+                             .add = problem.add,
+                             .follows_gate = gated_},
+                            workspace_);
+    done(false);
+  }
+}
+
+}  // namespace twell

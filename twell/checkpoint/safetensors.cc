@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading. Format: https://github.com/huggingface/safetensors#format
+#include "twell/checkpoint/safetensors.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "twell/base/error.h"
+#include "twell/checkpoint/json.h"
+
+namespace twell {
+namespace {
+
+using nlohmann::json;
+
+static_assert(std::endian::native == std::endian::little, "file contents are mapped as they are");
+
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference implementation
+constexpr int kMaxDepth = 3;                       // {"tensor": {"shape": [...]}}
+constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed before their pages are let go
+
+struct DTypeSize {
+  std::string_view name;
+  uint64_t bytes;
+};
+constexpr DTypeSize kDTypes[] = {{"BOOL", 1}, {"U8", 1},      {"I8", 1},      {"F8_E5M2", 1},
+                                 {"U16", 2},  {"F8_E4M3", 1}, {"F8_E8M0", 1}, {"I16", 2},
+                                 {"F16", 2},  {"BF16", 2},    {"I32", 4},     {"U32", 4},
+                                 {"F32", 4},  {"I64", 8},     {"U64", 8},     {"F64", 8}};
+
+std::optional<uint64_t> dtype_bytes(std::string_view name) {
+  for (const DTypeSize& dtype : kDTypes) {
+    if (dtype.name == name) return dtype.bytes;
+  }
+  return std::nullopt;
+}
+
+std::optional<uint64_t> to_u64(const json& value) {
+  if (!value.is_number_unsigned()) return std::nullopt;
+  return value.get<uint64_t>();
+}
+
+// One header entry, checked against itself and the size of the data section.
+class EntryReader {
+ public:
+  EntryReader(const std::string& source, const std::string& name, std::span<const std::byte> data)
+      : source_(source), name_(name), data_(data) {}
+
+  TensorInfo read(const json& entry) const {
+    require(entry.is_object() && entry.size() == 3 && entry.contains("dtype") &&
+                entry.contains("shape") && entry.contains("data_offsets"),
+            "must have dtype, shape and data_offsets, and nothing else");
+    TensorInfo info;
+    info.name = name_;
+    const uint64_t element = read_dtype(entry["dtype"], info);
+    const uint64_t size = read_shape(entry["shape"], element, info);
+    read_offsets(entry["data_offsets"], size, info);
+    return info;
+  }
+
+ private:
+  void require(bool condition, const std::string& fault) const {
+    TWELL_REQUIRE(condition, "{}: tensor {}: {}", source_, name_, fault);
+  }
+
+  uint64_t read_dtype(const json& dtype, TensorInfo& info) const {
+    require(dtype.is_string(), "dtype must be a string");
+    info.dtype = dtype.get<std::string>();
+    const std::optional<uint64_t> bytes = dtype_bytes(info.dtype);
+    require(bytes.has_value(), fmt::format("dtype \"{}\" is not supported", info.dtype));
+    return *bytes;
+  }
+
+  uint64_t read_shape(const json& shape, uint64_t size, TensorInfo& info) const {
+    require(shape.is_array(), "shape must be an array");
+    for (const json& item : shape) {
+      const std::optional<uint64_t> dim = to_u64(item);
+      require(dim.has_value() && *dim <= uint64_t{INT64_MAX}, "shape must hold sizes, 0 or more");
+      require(!__builtin_mul_overflow(size, *dim, &size), "shape is too large");
+      info.shape.push_back(static_cast<int64_t>(*dim));
+    }
+    return size;
+  }
+
+  void read_offsets(const json& offsets, uint64_t size, TensorInfo& info) const {
+    require(offsets.is_array() && offsets.size() == 2, "data_offsets must be [begin, end]");
+    const std::optional<uint64_t> begin = to_u64(offsets[0]);
+    const std::optional<uint64_t> end = to_u64(offsets[1]);
+    require(begin && end && *begin <= *end, "data_offsets must be [begin, end]");
+    require(*end <= data_.size(),
+            fmt::format("ends at byte {} of the data, but the file holds {}: it is truncated", *end,
+                        data_.size()));
+    require(*end - *begin == size,
+            fmt::format("{} [{}] takes {} bytes, but data_offsets give {}", info.dtype,
+                        fmt::join(info.shape, ", "), size, *end - *begin));
+    info.bytes = data_.subspan(*begin, size);
+  }
+
+  const std::string& source_;
+  const std::string& name_;
+  std::span<const std::byte> data_;
+};
+
+std::map<std::string, std::string> read_metadata(const json& object, const std::string& source) {
+  TWELL_REQUIRE(object.is_object(), "{}: __metadata__ must be an object", source);
+  std::map<std::string, std::string> metadata;
+  for (const auto& [key, value] : object.items()) {
+    TWELL_REQUIRE(value.is_string(), "{}: __metadata__ entry {} must be a string", source, key);
+    metadata.emplace(key, value.get<std::string>());
+  }
+  return metadata;
+}
+
+// In the order of their bytes; a tensor without bytes comes before the one that shares its place.
+std::vector<const TensorInfo*> file_order(const SafetensorsContent& content) {
+  std::vector<const TensorInfo*> order;
+  for (const auto& [name, info] : content.tensors) order.push_back(&info);
+  std::stable_sort(order.begin(), order.end(), [](const TensorInfo* a, const TensorInfo* b) {
+    return std::pair(a->bytes.data(), a->bytes.size()) <
+           std::pair(b->bytes.data(), b->bytes.size());
+  });
+  return order;
+}
+
+// The format wants every byte of the data section to belong to exactly one tensor.
+void require_contiguous(const SafetensorsContent& content, std::span<const std::byte> data,
+                        const std::string& source) {
+  size_t next = 0;
+  for (const TensorInfo* info : file_order(content)) {
+    const size_t begin = static_cast<size_t>(info->bytes.data() - data.data());
+    TWELL_REQUIRE(begin >= next, "{}: tensor {} overlaps the one before it", source, info->name);
+    TWELL_REQUIRE(begin == next, "{}: {} unused bytes before tensor {}", source, begin - next,
+                  info->name);
+    next = begin + info->bytes.size();
+  }
+  TWELL_REQUIRE(next == data.size(), "{}: {} unused bytes after the last tensor", source,
+                data.size() - next);
+}
+
+}  // namespace
+
+SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source) {
+  uint64_t header_bytes = 0;
+  TWELL_REQUIRE(file.size() >= sizeof(header_bytes), "{}: {} bytes are too few for safetensors",
+                source, file.size());
+  std::memcpy(&header_bytes, file.data(), sizeof(header_bytes));
+  const std::span<const std::byte> rest = file.subspan(sizeof(header_bytes));
+  TWELL_REQUIRE(header_bytes <= kMaxHeaderBytes && header_bytes <= rest.size(),
+                "{}: not a safetensors file, or truncated: header of {} bytes in a file of {}",
+                source, header_bytes, file.size());
+  const std::span<const std::byte> data = rest.subspan(header_bytes);
+  const std::string_view text(reinterpret_cast<const char*>(rest.data()), header_bytes);
+  TWELL_REQUIRE(text.starts_with('{'), "{}: the header does not start with '{{'", source);
+
+  SafetensorsContent content;
+  const json header = parse_json(text, source, kMaxDepth);
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") {
+      content.metadata = read_metadata(entry, source);
+    } else {
+      content.tensors.emplace(name, EntryReader(source, name, data).read(entry));
+    }
+  }
+  require_contiguous(content, data, source);
+  return content;
+}
+
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
+    : file_(path), content_(parse_safetensors(file_.bytes(), path.string())) {}
+
+std::vector<const TensorInfo*> SafetensorsFile::file_order() const {
+  return twell::file_order(content_);
+}
+
+const TensorInfo& SafetensorsFile::tensor(std::string_view name) const {
+  const auto it = content_.tensors.find(name);
+  TWELL_REQUIRE(it != content_.tensors.end(), "{}: tensor {} is missing", file_.path().string(),
+                name);
+  return it->second;
+}
+
+std::optional<ContentHash> SafetensorsFile::begin_hash() const {
+  if (!content_.metadata.contains(std::string(kContentHashKey))) return std::nullopt;
+  ContentHash hash;
+  for (const auto& [key, value] : content_.metadata) {
+    if (key != kContentHashKey) hash.add_metadata(key, value);
+  }
+  return hash;
+}
+
+void SafetensorsFile::require_hash(const ContentHash& hash) const {
+  const std::string& expected = content_.metadata.at(std::string(kContentHashKey));
+  TWELL_REQUIRE(hash.digest() == expected,
+                "{}: the content does not match its hash ({} expected {}): the file was damaged or "
+                "altered after it was written",
+                file_.path().string(), hash.digest(), expected);
+}
+
+void SafetensorsFile::verify_hash() const {
+  std::optional<ContentHash> hash = begin_hash();
+  if (!hash) return;
+  expect_full_read();
+  for (const auto& [name, info] : content_.tensors) {
+    hash->add_tensor(name, info.dtype, info.shape);
+    for (size_t begin = 0; begin < info.bytes.size(); begin += kHashPiece) {
+      const auto piece = info.bytes.subspan(begin, std::min(kHashPiece, info.bytes.size() - begin));
+      hash->add_bytes(piece);
+      release(piece);
+    }
+  }
+  require_hash(*hash);
+}
+
+}  // namespace twell

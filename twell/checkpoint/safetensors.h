@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "twell/base/content_hash.h"
+#include "twell/base/dtype.h"
+#include "twell/base/file.h"
+
+namespace twell {
+
+struct TensorInfo {
+  std::string name;
+  std::string dtype;  // as in the file: "F32", "BF16", "F16", "U16", "I64", ...
+  std::vector<int64_t> shape;
+  std::span<const std::byte> bytes;  // in the mapped file
+};
+
+// The content of a file, its header checked in full: sizes, ranges, overlaps and holes, dtypes,
+// duplicates. The tensors' bytes point into `file`. InputError names the source and the fault.
+struct SafetensorsContent {
+  std::map<std::string, TensorInfo, std::less<>> tensors;
+  std::map<std::string, std::string> metadata;
+};
+SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source);
+
+// A mapped file. InputError names the file and the fault.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  const auto& tensors() const { return content_.tensors; }
+  const auto& metadata() const { return content_.metadata; }
+  const std::filesystem::path& path() const { return file_.path(); }
+  std::span<const std::byte> bytes() const { return file_.bytes(); }
+  std::vector<const TensorInfo*> file_order() const;  // by the place of their bytes
+  // See MappedFile.
+  void expect_full_read() const { file_.expect_full_read(); }
+  void release(std::span<const std::byte> part) const { file_.release(part); }
+  const TensorInfo& tensor(std::string_view name) const;  // InputError when missing
+  // Reads everything: InputError when the content is not what was hashed when the file was written.
+  // Files from elsewhere carry no hash and pass.
+  void verify_hash() const;
+  // Its parts, for who reads everything anyway: a hash that wants every tensor by name, each
+  // followed by its bytes (none where the file carries no hash), and the check of it.
+  std::optional<ContentHash> begin_hash() const;
+  void require_hash(const ContentHash& hash) const;
+
+ private:
+  MappedFile file_;
+  SafetensorsContent content_;
+};
+
+// A tensor to be written: `write` produces its bytes in order through the sink it is given. It is
+// called twice, once for the content hash, and must give the same bytes.
+struct TensorToWrite {
+  std::string name;
+  std::string dtype;
+  std::vector<int64_t> shape;
+  std::function<void(const std::function<void(std::span<const std::byte>)>& sink)> write;
+};
+// Streams the file (never a second copy of all tensors in memory); atomic. Adds the content hash
+// to the metadata.
+void write_safetensors(const std::filesystem::path& path, std::span<const TensorToWrite> tensors,
+                       const std::map<std::string, std::string>& metadata);
+
+}  // namespace twell

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/checkpoint/tensor_load.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "twell/checkpoint/tensor_convert.h"
+
+namespace twell {
+namespace {
+
+// Bytes of a piece: as f32 in the second-level cache, and enough to make taking one cost nothing.
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+// A multiple of this many rows, so that threads which transpose share no cache line of f32.
+constexpr int64_t kLine = 16;
+
+// Pieces read ahead: a fast disk's bandwidth times its latency, and to spare.
+constexpr size_t kAhead = 16;
+constexpr size_t kPage = 4096;  // the smallest a system maps: one touch in each reads everything
+
+// Stored rows [begin, begin + count) of a tensor.
+struct Piece {
+  const TensorInfo* tensor = nullptr;
+  TensorPlace place;
+  int64_t begin = 0;
+  int64_t count = 0;
+  std::span<const std::byte> bytes;
+};
+
+void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<Piece>& pieces) {
+  // What has no place is of any shape; its pieces are bytes.
+  const int64_t bytes = std::ssize(tensor.bytes);
+  const int64_t rows = place.out.empty()  ? bytes
+                       : place.transposed ? place.out.cols
+                                          : place.out.rows;
+  const int64_t row_bytes = std::max<int64_t>(1, bytes / std::max<int64_t>(1, rows));
+  const int64_t step = std::max(kPieceBytes / row_bytes / kLine * kLine, kLine);
+  // A tensor without bytes is a piece too: its name is hashed.
+  for (int64_t begin = 0; begin == 0 || begin < rows; begin += step) {
+    const int64_t count = std::min(step, rows - begin);
+    pieces.push_back({&tensor, place, begin, count,
+                      tensor.bytes.subspan(static_cast<size_t>(begin * row_bytes),
+                                           static_cast<size_t>(count * row_bytes))});
+  }
+}
+
+void convert(const Piece& piece) {
+  if (piece.place.out.empty()) return;
+  const auto read = piece.place.transposed ? read_transposed : read_rows;
+  read(*piece.tensor, piece.place.out, piece.begin, piece.count);
+}
+
+// The hash of a file wants its pieces in order, whichever thread converts which.
+class PieceHash {
+ public:
+  PieceHash(const SafetensorsFile& file, const std::vector<Piece>& pieces, ContentHash hash)
+      : file_(file), pieces_(pieces), hash_(std::move(hash)), ready_(pieces.size()) {}
+
+  // Piece i has been converted. Hashes what is next as far as it is ready, unless another thread is
+  // at that: none waits. What both leave behind is for a later call.
+  void add(size_t i) {
+    ready_[i].store(true);
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock) advance();
+  }
+  // After all of them, on one thread.
+  void finish() {
+    advance();
+    file_.require_hash(hash_);
+  }
+
+ private:
+  void advance() {
+    for (; next_ < pieces_.size() && ready_[next_].load(); ++next_) {
+      const Piece& piece = pieces_[next_];
+      const TensorInfo& tensor = *piece.tensor;
+      if (piece.begin == 0) hash_.add_tensor(tensor.name, tensor.dtype, tensor.shape);
+      hash_.add_bytes(piece.bytes);
+      file_.release(piece.bytes);
+    }
+  }
+
+  const SafetensorsFile& file_;
+  const std::vector<Piece>& pieces_;
+  ContentHash hash_;
+  std::vector<std::atomic<bool>> ready_;
+  std::mutex mutex_;  // of hash_ and next_
+  size_t next_ = 0;
+};
+
+// Hands out pieces in order, and keeps the disk busy meanwhile: a thread of its own waits for what
+// has not been read yet, a little ahead of those who convert.
+class PieceQueue {
+ public:
+  explicit PieceQueue(const std::vector<Piece>& pieces)
+      : pieces_(pieces), reader_([this] { read_ahead(); }) {}
+  ~PieceQueue() {
+    next_.store(pieces_.size());
+    next_.notify_one();
+    reader_.join();
+  }
+  PieceQueue(const PieceQueue&) = delete;
+  PieceQueue& operator=(const PieceQueue&) = delete;
+
+  // Index of the next piece; from the number of pieces on, there is none.
+  size_t take() {
+    const size_t taken = next_.fetch_add(1);
+    next_.notify_one();
+    return taken;
+  }
+
+ private:
+  void read_ahead() {
+    for (size_t i = 0;; ++i) {
+      size_t next = next_.load();
+      for (; i >= next + kAhead; next = next_.load()) next_.wait(next);
+      i = std::max(i, next);  // what was taken is read by who took it
+      if (i >= pieces_.size()) return;
+      for (size_t at = 0; at < pieces_[i].bytes.size(); at += kPage) touch(pieces_[i].bytes[at]);
+    }
+  }
+  static void touch(const std::byte& byte) {
+    static_cast<void>(*static_cast<const volatile std::byte*>(&byte));
+  }
+
+  const std::vector<Piece>& pieces_;
+  std::atomic<size_t> next_{0};
+  std::thread reader_;
+};
+
+}  // namespace
+
+void load_tensors(Context& ctx, const SafetensorsFile& file,
+                  const std::function<TensorPlace(const TensorInfo&)>& place_of) {
+  std::optional<ContentHash> hash = file.begin_hash();
+  std::vector<Piece> pieces;
+  const auto add = [&](const TensorInfo& tensor) {
+    const TensorPlace place = place_of(tensor);
+    if (!place.out.empty() || hash) add_pieces(tensor, place, pieces);
+  };
+  if (hash) {  // which goes by name
+    for (const auto& [name, tensor] : file.tensors()) add(tensor);
+  } else {
+    for (const TensorInfo* tensor : file.file_order()) add(*tensor);
+  }
+  std::optional<PieceHash> piece_hash;
+  if (hash) piece_hash.emplace(file, pieces, std::move(*hash));
+
+  file.expect_full_read();
+  PieceQueue queue(pieces);
+  ctx.parallel_for(ctx.threads(), 1, [&](int64_t, int64_t, int) {
+    for (size_t i; (i = queue.take()) < pieces.size();) {
+      convert(pieces[i]);
+      piece_hash ? piece_hash->add(i) : file.release(pieces[i].bytes);
+    }
+  });
+  if (piece_hash) piece_hash->finish();
+}
+
+}  // namespace twell

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+
+#include "twell/model/tensor_upload.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{32} << 20;
+
+}  // namespace
+
+TensorUploader::TensorUploader(CudaContext& ctx) : ctx_(ctx) {
+  for (Piece& piece : pieces_) {
+    TWELL_CUDA_CHECK(cudaMallocHost(&piece.host, kPieceBytes));
+    piece.device = DeviceBuffer<std::byte>(kPieceBytes);
+    TWELL_CUDA_CHECK(cudaEventCreateWithFlags(&piece.used, cudaEventDisableTiming));
+  }
+}
+
+TensorUploader::~TensorUploader() {
+  cudaStreamSynchronize(ctx_.stream());
+  for (Piece& piece : pieces_) {
+    cudaFreeHost(piece.host);
+    cudaEventDestroy(piece.used);
+  }
+}
+
+void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows,
+                          int64_t cols, bool transposed, __nv_bfloat16* to) {
+  const int64_t row_bytes = cols * (type == StoredFloat::kF32 ? 4 : 2);
+  TWELL_REQUIRE(row_bytes <= kPieceBytes, "a tensor row of {} values is too long", cols);
+  const int64_t step = kPieceBytes / row_bytes;
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t count = std::min(step, rows - row);
+    const auto size = static_cast<size_t>(count * row_bytes);
+    Piece& piece = pieces_[next_++ % pieces_.size()];
+    TWELL_CUDA_CHECK(cudaEventSynchronize(piece.used));
+    std::memcpy(piece.host, bytes.data() + row * row_bytes, size);
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.device.data(), piece.host, size, cudaMemcpyHostToDevice,
+                                     ctx_.stream()));
+    TWELL_CUDA_CHECK(transposed ? launch_convert_transposed(piece.device.data(), type, count, cols,
+                                                            to + row, rows, ctx_.stream())
+                                : launch_convert(piece.device.data(), type, count * cols,
+                                                 to + row * cols, ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaEventRecord(piece.used, ctx_.stream()));
+  }
+}
+
+}  // namespace twell

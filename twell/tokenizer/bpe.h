@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Byte-level BPE proper: the bytes of one pre-token become ids by applying the merge of lowest
+// rank, leftmost first, until none applies.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "twell/tokenizer/bpe_pair_map.h"
+
+namespace twell {
+
+// Two adjacent ids become one. A merge's rank is its index in the list of merges.
+struct BpeMerge {
+  int32_t left = 0, right = 0, result = 0;
+};
+
+class Bpe {
+ public:
+  // byte_ids: id of each single byte; a negative one drops the byte.
+  Bpe(const std::array<int32_t, 256>& byte_ids, std::vector<BpeMerge> merges);
+
+  const std::vector<BpeMerge>& merges() const { return merges_; }
+
+  // Working memory, reused from call to call.
+  struct Scratch {
+    struct Symbol {
+      int32_t id;    // -1 once merged into an earlier symbol
+      int32_t rank;  // of the merge with the next symbol, kNoMerge when there is none
+      uint32_t previous, next;
+    };
+    std::vector<Symbol> symbols;
+    std::vector<uint64_t> heap;  // rank << 32 | position of the pairs that can be merged
+  };
+
+  // Appends the ids of one pre-token. O(n log n) in its length.
+  void encode(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
+
+ private:
+  static constexpr size_t kShortWord = 32;  // up to here a scan for the minimum beats a heap
+  void encode_short(std::string_view word, std::vector<int32_t>& out) const;
+  void encode_long(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
+  int32_t rank_of(int32_t left, int32_t right) const;
+
+  std::array<int32_t, 256> byte_ids_;
+  std::vector<BpeMerge> merges_;
+  BpePairMap ranks_;
+};
+
+}  // namespace twell

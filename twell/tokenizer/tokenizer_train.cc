@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// train_bpe: from text to a whole tokenizer.
+#include <algorithm>
+#include <unordered_set>
+
+#include "twell/base/error.h"
+#include "twell/base/utf8.h"
+#include "twell/tokenizer/bpe_alphabet.h"
+#include "twell/tokenizer/bpe_train.h"
+#include "twell/tokenizer/tokenizer_json.h"
+#include "twell/tokenizer/tokenizer_spec.h"
+
+namespace twell {
+namespace {
+
+using Kind = PreTokenizerStep::Kind;
+
+constexpr size_t kBatchBytes = size_t{16} << 20;  // of text in memory while its words are counted
+constexpr int64_t kBytes = 256;
+constexpr int64_t kLargestVocab = int64_t{1} << 24;
+
+void set_pre_tokenizer(const std::string& name, TokenizerSpec& spec) {
+  if (name == "gpt2") {
+    spec.pre_tokenizer = {{Kind::kGpt2}};
+  } else if (name == "smollm2") {
+    spec.pre_tokenizer = {{Kind::kDigits}, {Kind::kGpt2}};
+  } else if (name == "llama3") {
+    spec.pre_tokenizer = {{Kind::kSplit, std::string(kLlama3Pattern)}};
+  } else if (name == "qwen2") {
+    spec.pre_tokenizer = {{Kind::kSplit, std::string(kQwen2Pattern)}};
+    spec.nfc = true;
+  } else {
+    throw InputError(fmt::format("pre-tokenizer {} is unknown; use gpt2, smollm2, llama3 or qwen2",
+                                 excerpt(name)));
+  }
+}
+
+void check_special_tokens(const std::vector<std::string>& names) {
+  TWELL_REQUIRE(!names.empty(), "no special token is given; the first is needed as EOS");
+  const auto known = eos_names();
+  TWELL_REQUIRE(std::find(known.begin(), known.end(), names[0]) != known.end(),
+                "the first special token, {}, stands between documents and must have one of the "
+                "names {}",
+                excerpt(names[0]), fmt::join(known, " "));
+  std::unordered_set<std::string_view> seen;
+  for (const std::string& name : names) {
+    TWELL_REQUIRE(!name.empty() && find_invalid_utf8(name) == name.size(),
+                  "special token {} is empty or not UTF-8", excerpt(name));
+    TWELL_REQUIRE(seen.insert(name).second, "special token {} is given twice", excerpt(name));
+    TWELL_REQUIRE(name.size() > 1, "special token {} is a single byte, which is a token already",
+                  excerpt(name));
+    // In the file it could not be told from the token of those other bytes.
+    std::string bytes;
+    TWELL_REQUIRE(!alphabet_to_bytes(name, bytes) || bytes == name,
+                  "special token {} stands for other bytes in the alphabet of byte-level "
+                  "vocabularies; use ASCII characters",
+                  excerpt(name));
+  }
+}
+
+void add_special_tokens(const std::vector<std::string>& names, TokenizerSpec& spec) {
+  for (const std::string& name : names) {
+    const int32_t id = static_cast<int32_t>(spec.tokens.size());
+    spec.added.push_back({id, name, /*special=*/true, /*normalized=*/false, /*in_vocab=*/true});
+    spec.tokens.push_back(name);
+  }
+}
+
+WordCounts count_all(Context& ctx, const TokenizerSpec& spec,
+                     const std::function<bool(std::string& text)>& next_text) {
+  const PreTokenizer pre_tokenizer(spec.pre_tokenizer);
+  WordCounter counter(ctx, pre_tokenizer, spec.nfc);
+  std::vector<std::string> batch;
+  size_t bytes = 0;
+  for (std::string text; next_text(text);) {
+    bytes += text.size();
+    batch.push_back(std::move(text));
+    text.clear();
+    if (bytes < kBatchBytes) continue;
+    counter.add(batch);
+    batch.clear();
+    bytes = 0;
+  }
+  counter.add(batch);
+  return counter.take();
+}
+
+}  // namespace
+
+Tokenizer train_bpe(const BpeTrainingOptions& options,
+                    const std::function<bool(std::string& text)>& next_text) {
+  TokenizerSpec spec;
+  set_pre_tokenizer(options.pre_tokenizer, spec);
+  check_special_tokens(options.special_tokens);
+  add_special_tokens(options.special_tokens, spec);
+  const size_t first_byte = spec.tokens.size();
+  for (const uint8_t byte : byte_alphabet_order()) {
+    spec.tokens.emplace_back(1, static_cast<char>(byte));
+  }
+  TWELL_REQUIRE(
+      options.vocab_size >= std::ssize(spec.tokens) && options.vocab_size <= kLargestVocab,
+      "a vocabulary of {} tokens cannot be learned: it has {} bytes and {} special tokens "
+      "to hold, and at most {} tokens",
+      options.vocab_size, kBytes, first_byte, kLargestVocab);
+
+  Context ctx(options.threads);
+  const WordCounts counts = count_all(ctx, spec, next_text);
+  const size_t wanted = static_cast<size_t>(options.vocab_size);
+  spec.merges = learn_merges(counts, first_byte, wanted, spec.tokens);
+  TWELL_REQUIRE(spec.tokens.size() == wanted,
+                "the text is too small for a vocabulary of {} tokens: it allows {} merges, which "
+                "with {} bytes and {} special tokens makes {}; give more text or ask for fewer",
+                wanted, spec.merges.size(), kBytes, first_byte, spec.tokens.size());
+  return TokenizerAccess::make(std::move(spec));
+}
+
+}  // namespace twell
