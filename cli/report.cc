@@ -23,6 +23,8 @@ using nlohmann::json;
 constexpr int64_t kTableRows = 12;
 
 std::vector<json> read_jsonl(const fs::path& path) {
+  TWELL_REQUIRE(!fs::exists(path) || fs::is_regular_file(path),
+                "cannot open {}: not a regular file", path.string());
   std::ifstream file(path);
   TWELL_REQUIRE(file.good(), "cannot open {}", path.string());
   std::vector<json> rows;

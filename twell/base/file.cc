@@ -2,14 +2,18 @@
 #include "twell/base/file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "twell/base/error.h"
 
@@ -62,14 +66,47 @@ void replace_folder(const fs::path& fresh, const fs::path& target) {
   std::rename(old.c_str(), fresh.c_str());
 }
 
+// Temporary names are `.NAME.tmp.PID`.
 fs::path temporary_name(const fs::path& path) {
   return parent_of(path) / fmt::format(".{}.tmp.{}", path.filename().string(), ::getpid());
+}
+
+// Marks a temporary file or folder as in use until the descriptor is closed, by the process's end
+// at the latest. A file system without locks leaves it unmarked.
+void mark_in_use(int fd) { ::flock(fd, LOCK_EX | LOCK_NB); }
+
+// A process of another machine or container has a number that means nothing here, so the lock has
+// to be free too.
+bool is_abandoned(const fs::path& temporary, pid_t writer) {
+  if (::kill(writer, 0) == 0 || errno != ESRCH) return false;
+  const Descriptor fd(temporary, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+  return fd.get() >= 0 && ::flock(fd.get(), LOCK_EX | LOCK_NB) == 0;
+}
+
+// Removes the temporary files and folders of `path` that killed processes left behind. One that
+// cannot be removed is no reason not to write.
+void remove_abandoned(const fs::path& path) {
+  const std::string prefix = fmt::format(".{}.tmp.", path.filename().string());
+  std::error_code error;
+  std::vector<fs::path> abandoned;
+  for (fs::directory_iterator it(parent_of(path), error), end; !error && it != end;
+       it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (!name.starts_with(prefix)) continue;
+    pid_t writer = 0;
+    const char* last = name.data() + name.size();
+    const auto number = std::from_chars(name.data() + prefix.size(), last, writer);
+    if (number.ec != std::errc() || number.ptr != last || writer <= 0) continue;
+    if (is_abandoned(it->path(), writer)) abandoned.push_back(it->path());
+  }
+  for (const fs::path& leftover : abandoned) fs::remove_all(leftover, error);
 }
 
 }  // namespace
 
 MappedFile::MappedFile(const fs::path& path) : path_(path) {
-  Descriptor fd(path, O_RDONLY);
+  // Opening a pipe without O_NONBLOCK would wait for a writer.
+  Descriptor fd(path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
   struct stat info {};
   if (fd.get() < 0 || ::fstat(fd.get(), &info) != 0) fail("open", path);
   TWELL_REQUIRE(S_ISREG(info.st_mode), "cannot open {}: not a regular file", path.string());
@@ -123,8 +160,10 @@ AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)), temporary_(tempo
   std::error_code ignored;
   TWELL_REQUIRE(!fs::exists(path_, ignored) || fs::is_regular_file(path_, ignored),
                 "cannot write {}: not a regular file", path_.string());
+  remove_abandoned(path_);
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd_ < 0) fail("write", path_);
+  mark_in_use(fd_);
 }
 
 AtomicFile::~AtomicFile() {
@@ -177,10 +216,13 @@ void write_folder_atomic(const fs::path& path, const std::function<void(const fs
   TWELL_REQUIRE(!replace || fs::is_directory(target, ignored),
                 "cannot create folder {}: a file of that name exists", target.string());
   make_folder(parent_of(target));
+  remove_abandoned(target);
   const fs::path temporary = temporary_name(target);
   fs::remove_all(temporary, ignored);
   try {
     make_folder(temporary);
+    const Descriptor in_use(temporary, O_RDONLY | O_DIRECTORY);
+    mark_in_use(in_use.get());
     fill(temporary);
     sync_folder(temporary);
     if (replace) {

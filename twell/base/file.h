@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files: memory-mapped reading, and writes that either happen whole or not at all.
+// Only regular files are read; a pipe or device is refused without waiting for it.
+// Writes go to `.NAME.tmp.PID` beside the target first. One that a killed process left behind is
+// removed by the next write to the same target.
 // Every failure is an InputError naming the path and the system's reason.
 #pragma once
 

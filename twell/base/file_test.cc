@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/base/file.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -100,6 +103,48 @@ TEST_F(File, WhatCannotBeReadIsNamed) {
   EXPECT_EQ(refusal([&] { read_file(missing); }),
             "cannot open " + missing + ": No such file or directory");
   EXPECT_THAT(refusal([&] { read_file(folder_); }), HasSubstr("not a regular file"));
+}
+
+TEST_F(File, APipeIsRefusedWithoutWaitingForAWriter) {
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  EXPECT_THAT(refusal([&] { read_file(folder_ / "pipe"); }), HasSubstr("not a regular file"));
+  EXPECT_THAT(refusal([&] { read_file("/dev/null"); }), HasSubstr("not a regular file"));
+}
+
+TEST_F(File, LeftoversOfKilledProcessesAreRemovedByTheNextWrite) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) ::_exit(0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  const std::string dead = ".tmp." + std::to_string(child);
+  const std::string alive = ".tmp." + std::to_string(::getppid());
+  for (const std::string& suffix : {dead, alive}) {
+    put(folder_ / (".a" + suffix), "half");
+    fs::create_directory(folder_ / (".data" + suffix));
+    put(folder_ / (".data" + suffix) / "x", "half");
+  }
+  put(folder_ / (".b" + dead), "of another target");
+  put(folder_ / ".a.tmp.7x", "no process's");
+  write_file_atomic(folder_ / "a", "1");
+  write_folder_atomic(folder_ / "data", [](const fs::path& folder) { put(folder / "x", "1"); });
+  EXPECT_THAT(names(), ::testing::UnorderedElementsAre(".a.tmp.7x", ".a" + alive, ".b" + dead,
+                                                       ".data" + alive, "a", "data"));
+}
+
+TEST_F(File, ATemporaryInUseElsewhereIsKept) {
+  // A process of another container: its number means nothing here, but it holds the lock.
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) ::_exit(0);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  const fs::path other = folder_ / (".a.tmp." + std::to_string(child));
+  const int fd = ::open(other.c_str(), O_WRONLY | O_CREAT, 0600);
+  ASSERT_EQ(::flock(fd, LOCK_EX), 0);
+  write_file_atomic(folder_ / "a", "1");
+  EXPECT_TRUE(fs::exists(other));
+  ::close(fd);
+  write_file_atomic(folder_ / "a", "2");
+  EXPECT_FALSE(fs::exists(other));
 }
 
 TEST_F(File, AnAbandonedWriteLeavesTheOldFile) {

@@ -97,6 +97,8 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
 
 MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step)
     : path_(path) {
+  TWELL_REQUIRE(!std::filesystem::exists(path) || std::filesystem::is_regular_file(path),
+                "cannot write {}: not a regular file", path.string());
   const int64_t keep = valid_prefix(path, last_kept_step);
   fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   TWELL_REQUIRE(fd_ >= 0 && ::ftruncate(fd_, keep) == 0, "cannot write {}: {}", path.string(),
