@@ -14,8 +14,8 @@
 
 #include "bench/cuda_bench.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
-#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
-#include "twell/ops/sparse_up_down/row_fused_cuda.h"
+#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
+#include "twell/ops/ffn/portable/row_fused_cuda.h"
 
 namespace twell {
 namespace {

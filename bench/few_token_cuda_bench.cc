@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "bench/cuda_bench.h"
-#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
 
 namespace twell {
 namespace {

@@ -9,7 +9,7 @@
 #include "twell/base/cuda_testing.h"
 #include "twell/base/gpu_energy.h"
 #include "twell/base/rng.h"
-#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
 
 namespace twell {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
 
 namespace twell {
 

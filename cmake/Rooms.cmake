@@ -75,19 +75,21 @@ function(twell_cuda_architectures)
 endfunction()
 
 # twell_room(folder DEPS room... LIBS target... CUDA_LIBS target...)
-# Makes the library twell_<folder with _ for />, linked to the rooms it may include from.
+# Makes the library twell_<folder with _ for />, linked to the rooms it may include from. A room's
+# folders (ops/ffn/hopper) belong to it.
 function(twell_room folder)
   cmake_parse_arguments(ROOM "" "" "DEPS;LIBS;CUDA_LIBS" ${ARGN})
   string(REPLACE "/" "_" suffix ${folder})
   set(target twell_${suffix})
-  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cc)
-  file(GLOB tests CONFIGURE_DEPENDS ${folder}/*_test.cc)
-  file(GLOB benches CONFIGURE_DEPENDS ${folder}/*_bench.cc)
-  file(GLOB fuzzers CONFIGURE_DEPENDS ${folder}/*_fuzz.cc)
-  file(GLOB cuda_only CONFIGURE_DEPENDS ${folder}/*_cuda*.cc)
+  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cc ${folder}/*/*.cc)
+  file(GLOB tests CONFIGURE_DEPENDS ${folder}/*_test.cc ${folder}/*/*_test.cc)
+  file(GLOB benches CONFIGURE_DEPENDS ${folder}/*_bench.cc ${folder}/*/*_bench.cc)
+  file(GLOB fuzzers CONFIGURE_DEPENDS ${folder}/*_fuzz.cc ${folder}/*/*_fuzz.cc)
+  file(GLOB cuda_only CONFIGURE_DEPENDS ${folder}/*_cuda*.cc ${folder}/*/*_cuda*.cc)
   list(REMOVE_ITEM sources ${tests} ${benches} ${fuzzers} ${cuda_only} "")
   if(TWELL_HAVE_CUDA)
-    file(GLOB cuda_sources CONFIGURE_DEPENDS ${folder}/*.cu ${folder}/*_cuda.cc)
+    file(GLOB cuda_sources CONFIGURE_DEPENDS
+      ${folder}/*.cu ${folder}/*/*.cu ${folder}/*_cuda.cc ${folder}/*/*_cuda.cc)
     list(APPEND sources ${cuda_sources})
     twell_cuda_architectures(${cuda_sources})
     if(cuda_sources)

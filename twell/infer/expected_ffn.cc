@@ -5,7 +5,7 @@
 
 #include "twell/ops/ffn/ffn_cost.h"
 #include "twell/ops/ffn/gpu_choice.h"
-#include "twell/ops/sparse_up_down/sparse_up_down.h"
+#include "twell/ops/ffn/sparse_up_down.h"
 
 namespace twell {
 namespace {

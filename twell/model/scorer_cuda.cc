@@ -7,8 +7,8 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/cross_entropy/token_losses_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
-#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
-#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 
 namespace twell {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "twell/base/rounding.h"
 #include "twell/ops/few_rows/few_rows.h"
-#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
-#include "twell/ops/gate_gemm/gate_gemm_sm80_cuda.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {

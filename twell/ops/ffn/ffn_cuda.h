@@ -26,12 +26,12 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/few_token_ffn/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/gpu_choice.h"
-#include "twell/ops/sparse_up_down/row_fused_cuda.h"
-#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/portable/row_fused_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
 

@@ -7,8 +7,8 @@
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
 #include "twell/format/ffn_weights.h"
-#include "twell/ops/gate_gemm/gate_gemm.h"
-#include "twell/ops/sparse_up_down/sparse_up_down.h"
+#include "twell/ops/ffn/gate_gemm.h"
+#include "twell/ops/ffn/sparse_up_down.h"
 
 namespace twell {
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "twell/ops/ffn/tile_union.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
-#include "twell/ops/sparse_up_down/tile_union.h"
 
 namespace twell {
 namespace {

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell::ffn_train {
 namespace {

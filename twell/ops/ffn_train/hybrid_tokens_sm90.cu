@@ -4,10 +4,10 @@
 // which lie in the same order in all images, then 32 tokens of one neuron per thread.
 #include <cstdint>
 
+#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
 #include "twell/ops/ffn_train/hybrid_train.h"
 #include "twell/ops/ffn_train/union_blocks.cuh"
-#include "twell/ops/sparse_up_down/schedule_sm90.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {

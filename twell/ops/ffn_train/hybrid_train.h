@@ -14,8 +14,8 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/ops/ffn/tile_union.h"
 #include "twell/ops/ffn_train/ffn_train_counts_cuda.h"
-#include "twell/ops/sparse_up_down/tile_union.h"
 
 namespace twell::ffn_train {
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The hybrid execution of the feed-forward layer in training on the GPU: the order of its kernels.
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/ffn_train/hybrid_memory_cuda.h"
-#include "twell/ops/gate_gemm/gate_gemm_cuda.h"
-#include "twell/ops/sparse_up_down/sparse_up_down_cuda.h"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell::ffn_train {

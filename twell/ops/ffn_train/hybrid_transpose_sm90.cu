@@ -2,9 +2,9 @@
 // From images on token tiles to images on neuron tiles: the values.
 #include <cstdint>
 
+#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
 #include "twell/ops/ffn_train/hybrid_train.h"
 #include "twell/ops/ffn_train/union_blocks.cuh"
-#include "twell/ops/sparse_up_down/schedule_sm90.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {

@@ -4,8 +4,8 @@
 // Pieces are added to the gradients in their order: who has a later one waits for its turn. They
 // are handed out in an order in which that piece is always in work already. Where gradients are
 // written in place of added to, the first piece of a sum is.
+#include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn_train/hybrid_train.h"
-#include "twell/ops/sparse_up_down/gathered_gemm_sm90.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {

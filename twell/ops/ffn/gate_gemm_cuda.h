@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gate projection with ReLU straight into TwELL, on the GPU, bf16:
+//   g = relu(x w_gate^T), packed tile by tile in the GEMM's epilogue; g never exists as a whole.
+// The order in which the non-zeros of a (row, tile) are stored depends on the sizes and the device
+// alone; it is not the column order.
+// An overflowing tile is spilled to slot row * tiles + tile.
+// Deterministic. Never synchronises; can be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <string>
+
+#include "twell/base/cuda.h"
+#include "twell/format/twell.h"
+#include "twell/ops/ffn/hopper/gate_progress.h"
+
+namespace twell {
+
+// All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
+struct GateGemmCuda {
+  int64_t tokens = 0;                     // M
+  int64_t width = 0;                      // D, a multiple of 8
+  int64_t ffn = 0;                        // F, a multiple of 8
+  const __nv_bfloat16* x = nullptr;       // [M, D]
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D]
+  TwellPacked out;  // shape [M, F], T = 256; spill [M * tiles, 256]; row_nnz [M], written
+  const int32_t* condition = nullptr;  // device memory: where it holds 0, nothing is computed
+  GateProgress progress{};             // not together with a condition
+};
+
+// Why the problem cannot run on this context's device; empty when it can.
+std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
+
+// Of the problem's sizes.
+GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn);
+
+// Throws Error where unsupported.
+void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
+
+}  // namespace twell

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inputs are small integers, so that every sum is exact in f32 and the packed values have one right
+// answer to the bit. Every test runs the Hopper kernel and the portable one.
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "twell/base/cuda_gtest.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
+
+namespace twell {
+namespace {
+
+struct Implementation {
+  const char* name;
+  std::string (*unsupported)(const CudaContext&, const GateGemmCuda&);
+  void (*run)(CudaContext&, const GateGemmCuda&);
+};
+constexpr Implementation kHopper{"Hopper", gate_gemm_unsupported, gate_gemm_cuda};
+constexpr Implementation kPortable{"Portable", gate_gemm_sm80_unsupported, gate_gemm_sm80_cuda};
+
+#define GPU_TEST_OF(implementation)                                               \
+  TWELL_GPU_TEST();                                                               \
+  if ((implementation).run == gate_gemm_cuda && ctx.compute_capability() != 90) { \
+    GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";                  \
+  }
+
+// A gate GEMM with its buffers, poisoned before each run.
+struct PackedGate {
+  TwellShape shape;
+  std::vector<uint32_t> words;
+  std::vector<uint16_t> spill;
+  std::vector<int32_t> row_nnz;
+  TwellPacked packed;  // of the host copies
+
+  PackedGate(const Implementation& gate_gemm, CudaContext& ctx, const TestStream& stream,
+             const TwellShape& shape_in, int64_t width, const std::vector<int>& x,
+             const std::vector<int>& w, int graph_replays = 0)
+      : shape(shape_in) {
+    const auto device_x = upload(to_bf16s(x));
+    const auto device_w = upload(to_bf16s(w));
+    const auto device_words = poisoned<uint32_t>(shape.words());
+    const auto device_spill = poisoned<uint16_t>(shape.max_spill_slots() * shape.tile);
+    const auto device_nnz = poisoned<int32_t>(shape.rows);
+    GateGemmCuda problem;
+    problem.tokens = shape.rows;
+    problem.width = width;
+    problem.ffn = shape.cols;
+    problem.x = device_x.data();
+    problem.w_gate = device_w.data();
+    problem.out = {shape, device_words.data(), reinterpret_cast<BF16*>(device_spill.data()),
+                   shape.max_spill_slots(), device_nnz.data()};
+    if (graph_replays > 0) {
+      replay_as_graph(stream, graph_replays, [&] { gate_gemm.run(ctx, problem); });
+    } else {
+      gate_gemm.run(ctx, problem);
+      stream.synchronize();
+    }
+    words = download(device_words);
+    spill = download(device_spill);
+    row_nnz = download(device_nnz);
+    packed = {shape, words.data(), reinterpret_cast<BF16*>(spill.data()), shape.max_spill_slots(),
+              row_nnz.data()};
+  }
+
+  // Every row of `rows` against relu(x w^T).
+  void check(int64_t width, const std::vector<int>& x, const std::vector<int>& w,
+             int64_t row_step) const {
+    std::vector<float> got(static_cast<size_t>(shape.cols));
+    for (int64_t row = 0; row < shape.rows; row += row_step) {
+      std::fill(got.begin(), got.end(), 0.0f);
+      int64_t count = 0;
+      twell_for_each(packed, row, [&](int64_t column, float value) {
+        ASSERT_TRUE(column >= 0 && column < shape.cols) << "row " << row << " column " << column;
+        ASSERT_EQ(got[static_cast<size_t>(column)], 0.0f) << "stored twice";
+        got[static_cast<size_t>(column)] = value;
+        ++count;
+      });
+      ASSERT_EQ(row_nnz[static_cast<size_t>(row)], count) << "row " << row;
+      for (int64_t column = 0; column < shape.cols; ++column) {
+        int sum = 0;
+        for (int64_t k = 0; k < width; ++k) {
+          sum +=
+              x[static_cast<size_t>(row * width + k)] * w[static_cast<size_t>(column * width + k)];
+        }
+        const float want = to_float(to_bf16(static_cast<float>(std::max(sum, 0))));
+        ASSERT_EQ(got[static_cast<size_t>(column)], want) << "row " << row << " column " << column;
+      }
+    }
+  }
+};
+
+// Entries in {-1, 0, 1}; x's first column is 1 and w's is `bias`, which sets the density.
+void random_operands(const TwellShape& shape, int64_t width, int bias, std::vector<int>& x,
+                     std::vector<int>& w) {
+  x.resize(static_cast<size_t>(shape.rows * width));
+  w.resize(static_cast<size_t>(shape.cols * width));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<int>(uniform_below(1, 0, i, 3)) - 1;
+  for (size_t i = 0; i < w.size(); ++i) w[i] = static_cast<int>(uniform_below(1, 1, i, 3)) - 1;
+  for (size_t i = 0; i < x.size(); i += static_cast<size_t>(width)) x[i] = 1;
+  for (size_t i = 0; i < w.size(); i += static_cast<size_t>(width)) w[i] = bias;
+}
+
+struct Case {
+  int64_t tokens, width, ffn;
+  int32_t compression;
+  int bias;
+  int64_t row_step = 1;
+};
+
+class GateGemmCudaTest : public testing::TestWithParam<std::tuple<Implementation, Case>> {};
+
+TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
+  const Implementation& gate_gemm = std::get<0>(GetParam());
+  GPU_TEST_OF(gate_gemm);
+  const Case& c = std::get<1>(GetParam());
+  const TwellShape shape{c.tokens, c.ffn, 256, c.compression};
+  std::vector<int> x, w;
+  random_operands(shape, c.width, c.bias, x, w);
+  const PackedGate run(gate_gemm, ctx, stream, shape, c.width, x, w);
+  run.check(c.width, x, w, c.row_step);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, GateGemmCudaTest,
+    testing::Combine(testing::Values(kHopper, kPortable),
+                     testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -20},
+                                     Case{129, 72, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
+                                     Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
+                                     Case{64, 1600, 8200, 8, -50, 7},
+                                     Case{140, 64, 66000, 8, -15, 9},
+                                     // On 132 multiprocessors 72 cluster tiles, 6 of them halved.
+                                     Case{2200, 72, 2048, 8, -8, 7},
+                                     Case{65537, 64, 264, 8, -12, 331})),
+    [](const auto& test) {
+      const Case& c = std::get<1>(test.param);
+      return fmt::format("{}_{}x{}x{}", std::get<0>(test.param).name, c.tokens, c.width, c.ffn);
+    });
+
+class GateGemmPackingTest : public testing::TestWithParam<Implementation> {};
+INSTANTIATE_TEST_SUITE_P(Implementations, GateGemmPackingTest, testing::Values(kHopper, kPortable),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+// x is one-hot, so row m of the gate is column m of w: each row has a chosen occupancy per tile.
+TEST_P(GateGemmPackingTest, TilesAroundCapacity) {
+  GPU_TEST_OF(GetParam());
+  for (const int32_t compression : {8, 4, 2}) {
+    const TwellShape shape{40, 512, 256, compression};
+    const int64_t width = 40;
+    const int capacity = shape.capacity();
+    const int occupancies[] = {0, 1, capacity - 1, capacity, capacity + 1, 255, 256};
+    std::vector<int> x(static_cast<size_t>(shape.rows * width), 0);
+    std::vector<int> w(static_cast<size_t>(shape.cols * width));
+    for (int64_t row = 0; row < shape.rows; ++row) x[static_cast<size_t>(row * width + row)] = 1;
+    for (int64_t column = 0; column < shape.cols; ++column) {
+      for (int64_t row = 0; row < shape.rows; ++row) {
+        const int active = occupancies[(row + column / 256) % 7];
+        // A different run of neurons in each row.
+        const bool fires = (column * 37 + row * 11) % 256 < active;
+        w[static_cast<size_t>(column * width + row)] =
+            fires ? static_cast<int>(1 + (row + column) % 100) : -3;
+      }
+    }
+    const PackedGate run(GetParam(), ctx, stream, shape, width, x, w);
+    run.check(width, x, w, 1);
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      for (int64_t tile = 0; tile < 2; ++tile) {
+        EXPECT_EQ(run.packed.count(row, tile), occupancies[(row + tile) % 7]);
+      }
+    }
+  }
+}
+
+TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
+  GPU_TEST_OF(GetParam());
+  const TwellShape shape{700, 1536, 256, 8};
+  const int64_t width = 256;
+  std::vector<int> x, w;
+  random_operands(shape, width, -14, x, w);
+  const PackedGate once(GetParam(), ctx, stream, shape, width, x, w);
+  const PackedGate again(GetParam(), ctx, stream, shape, width, x, w);
+  const PackedGate replayed(GetParam(), ctx, stream, shape, width, x, w, 3);
+  EXPECT_EQ(once.words, again.words);
+  EXPECT_EQ(once.spill, again.spill);
+  EXPECT_EQ(once.words, replayed.words);
+  EXPECT_EQ(once.row_nnz, replayed.row_nnz);
+}
+
+TEST_P(GateGemmPackingTest, RefusesWhatItCannotDo) {
+  GPU_TEST_OF(GetParam());
+  GateGemmCuda problem;
+  problem.tokens = 4;
+  problem.width = 12;
+  problem.ffn = 256;
+  problem.out.shape = {4, 256, 256, 8};
+  problem.out.spill_slots = 4;
+  EXPECT_NE(GetParam().unsupported(ctx, problem).find("12"), std::string::npos);
+  EXPECT_THROW(GetParam().run(ctx, problem), Error);
+  problem.width = 16;
+  problem.out.spill_slots = 3;
+  EXPECT_NE(GetParam().unsupported(ctx, problem).find("spill"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace twell

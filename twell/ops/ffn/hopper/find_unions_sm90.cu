@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+// Per tile of tokens: the union of its active neurons, a list of its non-zeros, and items for up.
+// Starts where the gate GEMM leaves multiprocessors idle, and takes each tile as soon as its gate
+// is packed. A CTA finds a tile, or where there are few tiles a part of its columns; then the one
+// that is done last numbers the neurons. The last one of all orders the tiles for down.
+#include <algorithm>
+#include <cstdint>
+
+#include "twell/ops/ffn/hopper/column_tile_sm90.cuh"
+#include "twell/ops/ffn/hopper/heavy_rows_sm90.cuh"
+#include "twell/ops/ffn/hopper/union_pieces_sm90.cuh"
+#include "twell/sm90/dependent_launch.cuh"
+
+namespace twell::tile_union {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kCtasPerMultiprocessor = 2;
+constexpr int kMaxParts = 32;
+// Threads with the same token take every kStride-th column tile, kAhead of them at a time.
+constexpr int kStride = kThreads / kTileTokens;
+constexpr int kAhead = 3;
+// Sizes of unions that the schedule keeps at hand; of more tiles it reads them from memory.
+constexpr int kCachedSizes = 2048;
+
+struct Shared {
+  int spilled[2];  // of even and of odd batches
+  int item, first_item;
+  bool last;
+  HeavyRows heavy;
+  // Spilled tiles of a batch: {column tile, spill slot}.
+  int2 list[kThreads * kAhead];
+  int32_t sizes[kCachedSizes];
+};
+
+// A CTA on some columns of a tile, its work items one after the other.
+struct PartFinder {
+  const Gate& gate;
+  const Tiles& tiles;
+  ActivityCuda* activity;
+  const int ctas;  // of up
+  Shared& shared;
+  uint32_t* mask;  // [words], dynamic shared memory; behind it, of words and of column tiles:
+  const int words = gate.col_tiles * 8;
+  int* before = reinterpret_cast<int*>(mask) + words;
+  int* listed = before + words;
+  const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
+  const int slot = threadIdx.x % kTileTokens, first = threadIdx.x / kTileTokens;
+  int tile = 0, parts = 0;
+  bool judging = false;  // this thread has to tell that the tile's rows are judged
+  Columns columns{0, 0, 1};
+  uint4 heads[kAhead];
+
+  __device__ __forceinline__ int place() const { return tile * kTileTokens + slot; }
+  __device__ __forceinline__ void load_heads(int token, int from) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = from + j * kStride;
+      heads[j] =
+          token >= 0 && i < columns.count ? *tile_words(gate, token, columns.first + i) : uint4{};
+    }
+  }
+  __device__ __forceinline__ void begin(int tile_in, int part, int parts_in) {
+    tile = tile_in;
+    parts = parts_in;
+    columns = Columns(gate.col_tiles, part, parts);
+    for (int i = threadIdx.x; i < columns.words(); i += kThreads) mask[i] = 0;
+    for (int i = threadIdx.x; i < columns.count; i += kThreads) listed[i] = 0;
+    if (threadIdx.x < 2) shared.spilled[threadIdx.x] = 0;
+  }
+
+  // Of 128 consecutive rows, but for the heavy ones among them. Returns this thread's token.
+  __device__ __forceinline__ int begin_plain(int tile_in, int part, int parts_in) {
+    begin(tile_in, part, parts_in);
+    if (gate.packed != nullptr && threadIdx.x == 0) {
+      const int end = min((tile + 1) * kTileTokens, gate.rows);
+      int phase = 0;
+#pragma unroll
+      for (int i = 0; i + 1 < GateProgress::kPhases; ++i) phase += gate.phases.tokens[i] < end;
+      while (sm90::load_acquire(gate.packed + phase) < gate.phases.ctas) __nanosleep(100);
+    }
+    __syncthreads();
+    const int row = place() < gate.rows ? place() : -1;
+    load_heads(row, first);
+    const int nnz = row >= 0 ? gate.row_nnz[row] : 0;
+    const bool heavy = shared.heavy.judge(gate, tile, nnz, part == 0 ? activity : nullptr);
+    if (part == 0) {
+      const uint32_t apart = __ballot_sync(~0u, heavy);
+      if (threadIdx.x < kTileTokens) {
+        tiles.tokens[place()] = heavy ? -1 : row;
+        if (threadIdx.x % 32 == 0) {
+          reinterpret_cast<uint32_t*>(tiles.heavy + tile)[threadIdx.x / 32] = apart;
+        }
+      }
+      __syncthreads();
+      judging = threadIdx.x == 0;
+    }
+    return heavy ? -1 : row;
+  }
+
+  // The next part of tiles of heavy rows for this CTA; none before all rows are judged. Whoever is
+  // done with its plain tile then takes some, at least the one that judged last. Returns this
+  // thread's token; tile is -1 where there is none.
+  __device__ __forceinline__ int begin_heavy(int parts_in) {
+    if (threadIdx.x == 0) {
+      const bool judged = sm90::load_acquire(&tiles.counts->judged) == plain_tiles;
+      shared.item = judged ? atomicAdd(&tiles.counts->heavy_taken, 1) : -1;
+    }
+    __syncthreads();
+    const int item = shared.item, index = item / parts_in, part = item % parts_in;
+    tile = -1;
+    if (item < 0) return -1;
+    const int rows = shared.heavy.gather<kThreads>(tiles, plain_tiles, index);
+    const int heavy_tiles = (rows + kTileTokens - 1) / kTileTokens;
+    if (item == 0) {
+      if (threadIdx.x == 0) tiles.counts->heavy_tiles = heavy_tiles;
+      complete(tiles.max_tiles - plain_tiles - heavy_tiles);  // what there is not
+    }
+    if (index >= heavy_tiles) return -1;
+    begin(plain_tiles + index, part, parts_in);
+    const int token = shared.heavy.tokens[slot];
+    if (part == 0 && threadIdx.x < kTileTokens) tiles.tokens[place()] = token;
+    load_heads(token, first);
+    __syncthreads();
+    return token;
+  }
+
+  // The first heads are loaded. Ends with a barrier.
+  __device__ __forceinline__ void find(int token) {
+    const int64_t first_column_tile = int64_t{tile} * gate.col_tiles + columns.first;
+    uint32_t* entries = tiles.entries + first_column_tile * kListed;
+#pragma unroll 1
+    for (int batch = 0, odd = 0; batch < columns.count; batch += kStride * kAhead, odd ^= 1) {
+      if (batch > 0) load_heads(token, batch + first);
+      uint4 next[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = batch + first + j * kStride, non_zeros = static_cast<int>(heads[j].x);
+        next[j] = token >= 0 && non_zeros > 3 && non_zeros < gate.slots
+                      ? tile_words(gate, token, columns.first + i)[1]
+                      : uint4{};
+      }
+      if (judging) sm90::add_release(&tiles.counts->judged, 1);  // while these are on their way
+      judging = false;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = batch + first + j * kStride;
+        if (i >= columns.count) break;
+        const bool spilled = token >= 0 && static_cast<int>(heads[j].x) >= gate.slots;
+        if (spilled) {
+          shared.list[atomicAdd(&shared.spilled[odd], 1)] = int2{i, static_cast<int>(heads[j].y)};
+          atomicAdd(listed + i, kListed + 1);
+        }
+        __syncwarp();
+        const ColumnTile column_tile{mask + i * 8, listed + i, entries + int64_t{i} * kListed};
+        column_tile.add(tile_words(gate, max(token, 0), columns.first + i), heads[j], next[j],
+                        token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
+      }
+      __syncthreads();
+      if (const int spilled = shared.spilled[odd]; spilled > 0) {
+        mark_spilled<kThreads>(gate, shared.list, spilled, mask);
+        __syncthreads();
+        if (threadIdx.x == 0) shared.spilled[odd] = 0;
+      }
+    }
+    for (int i = threadIdx.x; i < columns.count; i += kThreads) {
+      tiles.listed[first_column_tile + i] = listed[i];
+    }
+    uint32_t* out = tiles.mask + int64_t{tile} * words + columns.first_word();
+    for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
+    if (parts > 1 && !last_part()) return;
+    number_neurons();
+    complete(1);
+  }
+
+  // Of a tile's parts. Then its mask is whole.
+  __device__ __forceinline__ bool last_part() {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      shared.last = atomicAdd(tiles.marked + tile, 1) == parts - 1;
+      __threadfence();
+    }
+    __syncthreads();
+    if (!shared.last) return false;
+    const uint32_t* whole = tiles.mask + int64_t{tile} * words;
+    for (int i = threadIdx.x; i < words; i += kThreads) mask[i] = __ldcg(whole + i);
+    __syncthreads();
+    return true;
+  }
+
+  // Numbers the neurons of a tile whose mask is whole. Adds its items for up where that might
+  // otherwise have nothing to do; the others' order can wait until it is known which are large.
+  __device__ __forceinline__ void number_neurons() {
+    const int64_t offset = int64_t{tile} * words;
+    // Asked for early: a while passes before it is known.
+    const volatile int32_t* queued = &tiles.counts->up_items;
+    const bool early = threadIdx.x == 0 && *queued < ctas;
+    int neurons = 0;
+    for (int base = 0; base < words; base += kThreads) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      int total;
+      const int below =
+          neurons + block_scan<kThreads>(i < words ? __popc(mask[i]) : 0, shared.heavy.scan, total);
+      if (i < words) {
+        before[i] = below;
+        tiles.before[offset + i] = below;
+      }
+      neurons += total;
+    }
+    const int chunks = chunks_of(neurons);
+    const int first_block = tile * tiles.blocks;
+    __syncthreads();
+    int first_item = -1;
+    if (threadIdx.x == 0) {
+      tiles.union_size[tile] = neurons;
+      tiles.first_block[tile] = first_block;
+      if (early) {
+        tiles.marked[tile] = kHasItems;
+        first_item = atomicAdd(&tiles.counts->up_items, chunks);
+      }
+    }
+    int32_t* ids = tiles.union_ids + int64_t{first_block} * kBlock;
+    const int lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < words; i += kThreads / 32) {
+      const uint32_t word = mask[i];
+      if (word >> lane & 1) ids[before[i] + __popc(word & ((1u << lane) - 1))] = i * 32 + lane;
+    }
+    if (threadIdx.x == 0) shared.first_item = first_item;
+    __syncthreads();
+    if (shared.first_item >= 0) {
+      add_items(tiles, tile, neurons, shared.first_item, threadIdx.x, kThreads);
+    }
+  }
+  // So many more tiles are done with; the last CTA to say so orders them.
+  __device__ __forceinline__ void complete(int more) {
+    if (more == 0) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      shared.last = atomicAdd(&tiles.counts->sized, more) == tiles.max_tiles - more;
+      __threadfence();
+    }
+    __syncthreads();
+    if (!shared.last) return;
+    const int count = plain_tiles + __ldcg(&tiles.counts->heavy_tiles);
+    const int32_t* sizes = tiles.union_size;
+    if (count <= kCachedSizes) {
+      for (int i = threadIdx.x; i < count; i += kThreads) {
+        shared.sizes[i] = __ldcg(tiles.union_size + i);
+      }
+      sizes = shared.sizes;
+      __syncthreads();
+    }
+    order_tiles<kThreads>(tiles, sizes, count, mask, shared.heavy.scan);
+    add_other_items<kThreads>(tiles, sizes, count, shared.heavy.scan);
+    count_unions<kThreads>(sizes, count, activity);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      tiles.counts->tiles = count;
+      sm90::store_release(&tiles.counts->complete, 1);
+    }
+    // What comes next relies on the gate GEMM being over too.
+    if (gate.packed != nullptr) sm90::wait_for_previous_kernel();
+  }
+};
+
+// A CTA per part of a plain tile.
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
+    find_unions_kernel(Gate gate, Tiles tiles, int parts, int heavy_parts, int ctas,
+                       ActivityCuda* activity) {
+  extern __shared__ uint32_t scratch[];
+  __shared__ Shared shared;
+  if (gate.packed == nullptr) sm90::wait_for_previous_kernel();
+  sm90::allow_next_kernel();  // up waits for items
+  PartFinder finder{gate, tiles, activity, ctas, shared, scratch};
+  const int item = blockIdx.x;
+  int token = finder.begin_plain(item / parts, item % parts, parts);
+  while (finder.tile >= 0) {
+    finder.find(token);
+    token = finder.begin_heavy(heavy_parts);
+  }
+}
+
+constexpr int kClearThreads = 1024;
+
+__global__ void __launch_bounds__(kClearThreads) clear_kernel(int32_t* words, int64_t count) {
+  sm90::wait_for_previous_kernel();
+  sm90::allow_next_kernel();
+  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
+  if (i < count) words[i] = 0;
+}
+
+}  // namespace
+
+cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
+                               int32_t* progress, int64_t progress_words, int ctas,
+                               cudaStream_t stream) {
+  const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
+  const int parts = std::clamp(ctas / plain_tiles, 1, std::min(gate.col_tiles, kMaxParts));
+  const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
+  // Masks, what is below in them, lists' lengths; in the end tiles by size.
+  const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
+  cudaError_t status =
+      cudaFuncSetAttribute(find_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess && gate.packed == nullptr) {
+    const auto clears = static_cast<unsigned>((progress_words - 1) / kClearThreads + 1);
+    status = sm90::launch_dependent(clear_kernel, dim3(clears), kClearThreads, 0, stream, progress,
+                                    progress_words);
+  }
+  if (status != cudaSuccess) return status;
+  return sm90::launch_dependent(find_unions_kernel, dim3(plain_tiles * parts), kThreads, bytes,
+                                stream, gate, tiles, parts, heavy_parts, ctas, activity);
+}
+
+}  // namespace twell::tile_union

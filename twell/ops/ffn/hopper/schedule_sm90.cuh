@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// The work lists of the two GEMMs of the tile-union execution.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "twell/format/activity_cuda.h"
+#include "twell/ops/ffn/tile_union.h"
+#include "twell/sm90/barrier.cuh"
+
+namespace twell::tile_union {
+
+// Exclusive prefix sum over the CTA; `total` receives the sum. scratch: an int per warp.
+template <int Threads>
+__device__ int block_scan(int value, int* scratch, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int through = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, through, step);
+    if (lane >= step) through += other;
+  }
+  __syncthreads();
+  if (lane == 31) scratch[warp] = through;
+  __syncthreads();
+  int sum = lane < Threads / 32 ? scratch[lane] : 0;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  total = __shfl_sync(~0u, sum, 31);
+  const int before = __shfl_sync(~0u, sum, max(warp - 1, 0));
+  return through - value + (warp > 0 ? before : 0);
+}
+
+__device__ __forceinline__ int blocks_of(int neurons) { return (neurons + kBlock - 1) / kBlock; }
+
+// Blocks per up item that finish first, each item costing what its k-steps read, 128 rows of x and
+// 64 of w_up per block. Few items run in rounds over the CTAs; of many, the last and smallest ones
+// fill the gaps.
+template <int Threads>
+__device__ int best_chunk(const int32_t* sizes, int count, int ctas, int* scratch) {
+  int best = kMaxChunkBlocks, best_cost = INT_MAX;
+  for (int chunk = kMaxChunkBlocks; chunk >= kMaxChunkBlocks - 1; --chunk) {
+    int items = 0;
+    for (int tile = threadIdx.x; tile < count; tile += Threads) {
+      items += (blocks_of(sizes[tile]) + chunk - 1) / chunk;
+    }
+    int total;
+    block_scan<Threads>(items, scratch, total);
+    const int half_rounds =
+        total < 3 * ctas ? (total + ctas - 1) / ctas * 2 : (2 * total + ctas) / ctas;
+    const int cost = half_rounds * (kTileTokens / kBlock + chunk);
+    if (cost < best_cost) {
+      best = chunk;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// By one CTA, which all of what follows is. Counting sort of the tiles by blocks, largest first, so
+// that the last wave of a persistent GEMM is made of small items.
+// sizes: those of the unions, wherever they are at hand. buckets: [blocks + 1] in shared memory, by
+// falling size. scratch: an int per warp. Ends with a barrier.
+template <int Threads>
+__device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count, uint32_t* buckets,
+                            int* scratch) {
+  for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u);
+  }
+  __syncthreads();
+  int base = 0;
+  for (int first = 0; first <= tiles.blocks; first += Threads) {
+    const int i = first + threadIdx.x;
+    const int value = i <= tiles.blocks ? static_cast<int>(buckets[i]) : 0;
+    int total;
+    const int before = block_scan<Threads>(value, scratch, total);
+    if (i <= tiles.blocks) buckets[i] = base + before;
+    base += total;
+  }
+  __syncthreads();
+  // The order within a bucket is arbitrary: it decides who computes a tile, not its result.
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
+  }
+  __syncthreads();
+}
+
+template <int Threads>
+__device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity) {
+  if (activity == nullptr) return;
+  unsigned long long sum = 0;
+  for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
+  if (sum > 0) atomicAdd(&activity->union_neurons, sum);
+  if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+}
+
+// A chunk of a tile's blocks as up takes it.
+__device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chunks) {
+  const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+  return int2{tile, begin | (end - begin) << 16};
+}
+
+// How many items of up a union makes that is cut as little as may be.
+__device__ __forceinline__ int chunks_of(int neurons) {
+  return (blocks_of(neurons) + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
+}
+
+// In a tile's word of `marked`: up has its items.
+inline constexpr int kHasItems = -1;
+
+// Every step-th item of a tile, from `chunk` on, for up to find at `at` and beyond. Whoever sees an
+// item sees all of its tile.
+__device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neurons, int at,
+                                          int chunk, int step) {
+  const int chunks = chunks_of(neurons);
+  __threadfence();
+  for (; chunk < chunks; chunk += step) {
+    sm90::store_relaxed(tiles.up_items + at + chunk,
+                        up_item(tile, blocks_of(neurons), chunk, chunks));
+  }
+}
+
+// By one CTA: those of all tiles that have none yet, in their order.
+template <int Threads>
+__device__ void add_other_items(const Tiles& tiles, const int32_t* sizes, int count, int* scratch) {
+  int items = __ldcg(&tiles.counts->up_items);
+  for (int base = 0; base < count; base += Threads) {
+    const int i = base + static_cast<int>(threadIdx.x);
+    const int tile = i < count ? tiles.order[i] : -1;
+    const bool missing = tile >= 0 && __ldcg(tiles.marked + tile) != kHasItems;
+    int total;
+    const int at =
+        items + block_scan<Threads>(missing ? chunks_of(sizes[tile]) : 0, scratch, total);
+    if (missing) add_items(tiles, tile, sizes[tile], at, 0, 1);
+    items += total;
+  }
+}
+
+// The order of tiles, each of which is cut into near-equal chunks.
+template <int Threads>
+__device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas, uint32_t* buckets,
+                              ActivityCuda* activity) {
+  __shared__ int scratch[Threads / 32];
+  const int count = tiles.counts->tiles;
+  order_tiles<Threads>(tiles, sizes, count, buckets, scratch);
+  const int chunk_blocks = best_chunk<Threads>(sizes, count, ctas, scratch);
+  int items = 0;
+  for (int first = 0; first < count; first += Threads) {
+    const int i = first + threadIdx.x;
+    const int tile = i < count ? tiles.order[i] : 0;
+    const int blocks = i < count ? blocks_of(sizes[tile]) : 0;
+    const int chunks = (blocks + chunk_blocks - 1) / chunk_blocks;
+    int total;
+    const int at = items + block_scan<Threads>(chunks, scratch, total);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      tiles.up_items[at + chunk] = up_item(tile, blocks, chunk, chunks);
+    }
+    items += total;
+  }
+  count_unions<Threads>(sizes, count, activity);
+  if (threadIdx.x == 0) tiles.counts->up_items = items;
+}
+
+}  // namespace twell::tile_union

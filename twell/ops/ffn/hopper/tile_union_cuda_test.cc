@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "twell/base/buffer.h"
+#include "twell/base/cuda_gtest.h"
+#include "twell/base/rng.h"
+#include "twell/base/test_bf16.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
+
+namespace twell {
+namespace {
+
+struct Case {
+  const char* name;
+  int64_t tokens, width, ffn;
+  int32_t compression;
+  double density;      // of plain rows
+  int64_t full_every;  // each such row fires everywhere; 0: none
+  bool gated = true;
+  int64_t row_step = 1;  // of the comparison
+};
+
+// Values as the device sees them: rounded to bf16.
+std::vector<float> random_values(int64_t n, uint64_t stream, float scale) {
+  std::vector<float> values(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) {
+    values[static_cast<size_t>(i)] =
+        to_float(to_bf16(scale * normal(7, stream, static_cast<uint64_t>(i))));
+  }
+  return values;
+}
+
+// One problem on host and device. y is poisoned before every run.
+struct Problem {
+  explicit Problem(const Case& c) : spec(c), shape{c.tokens, c.ffn, 256, c.compression} {
+    x = random_values(c.tokens * c.width, 1, 1.0f);
+    w_up = random_values(c.ffn * c.width, 2, 0.1f);
+    w_down = random_values(c.ffn * c.width, 3, 0.1f);
+    Buffer<float> gate(c.tokens * c.ffn);
+    for (int64_t i = 0; i < gate.size(); ++i) {
+      const bool full = c.full_every > 0 && i / c.ffn % c.full_every == 0;
+      const auto index = static_cast<uint64_t>(i);
+      if (full || uniform(7, 4, index) < c.density) {
+        gate[i] = to_float(to_bf16(0.05f + uniform(7, 5, index)));
+      }
+    }
+    std::vector<BF16> spill(static_cast<size_t>(shape.max_spill_slots() * shape.tile));
+    std::vector<int32_t> row_nnz(static_cast<size_t>(shape.rows));
+    packed_words.assign(static_cast<size_t>(shape.words()), 0xffffffffu);
+    const TwellPacked host{shape, packed_words.data(), spill.data(), shape.max_spill_slots(),
+                           row_nnz.data()};
+    const int64_t slots = twell_pack_reference(gate.matrix(c.tokens, c.ffn), host);
+    spill.resize(static_cast<size_t>(std::max<int64_t>(slots, 1) * shape.tile));
+    rows.resize(static_cast<size_t>(c.tokens));
+    for (int64_t row = 0; row < c.tokens; ++row) {
+      row_nnz[static_cast<size_t>(row)] = 0;
+      for (int64_t column = 0; column < c.ffn; ++column) {
+        const float value = gate[row * c.ffn + column];
+        if (value == 0.0f) continue;
+        rows[static_cast<size_t>(row)].push_back({column, value});
+        ++row_nnz[static_cast<size_t>(row)];
+      }
+    }
+    device_words = upload(packed_words);
+    device_spill = upload(spill);
+    device_nnz = upload(row_nnz);
+    device_x = upload(to_bf16s(x));
+    device_up = upload(to_bf16s(w_up));
+    device_down = upload(to_bf16s(w_down));
+  }
+
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
+                                 TileUnionWorkspace& workspace, int graph_replays = 0) {
+    const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
+    SparseUpDownCuda problem;
+    problem.tokens = spec.tokens;
+    problem.width = spec.width;
+    problem.ffn = spec.ffn;
+    problem.gate = {shape, device_words.data(), device_spill.data(), shape.max_spill_slots(),
+                    device_nnz.data()};
+    problem.x = device_x.data();
+    problem.w_up = spec.gated ? device_up.data() : nullptr;
+    problem.w_down = device_down.data();
+    problem.y = y.data();
+    if (graph_replays > 0) {
+      replay_as_graph(stream, graph_replays,
+                      [&] { tile_union_up_down_cuda(ctx, problem, workspace); });
+    } else {
+      tile_union_up_down_cuda(ctx, problem, workspace);
+      stream.synchronize();
+    }
+    return download(y);
+  }
+
+  // Against double precision, within what rounding h and y to bf16 and summing in f32 can cost.
+  void check(const std::vector<__nv_bfloat16>& y) const {
+    const auto width = static_cast<size_t>(spec.width);
+    std::vector<double> want(width), bound(width);
+    for (int64_t row = 0; row < spec.tokens; row += spec.row_step) {
+      std::fill(want.begin(), want.end(), 0.0);
+      std::fill(bound.begin(), bound.end(), 0.0);
+      const float* x_row = x.data() + row * spec.width;
+      const auto& active = rows[static_cast<size_t>(row)];
+      for (const auto& [neuron, gate] : active) {
+        const float* up = w_up.data() + neuron * spec.width;
+        const float* down = w_down.data() + neuron * spec.width;
+        double u = 1.0, u_size = 0.0;
+        if (spec.gated) {
+          u = 0.0;
+          for (size_t d = 0; d < width; ++d) {
+            u += static_cast<double>(x_row[d]) * up[d];
+            u_size += std::fabs(static_cast<double>(x_row[d]) * up[d]);
+          }
+        }
+        const double h = gate * u;
+        const double h_error = (spec.gated ? std::ldexp(std::fabs(h), -8) : 0.0) +
+                               gate * u_size * static_cast<double>(width) * std::ldexp(1.0, -23);
+        for (size_t d = 0; d < width; ++d) {
+          want[d] += h * down[d];
+          bound[d] += h_error * std::fabs(down[d]) + std::fabs(h * down[d]) *
+                                                         static_cast<double>(active.size()) *
+                                                         std::ldexp(1.0, -23);
+        }
+      }
+      for (size_t d = 0; d < width; ++d) {
+        const double got = __bfloat162float(y[static_cast<size_t>(row) * width + d]);
+        // Written this way, so that NaN fails.
+        ASSERT_TRUE(std::fabs(got - want[d]) <= bound[d] + std::ldexp(std::fabs(want[d]), -8))
+            << spec.name << " row " << row << " column " << d << ": " << got << ", expected "
+            << want[d] << " within " << bound[d];
+      }
+    }
+  }
+
+  Case spec;
+  TwellShape shape;
+  std::vector<float> x, w_up, w_down;
+  std::vector<std::vector<std::pair<int64_t, float>>> rows;
+  std::vector<uint32_t> packed_words;
+  DeviceBuffer<uint32_t> device_words;
+  DeviceBuffer<BF16> device_spill;
+  DeviceBuffer<int32_t> device_nnz;
+  DeviceBuffer<__nv_bfloat16> device_x, device_up, device_down;
+};
+
+class TileUnionCudaTest : public testing::TestWithParam<Case> {};
+
+TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
+  TWELL_HOPPER_TEST();
+  Problem problem(GetParam());
+  TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
+  const auto once = problem.run(ctx, stream, workspace);
+  problem.check(once);
+  const auto again = problem.run(ctx, stream, workspace);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, TileUnionCudaTest,
+    testing::Values(Case{"one token", 1, 64, 256, 8, 0.1, 0},
+                    Case{"127", 127, 128, 512, 8, 0.05, 0}, Case{"129", 129, 264, 1000, 8, 0.02, 0},
+                    Case{"non-gated", 129, 264, 1000, 8, 0.02, 0, false},
+                    Case{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
+                    Case{"everything fires", 200, 128, 1000, 8, 1.0, 0},
+                    Case{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
+                    Case{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
+                    Case{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
+                    Case{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
+                    Case{"wide F", 130, 64, 8200, 8, 0.005, 50},
+                    Case{"F past 65536", 130, 64, 66000, 8, 0.001, 70},
+                    Case{"many tokens", 65537, 64, 264, 8, 0.01, 1000, true, 17}),
+    [](const testing::TestParamInfo<Case>& test) {
+      std::string name = test.param.name;
+      for (char& c : name) {
+        if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+      }
+      return name;
+    });
+
+TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
+  TWELL_HOPPER_TEST();
+  Problem problem({"graph", 500, 256, 1536, 8, 0.02, 60});
+  TileUnionWorkspace exact(500, 1536), larger(4000, 5632);
+  const auto direct = problem.run(ctx, stream, exact);
+  const auto replayed = problem.run(ctx, stream, larger, 3);
+  problem.check(replayed);
+  EXPECT_EQ(std::memcmp(direct.data(), replayed.data(), direct.size() * sizeof(direct[0])), 0);
+}
+
+TEST(TileUnionCuda, RefusesWhatItCannotDo) {
+  TWELL_HOPPER_TEST();
+  Problem problem({"small", 100, 64, 256, 8, 0.1, 0});
+  TileUnionWorkspace workspace(64, 256);
+  EXPECT_THROW(problem.run(ctx, stream, workspace), Error);
+  SparseUpDownCuda odd;
+  odd.tokens = 4;
+  odd.width = 20;
+  odd.ffn = 256;
+  EXPECT_NE(tile_union_unsupported(ctx, odd).find("20"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace twell

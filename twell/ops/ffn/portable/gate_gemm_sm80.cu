@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gate GEMM on mma.sync. A CTA makes 128 tokens by 256 neurons, the TwELL tile: eight warps of
+// 64 x 64, operands through a ring of four stages that cp.async fills. The activations of a tile go
+// to shared memory as bf16, in the ring's place, and a warp packs a row at a time: each lane holds
+// eight neighbouring columns, so that a prefix sum over the warp gives ascending order.
+// 96 KiB of shared memory, which every GPU of compute capability 8.0 to 9.0 has.
+#include "twell/ops/ffn/portable/gate_gemm_sm80.h"
+#include "twell/sm90/bf16_pair.cuh"
+
+namespace twell::gate_gemm_sm80 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kStepK = 32;  // four 16-byte pieces per row
+constexpr int kPieces = kStepK / 8;
+constexpr int kStages = 4;
+constexpr int kBytesA = kTileM * kStepK * 2;
+constexpr int kStageBytes = (kTileM + kTileN) * kStepK * 2;
+constexpr int kPackPitch = kTileN * 2 + 16;  // the pad spreads rows over the banks
+constexpr int kSharedBytes = kStages * kStageBytes;
+static_assert(kTileM * kPackPitch <= kSharedBytes);
+// Row tiles that share a sweep over F, for L2 reuse.
+constexpr int kGroup = 8;
+
+// Piece of a row of four, swizzled: the eight rows of an ldmatrix fall into different banks.
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+  return (row * kPieces + (piece ^ (row / 2 % 4))) * 16;
+}
+
+__device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// A thread's share of Rows rows of a matrix, a k-step after another.
+template <int Rows>
+class RowLoader {
+ public:
+  __device__ __forceinline__ RowLoader(const __nv_bfloat16* matrix, int row, int rows, int width)
+      : from_(matrix + int64_t{row + first()} * width + piece() * 8),
+        pitch_(int64_t{width} * kPerPass),
+        left_(rows - row - first()),
+        columns_(width - piece() * 8) {}
+
+  // The next k-step into a stage, zeros outside the matrix.
+  __device__ __forceinline__ void load(uint32_t dst) {
+#pragma unroll
+    for (int i = 0; i < Rows / kPerPass; ++i) {
+      copy16(dst + swizzled(i * kPerPass + first(), piece()), from_ + i * pitch_,
+             i * kPerPass < left_ && columns_ > 0);
+    }
+    from_ += kStepK;
+    columns_ -= kStepK;
+  }
+
+ private:
+  static constexpr int kPerPass = kThreads / kPieces;
+  __device__ static int first() { return threadIdx.x / kPieces; }
+  __device__ static int piece() { return threadIdx.x % kPieces; }
+
+  const __nv_bfloat16* from_;
+  int64_t pitch_;
+  int left_, columns_;
+};
+
+// What one k-step of 16 of this warp's 64 tokens by 64 neurons reads from a stage.
+struct Fragments {
+  uint32_t a[4][4], b[4][4];
+
+  __device__ __forceinline__ void load(uint32_t stage, int k_piece, int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_matrices(a[i], stage + swizzled(warp_m * 64 + i * 16 + lane % 16, k_piece + lane / 16));
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = warp_n * 64 + j * 16 + lane / 16 * 8 + lane % 8;
+      load_matrices(b[j], stage + kBytesA + swizzled(row, k_piece + lane / 8 % 2));
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[4][8][4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mma(acc[i][2 * j], a[i], b[j][0], b[j][1]);
+        mma(acc[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+      }
+    }
+  }
+};
+
+// One row of a tile, eight values per lane, to its words; the whole warp.
+__device__ __forceinline__ void pack_row(const Params& params, const uint4& eight, int row,
+                                         int tile) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) count += ((pairs[i] & 0xffffu) != 0) + (pairs[i] >> 16 != 0);
+  int through = count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, through, step);
+    if (lane >= step) through += other;
+  }
+  const int total = __shfl_sync(~0u, through, 31);
+  const int64_t slot = int64_t{row} * params.n_tiles + tile;
+  uint32_t* words = params.words + slot * params.slots;
+  if (lane == 0) {
+    words[0] = total;
+    if (total >= params.slots) words[1] = static_cast<uint32_t>(slot);
+    if (total > 0) atomicAdd(params.row_nnz + row, total);
+  }
+  if (total >= params.slots) {
+    params.spill[slot * 32 + lane] = eight;
+    return;
+  }
+  uint32_t* next = words + 1 + through - count;
+  const uint32_t column = (tile * kTileN + lane * 8) & 0xffff;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if ((pairs[i] & 0xffffu) != 0) *next++ = (pairs[i] << 16) + column + 2 * i;
+    if (pairs[i] >> 16 != 0) *next++ = (pairs[i] & 0xffff0000u) + column + 2 * i + 1;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_gemm_sm80_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % 2, warp_n = warp / 2;
+  const int per_group = kGroup * params.n_tiles;
+  const int first_m = blockIdx.x / per_group * kGroup, within = blockIdx.x % per_group;
+  const int group = min(kGroup, params.m_tiles - first_m);
+  const int row = (first_m + within % group) * kTileM, tile = within / group;
+
+  const int steps = (params.width + kStepK - 1) / kStepK;
+  RowLoader<kTileM> tokens(params.x, row, params.tokens, params.width);
+  RowLoader<kTileN> neurons(params.w, tile * kTileN, params.ffn, params.width);
+  const auto load = [&](int step) {
+    if (step < steps) {
+      const uint32_t stage = ring + step % kStages * kStageBytes;
+      tokens.load(stage);
+      neurons.load(stage + kBytesA);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  float acc[4][8][4] = {};
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load(i);
+  const auto next_stage = [&] {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();
+  };
+  // Fragments are loaded a k-step before they are multiplied, across stages too.
+  Fragments fragments[2];
+  next_stage();
+  fragments[0].load(ring, 0, warp_m, warp_n);
+  for (int step = 0; step < steps; ++step) {
+    fragments[1].load(ring + step % kStages * kStageBytes, 2, warp_m, warp_n);
+    load(step + kStages - 1);  // where the stage before this one was
+    fragments[0].multiply(acc);
+    next_stage();
+    if (step + 1 < steps) {
+      fragments[0].load(ring + (step + 1) % kStages * kStageBytes, 0, warp_m, warp_n);
+    }
+    fragments[1].multiply(acc);
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      uint8_t* to = shared + (warp_m * 64 + i * 16 + lane / 4) * kPackPitch +
+                    (warp_n * 64 + j * 8 + lane % 4 * 2) * 2;
+      *reinterpret_cast<uint32_t*>(to) = sm90::relu_bf16x2(acc[i][j][0], acc[i][j][1]);
+      *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) =
+          sm90::relu_bf16x2(acc[i][j][2], acc[i][j][3]);
+    }
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int r = warp; r < kTileM; r += kWarps) {
+    if (row + r >= params.tokens) break;
+    pack_row(params, *reinterpret_cast<const uint4*>(shared + r * kPackPitch + lane * 16), row + r,
+             tile);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_gate_gemm_sm80(const Params& params, cudaStream_t stream) {
+  const cudaError_t status = cudaFuncSetAttribute(
+      gate_gemm_sm80_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+  gate_gemm_sm80_kernel<<<params.m_tiles * params.n_tiles, kThreads, kSharedBytes, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+}  // namespace twell::gate_gemm_sm80
