@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward layer in training: forward that keeps what backward needs, and backward with the
-// L1 term's gradient on the non-zero pattern. Source: the TwELL paper, hybrid format.
+// The feed-forward layer in training: a forward pass that keeps what backward needs, and a backward
+// pass with the gradient of the L1 term on the non-zero pattern. Source: the TwELL paper, hybrid
+// format. f32, row-major.
 //   dense   everything as GEMMs; keeps g and u [M, F] (non-gated: h), or for an activation other
-//           than ReLU what stands in front of it, and u
-//   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h): keeps
-//           and works on active neurons only
-// A neuron is active on a token when its ReLU passes something, g > 0; NaN counts as active, so
-// that it reaches the loss. Both executions give the same result within accumulation order. When
-// the heavy rows outgrow the tail, the hybrid execution turns to dense by itself and says so in the
-// statistics.
-// With another activation than ReLU the execution is dense whatever the policy, and what counts as
-// active is what activation_rows.h says.
-// Repeats bit for bit for a given shape and thread count.
+//           than ReLU its input and u
+//   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h); keeps
+//           and computes active neurons only
+// A neuron is active on a token where its ReLU's input is not <= 0. NaN counts as active, so that
+// it reaches the loss. Both executions give the same result within accumulation order. Where the
+// heavy rows outgrow the tail, a hybrid call runs dense, and the statistics say so. With an
+// activation other than ReLU the execution is dense whatever the policy, and activation_rows.h says
+// which neurons are active. Repeats bit for bit for a given shape and thread count.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +40,8 @@ struct FfnTrainStats {
   double l1_sum = 0.0;    // sum over tokens and neurons of |h|
 };
 
-// Saved activations of one layer for one micro-batch. Made once; its size is the dense plan's,
-// which the hybrid execution never exceeds.
+// Saved activations of one layer for one micro-batch. Allocated once, in the size that the dense
+// execution needs, which the hybrid one never exceeds.
 class FfnSaved {
  public:
   FfnSaved(int64_t max_tokens, int64_t ffn, bool gated);
@@ -52,19 +51,19 @@ class FfnSaved {
   int64_t ffn() const { return ffn_; }
   bool gated() const { return gated_; }
 
-  // What the last forward left here; backward reads it, any number of times.
+  // What the last forward left here. Backward only reads it, so it may run several times.
   FfnTrainExecution execution = FfnTrainExecution::kDense;
   int64_t tokens = 0;
   HybridF32 hybrid;  // of g (non-gated: h); views below
   MatrixF up;        // [M, W] u on the compact pattern, gated only
   MatrixF up_tail;   // [tail_capacity, F] u of the heavy rows, gated only
 
-  // Dense plan for M tokens: g, or h when not gated, or what stands in front of the activation
-  // when that is not ReLU; u.
+  // Layout of the dense execution for M tokens: g (non-gated: h), or the activation's input when it
+  // is not ReLU; and u.
   MatrixF dense_gate(int64_t m) const;  // [M, F]
   MatrixF dense_up(int64_t m) const;    // [M, F], gated only
-  // Lays the hybrid plan out for M tokens in the same memory; false when not even an empty tail
-  // fits (a handful of neurons).
+  // Lays the hybrid execution out for M tokens in the same memory. False where not even an empty
+  // tail fits, which happens with a handful of neurons.
   bool plan_hybrid(int64_t m);
 
  private:
@@ -74,15 +73,14 @@ class FfnSaved {
   Buffer<float> storage_;
 };
 
-// The execution that kAuto picks; nnz_hint as below. Thresholds as measured by ffn_train_bench.
+// The execution that kAuto picks. nnz_hint is the mean number of active neurons per token in this
+// layer's previous step, or negative when unknown (then dense).
 FfnTrainExecution choose_ffn_train_execution(int64_t tokens, int64_t width, int64_t ffn,
                                              double nnz_hint);
 
 // y [M, D] = FFN(x [M, D]).
-// policy kAuto picks by nnz_hint (mean non-zeros per token of this layer's previous step, or a
-// negative number when unknown: dense).
-// active [F], when given: active[j] is set to 1 for each neuron that fires on any token (others are
-// left as they are, so that micro-batches of a step accumulate).
+// active [F], when given: active[j] is set to 1 for each neuron that fires on any token. The others
+// are left as they are, so that the micro-batches of a step add up.
 struct FfnTrainForward {
   FfnWeights weights;
   ConstMatrixF x;  // [M, D]

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry points: checks, the choice of the execution, and what the executions share.
+// Entry points: checks, the choice of the execution, the memory of saved activations.
+#include "twell/ops/ffn_train/ffn_train_cpu.h"
+
 #include <algorithm>
 
 #include "twell/base/error.h"
-#include "twell/ops/ffn_train/executions.h"
 
 namespace twell {
 namespace {
@@ -35,16 +36,46 @@ bool wants_hybrid(const FfnTrainForward& problem) {
                                     problem.nnz_hint) == FfnTrainExecution::kHybrid;
 }
 
+constexpr int64_t kAlignFloats = static_cast<int64_t>(kAlignment / sizeof(float));
+
+// Words that an array takes, in whole cache lines.
+int64_t aligned(int64_t words) { return round_up(words, kAlignFloats); }
+
+int64_t dense_words(int64_t max_tokens, int64_t ffn, bool gated) {
+  return aligned(max_tokens * ffn) * (gated ? 2 : 1);
+}
+
+// W. A row of more than F / 4 non-zeros costs less through the GEMMs of the tail. With this width
+// the compact part takes at most half of the dense plan, which leaves a tail of at least half of
+// the rows.
+int64_t ell_width(int64_t ffn) { return std::max<int64_t>(1, ffn / 4); }
+
+// Cuts arrays of 4-byte values off a block.
+class Carver {
+ public:
+  explicit Carver(float* next) : next_(next) {}
+  template <typename T>
+  Matrix<T> take(int64_t rows, int64_t cols) {
+    static_assert(sizeof(T) == sizeof(float));
+    T* const data = reinterpret_cast<T*>(next_);
+    next_ += aligned(rows * cols);
+    return {data, rows, cols};
+  }
+
+ private:
+  float* next_;
+};
+
 }  // namespace
 
-// ffn_train_bench, one AVX-512 core with 2 MiB of second-level cache, 2048 tokens, D 256-2048,
-// F 1024-5632, uniform random patterns, forward and backward: hybrid is 4.3-4.8x as fast as dense
-// at 1% density, 2.7-3.3x at 5%, 1.3-1.6x at 20%; with 128 tokens 2.9x, 2.2x, 1.5x. Beyond a
-// quarter, rows leave the compact part and the gain is gone.
+// Measured with ffn_train_bench on one AVX-512 core with 2 MiB of second-level cache: 2048 tokens,
+// D 256-2048, F 1024-5632, uniform random patterns, forward and backward. Hybrid is 4.3-4.8x as
+// fast as dense at 1% density, 2.7-3.3x at 5%, 1.3-1.6x at 20%; with 128 tokens 2.9x, 2.2x, 1.5x.
+// Beyond 25% most rows go to the tail, and hybrid gains nothing.
 FfnTrainExecution choose_ffn_train_execution(int64_t tokens, int64_t width, int64_t ffn,
                                              double nnz_hint) {
   constexpr double kMaxDensity = 0.20;
-  constexpr int64_t kMinTokens = 128;  // below, copying weight slices weighs more than it saves
+  constexpr int64_t kMinTokens = 128;  // below, copying weight slices costs more than it saves
   constexpr int64_t kMinWidth = 64;    // below, a row is too short for the vector kernels
   const bool sparse = nnz_hint >= 0.0 && nnz_hint <= kMaxDensity * static_cast<double>(ffn);
   return sparse && tokens >= kMinTokens && width >= kMinWidth ? FfnTrainExecution::kHybrid
@@ -88,6 +119,48 @@ void ffn_train_backward(Context& ctx, const FfnTrainBackward& problem, FfnSaved&
   } else {
     dense_backward(ctx, problem, saved);
   }
+}
+
+FfnSaved::FfnSaved(int64_t max_tokens, int64_t ffn, bool gated)
+    : max_tokens_(max_tokens),
+      ffn_(ffn),
+      gated_(gated),
+      storage_(dense_words(max_tokens, ffn, gated)) {
+  TWELL_CHECK(max_tokens > 0 && ffn > 0, "saved activations of {} tokens and {} neurons",
+              max_tokens, ffn);
+}
+
+int64_t FfnSaved::bytes(int64_t max_tokens, int64_t ffn, bool gated) {
+  return dense_words(max_tokens, ffn, gated) * static_cast<int64_t>(sizeof(float));
+}
+
+MatrixF FfnSaved::dense_gate(int64_t m) const { return {storage_.data(), m, ffn_}; }
+
+MatrixF FfnSaved::dense_up(int64_t m) const {
+  return {storage_.data() + aligned(m * ffn_), m, ffn_};
+}
+
+bool FfnSaved::plan_hybrid(int64_t m) {
+  const int64_t planes = gated_ ? 2 : 1;
+  const int64_t width = ell_width(ffn_);
+  // For m tokens of max_tokens the plan stays within the dense plan of m.
+  const int64_t budget = dense_words(m, ffn_, gated_);
+  const int64_t compact = 2 * aligned(m) + (1 + planes) * aligned(m * width);
+  const int64_t padding = planes * kAlignFloats;
+  if (budget < compact + padding) return false;
+  int64_t capacity = std::min(m, (budget - compact - padding) / (planes * ffn_));
+  if (capacity > 0) capacity -= capacity % tail_granularity(capacity);
+
+  Carver carver(storage_.data());
+  hybrid = {.shape = {m, ffn_, width, capacity},
+            .row_nnz = carver.take<int32_t>(1, m).data,
+            .tail_slot = carver.take<int32_t>(1, m).data,
+            .index = carver.take<uint32_t>(m, width),
+            .value = carver.take<float>(m, width),
+            .tail = carver.take<float>(capacity, ffn_)};
+  up = gated_ ? carver.take<float>(m, width) : MatrixF();
+  up_tail = gated_ ? carver.take<float>(capacity, ffn_) : MatrixF();
+  return true;
 }
 
 FiredFlags::FiredFlags(Context& ctx, Arena::Scope& scope, std::span<uint8_t> active)

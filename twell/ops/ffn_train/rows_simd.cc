@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/ffn_train/sparse_rows_simd.h"
+#include "twell/ops/ffn_train/rows_simd.h"
+
+#include <cmath>
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "twell/ops/ffn_train/sparse_rows_simd.cc"
+#define HWY_TARGET_INCLUDE "twell/ops/ffn_train/rows_simd.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
 
@@ -12,15 +14,131 @@ namespace HWY_NAMESPACE {
 namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
-using D = hn::ScalableTag<float>;
-using DI = hn::RebindToUnsigned<D>;
-using V = hn::Vec<D>;
-using Lane = hn::CappedTag<float, 1>;
+using Full = hn::ScalableTag<float>;
+using FullU32 = hn::RebindToUnsigned<Full>;
+using V = hn::Vec<Full>;
+using Single = hn::CappedTag<float, 1>;
 
-int64_t lanes() { return static_cast<int64_t>(hn::Lanes(D())); }
+int64_t lanes() { return static_cast<int64_t>(hn::Lanes(Full())); }
+
+// --- Dense rows ---
+
+// Every step is written once over a tag D, which is the full vector and then, for the rest of a
+// row, a single lane. NaN is not <= 0, so it counts as active and stays.
+template <class D>
+hn::Mask<D> inactive(D d, hn::Vec<D> g) {
+  return hn::Le(g, hn::Zero(d));
+}
+
+template <class D>
+size_t mark_and_count(D d, hn::Mask<D> off, float* fired) {
+  if (fired != nullptr) {
+    hn::StoreU(hn::IfThenElse(off, hn::LoadU(d, fired), hn::Set(d, 1.0f)), d, fired);
+  }
+  return hn::CountTrue(d, hn::Not(off));
+}
+
+template <class D>
+size_t gate_step(D d, float* gate, const float* up, float* h, float* fired, hn::Vec<D>& l1) {
+  const auto x = hn::LoadU(d, gate);
+  const auto off = inactive(d, x);
+  const auto g = hn::IfThenZeroElse(off, x);
+  const auto product = hn::Mul(g, hn::LoadU(d, up));
+  hn::StoreU(g, d, gate);
+  hn::StoreU(product, d, h);
+  l1 = hn::Add(l1, hn::Abs(product));
+  return mark_and_count(d, off, fired);
+}
+
+template <class D>
+size_t relu_step(D d, float* h, float* fired, hn::Vec<D>& l1) {
+  const auto x = hn::LoadU(d, h);
+  const auto off = inactive(d, x);
+  const auto value = hn::IfThenZeroElse(off, x);
+  hn::StoreU(value, d, h);
+  l1 = hn::Add(l1, value);
+  return mark_and_count(d, off, fired);
+}
+
+template <class D>
+void gated_backward_step(D d, const float* gate, const float* up, float l1, float* d_h, float* d_up,
+                         float* h) {
+  const auto g = hn::LoadU(d, gate);
+  const auto u = hn::LoadU(d, up);
+  const auto product = hn::Mul(g, u);
+  const auto zero = hn::Zero(d);
+  const auto sign =
+      hn::IfThenElse(hn::Eq(product, zero), zero, hn::CopySign(hn::Set(d, 1.0f), product));
+  const auto d_product = hn::MulAdd(hn::Set(d, l1), sign, hn::LoadU(d, d_h));
+  hn::StoreU(product, d, h);
+  hn::StoreU(hn::Mul(d_product, g), d, d_up);
+  hn::StoreU(hn::IfThenZeroElse(inactive(d, g), hn::Mul(d_product, u)), d, d_h);
+}
+
+template <class D>
+void relu_backward_step(D d, const float* h, float l1, float* d_h) {
+  const auto gradient = hn::Add(hn::LoadU(d, d_h), hn::Set(d, l1));
+  hn::StoreU(hn::IfThenZeroElse(inactive(d, hn::LoadU(d, h)), gradient), d, d_h);
+}
+
+// Calls step(tag, i, l1 sum) over [0, n). The float sums are added to a double every kWiden
+// vectors.
+template <class Step>
+RowActivity sum_over_row(int64_t n, const Step& step) {
+  constexpr int64_t kWiden = 16;
+  const Full full;
+  const Single single;
+  size_t nnz = 0;
+  double l1 = 0.0;
+  int64_t i = 0;
+  while (i + lanes() <= n) {
+    auto sum = hn::Zero(full);
+    for (int64_t k = 0; k < kWiden && i + lanes() <= n; ++k, i += lanes())
+      nnz += step(full, i, sum);
+    l1 += static_cast<double>(hn::GetLane(hn::SumOfLanes(full, sum)));
+  }
+  for (; i < n; ++i) {
+    auto sum = hn::Zero(single);
+    nnz += step(single, i, sum);
+    l1 += static_cast<double>(hn::GetLane(sum));
+  }
+  return {static_cast<int32_t>(nnz), l1};
+}
+
+template <class Step>
+void over_row(int64_t n, const Step& step) {
+  int64_t i = 0;
+  for (; i + lanes() <= n; i += lanes()) step(Full(), i);
+  for (; i < n; ++i) step(Single(), i);
+}
+
+RowActivity relu_gate(float* gate, const float* up, float* h, float* fired, int64_t n) {
+  return sum_over_row(n, [=](auto d, int64_t i, auto& l1) HWY_ATTR {
+    return gate_step(d, gate + i, up + i, h + i, fired == nullptr ? nullptr : fired + i, l1);
+  });
+}
+
+RowActivity relu_only(float* h, float* fired, int64_t n) {
+  return sum_over_row(n, [=](auto d, int64_t i, auto& l1) HWY_ATTR {
+    return relu_step(d, h + i, fired == nullptr ? nullptr : fired + i, l1);
+  });
+}
+
+void gated_backward(const float* gate, const float* up, float l1, float* d_h, float* d_up, float* h,
+                    int64_t n) {
+  over_row(n, [=](auto d, int64_t i) HWY_ATTR {
+    gated_backward_step(d, gate + i, up + i, l1, d_h + i, d_up + i, h + i);
+  });
+}
+
+void relu_backward(const float* h, float l1, float* d_h, int64_t n) {
+  over_row(n, [=](auto d, int64_t i) HWY_ATTR { relu_backward_step(d, h + i, l1, d_h + i); });
+}
+
+// --- Sparse rows ---
 
 int64_t count_of_active(const float* gate, int64_t n) {
-  const D d;
+  const Full d;
   size_t count = 0;
   int64_t i = 0;
   for (; i + lanes() <= n; i += lanes()) {
@@ -31,16 +149,16 @@ int64_t count_of_active(const float* gate, int64_t n) {
 }
 
 void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
-  const D d;
-  const DI di;
+  const Full d;
+  const FullU32 di;
   int64_t i = 0;
   for (; i + lanes() <= n; i += lanes()) {
     const auto g = hn::LoadU(d, gate + i);
     const auto active = hn::Not(hn::Le(g, hn::Zero(d)));
-    // Most vectors of a sparse row hold nothing.
+    // Most vectors of a sparse row have no active lane.
     if (hn::AllFalse(d, active)) continue;
     const auto column = hn::Iota(di, static_cast<uint32_t>(i));
-    // The blended store writes nothing past the last active lane: the next row begins there.
+    // A blended store writes nothing past the last active lane, where the next row begins.
     hn::CompressBlendedStore(column, hn::RebindMask(di, active), di, index);
     const size_t stored = hn::CompressBlendedStore(g, active, d, value);
     index += stored;
@@ -53,9 +171,9 @@ void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
   }
 }
 
-// Four rows share the loads of x; two accumulators each keep the multipliers busy.
+// Four rows share the loads of x. Two accumulators per row hide the latency of the multiply-add.
 void dots_of_four(const float* x, const float* const row[4], int64_t width, float* out) {
-  const D d;
+  const Full d;
   V a0 = hn::Zero(d), a1 = a0, a2 = a0, a3 = a0;
   V b0 = a0, b1 = a0, b2 = a0, b3 = a0;
   const int64_t step = lanes();
@@ -92,10 +210,10 @@ void dots(const float* x, const ConstMatrixF& table, const uint32_t* rows, int64
   }
 }
 
-// Four vectors of columns, from column k on. The four sums do not wait for one another.
+// Four vectors of columns from column k on, as four independent chains of additions.
 void sum_columns4(const float* factor, const ConstMatrixF& table, const uint32_t* rows, int64_t n,
                   int64_t k, float* out) {
-  const D d;
+  const Full d;
   const int64_t step = lanes();
   V s0 = hn::LoadU(d, out + k);
   V s1 = hn::LoadU(d, out + k + step);
@@ -115,7 +233,7 @@ void sum_columns4(const float* factor, const ConstMatrixF& table, const uint32_t
   hn::StoreU(s3, d, out + k + 3 * step);
 }
 
-// One vector of columns, or one lane.
+// One vector of columns, or one column.
 template <class Tag>
 void sum_columns(Tag d, const float* factor, const ConstMatrixF& table, const uint32_t* rows,
                  int64_t n, int64_t k, float* out) {
@@ -132,13 +250,14 @@ void sum(const float* factor, const ConstMatrixF& table, const uint32_t* rows, i
   for (; k + 4 * lanes() <= table.cols; k += 4 * lanes()) {
     sum_columns4(factor, table, rows, n, k, out);
   }
-  for (; k + lanes() <= table.cols; k += lanes()) sum_columns(D(), factor, table, rows, n, k, out);
-  for (; k < table.cols; ++k) sum_columns(Lane(), factor, table, rows, n, k, out);
+  for (; k + lanes() <= table.cols; k += lanes())
+    sum_columns(Full(), factor, table, rows, n, k, out);
+  for (; k < table.cols; ++k) sum_columns(Single(), factor, table, rows, n, k, out);
 }
 
 void sum2_columns4(const float* factor_a, const float* factor_b, const ConstMatrixF& table,
                    const uint32_t* rows, int64_t n, int64_t k, float* out_a, float* out_b) {
-  const D d;
+  const Full d;
   const int64_t step = lanes();
   V a0 = hn::LoadU(d, out_a + k);
   V a1 = hn::LoadU(d, out_a + k + step);
@@ -196,10 +315,10 @@ void sum2(const float* factor_a, const float* factor_b, const ConstMatrixF& tabl
     sum2_columns4(factor_a, factor_b, table, rows, n, k, out_a, out_b);
   }
   for (; k + lanes() <= table.cols; k += lanes()) {
-    sum2_columns(D(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
+    sum2_columns(Full(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
   }
   for (; k < table.cols; ++k) {
-    sum2_columns(Lane(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
+    sum2_columns(Single(), factor_a, factor_b, table, rows, n, k, out_a, out_b);
   }
 }
 
@@ -211,12 +330,33 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace twell {
 namespace {
+HWY_EXPORT(relu_gate);
+HWY_EXPORT(relu_only);
+HWY_EXPORT(gated_backward);
+HWY_EXPORT(relu_backward);
 HWY_EXPORT(count_of_active);
 HWY_EXPORT(compress);
 HWY_EXPORT(dots);
 HWY_EXPORT(sum);
 HWY_EXPORT(sum2);
 }  // namespace
+
+RowActivity relu_gate_row(float* gate, const float* up, float* h, float* fired, int64_t n) {
+  return HWY_DYNAMIC_DISPATCH(relu_gate)(gate, up, h, fired, n);
+}
+
+RowActivity relu_row(float* h, float* fired, int64_t n) {
+  return HWY_DYNAMIC_DISPATCH(relu_only)(h, fired, n);
+}
+
+void gated_backward_row(const float* gate, const float* up, float l1, float* d_h, float* d_up,
+                        float* h, int64_t n) {
+  HWY_DYNAMIC_DISPATCH(gated_backward)(gate, up, l1, d_h, d_up, h, n);
+}
+
+void relu_backward_row(const float* h, float l1, float* d_h, int64_t n) {
+  HWY_DYNAMIC_DISPATCH(relu_backward)(h, l1, d_h, n);
+}
 
 int64_t count_active(const float* gate, int64_t n) {
   return HWY_DYNAMIC_DISPATCH(count_of_active)(gate, n);

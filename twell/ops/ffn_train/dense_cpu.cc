@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// The dense execution: GEMMs with elementwise kernels between them, a chunk of tokens at a time.
 #include <algorithm>
 
 #include "twell/ops/activation/activation_rows.h"
-#include "twell/ops/ffn_train/elementwise_simd.h"
-#include "twell/ops/ffn_train/executions.h"
+#include "twell/ops/ffn_train/ffn_train_cpu.h"
+#include "twell/ops/ffn_train/rows_simd.h"
 #include "twell/ops/matmul/matmul.h"
 
 namespace twell {
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int64_t kRowGrain = 4;
 
-// A non-gated ReLU leaves h in the place of its input; every other layer has h beside it.
+// A non-gated ReLU layer overwrites its input with h. Every other layer needs both.
 bool needs_h(const FfnWeights& w) { return w.gated() || !w.activation.is_relu(); }
 
 RowActivity smooth_row(const BlendedActivation& f, const float* gate, const float* up, float* h,
