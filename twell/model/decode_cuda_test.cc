@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A new token each of a few sequences: all layers as one kernel (ops/decode_layers), in a whole
+// A new token each of a few sequences: all layers as one kernel (ops/decode), in a whole
 // model against the CPU.
 #include <gtest/gtest.h>
 

@@ -7,8 +7,8 @@
 #include "twell/base/rounding.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
-#include "twell/ops/few_rows/few_rows.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/ops/rms_norm/head_norm_cuda.h"
@@ -337,36 +337,36 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const float eps = static_cast<float>(config_.norm_eps);
-  TWELL_CUDA_CHECK(few_rows::launch_qkv({.input = {.tokens = staged_.tokens,
-                                                   .width = config_.width,
-                                                   .x = residual_.data(),
-                                                   .norm = device_bf16(w.attention_norm),
-                                                   .eps = eps,
-                                                   .constant_weights = true},
-                                         .heads = config_.heads,
-                                         .kv_heads = config_.kv_heads,
-                                         .head_dim = config_.head_dim,
-                                         .w = device_bf16(w.w_qkv.data),
-                                         .bias = device_bf16(w.b_qkv),
-                                         .cos = cos_.data(),
-                                         .sin = sin_.data(),
-                                         .positions = batch.positions,
-                                         .cache_rows = batch.cache_rows,
-                                         .q = qkv_.data(),
-                                         .q_stride = qkv_width(config_),
-                                         .keys = staged_.cache->keys(layer),
-                                         .values = staged_.cache->values(layer)},
-                                        ctx_.stream()));
+  TWELL_CUDA_CHECK(layer_ops::launch_qkv({.input = {.tokens = staged_.tokens,
+                                                    .width = config_.width,
+                                                    .x = residual_.data(),
+                                                    .norm = device_bf16(w.attention_norm),
+                                                    .eps = eps,
+                                                    .constant_weights = true},
+                                          .heads = config_.heads,
+                                          .kv_heads = config_.kv_heads,
+                                          .head_dim = config_.head_dim,
+                                          .w = device_bf16(w.w_qkv.data),
+                                          .bias = device_bf16(w.b_qkv),
+                                          .cos = cos_.data(),
+                                          .sin = sin_.data(),
+                                          .positions = batch.positions,
+                                          .cache_rows = batch.cache_rows,
+                                          .q = qkv_.data(),
+                                          .q_stride = qkv_width(config_),
+                                          .keys = staged_.cache->keys(layer),
+                                          .values = staged_.cache->values(layer)},
+                                         ctx_.stream()));
   attention(layer);
-  TWELL_CUDA_CHECK(few_rows::launch_linear({.input = {.tokens = staged_.tokens,
-                                                      .width = config_.q_width(),
-                                                      .x = attended_.data(),
-                                                      .constant_weights = true},
-                                            .cols = config_.width,
-                                            .w = device_bf16(w.w_o.data),
-                                            .residual = residual_.data(),
-                                            .y = residual_.data()},
-                                           ctx_.stream()));
+  TWELL_CUDA_CHECK(layer_ops::launch_linear({.input = {.tokens = staged_.tokens,
+                                                       .width = config_.q_width(),
+                                                       .x = attended_.data(),
+                                                       .constant_weights = true},
+                                             .cols = config_.width,
+                                             .w = device_bf16(w.w_o.data),
+                                             .residual = residual_.data(),
+                                             .y = residual_.data()},
+                                            ctx_.stream()));
   ffn_forward_cuda(ctx_,
                    {.tokens = staged_.tokens,
                     .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),

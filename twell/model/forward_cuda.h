@@ -17,9 +17,9 @@
 #include "twell/model/kv_cache_cuda.h"
 #include "twell/model/model_cuda.h"
 #include "twell/ops/attention/attention_cuda.h"
-#include "twell/ops/decode_layers/decode_layers_cuda.h"
+#include "twell/ops/decode/decode_layers_cuda.h"
+#include "twell/ops/decode/gate_screen_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/gate_screen/gate_screen_cuda.h"
 
 namespace twell {
 
@@ -52,7 +52,7 @@ class ForwardCuda {
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
 
-  // Makes screens of the gates (ops/gate_screen), with which decoding one sequence reads half of
+  // Makes screens of the gates (ops/decode), with which decoding one sequence reads half of
   // their bytes, where the model suits them and they take less than half of the memory that is
   // free; false elsewhere. Results stay the same. The model's weights may not change afterwards.
   bool make_screens();
@@ -67,7 +67,7 @@ class ForwardCuda {
   // suits_one_kernel() as it was, until ffn_plans() are updated.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
-  // Whether the staged batch takes all layers as one kernel (ops/decode_layers): a new token each
+  // Whether the staged batch takes all layers as one kernel (ops/decode): a new token each
   // of a few sequences that are not too long for that.
   bool suits_one_kernel() const;
   // After enqueue or the launch of its graph, before the next stage().

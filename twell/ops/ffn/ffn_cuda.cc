@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -128,18 +128,18 @@ class FfnCallCuda {
       return false;
     }
     TWELL_CUDA_CHECK(
-        few_rows::launch_gate_up({.input = {.tokens = chunk_.tokens,
-                                            .width = workspace_.width_,
-                                            .x = chunk_.x,
-                                            .norm = chunk_.norm,
-                                            .eps = chunk_.eps,
-                                            .constant_weights = true},
-                                  .ffn = workspace_.ffn_,
-                                  .w_gate = workspace_.gated_ ? chunk_.weights.w_gate : nullptr,
-                                  .w_up = chunk_.weights.w_up,
-                                  .h = workspace_.gate_.data(),
-                                  .activity = plan_.counts},
-                                 ctx_.stream()));
+        layer_ops::launch_gate_up({.input = {.tokens = chunk_.tokens,
+                                             .width = workspace_.width_,
+                                             .x = chunk_.x,
+                                             .norm = chunk_.norm,
+                                             .eps = chunk_.eps,
+                                             .constant_weights = true},
+                                   .ffn = workspace_.ffn_,
+                                   .w_gate = workspace_.gated_ ? chunk_.weights.w_gate : nullptr,
+                                   .w_up = chunk_.weights.w_up,
+                                   .h = workspace_.gate_.data(),
+                                   .activity = plan_.counts},
+                                  ctx_.stream()));
     // `down` takes 11 us for one token of a 2048 x 5632 layer, but 41 for eight; cuBLASLt takes 9.
     if (chunk_.tokens > 1) {
       matmul_cuda(ctx_,
@@ -150,15 +150,15 @@ class FfnCallCuda {
                   workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
       return true;
     }
-    TWELL_CUDA_CHECK(few_rows::launch_down_sm90({.tokens = chunk_.tokens,
-                                                 .width = workspace_.width_,
-                                                 .ffn = workspace_.ffn_,
-                                                 .h = workspace_.gate_.data(),
-                                                 .w = chunk_.weights.w_down,
-                                                 .residual = residual(),
-                                                 .y = chunk_.y,
-                                                 .constant_weights = true},
-                                                ctx_.stream()));
+    TWELL_CUDA_CHECK(layer_ops::launch_down_sm90({.tokens = chunk_.tokens,
+                                                  .width = workspace_.width_,
+                                                  .ffn = workspace_.ffn_,
+                                                  .h = workspace_.gate_.data(),
+                                                  .w = chunk_.weights.w_down,
+                                                  .residual = residual(),
+                                                  .y = chunk_.y,
+                                                  .constant_weights = true},
+                                                 ctx_.stream()));
     return true;
   }
 
@@ -251,7 +251,7 @@ class FfnCallCuda {
 };
 
 bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width) {
-  return ctx.compute_capability() == 90 && tokens >= 1 && tokens <= few_rows::max_tokens(width);
+  return ctx.compute_capability() == 90 && tokens >= 1 && tokens <= layer_ops::max_tokens(width);
 }
 
 FfnExecution choose_ffn_cuda(const CudaContext& ctx, int64_t tokens, Activation activation,

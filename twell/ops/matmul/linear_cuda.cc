@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
@@ -12,17 +12,17 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
   TWELL_CHECK(inner % 8 == 0, "linear layer [{}, {}]: the input size is a multiple of 8", cols,
               inner);
   if (rows == 0) return;
-  if (rows <= kFewRows && rows <= few_rows::max_tokens(inner)) {
-    const few_rows::Input input{
+  if (rows <= kFewRows && rows <= layer_ops::max_tokens(inner)) {
+    const layer_ops::Input input{
         .tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights};
     TWELL_CUDA_CHECK(
-        few_rows::launch_linear({.input = input,
-                                 .cols = cols,
-                                 .w = w,
-                                 .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
-                                 .y = y,
-                                 .f32_out = f32_out},
-                                ctx.stream()));
+        layer_ops::launch_linear({.input = input,
+                                  .cols = cols,
+                                  .w = w,
+                                  .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
+                                  .y = y,
+                                  .f32_out = f32_out},
+                                 ctx.stream()));
     return;
   }
   matmul_cuda(

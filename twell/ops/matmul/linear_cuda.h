@@ -11,11 +11,11 @@
 #include <cstdint>
 
 #include "twell/base/cuda.h"
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 
 namespace twell {
 
-inline constexpr int64_t kFewRows = few_rows::kMaxTokens;
+inline constexpr int64_t kFewRows = layer_ops::kMaxTokens;
 
 struct LinearCuda {
   int64_t rows = 0;                  // M

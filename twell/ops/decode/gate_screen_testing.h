@@ -1,16 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/gate_screen/gate_screen_reference.h"
+// A scalar reference of gate screens for the tests: makes screens, and multiplies with them.
+#pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
+
+#include "twell/base/dtype.h"
+#include "twell/base/matrix.h"
+#include "twell/ops/decode/gate_screen.h"
 
 namespace twell {
-namespace {
+
+struct GateScreenHost {
+  std::vector<uint8_t> rows;  // as in GateScreen
+  std::vector<float> errors;
+};
+
+namespace gate_screen_testing {
 
 // max |.|, which NaN does not take part in.
-float largest_of(const BF16* values) {
+inline float largest_of(const BF16* values) {
   float largest = 0.0f;
   for (int i = 0; i < kScreenBlock; ++i) {
     largest = std::fmax(largest, std::fabs(to_float(values[i])));
@@ -18,14 +30,14 @@ float largest_of(const BF16* values) {
   return largest;
 }
 
-int quantised(float weight, float scale) {
+inline int quantised(float weight, float scale) {
   constexpr auto kMost = static_cast<float>(kScreenMostWeight);
   const float steps = scale > 0.0f ? std::rint(weight / scale) : 0.0f;
   return static_cast<int>(std::fmin(std::fmax(steps, -kMost), kMost));
 }
 
 // Writes a row; its error.
-float make_row(const BF16* weight, const BF16* norm, int64_t width, uint8_t* out) {
+inline float make_row(const BF16* weight, const BF16* norm, int64_t width, uint8_t* out) {
   double off = 0.0, taken = 0.0, all = 0.0;
   float largest = 0.0f;
   for (int64_t piece = 0; piece < width; piece += kScreenPiece) {
@@ -56,20 +68,22 @@ float make_row(const BF16* weight, const BF16* norm, int64_t width, uint8_t* out
                       largest);
 }
 
-}  // namespace
+}  // namespace gate_screen_testing
 
-GateScreenHost make_gate_screen(Matrix<const BF16> weight, const BF16* norm) {
+// weight [F, D], norm [D], D a width that there are screens for.
+inline GateScreenHost make_gate_screen(Matrix<const BF16> weight, const BF16* norm) {
   const int64_t bytes = screen_row_bytes(weight.cols);
   GateScreenHost screen{std::vector<uint8_t>(static_cast<size_t>(weight.rows * bytes)),
                         std::vector<float>(static_cast<size_t>(weight.rows))};
   for (int64_t row = 0; row < weight.rows; ++row) {
-    screen.errors[static_cast<size_t>(row)] =
-        make_row(weight.row(row), norm, weight.cols, screen.rows.data() + row * bytes);
+    screen.errors[static_cast<size_t>(row)] = gate_screen_testing::make_row(
+        weight.row(row), norm, weight.cols, screen.rows.data() + row * bytes);
   }
   return screen;
 }
 
-double screen_product(const uint8_t* row, const BF16* x, int64_t width) {
+// The product of a row with x [D], to within the row's error.
+inline double screen_product(const uint8_t* row, const BF16* x, int64_t width) {
   double product = 0.0;
   for (int64_t piece = 0; piece < width; piece += kScreenPiece) {
     const int64_t columns = std::min<int64_t>(kScreenPiece, width - piece);

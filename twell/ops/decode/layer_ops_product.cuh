@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The product that all kernels of few_rows.h but `down` share: 16 rows of a weight at a time, eight
-// "low" and eight "high" ones, times up to 8 tokens on mma.sync, weights as the 16-row operand.
-// What is low and high is the finish's choice, which gets both sums of a pair together: a column
-// and the eighth one after it, the two halves of a rotation, a neuron's gate and up.
+// The product that all kernels of layer_ops.h but `down` share: 16 rows of a weight at a time,
+// eight "low" and eight "high" ones, times up to 8 tokens on mma.sync, weights as the 16-row
+// operand. What is low and high is the finish's choice, which gets both sums of a pair together: a
+// column and the eighth one after it, the two halves of a rotation, a neuron's gate and up.
 //
 // Two CTAs per multiprocessor, each busy while the other waits, take every so many-th group of 16
 // rows. A CTA's eight warps cut the width; their partial sums are added in a fixed order. Weights
@@ -17,13 +17,13 @@
 
 #include <algorithm>
 
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
-namespace twell::few_rows {
+namespace twell::layer_ops {
 
 inline constexpr int kWarps = 8;
 inline constexpr int kThreads = 32 * kWarps;
@@ -252,4 +252,4 @@ cudaError_t launch_product(void (*kernel)(Problem), int groups, int most_groups,
                                 static_cast<uint32_t>(shared), stream, problem);
 }
 
-}  // namespace twell::few_rows
+}  // namespace twell::layer_ops

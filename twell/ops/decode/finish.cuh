@@ -2,7 +2,7 @@
 // What becomes of sums: queries, keys and values with their rotation, counts of what fired.
 #pragma once
 
-#include "twell/ops/decode_layers/batch.cuh"
+#include "twell/ops/decode/batch.cuh"
 
 namespace twell::decode {
 

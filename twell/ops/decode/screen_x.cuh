@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One token's x as the screen's products take it (ops/gate_screen), in shared memory: 16-bit
+// One token's x as the screen's products take it (ops/decode), in shared memory: 16-bit
 // integers and a step for every block of columns, the integers as two planes of signed bytes,
 // 256 * high + low. The planes are two columns of one product.
 #pragma once
 
-#include "twell/ops/decode_layers/weight_stream.cuh"
+#include "twell/ops/decode/weight_stream.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::decode {

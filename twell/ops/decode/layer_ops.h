@@ -19,7 +19,7 @@
 
 #include "twell/format/activity_cuda.h"
 
-namespace twell::few_rows {
+namespace twell::layer_ops {
 
 inline constexpr int64_t kMaxTokens = 8;
 
@@ -88,4 +88,4 @@ struct Down {
 };
 cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream);
 
-}  // namespace twell::few_rows
+}  // namespace twell::layer_ops

@@ -3,7 +3,7 @@
 // Every thread that multiplies calls these.
 #pragma once
 
-#include "twell/ops/decode_layers/product.cuh"
+#include "twell/ops/decode/product.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/tagged.cuh"
 

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include "twell/ops/gate_screen/gate_screen.h"
+#include "twell/ops/decode/gate_screen.h"
 
 namespace twell {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "twell/base/cuda.h"
-#include "twell/ops/gate_screen/gate_screen_kernel.h"
+#include "twell/ops/decode/gate_screen_kernel.h"
 
 namespace twell {
 

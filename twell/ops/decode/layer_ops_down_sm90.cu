@@ -5,14 +5,14 @@
 // in the warp, in the CTA and in the cluster, in a fixed order.
 #include <cooperative_groups.h>
 
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
-namespace twell::few_rows {
+namespace twell::layer_ops {
 namespace {
 
 constexpr int kWarps = 8;
@@ -34,7 +34,7 @@ struct Shared {
 // kRows: at least the tokens.
 template <int kRows>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
-    few_rows_down_sm90_kernel(const __grid_constant__ Down p) {
+    layer_ops_down_sm90_kernel(const __grid_constant__ Down p) {
   namespace cg = cooperative_groups;
   __shared__ Shared<kRows> shared;
   extern __shared__ __align__(16) uint8_t ring[];
@@ -137,9 +137,9 @@ template <int kRows>
 cudaError_t launch(const Down& problem, cudaStream_t stream) {
   const int64_t groups = (problem.width + kColumns - 1) / kColumns;
   const cudaError_t status = cudaFuncSetAttribute(
-      few_rows_down_sm90_kernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
+      layer_ops_down_sm90_kernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(few_rows_down_sm90_kernel<kRows>,
+  return sm90::launch_dependent(layer_ops_down_sm90_kernel<kRows>,
                                 dim3(static_cast<unsigned>(groups * kCluster)), kThreads,
                                 kRingBytes, stream, problem);
 }
@@ -156,4 +156,4 @@ cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream) {
   return launch<8>(problem, stream);
 }
 
-}  // namespace twell::few_rows
+}  // namespace twell::layer_ops

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bound: no product with the screen is further off than its error says, whatever x.
-#include "twell/ops/gate_screen/gate_screen_reference.h"
+#include "twell/ops/decode/gate_screen_testing.h"
 
 #include <gtest/gtest.h>
 

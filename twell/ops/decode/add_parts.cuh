@@ -3,7 +3,7 @@
 // n-th CTA's part; a warp's four teams are added up, then the warps.
 #pragma once
 
-#include "twell/ops/decode_layers/own_neurons.cuh"
+#include "twell/ops/decode/own_neurons.cuh"
 
 namespace twell::decode {
 

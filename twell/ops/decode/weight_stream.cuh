@@ -8,7 +8,7 @@
 // Rows that do not exist are not written. What multiplies walks the stages in the same order.
 #pragma once
 
-#include "twell/ops/decode_layers/decode_layers.h"
+#include "twell/ops/decode/decode_layers.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/warp_mma.cuh"

@@ -12,8 +12,8 @@
 // come from shared memory, and x's are two columns. The sums are the same for any number of tokens.
 #pragma once
 
-#include "twell/ops/decode_layers/screen_x.cuh"
-#include "twell/ops/decode_layers/weight_stream.cuh"
+#include "twell/ops/decode/screen_x.cuh"
+#include "twell/ops/decode/weight_stream.cuh"
 
 namespace twell::decode {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/gate_screen/gate_screen_cuda.h"
+#include "twell/ops/decode/gate_screen_cuda.h"
 
 namespace twell {
 

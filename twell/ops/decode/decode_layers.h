@@ -22,7 +22,7 @@
 
 #include "twell/base/host_device.h"
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/gate_screen/gate_screen.h"
+#include "twell/ops/decode/gate_screen.h"
 
 namespace twell {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/gate_screen/gate_screen_cuda.h"
+#include "twell/ops/decode/gate_screen_cuda.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
-#include "twell/ops/gate_screen/gate_screen_reference.h"
+#include "twell/ops/decode/gate_screen_testing.h"
 
 namespace twell {
 namespace {

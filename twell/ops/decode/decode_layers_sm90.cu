@@ -2,7 +2,7 @@
 // The kernel of all layers, its launch, and how many tokens fit.
 #include <algorithm>
 
-#include "twell/ops/decode_layers/layers.cuh"
+#include "twell/ops/decode/layers.cuh"
 
 namespace twell {
 namespace decode {

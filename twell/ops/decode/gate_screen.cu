@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp makes a row, a block of columns at a time, two to a lane.
-#include "twell/ops/gate_screen/gate_screen_kernel.h"
+#include "twell/ops/decode/gate_screen_kernel.h"
 
 namespace twell {
 namespace {

@@ -13,8 +13,8 @@
 // step of the next layer waits for those sums, directly or through the steps in front of it.
 #pragma once
 
-#include "twell/ops/decode_layers/add_parts.cuh"
-#include "twell/ops/decode_layers/finish.cuh"
+#include "twell/ops/decode/add_parts.cuh"
+#include "twell/ops/decode/finish.cuh"
 #include "twell/sm90/grid_barrier.cuh"
 
 namespace twell::decode {

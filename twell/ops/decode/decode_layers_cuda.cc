@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/decode_layers/decode_layers_cuda.h"
+#include "twell/ops/decode/decode_layers_cuda.h"
 
 namespace twell {
 

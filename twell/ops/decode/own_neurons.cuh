@@ -3,7 +3,7 @@
 // of y. h stays in shared memory.
 #pragma once
 
-#include "twell/ops/decode_layers/stage.cuh"
+#include "twell/ops/decode/stage.cuh"
 
 namespace twell::decode {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "twell/base/cuda.h"
-#include "twell/ops/decode_layers/decode_layers.h"
+#include "twell/ops/decode/decode_layers.h"
 
 namespace twell {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "twell/ops/few_rows/product.cuh"
+#include "twell/ops/decode/layer_ops_product.cuh"
 
-namespace twell::few_rows {
+namespace twell::layer_ops {
 namespace {
 
 // max(0, .), rounded to bf16; NaN stays.
@@ -148,7 +148,7 @@ struct HiddenGroups {
 
 template <typename Groups, typename Problem>
 __global__ void __launch_bounds__(kThreads, kResident)
-    few_rows_kernel(const __grid_constant__ Problem problem) {
+    layer_ops_kernel(const __grid_constant__ Problem problem) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;
   Groups groups{problem};
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 template <typename Groups, typename Problem>
 cudaError_t launch(const Problem& problem, cudaStream_t stream) {
   const int groups = Groups{problem}.count();
-  return launch_product(few_rows_kernel<Groups, Problem>, groups, std::max(groups, 1), problem,
+  return launch_product(layer_ops_kernel<Groups, Problem>, groups, std::max(groups, 1), problem,
                         stream);
 }
 
@@ -194,4 +194,4 @@ cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
                                    : launch<GateUpGroups>(problem, stream);
 }
 
-}  // namespace twell::few_rows
+}  // namespace twell::layer_ops

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/few_rows/few_rows.h"
+#include "twell/ops/decode/layer_ops.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 
-namespace twell::few_rows {
+namespace twell::layer_ops {
 namespace {
 
 using Floats = std::vector<float>;
@@ -334,4 +334,4 @@ INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsQkvCuda,
                                          QkvCase{5, 2048, 2, 2, 128, true}));
 
 }  // namespace
-}  // namespace twell::few_rows
+}  // namespace twell::layer_ops

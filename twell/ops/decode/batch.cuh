@@ -2,7 +2,7 @@
 // The sequences of a call, in shared memory, and which pieces of their attention a CTA has.
 #pragma once
 
-#include "twell/ops/decode_layers/attend.cuh"
+#include "twell/ops/decode/attend.cuh"
 
 namespace twell::decode {
 

@@ -4,7 +4,7 @@
 // segment gives the attended values, a longer one partial results.
 #pragma once
 
-#include "twell/ops/decode_layers/stage.cuh"
+#include "twell/ops/decode/stage.cuh"
 
 namespace twell::decode {
 
