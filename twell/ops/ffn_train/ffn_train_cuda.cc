@@ -57,7 +57,7 @@ void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double
   const int64_t bytes = bytes_needed(parts_->shape, execution, nnz, union_neurons);
   if (parts_->memory.bytes() == bytes) return;
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-  parts_->memory = {};  // before the other one is there
+  parts_->memory = {};  // freed first, so that both are never held at once
   parts_->memory = DeviceBuffer<std::byte>(bytes);
 }
 
@@ -81,7 +81,7 @@ FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainSha
   parts_->bytes = bytes_needed(ctx, shape, hybrid);
   if (memory == nullptr) parts_->owned = DeviceBuffer<std::byte>(parts_->bytes);
   parts_->memory = memory == nullptr ? parts_->owned.data() : memory;
-  // Tickets of the dense execution are 0 between calls; it lays them out first.
+  // The dense execution's ticket lies here, and is 0 between calls.
   TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->memory, 0, kOwnBytes, ctx.stream()));
 }
 FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
@@ -132,7 +132,7 @@ std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainS
   }
   constexpr int64_t kMaxFfn = tile_union::kMaxFfn;
   if (shape.ffn > kMaxFfn) return fmt::format("FFN size {}, at most {}", shape.ffn, kMaxFfn);
-  // 16-byte pieces of a weight are counted in 32 bits.
+  // Indices of a weight's 16-byte pieces have 32 bits.
   if (shape.ffn * (shape.width / 8) >= int64_t{1} << 32) {
     return fmt::format("weights [{}, {}] are too large", shape.ffn, shape.width);
   }

@@ -2,13 +2,14 @@
 // The feed-forward layer in training on the GPU, the op of ffn_train.h in bf16 with f32
 // accumulation (weight gradients are f32).
 //   dense   cuBLASLt GEMMs; keeps g and u [M, F]
-//   hybrid  gate GEMM -> TwELL; everything behind it, backward included, works on active neurons
-//           only, and so does what is kept for backward. Tiles of 128 tokens gather the weight rows
-//           of their active neurons; for weight gradients tiles of 128 neurons gather their tokens.
-//           On Hopper; 16,384 tokens at a time
+//   hybrid  gate GEMM -> TwELL. All later work, backward included, is on active neurons only, and
+//           only they are kept for backward. Tiles of 128 tokens gather the weight rows of their
+//           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. Hopper
+//           only; 16,384 tokens at a time
 // Both give the same result within accumulation order, on every input. The caller picks the
-// execution of each call from the counts of earlier steps (choose_ffn_train_cuda). Never
-// synchronises; deterministic; can be captured in a CUDA graph.
+// execution from the counts of earlier steps (choose_ffn_train_cuda). Calls never synchronise,
+// repeat bit for bit, and can be captured in a CUDA graph. Throws Error where sizes do not match.
+// All matrices are contiguous, row-major, in device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,7 +35,7 @@ struct FfnTrainGradsCuda {
   float* w_gate = nullptr;  // [F, D] accumulated, null when not gated
   float* w_up = nullptr;    // [F, D] accumulated
   float* w_down = nullptr;  // [F, D] accumulated
-  bool add = true;          // false: they are written, whatever they were
+  bool add = true;          // false: they are overwritten
 };
 
 struct FfnTrainShapeCuda {
@@ -44,18 +45,18 @@ struct FfnTrainShapeCuda {
   bool gated = true;
 };
 
-// What one layer keeps from forward to backward. Memory for the execution that was prepared, whose
-// size the dense one's never falls below.
+// What one layer keeps from forward to backward, in memory for the execution that was prepared. The
+// hybrid one never takes more than the dense one.
 class FfnSavedCuda {
  public:
   FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
   ~FfnSavedCuda();
   FfnSavedCuda(FfnSavedCuda&&) noexcept;
   FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
-  // Between steps: memory for calls of this execution. Of the hybrid one nnz active neurons per
-  // token are expected, and union_neurons in a tile of 128 tokens (negative: not known, as many as
-  // nnz makes possible). These are hints, no limits: what does not fit is computed again by
-  // backward. Frees and allocates; waits for the stream. Error where it is not supported.
+  // Between steps: allocates memory for calls of this execution, and waits for the stream. The
+  // hybrid one expects nnz active neurons per token, and union_neurons in a tile of 128 tokens
+  // (negative: unknown, so as many as nnz allows). These are hints and no limits: backward computes
+  // again what did not fit. Error where the execution is not supported.
   void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
                double union_neurons = -1.0);
   FfnTrainExecution execution() const;
@@ -73,13 +74,14 @@ class FfnSavedCuda {
 // Memory of one call in flight, shared by all layers of a shape on one stream.
 class FfnTrainWorkspaceCuda {
  public:
-  // Of the first so many bytes nobody else may make use; what follows is free between calls.
+  // The first kOwnBytes bytes belong to the workspace at all times. Others may use the rest between
+  // calls.
   static constexpr int64_t kOwnBytes = 256;
 
-  // For both executions, or the dense one alone where hybrid is not supported.
+  // For both executions, or for the dense one alone where hybrid is not supported.
   FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
-  // In bytes_needed() bytes of the caller's device memory, aligned to 256. With hybrid = false
-  // hybrid calls are refused.
+  // In bytes_needed() bytes of the caller's device memory, aligned to 256. With hybrid = false it
+  // refuses hybrid calls.
   FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, bool hybrid,
                         std::byte* memory);
   ~FfnTrainWorkspaceCuda();
@@ -103,11 +105,12 @@ struct FfnTrainForwardCuda {
   __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
   FfnTrainCountsCuda* counts = nullptr;  // of this layer, or null
   uint8_t* active = nullptr;  // [F]: set to 1 for each neuron that fires on any token; or null
-  // For benchmarks: the hybrid execution runs the gate GEMM and goes on with this in place of its
-  // result (C = 8, row_nnz set), in backward too. words null: no. The dense execution ignores it.
+  // For benchmarks: the hybrid execution runs the gate GEMM but then uses these activations (C = 8,
+  // row_nnz set) in place of its result, in backward too. words null: it does not. The dense
+  // execution ignores it.
   TwellPacked replay;
 };
-// In the execution that `saved` was prepared for.
+// Runs the execution that `saved` was prepared for.
 void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                             FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
@@ -117,20 +120,20 @@ struct FfnTrainBackwardCuda {
   FfnTrainWeightsCuda weights;         // of the forward
   const __nv_bfloat16* x = nullptr;    // [M, D] of the forward
   const __nv_bfloat16* d_y = nullptr;  // [M, D]
-  const float* l1_scale = nullptr;     // one, in device memory; see FfnTrainBackward
+  const float* l1_scale = nullptr;     // one value, see FfnTrainBackward
   __nv_bfloat16* d_x = nullptr;        // [M, D] written; may not overlap x or d_y
   FfnTrainGradsCuda grads;
 };
-// Once after each forward: what was saved is overwritten.
+// At most once after each forward, because it overwrites what was saved.
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
 // Why the hybrid execution cannot run on this context's device or shape; empty when it can.
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 
-// The execution to prepare for calls of `tokens` tokens, nnz active neurons per token being
-// expected (negative: unknown, so dense), and union_neurons in a tile of 128 tokens (negative:
-// unknown, so as many as if tokens had nothing in common). Fitted to measurements on an H200.
+// The execution to prepare for calls of `tokens` tokens with nnz active neurons per token
+// (negative: unknown, so dense) and union_neurons in a tile of 128 tokens (negative: unknown, so
+// estimated as if tokens were independent). Fitted to measurements on an H200.
 FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& shape, int64_t tokens, double nnz,
                                         double union_neurons = -1.0);
 

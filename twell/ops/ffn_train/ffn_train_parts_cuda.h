@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory behind ffn_train_cuda.h and the executions that use it. Each object owns one block of
-// device memory, which its execution lays out.
+// The objects behind ffn_train_cuda.h, and the two executions. Each object owns one block of device
+// memory, which its execution lays out. Internal to ffn_train.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,10 @@ namespace twell {
 
 namespace ffn_train {
 
-// What the hybrid execution has room to keep of one chunk.
+// What the hybrid execution has room to keep of one chunk of tokens.
 struct HybridCapacity {
-  int64_t pairs = 0;   // active ones
-  int64_t blocks = 0;  // of 64 neurons of a tile's union
+  int64_t pairs = 0;   // active (token, neuron) pairs
+  int64_t blocks = 0;  // of 64 neurons of tiles' unions
 };
 
 }  // namespace ffn_train
@@ -23,7 +23,7 @@ struct FfnSavedCuda::Parts {
   FfnTrainShapeCuda shape;
   FfnTrainExecution execution = FfnTrainExecution::kDense;
   ffn_train::HybridCapacity capacity;
-  int64_t tokens = 0;  // of the forward whose activations these are, or 0
+  int64_t tokens = 0;  // of the forward whose activations are saved, or 0
   TwellPacked replay;  // of that forward
   DeviceBuffer<std::byte> memory;
 };
@@ -32,14 +32,14 @@ struct FfnTrainWorkspaceCuda::Parts {
   FfnTrainShapeCuda shape;
   bool hybrid = false;  // has room for the hybrid execution
   int64_t bytes = 0;
-  std::byte* memory = nullptr;
-  DeviceBuffer<std::byte> owned;  // or the caller's
+  std::byte* memory = nullptr;  // of `owned`, or the caller's
+  DeviceBuffer<std::byte> owned;
 };
 
 namespace ffn_train {
 
-// Hands out a block of memory piece by piece, in multiples of 256 bytes; without a block it only
-// counts.
+// Cuts arrays off a block of memory, each a multiple of 256 bytes. Without a block it only counts
+// the bytes.
 class Layout {
  public:
   explicit Layout(std::byte* base = nullptr) : base_(base) {}
@@ -62,8 +62,8 @@ int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape);
 int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacity capacity);
 int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape);
 
-// What to make room for: as much as nnz per token and union_neurons in a tile of tokens (negative:
-// not known) make likely and as the dense execution's memory allows.
+// What to make room for: what nnz per token and union_neurons per tile of tokens (negative: not
+// known) let expect, as far as the size of the dense execution's memory allows.
 HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, double union_neurons);
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic between the GEMMs of the feed-forward layer in training, on pairs of neighbouring
-// neurons in bf16; the same for every execution.
+// The elementwise arithmetic of the feed-forward layer in training, on pairs of neighbouring
+// neurons in bf16. Both executions share it, so that they round alike.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ using sm90::bf16x2;
 using sm90::high_half;
 using sm90::low_half;
 
-// Which of a pair is active: bits 0 and 1. NaN is.
+// Bits 0 and 1: whether the first and the second of a pair are active. NaN counts as active.
 __device__ __forceinline__ uint32_t fired_bits(uint32_t g) {
   return static_cast<uint32_t>((g & 0x7fff) != 0) | static_cast<uint32_t>((g & 0x7fff0000) != 0)
                                                         << 1;
@@ -36,7 +36,7 @@ __device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
   return d_h + (h > 0.0f ? l1_scale : (h < 0.0f ? -l1_scale : 0.0f));
 }
 
-// g becomes d_g, u becomes d_u and d_h becomes h; all 0 where the neuron is not active.
+// g becomes d_g, u becomes d_u and d_h becomes h, all 0 where the neuron is not active.
 __device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u,
                                               float l1_scale) {
   const uint32_t fired = fired_bits(g);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, f
   backward_pair(d_h.w, g.w, u.w, l1_scale);
 }
 
-// u where there is none: two ones in bf16.
+// A pair of ones in bf16: u of a layer without a gate.
 inline constexpr uint32_t kOnes = 0x3f803f80u;
 
 // The sum over a CTA of Threads threads, on thread 0, in a fixed order.

@@ -1,24 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elementwise steps of the hybrid execution, between images on the unions and what is kept of
-// them. A CTA works on a block of 128 tokens by 64 neurons at a time: pieces of eight neurons,
-// which lie in the same order in all images, then 32 tokens of one neuron per thread.
+// The elementwise kernels of the hybrid execution. keep compresses g and u from images on the
+// unions to active pairs, expand does the reverse in backward. A CTA handles one block of 128
+// tokens by 64 neurons at a time: first in pieces of eight neurons, which have the same order in
+// all images, then with 32 tokens of one neuron per thread.
 #include <cstdint>
 
 #include "twell/ops/ffn/hopper/schedule_sm90.cuh"
+#include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
-#include "twell/ops/ffn_train/hybrid_train.h"
-#include "twell/ops/ffn_train/union_blocks.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {
 namespace {
 
 using tile_union::block_scan;
+using tile_union::kBlock;
+using tile_union::kTileTokens;
 
-constexpr int kThreads = kBlockThreads;
+constexpr int kThreads = 256;
 constexpr int kCtasPerMultiprocessor = 5;
 
-// By the CTA that is done last.
+// Which tile a block belongs to. Lives in shared memory.
+struct BlockIndex {
+  int tiles, blocks;
+  int first[kMaxChunkTiles];
+
+  // Called by all threads of the CTA. Ends with a barrier.
+  __device__ void load(const Tiles& all) {
+    const int count = all.counts->tiles;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) first[i] = all.first_block[i];
+    if (threadIdx.x == 0) {
+      tiles = count;
+      blocks = all.first_block[count - 1] + (all.union_size[count - 1] + kBlock - 1) / kBlock;
+    }
+    __syncthreads();
+  }
+  // The last tile whose first block is not behind this one. Tiles without blocks share their first
+  // block with the tile that has it, and come before that tile.
+  __device__ int tile_of(int block) const {
+    int low = 0, high = tiles;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (first[middle] <= block) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+constexpr int kBlockPieces = kTileTokens * kBlock / 8;  // pieces of 16 bytes in a block
+constexpr int kPieces = kBlockPieces / kThreads;        // per thread
+constexpr int kWordsPerNeuron = kTileTokens / 32;
+static_assert(kBlock * kWordsPerNeuron == kThreads);
+
+__device__ __forceinline__ uint4* block_pieces(__nv_bfloat16* image, int block) {
+  return reinterpret_cast<uint4*>(image) + int64_t{block} * kBlockPieces;
+}
+// Piece i of an image's block holds values of token i / 8; returns which eight neurons they are of.
+__device__ __forceinline__ int piece_columns(int i) { return (i % 8) ^ (i / 8 % 8); }
+// One block of g and u in shared memory, in the layout of images.
+struct BlockValues {
+  uint4 g[kBlockPieces];
+  uint4 u[kBlockPieces];
+  uint8_t fired[kTileTokens][8];  // bit per neuron
+  int scratch[kThreads / 32];
+
+  __device__ void put_fired(int piece, uint32_t bits) {
+    fired[piece / 8][piece_columns(piece)] = static_cast<uint8_t>(bits);
+  }
+  // Bit per token on which a neuron fires. Thread t has neuron t / 4 and 32 tokens from
+  // t % 4 * 32 on.
+  __device__ uint32_t tokens_of_thread() const {
+    const int column = threadIdx.x / kWordsPerNeuron, first = threadIdx.x % kWordsPerNeuron * 32;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      bits |= static_cast<uint32_t>(fired[first + i][column / 8] >> (column % 8) & 1) << i;
+    }
+    return bits;
+  }
+  // Index in g and u of the thread's neuron and of a bit's token.
+  __device__ int index_of(int bit) const {
+    return value_index(threadIdx.x % kWordsPerNeuron * 32 + bit, threadIdx.x / kWordsPerNeuron);
+  }
+};
+
+// Called by the CTA that finishes last.
 __device__ void finish_counts(const Keep& keep, int blocks) {
   double l1 = 0.0;
   for (int i = threadIdx.x; i < blocks; i += kThreads) l1 += __ldcg(keep.l1_parts + i);
@@ -61,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(
       gate[piece] = {hidden_pair(g.x, u.x, l1), hidden_pair(g.y, u.y, l1),
                      hidden_pair(g.z, u.z, l1), hidden_pair(g.w, u.w, l1)};
     }
-    const double sum = block_sum<kThreads>(static_cast<double>(l1));  // barriers in it
+    const double sum = block_sum<kThreads>(static_cast<double>(l1));  // contains barriers
     if (threadIdx.x == 0) keep.l1_parts[block] = sum;
 
     const uint32_t tokens = values.tokens_of_thread();
@@ -107,7 +177,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(
   if (last) finish_counts(keep, index.blocks);
 }
 
-// g and u of a block as images in shared memory, from what was kept; returns this thread's tokens.
+// Makes g and u of a block from what was kept. Returns a bit per token on which this thread's
+// neuron fires (BlockValues::tokens_of_thread).
 __device__ __forceinline__ uint32_t restore(const Kept& kept, int block, BlockValues& values) {
   const uint32_t tokens =
       reinterpret_cast<const uint32_t*>(kept.masks)[int64_t{block} * kThreads + threadIdx.x];
@@ -118,7 +189,7 @@ __device__ __forceinline__ uint32_t restore(const Kept& kept, int block, BlockVa
     values.u[threadIdx.x + i * kThreads] = uint4{};
   }
   int total;
-  from += block_scan<kThreads>(__popc(tokens), values.scratch, total);  // barriers in it
+  from += block_scan<kThreads>(__popc(tokens), values.scratch, total);  // contains barriers
 #pragma unroll 4
   for (uint32_t left = tokens; left != 0; left &= left - 1) {
     const int at = values.index_of(__ffs(static_cast<int>(left)) - 1);
@@ -130,7 +201,7 @@ __device__ __forceinline__ uint32_t restore(const Kept& kept, int block, BlockVa
   return tokens;
 }
 
-// The same from the images that were made anew.
+// The same from images of g and u, which were computed again.
 __device__ __forceinline__ uint32_t reload(const Expand& expand, int block, BlockValues& values) {
   const uint4* g = block_pieces(expand.tiles.activations, block);
   const uint4* u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
@@ -159,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kerne
     uint4* h = block_pieces(expand.tiles.activations, block);
     uint4* d_u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
     uint4* d_g = block_pieces(expand.d_g, block);
-    uint4 hidden[kPieces];  // d_h, fetched ahead
+    uint4 hidden[kPieces];  // d_h, loaded early to hide the latency
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) hidden[i] = d_g[threadIdx.x + i * kThreads];
     const uint32_t tokens =

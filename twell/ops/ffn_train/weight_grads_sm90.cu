@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weight gradients of the hybrid execution: grads[p] [neurons of a tile] += images[p][tile]
-// right[p][tokens of the tile]. An item is a piece of one such sum, 128 neurons by 256 columns.
-// Pieces are added to the gradients in their order: who has a later one waits for its turn. They
-// are handed out in an order in which that piece is always in work already. Where gradients are
-// written in place of added to, the first piece of a sum is.
+// right[p][tokens of the tile]. An item is a piece of one such sum, for 128 neurons by 256 columns.
+// The pieces of a sum are added to the gradients in their order, so that results repeat: the CTA
+// with a later piece waits until the piece before it is added. Items are handed out in an order in
+// which a CTA has already taken the earlier piece. Where gradients are overwritten, the first piece
+// of a sum is stored and the others are added.
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
-#include "twell/ops/ffn_train/hybrid_train.h"
+#include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {
@@ -47,8 +48,8 @@ struct Problem {
   struct Store {
     const Problem& problem;
     int neuron[2];  // rows of the gradient that this lane has values of
-    float* grad;    // first of this lane's columns
-    int columns;    // that there are from there on
+    float* grad;    // this lane's first column
+    int columns;    // from there to the end of the row
     int32_t* turn;
     int piece;
     bool more;
@@ -84,8 +85,8 @@ struct Problem {
           *reinterpret_cast<float2*>(to) = float2{a, b};
         });
       } else {
-        // Reductions in the L2 cache, which nobody waits for. Only one thread at a time adds to a
-        // value, so that their order is fixed too.
+        // Reductions in the L2 cache return nothing, so no thread waits for memory. Only one thread
+        // at a time adds to a value, so the order of additions is fixed.
         for_each_pair(acc, [](float* to, float a, float b) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b)
                        : "memory");
@@ -119,7 +120,7 @@ struct Problem {
 
 constexpr int kClearThreads = 256;
 
-// A CTA: a neuron.
+// One CTA per neuron.
 __global__ void __launch_bounds__(kClearThreads) clear_idle_kernel(WeightGrads grads) {
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/ffn_train/dense_train_kernels.h"
+// The dense execution of the feed-forward layer in training on the GPU: cuBLASLt products with
+// elementwise kernels between them.
+#include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -8,8 +10,8 @@ namespace twell::ffn_train {
 namespace {
 
 struct SavedDense {
-  __nv_bfloat16* gate;  // [max_tokens, F] g, without a gate h
-  __nv_bfloat16* up;    // [max_tokens, F] u, with a gate only
+  __nv_bfloat16* gate;  // [max_tokens, F] g; without a gate h
+  __nv_bfloat16* up;    // [max_tokens, F] u; null without a gate
 
   SavedDense(const FfnTrainShapeCuda& shape, Layout& layout)
       : gate(layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
@@ -122,7 +124,7 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
     linear(problem.x, weights.w_up, d_hidden, problem.d_x, false, problem.grads.w_up);
     return;
   }
-  // d_h is h now, g is d_g and u is d_u.
+  // d_hidden holds h now, gate d_g and kept.up d_u.
   linear(problem.d_y, nullptr, d_hidden, nullptr, false, problem.grads.w_down);
   linear(problem.x, weights.w_gate, gate, problem.d_x, false, problem.grads.w_gate);
   linear(problem.x, weights.w_up, kept.up, problem.d_x, true, problem.grads.w_up);

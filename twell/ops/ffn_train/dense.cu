@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "twell/ops/ffn_train/dense_train_kernels.h"
+#include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
 
 namespace twell::ffn_train {
@@ -10,13 +10,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = static_cast<int>(kHiddenRows);
 
-// How many of the bits were not there yet. Who sets a bit counts it, so that each counts once.
+// Sets bits of a word in global memory. Returns how many were 0 before; each bit counts for one
+// thread only.
 __device__ __forceinline__ int add_to_union(uint32_t* word, uint32_t bits) {
   if ((bits & ~__ldcg(word)) == 0) return 0;
   return __popc(bits & ~atomicOr(word, bits));
 }
 
-// A CTA: kRows tokens.
+// Each CTA handles kRows tokens.
 __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward problem) {
   __shared__ int row_nnz[kRows];
   const int pieces = static_cast<int>(problem.ffn / 8);
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   int nnz[kRows] = {}, union_neurons = 0;
   float l1 = 0.0f;
   for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
-    uint32_t any = 0;  // a bit per neuron of the piece
+    uint32_t any = 0;  // bit per neuron of the piece: it fires on one of the rows
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       if (row >= rows) break;

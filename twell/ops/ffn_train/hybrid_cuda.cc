@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+// The hybrid execution of the feed-forward layer in training on the GPU: the memory that forward
+// keeps of each chunk of tokens, the memory that one chunk in flight works in, and the order of its
+// kernels.
+#include <algorithm>
+
+#include "twell/base/rounding.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn_train/ffn_train_kernels.h"
+#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
+#include "twell/sm90/tensor_map.h"
+
+namespace twell::ffn_train {
+namespace {
+
+using tile_union::kBlock;
+using tile_union::kTileTokens;
+
+constexpr int32_t kGateTile = 256;   // T of the gate's TwELL
+constexpr int32_t kCompression = 8;  // C of it
+constexpr int64_t kBlockValues = int64_t{kTileTokens} * kBlock;
+
+// Sizes of the largest chunk of tokens.
+struct ChunkShape {
+  int64_t tokens, tiles, blocks, mask_words, neuron_tiles, token_blocks;
+
+  explicit ChunkShape(const FfnTrainShapeCuda& shape)
+      : tokens(std::min<int64_t>(shape.max_tokens, kChunkTokens)),
+        tiles(TileUnionWorkspace::max_tiles(tokens)),
+        blocks(ceil_div(shape.ffn, kBlock)),
+        mask_words(ceil_div(shape.ffn, kGateTile) * 8),
+        neuron_tiles(ceil_div(shape.ffn, kNeuronTile)),
+        token_blocks(ceil_div(tokens, kBlock)) {}
+  int64_t all_blocks() const { return tiles * blocks; }
+  // A union has at most as many neurons as its tile has active pairs. Each tile rounds up to
+  // blocks.
+  int64_t most_blocks(int64_t pairs) const {
+    return std::min(all_blocks(), ceil_div(pairs, kBlock) + tiles);
+  }
+};
+
+// What one chunk of one layer keeps. Pointers are arrays of `layout`, null where it only counts.
+struct SavedChunk {
+  Tiles tiles{};
+  Kept kept{};
+
+  SavedChunk(const FfnTrainShapeCuda& shape, HybridCapacity capacity, Layout& layout) {
+    const ChunkShape chunk(shape);
+    kept.state = layout.take<KeptState>(1);
+    kept.capacity = capacity.pairs;
+    kept.block_capacity = static_cast<int>(capacity.blocks);
+    kept.values = layout.take<uint32_t>(capacity.pairs);
+    kept.masks = layout.take<uint4>(int64_t{kept.block_capacity} * kBlock);
+    kept.offsets = layout.take<uint32_t>(kept.block_capacity);
+    tiles.tokens = layout.take<int32_t>(chunk.tiles * kTileTokens);
+    tiles.mask = layout.take<uint32_t>(chunk.tiles * chunk.mask_words);
+    tiles.before = layout.take<uint32_t>(chunk.tiles * chunk.mask_words);
+    tiles.union_size = layout.take<int32_t>(chunk.tiles);
+    tiles.first_block = layout.take<int32_t>(chunk.tiles);
+    tiles.union_ids = layout.take<int32_t>(chunk.all_blocks() * kBlock);
+    tiles.order = layout.take<int32_t>(chunk.tiles);
+    tiles.up_items =
+        layout.take<int2>(chunk.tiles * ceil_div(chunk.blocks, tile_union::kMaxChunkBlocks - 1));
+    tiles.counts = layout.take<tile_union::Counts>(1);
+    tiles.blocks = static_cast<int>(chunk.blocks);
+    tiles.compact = true;
+  }
+};
+
+// Memory of one chunk in flight, arrays of `layout` too.
+struct HybridWorkspace {
+  double* l1_parts;  // [blocks]
+  // On tiles of tokens, [blocks, kTileTokens, kBlock]: g, then h; u, then d_u; d_h, then d_g.
+  __nv_bfloat16* images[3];
+  uint4* masks;      // [blocks, kBlock]
+  TwellPacked gate;  // in the memory of neurons.images, which are needed later
+  NeuronTiles neurons{};
+  int64_t zero_bytes;  // from neurons.nnz on, which must be 0 before backward
+
+  HybridWorkspace(const FfnTrainShapeCuda& shape, Layout& layout) {
+    const ChunkShape chunk(shape);
+    layout.take<std::byte>(256);  // the dense execution's ticket, which stays 0
+    l1_parts = layout.take<double>(chunk.all_blocks());
+    for (auto& image : images) {
+      image = layout.take<__nv_bfloat16>(chunk.all_blocks() * kBlockValues);
+    }
+    masks = layout.take<uint4>(chunk.all_blocks() * kBlock);
+
+    neurons.ffn = static_cast<int>(shape.ffn);
+    neurons.max_tiles = static_cast<int>(chunk.neuron_tiles);
+    neurons.words = static_cast<int>(chunk.tiles) * (kTileTokens / 32);
+    neurons.products = shape.gated ? 3 : 2;
+    neurons.columns = static_cast<int>(ceil_div(shape.width, tile_union::kColumns));
+    const int64_t zero_begin = layout.bytes();
+    neurons.nnz = layout.take<int32_t>(shape.ffn);
+    neurons.size = layout.take<int32_t>(chunk.neuron_tiles);
+    neurons.turns =
+        layout.take<int32_t>(chunk.neuron_tiles * neurons.products * neurons.columns * 2);
+    neurons.counts = layout.take<NeuronCounts>(1);
+    zero_bytes = layout.bytes() - zero_begin;
+    neurons.order = layout.take<int32_t>(chunk.neuron_tiles * kNeuronTile);
+    neurons.mask = layout.take<uint32_t>(chunk.neuron_tiles * neurons.words);
+    neurons.positions = layout.take<int32_t>(chunk.neuron_tiles * chunk.tiles * kNeuronTile);
+    neurons.first_block = layout.take<int32_t>(chunk.neuron_tiles);
+    neurons.ids = layout.take<int32_t>(chunk.neuron_tiles * chunk.token_blocks * kBlock);
+    neurons.entries = layout.take<int4>(chunk.neuron_tiles * chunk.token_blocks);
+
+    const int64_t shared_begin = layout.bytes();
+    const int64_t image = chunk.neuron_tiles * chunk.token_blocks * kNeuronTile * kBlock;
+    auto* first = layout.take<__nv_bfloat16>(neurons.products * image);
+    for (int p = 0; p < neurons.products; ++p) {
+      neurons.images[p] = first != nullptr ? first + p * image : nullptr;
+    }
+    gate.shape = {chunk.tokens, shape.ffn, kGateTile, kCompression};
+    Layout over(reinterpret_cast<std::byte*>(first));
+    gate.words = over.take<uint32_t>(gate.shape.words());
+    gate.spill_slots = gate.shape.max_spill_slots();
+    gate.spill = over.take<BF16>(gate.spill_slots * kGateTile);
+    gate.row_nnz = over.take<int32_t>(chunk.tokens);
+    const int64_t missing = shared_begin + over.bytes() - layout.bytes();
+    if (missing > 0) layout.take<std::byte>(missing);
+  }
+  static HybridWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
+    Layout layout(workspace.memory);
+    return {workspace.shape, layout};
+  }
+};
+
+// A chunk of a call: its tiles, with images in the workspace, and its gate.
+struct HybridChunk {
+  int64_t begin, tokens;
+  Tiles tiles;
+  Kept kept;
+  TwellPacked made;          // output of the gate GEMM
+  tile_union::Gate pattern;  // what later kernels read: `made`, or the activations to replay
+
+  HybridChunk(const FfnSavedCuda::Parts& saved, const HybridWorkspace& work, int64_t index,
+              int64_t all_tokens, const TwellPacked& replay)
+      : begin(index * kChunkTokens), tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)) {
+    Layout layout(saved.memory.data());
+    for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, layout);
+    const SavedChunk own(saved.shape, saved.capacity, layout);
+    tiles = own.tiles;
+    kept = own.kept;
+    tiles.activations = work.images[0];
+    tiles.max_tiles = static_cast<int>(TileUnionWorkspace::max_tiles(tokens));
+    made = work.gate;
+    made.shape.rows = tokens;
+    TwellPacked used = made;
+    if (replay.words != nullptr) {
+      used = replay;
+      used.shape.rows = tokens;
+      used.words += begin * used.shape.row_words();
+      used.row_nnz += begin;
+    }
+    pattern = {used.words,
+               reinterpret_cast<const uint4*>(used.spill),
+               used.row_nnz,
+               static_cast<int>(tokens),
+               static_cast<int>(used.shape.tiles()),
+               used.shape.slots()};
+  }
+};
+
+tile_union::Up up_product(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
+                          const __nv_bfloat16* x, const __nv_bfloat16* weight,
+                          __nv_bfloat16* product, int32_t* taken,
+                          tile_union::Condition condition = nullptr) {
+  tile_union::Up up{};
+  up.x = x + chunk.begin * shape.width;
+  up.map_x = sm90::matrix_tensor_map(up.x, chunk.tokens, shape.width, tile_union::kTileTokens);
+  up.tiles = chunk.tiles;
+  up.weight = weight;
+  up.product = product;
+  up.taken = taken;
+  up.width = static_cast<int>(shape.width);
+  up.condition = condition;
+  return up;
+}
+
+GateGemmCuda gate_gemm(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
+                       const FfnTrainWeightsCuda& weights, const __nv_bfloat16* x) {
+  return {.tokens = chunk.tokens,
+          .width = shape.width,
+          .ffn = shape.ffn,
+          .x = x + chunk.begin * shape.width,
+          .w_gate = shape.gated ? weights.w_gate : weights.w_up,
+          .out = chunk.made};
+}
+
+void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                   const FfnTrainShapeCuda& shape, const HybridChunk& chunk,
+                   const HybridWorkspace& work) {
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  KeptState* state = chunk.kept.state;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(state, 0, sizeof(KeptState), stream));
+  gate_gemm_cuda(ctx, gate_gemm(chunk, shape, problem.weights, problem.x));
+  TWELL_CUDA_CHECK(
+      tile_union::launch_split_rows(chunk.pattern, chunk.tiles, &state->activity, stream));
+  TWELL_CUDA_CHECK(
+      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, &state->activity, ctas, stream));
+  if (shape.gated) {
+    TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
+        up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1], &state->up_taken),
+        ctas, stream));
+  }
+  TWELL_CUDA_CHECK(launch_keep({.tiles = chunk.tiles,
+                                .u = shape.gated ? work.images[1] : nullptr,
+                                .kept = chunk.kept,
+                                .l1_parts = work.l1_parts,
+                                .counts = problem.counts,
+                                .active = problem.active},
+                               ctas, stream));
+  TWELL_CUDA_CHECK(tile_union::launch_down_sm90({.tiles = chunk.tiles,
+                                                 .weight = problem.weights.w_down,
+                                                 .y = problem.y + chunk.begin * shape.width,
+                                                 .taken = &state->down_taken,
+                                                 .width = static_cast<int>(shape.width)},
+                                                ctas, stream));
+}
+
+// Computes g and u of a chunk again, on the device's condition that not everything could be kept.
+void recompute(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+               const FfnTrainShapeCuda& shape, const HybridChunk& chunk,
+               const HybridWorkspace& work) {
+  const tile_union::Condition overflow = &chunk.kept.state->overflow;
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  GateGemmCuda gate = gate_gemm(chunk, shape, problem.weights, problem.x);
+  gate.condition = overflow;
+  gate_gemm_cuda(ctx, gate);
+  TWELL_CUDA_CHECK(
+      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, nullptr, ctas, stream, overflow));
+  if (!shape.gated) return;
+  TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
+      up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1],
+                 &work.neurons.counts->again_taken, overflow),
+      ctas, stream));
+}
+
+void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                    const FfnTrainShapeCuda& shape, const HybridChunk& chunk,
+                    const HybridWorkspace& work) {
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  const FfnTrainWeightsCuda& weights = problem.weights;
+  const auto& [h, d_u, d_g] = work.images;
+  const __nv_bfloat16* x = problem.x + chunk.begin * shape.width;
+  const __nv_bfloat16* d_y = problem.d_y + chunk.begin * shape.width;
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(work.neurons.nnz, 0, static_cast<size_t>(work.zero_bytes), stream));
+  recompute(ctx, problem, shape, chunk, work);
+  TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
+      up_product(chunk, shape, problem.d_y, weights.w_down, d_g, &work.neurons.counts->up_taken),
+      ctas, stream));
+  TWELL_CUDA_CHECK(launch_expand({.tiles = chunk.tiles,
+                                  .d_u = shape.gated ? d_u : nullptr,
+                                  .d_g = d_g,
+                                  .kept = chunk.kept,
+                                  .masks = work.masks,
+                                  .neuron_nnz = work.neurons.nnz,
+                                  .l1_scale = problem.l1_scale},
+                                 ctas, stream));
+  tile_union::Down down{};
+  down.tiles = chunk.tiles;
+  down.tiles.activations = d_g;
+  down.weight = shape.gated ? weights.w_gate : weights.w_up;
+  if (shape.gated) {
+    down.activations2 = d_u;
+    down.weight2 = weights.w_up;
+  }
+  down.y = problem.d_x + chunk.begin * shape.width;
+  down.taken = &work.neurons.counts->down_taken;
+  down.width = static_cast<int>(shape.width);
+  TWELL_CUDA_CHECK(tile_union::launch_down_sm90(down, ctas, stream));
+
+  // Without a gate d_g holds the gradient of x w_up^T.
+  Transpose transpose{chunk.tiles, chunk.kept, work.masks, {d_g, d_u, h}, work.neurons};
+  WeightGrads grads{work.neurons,
+                    {x, x, d_y},
+                    {problem.grads.w_gate, problem.grads.w_up, problem.grads.w_down},
+                    static_cast<int>(shape.width),
+                    problem.grads.add || chunk.begin > 0};
+  if (!shape.gated) {
+    transpose.images[1] = h;
+    grads.right[1] = d_y;
+    grads.grads[0] = problem.grads.w_up;
+    grads.grads[1] = problem.grads.w_down;
+  }
+  if (!grads.add) TWELL_CUDA_CHECK(launch_clear_idle(grads, stream));
+  TWELL_CUDA_CHECK(launch_rank_neurons(work.neurons, stream));
+  TWELL_CUDA_CHECK(launch_neuron_unions(transpose, ctas, stream));
+  TWELL_CUDA_CHECK(launch_transpose(transpose, ctas, stream));
+  TWELL_CUDA_CHECK(launch_weight_grads_sm90(grads, ctas, stream));
+}
+
+}  // namespace
+
+int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacity capacity) {
+  Layout layout;
+  for (int64_t begin = 0; begin < shape.max_tokens; begin += kChunkTokens) {
+    SavedChunk(shape, capacity, layout);
+  }
+  return layout.bytes();
+}
+
+int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape) {
+  Layout layout;
+  HybridWorkspace(shape, layout);
+  return layout.bytes();
+}
+
+HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, double union_neurons) {
+  // 1.5 times what is expected, because chunks and steps differ.
+  constexpr double kSlack = 1.5;
+  const ChunkShape chunk(shape);
+  const auto tokens = static_cast<double>(chunk.tokens);
+  const double most = tokens * static_cast<double>(shape.ffn);
+  HybridCapacity capacity;
+  capacity.pairs = static_cast<int64_t>(std::min(std::max(nnz, 1.0) * kSlack * tokens, most));
+  // Each tile rounds up to whole blocks; one more block covers that.
+  const double blocks_of_tile = kSlack * std::max(union_neurons, 1.0) / kBlock + 1.0;
+  const auto expected = static_cast<int64_t>(blocks_of_tile * static_cast<double>(chunk.tiles));
+  const auto set_blocks = [&] {
+    const int64_t possible = chunk.most_blocks(capacity.pairs);
+    capacity.blocks = union_neurons < 0.0 ? possible : std::min(possible, expected);
+  };
+  set_blocks();
+  const int64_t dense = dense_saved_bytes(shape);
+  while (capacity.pairs > 0 && hybrid_saved_bytes(shape, capacity) > dense) {
+    capacity.pairs /= 2;
+    set_blocks();
+  }
+  return capacity;
+}
+
+void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+  const TwellPacked& replay = problem.replay;
+  TWELL_CHECK(replay.words == nullptr ||
+                  (replay.shape.rows >= problem.tokens && replay.shape.cols == saved.shape.ffn &&
+                   replay.shape.tile == kGateTile && replay.shape.slots() >= 4),
+              "replayed TwELL of [{}, {}] for [{}, {}]", replay.shape.rows, replay.shape.cols,
+              problem.tokens, saved.shape.ffn);
+  const HybridWorkspace work = HybridWorkspace::of(workspace);
+  for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
+    const HybridChunk chunk(saved, work, i, problem.tokens, replay);
+    forward_chunk(ctx, problem, saved.shape, chunk, work);
+  }
+  saved.replay = replay;
+}
+
+void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+  const HybridWorkspace work = HybridWorkspace::of(workspace);
+  for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
+    const HybridChunk chunk(saved, work, i, problem.tokens, saved.replay);
+    backward_chunk(ctx, problem, saved.shape, chunk, work);
+  }
+}
+
+}  // namespace twell::ffn_train
