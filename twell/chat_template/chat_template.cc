@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/chat_template/chat_template.h"
 
+#include <map>
+#include <nlohmann/json.hpp>
+
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/chat_template/jinja_render.h"
-#include "twell/chat_template/jinja_syntax.h"
+#include "twell/chat_template/jinja.h"
 
 namespace twell {
 namespace fs = std::filesystem;
-using jinja::Json;
 using jinja::Value;
+using Json = nlohmann::ordered_json;  // templates see dictionaries in the order of the file
 
 struct ChatTemplate::Impl {
   std::string source;
@@ -23,6 +25,29 @@ namespace {
 constexpr size_t kMaxTemplateBytes = size_t{1} << 20;
 constexpr const char* kSpecialTokens[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                           "pad_token", "cls_token", "mask_token"};
+
+Value to_value(const Json& json, int depth = 1) {
+  TWELL_REQUIRE(depth <= jinja::kMaxDepth, "messages are nested more than {} deep",
+                jinja::kMaxDepth);
+  if (json.is_boolean()) return Value::of(json.get<bool>());
+  if (json.is_number_float()) return Value::of(json.get<double>());
+  if (json.is_number_unsigned() && json.get<uint64_t>() > INT64_MAX) {
+    return Value::of(json.get<double>());
+  }
+  if (json.is_number_integer()) return Value::of(json.get<int64_t>());
+  if (json.is_string()) return Value::of(json.get<std::string>());
+  if (json.is_array()) {
+    std::vector<Value> items;
+    for (const Json& item : json) items.push_back(to_value(item, depth + 1));
+    return Value::of(std::move(items));
+  }
+  if (json.is_object()) {
+    std::vector<std::pair<std::string, Value>> items;
+    for (const auto& [key, item] : json.items()) items.emplace_back(key, to_value(item, depth + 1));
+    return Value::of(std::move(items));
+  }
+  return Value::none();
+}
 
 Json parse_config(std::string_view text, const std::string& source) {
   Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
@@ -86,14 +111,14 @@ ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::s
   impl->body = jinja::parse_template(text, source);
   for (const char* name : kSpecialTokens) {
     const std::string token = config.contains(name) ? token_text(config[name]) : "";
-    if (!token.empty()) impl->variables[name] = Value(Json(token));
+    if (!token.empty()) impl->variables[name] = Value::of(token);
   }
   if (impl->variables.contains("eos_token")) {
-    impl->eos_token = impl->variables["eos_token"].text();
+    impl->eos_token = *impl->variables["eos_token"].text();
   }
   // transformers passes these whether or not there are any.
-  impl->variables["tools"] = Value();
-  impl->variables["documents"] = Value();
+  impl->variables["tools"] = Value::none();
+  impl->variables["documents"] = Value::none();
   return ChatTemplate(std::move(impl));
 }
 
@@ -102,8 +127,8 @@ std::string ChatTemplate::render_json(std::string_view messages_json,
   const Json messages = Json::parse(messages_json, nullptr, /*allow_exceptions=*/false);
   TWELL_REQUIRE(messages.is_array(), "messages must be a JSON list");
   std::map<std::string, Value> variables = impl_->variables;
-  variables["messages"] = Value(messages);
-  variables["add_generation_prompt"] = Value(Json(add_generation_prompt));
+  variables["messages"] = to_value(messages);
+  variables["add_generation_prompt"] = Value::of(add_generation_prompt);
   return jinja::render(impl_->body, variables, impl_->source);
 }
 

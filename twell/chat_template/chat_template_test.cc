@@ -99,22 +99,95 @@ TEST(ChatTemplate, BrokenOnesAreRefusedInOneLine) {
   }
 }
 
-TEST(ChatTemplate, HostileOnesAreBounded) {
-  const std::string open(100'000, '('), close(100'000, ')');
-  EXPECT_THAT(render("{{ " + open + "1" + close + " }}"), HasSubstr("nested too deeply"));
-  std::string ifs, nots = "{{ ";
-  for (int i = 0; i < 10'000; ++i) {
-    ifs += "{% if true %}";
-    nots += "not ";
+TEST(ChatTemplate, DepthIsBounded) {
+  const auto repeat = [](std::string_view part, int count = 10'000) {
+    std::string out;
+    for (int i = 0; i < count; ++i) out += part;
+    return out;
+  };
+  for (const std::string& text : {
+           "{{ " + repeat("(", 100'000) + "1" + repeat(")", 100'000) + " }}",
+           "{{ " + repeat("not ") + "1 }}",
+           "{{ " + repeat("-") + "1 }}",
+           "{{ " + repeat("[") + repeat("]") + " }}",
+           "{{ " + repeat("{'a': ") + "1" + repeat("}") + " }}",
+           "{{ " + repeat("f(") + repeat(")") + " }}",
+           "{{ " + repeat("x[") + "0" + repeat("]") + " }}",
+           repeat("{% if true %}"),
+           repeat("{% for x in y %}"),
+           "{% if 0 %}" + repeat("{% elif 0 %}") + "{% endif %}",
+       }) {
+    EXPECT_THAT(render(text), HasSubstr("nested too deeply")) << text.substr(0, 40);
   }
-  EXPECT_THAT(render(ifs), HasSubstr("nested too deeply"));
-  EXPECT_THAT(render(nots + "1 }}"), HasSubstr("nested too deeply"));
+  for (const std::string& text :
+       {"{{ 1" + repeat("+1") + " }}", "{{ 1" + repeat("*1") + " }}", "{{ 1" + repeat("~1") + " }}",
+        "{{ 1" + repeat(" and 1") + " }}", "{{ 1" + repeat(" or 1") + " }}",
+        "{{ 1" + repeat(" == 1") + " }}", "{{ 1" + repeat(" in x") + " }}",
+        "{{ 1" + repeat(" if 1") + " }}", "{{ x" + repeat(".a") + " }}",
+        "{{ x" + repeat("[0]") + " }}", "{{ x" + repeat("[:]") + " }}",
+        "{{ x" + repeat("()") + " }}", "{{ x" + repeat("|d") + " }}",
+        "{{ x" + repeat(" is defined") + " }}"}) {
+    EXPECT_THAT(render(text), HasSubstr("an expression of too many terms")) << text.substr(0, 40);
+  }
+  EXPECT_EQ(render("{{ 1" + repeat("+1", 300) + " }}"), "301");
+  EXPECT_THAT(render("{% set n = namespace(x=1) %}{% for i in range(10000) %}{% set n.x = [n.x] %}"
+                     "{% endfor %}{{ n.x }}"),
+              HasSubstr("a value is nested more than 500 deep"));
+  EXPECT_THAT(render("{{ messages }}", repeat("[") + repeat("]")), HasSubstr("nested more than"));
+  EXPECT_EQ(render("{% set n = namespace() %}{% set n.x = n %}{{ n.x.x }}"), "<Namespace>");
+}
+
+TEST(ChatTemplate, StepsAreBounded) {
   std::string loops;
-  for (int i = 0; i < 6; ++i) {
-    loops = "{% for i in range(100) %}" + loops + "{% endfor %}";
-  }
+  for (int i = 0; i < 6; ++i) loops = "{% for i in range(100) %}" + loops + "{% endfor %}";
   EXPECT_THAT(render(loops), HasSubstr("does not come to an end"));
-  EXPECT_THAT(render("{{ 'a' * 100000000 }}"), HasSubstr("too long"));
+  EXPECT_THAT(render("{% set n = namespace(x=[]) %}{% for i in range(60) %}"
+                     "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x == n.x }}"),
+              HasSubstr("does not come to an end"));
+}
+
+TEST(ChatTemplate, BytesAreBounded) {
+  const std::string doubling = "{% set n = namespace(x='ab', y=[1]) %}{% for i in range(60) %}";
+  for (const std::string& text : {
+           std::string("{{ 'a' * 1000000000 }}"),
+           std::string("{{ 'abcd' * 4611686018427387904 }}"),
+           std::string("{{ [1] | tojson(indent=1900000000) }}"),
+           std::string("{{ [[[[1]]]] | tojson(indent=9223372036854775807) }}"),
+           doubling + "{% set n.x = n.x ~ n.x %}{% endfor %}",
+           doubling + "{% set n.x = n.x + n.x %}{% endfor %}",
+           doubling + "{% set n.y = n.y + n.y %}{% endfor %}",
+           doubling + "{% set n.x = n.x | replace('a', 'aa') %}{% endfor %}",
+           doubling + "{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+           doubling + "{% set n.x = [n.x, n.x] | join(n.x) %}{% endfor %}",
+           doubling + "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+           doubling + "{% set n.x = [n.x, n.x] | string %}{% endfor %}",
+           doubling + "{% set n.x = [n.x, n.x] | tojson %}{% endfor %}",
+           // A search for half of a text that has it nowhere, and reading on and on.
+           std::string("{% set x = 'a' * 8000000 %}{{ ('a' * 4000000 ~ 'b') in x }}"
+                       "{% for i in range(100000) %}{% if 'b' in x %}{% endif %}{% endfor %}"),
+       }) {
+    const std::string outcome = render(text);
+    EXPECT_THAT(outcome,
+                ::testing::AnyOf(HasSubstr("handles more than 256 MiB"), HasSubstr("is too long")))
+        << text << outcome.substr(0, 100);
+  }
+  EXPECT_THAT(render("{{ range(-9223372036854775807, 9223372036854775807) }}"),
+              HasSubstr("range is too long"));
+  EXPECT_EQ(render("{{ range(-9223372036854775807, 9223372036854775807, 9223372036854775807) }}"),
+            "[-9223372036854775807, 0]");
+}
+
+TEST(ChatTemplate, ArithmeticAtTheEndsOfTheIntegers) {
+  EXPECT_EQ(render("{{ 'abc'[1::9223372036854775807] }}{{ [1, 2][1::9223372036854775807] }}"),
+            "b[2]");
+  EXPECT_EQ(render("{{ 'abc'[::-9223372036854775807 - 1] }}"), "c");
+  EXPECT_EQ(render("{{ 'abc'[-9223372036854775807 - 1:9223372036854775807] }}"), "abc");
+  EXPECT_EQ(render("{{ 9223372036854775806 % 9223372036854775807 }}"), "9223372036854775806");
+  EXPECT_EQ(render("{{ (-9223372036854775807 - 1) // 3 }}"), "-3074457345618258603");
+  EXPECT_EQ(render("{{ 7 // -1 }} {{ 7 % -1 }} {{ 7 // -2 }} {{ 7 % -2 }}"), "-7 0 -4 -1");
+  EXPECT_THAT(render("{{ (-9223372036854775807 - 1) // -1 }}"), HasSubstr("too large"));
+  EXPECT_THAT(render("{{ 1e300 | int }}"), HasSubstr("no whole number"));
+  EXPECT_THAT(render("{{ 1e300 is odd }}"), HasSubstr("whole number"));
 }
 
 TEST(ChatTemplate, IsFoundInTheFolder) {

@@ -1,14 +1,188 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cctype>
+#include <charconv>
 
 #include "twell/base/error.h"
-#include "twell/chat_template/jinja_lexer.h"
-#include "twell/chat_template/jinja_syntax.h"
+#include "twell/chat_template/jinja.h"
 
 namespace twell::jinja {
 namespace {
 
-constexpr int kMaxDepth = 100;  // of nested expressions and blocks: a hostile file must not recurse
+enum class TokenKind { kText, kBeginOutput, kBeginBlock, kEnd, kName, kString, kNumber, kSign };
+
+struct Token {
+  TokenKind kind = TokenKind::kText;
+  std::string text;  // of a string without its quotes and escapes
+  int line = 1;
+};
+
+bool is_name_char(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
+bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
+
+// Cuts a template into text and the tokens of its {{ }} and {% %}. Whitespace control is done here,
+// as transformers sets Jinja up: trim_blocks and lstrip_blocks.
+class Lexer {
+ public:
+  Lexer(std::string_view text, const std::string& source) : text_(text), source_(source) {
+    if (text_.ends_with('\n')) text_.remove_suffix(1);  // keep_trailing_newline is off
+  }
+
+  std::vector<Token> run() {
+    while (at_ < text_.size()) {
+      const size_t open = find_open();
+      std::string before(text_.substr(at_, open - at_));
+      if (open == text_.size()) {
+        add_text(before);
+        break;
+      }
+      const char kind = text_[open + 1];
+      const char mark = open + 2 < text_.size() ? text_[open + 2] : ' ';
+      if (mark == '-') {
+        before.erase(std::find_if_not(before.rbegin(), before.rend(), is_space).base(),
+                     before.end());
+      } else if (kind != '{' && mark != '+') {
+        strip_line_start(before, open);
+      }
+      add_text(before);
+      count_lines(open - at_);
+      at_ = open + 2 + (mark == '-' || mark == '+' ? 1 : 0);
+      kind == '#' ? skip_comment() : inside(kind);
+    }
+    return std::move(tokens_);
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& message) const {
+    throw InputError(fmt::format("{}: line {}: {}", source_, line_, message));
+  }
+
+  size_t find_open() const {
+    for (size_t i = at_; i + 1 < text_.size(); ++i) {
+      const char next = text_[i + 1];
+      if (text_[i] == '{' && (next == '{' || next == '%' || next == '#')) return i;
+    }
+    return text_.size();
+  }
+
+  // lstrip_blocks: blanks between the start of a line and a block.
+  void strip_line_start(std::string& before, size_t open) const {
+    const size_t last = before.find_last_not_of(" \t");
+    const bool at_start =
+        last == std::string::npos ? at_line_start(open - before.size()) : before[last] == '\n';
+    if (at_start) before.erase(last == std::string::npos ? 0 : last + 1);
+  }
+  bool at_line_start(size_t at) const { return at == 0 || text_[at - 1] == '\n'; }
+
+  void add_text(const std::string& text) {
+    if (!text.empty()) tokens_.push_back({TokenKind::kText, text, line_});
+  }
+  void count_lines(size_t size) {
+    line_ += static_cast<int>(std::count(text_.begin() + static_cast<ptrdiff_t>(at_),
+                                         text_.begin() + static_cast<ptrdiff_t>(at_ + size), '\n'));
+  }
+
+  // Behind the end of a tag: '-' takes all blanks away, a block or comment its own newline.
+  void after(bool strip, bool trim) {
+    size_t end = at_;
+    if (strip) {
+      while (end < text_.size() && is_space(text_[end])) ++end;
+    } else if (trim && end < text_.size() && text_[end] == '\n') {
+      ++end;
+    }
+    count_lines(end - at_);
+    at_ = end;
+  }
+
+  void skip_comment() {
+    const size_t close = text_.find("#}", at_);
+    if (close == std::string_view::npos) fail("a comment without its end");
+    const bool strip = close > at_ && text_[close - 1] == '-';
+    count_lines(close - at_);
+    at_ = close + 2;
+    after(strip, true);
+  }
+
+  void inside(char kind) {
+    const bool output = kind == '{';
+    add(output ? TokenKind::kBeginOutput : TokenKind::kBeginBlock, "");
+    const std::string_view close = output ? "}}" : "%}";
+    int depth = 0;  // of brackets: }} may close two dictionaries
+    while (true) {
+      while (at_ < text_.size() && is_space(text_[at_])) {
+        line_ += text_[at_++] == '\n';
+      }
+      if (at_ >= text_.size()) fail("a tag without its end");
+      const bool strip = text_[at_] == '-' && text_.substr(at_ + 1).starts_with(close);
+      if (depth == 0 && (strip || text_.substr(at_).starts_with(close))) {
+        at_ += close.size() + (strip ? 1 : 0);
+        add(TokenKind::kEnd, "");
+        return after(strip, !output);
+      }
+      next_token(depth);
+    }
+  }
+
+  void next_token(int& depth) {
+    const char c = text_[at_];
+    if (c == '\'' || c == '"') return string(c);
+    if (is_name_char(c)) return word();
+    for (const std::string_view two : {"==", "!=", "<=", ">=", "//", "**"}) {
+      if (text_.substr(at_).starts_with(two)) {
+        add(TokenKind::kSign, std::string(two));
+        at_ += 2;
+        return;
+      }
+    }
+    if (std::string_view("()[]{}.,:|~+-*/%<>=").find(c) == std::string_view::npos) {
+      fail(fmt::format("'{}' is not understood", c));
+    }
+    depth += (c == '(' || c == '[' || c == '{') - (c == ')' || c == ']' || c == '}');
+    add(TokenKind::kSign, std::string(1, c));
+    ++at_;
+  }
+
+  void word() {
+    const bool number = std::isdigit(static_cast<unsigned char>(text_[at_])) != 0;
+    size_t end = at_;
+    while (end < text_.size() && (is_name_char(text_[end]) ||
+                                  (number && text_[end] == '.' && end + 1 < text_.size() &&
+                                   std::isdigit(static_cast<unsigned char>(text_[end + 1]))))) {
+      ++end;
+    }
+    add(number ? TokenKind::kNumber : TokenKind::kName, std::string(text_.substr(at_, end - at_)));
+    at_ = end;
+  }
+
+  void string(char quote) {
+    std::string value;
+    for (++at_; at_ < text_.size() && text_[at_] != quote; ++at_) {
+      char c = text_[at_];
+      if (c == '\\' && at_ + 1 < text_.size()) {
+        c = text_[++at_];
+        const size_t known = std::string_view("nrt").find(c);
+        if (known != std::string_view::npos) {
+          c = "\n\r\t"[known];
+        } else if (c != '\\' && c != '\'' && c != '"') {
+          fail(fmt::format("the escape \\{} is not supported", c));
+        }
+      }
+      line_ += text_[at_] == '\n';
+      value += c;
+    }
+    if (at_ >= text_.size()) fail("a string without its end");
+    ++at_;
+    add(TokenKind::kString, value);
+  }
+
+  void add(TokenKind kind, std::string text) { tokens_.push_back({kind, std::move(text), line_}); }
+
+  std::string_view text_;
+  const std::string& source_;
+  size_t at_ = 0;
+  int line_ = 1;
+  std::vector<Token> tokens_;
+};
 
 class Parser {
  public:
@@ -56,7 +230,7 @@ class Parser {
   class Deeper {
    public:
     explicit Deeper(Parser& parser) : parser_(parser) {
-      if (++parser_.depth_ > kMaxDepth) parser_.fail("nested too deeply");
+      if (++parser_.depth_ > kMaxNesting) parser_.fail("nested too deeply");
     }
     ~Deeper() { --parser_.depth_; }
 
@@ -181,10 +355,19 @@ class Parser {
     out->name = std::move(name);
     return out;
   }
+  // Appends a part (null: absent), and bounds the tree that it makes deeper.
+  void add(Expression& out, ExpressionPtr part) {
+    if (part) require_depth(out, *part);
+    out.parts.push_back(std::move(part));
+  }
+  void require_depth(Expression& out, const Expression& part) {
+    out.depth = std::max(out.depth, part.depth + 1);
+    if (out.depth > kMaxDepth) fail("an expression of too many terms");
+  }
   ExpressionPtr binary(std::string name, ExpressionPtr left, ExpressionPtr right) {
     ExpressionPtr out = make(ExpressionKind::kBinary, std::move(name));
-    out->parts.push_back(std::move(left));
-    out->parts.push_back(std::move(right));
+    add(*out, std::move(left));
+    add(*out, std::move(right));
     return out;
   }
 
@@ -193,9 +376,9 @@ class Parser {
     ExpressionPtr value = either();
     while (take_word("if")) {
       ExpressionPtr out = make(ExpressionKind::kCondition);
-      out->parts.push_back(std::move(value));
-      out->parts.push_back(either());
-      out->parts.push_back(take_word("else") ? expression() : nullptr);
+      add(*out, std::move(value));
+      add(*out, either());
+      add(*out, take_word("else") ? expression() : nullptr);
       value = std::move(out);
     }
     return value;
@@ -214,7 +397,7 @@ class Parser {
     const Deeper deeper(*this);
     if (!take_word("not")) return comparison();
     ExpressionPtr out = make(ExpressionKind::kNot);
-    out->parts.push_back(negation());
+    add(*out, negation());
     return out;
   }
   ExpressionPtr comparison() {
@@ -262,7 +445,7 @@ class Parser {
     const Deeper deeper(*this);
     if (take_sign("-")) {
       ExpressionPtr out = make(ExpressionKind::kNegate);
-      out->parts.push_back(unary());
+      add(*out, unary());
       return out;
     }
     return filtered(postfix(primary()));
@@ -272,18 +455,18 @@ class Parser {
     while (true) {
       if (take_sign("|")) {
         ExpressionPtr out = make(ExpressionKind::kFilter, want_name());
-        out->parts.push_back(std::move(value));
+        add(*out, std::move(value));
         if (take_sign("(")) arguments(*out);
         value = postfix(std::move(out));
       } else if (take_word("is")) {
         const bool negated = take_word("not");
         ExpressionPtr out = make(ExpressionKind::kTest, want_name());
-        out->parts.push_back(std::move(value));
+        add(*out, std::move(value));
         if (take_sign("(")) arguments(*out);
         value = std::move(out);
         if (negated) {
           ExpressionPtr inverse = make(ExpressionKind::kNot);
-          inverse->parts.push_back(std::move(value));
+          add(*inverse, std::move(value));
           value = std::move(inverse);
         }
       } else {
@@ -296,13 +479,13 @@ class Parser {
     while (true) {
       if (take_sign(".")) {
         ExpressionPtr out = make(ExpressionKind::kMember, want_name());
-        out->parts.push_back(std::move(value));
+        add(*out, std::move(value));
         value = std::move(out);
       } else if (take_sign("[")) {
         value = subscript(std::move(value));
       } else if (take_sign("(")) {
         ExpressionPtr out = make(ExpressionKind::kCall);
-        out->parts.push_back(std::move(value));
+        add(*out, std::move(value));
         arguments(*out);
         value = std::move(out);
       } else {
@@ -313,12 +496,12 @@ class Parser {
 
   ExpressionPtr subscript(ExpressionPtr value) {
     ExpressionPtr out = make(ExpressionKind::kIndex);
-    out->parts.push_back(std::move(value));
-    out->parts.push_back(is_sign(":") ? nullptr : expression());
+    add(*out, std::move(value));
+    add(*out, is_sign(":") ? nullptr : expression());
     if (is_sign(":")) {
       out->kind = ExpressionKind::kSlice;
       while (out->parts.size() < 4 && take_sign(":")) {
-        out->parts.push_back(is_sign(":") || is_sign("]") ? nullptr : expression());
+        add(*out, is_sign(":") || is_sign("]") ? nullptr : expression());
       }
       out->parts.resize(4);
     }
@@ -334,9 +517,11 @@ class Parser {
       if (named) {
         std::string name = want_name();
         want_sign("=");
-        out.named.emplace_back(std::move(name), expression());
+        ExpressionPtr value = expression();
+        require_depth(out, *value);
+        out.named.emplace_back(std::move(name), std::move(value));
       } else {
-        out.parts.push_back(expression());
+        add(out, expression());
       }
       if (!is_sign(")")) want_sign(",");
     }
@@ -359,49 +544,56 @@ class Parser {
     fail(token.text.empty() ? "an expression is missing"
                             : fmt::format("'{}' is not expected", token.text));
   }
-  ExpressionPtr literal(Json value) {
+  ExpressionPtr literal(Value value) {
     ExpressionPtr out = make(ExpressionKind::kLiteral);
-    out->value = Value(std::move(value));
+    out->value = std::move(value);
     return out;
   }
   ExpressionPtr strings() {  // neighbours are one
     std::string text;
     while (peek().kind == TokenKind::kString) text += tokens_[at_++].text;
-    return literal(text);
+    return literal(Value::of(std::move(text)));
   }
   ExpressionPtr number(const std::string& text) {
     ++at_;
-    const Json value = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (!value.is_number()) fail(fmt::format("the number {} is not supported", text));
-    return literal(value);
+    const char* end = text.data() + text.size();
+    int64_t whole = 0;
+    double real = 0.0;
+    const auto as_whole = std::from_chars(text.data(), end, whole);
+    if (as_whole.ec == std::errc() && as_whole.ptr == end) return literal(Value::of(whole));
+    const auto as_real = std::from_chars(text.data(), end, real);
+    const bool is_real = text.find_first_of(".eE") != std::string::npos;
+    if (!is_real || as_real.ec != std::errc() || as_real.ptr != end) {
+      fail(fmt::format("the number {} is not supported", text));
+    }
+    return literal(Value::of(real));
   }
   ExpressionPtr word() {
     const std::string name = want_name();
-    if (name == "true" || name == "True") return literal(true);
-    if (name == "false" || name == "False") return literal(false);
-    if (name == "none" || name == "None") return literal(nullptr);
+    if (name == "true" || name == "True") return literal(Value::of(true));
+    if (name == "false" || name == "False") return literal(Value::of(false));
+    if (name == "none" || name == "None") return literal(Value::none());
     return make(ExpressionKind::kName, name);
   }
-  ExpressionPtr list(std::string_view close) {
+  ExpressionPtr list(std::string_view close, ExpressionPtr first = nullptr) {
     ExpressionPtr out = make(ExpressionKind::kList);
+    if (first) add(*out, std::move(first));
     while (!take_sign(close)) {
-      out->parts.push_back(expression());
+      add(*out, expression());
       if (!is_sign(close)) want_sign(",");
     }
     return out;
   }
   ExpressionPtr tuple(ExpressionPtr first) {
     want_sign(",");
-    ExpressionPtr out = list(")");
-    out->parts.insert(out->parts.begin(), std::move(first));
-    return out;
+    return list(")", std::move(first));
   }
   ExpressionPtr dict() {
     ExpressionPtr out = make(ExpressionKind::kDict);
     while (!take_sign("}")) {
-      out->parts.push_back(expression());
+      add(*out, expression());
       want_sign(":");
-      out->parts.push_back(expression());
+      add(*out, expression());
       if (!is_sign("}")) want_sign(",");
     }
     return out;
@@ -416,7 +608,7 @@ class Parser {
 }  // namespace
 
 Body parse_template(std::string_view text, const std::string& source) {
-  return Parser(tokenize(text, source), source).whole();
+  return Parser(Lexer(text, source).run(), source).whole();
 }
 
 }  // namespace twell::jinja

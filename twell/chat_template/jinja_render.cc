@@ -1,46 +1,808 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/chat_template/jinja_render.h"
-
 #include <algorithm>
+#include <array>
+#include <cctype>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <deque>
 #include <optional>
-#include <utility>
 
 #include "twell/base/error.h"
-#include "twell/chat_template/jinja_builtins.h"
+#include "twell/base/utf8.h"
+#include "twell/chat_template/jinja.h"
 
 namespace twell::jinja {
 namespace {
 
-constexpr size_t kMaxOutput = size_t{16} << 20;  // bytes
-constexpr int64_t kMaxSteps = 1'000'000;         // expressions and statements
+constexpr std::string_view kBlanks = " \t\n\r\f\v";
+constexpr size_t kTextOverhead = 64;  // bytes of a text's object and allocation
+
+// What a rendering may still do. Everything below that loops over content or makes some, asks.
+class Budget {
+ public:
+  void step() {
+    TWELL_REQUIRE(++steps_ <= kMaxSteps, "the template does not come to an end in {} steps",
+                  kMaxSteps);
+  }
+  void bytes(size_t count) {
+    TWELL_REQUIRE(count <= kMaxBytes - bytes_, "the template handles more than {} MiB of text",
+                  kMaxBytes >> 20);
+    bytes_ += count;
+  }
+
+  void append(std::string& out, std::string_view part) {
+    bytes(part.size());
+    out += part;
+  }
+  void append(std::string& out, size_t count, char c) {
+    bytes(count);
+    out.append(count, c);
+  }
+  void append(std::vector<Value>& out, Value item) {
+    bytes(sizeof(Value));
+    out.push_back(std::move(item));
+  }
+  void append_text(std::vector<Value>& out, std::string_view text) {
+    bytes(sizeof(Value) + kTextOverhead + text.size());
+    out.push_back(Value::of(std::string(text)));
+  }
+
+  Value list(std::vector<Value> items) {
+    Value value = Value::of(std::move(items));
+    require_depth(value.list()->depth);
+    return value;
+  }
+  Value dict(std::vector<std::pair<std::string, Value>> items) {
+    for (const auto& item : items) bytes(sizeof(item) + item.first.size());
+    Value value = Value::of(std::move(items));
+    require_depth(value.dict()->depth);
+    return value;
+  }
+
+ private:
+  static void require_depth(int depth) {
+    TWELL_REQUIRE(depth <= kMaxDepth, "a value is nested more than {} deep", kMaxDepth);
+  }
+
+  int64_t steps_ = 0;
+  size_t bytes_ = 0;
+};
+
+// ---- text
+
+// Linear in both sizes, which std::string::find is not.
+size_t find_text(Budget& budget, std::string_view text, std::string_view part, size_t from = 0) {
+  budget.bytes(part.size());
+  if (from > text.size()) return std::string::npos;
+  if (part.empty()) return from;
+  const void* found = ::memmem(text.data() + from, text.size() - from, part.data(), part.size());
+  const size_t at = found == nullptr
+                        ? std::string::npos
+                        : static_cast<size_t>(static_cast<const char*>(found) - text.data());
+  budget.bytes(std::min(at, text.size()) - from);
+  return at;
+}
+
+bool begins_character(char c) { return (c & 0xc0) != 0x80; }
+
+// Where each character begins. A text that begins inside a character has those bytes as its first.
+std::vector<uint32_t> characters(Budget& budget, const std::string& text) {
+  budget.bytes(text.size() * sizeof(uint32_t));
+  std::vector<uint32_t> begins;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (begins_character(text[i]) || begins.empty()) begins.push_back(static_cast<uint32_t>(i));
+  }
+  return begins;
+}
+
+std::string_view character(const std::string& text, const std::vector<uint32_t>& begins, size_t i) {
+  const size_t end = i + 1 < begins.size() ? begins[i + 1] : text.size();
+  return std::string_view(text).substr(begins[i], end - begins[i]);
+}
+
+// Python's repr() of a text, for the usual ones.
+void append_quoted(Budget& budget, std::string_view text, std::string& out) {
+  budget.bytes(2 * text.size() + 2);
+  const bool has_single = text.find('\'') != std::string_view::npos;
+  const char quote = has_single && text.find('"') == std::string_view::npos ? '"' : '\'';
+  out += quote;
+  for (const char c : text) {
+    const size_t escape = std::string_view("\n\r\t").find(c);
+    if (escape != std::string_view::npos) {
+      out += '\\';
+      out += "nrt"[escape];
+      continue;
+    }
+    if (c == quote || c == '\\') out += '\\';
+    out += c;
+  }
+  out += quote;
+}
+
+std::string number_text(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value < 0 ? "-inf" : "inf";
+  std::string text = fmt::format("{}", value);
+  if (text.find_first_of(".e") == std::string::npos) text += ".0";
+  return text;
+}
+
+void append_repr(Budget& budget, const Value& value, std::string& out);
+
+// What {{ value }} writes: text as it is, the rest as Python's str().
+void append_str(Budget& budget, const Value& value, std::string& out) {
+  if (value.undefined()) return;
+  if (const std::string* text = value.text()) return budget.append(out, *text);
+  append_repr(budget, value, out);
+}
+
+void append_repr(Budget& budget, const Value& value, std::string& out) {
+  budget.step();
+  if (value.undefined()) return budget.append(out, "Undefined");
+  if (value.is_none()) return budget.append(out, "None");
+  if (value.space() != nullptr) return budget.append(out, "<Namespace>");
+  if (const bool* boolean = value.boolean()) return budget.append(out, *boolean ? "True" : "False");
+  if (const int64_t* integer = value.integer()) return budget.append(out, std::to_string(*integer));
+  if (const double* real = value.real()) return budget.append(out, number_text(*real));
+  if (const std::string* text = value.text()) return append_quoted(budget, *text, out);
+  const char* separator = "";
+  if (const List* list = value.list()) {
+    out += '[';
+    for (const Value& item : list->items) {
+      budget.append(out, std::exchange(separator, ", "));
+      append_repr(budget, item, out);
+    }
+    out += ']';
+    return;
+  }
+  out += '{';
+  for (const auto& [key, item] : value.dict()->items) {
+    budget.append(out, std::exchange(separator, ", "));
+    append_quoted(budget, key, out);
+    out += ": ";
+    append_repr(budget, item, out);
+  }
+  out += '}';
+}
+
+std::string to_text(Budget& budget, const Value& value) {
+  std::string out;
+  append_str(budget, value, out);
+  return out;
+}
+
+// For messages: the beginning of the text, on one line.
+std::string shown(Budget& budget, const Value& value) {
+  constexpr size_t kShown = 300;
+  std::string text = to_text(budget, value);
+  if (text.size() > kShown) text = text.substr(0, utf8_prefix(text, kShown)) + "...";
+  for (char& c : text) {
+    if (std::iscntrl(static_cast<unsigned char>(c)) != 0) c = ' ';
+  }
+  return text;
+}
+
+// A JSON string in UTF-8. Bytes that are not UTF-8 become U+FFFD.
+void append_json_text(Budget& budget, std::string_view text, std::string& out) {
+  budget.bytes(6 * text.size() + 2);
+  out += '"';
+  while (!text.empty()) {
+    const size_t valid = find_invalid_utf8(text);
+    for (const char c : text.substr(0, valid)) {
+      const size_t escape = std::string_view("\b\f\n\r\t\"\\").find(c);
+      if (escape != std::string_view::npos) {
+        out += '\\';
+        out += "bfnrt\"\\"[escape];
+      } else if (static_cast<unsigned char>(c) < 0x20) {
+        out += fmt::format("\\u{:04x}", static_cast<unsigned char>(c));
+      } else {
+        out += c;
+      }
+    }
+    text.remove_prefix(valid);
+    if (text.empty()) break;
+    out += "\xef\xbf\xbd";
+    text.remove_prefix(1);
+  }
+  out += '"';
+}
+
+// As Python's json.dumps(ensure_ascii=False). Without an indent all is on one line.
+void append_json(Budget& budget, const Value& value, std::optional<int64_t> indent, int64_t depth,
+                 std::string& out) {
+  budget.step();
+  if (value.is_none()) return budget.append(out, "null");
+  if (const bool* boolean = value.boolean()) return budget.append(out, *boolean ? "true" : "false");
+  if (value.integer() != nullptr || value.real() != nullptr) return append_repr(budget, value, out);
+  if (const std::string* text = value.text()) return append_json_text(budget, *text, out);
+  const List* list = value.list();
+  const Dict* dict = value.dict();
+  TWELL_REQUIRE(list != nullptr || dict != nullptr, "'{}' cannot be written as JSON",
+                value.undefined() ? "an undefined value" : shown(budget, value));
+  const bool empty = list != nullptr ? list->items.empty() : dict->items.empty();
+  if (empty) return budget.append(out, list != nullptr ? "[]" : "{}");
+
+  const auto new_line = [&](int64_t level) {
+    if (!indent) return;
+    out += '\n';
+    const int64_t width = std::max<int64_t>(*indent, 0);
+    TWELL_REQUIRE(width <= static_cast<int64_t>(kMaxBytes), "an indent of {} is too long", width);
+    budget.append(out, static_cast<size_t>(width * level), ' ');
+  };
+  const char* separator = "";
+  const auto begin_item = [&] {
+    budget.append(out, std::exchange(separator, indent ? "," : ", "));
+    new_line(depth + 1);
+  };
+  out += list != nullptr ? '[' : '{';
+  if (list != nullptr) {
+    for (const Value& item : list->items) {
+      begin_item();
+      append_json(budget, item, indent, depth + 1, out);
+    }
+  } else {
+    for (const auto& [key, item] : dict->items) {
+      begin_item();
+      append_json_text(budget, key, out);
+      out += ": ";
+      append_json(budget, item, indent, depth + 1, out);
+    }
+  }
+  new_line(depth);
+  out += list != nullptr ? ']' : '}';
+}
+
+std::string strip(Budget& budget, const std::string& text, std::string_view set, bool left,
+                  bool right) {
+  budget.bytes(set.size());
+  std::array<bool, 256> in_set{};
+  for (const char c : set) in_set[static_cast<unsigned char>(c)] = true;
+  const auto stripped = [&](char c) { return in_set[static_cast<unsigned char>(c)]; };
+  size_t begin = 0, end = text.size();
+  while (left && begin < end && stripped(text[begin])) ++begin;
+  while (right && end > begin && stripped(text[end - 1])) --end;
+  budget.bytes(text.size());
+  return text.substr(begin, end - begin);
+}
+
+// Of ASCII letters; the names that templates change the case of are those of roles.
+std::string change_case(std::string text, int (*change)(int)) {
+  for (char& c : text) c = static_cast<char>(change(static_cast<unsigned char>(c)));
+  return text;
+}
+
+std::string capitalize(std::string text, bool each_word) {
+  text = change_case(std::move(text), std::tolower);
+  bool start = true;
+  for (char& c : text) {
+    if (start) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+    start = each_word && std::isalnum(static_cast<unsigned char>(c)) == 0;
+  }
+  return text;
+}
+
+std::string replace_all(Budget& budget, std::string_view text, std::string_view from,
+                        std::string_view to) {
+  TWELL_REQUIRE(!from.empty(), "replace needs something to replace");
+  std::string out;
+  size_t begin = 0;
+  for (size_t at; (at = find_text(budget, text, from, begin)) != std::string::npos;
+       begin = at + from.size()) {
+    budget.append(out, text.substr(begin, at - begin));
+    budget.append(out, to);
+  }
+  budget.append(out, text.substr(begin));
+  return out;
+}
+
+Value split_at_blanks(Budget& budget, std::string_view text) {
+  budget.bytes(text.size());
+  std::vector<Value> out;
+  size_t begin = 0;
+  while ((begin = text.find_first_not_of(kBlanks, begin)) != std::string::npos) {
+    const size_t end = std::min(text.find_first_of(kBlanks, begin), text.size());
+    budget.append_text(out, text.substr(begin, end - begin));
+    begin = end;
+  }
+  return budget.list(std::move(out));
+}
+
+// limit < 0: at every separator.
+Value split(Budget& budget, std::string_view text, std::string_view separator, int64_t limit) {
+  TWELL_REQUIRE(!separator.empty(), "split needs a separator");
+  std::vector<Value> out;
+  size_t begin = 0;
+  for (size_t at;
+       limit != 0 && (at = find_text(budget, text, separator, begin)) != std::string::npos;
+       --limit) {
+    budget.append_text(out, text.substr(begin, at - begin));
+    begin = at + separator.size();
+  }
+  budget.append_text(out, text.substr(begin));
+  return budget.list(std::move(out));
+}
+
+std::string time_text(const std::string& format) {
+  const std::time_t now = std::time(nullptr);
+  std::tm local{};
+  ::localtime_r(&now, &local);
+  char text[256];
+  return {text, std::strftime(text, sizeof(text), format.c_str(), &local)};
+}
+
+// ---- values
+
+bool truthy(const Value& value) {
+  if (value.undefined() || value.is_none()) return false;
+  if (const bool* boolean = value.boolean()) return *boolean;
+  if (const int64_t* integer = value.integer()) return *integer != 0;
+  if (const double* real = value.real()) return *real != 0.0;
+  if (const std::string* text = value.text()) return !text->empty();
+  if (const List* list = value.list()) return !list->items.empty();
+  if (const Dict* dict = value.dict()) return !dict->items.empty();
+  return true;
+}
+
+std::optional<double> number(const Value& value) {
+  if (const int64_t* integer = value.integer()) return static_cast<double>(*integer);
+  if (const double* real = value.real()) return *real;
+  return std::nullopt;
+}
+
+int64_t want_integer(Budget& budget, const Value& value, const char* what) {
+  TWELL_REQUIRE(value.integer() != nullptr, "{} needs a whole number, not '{}'", what,
+                shown(budget, value));
+  return *value.integer();
+}
+
+const std::string& want_text(Budget& budget, const Value& value, const char* what) {
+  TWELL_REQUIRE(value.text() != nullptr, "{} is for text, not for {}", what, shown(budget, value));
+  return *value.text();
+}
+
+// Null without that key.
+const Value* find_key(Budget& budget, const Dict& dict, std::string_view key) {
+  budget.bytes(key.size() + dict.items.size());
+  for (const auto& [name, item] : dict.items) {
+    if (name == key) return &item;
+  }
+  return nullptr;
+}
+
+bool equal(Budget& budget, const Value& a, const Value& b) {
+  budget.step();
+  if (a.data.index() != b.data.index()) {
+    const auto x = number(a), y = number(b);
+    return x && y && *x == *y;
+  }
+  if (const std::string* text = a.text()) {
+    budget.bytes(text->size());
+    return *text == *b.text();
+  }
+  if (const List* list = a.list()) {
+    return std::equal(list->items.begin(), list->items.end(), b.list()->items.begin(),
+                      b.list()->items.end(),
+                      [&](const Value& x, const Value& y) { return equal(budget, x, y); });
+  }
+  if (const Dict* dict = a.dict()) {
+    return dict->items.size() == b.dict()->items.size() &&
+           std::all_of(dict->items.begin(), dict->items.end(), [&](const auto& item) {
+             const Value* other = find_key(budget, *b.dict(), item.first);
+             return other != nullptr && equal(budget, item.second, *other);
+           });
+  }
+  if (a.boolean() != nullptr) return *a.boolean() == *b.boolean();
+  if (a.integer() != nullptr) return *a.integer() == *b.integer();
+  if (a.real() != nullptr) return *a.real() == *b.real();
+  return a.space() == b.space();
+}
+
+// What a loop goes over: a list's items, a dictionary's keys, a text's characters.
+std::vector<Value> items_of(Budget& budget, const Value& value) {
+  std::vector<Value> items;
+  if (const List* list = value.list()) {
+    budget.bytes(list->items.size() * sizeof(Value));
+    items = list->items;
+  } else if (const Dict* dict = value.dict()) {
+    for (const auto& item : dict->items) budget.append_text(items, item.first);
+  } else if (const std::string* text = value.text()) {
+    const std::vector<uint32_t> begins = characters(budget, *text);
+    for (size_t i = 0; i < begins.size(); ++i) {
+      budget.append_text(items, character(*text, begins, i));
+    }
+  } else {
+    TWELL_REQUIRE(value.undefined(), "'{}' cannot be looped over", shown(budget, value));
+  }
+  return items;
+}
+
+Value pairs(Budget& budget, const Value& value) {
+  TWELL_REQUIRE(value.dict() != nullptr, "items is for dictionaries");
+  std::vector<Value> out;
+  for (const auto& [key, item] : value.dict()->items) {
+    std::vector<Value> pair;
+    budget.append_text(pair, key);
+    budget.append(pair, item);
+    budget.append(out, budget.list(std::move(pair)));
+  }
+  return budget.list(std::move(out));
+}
+
+Value length(Budget& budget, const Value& value) {
+  if (const List* list = value.list()) return Value::of(std::ssize(list->items));
+  if (const Dict* dict = value.dict()) return Value::of(std::ssize(dict->items));
+  TWELL_REQUIRE(value.text() != nullptr, "{} has no length", shown(budget, value));
+  budget.bytes(value.text()->size());
+  return Value::of(
+      int64_t{std::count_if(value.text()->begin(), value.text()->end(), begins_character)});
+}
+
+Value join(Budget& budget, const Value& value, const Value& separator) {
+  const std::string by = to_text(budget, separator);
+  std::string out;
+  bool first = true;
+  for (const Value& item : items_of(budget, value)) {
+    if (!std::exchange(first, false)) budget.append(out, by);
+    append_str(budget, item, out);
+  }
+  return Value::of(std::move(out));
+}
+
+// As Python cuts lists and texts.
+Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
+            std::optional<int64_t> to, int64_t stride) {
+  TWELL_REQUIRE(stride != 0, "a slice needs a step");
+  const std::string* text = object.text();
+  TWELL_REQUIRE(text != nullptr || object.list() != nullptr, "a slice of what is no list");
+  const std::vector<uint32_t> begins =
+      text != nullptr ? characters(budget, *text) : std::vector<uint32_t>();
+  const int64_t size = text != nullptr ? std::ssize(begins) : std::ssize(object.list()->items);
+  const auto place = [&](std::optional<int64_t> at, int64_t fallback) {
+    if (!at) return fallback;
+    const int64_t from_start = *at < 0 ? *at + size : *at;
+    return std::clamp<int64_t>(from_start, stride > 0 ? 0 : -1, stride > 0 ? size : size - 1);
+  };
+  const int64_t begin = place(from, stride > 0 ? 0 : size - 1);
+  const int64_t end = place(to, stride > 0 ? size : -1);
+  // Counted instead of stepped through: begin + stride may be beyond every integer.
+  const int64_t span = stride > 0 ? end - begin : begin - end;
+  const uint64_t width =
+      stride > 0 ? static_cast<uint64_t>(stride) : -static_cast<uint64_t>(stride);
+  const int64_t count =
+      span <= 0 ? 0 : static_cast<int64_t>(static_cast<uint64_t>(span - 1) / width) + 1;
+  std::string cut;
+  std::vector<Value> items;
+  for (int64_t i = 0; i < count; ++i) {
+    const size_t at = static_cast<size_t>(begin + i * stride);
+    if (text != nullptr) {
+      budget.append(cut, character(*text, begins, at));
+    } else {
+      budget.append(items, object.list()->items[at]);
+    }
+  }
+  return text != nullptr ? Value::of(std::move(cut)) : budget.list(std::move(items));
+}
+
+// object.key and object[key]; undefined where there is none.
+Value member(Budget& budget, const Value& object, const Value& key) {
+  TWELL_REQUIRE(!object.undefined(), "{} of what is undefined", shown(budget, key));
+  if (const Namespace* space = object.space()) {
+    const auto found = space->fields.find(to_text(budget, key));
+    return found == space->fields.end() ? Value{} : found->second;
+  }
+  if (object.dict() != nullptr && key.text() != nullptr) {
+    const Value* found = find_key(budget, *object.dict(), *key.text());
+    return found == nullptr ? Value{} : *found;
+  }
+  if (key.integer() == nullptr) return {};
+  const auto place = [&](int64_t size) {  // -1: outside
+    const int64_t at = *key.integer() < 0 ? *key.integer() + size : *key.integer();
+    return at < 0 || at >= size ? -1 : at;
+  };
+  if (const List* list = object.list()) {
+    const int64_t at = place(std::ssize(list->items));
+    return at < 0 ? Value{} : list->items[static_cast<size_t>(at)];
+  }
+  if (const std::string* text = object.text()) {
+    const std::vector<uint32_t> begins = characters(budget, *text);
+    const int64_t at = place(std::ssize(begins));
+    if (at < 0) return {};
+    return Value::of(std::string(character(*text, begins, static_cast<size_t>(at))));
+  }
+  return {};
+}
+
+bool contains(Budget& budget, const Value& item, const Value& container) {
+  if (container.text() != nullptr && item.text() != nullptr) {
+    return find_text(budget, *container.text(), *item.text()) != std::string::npos;
+  }
+  if (const Dict* dict = container.dict()) {
+    return item.text() != nullptr && find_key(budget, *dict, *item.text()) != nullptr;
+  }
+  TWELL_REQUIRE(container.list() != nullptr, "'in' {} makes no sense", shown(budget, container));
+  const std::vector<Value>& items = container.list()->items;
+  return std::any_of(items.begin(), items.end(),
+                     [&](const Value& other) { return equal(budget, item, other); });
+}
+
+// ---- operators
+
+Value compared(const std::string& sign, int order) {
+  if (sign == "<") return Value::of(order < 0);
+  if (sign == ">") return Value::of(order > 0);
+  return Value::of(sign == "<=" ? order <= 0 : order >= 0);
+}
+
+// Python rounds quotients down and gives the remainder the sign of the divisor.
+Value divided(const std::string& sign, int64_t x, int64_t y) {
+  TWELL_REQUIRE(y != 0, "{} {} {} makes no sense", x, sign, y);
+  if (sign == "/") return Value::of(static_cast<double>(x) / static_cast<double>(y));
+  if (y == -1) {  // -2^63 / -1 is no int64
+    TWELL_REQUIRE(sign == "%" || x != INT64_MIN, "{} {} {} is too large", x, sign, y);
+    return Value::of(sign == "%" ? int64_t{0} : -x);
+  }
+  const bool inexact_down = x % y != 0 && (x % y < 0) != (y < 0);
+  if (sign == "%") return Value::of(x % y + (inexact_down ? y : 0));
+  return Value::of(x / y - (inexact_down ? 1 : 0));
+}
+
+Value integers(const std::string& sign, int64_t x, int64_t y) {
+  int64_t out = 0;
+  bool overflow = false;
+  if (sign == "+") {
+    overflow = __builtin_add_overflow(x, y, &out);
+  } else if (sign == "-") {
+    overflow = __builtin_sub_overflow(x, y, &out);
+  } else if (sign == "*") {
+    overflow = __builtin_mul_overflow(x, y, &out);
+  } else {
+    return divided(sign, x, y);
+  }
+  TWELL_REQUIRE(!overflow, "{} {} {} is too large", x, sign, y);
+  return Value::of(out);
+}
+
+Value repeated(Budget& budget, const std::string& text, int64_t count) {
+  std::string out;
+  if (count <= 0 || text.empty()) return Value::of(out);
+  TWELL_REQUIRE(static_cast<uint64_t>(count) <= kMaxBytes / text.size(),
+                "a text repeated {} times is too long", count);
+  budget.bytes(text.size() * static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) out += text;
+  return Value::of(std::move(out));
+}
+
+Value arithmetic(Budget& budget, const std::string& sign, const Value& a, const Value& b) {
+  const bool ordered = sign == "<" || sign == ">" || sign == "<=" || sign == ">=";
+  if (a.text() != nullptr && b.text() != nullptr) {
+    if (sign == "+") {
+      budget.bytes(a.text()->size() + b.text()->size());
+      return Value::of(*a.text() + *b.text());
+    }
+    if (ordered) {
+      budget.bytes(std::min(a.text()->size(), b.text()->size()));
+      return compared(sign, a.text()->compare(*b.text()));
+    }
+  }
+  if (a.list() != nullptr && b.list() != nullptr && sign == "+") {
+    std::vector<Value> out = items_of(budget, a);
+    for (const Value& item : b.list()->items) budget.append(out, item);
+    return budget.list(std::move(out));
+  }
+  if (a.text() != nullptr && b.integer() != nullptr && sign == "*") {
+    return repeated(budget, *a.text(), *b.integer());
+  }
+  const auto x = number(a), y = number(b);
+  TWELL_REQUIRE(x && y, "{} {} {} makes no sense", shown(budget, a), sign, shown(budget, b));
+  if (a.integer() != nullptr && b.integer() != nullptr) {
+    const int64_t i = *a.integer(), j = *b.integer();
+    return ordered ? compared(sign, i < j ? -1 : i > j ? 1 : 0) : integers(sign, i, j);
+  }
+  if (ordered) return compared(sign, *x < *y ? -1 : *x > *y ? 1 : 0);
+  if (sign == "+") return Value::of(*x + *y);
+  if (sign == "-") return Value::of(*x - *y);
+  if (sign == "*") return Value::of(*x * *y);
+  TWELL_REQUIRE(sign == "/" && *y != 0.0, "{} {} {} makes no sense", *x, sign, *y);
+  return Value::of(*x / *y);
+}
+
+// ---- filters, tests, methods and functions
+
+struct Arguments {
+  std::vector<Value> positional;
+  std::vector<std::pair<std::string, Value>> named;
+  // The i-th, or the one of that name, or the fallback.
+  Value get(size_t i, std::string_view name, Value fallback = {}) const {
+    if (i < positional.size()) return positional[i];
+    for (const auto& [key, value] : named) {
+      if (key == name) return value;
+    }
+    return fallback;
+  }
+};
+
+Value map_attribute(Budget& budget, const Value& value, const Arguments& arguments) {
+  TWELL_REQUIRE(arguments.positional.empty(), "only map(attribute=...) is supported");
+  const Value attribute = arguments.get(0, "attribute");
+  want_text(budget, attribute, "map(attribute=...)");
+  std::vector<Value> out;
+  for (const Value& item : items_of(budget, value)) {
+    budget.append(out, member(budget, item, attribute));
+  }
+  return budget.list(std::move(out));
+}
+
+Value to_integer(Budget& budget, const Value& value) {
+  if (const std::string* text = value.text()) {
+    return Value::of(int64_t{std::strtoll(text->c_str(), nullptr, 10)});
+  }
+  if (const bool* boolean = value.boolean()) return Value::of(int64_t{*boolean});
+  const auto real = number(value);
+  TWELL_REQUIRE(real && std::abs(*real) < 0x1p63, "'{}' is no whole number", shown(budget, value));
+  return value.integer() != nullptr ? value : Value::of(static_cast<int64_t>(*real));
+}
+
+Value apply_filter(Budget& budget, const std::string& name, const Value& value,
+                   const Arguments& arguments) {
+  const auto text = [&] { return to_text(budget, value); };
+  if (name == "trim") return Value::of(strip(budget, text(), kBlanks, true, true));
+  if (name == "upper") return Value::of(change_case(text(), std::toupper));
+  if (name == "lower") return Value::of(change_case(text(), std::tolower));
+  if (name == "capitalize" || name == "title")
+    return Value::of(capitalize(text(), name == "title"));
+  if (name == "length" || name == "count") return length(budget, value);
+  if (name == "string") return Value::of(text());
+  if (name == "safe") return value;
+  if (name == "list") return budget.list(items_of(budget, value));
+  if (name == "int") return to_integer(budget, value);
+  if (name == "first" || name == "last") {
+    const std::vector<Value> items = items_of(budget, value);
+    if (items.empty()) return {};
+    return name == "first" ? items.front() : items.back();
+  }
+  if (name == "join") return join(budget, value, arguments.get(0, "d"));
+  if (name == "items") return pairs(budget, value);
+  if (name == "map") return map_attribute(budget, value, arguments);
+  if (name == "replace") {
+    return Value::of(replace_all(budget, text(), to_text(budget, arguments.get(0, "old")),
+                                 to_text(budget, arguments.get(1, "new"))));
+  }
+  if (name == "default" || name == "d") {
+    const bool falsy_too = truthy(arguments.get(1, "boolean"));
+    return value.undefined() || (falsy_too && !truthy(value))
+               ? arguments.get(0, "default_value", Value::of(std::string()))
+               : value;
+  }
+  if (name == "tojson") {
+    const Value given = arguments.get(0, "indent");
+    std::optional<int64_t> indent;
+    if (!given.undefined() && !given.is_none()) indent = want_integer(budget, given, "an indent");
+    std::string out;
+    append_json(budget, value, indent, 0, out);
+    return Value::of(std::move(out));
+  }
+  throw InputError(fmt::format("the filter '{}' is not supported", name));
+}
+
+bool apply_test(Budget& budget, const std::string& name, const Value& value,
+                const Arguments& arguments) {
+  if (name == "defined") return !value.undefined();
+  if (name == "undefined") return value.undefined();
+  if (name == "none") return value.is_none();
+  if (name == "string") return value.text() != nullptr;
+  if (name == "mapping") return value.dict() != nullptr;
+  if (name == "sequence" || name == "iterable") {
+    return value.list() != nullptr || value.text() != nullptr || value.dict() != nullptr;
+  }
+  if (name == "boolean") return value.boolean() != nullptr;
+  if (name == "number") return number(value).has_value();
+  if (name == "integer") return value.integer() != nullptr;
+  if (name == "float") return value.real() != nullptr;
+  if (name == "true") return value.boolean() != nullptr && *value.boolean();
+  if (name == "false") return value.boolean() != nullptr && !*value.boolean();
+  if (name == "equalto" || name == "eq") return equal(budget, value, arguments.get(0, "other"));
+  if (name == "odd" || name == "even") {
+    return (want_integer(budget, value, name.c_str()) % 2 != 0) == (name == "odd");
+  }
+  throw InputError(fmt::format("the test '{}' is not supported", name));
+}
+
+std::optional<Value> dict_method(Budget& budget, const std::string& name, const Value& object,
+                                 const Arguments& arguments) {
+  if (name == "items") return pairs(budget, object);
+  if (name == "get") {
+    const Value* found = find_key(budget, *object.dict(), to_text(budget, arguments.get(0, "key")));
+    return found != nullptr ? *found : arguments.get(1, "default", Value::none());
+  }
+  if (name == "keys") return budget.list(items_of(budget, object));
+  if (name == "values") {
+    std::vector<Value> out;
+    for (const auto& item : object.dict()->items) budget.append(out, item.second);
+    return budget.list(std::move(out));
+  }
+  return std::nullopt;
+}
+
+std::optional<Value> text_method(Budget& budget, const std::string& name, const Value& object,
+                                 const Arguments& arguments) {
+  const std::string& text = *object.text();
+  const Value first = arguments.get(0, "sep");
+  const bool none = first.undefined() || first.is_none();
+  const auto given = [&] { return none ? std::string(kBlanks) : to_text(budget, first); };
+  if (name == "strip") return Value::of(strip(budget, text, given(), true, true));
+  if (name == "lstrip") return Value::of(strip(budget, text, given(), true, false));
+  if (name == "rstrip") return Value::of(strip(budget, text, given(), false, true));
+  if (name == "startswith") return Value::of(text.starts_with(given()));
+  if (name == "endswith") return Value::of(text.ends_with(given()));
+  if (name == "upper" || name == "lower" || name == "capitalize" || name == "title" ||
+      name == "replace") {
+    return apply_filter(budget, name, object, arguments);
+  }
+  if (name == "split") {
+    if (none) return split_at_blanks(budget, text);
+    const Value limit = arguments.get(1, "maxsplit");
+    return split(budget, text, want_text(budget, first, "split"),
+                 limit.undefined() ? -1 : want_integer(budget, limit, "split"));
+  }
+  if (name == "find") {
+    const size_t at = find_text(budget, text, given());
+    return Value::of(at == std::string::npos ? int64_t{-1} : static_cast<int64_t>(at));
+  }
+  return std::nullopt;
+}
+
+Value call_method(Budget& budget, const std::string& name, const Value& object,
+                  const Arguments& arguments) {
+  std::optional<Value> result;
+  if (object.dict() != nullptr) result = dict_method(budget, name, object, arguments);
+  if (object.text() != nullptr) result = text_method(budget, name, object, arguments);
+  TWELL_REQUIRE(result, "the method '{}' of {} is not supported", name, shown(budget, object));
+  return *result;
+}
+
+Value range(Budget& budget, const Arguments& arguments) {
+  const auto at = [&](size_t i, int64_t fallback) {
+    return i < arguments.positional.size() ? want_integer(budget, arguments.positional[i], "range")
+                                           : fallback;
+  };
+  const bool one = arguments.positional.size() < 2;
+  const int64_t begin = one ? 0 : at(0, 0), end = one ? at(0, 0) : at(1, 0), step = at(2, 1);
+  TWELL_REQUIRE(step != 0, "range needs a step");
+  // The distance of two int64 is always a uint64.
+  const uint64_t low = static_cast<uint64_t>(step > 0 ? begin : end);
+  const uint64_t high = static_cast<uint64_t>(step > 0 ? end : begin);
+  const uint64_t width = step > 0 ? static_cast<uint64_t>(step) : -static_cast<uint64_t>(step);
+  const bool empty = step > 0 ? begin >= end : begin <= end;
+  const uint64_t count = empty ? 0 : (high - low - 1) / width + 1;
+  TWELL_REQUIRE(count <= uint64_t{kMaxSteps}, "range is too long");
+  std::vector<Value> out;
+  for (int64_t i = 0; i < static_cast<int64_t>(count); ++i) {
+    budget.append(out, Value::of(begin + i * step));
+  }
+  return budget.list(std::move(out));
+}
+
+// ---- the template
 
 class Renderer {
  public:
-  Renderer(const std::map<std::string, Value>& variables, const std::string& source)
-      : source_(source), scopes_{variables} {}
+  explicit Renderer(const std::map<std::string, Value>& variables) : scopes_{variables} {}
 
   std::string whole(const Body& body) {
     run(body);
     return std::move(out_);
   }
+  int line() const { return line_; }
 
  private:
   enum class Flow { kNormal, kBreak, kContinue };
 
-  [[noreturn]] void fail(int line, const std::string& message) const {
-    throw InputError(fmt::format("{}: line {}: {}", source_, line, message));
-  }
-  void step(int line) {
-    if (++steps_ > kMaxSteps) fail(line, "the template does not come to an end");
-  }
-  void write(int line, const std::string& text) {
-    if (out_.size() + text.size() > kMaxOutput) fail(line, "the template writes without end");
-    out_ += text;
-  }
-
   Flow run(const Body& body) {
     for (const Statement& statement : body) {
-      step(statement.line);
+      line_ = statement.line;
+      budget_.step();
       const Flow flow = run(statement);
       if (flow != Flow::kNormal) return flow;
     }
@@ -50,10 +812,10 @@ class Renderer {
   Flow run(const Statement& statement) {
     switch (statement.kind) {
       case StatementKind::kText:
-        write(statement.line, statement.text);
+        budget_.append(out_, statement.text);
         return Flow::kNormal;
       case StatementKind::kOutput:
-        write(statement.line, to_text(eval(*statement.expression)));
+        append_str(budget_, eval(*statement.expression), out_);
         return Flow::kNormal;
       case StatementKind::kFor:
         run_for(statement);
@@ -76,63 +838,55 @@ class Renderer {
     if (statement.expression) {
       value = eval(*statement.expression);
     } else {
-      std::string before = std::move(out_);
-      out_.clear();
+      std::string before = std::exchange(out_, {});
       run(statement.body);
-      value = Value(Json(std::exchange(out_, std::move(before))));
+      value = Value::of(std::exchange(out_, std::move(before)));
     }
+    line_ = statement.line;
+    const std::string& name = statement.names[0];
+    budget_.bytes(name.size());
     if (statement.names.size() == 1) {
-      scopes_.back()[statement.names[0]] = std::move(value);
+      scopes_.back()[name] = std::move(value);
       return;
     }
-    const Value space = lookup(statement.names[0]);
-    if (!space.space) fail(statement.line, statement.names[0] + " is no namespace");
-    (*space.space)[statement.names[1]] = std::move(value);
+    Namespace* space = lookup(name).space();
+    TWELL_REQUIRE(space != nullptr, "{} is no namespace", name);
+    budget_.bytes(statement.names[1].size());
+    space->fields[statement.names[1]] = std::move(value);
   }
 
-  std::vector<Json> iterated(const Expression& expression) {
-    const Value value = eval(expression);
-    std::vector<Json> items;
-    if (value.data.is_object()) {
-      for (const auto& [key, item] : value.data.items()) items.emplace_back(key);
-    } else if (value.data.is_array()) {
-      items.assign(value.data.begin(), value.data.end());
-    } else if (!value.undefined) {
-      fail(expression.line, to_text(value) + " cannot be looped over");
-    }
-    return items;
-  }
-
-  void bind(const Statement& loop, const Json& item) {
+  void bind(const Statement& loop, const Value& item) {
+    for (const std::string& name : loop.names) budget_.bytes(name.size());
     if (loop.names.size() == 1) {
-      scopes_.back()[loop.names[0]] = Value(item);
+      scopes_.back()[loop.names[0]] = item;
       return;
     }
-    if (!item.is_array() || item.size() != loop.names.size()) {
-      fail(loop.line, fmt::format("{} names for {}", loop.names.size(), to_text(Value(item))));
+    const List* list = item.list();
+    TWELL_REQUIRE(list != nullptr && list->items.size() == loop.names.size(), "{} names for {}",
+                  loop.names.size(), shown(budget_, item));
+    for (size_t i = 0; i < loop.names.size(); ++i) {
+      scopes_.back()[loop.names[i]] = list->items[i];
     }
-    for (size_t i = 0; i < loop.names.size(); ++i) scopes_.back()[loop.names[i]] = Value(item[i]);
   }
 
   void run_for(const Statement& loop) {
-    std::vector<Json> items = iterated(*loop.expression);
+    std::vector<Value> items = items_of(budget_, eval(*loop.expression));
     if (loop.filter) {
-      std::vector<Json> kept;
-      for (Json& item : items) {
+      std::erase_if(items, [&](const Value& item) {
         scopes_.emplace_back();
         bind(loop, item);
         const bool keep = truthy(eval(*loop.filter));
         scopes_.pop_back();
-        if (keep) kept.push_back(std::move(item));
-      }
-      items = std::move(kept);
+        return !keep;
+      });
     }
     if (items.empty()) {
       run(loop.otherwise);
       return;
     }
     for (size_t i = 0; i < items.size(); ++i) {
-      step(loop.line);
+      line_ = loop.line;
+      budget_.step();
       scopes_.emplace_back();
       scopes_.back()["loop"] = loop_value(items, i);
       bind(loop, items[i]);
@@ -142,158 +896,116 @@ class Renderer {
     }
   }
 
-  static Value loop_value(const std::vector<Json>& items, size_t i) {
-    Json loop = {{"index", i + 1},
-                 {"index0", i},
-                 {"revindex", items.size() - i},
-                 {"revindex0", items.size() - i - 1},
-                 {"first", i == 0},
-                 {"last", i + 1 == items.size()},
-                 {"length", items.size()}};
-    if (i > 0) loop["previtem"] = items[i - 1];
-    if (i + 1 < items.size()) loop["nextitem"] = items[i + 1];
-    return loop;
+  static Value loop_value(const std::vector<Value>& items, size_t i) {
+    const int64_t at = static_cast<int64_t>(i), size = std::ssize(items);
+    std::vector<std::pair<std::string, Value>> loop = {
+        {"index", Value::of(at + 1)},       {"index0", Value::of(at)},
+        {"revindex", Value::of(size - at)}, {"revindex0", Value::of(size - at - 1)},
+        {"first", Value::of(at == 0)},      {"last", Value::of(at + 1 == size)},
+        {"length", Value::of(size)}};
+    if (i > 0) loop.emplace_back("previtem", items[i - 1]);
+    if (i + 1 < items.size()) loop.emplace_back("nextitem", items[i + 1]);
+    return Value::of(std::move(loop));
   }
 
-  Value lookup(const std::string& name) const {
+  Value lookup(const std::string& name) {
+    budget_.bytes(name.size());
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
       const auto found = scope->find(name);
       if (found != scope->end()) return found->second;
     }
-    return Value::nothing();
+    return {};
   }
 
+  // Operands first; then line_ is the expression's own again, for the message of what fails.
   Value eval(const Expression& e) {
-    step(e.line);
+    line_ = e.line;
+    budget_.step();
     switch (e.kind) {
       case ExpressionKind::kLiteral:
         return e.value;
       case ExpressionKind::kName:
         return lookup(e.name);
       case ExpressionKind::kList: {
-        Json out = Json::array();
-        for (const ExpressionPtr& part : e.parts) out.push_back(eval(*part).data);
-        return out;
+        std::vector<Value> items;
+        for (const ExpressionPtr& part : e.parts) budget_.append(items, eval(*part));
+        return budget_.list(std::move(items));
       }
-      case ExpressionKind::kDict: {
-        Json out = Json::object();
-        for (size_t i = 0; i < e.parts.size(); i += 2) {
-          out[to_text(eval(*e.parts[i]))] = eval(*e.parts[i + 1]).data;
-        }
-        return out;
+      case ExpressionKind::kDict:
+        return dict(e);
+      case ExpressionKind::kMember: {
+        const Value object = eval(*e.parts[0]);
+        line_ = e.line;
+        budget_.bytes(e.name.size());
+        return member(budget_, object, Value::of(e.name));
       }
-      case ExpressionKind::kMember:
-        return member(e, eval(*e.parts[0]), Value(Json(e.name)));
-      case ExpressionKind::kIndex:
-        return member(e, eval(*e.parts[0]), eval(*e.parts[1]));
+      case ExpressionKind::kIndex: {
+        const Value object = eval(*e.parts[0]), key = eval(*e.parts[1]);
+        line_ = e.line;
+        return member(budget_, object, key);
+      }
       case ExpressionKind::kSlice:
-        return slice(e);
+        return slice_of(e);
       case ExpressionKind::kCall:
         return call(e);
-      case ExpressionKind::kFilter:
-        return guarded(e, [&] { return apply_filter(e.name, eval(*e.parts[0]), arguments(e)); });
-      case ExpressionKind::kTest:
-        return guarded(
-            e, [&] { return Value(Json(apply_test(e.name, eval(*e.parts[0]), arguments(e)))); });
+      case ExpressionKind::kFilter: {
+        const Value value = eval(*e.parts[0]);
+        const Arguments given = arguments(e);
+        return apply_filter(budget_, e.name, value, given);
+      }
+      case ExpressionKind::kTest: {
+        const Value value = eval(*e.parts[0]);
+        const Arguments given = arguments(e);
+        return Value::of(apply_test(budget_, e.name, value, given));
+      }
       case ExpressionKind::kNot:
-        return Json(!truthy(eval(*e.parts[0])));
+        return Value::of(!truthy(eval(*e.parts[0])));
       case ExpressionKind::kNegate:
-        return guarded(e, [&] { return arithmetic("-", Value(Json(0)), eval(*e.parts[0])); });
+        return arithmetic(budget_, "-", Value::of(int64_t{0}), eval(*e.parts[0]));
       case ExpressionKind::kBinary:
         return binary(e);
       case ExpressionKind::kCondition:
         if (truthy(eval(*e.parts[1]))) return eval(*e.parts[0]);
-        return e.parts[2] ? eval(*e.parts[2]) : Value::nothing();
+        return e.parts[2] ? eval(*e.parts[2]) : Value{};
     }
-    return Value::nothing();
+    return {};
   }
 
-  // Errors of the builtins get their position; a JSON value of the wrong kind is one of them.
-  template <typename Fn>
-  Value guarded(const Expression& e, const Fn& fn) const {
-    try {
-      return fn();
-    } catch (const InputError& error) {
-      const std::string text = error.what();
-      if (text.starts_with(source_ + ": line")) throw;
-      fail(e.line, text);
-    } catch (const Json::exception&) {
-      fail(e.line, fmt::format("a value is not of the kind that '{}' needs", e.name));
+  Value dict(const Expression& e) {
+    std::vector<std::pair<std::string, Value>> items;
+    for (size_t i = 0; i < e.parts.size(); i += 2) {
+      std::string key = to_text(budget_, eval(*e.parts[i]));
+      Value value = eval(*e.parts[i + 1]);
+      budget_.bytes(items.size());
+      const auto found = std::find_if(items.begin(), items.end(),
+                                      [&](const auto& item) { return item.first == key; });
+      if (found != items.end()) {
+        found->second = std::move(value);
+      } else {
+        items.emplace_back(std::move(key), std::move(value));
+      }
     }
+    return budget_.dict(std::move(items));
+  }
+
+  Value slice_of(const Expression& e) {
+    const Value object = eval(*e.parts[0]);
+    const auto bound = [&](size_t i) -> std::optional<int64_t> {
+      if (!e.parts[i]) return std::nullopt;
+      const Value value = eval(*e.parts[i]);
+      if (value.is_none()) return std::nullopt;
+      return want_integer(budget_, value, "a slice");
+    };
+    const auto from = bound(1), to = bound(2), stride = bound(3);
+    line_ = e.line;
+    return slice(budget_, object, from, to, stride.value_or(1));
   }
 
   Arguments arguments(const Expression& e) {
     Arguments out;
     for (size_t i = 1; i < e.parts.size(); ++i) out.positional.push_back(eval(*e.parts[i]));
     for (const auto& [name, part] : e.named) out.named.emplace_back(name, eval(*part));
-    return out;
-  }
-
-  Value member(const Expression& e, const Value& object, const Value& key) const {
-    if (object.undefined) fail(e.line, fmt::format("{} of what is undefined", to_text(key)));
-    if (object.space) {
-      const auto found = object.space->find(to_text(key));
-      return found == object.space->end() ? Value::nothing() : found->second;
-    }
-    if (object.data.is_object() && key.is_string()) {
-      const auto found = object.data.find(key.text());
-      return found == object.data.end() ? Value::nothing() : Value(*found);
-    }
-    if ((object.data.is_array() || object.is_string()) && key.data.is_number_integer()) {
-      const std::vector<Json> items = parts_of(object);
-      const int64_t size = std::ssize(items);
-      int64_t at = key.data.get<int64_t>();
-      if (at < 0) at += size;
-      return at < 0 || at >= size ? Value::nothing() : Value(items[static_cast<size_t>(at)]);
-    }
-    return Value::nothing();
-  }
-
-  // The items of a list, the characters of a text.
-  static std::vector<Json> parts_of(const Value& object) {
-    std::vector<Json> items;
-    if (object.is_string()) {
-      for (const char c : object.text()) {
-        // A text that begins inside a character keeps those bytes as its first.
-        if ((c & 0xc0) != 0x80 || items.empty()) items.emplace_back("");
-        items.back().get_ref<std::string&>() += c;
-      }
-    } else {
-      items.assign(object.data.begin(), object.data.end());
-    }
-    return items;
-  }
-
-  // Of lists and of text, as Python cuts them.
-  Value slice(const Expression& e) {
-    const Value object = eval(*e.parts[0]);
-    const auto bound = [&](size_t i) -> std::optional<int64_t> {
-      if (!e.parts[i]) return std::nullopt;
-      const Value value = eval(*e.parts[i]);
-      if (!value.data.is_number_integer()) fail(e.line, "a slice needs whole numbers");
-      return value.data.get<int64_t>();
-    };
-    const int64_t stride = bound(3).value_or(1);
-    if (stride == 0) fail(e.line, "a slice needs a step");
-    if (!object.is_string() && !object.data.is_array()) fail(e.line, "a slice of what is no list");
-    const std::vector<Json> items = parts_of(object);
-    const int64_t size = std::ssize(items);
-    const auto place = [&](std::optional<int64_t> at, int64_t fallback) {
-      if (!at) return fallback;
-      const int64_t from_start = *at < 0 ? *at + size : *at;
-      return std::clamp<int64_t>(from_start, stride > 0 ? 0 : -1, stride > 0 ? size : size - 1);
-    };
-    const int64_t begin = place(bound(1), stride > 0 ? 0 : size - 1);
-    const int64_t end = place(bound(2), stride > 0 ? size : -1);
-    Json out = object.is_string() ? Json("") : Json::array();
-    for (int64_t i = begin; stride > 0 ? i < end : i > end; i += stride) {
-      const Json& item = items[static_cast<size_t>(i)];
-      if (object.is_string()) {
-        out.get_ref<std::string&>() += item.get_ref<const std::string&>();
-      } else {
-        out.push_back(item);
-      }
-    }
+    line_ = e.line;
     return out;
   }
 
@@ -301,110 +1013,102 @@ class Renderer {
     const Expression& target = *e.parts[0];
     if (target.kind == ExpressionKind::kMember) {
       const Value object = eval(*target.parts[0]);
-      return guarded(e, [&] { return call_method(target.name, object, arguments(e)); });
+      const Arguments given = arguments(e);
+      return call_method(budget_, target.name, object, given);
     }
-    if (target.kind != ExpressionKind::kName) fail(e.line, "only functions and methods are called");
-    return guarded(e, [&] { return call_function(target.name, arguments(e)); });
+    TWELL_REQUIRE(target.kind == ExpressionKind::kName, "only functions and methods are called");
+    return call_function(target.name, arguments(e));
+  }
+
+  Value call_function(const std::string& name, const Arguments& given) {
+    if (name == "raise_exception") {
+      throw InputError(
+          fmt::format("the template says: {}", shown(budget_, given.get(0, "message"))));
+    }
+    if (name == "namespace") {
+      Namespace& space = namespaces_.emplace_back();
+      for (const auto& [key, item] : given.named) {
+        budget_.bytes(sizeof(std::pair<std::string, Value>) + key.size());
+        space.fields[key] = item;
+      }
+      return {&space};
+    }
+    if (name == "dict") {
+      std::vector<std::pair<std::string, Value>> items;
+      for (const auto& item : given.named) {
+        budget_.bytes(items.size());
+        const bool repeated_key = std::any_of(items.begin(), items.end(), [&](const auto& other) {
+          return other.first == item.first;
+        });
+        TWELL_REQUIRE(!repeated_key, "dict is given '{}' twice", item.first);
+        items.push_back(item);
+      }
+      return budget_.dict(std::move(items));
+    }
+    if (name == "range") return range(budget_, given);
+    if (name == "strftime_now") {
+      return Value::of(time_text(to_text(budget_, given.get(0, "format"))));
+    }
+    throw InputError(fmt::format("the function '{}' is not supported", name));
   }
 
   Value binary(const Expression& e) {
-    Value left = eval(*e.parts[0]);
+    const Value left = eval(*e.parts[0]);
     if (e.name == "and") return truthy(left) ? eval(*e.parts[1]) : left;
     if (e.name == "or") return truthy(left) ? left : eval(*e.parts[1]);
     const Value right = eval(*e.parts[1]);
-    if (e.name == "==") return Json(equal(left, right));
-    if (e.name == "!=") return Json(!equal(left, right));
-    if (e.name == "~") return Json(to_text(left) + to_text(right));
-    if (e.name == "in" || e.name == "not in")
-      return Json(contains(e, left, right) == (e.name == "in"));
-    return guarded(e, [&] { return arithmetic(e.name, left, right); });
-  }
-
-  bool contains(const Expression& e, const Value& item, const Value& container) const {
-    if (container.is_string() && item.is_string()) {
-      return container.text().find(item.text()) != std::string::npos;
-    }
-    if (container.data.is_object()) return item.is_string() && container.data.contains(item.text());
-    if (container.data.is_array()) {
-      return std::find(container.data.begin(), container.data.end(), item.data) !=
-             container.data.end();
-    }
-    fail(e.line, fmt::format("'in' {} makes no sense", to_text(container)));
-  }
-
-  static Value arithmetic(const std::string& sign, const Value& a, const Value& b) {
-    const bool ordered = sign == "<" || sign == ">" || sign == "<=" || sign == ">=";
-    if (a.is_string() && b.is_string()) {
-      if (sign == "+") return Json(a.text() + b.text());
-      if (ordered) return compared(sign, a.text().compare(b.text()));
-    }
-    if (a.data.is_array() && b.data.is_array() && sign == "+") {
-      Json out = a.data;
-      out.insert(out.end(), b.data.begin(), b.data.end());
-      return out;
-    }
-    if (a.is_string() && b.data.is_number_integer() && sign == "*") {
-      const int64_t count = std::max<int64_t>(b.data.get<int64_t>(), 0);
-      TWELL_REQUIRE(count * std::ssize(a.text()) <= static_cast<int64_t>(kMaxOutput),
-                    "a text repeated {} times is too long", count);
+    line_ = e.line;
+    if (e.name == "==") return Value::of(equal(budget_, left, right));
+    if (e.name == "!=") return Value::of(!equal(budget_, left, right));
+    if (e.name == "in") return Value::of(contains(budget_, left, right));
+    if (e.name == "not in") return Value::of(!contains(budget_, left, right));
+    if (e.name == "~") {
       std::string out;
-      for (int64_t i = 0; i < count; ++i) out += a.text();
-      return Json(out);
+      append_str(budget_, left, out);
+      append_str(budget_, right, out);
+      return Value::of(std::move(out));
     }
-    TWELL_REQUIRE(a.data.is_number() && b.data.is_number(), "{} {} {} makes no sense", to_text(a),
-                  sign, to_text(b));
-    if (a.data.is_number_integer() && b.data.is_number_integer()) {
-      return integers(sign, a.data.get<int64_t>(), b.data.get<int64_t>());
-    }
-    const double x = a.data.get<double>(), y = b.data.get<double>();
-    if (ordered) return compared(sign, x < y ? -1 : x > y ? 1 : 0);
-    if (sign == "+") return Json(x + y);
-    if (sign == "-") return Json(x - y);
-    if (sign == "*") return Json(x * y);
-    TWELL_REQUIRE(sign == "/" && y != 0.0, "{} {} {} makes no sense", x, sign, y);
-    return Json(x / y);
+    return arithmetic(budget_, e.name, left, right);
   }
 
-  static Value integers(const std::string& sign, int64_t x, int64_t y) {
-    int64_t out = 0;
-    bool overflow = false;
-    if (sign == "<" || sign == ">" || sign == "<=" || sign == ">=") {
-      return compared(sign, x < y ? -1 : x > y ? 1 : 0);
-    }
-    if (sign == "+") {
-      overflow = __builtin_add_overflow(x, y, &out);
-    } else if (sign == "-") {
-      overflow = __builtin_sub_overflow(x, y, &out);
-    } else if (sign == "*") {
-      overflow = __builtin_mul_overflow(x, y, &out);
-    } else {
-      TWELL_REQUIRE(y != 0 && y != -1, "{} {} {} makes no sense", x, sign, y);
-      if (sign == "/") return Json(static_cast<double>(x) / static_cast<double>(y));
-      // Python rounds down and gives the remainder the sign of the divisor.
-      const int64_t rest = (x % y + y) % y;
-      out = sign == "%" ? rest : (x - rest) / y;
-    }
-    TWELL_REQUIRE(!overflow, "{} {} {} is too large", x, sign, y);
-    return Json(out);
-  }
-
-  static Value compared(const std::string& sign, int order) {
-    if (sign == "<") return Json(order < 0);
-    if (sign == ">") return Json(order > 0);
-    return Json(sign == "<=" ? order <= 0 : order >= 0);
-  }
-
-  const std::string& source_;
+  Budget budget_;
+  std::deque<Namespace> namespaces_;
   std::vector<std::map<std::string, Value>> scopes_;
   std::string out_;
-  int64_t steps_ = 0;
+  int line_ = 1;
 };
+
+template <typename Container, typename Nested>
+int depth_of(const Container& items, const Nested& nested) {
+  int depth = 1;
+  for (const auto& item : items) {
+    const Value& value = nested(item);
+    if (const List* list = value.list()) depth = std::max(depth, list->depth + 1);
+    if (const Dict* dict = value.dict()) depth = std::max(depth, dict->depth + 1);
+  }
+  return depth;
+}
 
 }  // namespace
 
+Value Value::of(std::vector<Value> items) {
+  const int depth = depth_of(items, [](const Value& item) -> const Value& { return item; });
+  return {std::make_shared<const List>(List{std::move(items), depth})};
+}
+
+Value Value::of(std::vector<std::pair<std::string, Value>> items) {
+  const int depth = depth_of(items, [](const auto& item) -> const Value& { return item.second; });
+  return {std::make_shared<const Dict>(Dict{std::move(items), depth})};
+}
+
 std::string render(const Body& body, const std::map<std::string, Value>& variables,
                    const std::string& source) {
-  return Renderer(variables, source).whole(body);
+  Renderer renderer(variables);
+  try {
+    return renderer.whole(body);
+  } catch (const InputError& error) {
+    throw InputError(fmt::format("{}: line {}: {}", source, renderer.line(), error.what()));
+  }
 }
 
 }  // namespace twell::jinja
