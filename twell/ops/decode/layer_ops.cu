@@ -1,17 +1,213 @@
 // SPDX-License-Identifier: Apache-2.0
+// The skinny GEMM (skinny_gemm.cuh) as kernels of one product each. Two CTAs per SM, so that one
+// works while the other waits, take groups round-robin. Weights pass through a ring of 16-byte
+// slots in shared memory by cp.async; a thread reads only slots it filled itself, so that it waits
+// for nothing but its own copies, and the ring never runs dry between groups. Both rings take less
+// than half of the shared memory, so that the next kernel can fill its own while this one ends.
+#include "twell/ops/decode/layer_ops.h"
+
 #include <algorithm>
 
-#include "twell/ops/decode/layer_ops_product.cuh"
+#include "twell/ops/decode/skinny_gemm.cuh"
+#include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::layer_ops {
 namespace {
 
-// max(0, .), rounded to bf16; NaN stays.
+using namespace skinny_gemm;
+
+constexpr int kDepth = 5;             // blocks of a warp in flight
+constexpr int kResident = 2;          // CTAs per SM
+constexpr int kSlot = kThreads * 16;  // bytes between a thread's slots in the ring
+constexpr int kRingBytes = kDepth * 2 * kSlot;
+
+int64_t shared_bytes(const Input& input) {
+  return kRingBytes + input.tokens * row_pitch(static_cast<int>(input.width));
+}
+
+struct Shared {
+  float partial[2][kWarps][kGroup][kMaxTokens + 1];  // of two groups; padded for the banks
+  float squares[kWarps][kMaxTokens];
+};
+
+// A low and a high sum of one token and pair.
+struct Sums {
+  int pair, token;  // token may be past the last one
+  float low, high;
+};
+
+// Stores n(x) in shared memory, padded with zeros to a whole block. All threads of the CTA call it.
+__device__ __forceinline__ void stage_x(const Input& input, Shared& shared, uint8_t* x_shared) {
+  const int thread = static_cast<int>(threadIdx.x), tokens = static_cast<int>(input.tokens);
+  const int pieces = static_cast<int>(input.width) / 8;
+  const int padded = (pieces + 3) / 4 * 4, pitch = row_pitch(static_cast<int>(input.width));
+  const auto* x = reinterpret_cast<const uint4*>(input.x);
+  // A thread's first piece of each token stays in its registers between the two passes.
+  uint4 kept[kMaxTokens];
+#pragma unroll
+  for (int m = 0; m < kMaxTokens; ++m) {
+    kept[m] = uint4{};
+    if (m < tokens && thread < pieces) kept[m] = x[m * pieces + thread];
+  }
+  float inverse[kMaxTokens];
+  if (input.norm != nullptr) {
+#pragma unroll
+    for (int m = 0; m < kMaxTokens; ++m) {
+      if (m >= tokens) break;
+      float squares = sm90::sum_of_squares(kept[m]);
+      for (int at = thread + kThreads; at < pieces; at += kThreads) {
+        squares += sm90::sum_of_squares(x[m * pieces + at]);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+      if (thread % 32 == 0) shared.squares[thread / 32][m] = squares;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kMaxTokens; ++m) {
+      if (m >= tokens) break;
+      float total = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) total += shared.squares[warp][m];
+      inverse[m] = rsqrtf(total / static_cast<float>(input.width) + input.eps);
+    }
+  }
+  for (int at = thread; at < padded; at += kThreads) {
+    uint4 norm{};
+    if (input.norm != nullptr && at < pieces) {
+      norm = __ldg(reinterpret_cast<const uint4*>(input.norm) + at);
+    }
+#pragma unroll
+    for (int m = 0; m < kMaxTokens; ++m) {
+      if (m >= tokens) break;
+      uint4 v = kept[m];
+      if (at >= kThreads) v = at < pieces ? x[m * pieces + at] : uint4{};
+      if (input.norm != nullptr) {
+        v = {sm90::scaled(v.x, norm.x, inverse[m]), sm90::scaled(v.y, norm.y, inverse[m]),
+             sm90::scaled(v.z, norm.z, inverse[m]), sm90::scaled(v.w, norm.w, inverse[m])};
+      }
+      *reinterpret_cast<uint4*>(x_shared + m * pitch + at * 16) = v;
+    }
+  }
+  __syncthreads();
+}
+
+// The products of a CTA, as one of its threads takes part in them.
+class Product {
+ public:
+  __device__ __forceinline__ Product(const Input& input, Shared& shared, uint8_t* memory)
+      : input_(input),
+        shared_(shared),
+        blocks_(static_cast<int>(input.width)),
+        x_shared_(memory + kRingBytes),
+        slots_(sm90::smem_address(memory) + static_cast<uint32_t>(threadIdx.x) * 16) {
+    const int width = static_cast<int>(input.width), lane = static_cast<int>(threadIdx.x) % 32;
+    at_ = lane % 4 * 8;
+    lane_end_ = min(blocks_.end, (width - at_ + kBlock - 1) / kBlock);
+    const int token = lane / 4;
+    x_ = token < input.tokens
+             ? sm90::smem_address(x_shared_) + token * row_pitch(width) + lane % 4 * 16
+             : 0;
+  }
+
+  // Multiplies all groups of this CTA, assigned round-robin: rows(group, pair) gives their weights;
+  // the first 64 threads call finish(group, sums), one per pair and token.
+  template <typename GroupRows, typename Finish>
+  __device__ __forceinline__ void run(int groups, const GroupRows& rows, const Finish& finish) {
+    const int pair = static_cast<int>(threadIdx.x) % 32 / 4, first = static_cast<int>(blockIdx.x),
+              step = static_cast<int>(gridDim.x);
+    int load_group = first, load_block = blocks_.begin;
+    Rows load_rows = rows(first, pair);
+    const auto load = [&](int slot) {
+      if (load_group < groups && blocks_.begin < blocks_.end) {
+        copy(load_rows, load_block, slot);
+        if (++load_block == blocks_.end) {
+          load_block = blocks_.begin;
+          load_group += step;
+          if (load_group < groups) load_rows = rows(load_group, pair);
+        }
+      }
+      sm90::gathers_commit();  // one group of copies per slot, even an empty one
+    };
+    sm90::allow_next_kernel();
+    if (!input_.constant_weights) sm90::wait_for_previous_kernel();
+#pragma unroll
+    for (int slot = 0; slot < kDepth; ++slot) load(slot);
+    if (input_.constant_weights) sm90::wait_for_previous_kernel();
+    stage_x(input_, shared_, x_shared_);
+    int slot = 0;
+    for (int group = first; group < groups; group += step) {
+      float acc[2][4] = {};
+      for (int block = blocks_.begin; block < blocks_.end; ++block) {
+        sm90::gathers_wait<kDepth - 1>();
+        const uint32_t from = slots_ + slot * (2 * kSlot);
+        multiply(acc, sm90::load_shared16(from), sm90::load_shared16(from + kSlot), block);
+        load(slot);
+        slot = slot + 1 == kDepth ? 0 : slot + 1;
+      }
+      const Sums sums = add_up(acc);
+      if (sums.token < kMaxTokens) finish(group, sums);
+    }
+    sm90::gathers_wait<0>();
+  }
+
+ private:
+  __device__ __forceinline__ void copy(const Rows& rows, int block, int slot) const {
+    const bool inside = block < lane_end_, low = inside && rows.low != nullptr,
+               high = inside && rows.high != nullptr;
+    const int k = block * kBlock + at_;
+    const uint32_t to = slots_ + slot * (2 * kSlot);
+    // Copies that are not valid read nothing, but need an address.
+    sm90::gather16(to, low ? rows.low + k : input_.x, low);
+    sm90::gather16(to + kSlot, high ? rows.high + k : input_.x, high);
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[2][4], const uint4& low, const uint4& high,
+                                           int block) const {
+    uint4 x{};
+    if (x_ != 0) x = sm90::load_shared16(x_ + block * (kBlock * 2));
+    sm90::mma_16x8x16(acc[0], low.x, high.x, low.y, high.y, x.x, x.y);
+    sm90::mma_16x8x16(acc[1], low.z, high.z, low.w, high.w, x.z, x.w);
+  }
+
+  // Adds the sums of all warps; the first 64 threads get theirs. All threads call it.
+  __device__ __forceinline__ Sums add_up(const float (&acc)[2][4]) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    auto& partial = shared_.partial[parity_];
+    parity_ ^= 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      partial[thread / 32][lane / 4 + i / 2 * kPairs][lane % 4 * 2 + i % 2] = acc[0][i] + acc[1][i];
+    }
+    __syncthreads();  // two halves in turn: this one is free again after the next __syncthreads
+    Sums sums{thread % kPairs, thread / kPairs, 0.0f, 0.0f};
+    if (sums.token >= kMaxTokens) return sums;
+#pragma unroll
+    for (int from = 0; from < kWarps; ++from) {
+      sums.low += partial[from][sums.pair][sums.token];
+      sums.high += partial[from][sums.pair + kPairs][sums.token];
+    }
+    return sums;
+  }
+
+  const Input& input_;
+  Shared& shared_;
+  const Blocks blocks_;  // of the width, this warp's
+  uint8_t* x_shared_;
+  uint32_t slots_;  // this thread's first slot
+  uint32_t x_;      // address of this lane's token, or 0 past the last one
+  int lane_end_;    // end of the blocks that reach this lane: the last one may be short
+  int at_;          // this lane's first value in a block
+  int parity_ = 0;
+};
+
+// max(0, value) rounded to bf16; NaN stays NaN.
 __device__ float relu(float value) {
   return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
 }
 
-// Groups are 16 columns.
+// --- The operations: which rows a group has, and what becomes of its sums ---
+// A group is 16 columns of y.
 struct LinearGroups {
   const Linear& p;
   __host__ __device__ int count() const { return static_cast<int>((p.cols + kGroup - 1) / kGroup); }
@@ -41,14 +237,14 @@ struct LinearGroups {
   __device__ void done() const {}
 };
 
-// Groups are eight pairs of a rotation, of one head: columns j and j + hd / 2.
+// A group is eight rotated pairs of one head: columns j and j + hd / 2.
 struct QkvGroups {
   const Qkv& p;
   __host__ __device__ int count() const {
     return static_cast<int>((p.heads + 2 * p.kv_heads) * p.head_dim / kGroup);
   }
   struct Place {
-    int head, first;  // of all H + 2 H_kv; first column within the head
+    int head, first;  // of all H + 2 H_kv heads; first column within the head
   };
   __device__ Place place(int group) const {
     const int groups = static_cast<int>(p.head_dim) / kGroup;  // of a head
@@ -62,7 +258,7 @@ struct QkvGroups {
     const int64_t low = column(place(group), pair);
     return {p.w + low * p.input.width, p.w + (low + half()) * p.input.width};
   }
-  // Where a head's values of a token go.
+  // Where a token's values of a head are stored.
   __device__ __nv_bfloat16* target(int head, int token) const {
     if (head < p.heads) return p.q + token * p.q_stride + head * p.head_dim;
     const bool key = head < p.heads + p.kv_heads;
@@ -91,7 +287,7 @@ struct QkvGroups {
   __device__ void done() const {}
 };
 
-// What a CTA saw fire, counted by its first 64 threads; called by all of a warp.
+// Adds the active neurons that the first 64 threads counted; whole warps call it.
 __device__ void add_activity(const GateUp& p, int count) {
   if (p.activity == nullptr || threadIdx.x >= kPairs * kMaxTokens) return;
   const int total = __reduce_add_sync(~0u, count);
@@ -102,7 +298,7 @@ __device__ void add_activity(const GateUp& p, int count) {
   }
 }
 
-// Groups are eight neurons.
+// A group is eight neurons: rows of w_gate and of w_up.
 struct GateUpGroups {
   const GateUp& p;
   int nnz = 0;
@@ -122,7 +318,7 @@ struct GateUpGroups {
   __device__ void done() const { add_activity(p, nnz); }
 };
 
-// Without a gate: 16 neurons.
+// Without a gate, a group is 16 neurons.
 struct HiddenGroups {
   const GateUp& p;
   int nnz = 0;
@@ -159,11 +355,27 @@ __global__ void __launch_bounds__(kThreads, kResident)
   groups.done();
 }
 
+// Two CTAs per SM, or as many as there are groups if these are fewer.
 template <typename Groups, typename Problem>
 cudaError_t launch(const Problem& problem, cudaStream_t stream) {
-  const int groups = Groups{problem}.count();
-  return launch_product(layer_ops_kernel<Groups, Problem>, groups, std::max(groups, 1), problem,
-                        stream);
+  const auto kernel = layer_ops_kernel<Groups, Problem>;
+  const Input& input = problem.input;
+  if (input.tokens < 1 || input.tokens > kMaxTokens || input.width <= 0 || input.width % 8 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  const auto shared = static_cast<int>(shared_bytes(input));
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  }
+  if (status != cudaSuccess) return status;
+  const int ctas = std::max(std::min(Groups{problem}.count(), kResident * multiprocessors), 1);
+  return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(ctas)), kThreads,
+                                static_cast<uint32_t>(shared), stream, problem);
 }
 
 }  // namespace
@@ -175,8 +387,9 @@ int64_t max_tokens(int64_t width) {
           cudaSuccess) {
     return 0;
   }
-  constexpr int64_t kOther = 16 * 1024;  // of the kernels' own, and what the driver keeps
-  return std::clamp<int64_t>((most - kRingBytes - kOther) / x_pitch(width), 0, kMaxTokens);
+  constexpr int64_t kOther = 16 * 1024;  // static shared memory, and what the driver reserves
+  return std::clamp<int64_t>((most - kRingBytes - kOther) / row_pitch(static_cast<int>(width)), 0,
+                             kMaxTokens);
 }
 
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {

@@ -1,11 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FFN behind the gate, of the neurons that a CTA owns: which ones fired, up, and the CTA's part
-// of y. h stays in shared memory.
+// The feed-forward block behind its gate, inside the kernel of all layers (decode_layers_sm90.cu).
+// A CTA owns the same neurons in every layer: h stays in its shared memory, and what leaves it is
+// its part of y, a sum over its neurons. All parts are then added in a fixed order.
 #pragma once
 
-#include "twell/ops/decode/stage.cuh"
+#include "twell/ops/decode/decode_layers.h"
+#include "twell/ops/decode/skinny_gemm.cuh"
+#include "twell/sm90/tagged.cuh"
 
 namespace twell::decode {
+
+using namespace skinny_gemm;
+using sm90::bf16x2;
+using sm90::to_floats;
+
+// This CTA's neurons.
+struct Neurons {
+  int begin, count;
+  __device__ explicit Neurons(int ffn) {
+    const auto first = [&](int64_t cta) { return static_cast<int>(cta * ffn / gridDim.x); };
+    begin = first(blockIdx.x);
+    count = first(blockIdx.x + 1) - begin;
+  }
+};
+
+// A dense gated layer's groups are eight neurons, low rows of w_gate, high ones of w_up; others'
+// are 16 neurons of the first weight.
+__device__ __forceinline__ bool paired(const DecodeLayer& layer) {
+  return layer.w_gate != nullptr && !layer.sparse;
+}
+__device__ __forceinline__ bool screened(const DecodeLayers& p, const DecodeLayer& layer) {
+  return p.tokens == 1 && layer.sparse && layer.screen.rows != nullptr;
+}
+__device__ __forceinline__ int ffn_step(const DecodeLayer& layer) {
+  return paired(layer) ? kPairs : kGroup;
+}
+
+__host__ __device__ inline int down_pitch(int columns) {
+  return (columns * 2 + 127) / 128 * 128 + 16;
+}
+
+// The residual stream of all tokens, which may still be on its way.
+struct Residual {
+  sm90::Tagged* words;  // [M, D / 2]
+  uint32_t tag;
+
+  // Quads (four values) first, first + step, ..., `count` of them.
+  template <int kMost>
+  __device__ __forceinline__ void wait_quads(uint2 (&v)[kMost], int count, int first,
+                                             int step) const {
+    sm90::TaggedPair seen[kMost];
+    sm90::wait_tagged(
+        seen, count, [&](int i) { return words + (first + i * step) * 2; }, tag);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) v[i] = i < count ? sm90::values(seen[i]) : uint2{};
+  }
+  __device__ __forceinline__ sm90::Tagged load_pair(int at) const {
+    return sm90::load_tagged(words + at);
+  }
+  __device__ __forceinline__ uint32_t wait_pair(sm90::Tagged seen, int at) const {
+    return sm90::wait_tagged(seen, words + at, tag);
+  }
+};
 
 inline constexpr int kMaxNeurons = 256;  // of a CTA
 
@@ -64,7 +120,7 @@ class Part {
 // with the tokens' h.
 template <int kTokens, int kStages>
 __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons& neurons,
-                                           WeightStream<kStages>& stream,
+                                           RowRing<kStages>& ring,
                                            const HiddenShared<kTokens>& hidden,
                                            const Part<kTokens>& part) {
   constexpr int kTile = 16, kTiles = kChunk / kTile / kWarps;
@@ -80,7 +136,7 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int base = 0; base < neurons.count; base += kGroup) {
-      const uint32_t rows = stream.take();
+      const uint32_t rows = ring.take();
       const bool exists = base + row < neurons.count;
       uint32_t h[2] = {};
       if (lane / 4 < kTokens) {
@@ -98,7 +154,7 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
             w, exists ? rows + row_at + static_cast<uint32_t>(tile_at * 2) : zeros);
         sm90::mma_16x8x16(acc[tile], w[0], w[1], w[2], w[3], h[0], h[1]);
       }
-      stream.release();
+      ring.release();
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -238,7 +294,7 @@ class FiredNeurons {
       hidden_.h[token][hidden_.list[i]] =
           gated && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
     };
-    product.extra_groups((count_ + step - 1) / step, p_.width,
+    product.loaded_groups((count_ + step - 1) / step, p_.width,
                          [&](int group, int pair) {
                            const int i = group * step + pair;
                            return gated ? Rows{row(layer_.w_gate, i), row(layer_.w_up, i)}
@@ -260,7 +316,7 @@ class FiredNeurons {
       const float gate = __bfloat162float(h);
       if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
     };
-    product.extra_groups((count_ + kGroup - 1) / kGroup, p_.width,
+    product.loaded_groups((count_ + kGroup - 1) / kGroup, p_.width,
                          [&](int group, int pair) {
                            const int i = group * kGroup + pair;
                            return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
@@ -278,5 +334,138 @@ class FiredNeurons {
   HiddenShared<kTokens>& hidden_;
   int count_ = 0;
 };
+
+// nnz: of this thread.
+__device__ __forceinline__ void count_fired(const DecodeLayers& p, const DecodeLayer& l, int nnz) {
+  if (l.activity == nullptr) return;
+  const int total = __reduce_add_sync(~0u, nnz);
+  if (threadIdx.x % 32 != 0) return;
+  if (total > 0) atomicAdd(&l.activity->nnz, static_cast<unsigned long long>(total));
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(&l.activity->tokens, static_cast<unsigned long long>(p.tokens));
+  }
+}
+
+inline constexpr int kAddPairs = 8;  // neighbouring lanes, each with two columns of a token
+
+template <int kTokens>
+struct AddShared {
+  static constexpr int kAtOnce = kTokens == 1 ? 1 : 4;  // tokens
+  float2 sums[kWarps][kAtOnce * kAddPairs];
+};
+
+// This CTA's columns, in pairs.
+struct AddShare {
+  int begin, end;
+  __device__ explicit AddShare(int width) {
+    const auto first = [&](int64_t cta) { return static_cast<int>(cta * (width / 2) / gridDim.x); };
+    begin = first(blockIdx.x);
+    end = first(blockIdx.x + 1);
+  }
+};
+
+// Of CTAs first, first + step, ..., `count` of them.
+template <int kMost>
+__device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const DecodeLayers& p,
+                                                 uint32_t tag, bool all, int first, int step,
+                                                 int count) {
+  if (all) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) has[i] = i < count;
+    return;
+  }
+  sm90::Tagged seen[kMost];
+  sm90::wait_all_tagged(
+      seen, [&](int i) { return i < count; },
+      [&](int i) { return sm90::load_tagged(p.workspace.fired + first + i * step); }, tag);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) has[i] = i < count && static_cast<uint32_t>(seen[i]) != 0;
+}
+
+// all: every CTA has a part, rather than those that say so in workspace.fired; of one token.
+// before: x in front of the FFN. done(place of the pair in x, its two values).
+template <int kTokens, typename Done>
+__device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, bool all,
+                                          const AddShare& share, const Residual& before,
+                                          AddShared<kTokens>& shared, const Done& done) {
+  constexpr int kAtOnce = AddShared<kTokens>::kAtOnce, kTeams = kThreads / kAddPairs;
+  constexpr int kParts = 5;  // on their way
+  const int thread = static_cast<int>(threadIdx.x), ctas = static_cast<int>(gridDim.x);
+  const int team = thread / kAddPairs, lane = thread % kAddPairs, pairs = p.width / 2;
+  for (int base = share.begin; base < share.end; base += kAddPairs) {
+    const int pair = base + lane;
+    const bool inside = pair < share.end;
+    for (int token = 0; token < p.tokens; token += kAtOnce) {
+      const int finished = token + team;  // by the first threads
+      const bool finishes = inside && team < kAtOnce && finished < p.tokens;
+      const int at = finished * pairs + pair;
+      sm90::Tagged x{};
+      if (finishes) x = before.load_pair(at);
+      float2 sums[kAtOnce] = {};
+      for (int first = team; first < ctas; first += kTeams * kParts) {
+        if constexpr (kTokens == 1) {
+          const sm90::Tagged* words = p.workspace.tagged_parts + pair * 2;
+          sm90::TaggedPair seen[kParts];
+          const int count = inside ? min((ctas - first - 1) / kTeams + 1, kParts) : 0;
+          bool has[kParts];
+          which_have_parts(has, p, tag, all, first, kTeams, count);
+          sm90::wait_all_tagged(
+              seen, [&](int i) { return has[i]; },
+              [&](int i) { return sm90::load_tagged_pair(words + (first + i * kTeams) * p.width); },
+              tag);
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            if (!has[i]) continue;
+            const uint2 v = sm90::values(seen[i]);
+            sums[0].x += __uint_as_float(v.x);
+            sums[0].y += __uint_as_float(v.y);
+          }
+        } else {
+          const auto* parts = reinterpret_cast<const float2*>(p.workspace.parts) + pair;
+          float2 part[kParts][kAtOnce] = {};
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            const int cta = first + i * kTeams;
+#pragma unroll
+            for (int t = 0; t < kAtOnce; ++t) {
+              if (cta >= ctas || !inside || token + t >= p.tokens) break;
+              part[i][t] = __ldcg(parts + int64_t{cta * p.tokens + token + t} * pairs);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            if (first + i * kTeams >= ctas) break;
+#pragma unroll
+            for (int t = 0; t < kAtOnce; ++t) {
+              sums[t].x += part[i][t].x;
+              sums[t].y += part[i][t].y;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int offset = kAddPairs; offset < 32; offset *= 2) {
+          sums[t].x += __shfl_xor_sync(~0u, sums[t].x, offset);
+          sums[t].y += __shfl_xor_sync(~0u, sums[t].y, offset);
+        }
+        if (thread % 32 < kAddPairs) shared.sums[thread / 32][t * kAddPairs + lane] = sums[t];
+      }
+      sync_threads();
+      if (finishes) {
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          sum.x += shared.sums[w][thread].x;
+          sum.y += shared.sums[w][thread].y;
+        }
+        const float2 was = to_floats(before.wait_pair(x, at));
+        done(at, bf16x2(was.x + sum.x, was.y + sum.y));
+      }
+      sync_threads();
+    }
+  }
+}
 
 }  // namespace twell::decode

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a token's query over one segment of its sequence's keys, for one head, by a CTA:
-// warps share the keys, kLanes lanes take a key's row together, 16 bytes each. A sequence of one
-// segment gives the attended values, a longer one partial results.
+// Attention inside the kernel of all layers (decode_layers_sm90.cu). The work is cut into items:
+// one head's query over one segment of its sequence's keys. CTAs take items round-robin; within
+// one, warps share the keys, and kLanes lanes read a key's row together, 16 bytes each. A sequence
+// of one segment gives the attended values at once; the partial results of a longer one are merged
+// by the CTAs that read them for the output projection.
 #pragma once
 
-#include "twell/ops/decode/stage.cuh"
+#include "twell/ops/decode/decode_layers.h"
+#include "twell/ops/decode/skinny_gemm.cuh"
+#include "twell/sm90/tagged.cuh"
 
 namespace twell::decode {
+
+using namespace skinny_gemm;
+using sm90::bf16x2;
+using sm90::to_floats;
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
@@ -20,6 +28,58 @@ struct AttendShared {
 struct AttendItem {
   int token, head, kv_head, segment;
 };
+
+struct BatchShared {
+  int32_t positions[kMaxDecodeTokens], kv_len[kMaxDecodeTokens];
+  int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
+  float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
+
+  // By all threads; ends without a barrier.
+  __device__ __forceinline__ void load(const DecodeLayers& p) {
+    const int thread = static_cast<int>(threadIdx.x), half = p.head_dim / 2;
+    if (thread < p.tokens) {
+      positions[thread] = p.positions[thread];
+      kv_len[thread] = p.kv_len[thread];
+      cache_rows[thread] = p.cache_rows[thread];
+      kv_begin[thread] = p.kv_begin[thread];
+    }
+    for (int i = thread; i < p.tokens * half; i += static_cast<int>(blockDim.x)) {
+      const int64_t at = int64_t{p.positions[i / half]} * half + i % half;
+      cos[i / half][i % half] = p.cos[at];
+      sin[i / half][i % half] = p.sin[at];
+    }
+  }
+
+  // This CTA's share of the attention, kv_share heads for a key: what(item, keys, first row of the
+  // sequence).
+  template <typename What>
+  __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
+                                            const What& what) const {
+    int item = static_cast<int>(blockIdx.x);
+    for (int token = 0; token < p.tokens; ++token) {
+      const int keys = kv_len[token];
+      const auto segments = static_cast<int>(decode_segments(keys));
+      const int items = p.heads * segments;
+      for (; item < items; item += static_cast<int>(gridDim.x)) {
+        const int head = segments == 1 ? item : item / segments;
+        what(
+            AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
+            keys, kv_begin[token]);
+      }
+      item -= items;
+    }
+  }
+};
+
+__device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
+  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = to_floats(pairs[i]);
+    to[2 * i] = v.x;
+    to[2 * i + 1] = v.y;
+  }
+}
 
 // Asks for the item's keys and values to be brought into the L2 cache. By one warp.
 __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
@@ -193,6 +253,84 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     }
   }
   sync_threads();  // the next item writes `shared`
+}
+
+// Four values of a head, from `column` on, put together from the segments of a long sequence.
+__device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32_t tag,
+                                                int segments, int64_t head, int head_dim,
+                                                int column) {
+  constexpr int kAtOnce = 2, kPairsEach = 3;
+  const sm90::Tagged* sums = w.segment_sums + head * w.segments * 2;
+  const sm90::Tagged* values = w.segment_values + head * w.segments * head_dim + column;
+  const auto floats = [](const sm90::TaggedPair& pair) {
+    const uint2 v = sm90::values(pair);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+  };
+  float top = -INFINITY, sum = 0.0f, value[4] = {};
+#pragma unroll 1
+  for (int base = 0; base < segments; base += kAtOnce) {
+    sm90::TaggedPair seen[kAtOnce * kPairsEach];
+    const auto from = [&](int i) {
+      const int s = base + i / kPairsEach, piece = i % kPairsEach;
+      return piece == 0 ? sums + s * 2 : values + s * head_dim + (piece - 1) * 2;
+    };
+    const int count = min(segments - base, kAtOnce) * kPairsEach;
+    sm90::wait_tagged(seen, count, from, tag);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i * kPairsEach >= count) break;
+      const float2 top_sum = floats(seen[i * kPairsEach]);
+      const float2 a = floats(seen[i * kPairsEach + 1]), b = floats(seen[i * kPairsEach + 2]);
+      const float new_top = fmaxf(top, top_sum.x);
+      const float shrink = exp2f(top - new_top), weight = exp2f(top_sum.x - new_top);
+      top = new_top;
+      sum = sum * shrink + weight * top_sum.y;
+      const float part[4] = {a.x, a.y, b.x, b.y};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[k] = value[k] * shrink + weight * part[k];
+    }
+  }
+  return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
+}
+
+// The attended values, put together from the segments of long sequences.
+template <int kTokens>
+__device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
+                                               const int32_t* kv_len, uint8_t* x_shared,
+                                               int pitch) {
+  constexpr int kTeam = kThreads / kTokens, kAtOnce = kTokens == 1 ? 2 : 8;
+  const int token = static_cast<int>(threadIdx.x) / kTeam;
+  const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
+  if (token < p.tokens) {
+    const auto segments = static_cast<int>(decode_segments(kv_len[token]));
+    const sm90::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
+    const auto store = [&](int at, const uint2& v) {
+      *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) = v;
+    };
+    const int first = static_cast<int>(threadIdx.x) % kTeam;
+    for (int base = first; base < padded; base += kTeam * kAtOnce) {
+      sm90::TaggedPair seen[kAtOnce];
+      const auto from = [&](int i) { return words + (base + i * kTeam) * 2; };
+      if (segments == 1 && base < quads) {
+        sm90::wait_tagged(seen, min((quads - base - 1) / kTeam + 1, kAtOnce), from, tag);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = base + i * kTeam;
+        if (at >= padded) break;
+        if (at >= quads) {
+          store(at, uint2{});
+        } else if (segments == 1) {
+          store(at, sm90::values(seen[i]));
+        } else {
+          store(at, merge_segments(p.workspace, tag, segments,
+                                   int64_t{token} * p.heads + at * 4 / p.head_dim, p.head_dim,
+                                   at * 4 % p.head_dim));
+        }
+      }
+    }
+  }
+  sync_threads();
 }
 
 }  // namespace twell::decode
