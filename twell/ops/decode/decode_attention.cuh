@@ -25,16 +25,18 @@ struct AttendShared {
   float value[kWarps][kLanes * 8];
 };
 
+// One head of one token, over one segment of keys.
 struct AttendItem {
   int token, head, kv_head, segment;
 };
 
+// The sequences of a call, in shared memory.
 struct BatchShared {
   int32_t positions[kMaxDecodeTokens], kv_len[kMaxDecodeTokens];
   int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
   float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
 
-  // By all threads; ends without a barrier.
+  // By all threads; the caller synchronises.
   __device__ __forceinline__ void load(const DecodeLayers& p) {
     const int thread = static_cast<int>(threadIdx.x), half = p.head_dim / 2;
     if (thread < p.tokens) {
@@ -50,8 +52,8 @@ struct BatchShared {
     }
   }
 
-  // This CTA's share of the attention, kv_share heads for a key: what(item, keys, first row of the
-  // sequence).
+  // Calls what(item, kv_len, kv_begin) for the items of this CTA, assigned round-robin over all
+  // sequences. kv_share: query heads per key head.
   template <typename What>
   __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
                                             const What& what) const {
@@ -81,13 +83,13 @@ __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
   }
 }
 
-// Asks for the item's keys and values to be brought into the L2 cache. By one warp.
+// Prefetches the item's keys and values into the L2 cache; by one warp.
 __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
                                          const AttendItem& item, int kv_len, int64_t kv_begin) {
   const int begin = item.segment * static_cast<int>(kDecodeSegment);
   const int end = min(kv_len - 1, begin + static_cast<int>(kDecodeSegment));
-  // Sector by sector: the copy engine would take as long for a row of 128 bytes as for a long one,
-  // and weights would wait for it.
+  // By sectors, not by TMA, which would take as long for a row of 128 bytes as for a long one,
+  // while the weights wait.
   constexpr int kSector = 16;  // values
   const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
@@ -100,11 +102,11 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
   }
 }
 
-// The item's query, and the key and value of the new token, from the CTAs that make them.
+// Waits for the item's query and the new token's key and value, and copies them to shared memory.
 template <int kLanes>
 __device__ __forceinline__ void fetch_token(const DecodeLayers& p, uint32_t tag,
                                             const AttendItem& item, AttendShared<kLanes>& shared) {
-  constexpr int kTeam = kLanes * 4;  // threads of a part
+  constexpr int kTeam = kLanes * 4;  // threads that copy one of the three
   const int half = p.head_dim / 2, part = static_cast<int>(threadIdx.x) / kTeam;
   const int i = static_cast<int>(threadIdx.x) % kTeam;
   if (part < 3 && i < half) {
@@ -122,7 +124,7 @@ template <int kLanes>
 __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer& layer,
                                        uint32_t tag, const AttendItem& item, int kv_len,
                                        int64_t kv_begin, AttendShared<kLanes>& shared) {
-  constexpr int kInFlight = 6;  // keys a lane loads before it uses the first
+  constexpr int kInFlight = 6;  // keys that a lane loads ahead
   constexpr int kKeysPerWarp = 32 / kLanes, kStep = kWarps * kKeysPerWarp;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int at = lane % kLanes * 8;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     }
   };
   const int lane_key = warp * kKeysPerWarp + lane / kLanes;
-  load(begin + lane_key);  // before the query is there
+  load(begin + lane_key);  // issued before the wait for the query, to hide its latency
   fetch_token<kLanes>(p, tag, item, shared);
   float q[8] = {};
   if (inside) unpack(q, *reinterpret_cast<const uint4*>(&shared.token[0][at]));
@@ -183,7 +185,7 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
       if (first + u * kStep >= end) score[u] = -INFINITY;
       new_top = fmaxf(new_top, score[u]);
     }
-    const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // this lane has no key yet
+    const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // no key so far
     const float shrink = exp2f(top - top_or_0);
     top = new_top;
     sum *= shrink;
@@ -200,7 +202,7 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
     }
   }
 
-  // Of a warp's lanes with the same columns, then of the warps, in their order.
+  // Merges the lanes of a warp that hold the same columns, then the warps, in a fixed order.
   float warp_top = top;
 #pragma unroll
   for (int offset = kLanes; offset < 32; offset *= 2) {
@@ -252,10 +254,10 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
       }
     }
   }
-  sync_threads();  // the next item writes `shared`
+  sync_threads();  // the next item overwrites `shared`
 }
 
-// Four values of a head, from `column` on, put together from the segments of a long sequence.
+// Merges the segments of a long sequence: four values of a head, from `column` on.
 __device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32_t tag,
                                                 int segments, int64_t head, int head_dim,
                                                 int column) {
@@ -293,7 +295,8 @@ __device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32
   return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
 }
 
-// The attended values, put together from the segments of long sequences.
+// Waits for the attended values of all heads and stores them in x_shared, padded with zeros to a
+// whole block. All threads that multiply call it.
 template <int kTokens>
 __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
                                                const int32_t* kv_len, uint8_t* x_shared,

@@ -14,7 +14,7 @@ using namespace skinny_gemm;
 using sm90::bf16x2;
 using sm90::to_floats;
 
-// This CTA's neurons.
+// The neurons this CTA owns.
 struct Neurons {
   int begin, count;
   __device__ explicit Neurons(int ffn) {
@@ -24,8 +24,8 @@ struct Neurons {
   }
 };
 
-// A dense gated layer's groups are eight neurons, low rows of w_gate, high ones of w_up; others'
-// are 16 neurons of the first weight.
+// In a dense gated layer, a group is eight neurons: low rows of w_gate, high rows of w_up. In
+// others it is 16 neurons' rows of w_gate, or of w_up without a gate.
 __device__ __forceinline__ bool paired(const DecodeLayer& layer) {
   return layer.w_gate != nullptr && !layer.sparse;
 }
@@ -40,12 +40,12 @@ __host__ __device__ inline int down_pitch(int columns) {
   return (columns * 2 + 127) / 128 * 128 + 16;
 }
 
-// The residual stream of all tokens, which may still be on its way.
+// The residual stream of all tokens, which other CTAs may still be writing.
 struct Residual {
   sm90::Tagged* words;  // [M, D / 2]
   uint32_t tag;
 
-  // Quads (four values) first, first + step, ..., `count` of them.
+  // Waits for `count` quads (four values): first, first + step, ...
   template <int kMost>
   __device__ __forceinline__ void wait_quads(uint2 (&v)[kMost], int count, int first,
                                              int step) const {
@@ -65,21 +65,21 @@ struct Residual {
 
 inline constexpr int kMaxNeurons = 256;  // of a CTA
 
-// max(0, .); NaN stays.
+// max(0, value); NaN stays NaN.
 __device__ __forceinline__ float relu(float value) { return value < 0.0f ? 0.0f : value; }
 
 template <int kTokens>
 struct HiddenShared {
-  // Gate, then gate * up, of the CTA's neurons; 0 past them. Padded for the banks.
+  // The gate, then gate * up, of the CTA's neurons; 0 past them. Padded against bank conflicts.
   alignas(16) __nv_bfloat16 h[kTokens][kMaxNeurons + 8];
-  alignas(16) uint8_t zeros[16];  // stands for 8 columns of a row that does not exist
-  uint16_t list[kMaxNeurons];     // neurons that fired, or may
-  float errors[kMaxNeurons];      // of the screen
+  alignas(16) uint8_t zeros[16];  // read in place of rows that do not exist
+  uint16_t list[kMaxNeurons];     // active neurons, or those that may be
+  float errors[kMaxNeurons];      // bounds of the screen
   int warp_counts[kMaxNeurons / 32];
 };
 
-// Where a CTA's part of y goes: words for a single token, plain numbers for more, which a barrier
-// has to follow.
+// Where a CTA stores its part of y: tagged words for a single token, plain numbers for more tokens,
+// behind which the grid has to synchronise.
 template <int kTokens>
 class Part {
  public:
@@ -98,7 +98,7 @@ class Part {
       plain_[int64_t{token} * width_ + column] = value;
     }
   }
-  // Two columns.
+  // Columns `column` and the next.
   __device__ __forceinline__ void store2(int token, int column, float first, float second) const {
     if (token >= tokens_) return;
     if constexpr (kTokens == 1) {
@@ -116,8 +116,8 @@ class Part {
   uint32_t tag_;
 };
 
-// All rows of w_down, from the stream: warps take columns, 16 at a time, as the rows of a product
-// with the tokens' h.
+// The CTA's part of y = h w_down in a dense layer, with all its rows of w_down from the ring
+// buffer. Warps split the columns; 16 columns are the 16-row operand, transposed by ldmatrix.
 template <int kTokens, int kStages>
 __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons& neurons,
                                            RowRing<kStages>& ring,
@@ -125,8 +125,8 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
                                            const Part<kTokens>& part) {
   constexpr int kTile = 16, kTiles = kChunk / kTile / kWarps;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  // This lane's address of the transposed 8 x 8 matrices: neurons 0-7, 0-7, 8-15, 8-15 by columns
-  // 0-7, 8-15, 0-7, 8-15.
+  // The row of an 8 x 8 matrix whose address this lane gives. The four matrices are neurons 0-7,
+  // 0-7, 8-15, 8-15 by columns 0-7, 8-15, 0-7, 8-15.
   const int row = lane / 16 * 8 + lane % 8, at = (warp * kTiles * kTile + lane / 8 % 2 * 8) * 2;
   const uint32_t zeros = sm90::smem_address(hidden.zeros);
 #pragma unroll 1
@@ -148,7 +148,7 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
       for (int tile = 0; tile < kTiles; ++tile) {
         const int tile_at = tile * kTile;
         if (warp * kTiles * kTile + tile_at >= columns) break;
-        // The second half of a last tile may be past the row's end: what is there is never stored.
+        // The last tile may reach past the end of the row; those columns are not stored.
         uint32_t w[4];
         sm90::load_matrices_transposed(
             w, exists ? rows + row_at + static_cast<uint32_t>(tile_at * 2) : zeros);
@@ -170,12 +170,13 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
   }
 }
 
-// Rows of w_up and w_down of neurons that fired only, straight from memory; behind a screen, of
-// those that may fire, and of w_gate too.
+// The CTA's part of y in a sparse layer. Reads rows of w_up and w_down of active neurons only,
+// directly from memory. With a screen, it reads the rows of all neurons that the screen let
+// through, those of w_gate too.
 template <int kTokens>
 class FiredNeurons {
  public:
-  // Lists them, whose h is not 0, and says whether there will be a part.
+  // Lists the neurons whose h is not 0, and tells all CTAs whether this one will have a part.
   __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
                                           uint32_t tag, const Neurons& neurons,
                                           HiddenShared<kTokens>& hidden)
@@ -204,13 +205,13 @@ class FiredNeurons {
     sync_threads();
   }
 
-  // Adds to nnz what fires that h did not say yet.
+  // Adds the active neurons not yet counted (of those the screen let through) to nnz.
   __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part,
                                           int& nnz) {
-    if (kTokens == 1 && count_ == 0) return;  // nobody waits for a part
+    if (kTokens == 1 && count_ == 0) return;  // no CTA waits for a part
     const int first_column = static_cast<int>(threadIdx.x) * 2;
     Columns w[kAtOnce];
-    load(w, first_column, 0);  // ahead of w_up's rows
+    load(w, first_column, 0);  // issued before w_up's rows, to hide the latency
     if (kTokens == 1 && screened(p_, layer_)) {
       gate_up(product, nnz);
     } else if (count_ > 0 && layer_.w_gate != nullptr) {
@@ -237,9 +238,9 @@ class FiredNeurons {
   }
 
  private:
-  // A thread takes pairs of columns, so that a warp's accesses are whole lines.
+  // A thread has pairs of columns kStep apart, so that a warp reads whole lines.
   static constexpr int kStep = kThreads * 2, kPairsOwn = 4;
-  static constexpr int kAtOnce = 4;  // rows of w_down that a thread has on their way
+  static constexpr int kAtOnce = 4;  // rows of w_down that a thread loads ahead
   struct Columns {
     uint32_t pair[kPairsOwn];
   };
@@ -275,14 +276,14 @@ class FiredNeurons {
     }
   }
 
-  // The i-th listed neuron's row, or none.
+  // The i-th listed neuron's row, or null past the list.
   __device__ __forceinline__ const __nv_bfloat16* row(const __nv_bfloat16* weight, int i) const {
     if (i >= count_) return nullptr;
     return weight + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
   }
 
-  // h = g or, with a gate, g * up, of neurons that may fire: the pairs of a product are the rows of
-  // w_gate and w_up of eight neurons, or 16 neurons' rows of w_up.
+  // With a screen: h = relu(gate) * up of the listed neurons, or relu(up) without a gate. A group
+  // is eight neurons' rows of w_gate and w_up, or 16 neurons' rows of w_up.
   __device__ __forceinline__ void gate_up(Product<kTokens>& product, int& nnz) {
     const bool gated = layer_.w_gate != nullptr;
     const int step = gated ? kPairs : kGroup;
@@ -295,20 +296,20 @@ class FiredNeurons {
           gated && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
     };
     product.loaded_groups((count_ + step - 1) / step, p_.width,
-                         [&](int group, int pair) {
-                           const int i = group * step + pair;
-                           return gated ? Rows{row(layer_.w_gate, i), row(layer_.w_up, i)}
-                                        : Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
-                         },
-                         [&](int group, int token, int pair, float low, float high) {
-                           const int i = group * step + pair;
-                           store(i, token, low, high);
-                           if (!gated) store(i + kPairs, token, high, 0.0f);
-                         });
+                          [&](int group, int pair) {
+                            const int i = group * step + pair;
+                            return gated ? Rows{row(layer_.w_gate, i), row(layer_.w_up, i)}
+                                         : Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                          },
+                          [&](int group, int token, int pair, float low, float high) {
+                            const int i = group * step + pair;
+                            store(i, token, low, high);
+                            if (!gated) store(i + kPairs, token, high, 0.0f);
+                          });
     sync_threads();
   }
 
-  // h = g * up.
+  // Without a screen, h holds the gate: h *= up.
   __device__ __forceinline__ void up(Product<kTokens>& product) {
     const auto multiply = [&](int i, int token, float up) {
       if (i >= count_) return;
@@ -317,14 +318,14 @@ class FiredNeurons {
       if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
     };
     product.loaded_groups((count_ + kGroup - 1) / kGroup, p_.width,
-                         [&](int group, int pair) {
-                           const int i = group * kGroup + pair;
-                           return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
-                         },
-                         [&](int group, int token, int pair, float low, float high) {
-                           multiply(group * kGroup + pair, token, low);
-                           multiply(group * kGroup + pair + kPairs, token, high);
-                         });
+                          [&](int group, int pair) {
+                            const int i = group * kGroup + pair;
+                            return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                          },
+                          [&](int group, int token, int pair, float low, float high) {
+                            multiply(group * kGroup + pair, token, low);
+                            multiply(group * kGroup + pair + kPairs, token, high);
+                          });
     sync_threads();
   }
 
@@ -335,7 +336,7 @@ class FiredNeurons {
   int count_ = 0;
 };
 
-// nnz: of this thread.
+// Adds the active neurons that this thread counted, and the tokens, to the layer's activity.
 __device__ __forceinline__ void count_fired(const DecodeLayers& p, const DecodeLayer& l, int nnz) {
   if (l.activity == nullptr) return;
   const int total = __reduce_add_sync(~0u, nnz);
@@ -346,15 +347,18 @@ __device__ __forceinline__ void count_fired(const DecodeLayers& p, const DecodeL
   }
 }
 
-inline constexpr int kAddPairs = 8;  // neighbouring lanes, each with two columns of a token
+// --- x += the CTAs' parts of y ---
+// A CTA adds a share of the columns. Teams of kAddPairs lanes take the parts of CTAs round-robin;
+// then a warp's four teams are added, then the warps: one order for any number of tokens.
+inline constexpr int kAddPairs = 8;  // lanes, each with two columns of a token
 
 template <int kTokens>
 struct AddShared {
-  static constexpr int kAtOnce = kTokens == 1 ? 1 : 4;  // tokens
+  static constexpr int kAtOnce = kTokens == 1 ? 1 : 4;  // tokens at a time
   float2 sums[kWarps][kAtOnce * kAddPairs];
 };
 
-// This CTA's columns, in pairs.
+// The columns this CTA adds, in pairs.
 struct AddShare {
   int begin, end;
   __device__ explicit AddShare(int width) {
@@ -364,7 +368,7 @@ struct AddShare {
   }
 };
 
-// Of CTAs first, first + step, ..., `count` of them.
+// Which of the `count` CTAs first, first + step, ... have a part; waits until they have said so.
 template <int kMost>
 __device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const DecodeLayers& p,
                                                  uint32_t tag, bool all, int first, int step,
@@ -382,21 +386,21 @@ __device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const Decod
   for (int i = 0; i < kMost; ++i) has[i] = i < count && static_cast<uint32_t>(seen[i]) != 0;
 }
 
-// all: every CTA has a part, rather than those that say so in workspace.fired; of one token.
-// before: x in front of the FFN. done(place of the pair in x, its two values).
+// before: x before the FFN. Calls done(index of the pair in x, its two values) for each pair of
+// columns. all: every CTA has a part; otherwise those that say so in workspace.fired (one token).
 template <int kTokens, typename Done>
 __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, bool all,
                                           const AddShare& share, const Residual& before,
                                           AddShared<kTokens>& shared, const Done& done) {
   constexpr int kAtOnce = AddShared<kTokens>::kAtOnce, kTeams = kThreads / kAddPairs;
-  constexpr int kParts = 5;  // on their way
+  constexpr int kParts = 5;  // loaded ahead
   const int thread = static_cast<int>(threadIdx.x), ctas = static_cast<int>(gridDim.x);
   const int team = thread / kAddPairs, lane = thread % kAddPairs, pairs = p.width / 2;
   for (int base = share.begin; base < share.end; base += kAddPairs) {
     const int pair = base + lane;
     const bool inside = pair < share.end;
     for (int token = 0; token < p.tokens; token += kAtOnce) {
-      const int finished = token + team;  // by the first threads
+      const int finished = token + team;  // the token whose sum this thread stores
       const bool finishes = inside && team < kAtOnce && finished < p.tokens;
       const int at = finished * pairs + pair;
       sm90::Tagged x{};
