@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every third-party library, found once, with one target each.
-# scripts/fetch_libraries.sh puts there what a distribution does not have.
-list(PREPEND CMAKE_PREFIX_PATH ${PROJECT_SOURCE_DIR}/.cache/libraries)
 find_package(Threads REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(PkgConfig REQUIRED)

@@ -21,6 +21,12 @@ if(TWELL_SANITIZE)
   target_compile_options(twell_flags INTERFACE -fsanitize=${TWELL_SANITIZE}
     -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(twell_flags INTERFACE -fsanitize=${TWELL_SANITIZE})
+  if(NOT TWELL_FUZZ)
+    # One instruction set, the building machine's own, in place of three: a sanitizer slows the
+    # compilation of Highway's code down most. The release build has, and tests, all of them.
+    target_compile_options(twell_flags INTERFACE -march=native)
+    target_compile_definitions(twell_flags INTERFACE HWY_COMPILE_ONLY_STATIC)
+  endif()
 endif()
 if(TWELL_FUZZ)
   target_compile_options(twell_flags INTERFACE -fsanitize=fuzzer-no-link)
@@ -32,30 +38,59 @@ add_library(twell::twell ALIAS twell_all)
 
 if(TWELL_TESTS)
   find_package(GTest REQUIRED)
-  include(GoogleTest)
 endif()
 if(TWELL_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 
-# twell_test(file.cc library...): one test program. The file name gives its CTest label:
-# *_slow_test -> slow, *_cuda_test -> gpu, the rest -> cpu.
-function(twell_test file)
-  get_filename_component(name ${file} NAME_WE)
-  if(name MATCHES "_cuda_test$" AND NOT TWELL_HAVE_CUDA)
-    return()
-  endif()
-  add_executable(${name} ${file})
-  target_link_libraries(${name} PRIVATE twell_flags ${ARGN} GTest::gtest_main GTest::gmock)
+# One precompiled header for all tests: GoogleTest and the standard library take longer to read than
+# a test takes to compile. GCC uses it only where macros and options are the same, so every test gets
+# the options of every third-party library.
+if(TWELL_TESTS)
+  set(twell_test_libraries twell_flags GTest::gtest_main GTest::gmock fmt::fmt OpenMP::OpenMP_CXX
+    PkgConfig::hwy PkgConfig::utf8proc twell::cudnn)
+  file(WRITE ${PROJECT_BINARY_DIR}/test_header.cc "int main() { return 0; }\n")
+  add_executable(twell_test_header EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_header.cc)
+  target_link_libraries(twell_test_header PRIVATE ${twell_test_libraries})
+  target_compile_definitions(twell_test_header PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  target_precompile_headers(twell_test_header PRIVATE <gmock/gmock.h> <gtest/gtest.h> <algorithm>
+    <cmath> <filesystem> <functional> <map> <memory> <random> <span> <string> <vector>)
+endif()
+
+# Under sanitizers all CPU tests run. The release build repeats those that optimisation and other
+# instruction sets may change (simd), and runs the command line and the GPU code.
+add_custom_target(twell_release_tests)
+
+# twell_test(name "labels" "files" library...): one test program, with its CTest labels: cpu, simd,
+# cli; gpu for tests that skip, with the reason, where there is no GPU.
+function(twell_test name labels files)
+  add_executable(${name} ${files})
+  target_link_libraries(${name} PRIVATE ${twell_test_libraries} ${ARGN})
   target_compile_definitions(${name} PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-  set(label cpu)
-  if(name MATCHES "_slow_test$")
-    set(label slow)
-  elseif(name MATCHES "_cuda_test$")
-    set(label gpu)
-  endif()
+  target_precompile_headers(${name} REUSE_FROM twell_test_header)
   add_test(NAME ${name} COMMAND ${name} --gtest_brief=1)
-  set_tests_properties(${name} PROPERTIES LABELS ${label} TIMEOUT 1200)
+  set_tests_properties(${name} PROPERTIES LABELS "${labels}" TIMEOUT 1200)
+  if(labels MATCHES "simd|cli|gpu")
+    add_dependencies(twell_release_tests ${name})
+  endif()
+endfunction()
+
+# twell_room_tests(room "files" library...): the room's tests as one program, <room>_test, and those
+# of its GPU code, *_cuda_test.cc, as another, <room>_cuda_test.
+function(twell_room_tests room files)
+  set(gpu_files ${files})
+  list(FILTER gpu_files INCLUDE REGEX "_cuda_test\\.cc$")
+  list(FILTER files EXCLUDE REGEX "_cuda_test\\.cc$")
+  set(labels cpu)
+  if(room MATCHES "^(ops_|format|rooms)")
+    list(APPEND labels simd)
+  endif()
+  if(files)
+    twell_test(${room}_test "${labels}" "${files}" ${ARGN})
+  endif()
+  if(gpu_files AND TWELL_HAVE_CUDA)
+    twell_test(${room}_cuda_test gpu "${gpu_files}" ${ARGN})
+  endif()
 endfunction()
 
 # Kernels in *_sm90.cu use instructions of sm_90a alone; other *.cu run on sm_80 and later, with code
@@ -115,9 +150,7 @@ function(twell_room folder)
   target_link_libraries(twell_all INTERFACE ${target})
 
   if(TWELL_TESTS)
-    foreach(file ${tests})
-      twell_test(${file} ${target})
-    endforeach()
+    twell_room_tests(${suffix} "${tests}" ${target})
   endif()
   if(TWELL_BENCH)
     foreach(file ${benches})

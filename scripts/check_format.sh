@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Every source file is formatted by clang-format 14, which Debian 12 and Ubuntu 22.04 and later have
+# Every source file is formatted by clang-format 14, which Debian 12 and Ubuntu 24.04 have
 # (other versions differ), and opens with its licence line.
 # `scripts/check_format.sh --fix` formats in place.
 set -euo pipefail

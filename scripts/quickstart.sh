@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # From a bare machine to a trained sparse language model: installs what it needs, builds, trains a
-# small model on text every such machine has, and shows what became of it. Where there is a CUDA
-# toolkit it builds for the GPU too, and where there is a GPU with cuDNN it trains there.
+# small model on text every such machine has, and shows what became of it. Where there is an
+# NVIDIA GPU and a CUDA toolkit it builds for the GPU too, and trains there.
 #   scripts/quickstart.sh                 trains on the documentation and headers of this machine
 #   scripts/quickstart.sh --data PATH     trains on your text (repeatable)
 #   scripts/quickstart.sh --out DIR       elsewhere than runs/quickstart
+#   scripts/quickstart.sh --cuda          builds the GPU code where no GPU is seen, too
 # More options are passed on to `twell train` (for example --steps 2000). A run that was interrupted
 # is continued; a finished one is only examined again.
 set -euo pipefail
@@ -14,6 +15,9 @@ cd "$(dirname "$0")/.."
 out=runs/quickstart
 data=()
 train=()
+# GPU code takes as long to compile as everything else.
+cuda=OFF
+[[ -e /dev/nvidiactl ]] && cuda=AUTO
 while [[ $# -gt 0 ]]; do
   case $1 in
     --data | --out)
@@ -21,8 +25,12 @@ while [[ $# -gt 0 ]]; do
       if [[ $1 == --data ]]; then data+=(--data "$2"); else out=$2; fi
       shift 2
       ;;
+    --cuda)
+      cuda=AUTO
+      shift
+      ;;
     -h | --help)
-      sed -n '3,10s/^# \{0,1\}//p' "$0"
+      sed -n '3,11s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
     *)
@@ -45,8 +53,8 @@ step() { printf '\n== %s\n' "$*"; }
 
 step "install and build"
 scripts/setup.sh
-[[ -f build/release/build.ninja ]] || cmake --preset release >/dev/null
-cmake --build --preset release
+[[ -f build/release/build.ninja ]] || cmake --preset release -DTWELL_CUDA="$cuda" >/dev/null
+cmake --build --preset release --target twell
 twell=build/release/twell
 
 if [[ ${#data[@]} == 0 ]]; then

@@ -1,26 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs what a build needs from the distribution (Debian 12, Ubuntu 22.04 and later).
+# Installs what a build needs from the distribution (Debian 12 and 13, Ubuntu 24.04).
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
 #   scripts/setup.sh --fuzz   these, and what the fuzz targets need
-# Into .cache/ go what Ubuntu 22.04 does not have, and where there is a CUDA toolkit the headers of
-# cudnn-frontend.
+# Where there is a CUDA toolkit, the headers of cudnn-frontend go into .cache/.
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
 
 packages=(
   g++ cmake ninja-build pkg-config
-  libdnnl-dev libfmt-dev libcli11-dev nlohmann-json3-dev
+  libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libsnappy-dev libxxhash-dev zlib1g-dev
 )
-# Its Highway is older than 1.0, and it has no toml++.
-jammy=$(grep -c '^UBUNTU_CODENAME=jammy' /etc/os-release 2>/dev/null || true)
-if [[ $jammy == 1 ]]; then
-  packages+=(xz-utils)
-else
-  packages+=(libhwy-dev libtomlplusplus-dev)
-fi
 cuda=0
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
@@ -40,7 +32,6 @@ for package in "${packages[@]}"; do
   [[ $status == installed ]] || missing+=("$package")
 done
 fetch() {
-  [[ $jammy != 1 ]] || "$(dirname "$0")/fetch_libraries.sh"
   [[ $cuda == 0 ]] || "$(dirname "$0")/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs what it needs, checks the sources, builds, and runs every test this machine can run.
-#   scripts/test.sh            checks, sanitizer build of the fast tests, full build and all tests
-#   scripts/test.sh --quick    without the sanitizer build
+#   scripts/test.sh            checks, all CPU tests under sanitizers, release build and its tests
+#   scripts/test.sh --quick    without the sanitizers
 # CUDA code is compiled where a CUDA toolkit is found; its tests run where there is a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,20 +26,20 @@ step "formatting and include directions"
 scripts/check_format.sh
 python3 scripts/check_includes.py
 
+# As many test programs at once as there are processors; each takes as many threads as it likes.
+jobs=$(nproc)
+
 if [[ $quick == 0 ]]; then
-  step "fast tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+  step "all CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer"
   cmake --preset asan >/dev/null
   cmake --build --preset asan
-  # OpenMP's thread pool and oneDNN's caches live until exit: no leak checking of those.
-  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --label-regex '^cpu$' \
-    --output-on-failure
+  # OpenMP's thread pool and oneDNN's caches live until exit, so leaks are not looked for.
+  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi
 
-step "release build of the command line"
-cmake --preset release >/dev/null
-cmake --build --preset release
-
-step "tests"
+step "release build: the command line, tests of vector code and of GPU code, warnings as errors"
 cmake --preset dev >/dev/null
-cmake --build --preset dev
-ctest --test-dir build/dev --output-on-failure
+cmake --build --preset dev --target twell twell_release_tests
+
+step "tests of the release build"
+ctest --test-dir build/release --label-regex 'simd|cli|gpu' --output-on-failure -j "$jobs"
