@@ -236,7 +236,7 @@ void require_same(const FfnCudaRow& row) {
 
 // Fills in what follows from the timings, which dense leads.
 void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector<Piece>& layers,
-            double repeats, const GpuChoice& choice, std::vector<FfnCudaRow>& rows) {
+            double repeats, const GpuFfnChoice& choice, std::vector<FfnCudaRow>& rows) {
   const GpuEnergyMeter meter = energy_meter(ctx);
   for (size_t i = 0; i < rows.size(); ++i) {
     FfnCudaRow& row = rows[i];
@@ -248,12 +248,13 @@ void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector
   }
 }
 
-GpuLayerShape layer_shape(const CudaContext& ctx, const FfnBenchmark& options) {
-  return {.width = options.width,
-          .ffn = options.ffn,
-          .gated = options.gated,
-          .multiprocessors = ctx.multiprocessors(),
-          .hopper = ctx.compute_capability() == 90};
+GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int64_t tokens,
+                       FfnPolicy policy, const LayerActivity& activity) {
+  const GpuFfnLayer layer{.width = options.width,
+                          .ffn = options.ffn,
+                          .gated = options.gated,
+                          .device = gpu_device(ctx)};
+  return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
 
 // Many tokens: the given pattern after the gate, random operands in the gate GEMM.
@@ -262,9 +263,9 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const FfnBenchmark& o = options.layer;
   const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
   TWELL_REQUIRE(o.gated,
-                "a pattern of {} tokens can be replayed in a gated layer only; up to {} "
-                "tokens run a non-gated one",
-                tokens, kFewTokens);
+                "a pattern of {} tokens can be replayed in a gated layer only; fewer tokens run a "
+                "non-gated one",
+                tokens);
   auto host_x = random_operand(tokens * o.width, o.seed, 1, 1.0f);
   auto host_gate = random_operand(o.ffn * o.width, o.seed, 4, 0.02f);
   // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest of a gate has deviation 0.02 sqrt(D - 1).
@@ -326,8 +327,8 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
     require_same(rows[i + 1]);
     if (i == 0) up_down.activity = nullptr;
   }
-  const GpuChoice choice = choose_gpu_execution(layer_shape(ctx, o), tokens, FfnPolicy::kAuto,
-                                                layer_activity(download(counts)[0], o.ffn));
+  const GpuFfnChoice choice =
+      choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
 
   // Behind the gate GEMM, tiles of the pattern are taken as that gets tiles of its own done.
   GateGemmCuda followed_gate = gate_gemm;
@@ -440,14 +441,13 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
   run(copies[0]);
   plans.update(ctx);
   std::vector<FfnCudaRow> rows = {row_of(pattern, FfnExecution::kDense),
-                                  row_of(pattern, FfnExecution::kRowFused)};
+                                  row_of(pattern, plans[0].plan.execution)};
   rows[1].error = relative_difference(y, dense_y);
   require_same(rows[1]);
   TWELL_CHECK(plans[0].plan.nnz == static_cast<int64_t>(pattern.column.size()),
               "{}: the gate fires {} times, expected {}", pattern.name, plans[0].plan.nnz,
               pattern.column.size());
-  const GpuChoice choice =
-      choose_gpu_execution(layer_shape(ctx, o), tokens, FfnPolicy::kAuto, plans[0].activity);
+  const GpuFfnChoice choice = choice_of(ctx, o, tokens, FfnPolicy::kAuto, plans[0].activity);
   const std::vector<Piece> layers = {[&] {
                                        for (const Layer& layer : copies) {
                                          dense.forward(ctx, layer.weights(), layer.x.data(),
@@ -480,7 +480,9 @@ std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchm
                 "this benchmark times Hopper kernels, {} is of compute capability {}.{}",
                 ctx.device_name(), ctx.compute_capability() / 10, ctx.compute_capability() % 10);
   const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
-  return tokens <= kFewTokens ? few_tokens(ctx, options, pattern) : replayed(ctx, options, pattern);
+  const GpuFfnChoice sparse = choice_of(ctx, o, tokens, FfnPolicy::kTileUnion, {});
+  return sparse.execution == FfnExecution::kTileUnion ? replayed(ctx, options, pattern)
+                                                      : few_tokens(ctx, options, pattern);
 }
 
 }  // namespace twell

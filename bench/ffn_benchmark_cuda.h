@@ -44,8 +44,8 @@ struct FfnCudaBenchmark {
   double energy_seconds = 1.0;  // window per execution; 0: do not measure
 };
 
-// Rows: dense, tile-union (over 64 tokens), row-fused. Error when an execution does not give the
-// dense result.
+// Rows: dense, tile-union and row-fused; for up to 64 tokens, dense and what sparse runs of so few
+// (ops/ffn/dispatch.h). Error when an execution does not give the dense result.
 std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
                                            const FfnPattern& pattern);
 

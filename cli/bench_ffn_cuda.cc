@@ -80,7 +80,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
 void print_row(const FfnBenchmark& options, const FfnCudaRow& row) {
   const auto half = [](double ms) { return ms > 0.0 ? fmt::format("{:.4f}", ms) : "-"; };
   fmt::print(
-      "  {:<10} {:>5} {:>8} {:>8} {:>9.4f} [{:.4f}, {:.4f}] {:>7.2f}x {:>7.0f} {:>9} {:>9.1e}\n",
+      "  {:<11} {:>5} {:>8} {:>8} {:>9.4f} [{:.4f}, {:.4f}] {:>7.2f}x {:>7.0f} {:>9} {:>9.1e}\n",
       ffn_execution_name(row.execution), row.chosen ? "<auto" : "", half(row.gate.median_ms),
       half(row.up_down.median_ms), row.layer.median_ms, row.layer.p10_ms, row.layer.p90_ms,
       row.speedup, dense_equivalent_tflops(options, row),
@@ -97,7 +97,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   CudaContext ctx(stream.get());
   fmt::print("FFN forward, D {}, F {}, {}, bf16, on {}\n", options.width, options.ffn,
              options.gated ? "gated" : "not gated", ctx.device_name());
-  fmt::print("  {:<10} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
+  fmt::print("  {:<11} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
              "", "gate", "up+down", "layer ms", "p10", "p90", "ratio", "TFLOP/s", "mJ/token",
              "error");
   double ratios = 0.0;  // of what is picked

@@ -156,7 +156,7 @@ TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
 
 TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
   ModelConfig config = preset_config("0.5b");
-  const auto costs = gpu_costs(config, 132, true);
+  const auto costs = gpu_costs(config, {});
   Pattern light{.cols = config.ffn, .row_begin = {0}, .column = {}}, busy = light;
   for (int64_t m = 0; m < 1024; ++m) {
     for (uint32_t n = 0; n < 8; ++n) light.column.push_back(n * 700);
@@ -165,8 +165,8 @@ TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
     busy.row_begin.push_back(std::ssize(busy.column));
   }
   EXPECT_NE(costs->together(light).execution(), FfnExecution::kDense);
-  EXPECT_EQ(costs->one_by_one(light).execution(), FfnExecution::kRowFused);
-  EXPECT_EQ(costs->one_by_one(light).runs[1], 1024);
+  EXPECT_EQ(costs->one_by_one(light).execution(), FfnExecution::kDecodeRows);
+  EXPECT_EQ(costs->one_by_one(light).runs[static_cast<size_t>(FfnExecution::kDecodeRows)], 1024);
   EXPECT_GT(costs->together(light).speedup(), 1.2);
   EXPECT_EQ(costs->together(busy).execution(), FfnExecution::kDense);
   EXPECT_DOUBLE_EQ(costs->together(busy).speedup(), 1.0);

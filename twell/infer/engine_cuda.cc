@@ -39,7 +39,7 @@ std::unique_ptr<Scorer> EngineCuda::scorer(FfnPolicy policy) {
 }
 
 std::unique_ptr<ExecutionCosts> EngineCuda::costs() {
-  return gpu_costs(config(), ctx_.multiprocessors(), ctx_.compute_capability() == 90);
+  return gpu_costs(config(), gpu_device(ctx_));
 }
 
 }  // namespace twell

@@ -81,8 +81,7 @@ TEST_F(EvaluateCudaTest, ProfileEqualsCpu) {
   add_texts(cpu);
   cpu.finish();
   ScorerCuda gpu_scorer(*ctx_, *device_model_);
-  ActivityProfiler gpu_profiler(model_->config, gpu_costs(model_->config, ctx_->multiprocessors(),
-                                                          ctx_->compute_capability() == 90));
+  ActivityProfiler gpu_profiler(model_->config, gpu_costs(model_->config, gpu_device(*ctx_)));
   Evaluator gpu(gpu_scorer, {.batch_tokens = 600, .profiler = &gpu_profiler});
   add_texts(gpu);
   const Evaluation& evaluation = gpu.finish();

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "twell/ops/ffn/ffn_cost.h"
-#include "twell/ops/ffn/gpu_choice.h"
 #include "twell/ops/ffn/sparse_up_down.h"
 
 namespace twell {
@@ -76,7 +75,7 @@ class CpuCosts : public ExecutionCosts {
 
 class GpuCosts : public ExecutionCosts {
  public:
-  explicit GpuCosts(const GpuLayerShape& shape) : shape_(shape) {}
+  explicit GpuCosts(const GpuFfnLayer& layer) : layer_(layer) {}
 
   std::string_view device() const override { return "GPU"; }
 
@@ -98,20 +97,15 @@ class GpuCosts : public ExecutionCosts {
   }
 
   ExpectedFfn expected(const LayerActivity& activity, int64_t tokens, int64_t runs) const {
-    const FfnExecution execution =
-        choose_gpu_execution(shape_, tokens, FfnPolicy::kAuto, activity).execution;
-    const double dense = gpu_dense_cost(shape_, tokens);
-    double cost = dense;
-    if (execution == FfnExecution::kRowFused) cost = gpu_row_fused_cost(shape_, tokens, activity);
-    if (execution == FfnExecution::kTileUnion) cost = gpu_tile_union_cost(shape_, tokens, activity);
+    const GpuFfnChoice choice = choose_gpu_ffn(layer_, {.tokens = tokens}, activity);
     ExpectedFfn out;
-    out.runs[static_cast<size_t>(execution)] = runs;
-    out.dense_cost = dense * static_cast<double>(runs);
-    out.cost = cost * static_cast<double>(runs);
+    out.runs[static_cast<size_t>(choice.execution)] = runs;
+    out.dense_cost = choice.dense_cost * static_cast<double>(runs);
+    out.cost = choice.cost * static_cast<double>(runs);
     return out;
   }
 
-  GpuLayerShape shape_;
+  GpuFfnLayer layer_;
 };
 
 }  // namespace
@@ -131,13 +125,9 @@ std::unique_ptr<ExecutionCosts> cpu_costs(Context& ctx, const ModelConfig& confi
   return std::make_unique<CpuCosts>(ctx, config);
 }
 
-std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, int64_t multiprocessors,
-                                          bool hopper) {
-  return std::make_unique<GpuCosts>(GpuLayerShape{.width = config.width,
-                                                  .ffn = config.ffn,
-                                                  .gated = config.gated,
-                                                  .multiprocessors = multiprocessors,
-                                                  .hopper = hopper});
+std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, const GpuDevice& device) {
+  return std::make_unique<GpuCosts>(GpuFfnLayer{
+      .width = config.width, .ffn = config.ffn, .gated = config.gated, .device = device});
 }
 
 }  // namespace twell

@@ -11,15 +11,16 @@
 #include "twell/base/context.h"
 #include "twell/format/statistics.h"
 #include "twell/model/config.h"
+#include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
 
 namespace twell {
 
 // The whole FFN of one layer, its gate projection included, as the cost model sees it (ops/ffn).
 struct ExpectedFfn {
-  std::array<int64_t, 3> runs = {};  // how often each FfnExecution is the cheapest
-  double dense_cost = 0.0;           // of all runs, in a unit of the device
-  double cost = 0.0;                 // with the cheapest execution of each
+  std::array<int64_t, kFfnExecutions> runs = {};  // how often each FfnExecution is the cheapest
+  double dense_cost = 0.0;                        // of all runs, in a unit of the device
+  double cost = 0.0;                              // with the cheapest execution of each
 
   FfnExecution execution() const;  // the most frequent
   double speedup() const { return cost == 0.0 ? 1.0 : dense_cost / cost; }
@@ -37,8 +38,7 @@ class ExecutionCosts {
 
 // The context must outlive it: its threads are part of the answer.
 std::unique_ptr<ExecutionCosts> cpu_costs(Context& ctx, const ModelConfig& config);
-// Plain arithmetic, needs no GPU. A compute capability of 9.0 is "hopper".
-std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, int64_t multiprocessors,
-                                          bool hopper);
+// Plain arithmetic, needs no GPU.
+std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, const GpuDevice& device);
 
 }  // namespace twell

@@ -189,7 +189,7 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
   for (const int64_t slot : slots) sequences.push_back({.tokens = 1, .slot = slot});
   forward_.stage(ids, sequences, &cache_, uniforms);
   if (graphs_.size() > kMaxGraphs) drop_graphs();
-  Graph& graph = graphs_[{count, forward_.suits_one_kernel()}];
+  Graph& graph = graphs_[{count, forward_.path()}];
   if (!graph.warm) {
     enqueue_layers(count);
     graph.warm = true;

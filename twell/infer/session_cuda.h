@@ -67,8 +67,8 @@ class SessionCuda : public Session {
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] of prompts
   float* host_logits_ = nullptr;             // [slots, V] page-locked
   int32_t* host_next_ = nullptr;             // [slots] page-locked
-  // By number of sequences and ForwardCuda::suits_one_kernel().
-  std::map<std::pair<int64_t, bool>, Graph> graphs_;
+  // By number of sequences and ForwardCuda::path().
+  std::map<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t tokens_ = 0;        // since the FFN plans were updated last
   int64_t update_after_ = 1;  // tokens until the next update
 };

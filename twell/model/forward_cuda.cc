@@ -19,8 +19,6 @@ namespace twell {
 namespace {
 
 constexpr int64_t kRowStep = 128;  // of padded batches
-// Of a layer's neurons, firing, up to which reading through a screen is faster (docs/kernels.md).
-constexpr double kScreenedShare = 1.0 / 80.0;
 
 // Values of bf16 per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -65,15 +63,31 @@ void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
               "two sequences share a cache slot");
 }
 
-// Of one kernel that takes a new token for each sequence through all layers; no tokens where the
+// The model as the table of executions sees it on this device.
+GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
+  GpuLayers layers{.ffn = {.width = config.width,
+                           .ffn = config.ffn,
+                           .gated = config.gated,
+                           .activation = config.activation,
+                           .row_tokens = layer_ops::max_tokens(config.width),
+                           .device = gpu_device(ctx)},
+                   .heads = config.heads,
+                   .head_dim = config.head_dim,
+                   .qk_norm = config.qk_norm,
+                   .row_tokens = layer_ops::max_tokens(std::max(config.width, config.q_width())),
+                   .segment_keys = kDecodeSegment};
+  layers.one_kernel_tokens = gpu_one_kernel_tokens(
+      layers, config.layers, kMaxDecodeLayers,
+      decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
+  return layers;
+}
+
+// Of the kernel that takes a new token of each sequence through all layers; no tokens where the
 // model or the device does not suit it.
-DecodeLayersWorkspace::Shape decode_shape(const ModelConfig& config, const ForwardPlanCuda& plan) {
-  const bool suits = config.activation == Activation::kRelu && !config.qk_norm &&
-                     config.layers <= kMaxDecodeLayers;
-  const int64_t most =
-      suits ? decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim)
-            : 0;
-  return {.tokens = std::min({plan.max_sequences, plan.max_tokens, most}),
+DecodeLayersWorkspace::Shape decode_shape(const CudaContext& ctx, const ModelConfig& config,
+                                          const ForwardPlanCuda& plan) {
+  return {.tokens = std::min(
+              {plan.max_sequences, plan.max_tokens, gpu_layers(ctx, config).one_kernel_tokens}),
           .width = config.width,
           .heads = config.heads,
           .kv_heads = config.kv_heads,
@@ -90,7 +104,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          FfnWorkspaceCuda::bytes_needed(ctx, plan.max_tokens, config.ffn) +
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
-         DecodeLayersWorkspace::bytes_needed(ctx, decode_shape(config, plan)) +
+         DecodeLayersWorkspace::bytes_needed(ctx, decode_shape(ctx, config, plan)) +
          4 * config.max_sequence() * config.head_dim;
 }
 
@@ -103,7 +117,9 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
       ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
       ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn),
-      decode_(ctx, decode_shape(config_, plan)) {
+      decode_(ctx, decode_shape(ctx, config_, plan)),
+      layers_(gpu_layers(ctx, config_)) {
+  layers_.one_kernel_tokens = decode_.tokens();
   const RopeTable table = rope_table(config_, config_.max_sequence());
   cos_ = to_device(table.cos.span());
   sin_ = to_device(table.sin.span());
@@ -227,12 +243,13 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .out = residual_.data()},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
-  const bool plain = row_nnz == nullptr && !hooks.ffn && !hooks.after_stage;
-  if (plain && decodes() && (hooks.one_kernel || suits_one_kernel())) {
+  const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
+  const GpuLayersPath path = choose_gpu_layers(layers_, staged_batch(observed, hooks.one_kernel));
+  if (path == GpuLayersPath::kOneKernel) {
     enqueue_decode_layers(hooks);
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
-      if (plain && few_tokens()) {
+      if (path == GpuLayersPath::kFewKernels) {
         enqueue_few_tokens_layer(layer);
       } else {
         enqueue_layer(layer, row_nnz, hooks);
@@ -327,10 +344,18 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   done(ForwardStage::kFfn);
 }
 
-bool ForwardCuda::few_tokens() const {
-  return staged_.cache != nullptr &&
-         ffn_fuses_norm(ctx_, staged_.tokens, std::max(config_.width, config_.q_width())) &&
-         config_.head_dim % 16 == 0 && config_.activation == Activation::kRelu && !config_.qk_norm;
+GpuBatch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
+  return {.tokens = staged_.tokens,
+          .cached = staged_.cache != nullptr,
+          .observed = observed,
+          .most_new = staged_.max_q_len,
+          .most_keys = staged_.max_kv_len,
+          .kv_segments = staged_.kv_segments,
+          .one_kernel = one_kernel};
+}
+
+GpuLayersPath ForwardCuda::path() const {
+  return choose_gpu_layers(layers_, staged_batch(false, false));
 }
 
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
@@ -380,18 +405,6 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
                    ffn_plans_[layer], ffn_);
 }
 
-bool ForwardCuda::decodes() const {
-  return staged_.cache != nullptr && staged_.max_q_len == 1 && staged_.tokens <= decode_.tokens();
-}
-
-// While no CTA attends to more keys of a layer than one segment has: beyond that, attention is
-// faster as a kernel of its own (docs/kernels.md).
-bool ForwardCuda::suits_one_kernel() const {
-  if (!decodes()) return false;
-  const int64_t pieces = ceil_div(config_.heads * staged_.kv_segments, ctx_.multiprocessors());
-  return pieces * std::min(staged_.max_kv_len, kDecodeSegment) <= kDecodeSegment;
-}
-
 void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   DecodeLayers problem{.tokens = static_cast<int>(staged_.tokens),
@@ -412,8 +425,8 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .workspace = decode_.get()};
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-    const FfnExecution execution =
-        choose_ffn_cuda(ctx_, staged_.tokens, config_.activation, ffn_plans_[layer], ffn_);
+    const GpuFfnChoice choice =
+        choose_ffn_cuda(layers_.ffn, {.tokens = staged_.tokens}, ffn_plans_[layer]);
     problem.layer[layer] = {.attention_norm = device_bf16(w.attention_norm),
                             .w_qkv = device_bf16(w.w_qkv.data),
                             .b_qkv = device_bf16(w.b_qkv),
@@ -425,9 +438,8 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                             .keys = staged_.cache->keys(layer),
                             .values = staged_.cache->values(layer),
                             .activity = ffn_plans_[layer].counts,
-                            .sparse = execution != FfnExecution::kDense};
-    const double active = ffn_plans_[layer].activity.nnz_per_token;
-    if (hooks.one_kernel || active <= kScreenedShare * static_cast<double>(config_.ffn)) {
+                            .sparse = choice.execution != FfnExecution::kDense};
+    if (hooks.one_kernel || gpu_gate_screen_pays(layers_.ffn, ffn_plans_[layer].activity)) {
       problem.layer[layer].screen = screens_[layer];
     }
   }

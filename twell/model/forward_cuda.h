@@ -39,7 +39,8 @@ struct ForwardHooksCuda {
   std::function<void(ForwardStage stage)> after_stage;
   // Runs a layer's FFN in place of ffn_forward_cuda.
   std::function<void(int64_t layer, const FfnForwardCuda& problem)> ffn;
-  // Takes the layers as one kernel wherever that can be, and screens however many neurons fire.
+  // Runs the layers as one kernel however long the sequences are, and reads gates through screens
+  // however many neurons are active.
   bool one_kernel = false;
 };
 
@@ -63,13 +64,12 @@ class ForwardCuda {
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {});
   // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
-  // be replayed after each stage() of as many sequences of as many tokens each, with
-  // suits_one_kernel() as it was, until ffn_plans() are updated.
+  // be replayed after each stage() of as many sequences of as many tokens each with the same
+  // path(), until ffn_plans() are updated.
   // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
-  // Whether the staged batch takes all layers as one kernel (ops/decode): a new token each
-  // of a few sequences that are not too long for that.
-  bool suits_one_kernel() const;
+  // How the staged batch passes the layers, unless hooks or row_nnz ask for single ops.
+  GpuLayersPath path() const;
   // After enqueue or the launch of its graph, before the next stage().
   void enqueued() const { batch_.copied(ctx_); }
 
@@ -96,12 +96,11 @@ class ForwardCuda {
     bool uniform = false;     // whole sequences of one length, without a cache
     KvCacheCuda* cache = nullptr;
   };
-  // One layer each. Few tokens with a cache take kernels that do several of its steps at once.
+  GpuBatch staged_batch(bool observed, bool one_kernel) const;
+  // The ways of GpuLayersPath: one layer each, and all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
-  bool few_tokens() const;
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
-  bool decodes() const;  // one kernel can do it
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden
@@ -118,6 +117,7 @@ class ForwardCuda {
   FfnWorkspaceCuda ffn_;
   FfnPlansCuda ffn_plans_;
   DecodeLayersWorkspace decode_;
+  GpuLayers layers_;
   GateScreensCuda screens_;
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
   DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to

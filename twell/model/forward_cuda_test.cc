@@ -177,6 +177,34 @@ TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
   expect_near(got, want);
 }
 
+// Every policy, with a cache and without, around the limits of the executions of a few tokens:
+// tile-union once ran 8 cached tokens without their norm.
+TEST_P(ForwardCudaTest, EveryPolicyEqualsCpu) {
+  const int64_t vocab = model_->config.vocab_size;
+  for (const int64_t tokens : {1, 5, 8, 9, 64, 65}) {
+    const auto ids = random_ids(tokens, vocab, static_cast<uint64_t>(tokens));
+    const std::vector<ForwardSequence> sequences = {{tokens, 0}};
+    const auto want = cpu_logits(ids, sequences);
+    for (const FfnPolicy policy :
+         {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+      ForwardCuda forward(*ctx_, *device_model_,
+                          {.max_tokens = 65, .max_sequences = 1, .max_length = 300, .ffn = policy});
+      KvCacheCuda cache(model_->config, 1, 300);
+      for (const bool cached : {false, true}) {
+        // The second time auto has measured the layers.
+        for (int time = 0; time < 2; ++time) {
+          SCOPED_TRACE(testing::Message() << ffn_policy_name(policy) << ", " << tokens
+                                          << " tokens, cached " << cached << ", time " << time);
+          cache.set_length(0, 0);
+          forward.run(ids, sequences, cached ? &cache : nullptr);
+          expect_near(device_logits(forward, tokens), want);
+          forward.ffn_plans().update(*ctx_);
+        }
+      }
+    }
+  }
+}
+
 TEST_P(ForwardCudaTest, CountsActiveNeurons) {
   ForwardCuda forward(*ctx_, *device_model_,
                       {.max_tokens = 200, .max_sequences = 1, .max_length = 200});

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feed-forward layer at inference: picks and runs one of its executions.
-//   dense       three library GEMMs
-//   row-fused   gate GEMM -> TwELL; per token, up and down over its active neurons only
-//   tile-union  gate GEMM -> TwELL; per tile of tokens, up and down over the union of the tile's
-//               active neurons, each weight row read once
+//   dense        three library GEMMs
+//   row-fused    gate GEMM -> TwELL; per token, up and down over its active neurons only
+//   tile-union   gate GEMM -> TwELL; per tile of tokens, up and down over the union of the tile's
+//                active neurons, each weight row read once
+//   decode-rows  GPU, 1 to 8 tokens: two kernels that read w_gate once, and of w_up and w_down the
+//                rows of active neurons
+//   small-batch  the same for 9 to 64 tokens
+// A policy names what to run; dispatch.h says what it comes to on a GPU. The CPU runs the first
+// three.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
 // A layer whose activation is not ReLU runs dense whatever the policy says; its active neurons are
@@ -21,11 +26,13 @@
 
 namespace twell {
 
-enum class FfnExecution { kDense, kRowFused, kTileUnion };
+enum class FfnExecution { kDense, kRowFused, kTileUnion, kDecodeRows, kSmallBatch };
+inline constexpr int kFfnExecutions = 5;
 enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion };  // kAuto: the fastest as measured
 
-std::string_view ffn_execution_name(FfnExecution execution);  // "dense", "row-fused", "tile-union"
-FfnPolicy parse_ffn_policy(std::string_view name);            // "auto" and the above; InputError
+std::string_view ffn_execution_name(FfnExecution execution);  // as above
+// "auto", "dense", "row-fused", "tile-union"; InputError
+FfnPolicy parse_ffn_policy(std::string_view name);
 std::string_view ffn_policy_name(FfnPolicy policy);
 
 // What one layer has been seen to do, and what it runs because of it. One per layer and session.

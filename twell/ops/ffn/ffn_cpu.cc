@@ -89,7 +89,7 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
     case FfnExecution::kRowFused:
       row_fused_up_down(ctx, sparse);
       break;
-    case FfnExecution::kTileUnion:
+    default:  // tile-union: the CPU has no other execution
       tile_union_up_down(ctx, sparse);
       break;
   }
@@ -136,6 +136,10 @@ std::string_view ffn_execution_name(FfnExecution execution) {
       return "row-fused";
     case FfnExecution::kTileUnion:
       return "tile-union";
+    case FfnExecution::kDecodeRows:
+      return "decode-rows";
+    case FfnExecution::kSmallBatch:
+      return "small-batch";
     default:
       return "dense";
   }

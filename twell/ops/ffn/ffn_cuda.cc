@@ -72,9 +72,8 @@ void FfnPlansCuda::update(CudaContext& ctx) {
 }
 
 int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
-  // Eight rounds of gate GEMM tiles, 256 tokens per pair of multiprocessors, for each column tile:
-  // enough to make the last, partly filled round cheap, and what is launched per chunk. Four where
-  // eight would take much memory.
+  // Eight rounds of gate GEMM tiles (256 tokens per pair of SMs) make the last, partly filled round
+  // and the launches of a chunk cheap. Four where eight would take much memory.
   const int64_t four_rounds = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
   const int64_t most =
       chunk_bytes(2 * four_rounds, ffn) <= kMuchMemory ? 2 * four_rounds : four_rounds;
@@ -86,9 +85,11 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
                                    bool gated)
     : max_tokens_(max_tokens),
       chunk_tokens_(chunk_tokens(ctx, max_tokens, ffn)),
-      width_(width),
-      ffn_(ffn),
-      gated_(gated),
+      layer_{.width = width,
+             .ffn = ffn,
+             .gated = gated,
+             .row_tokens = layer_ops::max_tokens(width),
+             .device = gpu_device(ctx)},
       words_(twell_shape(chunk_tokens_, ffn).words()),
       gate_(twell_shape(chunk_tokens_, ffn).max_spill_slots() * kTwellTile),
       row_nnz_(chunk_tokens_),
@@ -111,9 +112,6 @@ int64_t FfnWorkspaceCuda::bytes() const {
          row_fused_.bytes() + few_tokens_.bytes();
 }
 
-// The choice, plain arithmetic, does not know the kernels.
-static_assert(kFewTokens == kMaxFewTokens);
-
 // The executions of one chunk of tokens.
 class FfnCallCuda {
  public:
@@ -122,20 +120,16 @@ class FfnCallCuda {
       : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
 
   // Up to 8 tokens: kernels that read each weight once at memory speed.
-  bool few_rows_dense() const {
-    if (!ffn_fuses_norm(ctx_, chunk_.tokens, workspace_.width_) || chunk_.row_nnz != nullptr ||
-        chunk_.weights.activation != Activation::kRelu) {
-      return false;
-    }
+  void dense_rows() const {
     TWELL_CUDA_CHECK(
         layer_ops::launch_gate_up({.input = {.tokens = chunk_.tokens,
-                                             .width = workspace_.width_,
+                                             .width = workspace_.width(),
                                              .x = chunk_.x,
                                              .norm = chunk_.norm,
                                              .eps = chunk_.eps,
                                              .constant_weights = true},
-                                   .ffn = workspace_.ffn_,
-                                   .w_gate = workspace_.gated_ ? chunk_.weights.w_gate : nullptr,
+                                   .ffn = workspace_.ffn(),
+                                   .w_gate = workspace_.gated() ? chunk_.weights.w_gate : nullptr,
                                    .w_up = chunk_.weights.w_up,
                                    .h = workspace_.gate_.data(),
                                    .activity = plan_.counts},
@@ -144,31 +138,29 @@ class FfnCallCuda {
     if (chunk_.tokens > 1) {
       matmul_cuda(ctx_,
                   {.rows = chunk_.tokens,
-                   .cols = workspace_.width_,
-                   .inner = workspace_.ffn_,
+                   .cols = workspace_.width(),
+                   .inner = workspace_.ffn(),
                    .add = chunk_.add},
                   workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
-      return true;
+      return;
     }
     TWELL_CUDA_CHECK(layer_ops::launch_down_sm90({.tokens = chunk_.tokens,
-                                                  .width = workspace_.width_,
-                                                  .ffn = workspace_.ffn_,
+                                                  .width = workspace_.width(),
+                                                  .ffn = workspace_.ffn(),
                                                   .h = workspace_.gate_.data(),
                                                   .w = chunk_.weights.w_down,
                                                   .residual = residual(),
                                                   .y = chunk_.y,
                                                   .constant_weights = true},
                                                  ctx_.stream()));
-    return true;
   }
 
-  void dense() const {
-    if (few_rows_dense()) return;
+  void dense_gemms() const {
     std::unique_ptr<DenseFfnCuda>& dense =
         workspace_.dense_[{chunk_.tokens, chunk_.weights.activation, chunk_.add}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
-          ctx_, chunk_.tokens, workspace_.width_, workspace_.ffn_, workspace_.gated_,
+          ctx_, chunk_.tokens, workspace_.width(), workspace_.ffn(), workspace_.gated(),
           workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation,
           chunk_.add);
     }
@@ -177,34 +169,32 @@ class FfnCallCuda {
   }
 
   void tile_union() const {
-    const bool follows = workspace_.gated_;
+    const bool follows = workspace_.gated();
     SparseUpDownCuda problem =
         packed_gate(follows ? workspace_.tile_union_.progress(chunk_.tokens) : GateProgress{});
     problem.follows_gate = follows;
     tile_union_up_down_cuda(ctx_, problem, workspace_.tile_union_);
   }
 
-  void row_fused() const {
-    const bool hopper = ctx_.compute_capability() == 90;
-    if (hopper && chunk_.tokens <= kFewTokens && chunk_.row_nnz == nullptr) {
-      few_token_ffn_cuda(ctx_,
-                         {.tokens = chunk_.tokens,
-                          .width = workspace_.width_,
-                          .ffn = workspace_.ffn_,
-                          .x = chunk_.x,
-                          .w_gate = chunk_.weights.w_gate,
-                          .w_up = chunk_.weights.w_up,
-                          .w_down = chunk_.weights.w_down,
-                          .y = chunk_.y,
-                          .norm = chunk_.norm,
-                          .eps = chunk_.eps,
-                          .residual = residual(),
-                          .activity = plan_.counts,
-                          .weights_are_constant = true},
-                         workspace_.few_tokens_);
-      return;
-    }
-    row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_);
+  void row_fused() const { row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_); }
+
+  // Decode rows and small batches.
+  void few_tokens() const {
+    few_token_ffn_cuda(ctx_,
+                       {.tokens = chunk_.tokens,
+                        .width = workspace_.width(),
+                        .ffn = workspace_.ffn(),
+                        .x = chunk_.x,
+                        .w_gate = chunk_.weights.w_gate,
+                        .w_up = chunk_.weights.w_up,
+                        .w_down = chunk_.weights.w_down,
+                        .y = chunk_.y,
+                        .norm = chunk_.norm,
+                        .eps = chunk_.eps,
+                        .residual = residual(),
+                        .activity = plan_.counts,
+                        .weights_are_constant = true},
+                       workspace_.few_tokens_);
   }
 
  private:
@@ -212,7 +202,7 @@ class FfnCallCuda {
   // Runs the gate GEMM; what is left to do is the returned problem.
   SparseUpDownCuda packed_gate(const GateProgress& progress = {}) const {
     FfnWorkspaceCuda& w = workspace_;
-    const TwellShape shape = twell_shape(chunk_.tokens, w.ffn_);
+    const TwellShape shape = twell_shape(chunk_.tokens, w.ffn());
     const TwellPacked gate{
         .shape = shape,
         .words = w.words_.data(),
@@ -221,10 +211,10 @@ class FfnCallCuda {
         .row_nnz = chunk_.row_nnz != nullptr ? chunk_.row_nnz : w.row_nnz_.data()};
     const FfnWeightsCuda& weights = chunk_.weights;
     const GateGemmCuda problem{.tokens = chunk_.tokens,
-                               .width = w.width_,
-                               .ffn = w.ffn_,
+                               .width = w.width(),
+                               .ffn = w.ffn(),
                                .x = chunk_.x,
-                               .w_gate = w.gated_ ? weights.w_gate : weights.w_up,
+                               .w_gate = w.gated() ? weights.w_gate : weights.w_up,
                                .out = gate,
                                .progress = progress};
     if (ctx_.compute_capability() == 90) {
@@ -233,11 +223,11 @@ class FfnCallCuda {
       gate_gemm_sm80_cuda(ctx_, problem);
     }
     return {.tokens = chunk_.tokens,
-            .width = w.width_,
-            .ffn = w.ffn_,
+            .width = w.width(),
+            .ffn = w.ffn(),
             .gate = gate,
             .x = chunk_.x,
-            .w_up = w.gated_ ? weights.w_up : nullptr,
+            .w_up = w.gated() ? weights.w_up : nullptr,
             .w_down = weights.w_down,
             .y = chunk_.y,
             .add = chunk_.add,
@@ -250,36 +240,47 @@ class FfnCallCuda {
   FfnWorkspaceCuda& workspace_;
 };
 
-bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width) {
-  return ctx.compute_capability() == 90 && tokens >= 1 && tokens <= layer_ops::max_tokens(width);
+GpuDevice gpu_device(const CudaContext& ctx) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, ctx.device()));
+    return static_cast<double>(value);
+  };
+  GpuDevice device{.compute_capability = ctx.compute_capability(),
+                   .multiprocessors = ctx.multiprocessors()};
+  const double khz = attribute(cudaDevAttrClockRate);
+  // Twice per clock, a bit per line.
+  const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
+                              attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
+  // Drivers of virtual machines may report 0.
+  if (khz > 0.0) device.clock_ghz = khz * 1e-6;
+  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
+  return device;
 }
 
-FfnExecution choose_ffn_cuda(const CudaContext& ctx, int64_t tokens, Activation activation,
-                             FfnPlanCuda& plan, const FfnWorkspaceCuda& workspace) {
-  const GpuLayerShape shape{.width = workspace.width(),
-                            .ffn = workspace.ffn(),
-                            .gated = workspace.gated(),
-                            .multiprocessors = ctx.multiprocessors(),
-                            .hopper = ctx.compute_capability() == 90};
-  GpuChoice choice{FfnExecution::kDense, "the activation leaves no zeros"};
-  if (activation == Activation::kRelu) {
-    choice = choose_gpu_execution(shape, tokens, plan.plan.policy, plan.activity);
-  }
+GpuFfnChoice choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan) {
+  GpuFfnCall of_plan = call;
+  of_plan.policy = plan.plan.policy;
+  GpuFfnChoice choice = choose_gpu_ffn(layer, of_plan, plan.activity);
   plan.plan.execution = choice.execution;
-  plan.plan.reason = std::move(choice.reason);
-  return choice.execution;
+  plan.plan.reason = choice.reason;
+  return choice;
 }
 
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
               problem.tokens, workspace.max_tokens());
-  TWELL_CHECK(problem.norm == nullptr || (ffn_fuses_norm(ctx, problem.tokens, workspace.width()) &&
-                                          problem.row_nnz == nullptr),
-              "norm as part of the FFN of {} tokens", problem.tokens);
   if (problem.tokens == 0) return;
-  const FfnExecution execution =
-      choose_ffn_cuda(ctx, problem.tokens, problem.weights.activation, plan, workspace);
+  TWELL_CHECK(problem.x != problem.y || (problem.norm != nullptr && problem.add),
+              "an FFN may overwrite x only with its norm, adding to it");
+  GpuFfnLayer layer = workspace.layer();
+  layer.activation = problem.weights.activation;
+  const GpuFfnChoice choice = choose_ffn_cuda(layer,
+                                              {.tokens = problem.tokens,
+                                               .norm = problem.norm != nullptr,
+                                               .counts_rows = problem.row_nnz != nullptr},
+                                              plan);
   const int64_t chunks = ceil_div(problem.tokens, workspace.chunk_tokens());
   const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
   for (int64_t begin = 0; begin < problem.tokens; begin += step) {
@@ -289,14 +290,21 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.y += begin * workspace.width();
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     const FfnCallCuda call(ctx, chunk, plan, workspace);
-    switch (execution) {
-      case FfnExecution::kDense:
-        call.dense();
+    switch (choice.launch) {
+      case GpuFfnLaunch::kDenseRows:
+        call.dense_rows();
         break;
-      case FfnExecution::kTileUnion:
+      case GpuFfnLaunch::kDenseGemms:
+        call.dense_gemms();
+        break;
+      case GpuFfnLaunch::kDecodeRows:
+      case GpuFfnLaunch::kSmallBatch:
+        call.few_tokens();
+        break;
+      case GpuFfnLaunch::kTileUnion:
         call.tile_union();
         break;
-      case FfnExecution::kRowFused:
+      case GpuFfnLaunch::kRowFused:
         call.row_fused();
         break;
     }

@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward layer on the GPU at inference, bf16 with f32 accumulation: picks and runs one of
-// its executions, like ffn.h on the CPU.
-//   dense       cuBLASLt
-//   tile-union  gate GEMM -> TwELL -> per 128 tokens, up and down over the union of active neurons
-//               (Hopper)
-//   row-fused   gate GEMM -> TwELL -> up and down over each token's own active neurons; up to 64
-//               tokens on Hopper, two kernels that read only the weight rows that are needed
-// All give the dense result within accumulation order, on every input. A layer whose activation is
-// not ReLU runs dense whatever the policy says.
+// The feed-forward layer on the GPU at inference, bf16 with f32 accumulation: runs the execution
+// that dispatch.h chooses. All give the dense result within accumulation order, on every input.
 //
-// What to run is decided from what a layer has been seen to do. Kernels count on the device;
+// The choice follows what a layer has been seen to do. Kernels count on the device;
 // FfnPlansCuda::update() fetches the counts, at a point where the caller waits for the device
-// anyway. Between updates the choice depends on the number of tokens only, so runs repeat and calls
-// can be captured in a CUDA graph (with the choice of the time of capture).
+// anyway. Between updates the choice depends on the call alone, so runs repeat and calls can be
+// captured in a CUDA graph (with the choice of the time of capture).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,8 +20,8 @@
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
-#include "twell/ops/ffn/gpu_choice.h"
 #include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/portable/row_fused_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
@@ -42,7 +35,10 @@ struct FfnPlanCuda {
   ActivityCuda* counts = nullptr;  // device memory: since the last update
 };
 
-// What the counts say; `before` where they say nothing.
+// The device of the context, as the table sees it.
+GpuDevice gpu_device(const CudaContext& ctx);
+
+// Averages of the counts; `before` where nothing was counted.
 LayerActivity layer_activity(const ActivityCuda& counts, int64_t ffn, LayerActivity before = {});
 
 // The plans of a model's layers, whose counts are fetched together.
@@ -74,22 +70,22 @@ class FfnWorkspaceCuda {
 
   int64_t max_tokens() const { return max_tokens_; }
   int64_t chunk_tokens() const { return chunk_tokens_; }  // worked on at once
-  int64_t width() const { return width_; }
-  int64_t ffn() const { return ffn_; }
-  bool gated() const { return gated_; }
+  int64_t width() const { return layer_.width; }
+  int64_t ffn() const { return layer_.ffn; }
+  bool gated() const { return layer_.gated; }
+  // As the table sees it, with ReLU.
+  const GpuFfnLayer& layer() const { return layer_; }
   int64_t bytes() const;
-  // What bytes() will be, to within what the row-fused execution and the few-token one take: a few
-  // MiB.
+  // What bytes() will be, less a few MiB of the executions that take little memory.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
-  // What chunk_tokens() will be: up to 135,168 on an H200, or half as many where the memory for so
-  // many would be more than 5 GiB.
+  // What chunk_tokens() will be: up to 135,168 on an H200, or half of that where the memory would
+  // exceed 5 GiB.
   static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
 
  private:
   friend class FfnCallCuda;
   int64_t max_tokens_, chunk_tokens_;
-  int64_t width_, ffn_;
-  bool gated_;
+  GpuFfnLayer layer_;
   DeviceBuffer<uint32_t> words_;      // TwELL words of a chunk
   DeviceBuffer<__nv_bfloat16> gate_;  // its spill slots, or the dense gate [chunk, F]
   DeviceBuffer<int32_t> row_nnz_;     // [chunk]
@@ -106,18 +102,16 @@ struct FfnForwardCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
-  // Where ffn_fuses_norm, with add: FFN(norm(x)); x may then be y.
-  const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm
-  float eps = 1e-5f;
-  bool add = false;  // y += instead of =
+  // [D] weight of an RMS norm of x in front, or null. Only where gpu_ffn_takes_norm; x may then be
+  // y if `add`.
+  const __nv_bfloat16* norm = nullptr;
+  float eps = 1e-5f;  // of the norm
+  bool add = false;   // y += instead of =
 };
 
-// What a call with so many tokens would run now; noted in the plan.
-FfnExecution choose_ffn_cuda(const CudaContext& ctx, int64_t tokens, Activation activation,
-                             FfnPlanCuda& plan, const FfnWorkspaceCuda& workspace);
-
-// The norm in front of the layer can be part of calls of so many tokens of this width.
-bool ffn_fuses_norm(const CudaContext& ctx, int64_t tokens, int64_t width);
+// Asks the table what a call runs now, of this layer with the plan's policy, and notes it in the
+// plan.
+GpuFfnChoice choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/dispatch.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "twell/base/error.h"
+
+namespace twell {
+namespace {
+
+// Fitted to an H200 of 132 SMs at 1.98 GHz (docs/kernels.md has the measurements). Times are in
+// microseconds, rates per SM and GHz, so that other devices scale with their SMs, their clock and
+// their memory.
+struct GpuCosts {
+  double dense_flops = 800e6 / 132 / 1.98;  // operations per us of a large bf16 GEMM
+  double union_flops = 670e6 / 132 / 1.98;  // of the two GEMMs with gathered weight rows
+  double row_bytes = 8.0e6 / 132 / 1.98;    // bytes per us of weight rows gathered from the L2
+  double bandwidth = 4.0 / 4.917;           // share of the device memory's that kernels reach
+  double kernel = 3.0;                      // a kernel too small to fill the device
+  double row_fused = 20.0;                  // row-fused: lists, and the tail of long rows
+  double decode_row = 0.1;                  // decode rows: per token,
+  double decode_neuron = 0.005;             // and per active neuron
+  double small_latency = 6.7;               // small batch: of its two kernels,
+  double small_neuron = 0.0010;             // per active neuron,
+  double small_neuron_token = 18e-6;        // and more of that for every token
+  double unions = 12.5;                     // tile-union: finding unions, mostly latency
+  double images = 22.5;                     // without a gate: compacting activations instead of up
+  double packing = 1.02;                    // gate GEMM that packs, against one that does not
+  double spill = 0.06;                      // more of it when every tile spills,
+  double spilled_value = 7.0;               // and bytes moved per value before up and down
+};
+constexpr GpuCosts kCosts;
+
+constexpr double kTile = 128.0;         // tokens of a tile-union tile
+constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
+constexpr double kUpNeurons = 192.0;    // neurons of an `up` work item of one SM
+constexpr double kDownColumns = 256.0;  // columns of a `down` work item
+
+// Sparse has to promise this share of the dense cost: the model is off by some percent.
+constexpr double kSparseShare = 0.93;
+// Share of a layer's neurons, active, up to which reading through a screen is faster.
+constexpr double kScreenedShare = 1.0 / 80.0;
+
+struct Sizes {
+  double m, d, f, sms, ghz, bandwidth;
+  Sizes(const GpuFfnLayer& layer, int64_t tokens)
+      : m(static_cast<double>(tokens)),
+        d(static_cast<double>(layer.width)),
+        f(static_cast<double>(layer.ffn)),
+        sms(static_cast<double>(std::max<int64_t>(layer.device.multiprocessors, 2))),
+        ghz(layer.device.clock_ghz),
+        bandwidth(layer.device.bandwidth) {}
+  double rate(double per_sm_and_ghz) const { return per_sm_and_ghz * sms * ghz; }
+  double move(double bytes) const { return bytes / (kCosts.bandwidth * bandwidth); }
+};
+
+// cuBLASLt picks tiles that fit. Below a few hundred tokens a GEMM reads its weight and little
+// else.
+double dense_gemm(const Sizes& s) {
+  return std::max(2.0 * s.m * s.d * s.f / s.rate(kCosts.dense_flops), s.move(2.0 * s.d * s.f)) +
+         kCosts.kernel;
+}
+
+double dense_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+  const Sizes s(layer, tokens);
+  if (!layer.gated) return 2.0 * dense_gemm(s);
+  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f) + kCosts.kernel;
+}
+
+double packed_gate(const Sizes& s, double density) {
+  const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
+  const double pairs = std::floor(s.sms / 2.0);
+  const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.dense_flops * s.ghz);
+  // A last round with work for at most half of the pairs is cut in two.
+  const double rounds = 0.5 * std::ceil(2.0 * tiles / pairs);
+  return std::max(rounds * tile * (kCosts.packing + kCosts.spill * density),
+                  s.move(2.0 * s.d * s.f)) +
+         2.0 * kCosts.kernel;
+}
+
+double density_of(const Sizes& s, const LayerActivity& activity) {
+  return std::min(activity.nnz_per_token / s.f, 1.0);
+}
+
+// Neurons active for at least one of n tokens if they were independent: at most as many are.
+double independent_union(const Sizes& s, const LayerActivity& activity, double n) {
+  return s.f * (1.0 - std::pow(1.0 - density_of(s, activity), n));
+}
+
+double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const double density = density_of(s, activity);
+  const double neurons = activity.union_share >= 0.0 ? activity.union_share * s.f
+                                                     : independent_union(s, activity, kTile);
+  const double tiles = std::ceil(std::ceil(s.m / kTile) * (1.0 + activity.extra_tiles));
+  const double padded = std::min(neurons + 32.0, s.f);  // whole blocks of 64 neurons
+  const double flops = kCosts.union_flops * s.ghz;      // of one SM
+  const double up_item = 2.0 * kTile * kUpNeurons * s.d / flops;
+  const double down_item = 2.0 * kTile * kDownColumns * padded / flops;
+  double cost = packed_gate(s, density) + kCosts.unions + 2.0 * kCosts.kernel +
+                s.move(2.0 * 2.0 * s.m * s.d) + s.move(kCosts.spilled_value * s.m * s.f * density);
+  // `down` fills the gaps of the last round of `up`.
+  cost +=
+      layer.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kCosts.images;
+  // Unions differ in size: half an item is left to wait for.
+  const double rounds = std::ceil(tiles * std::ceil(s.d / kDownColumns) / s.sms);
+  return cost + (rounds + 0.5) * down_item;
+}
+
+// Reads the first weight, and of the other ones the rows of neurons active for any token.
+double weights_read(const GpuFfnLayer& layer, const Sizes& s, double active) {
+  return s.move(2.0 * s.d * (s.f + (layer.gated ? 2.0 : 1.0) * active));
+}
+
+double decode_rows_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const double active = independent_union(s, activity, s.m);
+  return weights_read(layer, s, active) + 1.5 * kCosts.kernel + kCosts.decode_row * s.m +
+         kCosts.decode_neuron * active;
+}
+
+double small_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const double active = independent_union(s, activity, s.m);
+  return weights_read(layer, s, active) + kCosts.small_latency +
+         (kCosts.small_neuron + kCosts.small_neuron_token * s.m) * active;
+}
+
+double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const double products = layer.gated ? 2.0 : 1.0;
+  // Each active neuron's rows come from the L2 for every token, and from memory once.
+  const double gathered =
+      std::max(products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_bytes),
+               s.move(products * independent_union(s, activity, s.m) * 2.0 * s.d));
+  return packed_gate(s, density_of(s, activity)) + kCosts.row_fused +
+         s.move(2.0 * 2.0 * s.m * s.d) + gathered;
+}
+
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max();
+constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
+
+// A dense launch is tried before a later one, as is a sparse launch.
+constexpr std::array kTable = {
+    GpuFfnRow{.launch = GpuFfnLaunch::kDenseRows,
+              .execution = FfnExecution::kDense,
+              .policy = FfnPolicy::kDense,
+              .other_policy = FfnPolicy::kDense,
+              .least_tokens = 1,
+              .most_tokens = 8,
+              .least_capability = kHopper,
+              .most_capability = kHopper,
+              .most_width = kAny,
+              .most_ffn = kAny,
+              .most_weights = kAny,
+              .relu_only = true,
+              .rows_in_shared_memory = true,
+              .takes_norm = true,
+              .counts_rows = false,
+              .cost = dense_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kDenseGemms,
+              .execution = FfnExecution::kDense,
+              .policy = FfnPolicy::kDense,
+              .other_policy = FfnPolicy::kDense,
+              .least_tokens = 1,
+              .most_tokens = kAny,
+              .least_capability = kAnyGpu,
+              .most_capability = kNewest,
+              .most_width = kAny,
+              .most_ffn = kAny,
+              .most_weights = kAny,
+              .relu_only = false,
+              .rows_in_shared_memory = false,
+              .takes_norm = false,
+              .counts_rows = true,
+              .cost = dense_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kDecodeRows,
+              .execution = FfnExecution::kDecodeRows,
+              .policy = FfnPolicy::kRowFused,
+              .other_policy = FfnPolicy::kTileUnion,
+              .least_tokens = 1,
+              .most_tokens = 8,
+              .least_capability = kHopper,
+              .most_capability = kHopper,
+              .most_width = k2To24,
+              .most_ffn = k2To24,
+              .most_weights = kAny,
+              .relu_only = true,
+              .rows_in_shared_memory = false,
+              .takes_norm = true,
+              .counts_rows = false,
+              .cost = decode_rows_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kSmallBatch,
+              .execution = FfnExecution::kSmallBatch,
+              .policy = FfnPolicy::kRowFused,
+              .other_policy = FfnPolicy::kTileUnion,
+              .least_tokens = 9,
+              .most_tokens = 64,
+              .least_capability = kHopper,
+              .most_capability = kHopper,
+              .most_width = k2To24,
+              .most_ffn = k2To24,
+              .most_weights = kAny,
+              .relu_only = true,
+              .rows_in_shared_memory = false,
+              .takes_norm = false,
+              .counts_rows = false,
+              .cost = small_batch_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kTileUnion,
+              .execution = FfnExecution::kTileUnion,
+              .policy = FfnPolicy::kTileUnion,
+              .other_policy = FfnPolicy::kTileUnion,
+              .least_tokens = 1,
+              .most_tokens = kAny,
+              .least_capability = kHopper,
+              .most_capability = kHopper,
+              .most_width = kAny,
+              .most_ffn = 524288,                      // a bit per neuron in shared memory
+              .most_weights = (int64_t{1} << 35) - 1,  // 16-byte pieces are counted in 32 bits
+              .relu_only = true,
+              .rows_in_shared_memory = false,
+              .takes_norm = false,
+              .counts_rows = true,
+              .cost = tile_union_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kRowFused,
+              .execution = FfnExecution::kRowFused,
+              .policy = FfnPolicy::kRowFused,
+              .other_policy = FfnPolicy::kTileUnion,
+              .least_tokens = 1,
+              .most_tokens = kAny,
+              .least_capability = 80,
+              .most_capability = kNewest,
+              .most_width = k2To24,
+              .most_ffn = int64_t{1} << 30,
+              .most_weights = kAny,
+              .relu_only = true,
+              .rows_in_shared_memory = false,
+              .takes_norm = false,
+              .counts_rows = true,
+              .cost = row_fused_cost},
+};
+
+bool names(FfnPolicy policy, const GpuFfnRow& row) {
+  return row.policy == policy || row.other_policy == policy;
+}
+
+// The first row that `policy` names and that takes the call; null when there is none.
+const GpuFfnRow* find_row(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPolicy policy) {
+  for (const GpuFfnRow& row : kTable) {
+    if (names(policy, row) && gpu_ffn_unsupported(row, layer, call).empty()) return &row;
+  }
+  return nullptr;
+}
+
+const GpuFfnRow& required(const GpuFfnRow* row, const GpuFfnCall& call) {
+  TWELL_CHECK(row != nullptr, "no execution takes a feed-forward call of {} tokens{}{}",
+              call.tokens, call.norm ? " with the norm in front" : "",
+              call.counts_rows ? " with counts per token" : "");
+  return *row;
+}
+
+GpuFfnChoice chosen(const GpuFfnRow& row, std::string reason) {
+  return {.launch = row.launch, .execution = row.execution, .reason = std::move(reason)};
+}
+
+GpuFfnChoice set_by_caller(const GpuFfnRow& row, const GpuFfnCall& call) {
+  const std::string_view asked = ffn_policy_name(call.policy);
+  const std::string_view runs = ffn_execution_name(row.execution);
+  if (asked == runs) return chosen(row, "set by the caller");
+  return chosen(row, fmt::format("set by the caller: {}, which runs {} tokens as {} here", asked,
+                                 call.tokens, runs));
+}
+
+}  // namespace
+
+std::span<const GpuFfnRow> gpu_ffn_table() { return kTable; }
+
+std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
+                                const GpuFfnCall& call) {
+  const int capability = layer.device.compute_capability;
+  if (capability < row.least_capability || capability > row.most_capability) {
+    return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
+  }
+  if (row.relu_only && layer.activation != Activation::kRelu) {
+    return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
+  }
+  const int64_t most =
+      row.rows_in_shared_memory ? std::min(row.most_tokens, layer.row_tokens) : row.most_tokens;
+  if (call.tokens < row.least_tokens || call.tokens > most) {
+    return fmt::format("{} tokens, it takes {} to {}", call.tokens, row.least_tokens, most);
+  }
+  if (call.norm && !row.takes_norm) return "it does not compute the norm in front";
+  if (call.norm && call.tokens > layer.row_tokens) {
+    return fmt::format("the norm of {} tokens, at most {}", call.tokens, layer.row_tokens);
+  }
+  if (call.counts_rows && !row.counts_rows) return "it does not count active neurons per token";
+  if (layer.width > row.most_width || layer.ffn > row.most_ffn ||
+      layer.width * layer.ffn > row.most_weights) {
+    return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
+  }
+  return {};
+}
+
+GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                            const LayerActivity& activity) {
+  const GpuFfnRow* dense_row = find_row(layer, call, FfnPolicy::kDense);
+  if (layer.activation != Activation::kRelu) {
+    return chosen(required(dense_row, call),
+                  fmt::format("{} leaves no zeros to skip", activation_name(layer.activation)));
+  }
+  if (call.policy != FfnPolicy::kAuto) {
+    return set_by_caller(required(find_row(layer, call, call.policy), call), call);
+  }
+  const GpuFfnRow& dense = required(dense_row, call);
+  // Its launches are every sparse one; a Hopper GPU has better ones than row-fused.
+  const GpuFfnRow* sparse = find_row(layer, call, FfnPolicy::kTileUnion);
+  const bool portable = layer.device.compute_capability != kHopper;
+  if (sparse == nullptr || (sparse->launch == GpuFfnLaunch::kRowFused && !portable)) {
+    return chosen(dense, "no sparse execution takes a layer of this size");
+  }
+  if (activity.nnz_per_token < 0.0) return chosen(*sparse, "nothing measured yet");
+  const double dense_us = dense.cost(layer, call.tokens, activity);
+  const double sparse_us = sparse->cost(layer, call.tokens, activity);
+  const bool pays = sparse_us < kSparseShare * dense_us;
+  GpuFfnChoice choice = chosen(pays ? *sparse : dense, "");
+  choice.cost = pays ? sparse_us : dense_us;
+  choice.dense_cost = dense_us;
+  const std::string unions =
+      sparse->launch == GpuFfnLaunch::kTileUnion && activity.union_share >= 0.0
+          ? fmt::format(", {:.0f} in the union of 128 tokens",
+                        activity.union_share * static_cast<double>(layer.ffn))
+          : "";
+  choice.reason = fmt::format(
+      "{:.1f} of {} neurons active per token{}: {} estimated at {:.2f} of "
+      "dense",
+      activity.nnz_per_token, layer.ffn, unions, ffn_execution_name(sparse->execution),
+      sparse_us / dense_us);
+  return choice;
+}
+
+bool gpu_ffn_takes_norm(const GpuFfnLayer& layer, int64_t tokens) {
+  if (tokens < 1) return false;
+  const GpuFfnCall call{.tokens = tokens, .norm = true};
+  return find_row(layer, call, FfnPolicy::kDense) != nullptr &&
+         find_row(layer, call, FfnPolicy::kRowFused) != nullptr &&
+         find_row(layer, call, FfnPolicy::kTileUnion) != nullptr;
+}
+
+bool gpu_gate_screen_pays(const GpuFfnLayer& layer, const LayerActivity& activity) {
+  return activity.nnz_per_token <= kScreenedShare * static_cast<double>(layer.ffn);
+}
+
+int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int64_t most_layers,
+                              int64_t most) {
+  const bool suits =
+      layers.ffn.activation == Activation::kRelu && !layers.qk_norm && layer_count <= most_layers;
+  return suits ? most : 0;
+}
+
+GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) {
+  if (batch.observed || !batch.cached) return GpuLayersPath::kSingleOps;
+  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens) {
+    // While no CTA attends to more keys of a layer than one segment has. Beyond that, attention is
+    // faster as a kernel of its own.
+    const int64_t sms = layers.ffn.device.multiprocessors;
+    const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
+    const bool one_segment =
+        pieces * std::min(batch.most_keys, layers.segment_keys) <= layers.segment_keys;
+    if (one_segment || batch.one_kernel) return GpuLayersPath::kOneKernel;
+  }
+  GpuFfnLayer widest = layers.ffn;
+  widest.row_tokens = std::min(widest.row_tokens, layers.row_tokens);
+  const bool few =
+      gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 && !layers.qk_norm;
+  return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;
+}
+
+}  // namespace twell

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of how a GPU runs a feed-forward layer: for each way, the calls it takes, what they
+// cost, and what to launch. Callers ask here and decide nothing themselves.
+//
+//   launch        shown as      tokens   GPU          norm of x in front   counts per token
+//   dense rows    dense         1-8      Hopper       yes                  no
+//   dense GEMMs   dense         any      any          no                   yes
+//   decode rows   decode-rows   1-8      Hopper       yes                  no
+//   small batch   small-batch   9-64     Hopper       no                   no
+//   tile-union    tile-union    any      Hopper       no                   yes
+//   row-fused     row-fused     any      sm_80 on     no                   yes
+//
+// A policy names one or more of these; the first one of the table that takes the call runs. So
+// tile-union and auto run a few tokens as decode rows or a small batch, and the launches in front
+// of a norm are those that compute it. Plain arithmetic without CUDA headers: the choice depends
+// on nothing but its arguments, and its tests need no GPU.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "twell/format/activation.h"
+#include "twell/ops/ffn/ffn.h"
+
+namespace twell {
+
+// The defaults are those of an H200.
+struct GpuDevice {
+  int compute_capability = 90;  // 10 * major + minor
+  int64_t multiprocessors = 132;
+  double clock_ghz = 1.98;     // highest clock of the SMs
+  double bandwidth = 4.917e6;  // bytes per microsecond of device memory, by its clock and width
+};
+
+struct GpuFfnLayer {
+  int64_t width = 0;  // D, a multiple of 8
+  int64_t ffn = 0;    // F, a multiple of 8
+  bool gated = true;
+  Activation activation = Activation::kRelu;
+  int64_t row_tokens = 8;  // tokens whose rows of D values fit into an SM (layer_ops::max_tokens)
+  GpuDevice device;
+};
+
+struct GpuFfnCall {
+  int64_t tokens = 0;  // M
+  FfnPolicy policy = FfnPolicy::kAuto;
+  bool norm = false;         // the RMS norm of x belongs to the call, and x may be y
+  bool counts_rows = false;  // active neurons are counted per token
+};
+
+// Averages over the calls so far.
+struct LayerActivity {
+  double nnz_per_token = -1.0;  // negative: nothing measured yet
+  double union_share = -1.0;    // union of a tile of 128 tokens over F; negative: not measured
+  double extra_tiles = 0.0;     // tiles of heavy rows, per tile of 128 tokens
+};
+
+enum class GpuFfnLaunch {
+  kDenseRows,
+  kDenseGemms,
+  kDecodeRows,
+  kSmallBatch,
+  kTileUnion,
+  kRowFused
+};
+
+struct GpuFfnRow {
+  GpuFfnLaunch launch;
+  FfnExecution execution;  // as logs and metrics name it
+  FfnPolicy policy;        // that names it, beside auto;
+  FfnPolicy other_policy;  // and another one, or the same
+  int64_t least_tokens;    // of a call
+  int64_t most_tokens;
+  int least_capability;  // GPUs of these compute capabilities
+  int most_capability;
+  int64_t most_width;          // D
+  int64_t most_ffn;            // F
+  int64_t most_weights;        // D F
+  bool relu_only;              // else any activation
+  bool rows_in_shared_memory;  // at most GpuFfnLayer::row_tokens tokens
+  bool takes_norm;
+  bool counts_rows;
+  // Estimated microseconds.
+  double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+};
+std::span<const GpuFfnRow> gpu_ffn_table();
+
+// Why this launch cannot take the call, whatever the policy; empty when it can.
+std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
+                                const GpuFfnCall& call);
+
+struct GpuFfnChoice {
+  GpuFfnLaunch launch = GpuFfnLaunch::kDenseGemms;
+  FfnExecution execution = FfnExecution::kDense;
+  std::string reason;       // one line with the numbers
+  double cost = 0.0;        // estimated microseconds; 0 where nothing is measured
+  double dense_cost = 0.0;  // of the dense execution
+};
+// Before anything is measured, auto runs a sparse execution, which measures what dense cannot.
+// Row-fused is never what auto runs on Hopper. Error when no launch takes the call.
+GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                            const LayerActivity& activity);
+
+// Whether a call of so many tokens may have the norm, under every policy.
+bool gpu_ffn_takes_norm(const GpuFfnLayer& layer, int64_t tokens);
+
+// Whether decoding one sequence is faster when it reads the gate through its 8-bit screen
+// (ops/decode), which leaves out the rows of neurons that cannot fire.
+bool gpu_gate_screen_pays(const GpuFfnLayer& layer, const LayerActivity& activity);
+
+// How a batch of new tokens passes the layers of a transformer, attention included.
+enum class GpuLayersPath {
+  kOneKernel,   // all layers in one kernel (ops/decode)
+  kFewKernels,  // five kernels per layer, which take norms, rotation and residuals along
+  kSingleOps    // every op by itself
+};
+
+struct GpuLayers {
+  GpuFfnLayer ffn;
+  int64_t heads = 0;
+  int64_t head_dim = 0;
+  bool qk_norm = false;
+  int64_t row_tokens = 8;         // like GpuFfnLayer::row_tokens, of the wider of D and heads * hd
+  int64_t one_kernel_tokens = 0;  // that one kernel of all layers takes here; 0: none
+  int64_t segment_keys = 512;     // that a CTA of that kernel attends to at a time
+};
+
+struct GpuBatch {
+  int64_t tokens = 0;
+  bool cached = false;      // keys and values go into a cache
+  bool observed = false;    // results between the layers are wanted: counts per token, timings
+  int64_t most_new = 0;     // tokens of a sequence
+  int64_t most_keys = 0;    // of a sequence, its past included
+  int64_t kv_segments = 0;  // of segment_keys keys, all sequences together
+  bool one_kernel = false;  // run one kernel however long the sequences are
+};
+
+// Tokens that one kernel of all layers takes of such a model, of `most` that fit into the device;
+// 0 where its layers do not suit it.
+int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int64_t most_layers,
+                              int64_t most);
+GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);
+
+}  // namespace twell

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/dispatch.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <vector>
+
+namespace twell {
+namespace {
+
+const GpuFfnLayer kLayer{.width = 2048, .ffn = 5632};
+
+// What was measured on an H200: the whole layer, tile-union against dense.
+struct Measured {
+  const char* pattern;
+  int64_t tokens;
+  double nnz_per_token, mean_union, ratio;
+  double extra_tiles = 0.0;
+};
+constexpr Measured kMeasured[] = {
+    {"3e-4 layer 0", 16384, 14.6, 678.0, 2.18, 2.0 / 128.0},
+    {"3e-4 layer 2", 16384, 3.0, 113.0, 2.67},
+    {"3e-4 layer 4", 16384, 6.2, 286.0, 2.50},
+    {"3e-4 layer 7", 16384, 56.7, 1517.0, 1.68, 8.0 / 128.0},
+    {"1e-4 layer 1", 16384, 10.2, 322.0, 2.46, 1.0 / 128.0},
+    {"1e-4 layer 3", 16384, 14.6, 434.0, 2.36, 1.0 / 128.0},
+    {"1e-4 layer 5", 16384, 40.1, 1046.0, 1.97, 1.0 / 128.0},
+    {"1e-4 layer 7", 2048, 149.6, 2741.0, 0.80, 2.0 / 16.0},
+    {"random 0.2%", 16384, 11.2, 1273.0, 1.87},
+    {"random 0.5%", 16384, 28.1, 2665.0, 1.41},
+    {"random 1%", 16384, 56.3, 4073.0, 1.10},
+    {"random 2%", 16384, 112.6, 5207.0, 0.94},
+    {"random 5%", 16384, 281.5, 5624.0, 0.86},
+    {"all fire", 16384, 5632.0, 5632.0, 0.86},
+    {"random 15", 131072, 15.0, 1629.0, 1.79},
+};
+
+double cost(const GpuFfnLayer& layer, GpuFfnLaunch launch, int64_t tokens,
+            const LayerActivity& activity) {
+  for (const GpuFfnRow& row : gpu_ffn_table()) {
+    if (row.launch == launch) return row.cost(layer, tokens, activity);
+  }
+  return -1.0;
+}
+
+LayerActivity activity_of(const Measured& measured) {
+  return {.nnz_per_token = measured.nnz_per_token,
+          .union_share = measured.mean_union / 5632.0,
+          .extra_tiles = measured.extra_tiles};
+}
+
+TEST(GpuFfnCosts, PredictWhatWasMeasured) {
+  for (const Measured& measured : kMeasured) {
+    const LayerActivity activity = activity_of(measured);
+    const double dense = cost(kLayer, GpuFfnLaunch::kDenseGemms, measured.tokens, activity);
+    const double union_cost = cost(kLayer, GpuFfnLaunch::kTileUnion, measured.tokens, activity);
+    EXPECT_NEAR(dense / union_cost / measured.ratio, 1.0, 0.15)
+        << measured.pattern << ": dense " << dense << ", tile-union " << union_cost;
+  }
+}
+
+TEST(GpuFfnCosts, LoseNothingWhereItWasMeasured) {
+  for (const Measured& measured : kMeasured) {
+    const GpuFfnChoice choice =
+        choose_gpu_ffn(kLayer, {.tokens = measured.tokens}, activity_of(measured));
+    if (measured.ratio < 0.97) {
+      EXPECT_EQ(choice.execution, FfnExecution::kDense) << measured.pattern << choice.reason;
+    }
+    if (measured.ratio > 1.05) {
+      EXPECT_EQ(choice.execution, FfnExecution::kTileUnion) << measured.pattern << choice.reason;
+    }
+  }
+}
+
+// Row-fused after the gate, 16,384 tokens: measured microseconds, to which the gate adds 480.
+TEST(GpuFfnCosts, KnowRowFused) {
+  const struct {
+    double nnz_per_token, up_down;
+  } rows[] = {{3.0, 93.0}, {6.2, 146.0}, {10.2, 215.0}, {15.0, 297.0}, {40.1, 833.0}};
+  for (const auto& row : rows) {
+    const LayerActivity activity{.nnz_per_token = row.nnz_per_token};
+    EXPECT_NEAR(cost(kLayer, GpuFfnLaunch::kRowFused, 16384, activity) / (480.0 + row.up_down), 1.0,
+                0.15)
+        << row.nnz_per_token;
+  }
+}
+
+// A few tokens with random neurons, D and F as above: microseconds dense and sparse.
+struct FewTokens {
+  int64_t tokens;
+  double nnz_per_token, dense, sparse;
+};
+constexpr FewTokens kFew[] = {
+    {1, 30.0, 27.4, 11.6},   {8, 32.5, 27.6, 12.6},   {16, 32.2, 28.6, 14.4},
+    {32, 30.5, 29.0, 15.3},  {64, 30.3, 30.1, 18.2},  {64, 61.3, 30.0, 24.4},
+    {48, 92.2, 30.6, 24.5},  {1, 155.0, 27.7, 12.0},  {8, 151.1, 27.8, 18.7},
+    {16, 153.7, 28.2, 18.9}, {32, 152.0, 28.8, 24.6}, {64, 149.2, 30.1, 32.2}};
+
+TEST(GpuFfnCosts, KnowAFewTokens) {
+  for (const FewTokens& few : kFew) {
+    const LayerActivity activity{.nnz_per_token = few.nnz_per_token};
+    const GpuFfnLaunch sparse =
+        few.tokens <= 8 ? GpuFfnLaunch::kDecodeRows : GpuFfnLaunch::kSmallBatch;
+    EXPECT_NEAR(cost(kLayer, sparse, few.tokens, activity) / few.sparse, 1.0, 0.2)
+        << few.tokens << " tokens, " << few.nnz_per_token;
+    EXPECT_NEAR(cost(kLayer, GpuFfnLaunch::kDenseGemms, few.tokens, activity) / few.dense, 1.0, 0.1)
+        << few.tokens;
+    const GpuFfnChoice choice = choose_gpu_ffn(kLayer, {.tokens = few.tokens}, activity);
+    EXPECT_EQ(choice.execution == FfnExecution::kDense, few.dense < few.sparse)
+        << few.tokens << " tokens, " << choice.reason;
+  }
+}
+
+TEST(GpuFfnCosts, FollowTheDevice) {
+  const LayerActivity light{.nnz_per_token = 30.0, .union_share = 0.2};
+  GpuFfnLayer half = kLayer, slow_clock = kLayer, slow_memory = kLayer;
+  half.device.multiprocessors /= 2;
+  slow_clock.device.clock_ghz /= 2.0;
+  slow_memory.device.bandwidth /= 2.0;
+  for (const GpuFfnRow& row : gpu_ffn_table()) {
+    const int64_t tokens = row.most_tokens < 100 ? row.most_tokens : 16384;
+    const double full = row.cost(kLayer, tokens, light);
+    EXPECT_GT(full, 0.0);
+    EXPECT_GE(row.cost(half, tokens, light), full);
+    EXPECT_GE(row.cost(slow_clock, tokens, light), full);
+    EXPECT_GT(row.cost(slow_memory, tokens, light), full);
+  }
+}
+
+// What one call may run, written out without the table's rows.
+struct Expected {
+  GpuFfnLaunch launch;
+  bool refused = false;
+};
+Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerActivity& activity,
+                  bool dense_is_cheaper) {
+  const bool hopper = layer.device.compute_capability == 90;
+  const bool relu = layer.activation == Activation::kRelu;
+  const bool few = call.tokens >= 1 && call.tokens <= 8;
+  const bool fits = call.tokens <= layer.row_tokens;
+  if (call.norm && (!hopper || !relu || !few || !fits || call.counts_rows)) {
+    return {GpuFfnLaunch::kDenseGemms, true};
+  }
+  const GpuFfnLaunch dense = hopper && relu && few && fits && !call.counts_rows
+                                 ? GpuFfnLaunch::kDenseRows
+                                 : GpuFfnLaunch::kDenseGemms;
+  if (!relu || call.policy == FfnPolicy::kDense) return {dense};
+  const bool measured = activity.nnz_per_token >= 0.0;
+  if (call.policy == FfnPolicy::kAuto && measured && dense_is_cheaper) return {dense};
+  if (!hopper) return {GpuFfnLaunch::kRowFused};
+  if (!call.counts_rows && few) return {GpuFfnLaunch::kDecodeRows};
+  if (!call.counts_rows && call.tokens <= 64) return {GpuFfnLaunch::kSmallBatch};
+  return {call.policy == FfnPolicy::kRowFused ? GpuFfnLaunch::kRowFused : GpuFfnLaunch::kTileUnion};
+}
+
+std::vector<GpuFfnLayer> every_layer() {
+  std::vector<GpuFfnLayer> layers;
+  for (const GpuDevice& device :
+       {GpuDevice{}, GpuDevice{.multiprocessors = 114, .clock_ghz = 1.755, .bandwidth = 2.04e6},
+        GpuDevice{.compute_capability = 80, .multiprocessors = 108, .bandwidth = 1.555e6},
+        GpuDevice{.compute_capability = 100, .multiprocessors = 148}}) {
+    for (const bool gated : {true, false}) {
+      for (const Activation activation : {Activation::kRelu, Activation::kSilu}) {
+        for (const int64_t row_tokens : {0, 3, 8}) {
+          layers.push_back({.width = 2048,
+                            .ffn = 5632,
+                            .gated = gated,
+                            .activation = activation,
+                            .row_tokens = row_tokens,
+                            .device = device});
+        }
+      }
+    }
+  }
+  return layers;
+}
+
+TEST(GpuFfnDispatch, EveryCall) {
+  const LayerActivity unmeasured, light{.nnz_per_token = 3.0, .union_share = 0.02},
+      full{.nnz_per_token = 5632.0, .union_share = 1.0};
+  std::set<GpuFfnLaunch> seen;
+  for (const GpuFfnLayer& layer : every_layer()) {
+    for (const FfnPolicy policy :
+         {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+      for (const int64_t tokens : {1, 5, 8, 9, 63, 64, 65, 128, 4096}) {
+        for (const bool norm : {false, true}) {
+          for (const bool counts : {false, true}) {
+            for (const LayerActivity& activity : {unmeasured, light, full}) {
+              const GpuFfnCall call{
+                  .tokens = tokens, .policy = policy, .norm = norm, .counts_rows = counts};
+              SCOPED_TRACE(testing::Message()
+                           << ffn_policy_name(policy) << " " << tokens << " norm " << norm
+                           << " counts " << counts << " capability "
+                           << layer.device.compute_capability << " nnz " << activity.nnz_per_token);
+              const Expected sparse = expected(layer, call, activity, false);
+              if (sparse.refused) {
+                EXPECT_ANY_THROW(choose_gpu_ffn(layer, call, activity));
+                continue;
+              }
+              const GpuFfnChoice choice = choose_gpu_ffn(layer, call, activity);
+              const bool dense = choice.execution == FfnExecution::kDense;
+              EXPECT_EQ(choice.launch, expected(layer, call, activity, dense).launch);
+              if (policy == FfnPolicy::kAuto && activity.nnz_per_token == 5632.0) {
+                EXPECT_TRUE(dense);
+              }
+              EXPECT_FALSE(choice.reason.empty());
+              seen.insert(choice.launch);
+              for (const GpuFfnRow& row : gpu_ffn_table()) {
+                if (row.launch != choice.launch) continue;
+                // What runs takes the norm, and with it x in the place of y; it counts; and it is
+                // shown as what it is.
+                EXPECT_TRUE(row.takes_norm || !norm);
+                EXPECT_TRUE(row.counts_rows || !counts);
+                EXPECT_EQ(row.execution, choice.execution);
+                EXPECT_GE(tokens, row.least_tokens);
+                EXPECT_LE(tokens, row.most_tokens);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(seen.size(), gpu_ffn_table().size());
+}
+
+TEST(GpuFfnDispatch, TakesTheNormOfAFewTokensOnHopper) {
+  for (const GpuFfnLayer& layer : every_layer()) {
+    for (const int64_t tokens : {0, 1, 3, 4, 5, 8, 9, 63, 64, 65, 128, 4096}) {
+      const bool takes = layer.device.compute_capability == 90 &&
+                         layer.activation == Activation::kRelu && tokens >= 1 &&
+                         tokens <= layer.row_tokens;
+      EXPECT_EQ(gpu_ffn_takes_norm(layer, tokens), takes) << tokens;
+    }
+  }
+}
+
+// Auto on Hopper: row-fused is never the answer, not even where tile-union cannot run.
+TEST(GpuFfnDispatch, LeavesRowFusedToOtherGpus) {
+  for (const int64_t ffn : {5632, 524288, 524296}) {
+    const GpuFfnLayer layer{.width = 2048, .ffn = ffn};
+    for (const int64_t tokens : {65, 128, 4096, 100000}) {
+      for (const double nnz : {-1.0, 0.01, 1.0, 10.0, 100.0}) {
+        const GpuFfnChoice choice =
+            choose_gpu_ffn(layer, {.tokens = tokens}, {.nnz_per_token = nnz});
+        EXPECT_NE(choice.execution, FfnExecution::kRowFused) << choice.reason;
+        if (ffn > 524288) {
+          EXPECT_EQ(choice.execution, FfnExecution::kDense) << choice.reason;
+        }
+      }
+    }
+  }
+}
+
+TEST(GpuFfnDispatch, RefusesWhatIsTooLarge) {
+  const GpuFfnLayer wide{.width = 32768, .ffn = 524288 * 2};
+  for (const GpuFfnRow& row : gpu_ffn_table()) {
+    const GpuFfnCall call{.tokens = row.least_tokens};
+    EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(), row.launch != GpuFfnLaunch::kTileUnion);
+  }
+}
+
+TEST(GpuFfnDispatch, SaysWhy) {
+  EXPECT_EQ(choose_gpu_ffn(kLayer, {.tokens = 16384}, {}).reason, "nothing measured yet");
+  EXPECT_EQ(choose_gpu_ffn(kLayer, {.tokens = 16384, .policy = FfnPolicy::kTileUnion}, {}).reason,
+            "set by the caller");
+  EXPECT_EQ(choose_gpu_ffn(kLayer, {.tokens = 9, .policy = FfnPolicy::kTileUnion}, {}).reason,
+            "set by the caller: tile-union, which runs 9 tokens as small-batch here");
+  EXPECT_EQ(choose_gpu_ffn(kLayer, {.tokens = 9}, {.nnz_per_token = 30.0}).reason,
+            "30.0 of 5632 neurons active per token: small-batch estimated at 0.45 of dense");
+  GpuFfnLayer silu = kLayer;
+  silu.activation = Activation::kSilu;
+  EXPECT_EQ(choose_gpu_ffn(silu, {.tokens = 9}, {}).reason, "silu leaves no zeros to skip");
+}
+
+GpuLayers llama(int64_t one_kernel_tokens) {
+  return {.ffn = kLayer, .heads = 32, .head_dim = 64, .one_kernel_tokens = one_kernel_tokens};
+}
+
+GpuBatch decode(int64_t tokens, int64_t keys) {
+  return {.tokens = tokens,
+          .cached = true,
+          .most_new = 1,
+          .most_keys = keys,
+          .kv_segments = tokens * ((keys + 511) / 512)};
+}
+
+TEST(GpuLayersPaths, Decoding) {
+  for (const int64_t tokens : {1, 2, 5, 8}) {
+    EXPECT_EQ(choose_gpu_layers(llama(8), decode(tokens, 10)), GpuLayersPath::kOneKernel);
+    EXPECT_EQ(choose_gpu_layers(llama(tokens - 1), decode(tokens, 10)), GpuLayersPath::kFewKernels);
+  }
+  // 32 heads over 132 SMs: four segments of 512 keys each.
+  EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2048)), GpuLayersPath::kOneKernel);
+  EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2049)), GpuLayersPath::kFewKernels);
+  GpuBatch batch = decode(1, 2049);
+  batch.one_kernel = true;
+  EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kOneKernel);
+  batch.observed = true;
+  EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kSingleOps);
+  batch = decode(1, 10);
+  batch.cached = false;
+  EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kSingleOps);
+  for (const int64_t tokens : {9, 63, 64, 65, 128}) {
+    EXPECT_EQ(choose_gpu_layers(llama(8), decode(tokens, 10)), GpuLayersPath::kSingleOps);
+  }
+  // Several new tokens of one sequence.
+  batch = {.tokens = 5, .cached = true, .most_new = 5, .most_keys = 5, .kv_segments = 1};
+  EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kFewKernels);
+}
+
+TEST(GpuLayersPaths, OnlyLayersThatSuit) {
+  const auto path = [](const GpuLayers& layers) {
+    return choose_gpu_layers(layers, {.tokens = 4, .cached = true, .most_new = 2});
+  };
+  EXPECT_EQ(path(llama(8)), GpuLayersPath::kFewKernels);
+  GpuLayers layers = llama(8);
+  layers.qk_norm = true;
+  EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+  EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
+  layers = llama(8);
+  layers.head_dim = 24;
+  EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+  layers = llama(8);
+  layers.row_tokens = 3;
+  EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+  layers = llama(8);
+  layers.ffn.activation = Activation::kGelu;
+  EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+  EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
+  layers = llama(8);
+  layers.ffn.device.compute_capability = 80;
+  EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+  EXPECT_EQ(gpu_one_kernel_tokens(llama(0), 24, 128, 8), 8);
+  EXPECT_EQ(gpu_one_kernel_tokens(llama(0), 129, 128, 8), 0);
+}
+
+TEST(GpuGateScreen, PaysForFewActiveNeurons) {
+  EXPECT_TRUE(gpu_gate_screen_pays(kLayer, {}));
+  EXPECT_TRUE(gpu_gate_screen_pays(kLayer, {.nnz_per_token = 70.0}));
+  EXPECT_FALSE(gpu_gate_screen_pays(kLayer, {.nnz_per_token = 71.0}));
+}
+
+}  // namespace
+}  // namespace twell
