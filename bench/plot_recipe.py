@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs with different L1 coefficients, side by side: condenses their metrics.jsonl into one
-CSV file, and draws that as SVG. Needs nothing but Python.
+"""Compares training runs with different L1 coefficients: condenses their metrics.jsonl into one CSV
+file, and draws that file as SVG. Needs only Python's standard library.
 
   plot_recipe.py condense 0=runs/a 1e-4=runs/b 1e-4-dense=runs/c > recipe.csv
   plot_recipe.py plot recipe.csv recipe.svg
 
-A run's name is its coefficient; with `-dense` behind it, it is the same with dense execution only.
-A row is the mean of WINDOW steps."""
+A run is named after its coefficient; the suffix `-dense` marks the run with dense execution only. A
+row is the mean of WINDOW steps."""
 import csv
 import json
 import math
 import pathlib
 import sys
 
-WINDOW = 20  # divides the 100 steps between validations, so that these stand at their own step
+WINDOW = 20  # divides the 100 steps between validations, so that a window ends at each
 COLOURS = ["#8c95a6", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00"]
 BLACK = "#111111"  # dense runs
 WIDTH, HEIGHT, LEFT, TOP, GAP = 340, 300, 48, 44, 66  # of a panel, its margins, between panels
@@ -114,13 +114,13 @@ def plot(source: str, target: str) -> None:
     drawn = {}
     for i, name in enumerate([name for name in runs if name not in dense] + dense):
         drawn[name] = (BLACK, "dashed") if name in dense else (COLOURS[i % len(COLOURS)], "")
-        for panel in panels:  # before any line, which it is not to hide
+        for panel in panels:  # drawn first, so that it hides no line
             panel.label(i, f"L1 {name.replace('-dense', ', dense')}", *drawn[name])
     for name, (colour, style) in drawn.items():
         rows, xs = runs[name], tokens[name]
         loss.line([(x, float(r["ce"])) for x, r in zip(xs, rows)], colour, style)
         active.line([(x, float(r["nnz"])) for x, r in zip(xs, rows)], colour, style)
-        if name not in dense:  # on top of each other
+        if name not in dense:  # their dots would hide those of the automatic run
             loss.dots([(x, float(r["val_ce"])) for x, r in zip(xs, rows) if r["val_ce"]], colour)
     for name in dense:
         auto = {r["step"]: float(r["ce"]) for r in runs[name.removesuffix("-dense")]}

@@ -40,7 +40,7 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 
-# given OPTION: whether the caller gave it. default OPTION VALUE: passes it on where not.
+# given OPTION: true if the caller gave it. default OPTION VALUE: passes VALUE on if not.
 given() {
   local word
   for word in "${train[@]}"; do
@@ -66,7 +66,7 @@ fi
 
 step "train"
 if [[ -e $out/options.json ]]; then
-  # The options of the run are remembered; only those given now are passed.
+  # The run folder remembers its options; only those given now are passed.
   "$twell" train --out "$out" --resume "${train[@]}"
 else
   default --bad-files skip
@@ -79,13 +79,13 @@ else
   "$twell" train --out "$out" "${data[@]}" "${train[@]}"
 fi
 
-step "inspect: what fires, on held-out text"
+step "inspect: active neurons on held-out text"
 "$twell" inspect --checkpoint "$out/checkpoint" --shards "$out/shards"
 
 step "evaluate on held-out text"
 "$twell" eval --checkpoint "$out/checkpoint" --shards "$out/shards"
 
-step "dense against sparse, on held-out text"
+step "benchmark: dense against sparse on held-out text"
 "$twell" bench forward --checkpoint "$out/checkpoint" --shards "$out/shards" \
   --jsonl "$out/bench.jsonl"
 

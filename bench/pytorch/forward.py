@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Forward of the body (no output head) of a preset in PyTorch, bf16: what a user would run instead.
+"""The PyTorch baseline of `twell bench forward`: the body (no output head) of a preset, bf16.
 
 The same model as `twell bench forward --preset NAME`: Llama with a ReLU-gated feed-forward layer,
 random weights, random tokens; eager and torch.compile. Prints one JSON line.

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One training step in PyTorch: what a user would run instead. Same model, objective, optimizer and
-batch as twell/model/training_bench.cc (CPU: the `tiny` preset, float32) or `twell bench train`
+"""The PyTorch baseline of a training step. Same model, objective, optimizer and batch as twell/model/training_bench.cc (CPU: the `tiny` preset, float32) or `twell bench train`
 (CUDA: a larger preset, bf16 autocast over float32 weights).
 
 Prints the median of forward + backward, and of the whole step (with clipping and AdamW), in ms. On
-the CPU, CPU time is of all threads; with OMP_WAIT_POLICY=passive it holds up better than time on a
-busy machine. On a GPU also the peak of allocated memory, and a JSON line.
+the CPU it also prints the CPU time of all threads, which a busy machine disturbs less than elapsed
+time if OMP_WAIT_POLICY=passive is set; on a GPU the peak of allocated memory, and a JSON line.
 Run: python train_step.py [--threads 2] [--compile]
      python train_step.py --device cuda --preset 0.5b --micro-batch 8 --compile --l1 0
 """
@@ -81,7 +80,7 @@ class Model(nn.Module):
 
 
 def median_ms(fn, warmup: int, repeats: int, wait) -> tuple[float, float]:
-    """Of the time, and of the CPU time of all threads."""
+    """Medians of elapsed time and of the CPU time of all threads, in ms."""
     wall, cpu = [], []
     for _ in range(warmup):
         fn()
