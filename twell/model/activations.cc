@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 constexpr int64_t kAlignFloats = static_cast<int64_t>(kAlignment) / kFloatBytes;
 
-// Cuts cache-line aligned arrays off a block and keeps account of them by name. Without a block it
-// only keeps account.
+// Cuts arrays aligned to cache lines off a block and sums their bytes by name. Without a block it
+// only sums.
 class Carver {
  public:
   explicit Carver(float* block) : block_(block) {}
@@ -85,7 +85,7 @@ void require_shape(const ModelConfig& config, MicroBatchShape shape) {
                 "a sequence length of {} does not fit the model's context of {}{}", shape.length,
                 config.max_sequence(),
                 config.max_sequence() < config.context ? " (its sliding_window)" : "");
-  // With the limits of a configuration, no size in bytes overflows.
+  // With this and the limits of a configuration, no size in bytes overflows.
   constexpr int64_t kMaxTokens = int64_t{1} << 24;
   TWELL_REQUIRE(shape.sequences <= kMaxTokens / shape.length,
                 "a micro-batch of {} sequences of {} tokens is larger than {} tokens; use more "
@@ -127,10 +127,10 @@ TrainingState::TrainingState(const ModelConfig& config, MicroBatchShape shape)
 
 TrainingState::~TrainingState() = default;
 
-// The largest of the ops' scratch memories; they do not overlap in time. A test holds this against
+// The largest scratch memory of an op, because ops run one after another. A test compares this with
 // what a step takes.
 int64_t TrainingState::scratch_bytes(const ModelConfig& config, MicroBatchShape shape) {
-  // What oneDNN packs of the operands of a product: up to 5.2 MiB on two cores, tiny preset.
+  // oneDNN packs operands of a product: up to 5.2 MiB on two cores with the tiny preset.
   constexpr int64_t kProductBytes = int64_t{6} << 20;
   const int64_t tokens = token_count(shape);
   // The dense FFN backward holds the gradients of g and u, and h, of 512 tokens.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything lives that a training pass over one micro-batch writes down. One block of
-// memory, cut up by a function that the memory plan runs without the memory. Internal to model.
+// Activations and gradients of activations of a training pass over one micro-batch, in one block of
+// memory. Internal to model.
 #pragma once
 
 #include <vector>
@@ -18,7 +18,7 @@ struct LayerActivations {
   MatrixF attention_in;                // [M, D] residual stream in front of the attention
   float* attention_inv_rms = nullptr;  // [M]
   MatrixF attention_normed;            // [M, D]
-  MatrixF qk_in;                       // [M, (H + H_kv) * hd] in front of their norms, or empty
+  MatrixF qk_in;                       // [M, (H + H_kv) * hd] inputs of their norms, or empty
   float* qk_inv_rms = nullptr;         // [(H + H_kv) * M], null without those norms
   MatrixF qkv;                         // [M, (H + 2 * H_kv) * hd], queries and keys rotated
   float* logsumexp = nullptr;          // [M, H]
@@ -34,7 +34,7 @@ struct ActivationViews {
   MatrixF final_in;                      // [M, D]
   float* final_inv_rms = nullptr;        // [M]
   MatrixF final_normed;                  // [M, D]
-  // Gradients of what the forward pass calls by the same names, one layer at a time.
+  // Gradients with the forward pass's names, of one layer at a time.
   MatrixF d_residual;  // [M, D]
   MatrixF d_normed;    // [M, D]
   MatrixF d_qkv;       // [M, (H + 2 * H_kv) * hd]
@@ -43,7 +43,7 @@ struct ActivationViews {
 
 struct TrainingState::Activations {
   Activations(const ModelConfig& config, MicroBatchShape shape_in);
-  // The sequences of the batch, with keys and values out of one layer's qkv.
+  // The sequences of the batch, with keys and values from one layer's qkv.
   std::vector<AttentionSequence> sequences(const QkvViews& qkv) const;
 
   MicroBatchShape shape;

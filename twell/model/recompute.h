@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training pass makes again in backward instead of keeping it in memory. The results are the
-// same to the bit.
+// What a training pass computes again in backward instead of keeping it. Results are the same bit
+// for bit.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace twell {
 
-// Each level with those before it. Memory and time are of one layer, per token and width D: values
-// not kept, and what is computed in their place.
+// Each level includes those before it. Per layer and token: which values are not kept, how many,
+// and what is computed instead.
 enum class RecomputeLevel {
   kNone,
   kNorms,   // the normalised inputs of both blocks: 2 D; a pass over them
@@ -19,7 +19,8 @@ enum class RecomputeLevel {
 
 struct Recompute {
   RecomputeLevel level = RecomputeLevel::kNone;
-  int64_t layers = std::numeric_limits<int64_t>::max();  // the first so many; others a level less
+  // Layers below this number have `level`, the others one level less.
+  int64_t layers = std::numeric_limits<int64_t>::max();
 
   RecomputeLevel of_layer(int64_t layer) const {
     if (layer < layers || level == RecomputeLevel::kNone) return level;

@@ -1,17 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a TrainingCuda holds, and the pass over it. Internal to model.
+// What a TrainingCuda holds in device memory. Internal to model.
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include <array>
 #include <optional>
 #include <vector>
 
-#include "twell/model/activations_cuda.h"
+#include "twell/base/cuda.h"
+#include "twell/model/training_cuda.h"
 #include "twell/ops/embedding/embedding_backward_cuda.h"
 
 namespace twell {
 
-// Page-locked memory for one micro-batch, and when its last copy was done.
+// What the forward pass keeps of one layer for the backward pass. What backward computes again
+// (recompute.h) lies in memory that all layers share.
+struct LayerActivationsCuda {
+  __nv_bfloat16* attention_in = nullptr;      // [M, D] residual stream in front of the attention
+  __nv_bfloat16* attention_normed = nullptr;  // [M, D]
+  __nv_bfloat16* qkv = nullptr;               // [M, (H + 2 * H_kv) * hd], queries and keys rotated
+  float* logsumexp = nullptr;                 // [B, H, T]
+  __nv_bfloat16* attended = nullptr;          // [M, H * hd]
+  __nv_bfloat16* ffn_in = nullptr;            // [M, D] residual stream in front of the FFN
+  __nv_bfloat16* ffn_normed = nullptr;        // [M, D]
+};
+
+struct ActivationViewsCuda {
+  std::vector<LayerActivationsCuda> layers;  // [L]
+  __nv_bfloat16* delta = nullptr;            // [M, D] what a block adds to the residual stream
+  __nv_bfloat16* final_in = nullptr;         // [M, D]
+  __nv_bfloat16* normed = nullptr;           // [M, D] shared: a block's normalised input
+  // Gradients with the forward pass's names, of one layer at a time.
+  __nv_bfloat16* d_residual = nullptr;  // [M, D]
+  __nv_bfloat16* d_normed = nullptr;    // [M, D]
+  float* losses = nullptr;              // [M]
+  float* partial = nullptr;             // partial sums over tokens, for norm weights and biases
+  // In Buffers::scratch. Nothing here outlives the attention of a layer.
+  __nv_bfloat16* qkv = nullptr;         // [M, (H + 2 * H_kv) * hd], shared
+  __nv_bfloat16* d_qkv = nullptr;       // [M, (H + 2 * H_kv) * hd]
+  __nv_bfloat16* d_attended = nullptr;  // [M, H * hd]
+};
+
+// Page-locked memory for the ids of one micro-batch, and an event behind its last copy to the
+// device.
 class StagingSlot {
  public:
   explicit StagingSlot(int64_t tokens) {
@@ -38,15 +70,15 @@ class StagingSlot {
 // Memory for micro-batches of one shape.
 struct TrainingCuda::Buffers {
   Buffers(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan, bool hybrid);
-  // Room for hybrid layers, or only for dense ones. Not while a pass is on its way.
+  // Makes scratch for hybrid layers, or for dense ones alone. Not while a pass is in flight.
   void make_scratch(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
                     bool hybrid);
 
   DeviceBuffer<std::byte> memory;
   ActivationViewsCuda views;
   std::vector<FfnSavedCuda> ffn;         // [L]
-  std::vector<FfnExpectation> prepared;  // [L] what for
-  // One after the other, a feed-forward layer, the attention of a layer and the head work here.
+  std::vector<FfnExpectation> prepared;  // [L] what each was prepared for
+  // A feed-forward layer, the attention of a layer and the head use this memory in turn.
   DeviceBuffer<std::byte> scratch;
   bool scratch_hybrid = false;
   std::optional<FfnTrainWorkspaceCuda> ffn_workspace;

@@ -1,18 +1,141 @@
 // SPDX-License-Identifier: Apache-2.0
+// The memory of training on the GPU: activations, cut from two blocks by functions that the memory
+// plan runs without the memory; executions of the feed-forward layers; micro-batches on their way
+// to the device. The pass itself is training_pass_cuda.cc.
 #include "twell/model/training_cuda.h"
 
 #include <algorithm>
 
 #include "twell/model/model_cuda.h"
+#include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/model/training_buffers_cuda.h"
 #include "twell/ops/attention/attention_train_cuda.h"
+#include "twell/ops/bias/bias_backward_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_backward_cuda.h"
 
 namespace twell {
 namespace {
 
-// Of active neurons over what is expected. Memory is made anew when that is used up, or half of it
-// would do.
+struct ActivationPlanCuda {
+  std::vector<MemoryItem> items;
+  int64_t bytes = 0;  // of all
+};
+
+constexpr int64_t kAlignBytes = 256;  // as cudaMalloc aligns
+
+// Cuts aligned arrays off a block and sums their bytes by name. Without a block it only sums.
+class Carver {
+ public:
+  explicit Carver(std::byte* block) : block_(block) {}
+
+  template <typename T>
+  void array(const char* item, int64_t size, T*& out) {
+    if (block_ != nullptr) out = reinterpret_cast<T*>(block_ + plan_.bytes);
+    const int64_t bytes = size * static_cast<int64_t>(sizeof(T));
+    const int64_t taken = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+    plan_.bytes += taken;
+    auto& items = plan_.items;
+    const auto found = std::find_if(items.begin(), items.end(),
+                                    [&](const MemoryItem& known) { return known.name == item; });
+    (found != items.end() ? *found : items.emplace_back(MemoryItem{item, 0})).bytes += taken;
+  }
+  ActivationPlanCuda take_plan() { return std::move(plan_); }
+
+ private:
+  std::byte* block_;
+  ActivationPlanCuda plan_;
+};
+
+// Whether backward computes this again for some layer.
+bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
+  return plan.recompute.of_layer(0) >= of;
+}
+
+ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver) {
+  constexpr const char* kStream = "activations: residual stream, norms";
+  constexpr const char* kAttention = "activations: attention";
+  constexpr const char* kGradients = "gradients of activations";
+  const int64_t tokens = token_count(plan.shape);
+  const int64_t row = tokens * config.width;
+  ActivationViewsCuda views;
+  carver.array(kStream, row, views.delta);
+  carver.array(kStream, row, views.final_in);
+  carver.array(kStream, row, views.normed);
+  views.layers.resize(static_cast<size_t>(config.layers));
+  __nv_bfloat16* shared_ffn_in = nullptr;
+  if (makes_again(plan, RecomputeLevel::kInputs)) carver.array(kStream, row, shared_ffn_in);
+  for (int64_t i = 0; i < config.layers; ++i) {
+    LayerActivationsCuda& layer = views.layers[static_cast<size_t>(i)];
+    const RecomputeLevel level = plan.recompute.of_layer(i);
+    carver.array(kStream, row, layer.attention_in);
+    carver.array(kAttention, tokens * config.heads, layer.logsumexp);
+    carver.array(kAttention, tokens * config.q_width(), layer.attended);
+    if (level < RecomputeLevel::kQkv) {
+      carver.array(kAttention, tokens * qkv_width(config), layer.qkv);
+    }
+    layer.ffn_in = shared_ffn_in;
+    if (level < RecomputeLevel::kInputs) carver.array(kStream, row, layer.ffn_in);
+    layer.attention_normed = layer.ffn_normed = views.normed;
+    if (level >= RecomputeLevel::kNorms) continue;
+    carver.array(kStream, row, layer.attention_normed);
+    carver.array(kStream, row, layer.ffn_normed);
+  }
+  carver.array(kGradients, row, views.d_residual);
+  carver.array(kGradients, row, views.d_normed);
+  carver.array(kGradients, tokens, views.losses);
+  int64_t partials = rms_norm_backward_partials(tokens) * config.width;
+  if (config.qkv_bias) {
+    partials = std::max(partials, bias_backward_partials(tokens) * qkv_width(config));
+  }
+  carver.array(kGradients, partials, views.partial);
+  return views;
+}
+
+void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver,
+                     ActivationViewsCuda& views) {
+  constexpr const char* kScratch = "attention at work";
+  const int64_t tokens = token_count(plan.shape);
+  if (makes_again(plan, RecomputeLevel::kQkv)) {
+    carver.array(kScratch, tokens * qkv_width(config), views.qkv);
+  }
+  carver.array(kScratch, tokens * qkv_width(config), views.d_qkv);
+  carver.array(kScratch, tokens * config.q_width(), views.d_attended);
+}
+
+ActivationPlanCuda plan_activations(const ModelConfig& config, const TrainingPlanCuda& plan) {
+  Carver carver(nullptr);
+  carve(config, plan, carver);
+  return carver.take_plan();
+}
+
+// Into a block of as many bytes as the plan has. The attention's own are placed below.
+ActivationViewsCuda place_activations(const ModelConfig& config, const TrainingPlanCuda& plan,
+                                      std::byte* block) {
+  Carver carver(block);
+  return carve(config, plan, carver);
+}
+
+// What only the attention of the layer at work needs.
+int64_t attention_scratch_bytes(const ModelConfig& config, const TrainingPlanCuda& plan) {
+  Carver carver(nullptr);
+  ActivationViewsCuda views;
+  carve_attention(config, plan, carver, views);
+  return carver.take_plan().bytes;
+}
+
+void place_attention_scratch(const ModelConfig& config, const TrainingPlanCuda& plan,
+                             std::byte* block, ActivationViewsCuda& views) {
+  Carver carver(block);
+  carve_attention(config, plan, carver, views);
+  for (int64_t i = 0; i < config.layers; ++i) {
+    if (plan.recompute.of_layer(i) < RecomputeLevel::kQkv) continue;
+    views.layers[static_cast<size_t>(i)].qkv = views.qkv;
+  }
+}
+
+// Memory for this many times the active neurons expected. It is allocated anew when they outgrow
+// it, or half of it would be enough.
 constexpr double kRoom = 1.25;
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
@@ -23,7 +146,8 @@ FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& p
           .gated = config.gated};
 }
 
-// What cuBLAS keeps, and cuDNN's backward: gradients of scores, f32 gradients of queries.
+// What cuBLAS and the backward pass of cuDNN's attention allocate: a workspace; gradients of
+// scores, and of queries in f32.
 int64_t library_bytes(const ModelConfig& config, MicroBatchShape shape) {
   constexpr int64_t kCublasBytes = int64_t{32} << 20;
   const int64_t padded = (shape.length + 127) / 128 * 128;
@@ -38,7 +162,7 @@ void require_supported(const ModelConfig& config, MicroBatchShape shape) {
   TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
-// Beside the workspace's own bytes, each in the place of the others.
+// The users of scratch share it, but for the workspace's own bytes.
 int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
                       const TrainingPlanCuda& plan, bool hybrid) {
   const int64_t others =
@@ -62,7 +186,8 @@ DeviceBuffer<T> to_device(std::span<const T> values) {
   DeviceBuffer<T> buffer(std::ssize(values));
   TWELL_CUDA_CHECK(
       cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // which our streams do not wait for
+  // Our streams do not wait for the legacy stream.
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
   return buffer;
 }
 
@@ -88,7 +213,7 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
 
 void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& config,
                                          const TrainingPlanCuda& plan, bool hybrid) {
-  scratch = {};  // before the other one is there
+  scratch = {};  // freed first, so that both are never held at once
   scratch = DeviceBuffer<std::byte>(scratch_bytes(ctx, config, plan, hybrid));
   scratch_hybrid = hybrid;
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
@@ -106,7 +231,8 @@ TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,
                                            plan.shape.sequences, plan.shape.length));
   const bool hybrid = std::any_of(plan.ffn.begin(), plan.ffn.end(), is_hybrid);
   buffers_ = std::make_unique<Buffers>(ctx, config_, plan, hybrid);
-  for (int64_t layer = 0; layer < config.layers; ++layer) {  // one by one, so that no more is taken
+  // Layer by layer, so that no more memory is held on the way than at the end.
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
     buffers_->ffn.emplace_back(ctx, ffn_shape(config, plan));
     buffers_->prepared.emplace_back();
     const auto at = static_cast<size_t>(layer);
@@ -120,7 +246,7 @@ TrainingCuda::~TrainingCuda() {
 
 std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const ModelConfig& config,
                                                   const TrainingPlanCuda& plan) {
-  TrainingState::memory_plan(config, plan.shape);  // refuses what is no micro-batch
+  TrainingState::memory_plan(config, plan.shape);  // throws on a wrong shape
   require_supported(config, plan.shape);
   const int64_t tokens = token_count(plan.shape);
   const FfnTrainShapeCuda ffn = ffn_shape(config, plan);

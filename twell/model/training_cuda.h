@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training forward and backward of the transformer over one micro-batch on the GPU: training.h's
-// meaning, with weights and activations in bf16 and gradients in f32. Memory is planned for one
-// shape before the first step; a pass only enqueues (the first of a shape or an execution makes
-// plans of products, which allocates and may wait), never waits for the device, and repeats bit for
-// bit. Can be captured in a CUDA graph and replayed after each stage().
+// Training forward and backward of the transformer over one micro-batch on the GPU: computes what
+// training.h does, with weights and activations in bf16 and gradients in f32. Memory is planned for
+// one shape before the first step. A pass only enqueues, never waits for the device, and repeats
+// bit for bit; but the first pass of a shape or an execution plans its matrix products, which
+// allocates and may wait. A pass can be captured in a CUDA graph and replayed after each stage().
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,22 +35,22 @@ struct TrainingPlanCuda {
   MicroBatchShape shape;  // sequences of at least 2 tokens
   Recompute recompute = {};
   std::vector<FfnExpectation> ffn = {};  // [L] at first; empty: dense
-  // Layers may become hybrid later, where that is supported; only memory_plan takes account of it.
+  // Layers may become hybrid later, where that is supported. Only memory_plan uses this.
   bool may_become_hybrid = false;
 };
 
-// Parts of a pass, forward and backward, for those who time them.
+// Parts of a pass, forward and backward, for timing.
 enum class TrainingStage { kEmbedding, kNorm, kProjections, kAttention, kFfn, kHead };
 
-// What a pass reads and adds to; device memory throughout. A captured pass keeps these addresses.
+// What a pass reads and adds to, all in device memory. A captured pass keeps these addresses.
 struct TrainingPassCuda {
   const __nv_bfloat16* weights = nullptr;  // [N], laid out by parameter_table
   // Gradients of grad_scale * (sum of CE) + *l1_scale * (sum over layers, tokens, neurons of |h|).
   float grad_scale = 0.0f;
-  const float* l1_scale = nullptr;       // one
+  const float* l1_scale = nullptr;       // one value
   float* grads = nullptr;                // [N] accumulated into
-  bool add = true;                       // to grads; false: they are written, whatever they were
-  CrossEntropySum* loss = nullptr;       // one, added to
+  bool add = true;                       // to grads; false: they are overwritten
+  CrossEntropySum* loss = nullptr;       // one value, added to
   FfnTrainCountsCuda* counts = nullptr;  // [L] added to
   uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires
   // For benchmarks.
@@ -60,27 +60,27 @@ struct TrainingPassCuda {
 
 class TrainingCuda {
  public:
-  // InputError where the model or the shape is not supported, or, with the numbers, where memory is
-  // short of memory_plan and `other_bytes` beside it. The context outlives it.
+  // InputError where the model or the shape is not supported, or where memory_plan and
+  // `other_bytes` do not fit into the device's free memory. The context must outlive it.
   TrainingCuda(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
                int64_t other_bytes = 0);
   ~TrainingCuda();
-  // Device memory that it takes at most, cuDNN's and cuBLAS's included.
+  // The most device memory that it takes, cuDNN's and cuBLAS's included.
   static std::vector<MemoryItem> memory_plan(const CudaContext& ctx, const ModelConfig& config,
                                              const TrainingPlanCuda& plan);
 
-  // Between steps, for all layers [L]: what needs less memory first, so that on the way no more is
-  // taken than before or after. May wait for the device; passes captured before are void. False
-  // where nothing had to change.
+  // Between steps: prepares all layers [L] for these executions, those that need less memory first,
+  // so that it never holds more than before or after. True where something changed; then it waited
+  // for the device, and passes captured before are invalid.
   bool prepare(std::span<const FfnExpectation> expected);
   FfnTrainExecution execution(int64_t layer) const;
 
-  // Checks a micro-batch [B * T], -1 for no target, and enqueues its way to the device. Two may be
-  // staged before the device has taken the first.
+  // Checks a micro-batch [B * T], with -1 for no target, and enqueues its copy to the device. Waits
+  // only where two earlier copies are still under way.
   void stage(std::span<const int32_t> inputs, std::span<const int32_t> targets);
-  // What was staged last, forward and backward.
+  // Forward and backward of the micro-batch staged last.
   void forward_backward(const TrainingPassCuda& pass);
-  // Its loss alone: pass.weights and pass.loss are used. Counts go nowhere.
+  // Its loss alone. Reads pass.weights and adds to pass.loss only.
   void evaluate(const TrainingPassCuda& pass);
 
   // Memory that a layer's FFN keeps from forward to backward when it is prepared for this.

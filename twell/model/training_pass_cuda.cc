@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The training pass itself; mirrors training.cc.
+// The training pass on the GPU: training.cc's functions in the same order, with bf16 ops.
 #include "twell/model/model_cuda.h"
 #include "twell/model/qkv.h"
 #include "twell/model/training_buffers_cuda.h"
@@ -70,7 +70,7 @@ class TrainingCuda::Pass {
     norm_forward(views_.layers.back().ffn_in, views_.final_in, weights_.final_norm, views_.normed);
   }
 
-  // The head belongs to the loss, which never holds all logits: its gradients are made here.
+  // The loss includes the head, never holds all logits, and computes the head's gradients at once.
   void loss(bool backward) {
     cross_entropy_cuda(ctx_,
                        {.tokens = tokens_,
@@ -128,7 +128,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  // y = norm(sum): in front of the first layer, and where backward needs it again.
+  // y = norm(sum): in front of the first layer, and where backward computes it again.
   void normed_again(const __nv_bfloat16* sum, const BF16* weight, __nv_bfloat16* y) {
     TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
                                       .width = config_.width,
@@ -140,7 +140,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  // The gradient of the sum is that of its terms: d_residual goes on to both.
+  // Both terms of the sum have its gradient, d_residual.
   void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
                      float* d_weight) {
     TWELL_CUDA_CHECK(launch_rms_norm_backward({.tokens = tokens_,
@@ -277,8 +277,8 @@ class TrainingCuda::Pass {
                                 .d_w_add = pass_.add});
   }
 
-  // Gradients that are only ever added to: all but those of matrix products, which are first where
-  // embedding and head are one.
+  // Clears the gradients that ops only add to: all but those of matrix products, which can
+  // overwrite theirs. Where embedding and head are one matrix, the head overwrites it first.
   void clear_added_gradients() {
     const auto clear = [&](float* from, int64_t count) {
       if (from == nullptr) return;

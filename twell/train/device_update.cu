@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// philox() and normal() of rng.h.
+// The same as normal() of rng.h.
 __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32);
   uint32_t c2 = static_cast<uint32_t>(stream), c3 = static_cast<uint32_t>(stream >> 32);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
 
 unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
-// A block per neuron.
+// One CTA per neuron.
 __global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
   const int64_t neuron = blockIdx.x;
   if (p.active[neuron] != 0 || isnan(*p.skip_unless_finite)) return;

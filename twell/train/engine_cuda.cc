@@ -19,13 +19,13 @@ const ModelConfig& supported(const ModelConfig& config, const TrainOptions& opti
   return config;
 }
 
-// What changes from step to step, on its way to the device.
+// What changes from step to step, as it is copied to the device.
 struct StepValues {
   AdamWCoefficients adamw{};
   float l1_scale = 0.0f;
 };
 
-// A value or more in page-locked memory, and its copy on the device.
+// A block of page-locked memory and its copy on the device.
 class Mirrored {
  public:
   explicit Mirrored(int64_t bytes) : device_(bytes) {
@@ -52,7 +52,7 @@ class Mirrored {
 
 }  // namespace
 
-// One block, cleared at the beginning of a step and fetched at its end.
+// Cleared at the beginning of a step and copied back at its end.
 struct TrainEngineCuda::Report {
   struct Head {
     CrossEntropySum loss;
@@ -81,7 +81,8 @@ struct TrainEngineCuda::Report {
   Mirrored values;
 };
 
-// The passes of micro-batches as a CUDA graph, from the second one on: the first makes plans.
+// Replays micro-batches as a CUDA graph from the second one on. The first one is enqueued op by op,
+// because it plans products, which allocates.
 class TrainEngineCuda::Replay {
  public:
   explicit Replay(CudaContext& ctx) : ctx_(ctx) {}
@@ -89,7 +90,7 @@ class TrainEngineCuda::Replay {
   Replay(const Replay&) = delete;
   Replay& operator=(const Replay&) = delete;
 
-  // The executions have changed.
+  // To be called when executions have changed.
   void clear() {
     if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
     graph_ = nullptr;
@@ -193,7 +194,7 @@ void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
   memory_changed_ = changed;
 }
 
-// Into inputs_ and targets_, unless it is there already.
+// Reads a micro-batch into inputs_ and targets_, unless it is there already.
 void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   if (fixed_batch_ || (read_step_ == step && read_index_ == index)) return;
   TWELL_CHECK(micro_batches_ != nullptr, "step {} has no micro-batches to read", step);
@@ -202,7 +203,7 @@ void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   read_index_ = index;
 }
 
-// The first of a step writes its gradients, the others add to them.
+// The first micro-batch of a step overwrites the gradients, later ones add to them.
 void TrainEngineCuda::enqueue_micro_batch(bool first) {
   pass_.add = !first;
   const auto enqueue = [&] { training_.forward_backward(pass_); };
@@ -241,7 +242,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   block.to_host(ctx_.stream());
   if (request.step < options_.steps) next_batch(request.step + 1, 0);
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  // The first pass of an execution makes plans and their workspaces.
+  // The first pass of an execution allocates workspaces.
   if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_device_bytes();
   return outcome();
 }
@@ -252,7 +253,7 @@ StepOutcome TrainEngineCuda::outcome() const {
   StepOutcome outcome;
   outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
   outcome.grad_norm = head.norm.norm;
-  constexpr int64_t kTile = 128;  // tokens; the last of a micro-batch may have fewer
+  constexpr int64_t kTile = 128;  // tokens; the last tile of a micro-batch may have fewer
   const double tiles = static_cast<double>(options_.micro_batches() *
                                            ((options_.micro_batch_tokens() + kTile - 1) / kTile));
   for (int64_t i = 0; i < report_->layers; ++i) {
@@ -282,7 +283,7 @@ double TrainEngineCuda::validate() {
   for (int64_t begin = 0; begin < sequences; begin += most) {
     const int64_t count = std::min(most, sequences - begin);
     const size_t read = static_cast<size_t>(count) * length;
-    // What is left of the last micro-batch has no targets.
+    // The rest of the last micro-batch has no targets.
     std::fill(inputs.begin(), inputs.end(), 0);
     std::fill(targets.begin(), targets.end(), -1);
     validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters of a model in training on the GPU, and AdamW over them: f32 weights in two halves,
-// of which layers compute with the upper one (split_weight.h), f32 gradients, moments in f32 or
-// bf16, each one flat array laid out by parameter_table. Everything that changes from step to step
-// is read from device memory.
+// of which layers compute with the upper one (split_weight.h); f32 gradients; moments in f32 or
+// bf16. Each is one flat array laid out by parameter_table. Values that change from step to step
+// are read from device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,23 +20,22 @@ namespace twell {
 
 class OptimizerCuda {
  public:
-  // The model's weights, moments of zero. Waits for the device.
+  // Starts with the model's weights and moments of zero. Waits for the device.
   OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
   static int64_t bytes_needed(int64_t parameters, DType moments);
 
   const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
-  float* grads() const { return grads_.data(); }                    // [N] anything at first
+  float* grads() const { return grads_.data(); }                    // [N] uninitialised at first
 
-  // All of these enqueue.
-  // The norm of the gradients into *norm (device memory), and the step, which is skipped where
-  // the norm is not finite. `coefficients` is device memory.
+  // Enqueues: *norm = norm of the gradients; then AdamW, unless the norm is not finite. Both
+  // pointers are device memory.
   void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
-  // reinit_dead_neurons of activity.h, with active [L, F] in device memory; not where the step was
-  // skipped. `step` counts from 1.
+  // Enqueues reinit_dead_neurons of activity.h, with active [L, F] in device memory, unless the
+  // step was skipped. `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
-  // Copies to and from host memory, f32 whatever the moments are, which wait for the device.
-  // Between steps: what weights pass through is the memory of the gradients.
+  // Between steps: copies to and from host memory, in f32 even of bf16 moments. They wait for the
+  // device, and overwrite the gradients.
   void download(const OptimizerTensors& to) const;
   void upload(const OptimizerTensors& from);
 

@@ -35,14 +35,14 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
   TWELL_REQUIRE(no_hybrid.empty() || options.ffn_policy != FfnTrainPolicy::kHybrid,
                 "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::vector<FfnExpectation> expected(static_cast<size_t>(config.layers));
-  // Memory that hybrid layers need beside a dense plan, while they work, and what they save.
+  // Bytes that hybrid layers need more than dense ones: a larger workspace, less what each saves.
   int64_t missing = FfnTrainWorkspaceCuda::bytes_needed(ctx, shape) -
                     FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false);
   const int64_t dense_bytes =
       FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kDense, /*nnz=*/-1.0);
   for (size_t layer = 0; layer < expected.size(); ++layer) {
     FfnExpectation& out = expected[layer];
-    // A model that was not trained yet has about half of its neurons active.
+    // About half of the neurons of an untrained model are active.
     const LayerHint hint = hints.empty() ? LayerHint{} : hints[layer];
     out.nnz = hint.nnz < 0.0 ? static_cast<double>(config.ffn) / 2.0 : std::max(1.0, hint.nnz);
     out.union_neurons = hint.union_neurons;
@@ -54,7 +54,7 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
       missing -= dense_bytes - TrainingCuda::ffn_saved_bytes(shape, out);
     }
   }
-  // A few hybrid layers among dense ones would take more memory than if all were dense.
+  // A few hybrid layers among dense ones would take more memory than all dense ones.
   if (options.ffn_policy == FfnTrainPolicy::kAuto && missing > 0) {
     for (FfnExpectation& out : expected) out.execution = FfnTrainExecution::kDense;
   }
@@ -71,7 +71,7 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
     plan.recompute = *options.recompute;
     return plan;
   }
-  constexpr int64_t kSpare = int64_t{2} << 30;  // for estimates that are off, and for others
+  constexpr int64_t kSpare = int64_t{2} << 30;  // for errors of estimates, and other programs
   const int64_t free = free_device_bytes() - kSpare;
   const auto bytes = [&] {
     int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype);

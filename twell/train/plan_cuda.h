@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run will take on the GPU, and how its layers will run, before it starts.
+// The memory that a run will take on the GPU, and the executions of its layers, before it starts.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,18 @@ namespace twell {
 // Why the GPU cannot do this run; empty when it can.
 std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options);
 
-// In all of these hints [L] is how active the layers are expected to be; empty: not known.
+// In all functions below, hints [L] are the expected activity of the layers; empty: not known.
 
-// The execution of each layer for a step. InputError where the options ask for one that does not
-// run on this device.
+// The execution of each layer for a step. InputError where the options ask for one that this device
+// does not support.
 std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const ModelConfig& config,
                                                 const TrainOptions& options,
                                                 std::span<const LayerHint> hints);
-// What is kept is decided by the memory that is free now, beside the optimizer's.
+// Chooses what backward recomputes so that activations and optimizer fit into the memory that is
+// free now.
 TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
                                const TrainOptions& options, std::span<const LayerHint> hints);
-// Device memory, and what the host needs beside it. InputError where the run is not supported.
+// Device memory and host memory of the run. InputError where it is not supported.
 RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
                       const TrainOptions& options, int64_t shard_bytes,
                       std::span<const LayerHint> hints = {});
