@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of 1 to 8 tokens with the weights of a layer (decoding), each one kernel with what
-// stands before and after it, so that a token passes few kernels on its way through a layer:
+// Products of 1 to 8 tokens with the weights of a layer (decoding). Each is one kernel with what
+// stands before and after it:
 //   linear    y = n(x) w^T [+ residual]
-//   qkv       q, k, v = n(x) w^T [+ bias], q and k rotated, k and v into the cache
-//   gate_up   h = relu(n(x) w_gate^T) * (n(x) w_up^T), or relu(n(x) w_up^T)
-//   down      y = h w_down [+ residual]                                     (Hopper)
-// where n(x) = x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation.
+//   qkv       q, k, v = n(x) w^T [+ bias]; q and k rotated; k and v stored in the cache
+//   gate_up   h = relu(n(x) w_gate^T) * (n(x) w_up^T), or relu(n(x) w_up^T) without a gate
+// where n(x) is x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation.
 //
-// All are bound by reading the weights once. Kernels are launched as dependent ones: what they do
-// before they wait for the kernel in front is read weights, if these are declared constant.
-// The result for a token does not depend on the tokens beside it. Deterministic; never synchronise.
+// All are bound by reading the weights once. They are launched with programmatic dependent launch;
+// before they wait for the previous kernel they read weights only, and these only if declared
+// constant. The result for a token does not depend on the tokens beside it. Deterministic; never
+// synchronise; return cudaErrorInvalidValue for shapes outside the ranges below.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,8 +23,8 @@ namespace twell::layer_ops {
 
 inline constexpr int64_t kMaxTokens = 8;
 
-// Tokens of this width that the current device takes at once: kMaxTokens but for very wide rows,
-// which stay in shared memory. `down` has no such limit.
+// How many tokens of this width the current device takes at once: kMaxTokens, or fewer where rows
+// are too wide for shared memory.
 int64_t max_tokens(int64_t width);
 
 // Device memory throughout; matrices contiguous row-major, 16-byte aligned.
@@ -34,7 +34,7 @@ struct Input {
   const __nv_bfloat16* x = nullptr;     // [M, D]
   const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm, or null: none
   float eps = 1e-5f;
-  // Nothing enqueued earlier on the stream writes the weights.
+  // True if nothing enqueued earlier on the stream writes the weights.
   bool constant_weights = false;
 };
 
@@ -61,7 +61,7 @@ struct Qkv {
   const int64_t* cache_rows = nullptr;  // [M]
   __nv_bfloat16* q = nullptr;           // rows of H * hd, q_stride apart
   int64_t q_stride = 0;
-  __nv_bfloat16* keys = nullptr;    // [rows, H_kv * hd]; row cache_rows[m] gets token m
+  __nv_bfloat16* keys = nullptr;    // [rows, H_kv * hd]; token m goes to row cache_rows[m]
   __nv_bfloat16* values = nullptr;  // [rows, H_kv * hd]
 };
 cudaError_t launch_qkv(const Qkv& problem, cudaStream_t stream);
@@ -72,20 +72,8 @@ struct GateUp {
   const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
   const __nv_bfloat16* w_up = nullptr;    // [F, D]
   __nv_bfloat16* h = nullptr;             // [M, F]
-  ActivityCuda* activity = nullptr;       // added to: tokens, nnz; may be null
+  ActivityCuda* activity = nullptr;       // tokens and nnz are added; may be null
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);
-
-struct Down {
-  int64_t tokens = 0;                       // M, 1 to 8
-  int64_t width = 0;                        // D, a multiple of 8
-  int64_t ffn = 0;                          // F
-  const __nv_bfloat16* h = nullptr;         // [M, F]
-  const __nv_bfloat16* w = nullptr;         // [F, D]
-  const __nv_bfloat16* residual = nullptr;  // [M, D], may be y; or null
-  __nv_bfloat16* y = nullptr;               // [M, D]
-  bool constant_weights = false;
-};
-cudaError_t launch_down_sm90(const Down& problem, cudaStream_t stream);
 
 }  // namespace twell::layer_ops

@@ -84,7 +84,7 @@ struct Operands {
 
 constexpr double kNormError = 1.0 / 256, kSumError = 1.0 / (1 << 20), kRounding = 1.0 / 256;
 
-class FewRowsCuda : public testing::TestWithParam<Shape> {
+class LayerOpsCuda : public testing::TestWithParam<Shape> {
  protected:
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
@@ -93,7 +93,7 @@ class FewRowsCuda : public testing::TestWithParam<Shape> {
   }
 };
 
-TEST_P(FewRowsCuda, LinearWithNormAndResidual) {
+TEST_P(LayerOpsCuda, LinearWithNormAndResidual) {
   const auto [tokens, width, cols] = GetParam();
   const Operands operands(GetParam());
   const auto w = random_bf16(cols * width, 3), residual = random_bf16(tokens * cols, 4);
@@ -119,7 +119,7 @@ TEST_P(FewRowsCuda, LinearWithNormAndResidual) {
   }
 }
 
-TEST_P(FewRowsCuda, TokensDoNotDependOnEachOther) {
+TEST_P(LayerOpsCuda, TokensDoNotDependOnEachOther) {
   const int64_t tokens = GetParam().tokens, width = GetParam().width, cols = GetParam().cols;
   const Operands operands(GetParam());
   const auto w = upload(random_bf16(cols * width, 3));
@@ -160,7 +160,7 @@ Hidden hidden(const Products* gate, const Products& up) {
   return h;
 }
 
-TEST_P(FewRowsCuda, GateUp) {
+TEST_P(LayerOpsCuda, GateUp) {
   const auto [tokens, width, cols] = GetParam();
   const int64_t ffn = cols / 8 * 8;
   const Operands operands(GetParam());
@@ -194,40 +194,7 @@ TEST_P(FewRowsCuda, GateUp) {
   }
 }
 
-TEST_P(FewRowsCuda, DownWithResidual) {
-  const auto [tokens, width, cols] = GetParam();
-  const int64_t ffn = cols;
-  const auto h = random_bf16(tokens * ffn, 7), w = random_bf16(ffn * width, 8),
-             residual = random_bf16(tokens * width, 9);
-  const auto device_h = upload(h), device_w = upload(w), y = upload(residual);
-  const TestStream stream;
-  TWELL_CUDA_CHECK(launch_down_sm90({.tokens = tokens,
-                                     .width = width,
-                                     .ffn = ffn,
-                                     .h = device_h.data(),
-                                     .w = device_w.data(),
-                                     .residual = y.data(),
-                                     .y = y.data(),
-                                     .constant_weights = true},
-                                    stream.get()));
-  stream.synchronize();
-  const Floats got = to_floats(download(y)), h_f = to_floats(h), w_f = to_floats(w),
-               add = to_floats(residual);
-  for (int64_t m = 0; m < tokens; ++m) {
-    for (int64_t d = 0; d < width; ++d) {
-      double want = add[at(m * width + d)], size = 0.0;
-      for (int64_t j = 0; j < ffn; ++j) {
-        const double term = static_cast<double>(h_f[at(m * ffn + j)]) * w_f[at(j * width + d)];
-        want += term;
-        size += std::abs(term);
-      }
-      ASSERT_NEAR(got[at(m * width + d)], want, size * kSumError + std::abs(want) * kRounding)
-          << m << ", " << d;
-    }
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsCuda,
+INSTANTIATE_TEST_SUITE_P(Shapes, LayerOpsCuda,
                          testing::Values(Shape{1, 8, 8}, Shape{1, 2048, 136}, Shape{2, 264, 264},
                                          Shape{3, 1000, 72}, Shape{5, 328, 40}, Shape{8, 512, 1016},
                                          Shape{8, 2560, 33}, Shape{4, 40, 257}, Shape{7, 96, 24}));
@@ -236,9 +203,9 @@ struct QkvCase {
   int64_t tokens, width, heads, kv_heads, head_dim;
   bool bias;
 };
-class FewRowsQkvCuda : public testing::TestWithParam<QkvCase> {};
+class LayerOpsQkvCuda : public testing::TestWithParam<QkvCase> {};
 
-TEST_P(FewRowsQkvCuda, RotatesAndFillsTheCache) {
+TEST_P(LayerOpsQkvCuda, RotatesAndFillsTheCache) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, heads, kv_heads, head_dim, with_bias] = GetParam();
   const int64_t half = head_dim / 2, cols = (heads + 2 * kv_heads) * head_dim, rows = 3 * tokens;
@@ -327,7 +294,7 @@ TEST_P(FewRowsQkvCuda, RotatesAndFillsTheCache) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsQkvCuda,
+INSTANTIATE_TEST_SUITE_P(Shapes, LayerOpsQkvCuda,
                          testing::Values(QkvCase{1, 64, 4, 4, 16, false},
                                          QkvCase{3, 136, 4, 2, 64, true},
                                          QkvCase{8, 256, 6, 1, 32, false},

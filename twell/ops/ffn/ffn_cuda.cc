@@ -119,7 +119,7 @@ class FfnCallCuda {
               FfnWorkspaceCuda& workspace)
       : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
 
-  // Up to 8 tokens: kernels that read each weight once at memory speed.
+  // Up to 8 tokens: norm, gate and up as one kernel, down by cuBLASLt.
   void dense_rows() const {
     TWELL_CUDA_CHECK(
         layer_ops::launch_gate_up({.input = {.tokens = chunk_.tokens,
@@ -134,25 +134,12 @@ class FfnCallCuda {
                                    .h = workspace_.gate_.data(),
                                    .activity = plan_.counts},
                                   ctx_.stream()));
-    // `down` takes 11 us for one token of a 2048 x 5632 layer, but 41 for eight; cuBLASLt takes 9.
-    if (chunk_.tokens > 1) {
-      matmul_cuda(ctx_,
-                  {.rows = chunk_.tokens,
-                   .cols = workspace_.width(),
-                   .inner = workspace_.ffn(),
-                   .add = chunk_.add},
-                  workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
-      return;
-    }
-    TWELL_CUDA_CHECK(layer_ops::launch_down_sm90({.tokens = chunk_.tokens,
-                                                  .width = workspace_.width(),
-                                                  .ffn = workspace_.ffn(),
-                                                  .h = workspace_.gate_.data(),
-                                                  .w = chunk_.weights.w_down,
-                                                  .residual = residual(),
-                                                  .y = chunk_.y,
-                                                  .constant_weights = true},
-                                                 ctx_.stream()));
+    matmul_cuda(ctx_,
+                {.rows = chunk_.tokens,
+                 .cols = workspace_.width(),
+                 .inner = workspace_.ffn(),
+                 .add = chunk_.add},
+                workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
   }
 
   void dense_gemms() const {
