@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The PyTorch baseline of a training step. Same model, objective, optimizer and batch as twell/model/training_bench.cc (CPU: the `tiny` preset, float32) or `twell bench train`
-(CUDA: a larger preset, bf16 autocast over float32 weights).
+"""The PyTorch baseline of a training step. Same model, objective, optimizer and batch as
+twell/model/training_bench.cc (CPU: the `tiny` preset, float32) or `twell bench train` (CUDA: a
+larger preset, bf16 autocast over float32 weights).
 
 Prints the median of forward + backward, and of the whole step (with clipping and AdamW), in ms. On
 the CPU it also prints the CPU time of all threads, which a busy machine disturbs less than elapsed
