@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # From a bare machine to a trained sparse language model: installs what it needs, builds, trains a
-# small model on text every such machine has, and shows what became of it. Where there is an
+# small model on text that every such machine has, and shows the result. Where there is an
 # NVIDIA GPU and a CUDA toolkit it builds for the GPU too, and trains there.
 #   scripts/quickstart.sh                 trains on the documentation and headers of this machine
 #   scripts/quickstart.sh --data PATH     trains on your text (repeatable)
 #   scripts/quickstart.sh --out DIR       elsewhere than runs/quickstart
-#   scripts/quickstart.sh --cuda          builds the GPU code where no GPU is seen, too
+#   scripts/quickstart.sh --cuda          builds the GPU code even where there is no GPU
 # More options are passed on to `twell train` (for example --steps 2000). A run that was interrupted
 # is continued; a finished one is only examined again.
 set -euo pipefail
