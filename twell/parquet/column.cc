@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/parquet/column.h"
 
+#include <snappy-c.h>
 #include <zlib.h>
+#include <zstd.h>
 
 #include <array>
 #include <bit>
@@ -10,12 +12,12 @@
 
 #include "twell/base/error.h"
 #include "twell/base/utf8.h"
-#include "twell/parquet/codec.h"
 
 namespace twell {
 namespace {
 
 constexpr int32_t kMaxPageBytes = 512 << 20;
+constexpr size_t kMaxHeldBytes = size_t{1} << 30;
 
 std::string encoding_name(int32_t encoding) {
   static constexpr std::array<const char*, 10> kNames = {"PLAIN",
@@ -46,7 +48,89 @@ std::span<const std::byte> sized_part(std::span<const std::byte>& bytes, const s
   return part;
 }
 
+// ---- the compression of pages
+
+constexpr int32_t kUncompressed = 0, kSnappy = 1, kGzip = 2, kZstd = 6;
+
+// Bytes written; more than `out` has room for, or anything else when the data is damaged.
+size_t unsnappy(std::span<const std::byte> in, std::span<std::byte> out) {
+  const auto* source = reinterpret_cast<const char*>(in.data());
+  size_t size = 0;
+  if (snappy_uncompressed_length(source, in.size(), &size) != SNAPPY_OK || size != out.size()) {
+    return out.size() + 1;
+  }
+  const auto status =
+      snappy_uncompress(source, in.size(), reinterpret_cast<char*>(out.data()), &size);
+  return status == SNAPPY_OK ? size : out.size() + 1;
+}
+
+// Gzip members one after the other.
+size_t gunzip(std::span<const std::byte> in, std::span<std::byte> out) {
+  z_stream stream{};
+  constexpr int kGzipOrZlib = 32;
+  TWELL_CHECK(inflateInit2(&stream, MAX_WBITS + kGzipOrZlib) == Z_OK, "zlib failed to start");
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<std::byte*>(in.data()));
+  stream.avail_in = static_cast<uInt>(in.size());
+  stream.next_out = reinterpret_cast<Bytef*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  int code = inflate(&stream, Z_FINISH);
+  while (code == Z_STREAM_END && stream.avail_in > 0) {
+    inflateReset(&stream);
+    code = inflate(&stream, Z_FINISH);
+  }
+  const size_t written = out.size() - stream.avail_out;
+  inflateEnd(&stream);
+  return code == Z_STREAM_END ? written : out.size() + 1;
+}
+
+size_t unzstd(std::span<const std::byte> in, std::span<std::byte> out) {
+  const size_t size = ZSTD_decompress(out.data(), out.size(), in.data(), in.size());
+  return ZSTD_isError(size) != 0 ? out.size() + 1 : size;
+}
+
+size_t decompress(int32_t codec, std::span<const std::byte> in, std::span<std::byte> out) {
+  switch (codec) {
+    case kUncompressed:
+      if (in.size() == out.size() && !in.empty()) std::memcpy(out.data(), in.data(), in.size());
+      return in.size();
+    case kSnappy:
+      return unsnappy(in, out);
+    case kGzip:
+      return gunzip(in, out);
+    case kZstd:
+      return unzstd(in, out);
+    default:
+      throw Error(fmt::format("codec {} was not refused", codec));
+  }
+}
+
+// Why pages of the codec (CompressionCodec of parquet.thrift) cannot be read; empty when they can.
+std::string codec_refusal(int32_t codec) {
+  if (codec == kUncompressed || codec == kSnappy || codec == kGzip || codec == kZstd) return {};
+  static constexpr std::array<const char*, 8> kNames = {
+      "UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD", "LZ4_RAW"};
+  const auto index = static_cast<size_t>(codec);
+  return fmt::format("compression {}",
+                     index < kNames.size() ? kNames[index] : std::to_string(codec));
+}
+
+// Decompresses `in` into all of `out`. InputError, naming `where`, when `in` is damaged or holds
+// more or less than that.
+void decompress_page(int32_t codec, std::span<const std::byte> in, std::span<std::byte> out,
+                     const std::string& where) {
+  TWELL_REQUIRE(decompress(codec, in, out) == out.size(),
+                "{}: a damaged page ({} bytes do not decompress to {})", where, in.size(),
+                out.size());
+}
+
 }  // namespace
+
+void ParquetMemory::take(size_t bytes, const std::string& where) {
+  TWELL_REQUIRE(bytes <= kMaxHeldBytes - held_,
+                "{}: the pages of a row's columns take more than {} MiB decompressed", where,
+                kMaxHeldBytes >> 20);
+  held_ += bytes;
+}
 
 std::span<const std::byte> PlainReader::take(size_t count) {
   TWELL_REQUIRE(count <= bytes_.size(), "{}: a damaged page (values end early)", *where_);
@@ -62,7 +146,7 @@ T PlainReader::number() {
   return value;
 }
 
-nlohmann::json PlainReader::next() {
+ParquetValue PlainReader::next() {
   switch (field_->type) {
     case kParquetBoolean: {
       TWELL_REQUIRE(!bytes_.empty(), "{}: a damaged page (values end early)", *where_);
@@ -72,13 +156,13 @@ nlohmann::json PlainReader::next() {
       return value;
     }
     case kParquetInt32:
-      return field_->is_unsigned ? nlohmann::json(number<uint32_t>())
-                                 : nlohmann::json(number<int32_t>());
+      if (field_->is_unsigned) return uint64_t{number<uint32_t>()};
+      return int64_t{number<int32_t>()};
     case kParquetInt64:
-      return field_->is_unsigned ? nlohmann::json(number<uint64_t>())
-                                 : nlohmann::json(number<int64_t>());
+      if (field_->is_unsigned) return number<uint64_t>();
+      return number<int64_t>();
     case kParquetFloat:
-      return number<float>();
+      return double{number<float>()};
     case kParquetDouble:
       return number<double>();
     case kParquetByteArray: {
@@ -94,12 +178,17 @@ nlohmann::json PlainReader::next() {
 }
 
 ParquetColumn::ParquetColumn(std::span<const std::byte> file, const ParquetChunk& chunk,
-                             const ParquetField& field, std::string where)
-    : file_(file), chunk_(chunk), field_(field), where_(std::move(where)), left_(chunk.values) {
+                             const ParquetField& field, ParquetMemory& memory, std::string where)
+    : file_(file),
+      chunk_(chunk),
+      field_(field),
+      memory_(memory),
+      where_(std::move(where)),
+      left_(chunk.values) {
   TWELL_REQUIRE(!chunk.elsewhere, "{}: in another file, or encrypted", where_);
   TWELL_REQUIRE(chunk.type == field.type, "{}: of type {}, where the schema says {}", where_,
                 chunk.type, field.type);
-  const std::string refusal = parquet_codec_refusal(chunk.codec);
+  const std::string refusal = codec_refusal(chunk.codec);
   TWELL_REQUIRE(refusal.empty(), "{}: {} is not read (SNAPPY, GZIP, ZSTD and none are)", where_,
                 refusal);
   constexpr int64_t kMagicBytes = 4;
@@ -112,6 +201,8 @@ ParquetColumn::ParquetColumn(std::span<const std::byte> file, const ParquetChunk
                 chunk.compressed_bytes, begin, file.size());
   rest_ = file.subspan(static_cast<size_t>(begin), static_cast<size_t>(chunk.compressed_bytes));
 }
+
+ParquetColumn::~ParquetColumn() { memory_.give_back(page_bytes_ + dictionary_bytes_); }
 
 void ParquetColumn::fail(std::string_view reason) const {
   throw InputError(fmt::format("{}: a damaged page ({})", where_, reason));
@@ -140,11 +231,11 @@ void ParquetColumn::load_entry() {
   }
 }
 
-nlohmann::json ParquetColumn::take() {
+ParquetValue ParquetColumn::take() {
   load_entry();
   loaded_ = false;
   --left_;
-  if (definition_ < field_.definition) return nullptr;
+  if (definition_ < field_.definition) return {};
   switch (values_) {
     case Values::kPlain:
       return plain_.next();
@@ -154,8 +245,26 @@ nlohmann::json ParquetColumn::take() {
       break;
   }
   const uint32_t index = indices_.next();
-  if (index >= dictionary_.size()) fail("an index beyond the dictionary");
-  return dictionary_[index];
+  if (index >= dictionary_values_) fail("an index beyond the dictionary");
+  return dictionary_value(index);
+}
+
+ParquetValue ParquetColumn::dictionary_value(uint32_t index) const {
+  switch (field_.type) {
+    case kParquetByteArray: {
+      uint32_t size = 0;
+      const std::byte* at = dictionary_.data() + text_offsets_[index];
+      std::memcpy(&size, at, sizeof(size));
+      return std::string_view(reinterpret_cast<const char*>(at) + sizeof(size), size);
+    }
+    case kParquetBoolean:
+      return ((static_cast<uint32_t>(dictionary_[index / 8]) >> (index % 8)) & 1) != 0;
+    default: {
+      const bool wide = field_.type == kParquetInt64 || field_.type == kParquetDouble;
+      return PlainReader(dictionary_.subspan(size_t{index} * (wide ? 8 : 4)), field_, where_)
+          .next();
+    }
+  }
 }
 
 void ParquetColumn::load_page() {
@@ -178,7 +287,7 @@ void ParquetColumn::load_page() {
   const auto bytes = static_cast<size_t>(header.bytes);
   switch (header.type) {
     case ParquetPageHeader::kDictionary:
-      return load_dictionary(header, unpack(stored, bytes));
+      return load_dictionary(header, stored);
     case ParquetPageHeader::kData:
       return begin_page(header, unpack(stored, bytes));
     case ParquetPageHeader::kDataV2:
@@ -189,25 +298,50 @@ void ParquetColumn::load_page() {
 }
 
 std::span<const std::byte> ParquetColumn::unpack(std::span<const std::byte> stored, size_t bytes) {
+  give_back_page();
+  memory_.take(bytes, where_);
+  page_bytes_ = bytes;
   page_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
   const std::span<std::byte> out(page_.get(), bytes);
   decompress_page(chunk_.codec, stored, out, where_);
   return out;
 }
 
+void ParquetColumn::give_back_page() {
+  page_.reset();
+  memory_.give_back(std::exchange(page_bytes_, 0));
+}
+
 void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
-                                    std::span<const std::byte> bytes) {
-  if (!dictionary_.empty()) fail("a second dictionary");
+                                    std::span<const std::byte> stored) {
+  if (dictionary_values_ > 0) fail("a second dictionary");
   if (header.encoding != kParquetPlain && header.encoding != kParquetPlainDictionary) {
     fail(fmt::format("a dictionary in encoding {}", header.encoding));
   }
-  // Every value takes four bytes or more, text those of its length.
-  if (header.values < 0 || header.values > std::ssize(bytes) / 4) {
-    fail(fmt::format("a dictionary of {} values in {} bytes", header.values, bytes.size()));
+  // Every value takes four bytes or more, text those of its length, and stands in the chunk.
+  if (header.values < 0 || header.values > header.bytes / 4 || header.values > chunk_.values) {
+    fail(fmt::format("a dictionary of {} values in {} bytes for {} values", header.values,
+                     header.bytes, chunk_.values));
   }
-  dictionary_.reserve(static_cast<size_t>(header.values));
-  PlainReader values(bytes, field_, where_);
-  for (int32_t i = 0; i < header.values; ++i) dictionary_.push_back(values.next());
+  const size_t values = static_cast<size_t>(header.values);
+  const size_t offset_bytes =
+      field_.type == kParquetByteArray ? values * sizeof(text_offsets_[0]) : 0;
+  dictionary_ = unpack(stored, static_cast<size_t>(header.bytes));
+  memory_.take(offset_bytes, where_);
+  dictionary_page_ = std::move(page_);
+  dictionary_bytes_ = std::exchange(page_bytes_, 0) + offset_bytes;
+  if (field_.type == kParquetByteArray) {
+    text_offsets_.reserve(values);
+    PlainReader texts(dictionary_, field_, where_);
+    for (size_t i = 0; i < values; ++i) {
+      text_offsets_.push_back(static_cast<uint32_t>(dictionary_.size() - texts.bytes_left()));
+      texts.next();  // checks that it is there, in UTF-8
+    }
+  } else if (field_.type != kParquetBoolean) {
+    const bool wide = field_.type == kParquetInt64 || field_.type == kParquetDouble;
+    if (values * (wide ? 8 : 4) > dictionary_.size()) fail("values end early");
+  }
+  dictionary_values_ = values;
 }
 
 void ParquetColumn::begin_page(const ParquetPageHeader& header, std::span<const std::byte> bytes) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of a row group, entry by entry: its levels, and a value where there is one. A page is in
-// memory at a time, and the dictionary.
+// A column of a row group, entry by entry: its levels, and a value where there is one. One page is
+// in memory at a time, and the dictionary's page.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <span>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "twell/parquet/metadata.h"
@@ -18,6 +18,22 @@
 
 namespace twell {
 
+// monostate: null. A text lies in its page, which the column keeps until the next entry is read.
+using ParquetValue =
+    std::variant<std::monostate, bool, int64_t, uint64_t, double, std::string_view>;
+
+// What the open columns of a file hold decompressed. Kilobytes may decompress to as much as they
+// claim, so the sum is bounded.
+class ParquetMemory {
+ public:
+  // InputError beyond 1 GiB, before anything is allocated.
+  void take(size_t bytes, const std::string& where);
+  void give_back(size_t bytes) { held_ -= bytes; }
+
+ private:
+  size_t held_ = 0;
+};
+
 // Values in PLAIN encoding.
 class PlainReader {
  public:
@@ -25,7 +41,8 @@ class PlainReader {
   PlainReader(std::span<const std::byte> bytes, const ParquetField& field, const std::string& where)
       : bytes_(bytes), field_(&field), where_(&where) {}
   // Text is checked to be UTF-8. InputError when the bytes end early.
-  nlohmann::json next();
+  ParquetValue next();
+  size_t bytes_left() const { return bytes_.size(); }
 
  private:
   std::span<const std::byte> take(size_t count);
@@ -40,11 +57,13 @@ class PlainReader {
 
 class ParquetColumn {
  public:
-  // The file's bytes, the chunk and the field must outlive it; messages begin with `where`.
+  // The file's bytes, the chunk, the field and the memory must outlive it; messages begin with
+  // `where`.
   // InputError on a chunk that lies outside the file, is compressed in a way that is not read, or
   // is of another type than the schema says.
   ParquetColumn(std::span<const std::byte> file, const ParquetChunk& chunk,
-                const ParquetField& field, std::string where);
+                const ParquetField& field, ParquetMemory& memory, std::string where);
+  ~ParquetColumn();
   ParquetColumn(const ParquetColumn&) = delete;
   ParquetColumn& operator=(const ParquetColumn&) = delete;
 
@@ -53,34 +72,41 @@ class ParquetColumn {
   int repetition();
   int definition();
   // Steps over the entry; its value, null where it has none.
-  nlohmann::json take();
+  ParquetValue take();
 
   size_t file_position() const { return static_cast<size_t>(rest_.data() - file_.data()); }
 
  private:
   void load_entry();
   void load_page();
-  void load_dictionary(const ParquetPageHeader& header, std::span<const std::byte> bytes);
+  void load_dictionary(const ParquetPageHeader& header, std::span<const std::byte> stored);
+  ParquetValue dictionary_value(uint32_t index) const;
   void begin_page(const ParquetPageHeader& header, std::span<const std::byte> bytes);
   void begin_page_v2(const ParquetPageHeader& header, std::span<const std::byte> stored);
   void begin_entries(const ParquetPageHeader& header);
   void begin_values(int32_t encoding, std::span<const std::byte> bytes);
   std::span<const std::byte> unpack(std::span<const std::byte> stored, size_t bytes);
+  void give_back_page();
   [[noreturn]] void fail(std::string_view reason) const;
 
   std::span<const std::byte> file_, rest_;  // rest_: pages not yet read
   const ParquetChunk& chunk_;
   const ParquetField& field_;
+  ParquetMemory& memory_;
   std::string where_;
   int64_t left_;           // entries, that here included
   int64_t page_left_ = 0;  // of those, in the page, that here not included
   bool loaded_ = false;    // the entry's levels
   int repetition_ = 0, definition_ = 0;
   std::unique_ptr<std::byte[]> page_;  // decompressed
+  size_t page_bytes_ = 0;
   RleReader repetitions_, definitions_, indices_;
   PlainReader plain_;
   enum class Values { kPlain, kDictionary, kRleBoolean } values_ = Values::kPlain;
-  std::vector<nlohmann::json> dictionary_;
+  std::unique_ptr<std::byte[]> dictionary_page_;  // decompressed; values are read where they lie
+  std::span<const std::byte> dictionary_;
+  size_t dictionary_values_ = 0, dictionary_bytes_ = 0;
+  std::vector<uint32_t> text_offsets_;  // of a dictionary of texts: where each value begins
 };
 
 }  // namespace twell

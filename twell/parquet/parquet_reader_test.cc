@@ -3,6 +3,7 @@
 // damaged files.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <zstd.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -127,6 +128,81 @@ TEST(ParquetReader, FilesThatAreNoParquet) {
   const std::string size_of_4_gib = "PAR1\xff\xff\xff\xffPAR1";
   EXPECT_THAT(fault(size_of_4_gib), HasSubstr("metadata of 4294967295 bytes in a file of 12"));
   EXPECT_THROW(ParquetReader(golden("missing.parquet")), InputError);
+}
+
+// Thrift's compact protocol, as far as the files below need it.
+std::string varint(uint64_t value) {
+  std::string out;
+  for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
+  return out + static_cast<char>(value);
+}
+// Fields of a struct by number: numbers as i64, the rest encoded already, with their type.
+struct Field {
+  int id;
+  int type;
+  std::string bytes;
+};
+Field number(int id, int64_t value) { return {id, 6, varint(static_cast<uint64_t>(value) << 1)}; }
+Field binary(int id, const std::string& text) { return {id, 8, varint(text.size()) + text}; }
+std::string structure(const std::vector<Field>& fields) {
+  std::string out;
+  int last = 0;
+  for (const Field& field : fields) {
+    out += static_cast<char>((field.id - last) << 4 | field.type);
+    out += field.bytes;
+    last = field.id;
+  }
+  return out + '\0';
+}
+Field nested(int id, const std::vector<Field>& fields) { return {id, 12, structure(fields)}; }
+Field list(int id, const std::vector<std::string>& structures) {
+  std::string out(1, static_cast<char>(structures.size() << 4 | 12));
+  for (const std::string& one : structures) out += one;
+  return {id, 9, out};
+}
+
+// A required column of a type whose chunk holds nothing but a dictionary: `values` values in
+// `bytes` zeros.
+std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries) {
+  const std::string zeros(static_cast<size_t>(bytes), '\0');
+  std::string packed(ZSTD_compressBound(zeros.size()), '\0');
+  packed.resize(ZSTD_compress(packed.data(), packed.size(), zeros.data(), zeros.size(), 1));
+  const std::string page =
+      structure({number(1, 2), number(2, bytes), number(3, static_cast<int64_t>(packed.size())),
+                 nested(7, {number(1, values), number(2, 0)})}) +
+      packed;
+  const std::string chunk =
+      structure({nested(3, {number(1, type), number(4, 6), number(5, entries),
+                            number(7, static_cast<int64_t>(page.size())), number(9, 4)})});
+  const std::string metadata = structure(
+      {list(2, {structure({binary(4, "root"), number(5, 1)}),
+                structure({number(1, type), number(3, 0), binary(4, "a"), number(6, 0)})}),
+       number(3, entries), list(4, {structure({list(1, {chunk}), number(3, entries)})})});
+  std::string size(4, '\0');
+  for (int i = 0; i < 4; ++i)
+    size[static_cast<size_t>(i)] = static_cast<char>(metadata.size() >> 8 * i);
+  return "PAR1" + page + metadata + size + "PAR1";
+}
+
+TEST(ParquetReader, DictionariesAreBoundedByTheValuesOfTheirColumn) {
+  EXPECT_THAT(fault(file_of_dictionary(kParquetByteArray, 10, 40, 10)),
+              HasSubstr("10 values are missing"))
+      << "a dictionary that makes sense";
+  EXPECT_THAT(fault(file_of_dictionary(kParquetByteArray, int64_t{1} << 24, 1 << 26, 10)),
+              HasSubstr("a dictionary of 16777216 values in 67108864 bytes for 10 values"));
+  EXPECT_THAT(fault(file_of_dictionary(kParquetInt64, 10, 40, 10)), HasSubstr("values end early"));
+  EXPECT_THAT(fault(file_of_dictionary(kParquetByteArray, 10, 39, 10)),
+              HasSubstr("a dictionary of 10 values in 39 bytes"));
+}
+
+TEST(ParquetReader, PagesHeldAtOnceAreBounded) {
+  ParquetMemory memory;
+  memory.take(size_t{1} << 29, "f: column a");
+  memory.take(size_t{1} << 29, "f: column b");
+  EXPECT_THROW(memory.take(1, "f: column c"), InputError);
+  memory.give_back(size_t{1} << 29);
+  memory.take(1, "f: column c");
+  EXPECT_THROW(memory.take(std::numeric_limits<size_t>::max(), "f: column d"), InputError);
 }
 
 }  // namespace

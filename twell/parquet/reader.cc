@@ -2,6 +2,8 @@
 #include "twell/parquet/reader.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
+#include <type_traits>
 #include <utility>
 
 #include "twell/base/error.h"
@@ -98,7 +100,7 @@ bool ParquetReader::begin_row_group() {
     const std::string where = fmt::format("{}: column {}", source_, field.name);
     for (const ParquetField* value : values) {
       const auto index = static_cast<size_t>(value->column);
-      by_column_[index] = &open_.emplace_back(file_, group.columns[index], *value, where);
+      by_column_[index] = &open_.emplace_back(file_, group.columns[index], *value, memory_, where);
     }
   }
   return true;
@@ -194,9 +196,16 @@ json ParquetReader::read_value(const ParquetField& field, int repetition) {
   if (at.repetition() != repetition) {
     fail(fmt::format("damaged: the columns of row {} contradict each other", row_));
   }
-  json value = at.take();
-  if (value.is_string()) spend(value.get_ref<const std::string&>().size());
-  return value;
+  return std::visit(
+      [this](const auto& value) -> json {
+        using Kind = std::decay_t<decltype(value)>;
+        if constexpr (std::is_same_v<Kind, std::monostate>)
+          return nullptr;
+        else if constexpr (std::is_same_v<Kind, std::string_view>)
+          spend(value.size());
+        if constexpr (!std::is_same_v<Kind, std::monostate>) return value;
+      },
+      at.take());
 }
 
 }  // namespace twell

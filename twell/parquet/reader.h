@@ -64,7 +64,8 @@ class ParquetReader {
   ParquetMetadata metadata_;
   std::vector<ParquetField> fields_;  // those to read
   size_t next_row_group_ = 0;
-  int64_t rows_left_ = 0;                  // in the current row group
+  int64_t rows_left_ = 0;  // in the current row group
+  ParquetMemory memory_;
   std::deque<ParquetColumn> open_;         // of the current row group, in the fields' order
   std::vector<ParquetColumn*> by_column_;  // null where it is not read
   int64_t row_ = 0;
