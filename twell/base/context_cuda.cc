@@ -16,7 +16,6 @@ CudaContext::CudaContext(cudaStream_t stream) : stream_(stream) {
   TWELL_CUDA_CHECK(cudaGetDeviceProperties(&properties, device_));
   multiprocessors_ = properties.multiProcessorCount;
   compute_capability_ = properties.major * 10 + properties.minor;
-  l2_bytes_ = properties.l2CacheSize;
   device_name_ = properties.name;
 }
 

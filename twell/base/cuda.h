@@ -70,7 +70,6 @@ class CudaContext {
   int multiprocessors() const { return multiprocessors_; }
   int compute_capability() const { return compute_capability_; }  // 90 for 9.0
   const std::string& device_name() const { return device_name_; }
-  int64_t l2_bytes() const { return l2_bytes_; }
 
   // A per-context object of type T, made on first use (a library handle).
   template <typename T>
@@ -85,7 +84,6 @@ class CudaContext {
   int device_ = 0;
   int multiprocessors_ = 0;
   int compute_capability_ = 0;
-  int64_t l2_bytes_ = 0;
   std::string device_name_;
   std::unordered_map<std::type_index, std::shared_ptr<void>> services_;
 };

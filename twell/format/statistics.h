@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an activation pattern looks like to the executions: how many non-zeros, how uneven, how much
-// neighbouring tokens share, which neurons never fire. Works on a list of active columns per row,
-// which is what every format and every captured pattern comes down to.
+// An activation pattern, as a list of active columns per row, and how much neighbouring tokens
+// share.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "twell/format/csr.h"
+#include "twell/format/twell.h"
 
 namespace twell {
 
@@ -26,37 +25,16 @@ struct Pattern {
   }
 };
 
-// From the two arrays of a captured layer (row_nnz [M], column [sum of row_nnz]), from TwELL, from
-// CSR. InputError when the counts and columns of a captured layer contradict each other or F.
-Pattern pattern_from_lists(int64_t cols, std::span<const uint16_t> row_nnz,
-                           std::span<const uint16_t> column);
-Pattern pattern_from_csr(const Csr& in);
+// Of any order within a tile.
 template <typename Word>
 Pattern pattern_from_twell(const Twell<Word>& in);
-// The rows of `from` behind those of `to`, which has as many columns and row_begin {0} at least.
+// Appends the rows of `from` to `to`, which has as many columns and at least row_begin {0}.
 void append_rows(const Pattern& from, Pattern& to);
 Pattern slice_rows(const Pattern& in, int64_t begin, int64_t count);
 
-struct RowStatistics {
-  double mean = 0.0;
-  int64_t median = 0;
-  int64_t p99 = 0;
-  int64_t max = 0;
-};
-RowStatistics row_statistics(const Pattern& pattern);
-
-// [tile + 1]: number of (row, tile) pairs with each non-zero count, for column tiles of `tile`.
-std::vector<int64_t> tile_histogram(const Pattern& pattern, int64_t tile);
-// (row, tile) pairs that overflow a TwELL of this shape's tile and compression.
-int64_t overflowing_tiles(const Pattern& pattern, int64_t tile, int64_t compression);
-
 // Number of different columns active in each whole tile of `tokens` consecutive rows.
 std::vector<int64_t> union_sizes(const Pattern& pattern, int64_t tokens);
-// Their mean, a last tile that is not whole counting as one.
+// Mean size of the unions of all tiles, a last tile of fewer rows included.
 double mean_union(const Pattern& pattern, int64_t tokens);
-
-// [F] rows in which each column is active; a dead neuron has 0.
-std::vector<int64_t> column_counts(const Pattern& pattern);
-int64_t dead_columns(const Pattern& pattern);
 
 }  // namespace twell

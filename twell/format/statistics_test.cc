@@ -5,31 +5,17 @@
 
 #include <vector>
 
+#include "twell/base/buffer.h"
+#include "twell/base/context.h"
 #include "twell/base/error.h"
+#include "twell/format/csr.h"
 
 namespace twell {
 namespace {
 
 // Four rows over 10 columns: {1, 2, 8}, {}, {2}, {0, 1, 2, 3}.
 Pattern example() {
-  const uint16_t row_nnz[] = {3, 0, 1, 4};
-  const uint16_t column[] = {1, 2, 8, 2, 0, 1, 2, 3};
-  return pattern_from_lists(10, row_nnz, column);
-}
-
-TEST(Statistics, Rows) {
-  const RowStatistics stats = row_statistics(example());
-  EXPECT_DOUBLE_EQ(stats.mean, 2.0);
-  EXPECT_EQ(stats.median, 3);  // of 0 1 3 4: the upper middle
-  EXPECT_EQ(stats.max, 4);
-  EXPECT_EQ(row_statistics(Pattern{10, {0}, {}}).max, 0);
-}
-
-TEST(Statistics, TilesOfColumns) {
-  // Tiles [0, 4), [4, 8), [8, 10).
-  EXPECT_EQ(tile_histogram(example(), 4), (std::vector<int64_t>{8, 2, 1, 0, 1}));
-  EXPECT_EQ(overflowing_tiles(example(), 4, 2), 2);  // capacity 1
-  EXPECT_EQ(overflowing_tiles(example(), 4, 1), 1);  // capacity 3
+  return {.cols = 10, .row_begin = {0, 3, 3, 4, 8}, .column = {1, 2, 8, 2, 0, 1, 2, 3}};
 }
 
 TEST(Statistics, UnionsOfTokens) {
@@ -41,11 +27,6 @@ TEST(Statistics, UnionsOfTokens) {
   EXPECT_EQ(union_sizes(example(), 2), (std::vector<int64_t>{3, 4}));
   EXPECT_EQ(union_sizes(example(), 3), (std::vector<int64_t>{3}));  // the fourth row is left out
   EXPECT_TRUE(union_sizes(example(), 64).empty());
-}
-
-TEST(Statistics, Columns) {
-  EXPECT_EQ(column_counts(example()), (std::vector<int64_t>{1, 2, 3, 1, 0, 0, 0, 0, 1, 0}));
-  EXPECT_EQ(dead_columns(example()), 5);
 }
 
 TEST(Statistics, RowsAreCutAndPutTogether) {
@@ -65,16 +46,6 @@ TEST(Statistics, RowsAreCutAndPutTogether) {
   EXPECT_THROW(append_rows(all, wider), Error);
 }
 
-TEST(Statistics, RefusesContradictions) {
-  const uint16_t row_nnz[] = {2};
-  const uint16_t ascending[] = {3, 7};
-  const uint16_t descending[] = {7, 3};
-  EXPECT_NO_THROW(pattern_from_lists(8, row_nnz, ascending));
-  EXPECT_THROW(pattern_from_lists(7, row_nnz, ascending), InputError);
-  EXPECT_THROW(pattern_from_lists(8, row_nnz, descending), InputError);
-  EXPECT_THROW(pattern_from_lists(8, row_nnz, std::span(ascending).first(1)), InputError);
-}
-
 TEST(Statistics, FromTwellAndCsr) {
   std::vector<float> dense(3 * 520, 0.0f);
   for (size_t i = 0; i < 300; ++i) dense[i] = 1.0f;  // tiles 0 and 1 of row 0 overflow
@@ -90,13 +61,12 @@ TEST(Statistics, FromTwellAndCsr) {
   EXPECT_EQ(pattern.row(1).size(), 0u);
   ASSERT_EQ(pattern.row(2).size(), 1u);
   EXPECT_EQ(pattern.row(2)[0], 519u);
-  EXPECT_EQ(overflowing_tiles(pattern, 256, 8), 2);
 
   Context ctx(1);
   Arena::Scope scope(ctx.scratch());
   const Csr csr = csr_from_twell(ctx, scope, twell);
   EXPECT_EQ(csr.value[300], 2.0f);
-  EXPECT_EQ(pattern_from_csr(csr).column, pattern.column);
+  EXPECT_EQ(std::vector<uint32_t>(csr.column, csr.column + csr.nnz()), pattern.column);
 }
 
 }  // namespace

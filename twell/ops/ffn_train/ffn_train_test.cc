@@ -266,7 +266,7 @@ TEST(FfnTrainHybrid, PlanStaysWithinTheDensePlan) {
       for (const int64_t ffn : {8, 16, 104, 1024, 5632}) {
         FfnSaved saved(tokens, ffn, gated);
         if (!saved.plan_hybrid(tokens)) continue;
-        EXPECT_LE((hybrid_bytes<float, uint32_t>(saved.hybrid.shape, gated ? 2 : 1)),
+        EXPECT_LE(hybrid_bytes(saved.hybrid.shape, gated ? 2 : 1),
                   FfnSaved::bytes(tokens, ffn, gated));
         if (tokens >= 127 && ffn >= 104) {
           EXPECT_GE(saved.hybrid.shape.tail_capacity, tokens / 4);
