@@ -82,11 +82,11 @@ GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
   return layers;
 }
 
-// Of the kernel that takes a new token of each sequence through all layers; no tokens where the
-// model or the device does not suit it.
-DecodeLayersWorkspace::Shape decode_shape(const CudaContext& ctx, const ModelConfig& config,
-                                          const ForwardPlanCuda& plan) {
-  return {.tokens = std::min(
+// For the kernel of all layers; without tokens where the model or the device does not suit it.
+DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
+                                  const ForwardPlanCuda& plan) {
+  return {.multiprocessors = ctx.multiprocessors(),
+          .tokens = std::min(
               {plan.max_sequences, plan.max_tokens, gpu_layers(ctx, config).one_kernel_tokens}),
           .width = config.width,
           .heads = config.heads,
@@ -104,7 +104,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          FfnWorkspaceCuda::bytes_needed(ctx, plan.max_tokens, config.ffn) +
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
-         DecodeLayersWorkspace::bytes_needed(ctx, decode_shape(ctx, config, plan)) +
+         decode_workspace_bytes(decode_shape(ctx, config, plan)) +
          4 * config.max_sequence() * config.head_dim;
 }
 
@@ -117,9 +117,14 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
       ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
       ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn),
-      decode_(ctx, decode_shape(ctx, config_, plan)),
+      decode_shape_(decode_shape(ctx, config_, plan)),
+      decode_memory_(decode_workspace_bytes(decode_shape_)),
       layers_(gpu_layers(ctx, config_)) {
-  layers_.one_kernel_tokens = decode_.tokens();
+  layers_.one_kernel_tokens = decode_shape_.tokens;
+  if (decode_memory_.size() > 0) {
+    TWELL_CUDA_CHECK(cudaMemsetAsync(decode_memory_.data(), 0,
+                                     static_cast<size_t>(decode_memory_.size()), ctx.stream()));
+  }
   const RopeTable table = rope_table(config_, config_.max_sequence());
   cos_ = to_device(table.cos.span());
   sin_ = to_device(table.sin.span());
@@ -132,18 +137,27 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
 
 bool ForwardCuda::make_screens() {
   const ModelConfig& c = config_;
-  if (plan_.ffn == FfnPolicy::kDense || decode_.tokens() == 0 ||
+  if (plan_.ffn == FfnPolicy::kDense || decode_shape_.tokens == 0 ||
       !decode_layers_take_screens(c.width, c.q_width(), c.ffn, c.head_dim)) {
     return false;
   }
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  const int64_t bytes = GateScreensCuda::bytes_needed(c.layers, c.ffn, c.width);
+  const int64_t neurons = c.layers * c.ffn, row_bytes = screen_row_bytes(c.width);
+  const int64_t bytes = neurons * (row_bytes + static_cast<int64_t>(sizeof(float)));
   if (2 * bytes > static_cast<int64_t>(free)) return false;
-  screens_ = GateScreensCuda(c.layers, c.ffn, c.width);
+  screen_rows_ = DeviceBuffer<uint8_t>(neurons * row_bytes);
+  screen_errors_ = DeviceBuffer<float>(neurons);
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-    screens_.make(ctx_, layer, device_bf16(w.ffn.firing().data), device_bf16(w.ffn_norm));
+    TWELL_CUDA_CHECK(
+        launch_make_gate_screen({.neurons = c.ffn,
+                                 .width = c.width,
+                                 .weight = device_bf16(w.ffn.firing().data),
+                                 .norm = device_bf16(w.ffn_norm),
+                                 .rows = screen_rows_.data() + layer * c.ffn * row_bytes,
+                                 .errors = screen_errors_.data() + layer * c.ffn},
+                                ctx_.stream()));
   }
   return true;
 }
@@ -422,7 +436,7 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .kv_begin = batch.kv_begin,
                        .kv_len = batch.kv_len,
                        .x = residual_.data(),
-                       .workspace = decode_.get()};
+                       .workspace = decode_workspace(decode_shape_, decode_memory_.data())};
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
     const GpuFfnChoice choice =
@@ -439,8 +453,11 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                             .values = staged_.cache->values(layer),
                             .activity = ffn_plans_[layer].counts,
                             .sparse = choice.execution != FfnExecution::kDense};
-    if (hooks.one_kernel || gpu_gate_screen_pays(layers_.ffn, ffn_plans_[layer].activity)) {
-      problem.layer[layer].screen = screens_[layer];
+    if (screen_errors_.size() > 0 &&
+        (hooks.one_kernel || gpu_gate_screen_pays(layers_.ffn, ffn_plans_[layer].activity))) {
+      problem.layer[layer].screen = {
+          .rows = screen_rows_.data() + layer * config_.ffn * screen_row_bytes(config_.width),
+          .errors = screen_errors_.data() + layer * config_.ffn};
     }
   }
   TWELL_CUDA_CHECK(launch_decode_layers_sm90(problem, ctx_.stream()));

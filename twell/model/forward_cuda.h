@@ -17,8 +17,7 @@
 #include "twell/model/kv_cache_cuda.h"
 #include "twell/model/model_cuda.h"
 #include "twell/ops/attention/attention_cuda.h"
-#include "twell/ops/decode/decode_layers_cuda.h"
-#include "twell/ops/decode/gate_screen_cuda.h"
+#include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
@@ -116,9 +115,11 @@ class ForwardCuda {
   AttentionWorkspaceCuda attention_;
   FfnWorkspaceCuda ffn_;
   FfnPlansCuda ffn_plans_;
-  DecodeLayersWorkspace decode_;
+  DecodeWorkspaceShape decode_shape_;
+  DeviceBuffer<uint8_t> decode_memory_;  // of a DecodeWorkspace
   GpuLayers layers_;
-  GateScreensCuda screens_;
+  DeviceBuffer<uint8_t> screen_rows_;     // [L, F, screen_row_bytes(D)]; empty: no screens
+  DeviceBuffer<float> screen_errors_;     // [L, F]
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
   DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to
   DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // All layers of a transformer for one new token each of 1 to 8 sequences, as one kernel (Hopper):
-//   x += attention(rms_norm(x)) ; x += ffn(rms_norm(x))        for every layer
-// with rotary embedding, a key/value cache that gets the tokens' rows, and a ReLU FFN, gated or
-// not, dense or reading only the rows of w_up and w_down of neurons that fire. bf16 with f32
-// accumulation; what other kernels round to bf16 (norms, q, k, v, the attended values, the gate, h,
-// x after each block) is rounded here too.
+//   x += attention(rms_norm(x)); x += ffn(rms_norm(x))        for every layer
+// with rotary embedding, a key/value cache in which the tokens' rows are stored, and a ReLU FFN,
+// gated or not. A sparse layer reads only the rows of w_up and w_down of active neurons. bf16 with
+// f32 accumulation; norms, q, k, v, the attended values, the gate, h, and x after each block are
+// rounded to bf16, as they are when the steps are kernels of their own.
 //
-// Decoding is bound by reading the weights once. A CTA per multiprocessor knows from the start
-// which weights it will read in which order, and asks for them a ring of shared memory ahead,
-// across the steps of a layer: memory stays busy while the steps wait for each other.
+// Decoding is bound by reading the weights once. A CTA per SM knows from the start which weights it
+// will read in which order, so that it requests them ahead, across the steps of a layer: memory
+// stays busy while the steps wait for each other.
 //
 // The result for a token does not depend on the tokens beside it. Deterministic; never
-// synchronises; can be captured in a CUDA graph. The launch is cooperative, so that two of them at
-// a time cannot wait for each other's multiprocessors.
+// synchronises; can be captured in a CUDA graph. The launch is cooperative, so that two of them
+// cannot each hold SMs that the other waits for. Returns cudaErrorInvalidValue for shapes outside
+// the ranges below, more tokens than decode_layers_max_tokens, or screens where these do not fit.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,45 +29,58 @@ namespace twell {
 
 inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int kMaxDecodeLayers = 128;
-inline constexpr int64_t kDecodeSegment = 512;  // keys that one CTA attends to
+inline constexpr int64_t kDecodeSegment = 512;  // keys that a CTA attends to at a time
 TWELL_HOST_DEVICE constexpr int64_t decode_segments(int64_t keys) {
   return (keys + kDecodeSegment - 1) / kDecodeSegment;
 }
 
-// Device memory throughout; matrices contiguous row-major, 16-byte aligned. Weights are constant:
-// nothing enqueued earlier on the stream writes them.
+// Device memory throughout; matrices contiguous row-major, 16-byte aligned. Nothing enqueued
+// earlier on the stream may write the weights.
 struct DecodeLayer {
   const __nv_bfloat16* attention_norm = nullptr;  // [D]
   const __nv_bfloat16* w_qkv = nullptr;           // [(H + 2 H_kv) * hd, D]
   const __nv_bfloat16* b_qkv = nullptr;           // [(H + 2 H_kv) * hd] or null
   const __nv_bfloat16* w_o = nullptr;             // [D, H * hd]
   const __nv_bfloat16* ffn_norm = nullptr;        // [D]
-  const __nv_bfloat16* w_gate = nullptr;          // [F, D], null without a gate: in all layers
+  const __nv_bfloat16* w_gate = nullptr;          // [F, D]; null in all layers: no gate
   const __nv_bfloat16* w_up = nullptr;            // [F, D]
   const __nv_bfloat16* w_down = nullptr;          // [F, D]
   __nv_bfloat16* keys = nullptr;                  // [rows, H_kv * hd]
   __nv_bfloat16* values = nullptr;                // [rows, H_kv * hd]
-  ActivityCuda* activity = nullptr;               // added to: tokens, nnz; may be null
-  bool sparse = false;                            // reads rows of neurons that fire only
-  // Of the first of w_gate and w_up that there is, for x behind ffn_norm: with it a sparse layer
-  // reads rows of bf16 of neurons that may fire only. For a call of one token; without rows: none.
+  ActivityCuda* activity = nullptr;               // tokens and nnz are added; may be null
+  bool sparse = false;                            // reads rows of active neurons only
+  // Screen of w_gate (of w_up without a gate) for x after ffn_norm, or one without rows. With it, a
+  // sparse layer reads bf16 rows only of neurons that the screen lets through. Used for one token.
   GateScreen screen;
 };
 
-// Device memory of one call in flight, zeros before the first. Words of what CTAs hand each other
-// (sm90/tagged.cuh): pairs of bf16 values, or an f32 one.
+// Arrays in which CTAs exchange results, for one call in flight; zeros before the first call.
+// uint64_t: words of a tag and 32 bits (sm90/tagged.cuh), either two bf16 values or an f32.
 struct DecodeWorkspace {
-  uint64_t* x = nullptr;         // [2, M, D / 2] after a layer's attention, after its FFN
-  uint64_t* qkv = nullptr;       // [M, (H + 2 H_kv) * hd / 2] values i and i + hd / 2 of a head
-  uint64_t* attended = nullptr;  // [M, H * hd / 2], of sequences of one segment
-  uint64_t* segment_values = nullptr;  // [M, H, segments, hd] of longer ones
-  uint64_t* segment_sums = nullptr;    // [M, H, segments, 2] maximum (base 2), sum
-  int segments = 0;                    // of the longest sequence there can be
-  uint64_t* fired = nullptr;           // [multiprocessors] whether it has a part, of sparse layers
-  uint64_t* tagged_parts = nullptr;  // [multiprocessors, D] y of each CTA's neurons, for one token
-  float* parts = nullptr;            // [multiprocessors, M, D] the same, for more
-  uint32_t* state = nullptr;         // [3] tags given out by all calls, two counters
+  uint64_t* x = nullptr;               // [2, M, D / 2] after a layer's attention, after its FFN
+  uint64_t* qkv = nullptr;             // [M, H + 2 H_kv, hd / 2] values i and i + hd / 2 of a head
+  uint64_t* attended = nullptr;        // [M, H * hd / 2], of sequences of one segment
+  uint64_t* segment_values = nullptr;  // [M, H, segments, hd], of longer sequences
+  uint64_t* segment_sums = nullptr;    // [M, H, segments, 2] maximum (base 2) and sum
+  int segments = 0;                    // of the longest sequence
+  uint64_t* fired = nullptr;           // [SMs] sparse layers: whether the CTA has a part of y
+  uint64_t* tagged_parts = nullptr;    // [SMs, D] the parts of y, for one token
+  float* parts = nullptr;              // [SMs, M, D] the parts of y, for more
+  uint32_t* state = nullptr;           // [3] tags used by all calls so far, two counters
 };
+
+struct DecodeWorkspaceShape {
+  int64_t multiprocessors = 0;
+  int64_t tokens = 0;      // at most, up to kMaxDecodeTokens; 0: for no calls
+  int64_t width = 0;       // D
+  int64_t heads = 0;       // H
+  int64_t kv_heads = 0;    // H_kv
+  int64_t head_dim = 0;    // hd
+  int64_t max_length = 0;  // keys of the longest sequence
+};
+int64_t decode_workspace_bytes(const DecodeWorkspaceShape& shape);
+// memory: device memory of decode_workspace_bytes(shape), 256-byte aligned.
+DecodeWorkspace decode_workspace(const DecodeWorkspaceShape& shape, void* memory);
 
 struct DecodeLayers {
   int tokens = 0;    // M, 1 to 8
@@ -80,19 +94,30 @@ struct DecodeLayers {
   const float* cos = nullptr;           // [positions, hd / 2]
   const float* sin = nullptr;           // [positions, hd / 2]
   const int32_t* positions = nullptr;   // [M]
-  const int64_t* cache_rows = nullptr;  // [M] of the cache, get the tokens' keys and values:
+  const int64_t* cache_rows = nullptr;  // [M] where the tokens' keys and values are stored:
                                         // kv_begin + kv_len - 1
   const int64_t* kv_begin = nullptr;    // [M] first row of the sequence in the cache
-  const int32_t* kv_len = nullptr;      // [M] rows of the sequence, the token's own among them
+  const int32_t* kv_len = nullptr;      // [M] rows of the sequence, with the token's own
   __nv_bfloat16* x = nullptr;           // [M, D] in and out
   DecodeWorkspace workspace;
   DecodeLayer layer[kMaxDecodeLayers];
 };
 
-// Tokens at once that the current device's shared memory has room for, 0 to kMaxDecodeTokens.
+// How many tokens a call may have on the current device, 0 to kMaxDecodeTokens.
 int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
-// Whether layers may have screens.
+// Whether layers may have screens on the current device.
 bool decode_layers_take_screens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
+
+// Makes a layer's screen; on any GPU.
+struct MakeGateScreen {
+  int64_t neurons = 0;                    // F
+  int64_t width = 0;                      // D, with screens_width(D)
+  const __nv_bfloat16* weight = nullptr;  // [F, D], 4-byte aligned
+  const __nv_bfloat16* norm = nullptr;    // [D] weights of the norm that x comes from
+  uint8_t* rows = nullptr;                // written, as in GateScreen
+  float* errors = nullptr;                // written, as in GateScreen
+};
+cudaError_t launch_make_gate_screen(const MakeGateScreen& problem, cudaStream_t stream);
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream);
 

@@ -14,7 +14,9 @@
 //     which a CTA writes after all its other reads of the layer, except those of the sum over CTAs;
 //   - every step of the next layer waits for that sum, directly or through the steps before it.
 #include <algorithm>
+#include <type_traits>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/decode/decode_attention.cuh"
 #include "twell/ops/decode/decode_feed_forward.cuh"
 #include "twell/ops/decode/decode_layers.h"
@@ -620,6 +622,34 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
   return launch<kTokens, 16>(problem, multiprocessors, stream);
 }
 
+struct Layout {
+  DecodeWorkspace workspace;
+  int64_t bytes = 0;
+};
+
+Layout lay_out(const DecodeWorkspaceShape& s, void* memory) {
+  Layout out;
+  const auto take = [&](auto*& array, int64_t count) {
+    array =
+        reinterpret_cast<std::decay_t<decltype(array)>>(static_cast<uint8_t*>(memory) + out.bytes);
+    out.bytes += round_up(count * static_cast<int64_t>(sizeof(*array)), int64_t{256});
+  };
+  if (s.tokens == 0) return out;
+  const int64_t heads = s.tokens * s.heads, segments = decode_segments(s.max_length);
+  DecodeWorkspace& w = out.workspace;
+  take(w.x, s.tokens * s.width);
+  take(w.qkv, s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);
+  take(w.attended, heads * s.head_dim / 2);
+  take(w.segment_values, heads * segments * s.head_dim);
+  take(w.segment_sums, heads * segments * 2);
+  w.segments = static_cast<int>(segments);
+  take(w.fired, s.multiprocessors);
+  take(w.tagged_parts, s.multiprocessors * s.width);
+  take(w.parts, s.multiprocessors * s.tokens * s.width);
+  take(w.state, 3);
+  return out;
+}
+
 cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
   int device = 0;
   const cudaError_t status = cudaGetDevice(&device);
@@ -669,6 +699,14 @@ struct Shape {
 
 }  // namespace
 }  // namespace decode
+
+int64_t decode_workspace_bytes(const DecodeWorkspaceShape& shape) {
+  return decode::lay_out(shape, nullptr).bytes;
+}
+
+DecodeWorkspace decode_workspace(const DecodeWorkspaceShape& shape, void* memory) {
+  return decode::lay_out(shape, memory).workspace;
+}
 
 int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim) {
   return decode::Shape{width, q_width, ffn, head_dim}.max_tokens(decode::Device());

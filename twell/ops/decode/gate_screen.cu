@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp makes a row, a block of columns at a time, two to a lane.
-#include "twell/ops/decode/gate_screen_kernel.h"
+// A warp makes a row of a screen, a block of columns at a time, two columns per lane.
+#include "twell/ops/decode/decode_layers.h"
 
 namespace twell {
 namespace {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_screen_kernel(MakeGateScreen
   const auto* weights = reinterpret_cast<const __nv_bfloat162*>(p.weight + row * p.width);
   const auto* norms = reinterpret_cast<const __nv_bfloat162*>(p.norm);
   uint8_t* out = p.rows + row * screen_row_bytes(p.width);
-  float off = 0.0f, all = 0.0f;  // of this lane: |d n|^2, |w n|^2
+  float off = 0.0f, all = 0.0f;  // this lane's share of |d n|^2, |w n|^2
   float largest = 0.0f;
   float taken = 0.0f;  // sum over blocks of (|s q|_1 max |n|)^2
   for (int64_t piece = 0; piece < p.width; piece += kScreenPiece) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_screen_kernel(MakeGateScreen
       const float size = warp_sum(fabsf(wx) + fabsf(wy)) * most_norm;
       taken = fmaf(size, size, taken);
     }
-    // Padding, so that copies of the bytes are of values that were written.
+    // Padding is written too, because TMA copies it.
     const int used = blocks * 2, padded = static_cast<int>(screen_piece_bytes(columns)) - columns;
     if (used + lane < padded) out[columns + used + lane] = 0;
     out += screen_piece_bytes(columns);

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/decode/gate_screen_cuda.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
+#include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/decode/gate_screen_testing.h"
 
 namespace twell {
@@ -18,8 +17,9 @@ TEST_P(GateScreenCudaTest, IsTheReference) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t width = GetParam(), ffn = 37, layers = 2;
   const TestStream stream;
-  const CudaContext ctx(stream.get());
-  GateScreensCuda screens(layers, ffn, width);
+  const int64_t row_bytes = screen_row_bytes(width);
+  const auto all_rows = poisoned<uint8_t>(layers * ffn * row_bytes);
+  const auto all_errors = poisoned<float>(layers * ffn);
   for (int64_t layer = 0; layer < layers; ++layer) {
     auto weight = random_bf16(ffn * width, 1 + static_cast<uint64_t>(layer), 0.02f);
     for (int64_t i = 0; i < width; ++i) {
@@ -30,7 +30,13 @@ TEST_P(GateScreenCudaTest, IsTheReference) {
     weight[static_cast<size_t>(3 * width + 11)] = __float2bfloat16(NAN);
     const auto norm = random_bf16(width, 9);
     const auto device_weight = upload(weight), device_norm = upload(norm);
-    screens.make(ctx, layer, device_weight.data(), device_norm.data());
+    TWELL_CUDA_CHECK(launch_make_gate_screen({.neurons = ffn,
+                                              .width = width,
+                                              .weight = device_weight.data(),
+                                              .norm = device_norm.data(),
+                                              .rows = all_rows.data() + layer * ffn * row_bytes,
+                                              .errors = all_errors.data() + layer * ffn},
+                                             stream.get()));
     stream.synchronize();
 
     const auto as_host = [](const std::vector<__nv_bfloat16>& values) {
@@ -40,10 +46,10 @@ TEST_P(GateScreenCudaTest, IsTheReference) {
         make_gate_screen(Matrix<const BF16>(as_host(weight), ffn, width), as_host(norm));
     std::vector<uint8_t> rows(want.rows.size());
     std::vector<float> errors(want.errors.size());
-    const GateScreen got = screens[layer];
-    TWELL_CUDA_CHECK(cudaMemcpy(rows.data(), got.rows, rows.size(), cudaMemcpyDeviceToHost));
-    TWELL_CUDA_CHECK(cudaMemcpy(errors.data(), got.errors, errors.size() * sizeof(float),
+    TWELL_CUDA_CHECK(cudaMemcpy(rows.data(), all_rows.data() + layer * ffn * row_bytes, rows.size(),
                                 cudaMemcpyDeviceToHost));
+    TWELL_CUDA_CHECK(cudaMemcpy(errors.data(), all_errors.data() + layer * ffn,
+                                errors.size() * sizeof(float), cudaMemcpyDeviceToHost));
     const auto bytes = static_cast<size_t>(screen_row_bytes(width));
     for (size_t row = 0; row < errors.size(); ++row) {
       if (!std::isfinite(want.errors[row])) {
