@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/union_pieces_sm90.cuh"
+#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
 #include "twell/ops/ffn/tile_union.h"
 #include "twell/sm90/dependent_launch.cuh"
 

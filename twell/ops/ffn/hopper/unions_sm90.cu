@@ -4,15 +4,165 @@
 // is packed. A CTA finds a tile, or where there are few tiles a part of its columns; then the one
 // that is done last numbers the neurons. The last one of all orders the tiles for down.
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/column_tile_sm90.cuh"
-#include "twell/ops/ffn/hopper/heavy_rows_sm90.cuh"
-#include "twell/ops/ffn/hopper/union_pieces_sm90.cuh"
+#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
+#include "twell/ops/ffn/tile_union.h"
+#include "twell/sm90/barrier.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::tile_union {
 namespace {
+
+// What find_unions makes of the packed activations of 128 tokens by 256 neurons.
+
+__device__ __forceinline__ const uint4* tile_words(const Gate& gate, int token, int col_tile) {
+  return reinterpret_cast<const uint4*>(gate.words +
+                                        (int64_t{token} * gate.col_tiles + col_tile) * gate.slots);
+}
+
+// Of 128 tokens by 256 neurons.
+struct ColumnTile {
+  uint32_t* mask;     // [8], shared
+  int* listed;        // shared
+  uint32_t* entries;  // [kListed]
+
+  // By a whole warp, each lane on a packed tile of its own or (non_zeros 0) none. head: words 0 ..
+  // 3 of it, the count among them; next: the four behind, where there are as many.
+  __device__ __forceinline__ void add(const uint4* source, const uint4& head, const uint4& next,
+                                      int non_zeros, int slot) const {
+    const int lane = threadIdx.x % 32;
+    int through = non_zeros;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, through, step);
+      if (lane >= step) through += other;
+    }
+    const int total = __shfl_sync(~0u, through, 31);
+    if (total == 0) return;
+    int at = 0;
+    if (lane == 0) at = atomicAdd(listed, total);
+    at = __shfl_sync(~0u, at, 0) + through - non_zeros - 1;
+    const auto entry = [&](int i, uint32_t word) {
+      if (i > non_zeros) return;
+      atomicOr(&mask[word / 32 % 8], 1u << (word % 32));
+      if (at + i < kListed) {
+        entries[at + i] = (word & 0xffff0000u) | static_cast<uint32_t>(slot) << 8 | (word & 0xff);
+      }
+    };
+    entry(1, head.y);
+    entry(2, head.z);
+    entry(3, head.w);
+    entry(4, next.x);
+    entry(5, next.y);
+    entry(6, next.z);
+    entry(7, next.w);
+#pragma unroll 1
+    for (int i = 8; i <= non_zeros; i += 8) {
+      const uint4 low = source[i / 4];
+      const uint4 high = i + 4 <= non_zeros ? source[i / 4 + 1] : uint4{};
+      entry(i, low.x);
+      entry(i + 1, low.y);
+      entry(i + 2, low.z);
+      entry(i + 3, low.w);
+      entry(i + 4, high.x);
+      entry(i + 5, high.y);
+      entry(i + 6, high.z);
+      entry(i + 7, high.w);
+    }
+    __syncwarp();
+  }
+};
+
+// Spilled tiles come in bunches; whole warps share them out, 8 values per lane.
+template <int Threads>
+__device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list, int tiles,
+                                             uint32_t* mask) {
+  constexpr int kWarps = Threads / 32, kInFlight = 8;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < tiles; i += kWarps * kInFlight) {
+    uint4 values[kInFlight] = {};
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int at = i + j * kWarps;
+      if (at < tiles) values[j] = gate.spill[int64_t{list[at].y} * 32 + lane];
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int at = i + j * kWarps;
+      if (at >= tiles) break;
+      uint32_t bits = nonzero_bits(values[j]) << (lane % 4 * 8);
+      bits |= __shfl_xor_sync(~0u, bits, 1);  // four lanes make one word
+      bits |= __shfl_xor_sync(~0u, bits, 2);
+      if (lane % 4 == 0 && bits != 0) atomicOr(&mask[list[at].x * 8 + lane / 4], bits);
+    }
+  }
+}
+
+// Which rows find_unions sets apart. A tile's CTA judges its 128 rows by their own mean, so that it
+// need not wait for others; once all are judged, heavy rows form tiles of their own, in row order.
+
+struct HeavyRows {
+  int sums[kTileTokens / 32];
+  int32_t tokens[kTileTokens];  // of a heavy tile, or -1
+  int scan[32];
+
+  // By a CTA whose groups of kTileTokens threads each hold the non-zeros of the tile's rows. True
+  // where this thread's row is heavy. Starts with a barrier.
+  __device__ __forceinline__ bool judge(const Gate& gate, int tile, int nnz,
+                                        ActivityCuda* activity) {
+    const int warp = threadIdx.x / 32;
+    __syncthreads();
+    if (warp < kTileTokens / 32) {
+      const int sum = __reduce_add_sync(~0u, nnz), most = __reduce_max_sync(~0u, nnz);
+      if (threadIdx.x % 32 == 0) {
+        sums[warp] = sum;
+        if (activity != nullptr) {
+          atomicAdd(&activity->nnz, static_cast<unsigned long long>(sum));
+          atomicMax(&activity->max_row_nnz, static_cast<unsigned long long>(most));
+        }
+      }
+    }
+    __syncthreads();
+    const int rows = min(gate.rows - tile * kTileTokens, kTileTokens);
+    if (activity != nullptr && threadIdx.x == 0) {
+      atomicAdd(&activity->tokens, static_cast<unsigned long long>(rows));
+    }
+    if (gate.rows <= kTileTokens) return false;  // with one tile there is nothing to keep apart
+    int total = 0;
+    for (const int sum : sums) total += sum;
+    return nnz > max(kHeavyFactor * total / rows, kHeavyFloor);
+  }
+
+  // By a CTA of Threads, once all plain tiles are judged: the rows of heavy tile `index`, into
+  // tokens. Returns how many rows are heavy in all. Starts and ends with a barrier.
+  template <int Threads>
+  __device__ int gather(const Tiles& tiles, int plain_tiles, int index) {
+    const int begin = index * kTileTokens;
+    int all = 0;
+    __syncthreads();
+    if (threadIdx.x < kTileTokens) tokens[threadIdx.x] = -1;
+    for (int first = 0; first < plain_tiles; first += Threads) {
+      const int tile = first + static_cast<int>(threadIdx.x);
+      const uint4 mask = tile < plain_tiles ? tiles.heavy[tile] : uint4{};
+      const uint32_t words[4] = {mask.x, mask.y, mask.z, mask.w};
+      int rows = 0, total;
+      for (const uint32_t word : words) rows += __popc(word);
+      int rank = all + block_scan<Threads>(rows, scan, total) - begin;
+      all += total;
+      if (rows == 0 || rank >= kTileTokens || rank + rows <= 0) continue;
+      for (int i = 0; i < 4; ++i) {
+        for (uint32_t left = words[i]; left != 0; left &= left - 1, ++rank) {
+          if (rank < 0 || rank >= kTileTokens) continue;
+          tokens[rank] = tile * kTileTokens + i * 32 + __ffs(left) - 1;
+        }
+      }
+    }
+    __syncthreads();
+    return all;
+  }
+};
 
 constexpr int kThreads = 512;
 constexpr int kCtasPerMultiprocessor = 2;

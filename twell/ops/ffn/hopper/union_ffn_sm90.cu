@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The two GEMMs of the tile-union execution, behind find_unions (unions_sm90.cu).
+//
 // Up projection of the tile-union execution, with the gate applied in the epilogue:
 //   activations[tile] = gate[tile] * (x[tile tokens] w_up[union]^T),
 // or the product alone, into a place of its own.
@@ -10,37 +12,162 @@
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
 //   warpgroup 3     of gated layers: puts the gate's non-zeros, as find_unions has listed them, in
 //                   their places of that image while the GEMM runs
-#pragma once
+//
+// Down projection of the tile-union execution: y[tile tokens] = activations[tile] w_down[union],
+// and the sum of two such products for backward. An item is 128 tokens by 256 columns of y; its
+// k-steps are the blocks of 64 neurons of the tile's union, none at all for a tile without
+// non-zeros.
+#include <cstdint>
 
-#include "twell/ops/ffn/hopper/gate_places_sm90.cuh"
-#include "twell/ops/ffn/hopper/gather_ring_sm90.cuh"
+#include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn/tile_union.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/wgmma.cuh"
 
-namespace twell::tile_union::up {
+namespace twell::tile_union {
+namespace {
 
-inline constexpr int kStages = 4;
-inline constexpr int kTileK = 64;
-inline constexpr int kAccumulators = kMaxChunkBlocks * kBlock / 2;
-inline constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
-inline constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
-inline constexpr uint32_t kStageBytes = kBytesX + kBytesW;
-inline constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
+namespace up {
+
+// The gate compacted onto a part of a tile's union, as an image in shared memory.
+
+constexpr uint32_t kBlockBytes = kTileTokens * kBlock * 2;  // one block of activations
+
+// Puts the gate where an item's neurons have their places in the image.
+struct GatePlaces {
+  const int first, count;  // positions in the tile's union
+  const uint32_t image;    // in shared memory
+  const uint32_t words;    // in shared memory: {mask, neurons below}, a window of words
+
+  __device__ __forceinline__ uint32_t piece(int block, int row, int index) const {
+    return image + block * kBlockBytes + row * 128 + (index ^ (row % 8)) * 16;
+  }
+  __device__ __forceinline__ void clear(int blocks, int row) const {
+    for (int i = 0; i < blocks * 8; ++i) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(piece(i / 8, row, i % 8)),
+                   "r"(0)
+                   : "memory");
+    }
+  }
+  // word: in the window; bit: the neuron's in it; row: the token's slot.
+  __device__ __forceinline__ void put(int word, int bit, int row, uint32_t bits) const {
+    uint32_t mask, before;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(mask), "=r"(before)
+                 : "r"(words + word * 8)
+                 : "memory");
+    const int position = static_cast<int>(before) - first + __popc(mask & ((1u << bit) - 1));
+    if (static_cast<uint32_t>(position) < static_cast<uint32_t>(count)) {
+      put_at(position, row, bits);
+    }
+  }
+  __device__ __forceinline__ void put_at(int position, int row, uint32_t bits) const {
+    const uint32_t at = piece(position / kBlock, row, position % kBlock / 8) + position % 8 * 2;
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(bits)) : "memory");
+  }
+  // By a warp: a column tile whose first word is `base`, of which `listed` entries are listed.
+  __device__ __forceinline__ void put_listed(const uint32_t* entries, int listed, int base) const {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < listed; i += 32 * kAhead) {
+      uint32_t next[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) next[j] = i + 32 * j < listed ? entries[i + 32 * j] : 0;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (i + 32 * j >= listed) break;
+        put(base + next[j] / 32 % 8, next[j] % 32, next[j] >> 8 & 127, next[j] >> 16);
+      }
+    }
+  }
+  // By a thread: one token's words of a column tile.
+  __device__ __forceinline__ void put_packed(const uint4* source, int non_zeros, int base,
+                                             int row) const {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int i = 0; i <= non_zeros; i += 4 * kAhead) {
+      uint4 next[kAhead] = {};
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (i + 4 * j <= non_zeros) next[j] = source[i / 4 + j];
+      }
+#pragma unroll
+      for (int j = 0; j < 4 * kAhead; ++j) {
+        const uint4& of = next[j / 4];
+        const uint32_t word = j % 4 == 0 ? of.x : j % 4 == 1 ? of.y : j % 4 == 2 ? of.z : of.w;
+        if (i + j == 0 || i + j > non_zeros) continue;
+        put(base + word / 32 % 8, word % 32, row, word >> 16);
+      }
+    }
+  }
+  // Columns [begin, end) of its values where it is spilled.
+  __device__ __forceinline__ void put_spilled(const uint4* source, int base, int begin, int end,
+                                              int row) const {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int i = begin / 8; i * 8 < end; i += kAhead) {
+      uint4 values[kAhead] = {};
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if ((i + j) * 8 < end) values[j] = source[i + j];
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) put_eight(values[j], base, (i + j) * 8, row);
+    }
+  }
+  // The values of eight neighbouring columns, as far as they are in the union.
+  __device__ __forceinline__ void put_eight(const uint4& values, int base, int column,
+                                            int row) const {
+    if ((values.x | values.y | values.z | values.w) == 0) return;
+    uint32_t mask, before;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(mask), "=r"(before)
+                 : "r"(words + (base + column / 32) * 8)
+                 : "memory");
+    const int bit = column % 32;
+    int position = static_cast<int>(before) - first + __popc(mask & ((1u << bit) - 1));
+    const uint32_t fires = mask >> bit & 0xff;
+    if (fires == 0xff && position % 8 == 0 && position >= 0 && position + 8 <= count) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                       piece(position / kBlock, row, position % kBlock / 8)),
+                   "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
+                   : "memory");
+      return;
+    }
+    const uint32_t parts[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t bits = parts[k / 2] >> (k % 2 * 16);
+      const bool in = fires >> k & 1;
+      if (in && static_cast<uint32_t>(position) < static_cast<uint32_t>(count)) {
+        put_at(position, row, bits);
+      }
+      position += in;
+    }
+  }
+};
+
+constexpr int kStages = 4;
+constexpr int kTileK = 64;
+constexpr int kAccumulators = kMaxChunkBlocks * kBlock / 2;
+constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
+constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
+constexpr uint32_t kStageBytes = kBytesX + kBytesW;
+constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
 
 // Column tiles of whose neurons a gate warpgroup holds the places at one time.
-inline constexpr int kWindow = 128;
-inline constexpr uint32_t kPlacesBytes = kWindow * 8 * 8;
+constexpr int kWindow = 128;
+constexpr uint32_t kPlacesBytes = kWindow * 8 * 8;
 // With barriers, and alignment to the swizzle atom.
-inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
-                                         ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
+constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
+                                  ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
 
 // With a warpgroup for the gate: 256 * 168 + 256 * 88 = 65,536 registers.
 template <bool Gated>
-inline constexpr int kCtaThreads = Gated ? kThreads + kTileTokens : kThreads;
+constexpr int kCtaThreads = Gated ? kThreads + kTileTokens : kThreads;
 template <bool Gated>
-inline constexpr int kRegisters = Gated ? 168 : kConsumerRegisters;
+constexpr int kRegisters = Gated ? 168 : kConsumerRegisters;
 
 struct Shared {
   uint32_t ring, gate, places, feed, full, empty, gate_full, gate_empty;
@@ -237,7 +364,7 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
 }
 
 // k-step of an item at which the last item's stores have long been complete.
-inline constexpr int kTellStep = 4;
+constexpr int kTellStep = 4;
 
 // State of a consumer across items.
 template <bool Gated>
@@ -407,4 +534,133 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
   if constexpr (Gated) sm90::wait_for_previous_kernel();
 }
 
-}  // namespace twell::tile_union::up
+}  // namespace up
+
+struct DownProblem {
+  Tiles tiles;
+  const __nv_bfloat16* activations[2];
+  const __nv_bfloat16* weight[2];  // [F, D]; the second one null: one product
+  __nv_bfloat16* y;                // [M, D]
+  int32_t* taken;
+  int width;  // D
+  bool add;   // y += instead of =
+
+  // Where tiles.ready is not null: find_unions may still be at work.
+  __device__ __forceinline__ void wait_for_items() const {
+    while (sm90::load_acquire(&tiles.counts->complete) == 0) __nanosleep(100);
+  }
+  // {tile, first column, neurons in the tile's union, its first block}
+  __device__ __forceinline__ int4 load(int index) const {
+    const int column_blocks = (width + kColumns - 1) / kColumns;
+    if (index >= tiles.counts->tiles * column_blocks) return int4{-1, 0, 0, 0};
+    const int tile = tiles.order[index / column_blocks];
+    return int4{tile, index % column_blocks * kColumns, tiles.union_size[tile],
+                tiles.first_block[tile]};
+  }
+  __device__ __forceinline__ gathered::Operands operands(const int4& item) const {
+    const int64_t offset = int64_t{item.w} * gathered::kBytesA;
+    const auto image = [&](int i) {
+      return reinterpret_cast<const uint8_t*>(activations[i]) + offset;
+    };
+    return {{image(0), image(1)},
+            {reinterpret_cast<const uint4*>(weight[0]), reinterpret_cast<const uint4*>(weight[1])},
+            tiles.union_ids + int64_t{item.w} * kBlock,
+            item.z,
+            (item.z + kBlock - 1) / kBlock,
+            weight[1] != nullptr ? 2 : 1,
+            item.y,
+            tiles.ready + item.x,
+            2 * ((item.z + kBlock - 1) / kBlock)};
+  }
+
+  // y by way of shared memory, so that rows are written in whole 256-byte pieces.
+  struct Store {
+    const DownProblem& problem;
+    const int column;
+    const bool empty;   // no neuron of the tile fires
+    int32_t tokens[8];  // the rows of y that this lane writes
+
+    // Row of its warpgroup's 64 that this lane writes in store i: a warp writes two at a time.
+    __device__ __forceinline__ static int stored_row(int i) {
+      return threadIdx.x % 128 / 32 * 16 + i * 2 + threadIdx.x % 32 / 16;
+    }
+    __device__ __forceinline__ Store(const DownProblem& problem_in, const int4& item)
+        : problem(problem_in), column(item.y), empty(item.z == 0) {
+      const int warpgroup = threadIdx.x / 128 - 1;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        tokens[i] = problem.tiles.tokens[item.x * kTileTokens + warpgroup * 64 + stored_row(i)];
+      }
+    }
+    __device__ __forceinline__ void operator()(const float (&acc)[128], uint32_t out) const {
+      if (problem.add && empty) return;
+      store_half(acc, out, 0);
+      store_half(acc, out, 1);
+    }
+    // Columns [128 half, 128 half + 128) of this warpgroup's rows.
+    __device__ __forceinline__ void store_half(const float (&acc)[128], uint32_t out,
+                                               int half) const {
+      const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+      const int row = warp * 16 + lane / 4;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int a = 4 * (half * 16 + i);
+        const uint32_t at = out + row * 256 + (i ^ (row % 8)) * 16 + lane % 4 * 4;
+        const uint32_t upper = sm90::bf16x2(acc[a], acc[a + 1]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper) : "memory");
+        const uint32_t lower = sm90::bf16x2(acc[a + 2], acc[a + 3]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 256), "r"(lower) : "memory");
+      }
+      __syncwarp();  // a warp stores the 16 rows that it wrote
+      const int first = column + half * 128 + lane % 16 * 8;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int from = stored_row(i);
+        uint4 values;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                     : "r"(out + from * 256 + ((lane % 16) ^ (from % 8)) * 16));
+        if (tokens[i] >= 0 && first < problem.width) {
+          __nv_bfloat16* to = problem.y + int64_t{tokens[i]} * problem.width + first;
+          if (problem.add) {
+            sm90::reduce_add16(to, values);
+          } else {
+            *reinterpret_cast<uint4*>(to) = values;
+          }
+        }
+      }
+      __syncwarp();
+    }
+  };
+};
+
+template <bool Gated>
+cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
+  const auto kernel = up::tile_union_up_sm90_kernel<Gated>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, up::kSharedBytes);
+  if (status != cudaSuccess) return status;
+  return sm90::launch_dependent(kernel, dim3(ctas), up::kCtaThreads<Gated>, up::kSharedBytes,
+                                stream, up);
+}
+
+}  // namespace
+
+cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream) {
+  return up.product == nullptr ? launch_up<true>(up, ctas, stream)
+                               : launch_up<false>(up, ctas, stream);
+}
+
+cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
+  const DownProblem problem{down.tiles,
+                            {down.tiles.activations, down.activations2},
+                            {down.weight, down.weight2},
+                            down.y,
+                            down.taken,
+                            down.width,
+                            down.add};
+  return down.tiles.ready != nullptr ? gathered::launch<true>(problem, ctas, stream)
+                                     : gathered::launch(problem, ctas, stream);
+}
+
+}  // namespace twell::tile_union
