@@ -5,7 +5,7 @@
 //                        [--tokens M]... [--check] [--jsonl FILE]
 // A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and goes on with
 // the pattern; the dense execution runs on operands whose gate has as many non-zeros. Of each file
-// the mean of dense / chosen is printed, choose_ffn_train_cuda being told the pattern's counts.
+// the mean of dense / chosen is printed: what choose_gpu_ffn_train picks from the pattern's counts.
 // --check compares both on the pattern with the same sums in f32, for 4,096 tokens.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -294,8 +294,10 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   const FfnTrainCountsCuda counts = download(layer.counts)[0];
   const double union_neurons =
       static_cast<double>(counts.union_neurons) * 128.0 / static_cast<double>(counts.tokens);
-  const FfnTrainExecution choice =
-      choose_ffn_train_cuda(layer.shape, layer.shape.max_tokens, layer.nnz, union_neurons);
+  const FfnTrainExecution choice = choose_gpu_ffn_train(
+      gpu_ffn_layer(ctx, layer.shape), layer.shape.max_tokens, FfnTrainPolicy::kAuto,
+      {.nnz_per_token = layer.nnz,
+       .union_share = union_neurons / static_cast<double>(layer.shape.ffn)});
   const double speedup = times[4].median / times[5].median;
   nlohmann::json row;
   row["tokens"] = layer.shape.max_tokens;

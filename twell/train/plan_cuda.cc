@@ -46,11 +46,12 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
     const LayerHint hint = hints.empty() ? LayerHint{} : hints[layer];
     out.nnz = hint.nnz < 0.0 ? static_cast<double>(config.ffn) / 2.0 : std::max(1.0, hint.nnz);
     out.union_neurons = hint.union_neurons;
-    if (options.ffn_policy == FfnTrainPolicy::kHybrid) {
-      out.execution = FfnTrainExecution::kHybrid;
-    } else if (options.ffn_policy == FfnTrainPolicy::kAuto && no_hybrid.empty()) {
-      out.execution = choose_ffn_train_cuda(shape, shape.max_tokens, hint.nnz, hint.union_neurons);
-      if (out.execution == FfnTrainExecution::kDense) continue;
+    const double share =
+        hint.union_neurons < 0.0 ? -1.0 : hint.union_neurons / static_cast<double>(config.ffn);
+    out.execution =
+        choose_gpu_ffn_train(gpu_ffn_layer(ctx, shape), shape.max_tokens, options.ffn_policy,
+                             {.nnz_per_token = hint.nnz, .union_share = share});
+    if (out.execution == FfnTrainExecution::kHybrid) {
       missing -= dense_bytes - TrainingCuda::ffn_saved_bytes(shape, out);
     }
   }

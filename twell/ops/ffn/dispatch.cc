@@ -246,6 +246,60 @@ constexpr std::array kTable = {
               .cost = row_fused_cost},
 };
 
+// --- Training: milliseconds on an H200, fitted to bench/ffn_train_cuda_bench with D 2048 and F
+// 5632.
+
+// Nine GEMMs, and 18 bytes per token and neuron read and written between them.
+double dense_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+  constexpr double kMsPerTeraflop = 1.22, kMsPerGigabyte = 0.25, kMsPerCall = 0.05;
+  const Sizes s(layer, tokens);
+  return 1e3 * (9.0 * 2.0 * s.m * s.d * s.f * 1e-12 * kMsPerTeraflop +
+                18.0 * s.m * s.f * 1e-9 * kMsPerGigabyte + kMsPerCall);
+}
+
+// The gate GEMM; eight products on the unions; per active pair, elementwise work and the tokens
+// that weight gradients gather, which neurons of a tile share more the more neurons a token has;
+// launches.
+double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  constexpr double kGateMsPerTeraflop = 1.59, kUnionMsPerTeraflop = 1.61;
+  constexpr double kFew = 64.0, kMsPerGigapair = 559.0, kMsPerGigapairBeyond = 43.0;
+  constexpr double kChunk = 16384.0, kMsPerChunk = 0.16;
+  const Sizes s(layer, tokens);
+  const double nnz = std::min(activity.nnz_per_token, s.f);
+  const double neurons = activity.union_share >= 0.0 ? std::min(activity.union_share, 1.0) * s.f
+                                                     : independent_union(s, activity, kTile);
+  return 1e3 * (2.0 * s.m * s.d * s.f * 1e-12 * kGateMsPerTeraflop +
+                8.0 * 2.0 * s.m * neurons * s.d * 1e-12 * kUnionMsPerTeraflop +
+                s.m * std::min(nnz, kFew) * 1e-9 * kMsPerGigapair +
+                s.m * std::max(nnz - kFew, 0.0) * 1e-9 * kMsPerGigapairBeyond +
+                std::ceil(s.m / kChunk) * kMsPerChunk);
+}
+
+// Hybrid has to promise this share of the dense cost: estimates are off by up to 7%.
+constexpr double kHybridShare = 0.95;
+
+constexpr std::array kTrainTable = {
+    GpuFfnTrainRow{.execution = FfnTrainExecution::kDense,
+                   .least_capability = kAnyGpu,
+                   .most_capability = kNewest,
+                   .most_ffn = kAny,
+                   .most_weights = kAny,
+                   .relu_only = false,
+                   .cost = dense_train_cost},
+    GpuFfnTrainRow{.execution = FfnTrainExecution::kHybrid,
+                   .least_capability = kHopper,
+                   .most_capability = kHopper,
+                   .most_ffn = 524288,                      // as tile-union
+                   .most_weights = (int64_t{1} << 35) - 1,  // as tile-union
+                   .relu_only = true,
+                   .cost = hybrid_train_cost},
+};
+
+const GpuFfnTrainRow& train_row(FfnTrainExecution execution) {
+  return *std::find_if(kTrainTable.begin(), kTrainTable.end(),
+                       [&](const GpuFfnTrainRow& row) { return row.execution == execution; });
+}
+
 bool names(FfnPolicy policy, const GpuFfnRow& row) {
   return row.policy == policy || row.other_policy == policy;
 }
@@ -379,6 +433,36 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) 
   const bool few =
       gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 && !layers.qk_norm;
   return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;
+}
+
+std::span<const GpuFfnTrainRow> gpu_ffn_train_table() { return kTrainTable; }
+
+std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer) {
+  const GpuFfnTrainRow& row = train_row(execution);
+  const int capability = layer.device.compute_capability;
+  if (capability < row.least_capability || capability > row.most_capability) {
+    return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
+  }
+  if (row.relu_only && layer.activation != Activation::kRelu) {
+    return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
+  }
+  if (layer.ffn > row.most_ffn || layer.width * layer.ffn > row.most_weights) {
+    return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
+  }
+  return {};
+}
+
+FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,
+                                       FfnTrainPolicy policy, const LayerActivity& activity) {
+  constexpr FfnTrainExecution kDense = FfnTrainExecution::kDense;
+  constexpr FfnTrainExecution kHybrid = FfnTrainExecution::kHybrid;
+  if (policy == FfnTrainPolicy::kDense || !gpu_ffn_train_unsupported(kHybrid, layer).empty()) {
+    return kDense;
+  }
+  if (policy == FfnTrainPolicy::kHybrid) return kHybrid;
+  if (activity.nnz_per_token < 0.0) return kDense;
+  const double dense = train_row(kDense).cost(layer, tokens, activity);
+  return train_row(kHybrid).cost(layer, tokens, activity) < kHybridShare * dense ? kHybrid : kDense;
 }
 
 }  // namespace twell

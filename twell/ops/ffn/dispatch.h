@@ -142,4 +142,31 @@ int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int6
                               int64_t most);
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);
 
+// Training: a layer runs one of these forward and backward (ops/ffn_train). On the GPU:
+//   execution   GPU      takes
+//   dense       any      every layer
+//   hybrid      Hopper   ReLU, F up to 524,288, D F below 2^35
+enum class FfnTrainExecution { kDense, kHybrid };
+enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
+
+struct GpuFfnTrainRow {
+  FfnTrainExecution execution;
+  int least_capability;  // GPUs of these compute capabilities
+  int most_capability;
+  int64_t most_ffn;      // F
+  int64_t most_weights;  // D F
+  bool relu_only;        // else any activation
+  // Estimated microseconds of a forward and a backward pass, fitted to an H200.
+  double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+};
+std::span<const GpuFfnTrainRow> gpu_ffn_train_table();
+
+// Why this execution cannot train the layer; empty when it can.
+std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer);
+
+// The execution for calls of `tokens` tokens. Dense where the policy's is not supported, and with
+// kAuto before anything is measured.
+FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,
+                                       FfnTrainPolicy policy, const LayerActivity& activity);
+
 }  // namespace twell

@@ -22,11 +22,10 @@
 #include "twell/base/matrix.h"
 #include "twell/format/ffn_weights.h"
 #include "twell/format/hybrid.h"
+#include "twell/ops/ffn/dispatch.h"
 
 namespace twell {
 
-enum class FfnTrainExecution { kDense, kHybrid };
-enum class FfnTrainPolicy { kAuto, kDense, kHybrid };
 std::string_view ffn_train_execution_name(FfnTrainExecution execution);
 FfnTrainPolicy parse_ffn_train_policy(std::string_view name);  // "auto", "dense", "hybrid"
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry points: memory, checks, and the choice of the execution.
+// Entry points: memory, checks, and the calls of the prepared execution.
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
 
 #include <algorithm>
 
-#include "twell/ops/ffn/tile_union.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 
 namespace twell {
@@ -125,18 +124,15 @@ void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& probl
   saved.parts().tokens = 0;
 }
 
+GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
+  return {.width = shape.width,
+          .ffn = shape.ffn,
+          .gated = shape.gated,
+          .device = {.compute_capability = ctx.compute_capability()}};
+}
+
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
-  if (ctx.compute_capability() != 90) {
-    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
-                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  }
-  constexpr int64_t kMaxFfn = tile_union::kMaxFfn;
-  if (shape.ffn > kMaxFfn) return fmt::format("FFN size {}, at most {}", shape.ffn, kMaxFfn);
-  // Indices of a weight's 16-byte pieces have 32 bits.
-  if (shape.ffn * (shape.width / 8) >= int64_t{1} << 32) {
-    return fmt::format("weights [{}, {}] are too large", shape.ffn, shape.width);
-  }
-  return {};
+  return gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, gpu_ffn_layer(ctx, shape));
 }
 
 }  // namespace twell

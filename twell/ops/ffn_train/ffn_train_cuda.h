@@ -7,7 +7,7 @@
 //           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. Hopper
 //           only; 16,384 tokens at a time
 // Both give the same result within accumulation order, on every input. The caller picks the
-// execution from the counts of earlier steps (choose_ffn_train_cuda). Calls never synchronise,
+// execution from the counts of earlier steps (choose_gpu_ffn_train). Calls never synchronise,
 // repeat bit for bit, and can be captured in a CUDA graph. Throws Error where sizes do not match.
 // All matrices are contiguous, row-major, in device memory.
 #pragma once
@@ -128,13 +128,9 @@ struct FfnTrainBackwardCuda {
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
+// A layer of this shape with ReLU, as the table of executions (dispatch.h) sees it.
+GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 // Why the hybrid execution cannot run on this context's device or shape; empty when it can.
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
-
-// The execution to prepare for calls of `tokens` tokens with nnz active neurons per token
-// (negative: unknown, so dense) and union_neurons in a tile of 128 tokens (negative: unknown, so
-// estimated as if tokens were independent). Fitted to measurements on an H200.
-FfnTrainExecution choose_ffn_train_cuda(const FfnTrainShapeCuda& shape, int64_t tokens, double nnz,
-                                        double union_neurons = -1.0);
 
 }  // namespace twell

@@ -343,26 +343,6 @@ TEST(FfnTrainCudaCounts, Unions) {
   EXPECT_EQ(layer.run(FfnTrainExecution::kHybrid, 20.0).counts.union_neurons, expected);
 }
 
-TEST(FfnTrainCudaChoice, FollowsTheActivity) {
-  const FfnTrainShapeCuda shape{16384, 2048, 5632, true};
-  const auto choose = [&](int64_t tokens, double nnz, double union_neurons = -1.0) {
-    return choose_ffn_train_cuda(shape, tokens, nnz, union_neurons);
-  };
-  constexpr auto kDense = FfnTrainExecution::kDense, kHybrid = FfnTrainExecution::kHybrid;
-  EXPECT_EQ(choose(16384, -1.0), kDense);
-  EXPECT_EQ(choose(16384, 0.0), kHybrid);
-  EXPECT_EQ(choose(16384, 15.0), kHybrid);
-  EXPECT_EQ(choose(65536, 15.0), kHybrid);
-  EXPECT_EQ(choose(16384, 100.0), kDense);
-  EXPECT_EQ(choose(16384, 100.0, 2000.0), kHybrid);
-  EXPECT_EQ(choose(16384, 2800.0), kDense);
-  EXPECT_EQ(choose(16384, 150.0, 2900.0), kHybrid);
-  EXPECT_EQ(choose(16384, 713.0, 1718.0), kHybrid);  // few tokens have all neurons active
-  EXPECT_EQ(choose(16384, 56.0, 4065.0), kDense);
-  EXPECT_EQ(choose(2048, 39.0, 3327.0), kDense);
-  EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
-}
-
 TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
   TWELL_GPU_TEST();
   const Problem p = make_bf16_problem(4, 8, 16, true, [](int64_t) { return 2; });
