@@ -14,8 +14,8 @@
 
 #include "bench/cuda_bench.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
-#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
-#include "twell/ops/ffn/portable/row_fused_cuda.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
 namespace {

@@ -8,7 +8,6 @@
 #include "twell/ops/cross_entropy/token_losses_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
-#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 
 namespace twell {
 namespace {

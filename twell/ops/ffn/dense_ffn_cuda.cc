@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 
-#include "twell/ops/ffn/activate_multiply.h"
-#include "twell/ops/ffn/gate_multiply.h"
+#include "twell/ops/ffn/dense_elementwise.h"
 
 namespace twell {
 namespace {

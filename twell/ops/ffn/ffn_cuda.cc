@@ -6,7 +6,6 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
-#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {

@@ -23,7 +23,6 @@
 #include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
-#include "twell/ops/ffn/portable/row_fused_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {

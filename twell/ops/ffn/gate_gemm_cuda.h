@@ -13,7 +13,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/twell.h"
-#include "twell/ops/ffn/hopper/gate_progress.h"
+#include "twell/ops/ffn/hopper/gate_gemm_sm90.h"
 
 namespace twell {
 
@@ -37,5 +37,13 @@ GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn)
 
 // Throws Error where unsupported.
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
+
+// The same on mma.sync, for GPUs of compute capability 8.0 or later. Non-zeros are stored in column
+// order; progress and condition are not for it.
+// Why the problem cannot run on this context's device; empty when it can.
+std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
+
+// Throws Error where unsupported.
+void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 }  // namespace twell

@@ -13,7 +13,6 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_bf16.h"
-#include "twell/ops/ffn/portable/gate_gemm_sm80_cuda.h"
 
 namespace twell {
 namespace {

@@ -19,7 +19,7 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/ffn/hopper/gate_progress.h"
+#include "twell/ops/ffn/hopper/gate_gemm_sm90.h"
 
 namespace twell::tile_union {
 

@@ -9,6 +9,23 @@
 
 #include "twell/ops/matmul/paired_gemm_sm90.h"
 
+namespace twell {
+
+// By what a kernel behind the gate GEMM can follow it. Device memory, all of which is zeroed before
+// the GEMM begins; words[p] then counts the CTAs whose part of what GatePhases says of p is packed.
+struct GateProgress {
+  static constexpr int kPhases = 4;
+  int32_t* words = nullptr;  // null: not wanted
+  int64_t size = 0;          // at least kPhases; the rest is the caller's own
+};
+struct GatePhases {
+  int ctas;
+  int tokens[GateProgress::kPhases];  // once words[p] is `ctas`, all tokens below are packed; the
+                                      // last one is M
+};
+
+}  // namespace twell
+
 namespace twell::gate_gemm {
 
 using paired_gemm::kCluster;

@@ -1,10 +1,283 @@
 // SPDX-License-Identifier: Apache-2.0
+// The kernels of the row-fused execution (sparse_up_down_cuda.h), which run in this order:
+//   light_rows  a warp per row; lists the heavy rows for
+//   heavy_rows  a row's tiles spread over the warps of several CTAs
+#include <algorithm>
 #include <type_traits>
 
-#include "twell/ops/ffn/portable/row_fused_warp.cuh"
+#include "twell/ops/ffn/portable/row_fused.h"
 
 namespace twell::row_fused {
 namespace {
+
+// One warp's non-zeros, in shared memory. The value is the gate's, then h.
+struct NonzeroList {
+  int32_t neuron[kListed];
+  float value[kListed];
+
+  __device__ void set(int at, int neuron_index, uint32_t bf16_bits) {
+    neuron[at] = neuron_index;
+    value[at] = __uint_as_float(bf16_bits << 16);
+  }
+};
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+// Sum over the lower lanes and over the warp.
+__device__ __forceinline__ int warp_prefix(int value, int& total) {
+  int through = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, through, step);
+    if (lane_id() >= step) through += other;
+  }
+  total = __shfl_sync(~0u, through, 31);
+  return through - value;
+}
+
+__device__ __forceinline__ int entry_neuron(uint32_t word, int tile) {
+  return (tile * 256 & ~0xffff) | static_cast<int>(word & 0xffffu);
+}
+
+// Appends the non-zeros among N consecutive values per lane, `first` being the warp's first neuron.
+template <int N>
+__device__ int append_dense(const uint16_t (&values)[N], int first, int size, NonzeroList& list) {
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) count += (values[i] & 0x7fff) != 0;
+  int total;
+  int at = size + warp_prefix(count, total);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if ((values[i] & 0x7fff) != 0) list.set(at++, first + lane_id() * N + i, values[i]);
+  }
+  return size + total;
+}
+
+// All non-zeros of a row that has at most kListed; returns how many.
+__device__ int list_row(const Problem& problem, int64_t row, NonzeroList& list) {
+  int size = 0;
+  for (int base = 0; base < problem.col_tiles; base += 32) {
+    const int tile = base + lane_id();
+    const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
+    // The count and the first three non-zeros in one load.
+    const uint4 head = tile < problem.col_tiles ? *reinterpret_cast<const uint4*>(words) : uint4{};
+    const int count = static_cast<int>(head.x);
+    const bool spilled = count >= problem.slots;
+    int total;
+    int at = size + warp_prefix(count, total);
+    if (!spilled) {
+      for (int i = 0; i < count; ++i) {
+        const uint32_t word = i == 0 ? head.y : i == 1 ? head.z : i == 2 ? head.w : words[i + 1];
+        list.set(at + i, entry_neuron(word, tile), word >> 16);
+      }
+    }
+    for (uint32_t left = __ballot_sync(~0u, spilled); left != 0; left &= left - 1) {
+      const int from = __ffs(left) - 1;
+      const uint32_t slot = __shfl_sync(~0u, head.y, from);
+      const int begin = __shfl_sync(~0u, at, from);
+      const uint4 eight =
+          *reinterpret_cast<const uint4*>(problem.spill + int64_t{slot} * 256 + lane_id() * 8);
+      uint16_t values[8];
+      *reinterpret_cast<uint4*>(values) = eight;
+      append_dense(values, (base + from) * 256, begin, list);
+    }
+    size += total;
+  }
+  __syncwarp();
+  return size;
+}
+
+// The non-zeros of a quarter of one (row, tile), at most kListed; returns how many.
+__device__ int list_quarter(const Problem& problem, int64_t row, int tile, int quarter,
+                            NonzeroList& list) {
+  const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
+  const int count = static_cast<int>(words[0]);
+  int size;
+  if (count < problem.slots) {
+    const int begin = count * quarter / 4, end = count * (quarter + 1) / 4;
+    for (int i = begin + lane_id(); i < end; i += 32) {
+      const uint32_t word = words[i + 1];
+      list.set(i - begin, entry_neuron(word, tile), word >> 16);
+    }
+    size = end - begin;
+  } else {
+    const uint32_t two = *reinterpret_cast<const uint32_t*>(
+        problem.spill + int64_t{words[1]} * 256 + quarter * 64 + lane_id() * 2);
+    const uint16_t values[2] = {static_cast<uint16_t>(two), static_cast<uint16_t>(two >> 16)};
+    size = append_dense(values, tile * 256 + quarter * 64, 0, list);
+  }
+  __syncwarp();
+  return size;
+}
+
+// Up to Pieces * 256 consecutive values of a row: piece i of a lane is 8 of them, at (i * 32 +
+// lane)
+// * 8 from the first.
+template <int Pieces>
+struct RowPiece {
+  uint4 part[Pieces];
+
+  // Zeros from `columns` on. Read once: no place in the L1.
+  __device__ __forceinline__ void load(const __nv_bfloat16* from, int columns) {
+#pragma unroll
+    for (int i = 0; i < Pieces; ++i) {
+      const int at = (i * 32 + lane_id()) * 8;
+      part[i] = at < columns ? __ldcs(reinterpret_cast<const uint4*>(from + at)) : uint4{};
+    }
+  }
+  __device__ __forceinline__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  __device__ __forceinline__ static float high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+  }
+  // This lane's share of the dot product.
+  __device__ __forceinline__ float dot(const RowPiece& other) const {
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Pieces; ++i) {
+      const uint32_t a[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+      const uint32_t b[4] = {other.part[i].x, other.part[i].y, other.part[i].z, other.part[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        even = fmaf(low(a[j]), low(b[j]), even);
+        odd = fmaf(high(a[j]), high(b[j]), odd);
+      }
+    }
+    return even + odd;
+  }
+  __device__ __forceinline__ void add_to(float (&acc)[Pieces][8], float factor) const {
+#pragma unroll
+    for (int i = 0; i < Pieces; ++i) {
+      const uint32_t a[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc[i][2 * j] = fmaf(factor, low(a[j]), acc[i][2 * j]);
+        acc[i][2 * j + 1] = fmaf(factor, high(a[j]), acc[i][2 * j + 1]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+
+// The weight rows that a list of non-zeros needs, in order of use: rows of w_up, a chunk of columns
+// at a time, then one chunk of rows of w_down. They are asked for Depth rows ahead of their use,
+// from w_up into w_down too, through a ring in shared memory, since registers would not hold them.
+// A lane copies what it will read itself, so nothing is synchronised.
+template <int Pieces, int Depth>
+class WeightRows {
+ public:
+  static constexpr int kRowBytes = Pieces * 32 * 16;
+  static constexpr int kRingBytes = Depth * kRowBytes;  // per warp
+
+  // begin: first column of the chunk of w_down.
+  __device__ __forceinline__ WeightRows(const Problem& problem, const NonzeroList& list, int size,
+                                        int begin, uint8_t* ring)
+      : problem_(problem),
+        list_(list),
+        size_(size),
+        begin_(begin),
+        up_chunks_(problem.w_up != nullptr ? problem.chunks : 0),
+        ring_(ring + lane_id() * 16) {
+#pragma unroll
+    for (int i = 0; i < Depth; ++i) request(i);
+  }
+
+  __device__ __forceinline__ RowPiece<Pieces> take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Depth - 1) : "memory");
+    RowPiece<Pieces> row;
+#pragma unroll
+    for (int i = 0; i < Pieces; ++i) {
+      row.part[i] = *reinterpret_cast<const uint4*>(ring_ + slot_ * kRowBytes + i * 512);
+    }
+    request(slot_);
+    slot_ = (slot_ + 1) % Depth;
+    return row;
+  }
+
+ private:
+  __device__ __forceinline__ void request(int slot) {
+    if (chunk_ <= up_chunks_) {
+      const bool up = chunk_ < up_chunks_;
+      const int first = up ? chunk_ * kChunk : begin_;
+      const __nv_bfloat16* row = (up ? problem_.w_up : problem_.w_down) +
+                                 int64_t{list_.neuron[next_]} * problem_.width + first;
+      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(ring_)) + slot * kRowBytes;
+#pragma unroll
+      for (int i = 0; i < Pieces; ++i) {
+        const int at = (i * 32 + lane_id()) * 8;
+        const int bytes = first + at < problem_.width ? 16 : 0;  // 0: zeros
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 512),
+                     "l"(bytes > 0 ? row + at : row), "r"(bytes)
+                     : "memory");
+      }
+      if (++next_ == size_) {
+        next_ = 0;
+        ++chunk_;
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  const Problem& problem_;
+  const NonzeroList& list_;
+  int size_, begin_, up_chunks_;
+  uint8_t* ring_;
+  int slot_ = 0, next_ = 0, chunk_ = 0;  // next_, chunk_: of the next row to ask for
+};
+
+// acc += h times columns [begin, begin + Pieces * 256) of w_down, for the list's `size` > 0
+// non-zeros; h = g * (x w_up^T) in f32, rounded once to bf16. x: the first chunk of the row's.
+template <int Pieces, int Depth>
+__device__ __forceinline__ void multiply_list(const Problem& problem, RowPiece<Pieces>& x,
+                                              int64_t row, NonzeroList& list, int size, int begin,
+                                              uint8_t* ring, float (&acc)[Pieces][8]) {
+  WeightRows<Pieces, Depth> rows(problem, list, size, begin, ring);
+  if (problem.w_up != nullptr) {
+    float up_low = 0.0f, up_high = 0.0f;  // lane l holds those of non-zeros l and l + 32
+    for (int first = 0; first < problem.width; first += kChunk) {
+      if (first > 0) x.load(problem.x + row * problem.width + first, problem.width - first);
+      for (int i = 0; i < size; ++i) {
+        const float sum = warp_sum(rows.take().dot(x));
+        up_low += i == lane_id() ? sum : 0.0f;
+        up_high += i == lane_id() + 32 ? sum : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = half * 32 + lane_id();
+      const float h = i < size ? list.value[i] * (half == 0 ? up_low : up_high) : 0.0f;
+      if (i < size) list.value[i] = __bfloat162float(__float2bfloat16(h));
+    }
+    __syncwarp();
+  }
+  for (int i = 0; i < size; ++i) rows.take().add_to(acc, list.value[i]);
+}
+
+// Columns [begin, begin + Pieces * 256) of a row of y, eight per store.
+template <int Pieces>
+__device__ __forceinline__ void store_row(const Problem& problem, int64_t row, int begin,
+                                          const float (&acc)[Pieces][8]) {
+#pragma unroll
+  for (int i = 0; i < Pieces; ++i) {
+    const int at = begin + (i * 32 + lane_id()) * 8;
+    if (at >= problem.width) continue;
+    auto* to = reinterpret_cast<uint4*>(problem.y + row * problem.width + at);
+    uint4 packed{};
+    if (problem.add) packed = *to;
+    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 before = problem.add ? __bfloat1622float2(pairs[j]) : float2{};
+      pairs[j] = __floats2bfloat162_rn(before.x + acc[i][2 * j], before.y + acc[i][2 * j + 1]);
+    }
+    __stcs(to, packed);
+  }
+}
 
 constexpr int kLightWarps = 4;
 constexpr int kHeavyWarps = 8;
@@ -179,6 +452,29 @@ cudaError_t dispatch(int width, const Launch& launch) {
 }
 static_assert(kChunk == 8 * 256);
 
+constexpr int kCountThreads = 256;
+constexpr int64_t kMaxCountCtas = 128;
+
+__global__ void __launch_bounds__(kCountThreads)
+    count_rows_kernel(const int32_t* row_nnz, int64_t tokens, ActivityCuda* activity) {
+  unsigned long long sum = 0;
+  int most = 0;
+  for (int64_t row = int64_t{blockIdx.x} * kCountThreads + threadIdx.x; row < tokens;
+       row += int64_t{gridDim.x} * kCountThreads) {
+    sum += static_cast<unsigned long long>(row_nnz[row]);
+    most = max(most, row_nnz[row]);
+  }
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  most = __reduce_max_sync(~0u, most);
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&activity->nnz, sum);
+    atomicMax(&activity->max_row_nnz, static_cast<unsigned long long>(most));
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(&activity->tokens, static_cast<unsigned long long>(tokens));
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_light_rows(const Problem& problem, cudaStream_t stream) {
@@ -205,6 +501,14 @@ cudaError_t launch_heavy_rows(const Problem& problem, int multiprocessors, cudaS
     heavy_rows_kernel<kPieces><<<2 * multiprocessors, kHeavyWarps * 32, kShared, stream>>>(problem);
     return cudaGetLastError();
   });
+}
+
+cudaError_t launch_count_rows(const int32_t* row_nnz, int64_t tokens, ActivityCuda* activity,
+                              cudaStream_t stream) {
+  const int64_t ctas = std::min((tokens + kCountThreads - 1) / kCountThreads, kMaxCountCtas);
+  count_rows_kernel<<<static_cast<unsigned>(ctas), kCountThreads, 0, stream>>>(row_nnz, tokens,
+                                                                               activity);
+  return cudaGetLastError();
 }
 
 }  // namespace twell::row_fused

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "twell/format/activity_cuda.h"
+
 namespace twell::row_fused {
 
 // A warp lists this many non-zeros at a time; a row with more is heavy.
@@ -50,5 +52,9 @@ struct Problem {
 
 cudaError_t launch_light_rows(const Problem& problem, cudaStream_t stream);
 cudaError_t launch_heavy_rows(const Problem& problem, int multiprocessors, cudaStream_t stream);
+
+// Adds the counts of a packed gate's rows to a layer's. row_nnz [tokens], device memory.
+cudaError_t launch_count_rows(const int32_t* row_nnz, int64_t tokens, ActivityCuda* activity,
+                              cudaStream_t stream);
 
 }  // namespace twell::row_fused

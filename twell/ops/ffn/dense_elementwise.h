@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elementwise step of a dense layer whose activation f is not ReLU, on the GPU. f is computed
-// in f32, see format/activation.h.
+// The elementwise steps of a dense layer on the GPU, which also count active neurons.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +12,20 @@
 
 namespace twell {
 
+// After ReLU in the GEMM's epilogue: u = g * u.
+struct GateMultiply {
+  __nv_bfloat16* u = nullptr;        // [M, F] in and out: u = g * u; null: only count
+  const __nv_bfloat16* g = nullptr;  // [M, F], 0 where a neuron does not fire
+  int64_t tokens = 0;                // M
+  int64_t ffn = 0;                   // F, a multiple of 8
+  int32_t* row_nnz = nullptr;        // [M] out, or null
+  ActivityCuda* counts = nullptr;    // added to, or null
+  int64_t stride = 1;                // every stride-th token only
+};
+cudaError_t launch_gate_multiply(const GateMultiply& problem, cudaStream_t stream);
+
+// The elementwise step of a dense layer whose activation f is not ReLU, on the GPU. f is computed
+// in f32, see format/activation.h.
 struct ActivateMultiply {
   Activation activation = Activation::kSilu;
   const __nv_bfloat16* g = nullptr;  // [M, F] in front of the activation

@@ -1,11 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/ffn/activate_multiply.h"
-#include "twell/ops/ffn/count_active.cuh"
+#include "twell/ops/ffn/dense_elementwise.h"
 
 namespace twell {
 namespace {
 
 constexpr int kThreads = 256;
+
+// Sums what each thread of a CTA has counted of one token. Either place may be null; all threads
+// call it.
+__device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityCuda* counts) {
+  if (row_nnz == nullptr && counts == nullptr) return;
+  __shared__ int total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (row_nnz != nullptr) row_nnz[row] = total;
+  if (counts != nullptr) {
+    atomicAdd(&counts->tokens, 1ull);
+    atomicAdd(&counts->nnz, static_cast<unsigned long long>(total));
+    atomicMax(&counts->max_row_nnz, static_cast<unsigned long long>(total));
+  }
+}
+
+// A CTA per token.
+__global__ void __launch_bounds__(kThreads) gate_multiply_kernel(GateMultiply problem) {
+  const int64_t row = int64_t{blockIdx.x} * problem.stride;
+  const int pieces = static_cast<int>(problem.ffn / 8);
+  const auto* gate = reinterpret_cast<const uint4*>(problem.g) + row * pieces;
+  auto* up = reinterpret_cast<uint4*>(problem.u) + row * pieces;
+  const bool multiplies = problem.u != nullptr;
+  int count = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    uint4 g = gate[i];
+    uint4 u = multiplies ? up[i] : uint4{};
+    auto* a = reinterpret_cast<__nv_bfloat162*>(&u);
+    auto* b = reinterpret_cast<__nv_bfloat162*>(&g);
+    const auto* bits = reinterpret_cast<const uint32_t*>(&g);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      a[k] = __hmul2(a[k], b[k]);
+      count += ((bits[k] & 0x7fffu) != 0) + ((bits[k] & 0x7fff0000u) != 0);
+    }
+    if (multiplies) up[i] = u;
+  }
+  count_active(count, row, problem.row_nnz, problem.counts);
+}
 
 template <Activation kActivation>
 __device__ float activate(float x) {
@@ -54,6 +97,12 @@ cudaError_t launch(const ActivateMultiply& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+cudaError_t launch_gate_multiply(const GateMultiply& problem, cudaStream_t stream) {
+  const int64_t rows = (problem.tokens + problem.stride - 1) / problem.stride;
+  gate_multiply_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(problem);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_activate_multiply(const ActivateMultiply& p, cudaStream_t stream) {
   if (p.tokens == 0) return cudaSuccess;
