@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper synchronisation vocabulary: mbarriers, proxy fences, clusters, named barriers, registers.
-// Thin names over PTX, no policy. Shared-memory addresses are 32-bit (smem_address).
-// Source: PTX ISA, "Asynchronous barrier objects" and "Async proxy".
+// Hopper synchronisation: mbarriers, proxy fences, counters in global memory, thread block clusters
+// and their distributed shared memory, named barriers, registers. Thin names over PTX, no policy.
+// Shared-memory addresses are 32-bit (smem_address).
+// Source: PTX ISA, "Asynchronous barrier objects", "Async proxy", "mapa", "st.async".
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- mbarrier ------------------------------------------------------------------------------------
+// --- mbarrier ---
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -23,9 +24,9 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier of the same offset in CTA `rank` of this cluster. Releases at CTA scope
-// only (cluster scope costs a full memory barrier): enough to hand back a slot that was read by
-// WGMMA, whose completion the arriving thread has waited for.
+// Arrives at the barrier at the same offset in CTA `rank` of this cluster. Releases at CTA scope
+// only, because cluster scope costs a full memory barrier. That suffices to hand back a slot that
+// was read by WGMMA, if the arriving thread has waited for the WGMMA to complete.
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -68,7 +69,7 @@ __device__ __forceinline__ bool barrier_done(uint32_t barrier, uint32_t parity) 
       : "memory");
   return done != 0;
 }
-// Position in a ring of `Stages` barriers; the parity flips with every round.
+// Position in a ring buffer of `Stages` stages; the parity flips with every round.
 template <int Stages>
 struct RingCursor {
   int stage = 0;
@@ -81,8 +82,8 @@ struct RingCursor {
   }
 };
 
-// --- fences, clusters, named barriers ------------------------------------------------------------
-// Orders ordinary shared-memory writes before later reads by WGMMA and by the copy engine.
+// --- fences ---
+// Orders ordinary writes to shared memory before later reads by WGMMA and TMA.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -90,7 +91,9 @@ __device__ __forceinline__ void fence_async_shared() {
 __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// Counters in global memory, of 32 bits, that tell other CTAs of what was written before.
+
+// --- counters in global memory ---
+// 32-bit counters: a thread that acquires a value sees what was written before its release.
 __device__ __forceinline__ void add_release(int32_t* counter, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
@@ -104,13 +107,13 @@ __device__ __forceinline__ T load_acquire(const T* counter) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-// The same for words that are written once, of 64 bits too.
+// The same for 64-bit words, and stores of words that one thread alone writes.
 __device__ __forceinline__ int2 load_acquire(const int2* word) {
   uint64_t value;
   asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return {static_cast<int>(value), static_cast<int>(value >> 32)};
 }
-// After a __threadfence it releases.
+// Releases if a __threadfence precedes it.
 __device__ __forceinline__ void store_relaxed(int2* word, int2 value) {
   const uint64_t bits =
       uint64_t{static_cast<uint32_t>(value.y)} << 32 | static_cast<uint32_t>(value.x);
@@ -119,6 +122,8 @@ __device__ __forceinline__ void store_relaxed(int2* word, int2 value) {
 __device__ __forceinline__ void store_release(int32_t* word, int32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+
+// --- clusters ---
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -130,12 +135,55 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// The address in CTA `rank` that corresponds to `address` in this CTA.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+// Stores to another CTA's shared memory that complete bytes on a barrier of that CTA, which has to
+// announce them. `to` (plus Offset) and `barrier` come from remote_address. With stores = false
+// nothing is stored; this is a predicate, because the compiler waits for WGMMA before a branch.
+template <int Offset>
+__device__ __forceinline__ void store_remote16(uint32_t to, float a, float b, float c, float d,
+                                               uint32_t barrier, bool stores) {
+  asm volatile(
+      "{\n.reg .pred stores;\nsetp.ne.b32 stores, %7, 0;\n"
+      "@stores st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0 + %6], "
+      "{%1, %2, %3, %4}, [%5];\n}\n" ::"r"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "n"(Offset), "r"(static_cast<int>(stores))
+      : "memory");
+}
+__device__ __forceinline__ void store_remote4(uint32_t to, uint32_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+      "r"(value), "r"(barrier)
+      : "memory");
+}
+// Orders no memory. That suffices to tell that this CTA has finished reading and, after
+// fence_barrier_init, that its barriers are initialised.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// --- named barriers, warps, registers ---
 // Barrier among `threads` threads; id 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
-// --- registers per warpgroup ---------------------------------------------------------------------
+// True in one thread of the warp; all of its threads call it.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
 template <int Count>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two bf16 in a register, as WGMMA and mma.sync hold their operands. Of sm_80 and later.
+// Pairs of bf16 in a register, as WGMMA and mma.sync hold their operands. Of sm_80 and later.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,23 +21,23 @@ __device__ __forceinline__ uint32_t bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// max(0, .) of both. NaN stays NaN.
+// max(0, value) of both. NaN stays NaN.
 __device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// Of one value, in the lower half.
+// max(0, value) of one value, in the lower half.
 __device__ __forceinline__ uint32_t relu_bf16(float value) {
   return relu_bf16x2(value, 0.0f) & 0xffffu;
 }
-// x * factor * by, of each half.
+// x * factor * by in each half.
 __device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t by, float factor) {
   const float2 v = to_floats(x), scale = to_floats(by);
   return bf16x2(v.x * factor * scale.x, v.y * factor * scale.y);
 }
-// Of eight values.
+// The sum of squares of eight values.
 __device__ __forceinline__ float sum_of_squares(const uint4& x) {
   float sum = 0.0f;
   for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ float sum_of_squares(const uint4& x) {
   return sum;
 }
 
-// The same value, opaque to the compiler: what is computed from it stays where it is written, and
-// is not hoisted out of a loop into registers that the loop cannot spare.
+// The same value, unknown to the compiler, which therefore does not hoist what is computed from it
+// out of a loop into registers that the loop cannot spare.
 template <typename T>
 __device__ __forceinline__ T opaque(T value) {
   static_assert(sizeof(T) == 4);

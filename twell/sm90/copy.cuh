@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper copies into and out of shared memory: tensor (TMA) and linear bulk copies that complete on
-// an mbarrier, and 16-byte cp.async for gathers. Thin names over PTX, no policy.
+// Copies into and out of shared memory: TMA copies of tensor boxes and of contiguous bytes, which
+// complete on an mbarrier, and 16-byte cp.async for gathers; prefetches into the L2. Of sm_90, but
+// for cp.async and prefetch_around. Thin names over PTX, no policy.
 #pragma once
 
 #include <cuda.h>
@@ -11,8 +12,7 @@
 
 namespace twell::sm90 {
 
-// --- tensor copies: box of a 2-D tensor map at (inner, outer)
-// -------------------------------------
+// --- TMA: the box of a 2-D tensor map at (inner, outer) ---
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const CUtensorMap* map
       "l"(reinterpret_cast<uint64_t>(map)), "r"(inner), "r"(outer), "r"(barrier)
       : "memory");
 }
-// The same box to the same offset in every CTA of the mask, each signalled on its own barrier.
+// Loads the box to the same offset in every CTA of the mask; each CTA's own barrier is signalled.
 __device__ __forceinline__ void tensor_load_multicast(uint32_t dst, const CUtensorMap* map,
                                                       int32_t inner, int32_t outer,
                                                       uint32_t barrier, uint16_t cta_mask) {
@@ -34,7 +34,8 @@ __device__ __forceinline__ void tensor_load_multicast(uint32_t dst, const CUtens
       "l"(reinterpret_cast<uint64_t>(map)), "r"(inner), "r"(outer), "r"(barrier), "h"(cta_mask)
       : "memory");
 }
-// From shared memory; what is outside the matrix is left out. Completes as bulk_store does.
+// Stores a box from shared memory, without elements outside the matrix. Completes as bulk_store
+// does.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, int32_t inner, int32_t outer,
                                              uint32_t src) {
   asm volatile(
@@ -44,8 +45,7 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap* map, int32_t inn
       : "memory");
 }
 
-// --- linear bulk copies: bytes a multiple of 16, both addresses 16-byte aligned
-// -------------------
+// --- TMA: contiguous bytes, a multiple of 16, both addresses 16-byte aligned ---
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -62,36 +62,54 @@ __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t byt
 __device__ __forceinline__ void bulk_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// The sources of this thread's bulk stores may be overwritten.
+// Waits until the sources of this thread's bulk stores may be overwritten.
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// This thread's bulk stores are complete.
+// Waits until this thread's bulk stores are complete.
 __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// --- reductions ---------------------------------------------------------------------------------
-// Adds eight bf16 to those at `to`, 16-byte aligned, in the L2: nothing waits for their old values.
-// Each sum is rounded to bf16.
+// --- reductions ---
+// Adds eight bf16 to those at `to`, 16-byte aligned, in the L2, so that nothing waits for the old
+// values. Each sum is rounded to bf16.
 __device__ __forceinline__ void reduce_add16(void* to, const uint4& values) {
   asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x),
                "r"(values.y), "r"(values.z), "r"(values.w)
                : "memory");
 }
 
-// --- 16-byte gathers -----------------------------------------------------------------------------
-// valid = false reads nothing and writes zeros. Past L1: each line is used once per SM.
+// --- 16-byte gathers ---
+// With valid = false reads nothing and writes zeros. Bypasses the L1, where the line would not be
+// used again.
 __device__ __forceinline__ void gather16(uint32_t dst, const void* src, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
-// Arrives at the barrier once all gathers that this thread has issued so far have landed. Their
-// data is ordinary writes: a thread that waits on the barrier and then has WGMMA read it runs
-// fence_async_shared in between.
+// Arrives at the barrier once all gathers that this thread has issued so far have landed. Gathers
+// are ordinary writes: fence_async_shared has to stand between waiting on the barrier and WGMMA.
 __device__ __forceinline__ void gather_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void gathers_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most `Pending` of this thread's committed groups are pending.
+template <int Pending>
+__device__ __forceinline__ void gathers_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// --- prefetches into the L2 ---
+// Contiguous bytes, a multiple of 16, by TMA.
+__device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
+// The sector around an address, as an ordinary load would read it.
+__device__ __forceinline__ void prefetch_around(const void* src) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(src) : "memory");
 }
 
 }  // namespace twell::sm90

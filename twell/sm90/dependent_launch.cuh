@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launch: a kernel may start while the one before it on the stream still
-// runs, and waits for it on the device. Works inside graph capture. Before Hopper, where there is
-// no such thing, these are an ordinary launch and nothing. Source: CUDA programming guide,
-// "Programmatic Dependent Launch and Synchronization".
+// Programmatic dependent launch (PDL): a kernel may start while the previous one on the stream
+// still runs, and waits for it on the device. Works in graph capture. On GPUs before Hopper, which
+// lack it, launch_dependent is an ordinary launch and the device functions do nothing. Source: CUDA
+// programming guide, "Programmatic Dependent Launch and Synchronization".
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,14 +11,15 @@
 
 namespace twell::sm90 {
 
-// All that ran before on the stream is complete and visible. Every kernel launched as dependent
-// calls it before it touches memory that an earlier kernel writes or reads.
+// Waits until the kernels before this one on the stream are complete and their writes visible.
+// Every kernel launched by launch_dependent calls it before it touches memory that an earlier
+// kernel writes, or writes memory that one reads.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may start, as far as this CTA is concerned.
+// Lets the next kernel start, once all CTAs of this one have called it or ended.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values that CTAs of one kernel hand each other through global memory with a tag beside them, in
-// one access of 64 bits: whoever finds the tag it waits for has the value too, after one way to the
-// L2 and one back, with no barrier and no fence. Orders nothing else. CTAs that wait for each other
-// have to be resident together (a cooperative launch).
+// Values that CTAs of one kernel exchange through global memory, each with a tag in the same 64-bit
+// word. A CTA that reads the tag it waits for has the value too, after one round trip to the L2 and
+// without a barrier or a fence. Orders no other memory. CTAs that wait for each other have to be
+// resident together (a cooperative launch).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ __device__ __forceinline__ Tagged tagged(uint32_t value, uint32_t tag) {
 __device__ __forceinline__ void store_tagged(Tagged* to, uint32_t value, uint32_t tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(tagged(value, tag)) : "memory");
 }
-// Two words at a 16-byte aligned address; each is one access.
+// Stores two words at a 16-byte aligned address; each word is written at once, the pair need not
+// be.
 __device__ __forceinline__ void store_tagged(Tagged* to, uint32_t first, uint32_t second,
                                              uint32_t tag) {
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(tagged(first, tag)),
@@ -51,7 +52,7 @@ __device__ __forceinline__ uint2 values(const TaggedPair& seen) {
   return {static_cast<uint32_t>(seen.first), static_cast<uint32_t>(seen.second)};
 }
 
-// The value, once it is there; `seen` is what was loaded from there before.
+// Waits for the tag and returns the value; `seen` is what was last loaded from there.
 __device__ __forceinline__ uint32_t wait_tagged(Tagged seen, const Tagged* from, uint32_t tag) {
   while (!has_tag(seen, tag)) seen = load_tagged(from);
   return static_cast<uint32_t>(seen);
@@ -60,8 +61,8 @@ __device__ __forceinline__ uint2 wait_tagged(TaggedPair seen, const Tagged* from
   while (!has_tag(seen, tag)) seen = load_tagged_pair(from);
   return values(seen);
 }
-// What load(i) gives, for all i that are wanted, once all of it has the tag. All that is missing is
-// asked for again together: one after another would cost a way to the L2 and back each.
+// Waits until load(i) returns the tag for every wanted i. All words that are missing are loaded
+// again together, so that they share a round trip to the L2.
 template <typename Seen, int kMost, typename Wanted, typename Load>
 __device__ __forceinline__ void wait_all_tagged(Seen (&seen)[kMost], const Wanted& wanted,
                                                 const Load& load, uint32_t tag) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void wait_all_tagged(Seen (&seen)[kMost], const Wante
     }
   }
 }
-// The first `count` pairs, from(i) each.
+// Waits for `count` pairs, at from(i).
 template <int kMost, typename From>
 __device__ __forceinline__ void wait_tagged(TaggedPair (&seen)[kMost], int count, const From& from,
                                             uint32_t tag) {

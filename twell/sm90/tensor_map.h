@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps for the copy engine, made on the host and passed to kernels by value.
+// Tensor maps for TMA, made on the host and passed to kernels by value.
 #pragma once
 
 #include <cuda.h>

@@ -8,7 +8,7 @@ namespace {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// From the driver at run time, so that a program that only links the runtime starts without one.
+// Looked up in the driver at run time, so that the program also starts where there is no driver.
 EncodeTiled encode_tiled() {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-level tensor-core and copy instructions. Of sm_80 and later but for what says otherwise.
+// Warp-level matrix instructions and loads from shared memory. Of sm_80 and later, except stmatrix.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ __device__ __forceinline__ void mma_16x8x32(int32_t (&d)[4], uint32_t a0, uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four and two 8 x 8 matrices of 16-bit values, transposed; lanes 8i .. 8i + 7 give the addresses
-// of matrix i's rows.
+// Loads four or two 8 x 8 matrices of 16-bit values, transposed; lanes 8i .. 8i + 7 give the
+// addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[2], uint3
                : "memory");
 }
 
-// sm_90: four 8 x 8 matrices of 16-bit values to rows whose addresses lanes 8i .. 8i + 7 give, as
-// the accumulators of a product hold them.
+// sm_90: stores four 8 x 8 matrices of 16-bit values, held as the accumulators of a product hold
+// them; lanes 8i .. 8i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,
                                                uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -68,24 +68,6 @@ __device__ __forceinline__ float load_shared_bf16(uint32_t address) {
   uint16_t bits;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
   return __uint_as_float(uint32_t{bits} << 16);
-}
-
-__device__ __forceinline__ void gathers_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// At most `Pending` of this thread's committed groups are still on their way.
-template <int Pending>
-__device__ __forceinline__ void gathers_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// sm_90: brings the bytes, a multiple of 16, into the L2.
-__device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
-// The same for what is around one address, by the ordinary way to memory.
-__device__ __forceinline__ void prefetch_around(const void* src) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(src) : "memory");
 }
 
 }  // namespace twell::sm90

@@ -11,7 +11,7 @@
 
 namespace twell::sm90 {
 
-// Registers named in later asm are not touched before earlier writes to them have landed.
+// Orders earlier writes to the accumulator registers before later WGMMAs that use them.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -23,14 +23,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Operand descriptor. K-major: rows of 64 elements (128 bytes), 8 rows per swizzle atom, the next 8
-// rows 1024 bytes on; 16 elements of K are 32 bytes further on.
+// Operand descriptors. K-major: rows of 64 elements (128 bytes), 8 rows per swizzle atom. The next
+// 8 rows are 1024 bytes on, the next 16 elements of K 32 bytes.
 __device__ __forceinline__ uint64_t k_major_operand(uint32_t address) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
          ((address & 0x3ffffu) >> 4);
 }
-// N-major: 8 rows of K by 64 columns per atom; the next 8 rows 1024 bytes on, the next 64 columns
-// column_stride bytes on; 16 rows of K are 2048 bytes further on.
+// N-major: 8 rows of K by 64 columns per swizzle atom. The next 8 rows are 1024 bytes on, the next
+// 64 columns column_stride bytes, the next 16 rows of K 2048 bytes.
 __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t column_stride) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{column_stride >> 4} << 16) |
          ((address & 0x3ffffu) >> 4);
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t c
 #define TWELL_ACC16(i) TWELL_ACC4(i), TWELL_ACC4(i + 4), TWELL_ACC4(i + 8), TWELL_ACC4(i + 12)
 
 // acc[0 .. N/2) = A [64, 16] B^T [16, N] + (accumulate ? acc : 0). BIsNMajor: B is stored [16, N];
-// AIsMMajor: A is stored [16, 64], of operand n_major_operand.
+// AIsMMajor: A is stored [16, 64], and a comes from n_major_operand.
 template <int N, bool BIsNMajor, bool AIsMMajor = false, int Registers>
 __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint64_t b,
                                       bool accumulate) {

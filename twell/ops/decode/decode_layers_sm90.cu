@@ -20,7 +20,6 @@
 #include "twell/ops/decode/decode_attention.cuh"
 #include "twell/ops/decode/decode_feed_forward.cuh"
 #include "twell/ops/decode/decode_layers.h"
-#include "twell/sm90/grid_barrier.cuh"
 
 namespace twell {
 namespace decode {
@@ -260,6 +259,38 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
   }
   sync_threads();
 }
+
+// --- A barrier of all CTAs ---
+// What any thread wrote to global memory before wait() can be read by every thread after it, with
+// loads that bypass the L1. The threads that multiply call wait() equally often in all CTAs, and
+// leave() at the end. counters: two in device memory, 0 between kernels.
+class GridBarrier {
+ public:
+  __device__ explicit GridBarrier(uint32_t* counters) : arrived_(counters), left_(counters + 1) {}
+
+  __device__ __forceinline__ void wait() {
+    sync_threads();
+    if (threadIdx.x == 0) {
+      expected_ += gridDim.x;
+      sm90::add_release(arrived_, 1u);
+      while (sm90::load_acquire(arrived_) < expected_) {
+      }
+    }
+    sync_threads();
+  }
+
+  // The last CTA resets the counters for the next kernel; returns true in one thread of it.
+  __device__ __forceinline__ bool leave() {
+    if (threadIdx.x != 0 || atomicAdd(left_, 1u) != gridDim.x - 1) return false;
+    *arrived_ = 0;
+    *left_ = 0;
+    return true;
+  }
+
+ private:
+  uint32_t *arrived_, *left_;
+  uint32_t expected_ = 0;
+};
 
 // --- The layers ---
 // A group of q/k/v rows.
@@ -569,7 +600,7 @@ class Layers {
   RowRing<kStages> ring_;
   Product<kTokens> product_;
   ScreenX screen_;
-  sm90::GridBarrier<kThreads> barrier_;
+  GridBarrier barrier_;
   uint32_t tag_ = 0;
 };
 

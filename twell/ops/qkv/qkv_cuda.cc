@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/qkv/qkv_cuda.h"
 
-#include "twell/ops/qkv/qkv_sm90.h"
+#include "twell/base/cuda.h"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell {
@@ -9,7 +9,7 @@ namespace {
 
 using namespace paired_gemm;
 
-// With fewer, tiles of 256 x 256 leave much of the device idle.
+// With fewer tokens, tiles of 256 x 256 leave much of the device idle.
 constexpr int64_t kFewest = 1024;
 
 bool supported(const CudaContext& ctx, const QkvCuda& problem) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// The projection's kernel: the product of paired_gemm_sm90.cuh with an epilogue that rotates
+// queries and keys in registers and stores all three.
 #include "twell/ops/matmul/paired_gemm_sm90.cuh"
-#include "twell/ops/qkv/qkv_sm90.h"
+#include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
@@ -12,13 +14,13 @@ using sm90::high_half;
 using sm90::low_half;
 using sm90::opaque;
 
-// 64 tokens by 256 columns of a warpgroup, as pairs of bf16. Lane 4g + t of warp w holds of rows
-// 16w + g (upper) and 16w + g + 8 (lower) columns 8i + 2t and 8i + 2t + 1 in pair i: both halves of
-// every head, so that a lane rotates what it has. In steps:
-//   0                 the tokens' places in the tables
-//   1 .. kHalf        rotate pair i of each half of all heads
-//   the last four     64 columns each, by way of shared memory; the copy engine stores them, but
-//                     for rows that are anywhere in a cache
+// The epilogue: 64 tokens by 256 columns of a warpgroup, as pairs of bf16. Lane 4g + t of warp w
+// holds columns 8i + 2t and 8i + 2t + 1 of rows 16w + g (upper) and 16w + g + 8 (lower) as pair i.
+// A lane thus has both halves of every head and can rotate them by itself. Its steps:
+//   0                 find the tokens' places in the tables
+//   1 to kHalf        rotate a pair of each half of all heads
+//   the last four     store 64 columns each through shared memory: by TMA, or by ordinary stores to
+//                     rows of a cache
 template <int HeadDim, bool Spread>
 class RotatedTile {
   static constexpr int kHalf = HeadDim / 16;  // pairs of half a head
@@ -86,7 +88,7 @@ class RotatedTile {
   __device__ __forceinline__ void finish() const { sm90::bulk_store_wait(); }
 
  private:
-  // Rows past the last token are rotated by position 0 and not stored.
+  // Rows past the last token are rotated by position 0, but not stored.
   __device__ __forceinline__ void find(const Target& target) {
     const int row = row_ + threadIdx.x % 32 / 4;
     const auto place = [&](int of) {
@@ -97,7 +99,7 @@ class RotatedTile {
     lower_place_ = place(row + 8);
   }
 
-  // Pair I of the first halves with pair I of the second ones.
+  // Rotates pair I of the first half with pair I of the second half of every head.
   template <int I>
   __device__ __forceinline__ void rotate(const Target& target) {
     if (column_ >= target.q_columns + target.kv_columns) return;
@@ -120,14 +122,14 @@ class RotatedTile {
     }
   }
 
-  // Columns 64 Block .. 64 Block + 63 of this warp's 16 rows.
+  // Stores columns 64 Block to 64 Block + 63 of this warp's 16 rows.
   template <int Block>
   __device__ __forceinline__ void store(const Target& target, uint32_t shared) {
     const int column = column_ + Block * 64;
     if (column >= target.columns()) return;
     const int thread = opaque(static_cast<int>(threadIdx.x)), lane = thread % 32;
     const uint32_t own = shared + (thread / 32 - 4) * kWarpBytes;
-    // Piece i of row r goes to place i ^ r % 8 of its 128 bytes, which the map expects.
+    // The 128-byte swizzle of the map: piece i of row r goes to place i ^ r % 8 of its 128 bytes.
     const uint32_t to_shared = own + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
     sm90::bulk_store_wait_read();
     __syncwarp();
@@ -137,7 +139,7 @@ class RotatedTile {
       sm90::store_matrices(to_shared ^ (i * 16), upper_[pair], lower_[pair], upper_[pair + 1],
                            lower_[pair + 1]);
     }
-    // Queries stay in qkv; keys and values too unless there is a cache.
+    // Queries are stored in qkv; keys and values too, unless there is a cache.
     if (target.cache_rows != nullptr && column >= target.q_columns) {
       store_in_cache(target, own, column, lane);
       return;
@@ -150,7 +152,7 @@ class RotatedTile {
     }
   }
 
-  // The warp's 16 rows of 64 columns, from its shared memory.
+  // Copies the warp's 16 rows of 64 columns from shared memory to their rows of the cache.
   __device__ __forceinline__ void store_in_cache(const Target& target, uint32_t own, int column,
                                                  int lane) const {
     __syncwarp();
@@ -167,7 +169,7 @@ class RotatedTile {
             values;
       }
     }
-    __syncwarp();  // before the next step writes there
+    __syncwarp();  // the next step overwrites the shared memory
   }
 
   uint32_t upper_[32];

@@ -24,7 +24,6 @@
 #include "twell/ops/ffn/hopper/fired_words_sm90.cuh"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/cluster.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
