@@ -7,7 +7,7 @@
 //               one line saying what was given, why it is refused and what to do. Exit code 2.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <stdexcept>
 #include <string>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/format/hybrid.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <limits>

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // train_bpe: from text to a whole tokenizer.
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <unordered_set>
 

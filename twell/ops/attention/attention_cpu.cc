@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include "twell/base/error.h"
 #include "twell/ops/attention/attention.h"

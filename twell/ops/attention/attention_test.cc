@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"

@@ -2,6 +2,8 @@
 #include "twell/ops/matmul/matmul.h"
 
 #include <gtest/gtest.h>
+
+#include <cmath>
 #include <omp.h>
 
 #include "twell/base/error.h"

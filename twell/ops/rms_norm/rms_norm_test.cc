@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"
 
