@@ -12,7 +12,7 @@
 #include "cli/bench.h"
 #include "cli/commands.h"
 #include "cli/doctor_cuda.h"
-#include "twell/base/context.h"
+#include "twell/base/cpu_limit.h"
 
 namespace twell::cli {
 namespace {

@@ -1,52 +1,205 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/base/context.h"
 
-#include <omp.h>
+#include <pthread.h>
 #include <sched.h>
 
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <csignal>
 #include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
 #include <vector>
 
+#include "twell/base/cpu_limit.h"
 #include "twell/base/error.h"
 
 namespace twell {
+namespace {
 
-int available_threads() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+// True while this thread works on a part; parallel_for then runs its own parts one by one.
+thread_local bool inside_part = false;
+
+// Parts of one job: `call` works on items [n * part / parts, n * (part + 1) / parts).
+struct Job {
+  void (*call)(const void* fn, int64_t begin, int64_t end, int thread) = nullptr;
+  const void* fn = nullptr;
+  int64_t n = 0;
+  int64_t parts = 0;
+
+  void run(int64_t part) const {
+    call(fn, n * part / parts, n * (part + 1) / parts, static_cast<int>(part));
+  }
+};
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
+
+// Waits until `ready` holds, for a short while; false when it does not hold by then. The parts of
+// a job end microseconds after each other and the next job follows soon, so that blocking at once
+// would cost more than it saves. After kAlone the core is offered to other threads.
+template <typename Ready>
+bool spin(const Ready& ready) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::microseconds kAlone{20}, kYielding{100};
+  const auto start = Clock::now();
+  for (;;) {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+    const auto waited = Clock::now() - start;
+    if (waited > kYielding) return ready();
+    if (waited > kAlone) sched_yield();
+  }
+}
+
+}  // namespace
+
+// The threads that help the caller of parallel_for. Whoever is free claims the next part: on a busy
+// machine, where a helper may not be running, the caller does its parts too instead of waiting for
+// it. Helpers spin for some microseconds between jobs and then sleep.
+class Context::Helpers {
+ public:
+  explicit Helpers(int count) {
+    // Signals are for the program's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (int i = 0; i < count; ++i) threads_.emplace_back([this] { help(); });
+    } catch (const std::system_error&) {
+      // The system's limit of threads is reached; the work is done by fewer.
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  ~Helpers() {
+    stop_ = true;
+    announce(std::ssize(threads_));
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Helpers(const Helpers&) = delete;
+  Helpers& operator=(const Helpers&) = delete;
+
+  // Returns when all parts are done; rethrows the exception of the first part that threw.
+  void run(const Job& job) {
+    job_ = job;
+    error_ = nullptr;
+    done_.store(0, std::memory_order_relaxed);
+    const auto parts = static_cast<uint32_t>(job.parts);
+    claims_.store({.parts = parts, .next = 0}, std::memory_order_release);
+    announce(job.parts - 1);
+    work();
+    const auto finished = [&] { return done_.load(std::memory_order_acquire) == parts; };
+    if (!spin(finished)) {
+      for (uint32_t done = done_.load(std::memory_order_acquire); done != parts;
+           done = done_.load(std::memory_order_acquire)) {
+        done_.wait(done, std::memory_order_acquire);
+      }
+    }
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  // Both in one word: whoever claims a part of the current job knows that the job is not over.
+  struct Claims {
+    uint32_t parts = 0;
+    uint32_t next = 0;
+  };
+
+  void announce(int64_t wanted) {
+    jobs_.fetch_add(1, std::memory_order_release);
+    if (wanted >= std::ssize(threads_)) return jobs_.notify_all();
+    for (int64_t i = 0; i < wanted; ++i) jobs_.notify_one();
+  }
+
+  // Claims parts until none is left.
+  void work() {
+    Claims claims = claims_.load(std::memory_order_acquire);
+    while (claims.next < claims.parts) {
+      const Claims rest{.parts = claims.parts, .next = claims.next + 1};
+      if (!claims_.compare_exchange_weak(claims, rest, std::memory_order_acq_rel)) continue;
+      run_part(claims.next);
+      const uint32_t done = done_.fetch_add(1, std::memory_order_acq_rel) + 1;
+      if (done == rest.parts) done_.notify_one();
+      claims = claims_.load(std::memory_order_acquire);
+    }
+  }
+
+  void run_part(uint32_t part) {
+    inside_part = true;
+    try {
+      job_.run(part);
+    } catch (...) {
+      const std::lock_guard lock(error_mutex_);
+      if (!error_ || part < error_part_) {
+        error_ = std::current_exception();
+        error_part_ = part;
+      }
+    }
+    inside_part = false;
+  }
+
+  void help() {
+    uint32_t seen = 0;
+    for (;;) {
+      const auto announced = [&] { return jobs_.load(std::memory_order_acquire) != seen; };
+      if (!spin(announced)) jobs_.wait(seen, std::memory_order_acquire);
+      seen = jobs_.load(std::memory_order_acquire);
+      if (stop_) return;
+      work();
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  Job job_;  // written while no part is claimed
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+  uint32_t error_part_ = 0;
+  std::atomic<bool> stop_ = false;
+  alignas(kAlignment) std::atomic<Claims> claims_;
+  alignas(kAlignment) std::atomic<uint32_t> done_ = 0;  // parts of the job that are over
+  alignas(kAlignment) std::atomic<uint32_t> jobs_ = 0;  // counts jobs; helpers sleep on it
+};
 
 Context::Context(int threads) : threads_(threads == 0 ? available_threads() : threads) {
   TWELL_REQUIRE(threads >= 0 && threads_ <= 4096, "threads must be between 1 and 4096, got {}",
                 threads);
-  // Sets this thread's own OpenMP team size, which oneDNN follows.
-  omp_set_num_threads(threads_);
 }
+
+Context::~Context() = default;
 
 void Context::run_parallel(int64_t n, int64_t grain, RangeFn call, const void* fn) {
   if (n <= 0) return;
-  const int64_t parts = std::clamp<int64_t>(n / std::max<int64_t>(grain, 1), 1, threads_);
-  if (parts == 1) {
-    call(fn, 0, n, 0);
-    return;
+  const Job job{.call = call,
+                .fn = fn,
+                .n = n,
+                .parts = std::clamp<int64_t>(n / std::max<int64_t>(grain, 1), 1, threads_)};
+  if (job.parts == 1) return job.run(0);
+  if (!inside_part) {
+    // More threads than cores would only take turns; the parts stay the same.
+    if (!helpers_) {
+      helpers_ = std::make_unique<Helpers>(std::min(threads_, available_threads()) - 1);
+    }
+    return helpers_->run(job);
   }
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(parts));
-#pragma omp parallel num_threads(static_cast <int>(parts))
-  {
-    // A runtime may grant fewer threads than asked for; the parts stay the same.
-    for (int64_t part = omp_get_thread_num(); part < parts; part += omp_get_num_threads()) {
-      try {
-        call(fn, n * part / parts, n * (part + 1) / parts, static_cast<int>(part));
-      } catch (...) {
-        errors[static_cast<size_t>(part)] = std::current_exception();
-      }
+  std::exception_ptr error;
+  for (int64_t part = 0; part < job.parts; ++part) {
+    try {
+      job.run(part);
+    } catch (...) {
+      if (!error) error = std::current_exception();
     }
   }
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace twell

@@ -15,17 +15,21 @@ namespace twell {
 
 class Context {
  public:
-  // threads = 0 takes every core this process may run on.
+  // threads = 0: available_threads() of cpu_limit.h. Results depend on this number and not on the
+  // machine: with fewer cores, fewer threads of the system do the same parts.
   explicit Context(int threads = 0);
+  ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
   int threads() const { return threads_; }
   Arena& scratch() { return scratch_; }
 
-  // Calls fn(begin, end, thread) on disjoint ranges that cover [0, n), at most threads() of them,
-  // each a contiguous share of at least `grain` items. The split depends on n, grain and threads()
-  // alone, so that the same call gives the same result. An exception of fn is rethrown here.
+  // Calls fn(begin, end, part) on disjoint ranges that cover [0, n), at most threads() of them,
+  // each a contiguous share of at least `grain` items; part counts them from 0. The split depends
+  // on n, grain and threads() alone, so that the same call gives the same result. Any thread may
+  // take any part, so no part may wait for another. All parts run, then the first exception of fn
+  // is rethrown here.
   template <typename Fn>
   void parallel_for(int64_t n, int64_t grain, const Fn& fn) {
     run_parallel(
@@ -43,15 +47,14 @@ class Context {
   }
 
  private:
-  using RangeFn = void (*)(const void* fn, int64_t begin, int64_t end, int thread);
+  class Helpers;
+  using RangeFn = void (*)(const void* fn, int64_t begin, int64_t end, int part);
   void run_parallel(int64_t n, int64_t grain, RangeFn call, const void* fn);
 
   int threads_;
   Arena scratch_;
   std::unordered_map<std::type_index, std::shared_ptr<void>> services_;
+  std::unique_ptr<Helpers> helpers_;  // made when first needed
 };
-
-// Cores this process may use (its affinity mask).
-int available_threads();
 
 }  // namespace twell

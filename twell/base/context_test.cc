@@ -7,6 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "twell/base/cpu_limit.h"
 #include "twell/base/error.h"
 
 namespace twell {

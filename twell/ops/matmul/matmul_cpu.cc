@@ -3,8 +3,9 @@
 
 #include <algorithm>
 #include <oneapi/dnnl/dnnl.hpp>
-#include <tuple>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "twell/base/error.h"
 #include "twell/ops/matmul/matmul.h"
@@ -22,7 +23,7 @@ struct Shape {
   int64_t a_stride, b_stride, c_stride;
   bool trans_a, trans_b;
   float beta;
-  int threads;  // a primitive splits its work for the team it was made under
+  int64_t part;  // parts that run at the same time need primitives of their own
 
   bool operator==(const Shape&) const = default;
 };
@@ -32,7 +33,7 @@ struct ShapeHash {
     uint64_t hash = 0;
     for (const int64_t value : {s.m, s.n, s.k, s.a_stride, s.b_stride, s.c_stride,
                                 int64_t{s.trans_a} * 2 + int64_t{s.trans_b},
-                                static_cast<int64_t>(s.beta * 1024.0f), int64_t{s.threads}}) {
+                                static_cast<int64_t>(s.beta * 1024.0f), s.part}) {
       hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
       hash ^= hash >> 29;
     }
@@ -54,6 +55,7 @@ struct Primitive {
   dnnl::matmul matmul;
   dnnl::memory a, b, c, scratchpad;  // without data: the pointers are set for each call
   size_t scratchpad_bytes;
+  dnnl::stream stream;
 
  private:
   Primitive(const dnnl::engine& engine, const dnnl::matmul::primitive_desc& desc)
@@ -62,7 +64,8 @@ struct Primitive {
         b(desc.weights_desc(), engine, nullptr),
         c(desc.dst_desc(), engine, nullptr),
         scratchpad(desc.scratchpad_desc(), engine, nullptr),
-        scratchpad_bytes(desc.scratchpad_desc().get_size()) {}
+        scratchpad_bytes(desc.scratchpad_desc().get_size()),
+        stream(engine) {}
 
   static dnnl::matmul::primitive_desc make_desc(const dnnl::engine& engine, const Shape& s) {
     dnnl::primitive_attr attr;
@@ -89,30 +92,57 @@ class PrimitiveCache {
   Primitive& get(const Shape& shape) {
     const auto found = primitives_.find(shape);
     if (found != primitives_.end()) return found->second;
-    // A model has a few dozen shapes; only prompts of ever new lengths reach the bound.
-    if (primitives_.size() >= kMaxPrimitives) primitives_.clear();
     return primitives_.try_emplace(shape, engine_, shape).first->second;
   }
-  dnnl::stream& stream() { return stream_; }
+  // Before the primitives of a product are looked up: none of them may go while it runs.
+  void make_room() {
+    if (primitives_.size() >= kMaxPrimitives) primitives_.clear();
+  }
 
  private:
+  // A model has a few dozen shapes; only prompts of ever new lengths reach the bound.
   static constexpr size_t kMaxPrimitives = 512;
   dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  dnnl::stream stream_{engine_};
   std::unordered_map<Shape, Primitive, ShapeHash> primitives_;
 };
 
-// oneDNN takes the calling thread's OpenMP team size, which another Context may have changed.
-class TeamSize {
+// oneDNN splits its work over the OpenMP team of the calling thread, whose threads spin for
+// milliseconds after each product and so starve every other program on the same cores. It is given
+// teams of one thread, and Context::parallel_for runs a part of C on each.
+class OneThread {
  public:
-  explicit TeamSize(int threads) : before_(omp_get_max_threads()) { omp_set_num_threads(threads); }
-  ~TeamSize() { omp_set_num_threads(before_); }
-  TeamSize(const TeamSize&) = delete;
-  TeamSize& operator=(const TeamSize&) = delete;
+  OneThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~OneThread() { omp_set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
 
  private:
   int before_;
 };
+
+// C [M, N] in a grid of blocks, one for each thread.
+struct Grid {
+  int64_t rows = 1, cols = 1;
+};
+
+// The most blocks that the threads allow, of at least 64 rows each where M has so many: oneDNN is
+// fastest on matrices without gaps, and only a split of the rows leaves B and C such.
+Grid split(int64_t m, int64_t n, int64_t k, int threads) {
+  constexpr int64_t kMinRows = 64, kMinCols = 16;
+  constexpr int64_t kMinWork = int64_t{1} << 18;  // multiply-adds: some 10 us, worth a wake-up
+  const int64_t most = std::clamp<int64_t>(m * n / 16 * k / (kMinWork / 16), 1, threads);
+  Grid best;
+  for (int64_t rows = std::clamp<int64_t>(m / kMinRows, 1, most); rows >= 1; --rows) {
+    const Grid grid{rows, std::clamp<int64_t>(n / kMinCols, 1, most / rows)};
+    if (grid.rows * grid.cols > best.rows * best.cols) best = grid;
+  }
+  return best;
+}
+
+// Where block `index` of `count` begins on an edge of `size`: on a multiple of 16.
+int64_t block_begin(int64_t size, int64_t index, int64_t count) {
+  return index == count ? size : size * index / count / 16 * 16;
+}
 
 void scale(MatrixF c, float beta) {
   for (int64_t row = 0; row < c.rows; ++row) {
@@ -120,25 +150,68 @@ void scale(MatrixF c, float beta) {
   }
 }
 
-void run_onednn(Context& ctx, const Shape& shape, const Matmul& problem) {
-  const TeamSize team(shape.threads);
+struct Part {
+  Primitive* primitive;
+  const float* a;
+  const float* b;
+  MatrixF c;
+  MatrixF block;  // c itself, or memory without gaps for it
+  std::byte* scratchpad;
+};
+
+void run(const Part& part, float beta) {
+  const OneThread team;
+  Primitive& p = *part.primitive;
+  p.a.set_data_handle(const_cast<float*>(part.a));
+  p.b.set_data_handle(const_cast<float*>(part.b));
+  p.c.set_data_handle(part.block.data);
+  p.scratchpad.set_data_handle(part.scratchpad);
+  p.matmul.execute(p.stream, {{DNNL_ARG_SRC, p.a},
+                              {DNNL_ARG_WEIGHTS, p.b},
+                              {DNNL_ARG_DST, p.c},
+                              {DNNL_ARG_SCRATCHPAD, p.scratchpad}});
+  p.stream.wait();
+  if (part.block.data == part.c.data) return;
+  for (int64_t row = 0; row < part.c.rows; ++row) {
+    const float* from = part.block.row(row);
+    float* to = part.c.row(row);
+    for (int64_t i = 0; i < part.c.cols; ++i)
+      to[i] = beta == 0.0f ? from[i] : beta * to[i] + from[i];
+  }
+}
+
+void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
+  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
+  const Grid grid = split(c.rows, c.cols, k, ctx.threads());
   try {
     auto& cache = ctx.service<PrimitiveCache>();
-    Primitive& primitive = cache.get(shape);
+    cache.make_room();
     Arena::Scope scope(ctx.scratch());
-    primitive.a.set_data_handle(const_cast<float*>(problem.a.data));
-    primitive.b.set_data_handle(const_cast<float*>(problem.b.data));
-    primitive.c.set_data_handle(problem.c.data);
-    primitive.scratchpad.set_data_handle(
-        scope.alloc<std::byte>(static_cast<int64_t>(primitive.scratchpad_bytes)));
-    primitive.matmul.execute(cache.stream(), {{DNNL_ARG_SRC, primitive.a},
-                                              {DNNL_ARG_WEIGHTS, primitive.b},
-                                              {DNNL_ARG_DST, primitive.c},
-                                              {DNNL_ARG_SCRATCHPAD, primitive.scratchpad}});
-    cache.stream().wait();
+    std::vector<Part> parts;
+    for (int64_t i = 0; i < grid.rows * grid.cols; ++i) {
+      const int64_t row = block_begin(c.rows, i / grid.cols, grid.rows),
+                    rows = block_begin(c.rows, i / grid.cols + 1, grid.rows) - row,
+                    col = block_begin(c.cols, i % grid.cols, grid.cols),
+                    cols = block_begin(c.cols, i % grid.cols + 1, grid.cols) - col;
+      const MatrixF out(c.row(row) + col, rows, cols, c.stride);
+      const MatrixF block = grid.cols == 1 ? out : scope.matrix<float>(rows, cols);
+      const OneThread team;
+      Primitive& primitive = cache.get({rows, cols, k, a.stride, b.stride, block.stride, trans_a,
+                                        trans_b, grid.cols == 1 ? beta : 0.0f, i});
+      parts.push_back(
+          {.primitive = &primitive,
+           .a = a.data + row * (trans_a ? 1 : a.stride),
+           .b = b.data + col * (trans_b ? b.stride : 1),
+           .c = out,
+           .block = block,
+           .scratchpad = scope.alloc<std::byte>(static_cast<int64_t>(primitive.scratchpad_bytes))});
+    }
+    ctx.parallel_for(std::ssize(parts), 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) run(parts[static_cast<size_t>(i)], problem.beta);
+    });
   } catch (const dnnl::error& error) {
-    TWELL_CHECK(false, "oneDNN matmul [{}, {}] x [{}, {}] failed: {}", shape.m, shape.k, shape.k,
-                shape.n, error.what());
+    TWELL_CHECK(false, "oneDNN matmul [{}, {}] x [{}, {}] failed: {}", c.rows, k, k, c.cols,
+                error.what());
   }
 }
 
@@ -154,10 +227,7 @@ void matmul(Context& ctx, const Matmul& problem) {
   if (c.rows == 0 || c.cols == 0) return;
   if (k == 0) return scale(c, beta);
   if (c.rows <= kFewRows && !trans_a && trans_b) return row_products(ctx, a, b, c, beta);
-  run_onednn(ctx,
-             {c.rows, c.cols, k, a.stride, b.stride, c.stride, trans_a, trans_b, beta,
-              omp_in_parallel() ? 1 : ctx.threads()},
-             problem);
+  run_onednn(ctx, problem, k);
 }
 
 void linear_forward(Context& ctx, ConstMatrixF x, ConstMatrixF weight, MatrixF y) {
