@@ -179,28 +179,19 @@ struct Timing {
 
 class Stopwatch {
  public:
-  explicit Stopwatch(const TestStream& stream) : stream_(stream) {
-    TWELL_CUDA_CHECK(cudaEventCreate(&begin_));
-    TWELL_CUDA_CHECK(cudaEventCreate(&end_));
-  }
-  ~Stopwatch() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
+  explicit Stopwatch(const TestStream& stream) : stream_(stream) {}
   // Rounds run every piece once, so that all see the same clocks; each is replayed as a graph.
   std::vector<Timing> run(int rounds, const std::vector<std::function<void()>>& pieces) const {
-    std::vector<cudaGraphExec_t> graphs;
-    for (const auto& piece : pieces) graphs.push_back(capture(piece));
+    std::vector<CudaGraph> graphs;
+    for (const auto& piece : pieces) graphs.emplace_back(stream_.get(), piece);
     std::vector<std::vector<double>> times(pieces.size());
     for (int round = -2; round < rounds; ++round) {
       for (size_t i = 0; i < pieces.size(); ++i) {
-        TWELL_CUDA_CHECK(cudaEventRecord(begin_, stream_.get()));
-        TWELL_CUDA_CHECK(cudaGraphLaunch(graphs[i], stream_.get()));
-        TWELL_CUDA_CHECK(cudaEventRecord(end_, stream_.get()));
-        TWELL_CUDA_CHECK(cudaEventSynchronize(end_));
-        float milliseconds = 0.0f;
-        TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin_, end_));
-        if (round >= 0) times[i].push_back(static_cast<double>(milliseconds));
+        begin_.record(stream_.get());
+        graphs[i].launch(stream_.get());
+        end_.record(stream_.get());
+        end_.synchronize();
+        if (round >= 0) times[i].push_back(end_.milliseconds_since(begin_));
       }
     }
     std::vector<Timing> result;
@@ -208,23 +199,12 @@ class Stopwatch {
       std::sort(t.begin(), t.end());
       result.push_back({t[t.size() / 2], t[t.size() / 10], t[t.size() * 9 / 10]});
     }
-    for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
     return result;
   }
 
  private:
-  cudaGraphExec_t capture(const std::function<void()>& piece) const {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal));
-    piece();
-    TWELL_CUDA_CHECK(cudaStreamEndCapture(stream_.get(), &graph));
-    TWELL_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-    cudaGraphDestroy(graph);
-    return executable;
-  }
   const TestStream& stream_;
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  CudaEvent begin_{CudaEvent::Timing::kOn}, end_{CudaEvent::Timing::kOn};
 };
 
 // Appends rows to a file, unless its name is empty, with what was measured on and against.

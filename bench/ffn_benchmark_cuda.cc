@@ -54,59 +54,27 @@ double normal_quantile(double p) {
   return low;
 }
 
-// A captured graph of one piece of work.
-class Graph {
- public:
-  Graph(cudaStream_t stream, const Piece& piece) : stream_(stream) {
-    cudaGraph_t graph = nullptr;
-    TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    piece();
-    TWELL_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    TWELL_CUDA_CHECK(cudaGraphInstantiate(&executable_, graph, 0));
-    cudaGraphDestroy(graph);
-  }
-  ~Graph() { cudaGraphExecDestroy(executable_); }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  void launch() const { TWELL_CUDA_CHECK(cudaGraphLaunch(executable_, stream_)); }
-
- private:
-  cudaStream_t stream_;
-  cudaGraphExec_t executable_ = nullptr;
-};
-
 class Stopwatch {
  public:
-  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
-    TWELL_CUDA_CHECK(cudaEventCreate(&begin_));
-    TWELL_CUDA_CHECK(cudaEventCreate(&end_));
-  }
-  ~Stopwatch() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
+  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {}
 
-  double milliseconds(const Graph& graph) const {
-    TWELL_CUDA_CHECK(cudaEventRecord(begin_, stream_));
-    graph.launch();
-    TWELL_CUDA_CHECK(cudaEventRecord(end_, stream_));
-    TWELL_CUDA_CHECK(cudaEventSynchronize(end_));
-    float elapsed = 0.0f;
-    TWELL_CUDA_CHECK(cudaEventElapsedTime(&elapsed, begin_, end_));
-    return static_cast<double>(elapsed);
+  double milliseconds(const CudaGraph& graph) const {
+    begin_.record(stream_);
+    graph.launch(stream_);
+    end_.record(stream_);
+    end_.synchronize();
+    return end_.milliseconds_since(begin_);
   }
   // Rounds run every piece once, so that all see the same clocks. `repeats`: how often the work is
   // in its piece.
   std::vector<FfnCudaTiming> rounds(int count, const std::vector<Piece>& pieces,
                                     double repeats) const {
-    std::vector<std::unique_ptr<Graph>> graphs;
-    for (const Piece& piece : pieces) graphs.push_back(std::make_unique<Graph>(stream_, piece));
+    std::vector<CudaGraph> graphs;
+    for (const Piece& piece : pieces) graphs.emplace_back(stream_, piece);
     std::vector<std::vector<double>> times(pieces.size());
     for (int round = -kWarmUps; round < count; ++round) {
       for (size_t i = 0; i < pieces.size(); ++i) {
-        const double elapsed = milliseconds(*graphs[i]) / repeats;
+        const double elapsed = milliseconds(graphs[i]) / repeats;
         if (round >= 0) times[i].push_back(elapsed);
       }
     }
@@ -120,7 +88,7 @@ class Stopwatch {
 
  private:
   cudaStream_t stream_;
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  CudaEvent begin_{CudaEvent::Timing::kOn}, end_{CudaEvent::Timing::kOn};
 };
 
 // Joules of one run of the piece, over at least `seconds`; 0 when there is no counter. The window
@@ -128,7 +96,7 @@ class Stopwatch {
 double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const Piece& piece,
                       double seconds) {
   if (seconds <= 0.0 || !meter.unavailable().empty()) return 0.0;
-  const Graph graph(ctx.stream(), piece);
+  const CudaGraph graph(ctx.stream(), piece);
   using Clock = std::chrono::steady_clock;
   int64_t runs = 0;
   // Keeps the GPU busy until the counter steps, and says what it stands at then.
@@ -136,7 +104,7 @@ double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const
     const double before = meter.joules();
     double now = before;
     while (now == before) {
-      for (int i = 0; i < 8; ++i, ++runs) graph.launch();
+      for (int i = 0; i < 8; ++i, ++runs) graph.launch(ctx.stream());
       TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
       now = meter.joules();
     }

@@ -15,28 +15,18 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kHeadTokens = 4096;  // whose logits are made at once
 constexpr int kFullRuns = 5;
 
-class Event {
+// An event recorded when it is made.
+class Mark {
  public:
-  explicit Event(CudaContext& ctx) {
-    TWELL_CUDA_CHECK(cudaEventCreate(&event_));
-    TWELL_CUDA_CHECK(cudaEventRecord(event_, ctx.stream()));
-  }
-  ~Event() {
-    if (event_ != nullptr) cudaEventDestroy(event_);
-  }
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  Event& operator=(Event&&) = delete;
-
+  explicit Mark(CudaContext& ctx) { event_.record(ctx.stream()); }
   // Both have happened.
-  double seconds_since(const Event& begin) const {
-    float milliseconds = 0.0f;
-    TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin.event_, event_));
-    return milliseconds * 1e-3;
+  double seconds_since(const Mark& begin) const {
+    return event_.milliseconds_since(begin.event_) * 1e-3;
   }
-  void wait() const { TWELL_CUDA_CHECK(cudaEventSynchronize(event_)); }
+  void wait() const { event_.synchronize(); }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  CudaEvent event_{CudaEvent::Timing::kOn};
 };
 
 const char* stage_name(ForwardStage stage) {
@@ -97,10 +87,10 @@ void ForwardBenchmarkCuda::head() {
 Timing ForwardBenchmarkCuda::time_full(const ForwardHooksCuda& hooks) {
   std::vector<double> seconds;
   for (int i = 0; i < kFullRuns + 1; ++i) {
-    const Event begin(ctx_);
+    const Mark begin(ctx_);
     body(hooks);
     head();
-    const Event end(ctx_);
+    const Mark end(ctx_);
     end.wait();
     if (i > 0) seconds.push_back(end.seconds_since(begin));  // the first one tunes the head
   }
@@ -114,7 +104,7 @@ ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const Forwar
   // The window: forwards one behind the other, two in the queue.
   const Clock::time_point start = Clock::now();
   const double joules = energy_.joules();
-  std::vector<Event> events;
+  std::vector<Mark> events;
   events.emplace_back(ctx_);
   double elapsed = 0.0;
   while (elapsed < window_seconds) {
@@ -136,16 +126,16 @@ ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const Forwar
   run.watts = used / elapsed;
 
   // Stages: an event after each one.
-  std::vector<std::pair<std::string, Event>> marks;
+  std::vector<std::pair<std::string, Mark>> marks;
   ForwardHooksCuda marked = hooks;
   marked.after_stage = [&](ForwardStage stage) { marks.emplace_back(stage_name(stage), ctx_); };
   done_ = [&](bool gate) { marks.emplace_back(gate ? "ffn gate" : "ffn up and down", ctx_); };
-  const Event begin(ctx_);
+  const Mark begin(ctx_);
   body(marked);
   done_ = [](bool) {};
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   for (size_t i = 0; i < marks.size(); ++i) {
-    const Event& before = i == 0 ? begin : marks[i - 1].second;
+    const Mark& before = i == 0 ? begin : marks[i - 1].second;
     run.stage_seconds[marks[i].first] += marks[i].second.seconds_since(before);
   }
   return run;

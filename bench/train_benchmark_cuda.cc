@@ -18,32 +18,23 @@ constexpr int64_t kWarmUpSteps = 3;  // plans, the capture of a graph, its first
 class StageClock {
  public:
   explicit StageClock(cudaStream_t stream) : stream_(stream) {}
-  ~StageClock() {
-    for (const auto& [name, event] : marks_) cudaEventDestroy(event);
-  }
-  StageClock(const StageClock&) = delete;
-  StageClock& operator=(const StageClock&) = delete;
 
   void mark(const char* name) {
-    cudaEvent_t event = nullptr;
-    TWELL_CUDA_CHECK(cudaEventCreate(&event));
-    marks_.emplace_back(name, event);
-    TWELL_CUDA_CHECK(cudaEventRecord(event, stream_));
+    marks_.emplace_back(name, CudaEvent(CudaEvent::Timing::kOn));
+    marks_.back().second.record(stream_);
   }
   // All have happened.
   std::map<std::string, double> seconds() const {
     std::map<std::string, double> sums;
     for (size_t i = 1; i < marks_.size(); ++i) {
-      float milliseconds = 0.0f;
-      TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, marks_[i - 1].second, marks_[i].second));
-      sums[marks_[i].first] += static_cast<double>(milliseconds) * 1e-3;
+      sums[marks_[i].first] += marks_[i].second.milliseconds_since(marks_[i - 1].second) * 1e-3;
     }
     return sums;
   }
 
  private:
   cudaStream_t stream_;
-  std::vector<std::pair<const char*, cudaEvent_t>> marks_;
+  std::vector<std::pair<const char*, CudaEvent>> marks_;
 };
 
 const char* stage_name(TrainingStage stage) {

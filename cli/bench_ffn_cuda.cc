@@ -17,19 +17,6 @@ namespace twell::cli {
 #ifdef TWELL_HAVE_CUDA
 namespace {
 
-// A stream of the command's own.
-class Stream {
- public:
-  Stream() { TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 // TFLOP/s of the layer as if nothing were skipped: three (non-gated: two) products of 2 M D F.
 double dense_equivalent_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
   const double products = options.gated ? 3.0 : 2.0;
@@ -93,7 +80,7 @@ void print_row(const FfnBenchmark& options, const FfnCudaRow& row) {
 void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
                         const std::vector<FfnPattern>& patterns,
                         const std::filesystem::path& jsonl) {
-  const Stream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   fmt::print("FFN forward, D {}, F {}, {}, bf16, on {}\n", options.width, options.ffn,
              options.gated ? "gated" : "not gated", ctx.device_name());

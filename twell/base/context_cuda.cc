@@ -10,6 +10,46 @@ void check_cuda(cudaError_t status, const char* call, const char* file, int line
                           cudaGetErrorString(status)));
 }
 
+CudaStream::CudaStream() {
+  TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+}
+
+CudaEvent::CudaEvent(Timing timing) {
+  TWELL_CUDA_CHECK(cudaEventCreateWithFlags(
+      &event_, timing == Timing::kOn ? cudaEventDefault : cudaEventDisableTiming));
+}
+
+double CudaEvent::milliseconds_since(const CudaEvent& begin) const {
+  float milliseconds = 0.0f;
+  TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin.event_, event_));
+  return static_cast<double>(milliseconds);
+}
+
+CudaGraph::Capture::Capture(cudaStream_t stream) : stream_(stream) {
+  // Other threads of the process may allocate meanwhile.
+  TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+}
+
+CudaGraph::Capture::~Capture() {
+  if (!capturing_) return;
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(stream_, &graph);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  // A capture that was invalidated leaves its error behind for the next check of a launch.
+  cudaGetLastError();
+}
+
+cudaGraphExec_t CudaGraph::Capture::instantiate() {
+  cudaGraph_t graph = nullptr;
+  capturing_ = false;
+  TWELL_CUDA_CHECK(cudaStreamEndCapture(stream_, &graph));
+  cudaGraphExec_t executable = nullptr;
+  const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  TWELL_CUDA_CHECK(status);
+  return executable;
+}
+
 CudaContext::CudaContext(cudaStream_t stream) : stream_(stream) {
   TWELL_CUDA_CHECK(cudaGetDevice(&device_));
   cudaDeviceProp properties{};

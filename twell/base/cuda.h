@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA runtime as the rest of the project sees it: checked calls, owned device memory, and a
-// context that carries the device and the stream. Only for sources built with a CUDA toolkit.
+// The CUDA runtime as the rest of the project sees it: checked calls, owned memory, streams, events
+// and graphs, and a context that carries the device and the stream. Failures are Error. Only for
+// sources built with a CUDA toolkit; nvcc does not compile it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -53,6 +54,113 @@ class DeviceBuffer {
   }
   T* data_ = nullptr;
   int64_t size_ = 0;
+};
+
+// Owned, uninitialised page-locked host memory of n values of T, which copies in the background
+// take. It must outlive the copies that were enqueued on it.
+template <typename T>
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  explicit PinnedBuffer(int64_t size) : size_(size) {
+    if (size == 0) return;
+    TWELL_CUDA_CHECK(
+        cudaMallocHost(reinterpret_cast<void**>(&data_), static_cast<size_t>(size) * sizeof(T)));
+  }
+  ~PinnedBuffer() { cudaFreeHost(data_); }
+  PinnedBuffer(PinnedBuffer&& other) noexcept { swap(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+
+  T* data() const { return data_; }
+  T& operator[](size_t i) const { return data_[i]; }
+  int64_t size() const { return size_; }
+
+ private:
+  void swap(PinnedBuffer& other) {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+  }
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// An owned stream, which does not wait for the default stream.
+class CudaStream {
+ public:
+  CudaStream();
+  ~CudaStream() { cudaStreamDestroy(stream_); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+  cudaStream_t get() const { return stream_; }
+  void synchronize() const { TWELL_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// A point in the work of a stream. Waiting for an event that was never recorded returns at once.
+class CudaEvent {
+ public:
+  enum class Timing { kOff, kOn };
+  explicit CudaEvent(Timing timing = Timing::kOff);
+  ~CudaEvent() {
+    if (event_ != nullptr) cudaEventDestroy(event_);
+  }
+  CudaEvent(CudaEvent&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  CudaEvent& operator=(CudaEvent&&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+  void record(cudaStream_t stream) const { TWELL_CUDA_CHECK(cudaEventRecord(event_, stream)); }
+  void synchronize() const { TWELL_CUDA_CHECK(cudaEventSynchronize(event_)); }
+  // Both with Timing::kOn, and over.
+  double milliseconds_since(const CudaEvent& begin) const;
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// Captured work, to be launched as often as wanted. The memory it works on must outlive it.
+class CudaGraph {
+ public:
+  CudaGraph() = default;
+  // Captures what `enqueue` puts on the stream, without running it. An exception of `enqueue` ends
+  // the capture too, so that the stream is usable afterwards.
+  template <typename Enqueue>
+  CudaGraph(cudaStream_t stream, const Enqueue& enqueue) {
+    Capture capture(stream);
+    enqueue();
+    executable_ = capture.instantiate();
+  }
+  ~CudaGraph() {
+    if (executable_ != nullptr) cudaGraphExecDestroy(executable_);
+  }
+  CudaGraph(CudaGraph&& other) noexcept { std::swap(executable_, other.executable_); }
+  CudaGraph& operator=(CudaGraph&& other) noexcept {
+    std::swap(executable_, other.executable_);
+    return *this;
+  }
+
+  bool captured() const { return executable_ != nullptr; }
+  void launch(cudaStream_t stream) const { TWELL_CUDA_CHECK(cudaGraphLaunch(executable_, stream)); }
+
+ private:
+  // Between begin and end of a capture.
+  class Capture {
+   public:
+    explicit Capture(cudaStream_t stream);
+    ~Capture();
+    Capture(const Capture&) = delete;
+    Capture& operator=(const Capture&) = delete;
+    cudaGraphExec_t instantiate();
+
+   private:
+    cudaStream_t stream_;
+    bool capturing_ = true;
+  };
+  cudaGraphExec_t executable_ = nullptr;
 };
 
 // The device and stream that ops run on, what they need to know of the device, and per-context

@@ -57,16 +57,9 @@ DeviceBuffer<T> poisoned(int64_t n) {
 // Captures what `enqueue` puts on the stream into a graph and replays it `times` times.
 template <typename Enqueue>
 void replay_as_graph(const TestStream& stream, int times, const Enqueue& enqueue) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
-  enqueue();
-  TWELL_CUDA_CHECK(cudaStreamEndCapture(stream.get(), &graph));
-  TWELL_CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < times; ++i) TWELL_CUDA_CHECK(cudaGraphLaunch(executable, stream.get()));
+  const CudaGraph graph(stream.get(), enqueue);
+  for (int i = 0; i < times; ++i) graph.launch(stream.get());
   stream.synchronize();
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
 }
 
 }  // namespace twell

@@ -7,19 +7,6 @@
 
 namespace twell {
 
-// An owned stream, which does not wait for the default one.
-class CudaStream {
- public:
-  CudaStream() { TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~CudaStream() { cudaStreamDestroy(stream_); }
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 class EngineCuda : public Engine {
  public:
   // InputError on any fault of the checkpoint, and with the numbers when the model does not fit

@@ -16,14 +16,6 @@ constexpr int64_t kPrefillTokens = 2048;
 // Graphs are kept for this many kinds of steps.
 constexpr size_t kMaxGraphs = 32;
 
-template <typename T>
-T* page_locked(int64_t n) {
-  T* memory = nullptr;
-  TWELL_CUDA_CHECK(
-      cudaMallocHost(reinterpret_cast<void**>(&memory), static_cast<size_t>(n) * sizeof(T)));
-  return memory;
-}
-
 // From memory that may be gone when the copy is made: CUDA takes small pageable pieces along.
 template <typename T>
 void send(CudaContext& ctx, T* to, const std::vector<T>& from) {
@@ -78,37 +70,25 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       last_rows_(options.slots),
       uniforms_(options.slots),
       last_hidden_(options.slots * model.config().width),
-      host_logits_(page_locked<float>(logits_.size())),
-      host_next_(page_locked<int32_t>(next_.size())) {
+      host_logits_(logits_.size()),
+      host_next_(next_.size()) {
   forward_.make_screens();  // last, of what memory is left
 }
 
-SessionCuda::~SessionCuda() {
-  cudaStreamSynchronize(ctx_.stream());
-  drop_graphs();
-  cudaFreeHost(host_logits_);
-  cudaFreeHost(host_next_);
-}
-
-void SessionCuda::drop_graphs() {
-  for (auto& [key, graph] : graphs_) {
-    if (graph.executable != nullptr) cudaGraphExecDestroy(graph.executable);
-  }
-  graphs_.clear();
-}
+SessionCuda::~SessionCuda() { cudaStreamSynchronize(ctx_.stream()); }
 
 std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t> ids) {
   const Prompt prompt{.slot = slot, .ids = ids};
   enqueue_prompts({&prompt, 1});
   const ConstMatrixF logits = read_logits(1);
-  update_ffn_plans(std::ssize(ids));
+  count_tokens(std::ssize(ids));
   return {logits.data, static_cast<size_t>(logits.cols)};
 }
 
 ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {
   enqueue_decode(slots, ids, {});
   const ConstMatrixF logits = read_logits(std::ssize(slots));
-  update_ffn_plans(std::ssize(slots));
+  count_tokens(std::ssize(slots));
   return logits;
 }
 
@@ -120,7 +100,7 @@ void SessionCuda::append_and_draw(std::span<const Prompt> prompts, std::span<con
   draw_ids(draws, uniforms_.data(), next);
   int64_t tokens = 0;
   for (const Prompt& prompt : prompts) tokens += std::ssize(prompt.ids);
-  update_ffn_plans(tokens);
+  count_tokens(tokens);
 }
 
 void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
@@ -128,7 +108,7 @@ void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<cons
   enqueue_decode(slots, ids, uniforms_of(draws));
   const int64_t count = std::ssize(slots);
   draw_ids(draws, forward_.batch().device(count, count).uniforms, next);
-  update_ffn_plans(count);
+  count_tokens(count);
 }
 
 void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
@@ -188,33 +168,27 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
   std::vector<ForwardSequence> sequences;
   for (const int64_t slot : slots) sequences.push_back({.tokens = 1, .slot = slot});
   forward_.stage(ids, sequences, &cache_, uniforms);
-  if (graphs_.size() > kMaxGraphs) drop_graphs();
+  if (graphs_.size() > kMaxGraphs) graphs_.clear();
   Graph& graph = graphs_[{count, forward_.path()}];
   if (!graph.warm) {
     enqueue_layers(count);
     graph.warm = true;
   } else {
-    if (graph.executable == nullptr) {
-      cudaGraph_t captured = nullptr;
-      TWELL_CUDA_CHECK(cudaStreamBeginCapture(ctx_.stream(), cudaStreamCaptureModeThreadLocal));
-      enqueue_layers(count);
-      TWELL_CUDA_CHECK(cudaStreamEndCapture(ctx_.stream(), &captured));
-      const cudaError_t status = cudaGraphInstantiate(&graph.executable, captured, 0);
-      cudaGraphDestroy(captured);
-      TWELL_CUDA_CHECK(status);
+    if (!graph.graph.captured()) {
+      graph.graph = CudaGraph(ctx_.stream(), [&] { enqueue_layers(count); });
     }
-    TWELL_CUDA_CHECK(cudaGraphLaunch(graph.executable, ctx_.stream()));
+    graph.graph.launch(ctx_.stream());
   }
   forward_.enqueued();
 }
 
 ConstMatrixF SessionCuda::read_logits(int64_t rows) {
   const int64_t vocab = config().vocab_size;
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_logits_, logits_.data(),
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_logits_.data(), logits_.data(),
                                    static_cast<size_t>(rows * vocab) * sizeof(float),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  return {host_logits_, rows, vocab};
+  return {host_logits_.data(), rows, vocab};
 }
 
 void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
@@ -237,7 +211,7 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                                     .min_p = draw.sampler.min_p},
                                    ctx_.stream()));
   }
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_, next_.data(), draws.size() * sizeof(int32_t),
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_.data(), next_.data(), draws.size() * sizeof(int32_t),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   for (size_t i = 0; i < draws.size(); ++i) {
@@ -246,17 +220,20 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
   }
 }
 
-void SessionCuda::update_ffn_plans(int64_t new_tokens) {
+void SessionCuda::count_tokens(int64_t new_tokens) {
   tokens_ += new_tokens;
   if (tokens_ < update_after_) return;
-  forward_.ffn_plans().update(ctx_);
-  // Each time after twice as many tokens, so that graphs are captured anew a few times only.
   update_after_ = 2 * tokens_;
-  drop_graphs();
+  update_ffn_plans();
+}
+
+void SessionCuda::update_ffn_plans() {
+  forward_.ffn_plans().update(ctx_);
+  graphs_.clear();
 }
 
 double SessionCuda::nnz_per_token() {
-  forward_.ffn_plans().update(ctx_);
+  update_ffn_plans();
   double nnz = 0.0;
   const FfnPlansCuda& plans = forward_.ffn_plans();
   for (int64_t layer = 0; layer < plans.size(); ++layer) nnz += plans[layer].plan.nnz_per_token();

@@ -37,8 +37,8 @@ class SessionCuda : public Session {
 
  private:
   struct Graph {
-    bool warm = false;  // has run once, so that what is made on first use is there
-    cudaGraphExec_t executable = nullptr;
+    bool warm = false;  // ran once without capture, which made what is made on first use
+    CudaGraph graph;
   };
 
   static ForwardPlanCuda forward_plan(const ModelConfig& config, const SessionOptions& options);
@@ -51,9 +51,12 @@ class SessionCuda : public Session {
   // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
   void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
-  // Now and then, where the device has just been waited for: has the FFN layers decide anew.
-  void update_ffn_plans(int64_t new_tokens);
-  void drop_graphs();
+  // After results were read: chooses the FFN layers' executions anew, each time after twice as many
+  // tokens, so that graphs are captured again a few times only.
+  void count_tokens(int64_t new_tokens);
+  // Reads what the FFN layers counted and drops the graphs, which hold the executions chosen
+  // before.
+  void update_ffn_plans();
 
   CudaContext& ctx_;
   const ModelCuda& model_;
@@ -65,8 +68,8 @@ class SessionCuda : public Session {
   DeviceBuffer<int32_t> last_rows_;          // [slots] of prompts: rows of their last tokens
   DeviceBuffer<float> uniforms_;             // [slots] of prompts
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] of prompts
-  float* host_logits_ = nullptr;             // [slots, V] page-locked
-  int32_t* host_next_ = nullptr;             // [slots] page-locked
+  PinnedBuffer<float> host_logits_;          // [slots, V]
+  PinnedBuffer<int32_t> host_next_;          // [slots]
   // By number of sequences and ForwardCuda::path().
   std::map<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t tokens_ = 0;        // since the FFN plans were updated last

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
+#include "twell/model/named_carver.h"
 #include "twell/model/rotary.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 
@@ -11,68 +12,37 @@ namespace twell {
 namespace {
 
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
-constexpr int64_t kAlignFloats = static_cast<int64_t>(kAlignment) / kFloatBytes;
+constexpr auto kAlignBytes = static_cast<int64_t>(kAlignment);
 
-// Cuts arrays aligned to cache lines off a block and sums their bytes by name. Without a block it
-// only sums.
-class Carver {
- public:
-  explicit Carver(float* block) : block_(block) {}
-
-  float* array(const char* item, int64_t size) {
-    float* data = block_ == nullptr ? nullptr : block_ + used_;
-    const int64_t taken = (size + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
-    used_ += taken;
-    account(item).bytes += taken * kFloatBytes;
-    return data;
-  }
-  MatrixF matrix(const char* item, int64_t rows, int64_t cols) {
-    return {array(item, rows * cols), rows, cols};
-  }
-  int64_t used() const { return used_; }  // floats
-  std::vector<MemoryItem> take_items() { return std::move(items_); }
-
- private:
-  MemoryItem& account(const char* name) {
-    const auto found = std::find_if(items_.begin(), items_.end(),
-                                    [&](const MemoryItem& item) { return item.name == name; });
-    return found != items_.end() ? *found : items_.emplace_back(MemoryItem{name, 0});
-  }
-
-  float* block_;
-  int64_t used_ = 0;
-  std::vector<MemoryItem> items_;
-};
-
-ActivationViews carve(const ModelConfig& config, int64_t tokens, Carver& carver) {
+ActivationViews carve(const ModelConfig& config, int64_t tokens, NamedCarver& carver) {
   constexpr const char* kStream = "activations: residual stream and norms";
   constexpr const char* kAttention = "activations: attention";
   constexpr const char* kGradients = "gradients of activations";
   ActivationViews views;
   views.layers.resize(static_cast<size_t>(config.layers));
   for (LayerActivations& layer : views.layers) {
-    layer.attention_in = carver.matrix(kStream, tokens, config.width);
-    layer.attention_inv_rms = carver.array(kStream, tokens);
-    layer.attention_normed = carver.matrix(kStream, tokens, config.width);
+    layer.attention_in = carver.matrix<float>(kStream, tokens, config.width);
+    carver.array(kStream, tokens, layer.attention_inv_rms);
+    layer.attention_normed = carver.matrix<float>(kStream, tokens, config.width);
     if (config.qk_norm) {
-      layer.qk_in = carver.matrix(kAttention, tokens, config.q_width() + config.kv_width());
-      layer.qk_inv_rms = carver.array(kAttention, tokens * (config.heads + config.kv_heads));
+      layer.qk_in = carver.matrix<float>(kAttention, tokens, config.q_width() + config.kv_width());
+      carver.array(kAttention, tokens * (config.heads + config.kv_heads), layer.qk_inv_rms);
     }
-    layer.qkv = carver.matrix(kAttention, tokens, qkv_width(config));
-    layer.logsumexp = carver.array(kAttention, tokens * config.heads);
-    layer.attended = carver.matrix(kAttention, tokens, config.q_width());
-    layer.ffn_in = carver.matrix(kStream, tokens, config.width);
-    layer.ffn_inv_rms = carver.array(kStream, tokens);
-    layer.ffn_normed = carver.matrix(kStream, tokens, config.width);
+    layer.qkv = carver.matrix<float>(kAttention, tokens, qkv_width(config));
+    carver.array(kAttention, tokens * config.heads, layer.logsumexp);
+    layer.attended = carver.matrix<float>(kAttention, tokens, config.q_width());
+    layer.ffn_in = carver.matrix<float>(kStream, tokens, config.width);
+    carver.array(kStream, tokens, layer.ffn_inv_rms);
+    layer.ffn_normed = carver.matrix<float>(kStream, tokens, config.width);
   }
-  views.delta = carver.matrix(kStream, tokens, config.width);
-  views.final_in = carver.matrix(kStream, tokens, config.width);
-  views.final_inv_rms = carver.array(kStream, tokens);
-  views.final_normed = carver.matrix(kStream, tokens, config.width);
-  views.d_residual = carver.matrix(kGradients, tokens, config.width);
-  views.d_normed = carver.matrix(kGradients, tokens, config.width);
-  views.d_qkv = carver.matrix(kGradients, tokens, qkv_width(config));
-  views.d_attended = carver.matrix(kGradients, tokens, config.q_width());
+  views.delta = carver.matrix<float>(kStream, tokens, config.width);
+  views.final_in = carver.matrix<float>(kStream, tokens, config.width);
+  carver.array(kStream, tokens, views.final_inv_rms);
+  views.final_normed = carver.matrix<float>(kStream, tokens, config.width);
+  views.d_residual = carver.matrix<float>(kGradients, tokens, config.width);
+  views.d_normed = carver.matrix<float>(kGradients, tokens, config.width);
+  views.d_qkv = carver.matrix<float>(kGradients, tokens, qkv_width(config));
+  views.d_attended = carver.matrix<float>(kGradients, tokens, config.q_width());
   return views;
 }
 
@@ -100,10 +70,10 @@ TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchSha
       rope(rope_table(config, shape.length)),
       positions(token_count(shape)) {
   const int64_t tokens = token_count(shape);
-  Carver plan(nullptr);
+  NamedCarver plan(nullptr, kAlignBytes);
   carve(config, tokens, plan);
-  memory = Buffer<float>(plan.used());
-  Carver carver(memory.data());
+  memory = Buffer<float>(plan.bytes() / kFloatBytes);
+  NamedCarver carver(memory.data(), kAlignBytes);
   views = carve(config, tokens, carver);
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     ffn.emplace_back(tokens, config.ffn, config.gated);
@@ -144,7 +114,7 @@ std::vector<MemoryItem> TrainingState::memory_plan(const ModelConfig& config,
                                                    MicroBatchShape shape) {
   require_shape(config, shape);
   const int64_t tokens = token_count(shape);
-  Carver carver(nullptr);
+  NamedCarver carver(nullptr, kAlignBytes);
   carve(config, tokens, carver);
   std::vector<MemoryItem> items = carver.take_items();
   items.push_back(

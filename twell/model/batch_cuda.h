@@ -44,9 +44,9 @@ class BatchCuda {
 
  private:
   int64_t max_tokens_, max_sequences_;
-  std::byte* host_ = nullptr;
   DeviceBuffer<std::byte> device_;
-  cudaEvent_t copied_ = nullptr;
+  PinnedBuffer<std::byte> host_;
+  CudaEvent copied_;
 };
 
 }  // namespace twell

@@ -31,9 +31,9 @@ class TensorUploader {
 
  private:
   struct Piece {
-    void* host = nullptr;
+    PinnedBuffer<std::byte> host;
     DeviceBuffer<std::byte> device;
-    cudaEvent_t used = nullptr;  // recorded when the device has converted the piece
+    CudaEvent used;  // recorded when the device has converted the piece
   };
   CudaContext& ctx_;
   std::array<Piece, 2> pieces_;

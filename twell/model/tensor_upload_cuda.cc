@@ -13,19 +13,12 @@ constexpr int64_t kPieceBytes = int64_t{32} << 20;
 
 TensorUploader::TensorUploader(CudaContext& ctx) : ctx_(ctx) {
   for (Piece& piece : pieces_) {
-    TWELL_CUDA_CHECK(cudaMallocHost(&piece.host, kPieceBytes));
+    piece.host = PinnedBuffer<std::byte>(kPieceBytes);
     piece.device = DeviceBuffer<std::byte>(kPieceBytes);
-    TWELL_CUDA_CHECK(cudaEventCreateWithFlags(&piece.used, cudaEventDisableTiming));
   }
 }
 
-TensorUploader::~TensorUploader() {
-  cudaStreamSynchronize(ctx_.stream());
-  for (Piece& piece : pieces_) {
-    cudaFreeHost(piece.host);
-    cudaEventDestroy(piece.used);
-  }
-}
+TensorUploader::~TensorUploader() { cudaStreamSynchronize(ctx_.stream()); }
 
 void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows,
                           int64_t cols, bool transposed, __nv_bfloat16* to) {
@@ -36,15 +29,15 @@ void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, in
     const int64_t count = std::min(step, rows - row);
     const auto size = static_cast<size_t>(count * row_bytes);
     Piece& piece = pieces_[next_++ % pieces_.size()];
-    TWELL_CUDA_CHECK(cudaEventSynchronize(piece.used));
-    std::memcpy(piece.host, bytes.data() + row * row_bytes, size);
-    TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.device.data(), piece.host, size, cudaMemcpyHostToDevice,
-                                     ctx_.stream()));
+    piece.used.synchronize();
+    std::memcpy(piece.host.data(), bytes.data() + row * row_bytes, size);
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.device.data(), piece.host.data(), size,
+                                     cudaMemcpyHostToDevice, ctx_.stream()));
     TWELL_CUDA_CHECK(transposed ? launch_convert_transposed(piece.device.data(), type, count, cols,
                                                             to + row, rows, ctx_.stream())
                                 : launch_convert(piece.device.data(), type, count * cols,
                                                  to + row * cols, ctx_.stream()));
-    TWELL_CUDA_CHECK(cudaEventRecord(piece.used, ctx_.stream()));
+    piece.used.record(ctx_.stream());
   }
 }
 

@@ -42,29 +42,15 @@ struct ActivationViewsCuda {
   __nv_bfloat16* d_attended = nullptr;  // [M, H * hd]
 };
 
-// Page-locked memory for the ids of one micro-batch, and an event behind its last copy to the
-// device.
-class StagingSlot {
- public:
-  explicit StagingSlot(int64_t tokens) {
-    TWELL_CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&data_),
-                                    static_cast<size_t>(2 * tokens) * sizeof(int32_t)));
-    TWELL_CUDA_CHECK(cudaEventCreateWithFlags(&copied_, cudaEventDisableTiming));
-  }
-  ~StagingSlot() {
-    cudaEventSynchronize(copied_);
-    cudaEventDestroy(copied_);
-    cudaFreeHost(data_);
-  }
+// The ids of one micro-batch on their way to the device; `copied` follows the copy.
+struct StagingSlot {
+  explicit StagingSlot(int64_t tokens) : data(2 * tokens) {}
+  ~StagingSlot() { cudaEventSynchronize(copied.get()); }
   StagingSlot(const StagingSlot&) = delete;
   StagingSlot& operator=(const StagingSlot&) = delete;
 
-  int32_t* data() const { return data_; }
-  cudaEvent_t copied() const { return copied_; }
-
- private:
-  int32_t* data_ = nullptr;
-  cudaEvent_t copied_ = nullptr;
+  PinnedBuffer<int32_t> data;
+  CudaEvent copied;
 };
 
 // Memory for micro-batches of one shape.

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "twell/model/model_cuda.h"
+#include "twell/model/named_carver.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/model/training_buffers_cuda.h"
@@ -17,42 +18,15 @@
 namespace twell {
 namespace {
 
-struct ActivationPlanCuda {
-  std::vector<MemoryItem> items;
-  int64_t bytes = 0;  // of all
-};
-
 constexpr int64_t kAlignBytes = 256;  // as cudaMalloc aligns
-
-// Cuts aligned arrays off a block and sums their bytes by name. Without a block it only sums.
-class Carver {
- public:
-  explicit Carver(std::byte* block) : block_(block) {}
-
-  template <typename T>
-  void array(const char* item, int64_t size, T*& out) {
-    if (block_ != nullptr) out = reinterpret_cast<T*>(block_ + plan_.bytes);
-    const int64_t bytes = size * static_cast<int64_t>(sizeof(T));
-    const int64_t taken = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
-    plan_.bytes += taken;
-    auto& items = plan_.items;
-    const auto found = std::find_if(items.begin(), items.end(),
-                                    [&](const MemoryItem& known) { return known.name == item; });
-    (found != items.end() ? *found : items.emplace_back(MemoryItem{item, 0})).bytes += taken;
-  }
-  ActivationPlanCuda take_plan() { return std::move(plan_); }
-
- private:
-  std::byte* block_;
-  ActivationPlanCuda plan_;
-};
 
 // Whether backward computes this again for some layer.
 bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
   return plan.recompute.of_layer(0) >= of;
 }
 
-ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver) {
+ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& plan,
+                          NamedCarver& carver) {
   constexpr const char* kStream = "activations: residual stream, norms";
   constexpr const char* kAttention = "activations: attention";
   constexpr const char* kGradients = "gradients of activations";
@@ -92,7 +66,7 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   return views;
 }
 
-void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Carver& carver,
+void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, NamedCarver& carver,
                      ActivationViewsCuda& views) {
   constexpr const char* kScratch = "attention at work";
   const int64_t tokens = token_count(plan.shape);
@@ -103,30 +77,30 @@ void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Ca
   carver.array(kScratch, tokens * config.q_width(), views.d_attended);
 }
 
-ActivationPlanCuda plan_activations(const ModelConfig& config, const TrainingPlanCuda& plan) {
-  Carver carver(nullptr);
+NamedCarver count_activations(const ModelConfig& config, const TrainingPlanCuda& plan) {
+  NamedCarver carver(nullptr, kAlignBytes);
   carve(config, plan, carver);
-  return carver.take_plan();
+  return carver;
 }
 
 // Into a block of as many bytes as the plan has. The attention's own are placed below.
 ActivationViewsCuda place_activations(const ModelConfig& config, const TrainingPlanCuda& plan,
                                       std::byte* block) {
-  Carver carver(block);
+  NamedCarver carver(block, kAlignBytes);
   return carve(config, plan, carver);
 }
 
 // What only the attention of the layer at work needs.
 int64_t attention_scratch_bytes(const ModelConfig& config, const TrainingPlanCuda& plan) {
-  Carver carver(nullptr);
+  NamedCarver carver(nullptr, kAlignBytes);
   ActivationViewsCuda views;
   carve_attention(config, plan, carver, views);
-  return carver.take_plan().bytes;
+  return carver.bytes();
 }
 
 void place_attention_scratch(const ModelConfig& config, const TrainingPlanCuda& plan,
                              std::byte* block, ActivationViewsCuda& views) {
-  Carver carver(block);
+  NamedCarver carver(block, kAlignBytes);
   carve_attention(config, plan, carver, views);
   for (int64_t i = 0; i < config.layers; ++i) {
     if (plan.recompute.of_layer(i) < RecomputeLevel::kQkv) continue;
@@ -195,7 +169,7 @@ DeviceBuffer<T> to_device(std::span<const T> values) {
 
 TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
                                const TrainingPlanCuda& plan, bool hybrid)
-    : memory(plan_activations(config, plan).bytes),
+    : memory(count_activations(config, plan).bytes()),
       views(place_activations(config, plan, memory.data())),
       embedding(token_count(plan.shape), config.width),
       batch(2 * token_count(plan.shape)),
@@ -250,7 +224,7 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   require_supported(config, plan.shape);
   const int64_t tokens = token_count(plan.shape);
   const FfnTrainShapeCuda ffn = ffn_shape(config, plan);
-  std::vector<MemoryItem> items = plan_activations(config, plan).items;
+  std::vector<MemoryItem> items = count_activations(config, plan).take_items();
   int64_t saved = 0;
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     const FfnExpectation expected =
@@ -333,13 +307,13 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
   check(inputs, 0);
   check(targets, -1);
   const StagingSlot& slot = buffers_->slots[buffers_->next_slot++ % buffers_->slots.size()];
-  TWELL_CUDA_CHECK(cudaEventSynchronize(slot.copied()));
-  std::copy(inputs.begin(), inputs.end(), slot.data());
-  std::copy(targets.begin(), targets.end(), slot.data() + tokens);
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(buffers_->batch.data(), slot.data(),
+  slot.copied.synchronize();
+  std::copy(inputs.begin(), inputs.end(), slot.data.data());
+  std::copy(targets.begin(), targets.end(), slot.data.data() + tokens);
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(buffers_->batch.data(), slot.data.data(),
                                    static_cast<size_t>(buffers_->batch.bytes()),
                                    cudaMemcpyHostToDevice, ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaEventRecord(slot.copied(), ctx_.stream()));
+  slot.copied.record(ctx_.stream());
 }
 
 std::string cuda_training_unsupported(const ModelConfig& config, int64_t length) {

@@ -28,26 +28,21 @@ struct StepValues {
 // A block of page-locked memory and its copy on the device.
 class Mirrored {
  public:
-  explicit Mirrored(int64_t bytes) : device_(bytes) {
-    TWELL_CUDA_CHECK(cudaMallocHost(reinterpret_cast<void**>(&host_), static_cast<size_t>(bytes)));
-  }
-  ~Mirrored() { cudaFreeHost(host_); }
-  Mirrored(const Mirrored&) = delete;
-  Mirrored& operator=(const Mirrored&) = delete;
+  explicit Mirrored(int64_t bytes) : device_(bytes), host_(bytes) {}
 
-  std::byte* host() const { return host_; }
+  std::byte* host() const { return host_.data(); }
   std::byte* device() const { return device_.data(); }
   size_t bytes() const { return static_cast<size_t>(device_.bytes()); }
   void to_device(cudaStream_t stream) const {
-    TWELL_CUDA_CHECK(cudaMemcpyAsync(device(), host_, bytes(), cudaMemcpyHostToDevice, stream));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(device(), host(), bytes(), cudaMemcpyHostToDevice, stream));
   }
   void to_host(cudaStream_t stream) const {
-    TWELL_CUDA_CHECK(cudaMemcpyAsync(host_, device(), bytes(), cudaMemcpyDeviceToHost, stream));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(host(), device(), bytes(), cudaMemcpyDeviceToHost, stream));
   }
 
  private:
   DeviceBuffer<std::byte> device_;
-  std::byte* host_ = nullptr;
+  PinnedBuffer<std::byte> host_;
 };
 
 }  // namespace
@@ -86,14 +81,9 @@ struct TrainEngineCuda::Report {
 class TrainEngineCuda::Replay {
  public:
   explicit Replay(CudaContext& ctx) : ctx_(ctx) {}
-  ~Replay() { clear(); }
-  Replay(const Replay&) = delete;
-  Replay& operator=(const Replay&) = delete;
-
   // To be called when executions have changed.
   void clear() {
-    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
-    graph_ = nullptr;
+    graph_ = CudaGraph();
     ran_ = false;
   }
   template <typename Enqueue>
@@ -103,32 +93,15 @@ class TrainEngineCuda::Replay {
       ran_ = true;
       return;
     }
-    if (graph_ == nullptr) capture(enqueue);
-    TWELL_CUDA_CHECK(cudaGraphLaunch(graph_, ctx_.stream()));
+    if (!graph_.captured()) graph_ = CudaGraph(ctx_.stream(), enqueue);
+    graph_.launch(ctx_.stream());
     ++replayed_;
   }
   int64_t replayed() const { return replayed_; }
 
  private:
-  template <typename Enqueue>
-  void capture(const Enqueue& enqueue) {
-    cudaGraph_t captured = nullptr;
-    TWELL_CUDA_CHECK(cudaStreamBeginCapture(ctx_.stream(), cudaStreamCaptureModeThreadLocal));
-    try {
-      enqueue();
-    } catch (...) {
-      cudaStreamEndCapture(ctx_.stream(), &captured);
-      if (captured != nullptr) cudaGraphDestroy(captured);
-      throw;
-    }
-    TWELL_CUDA_CHECK(cudaStreamEndCapture(ctx_.stream(), &captured));
-    const cudaError_t status = cudaGraphInstantiate(&graph_, captured, 0);
-    cudaGraphDestroy(captured);
-    TWELL_CUDA_CHECK(status);
-  }
-
   CudaContext& ctx_;
-  cudaGraphExec_t graph_ = nullptr;
+  CudaGraph graph_;
   bool ran_ = false;
   int64_t replayed_ = 0;
 };

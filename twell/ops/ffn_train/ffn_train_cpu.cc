@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "twell/base/carver.h"
 #include "twell/base/error.h"
 
 namespace twell {
@@ -49,22 +50,6 @@ int64_t dense_words(int64_t max_tokens, int64_t ffn, bool gated) {
 // the compact part takes at most half of the dense plan, which leaves a tail of at least half of
 // the rows.
 int64_t ell_width(int64_t ffn) { return std::max<int64_t>(1, ffn / 4); }
-
-// Cuts arrays of 4-byte values off a block.
-class Carver {
- public:
-  explicit Carver(float* next) : next_(next) {}
-  template <typename T>
-  Matrix<T> take(int64_t rows, int64_t cols) {
-    static_assert(sizeof(T) == sizeof(float));
-    T* const data = reinterpret_cast<T*>(next_);
-    next_ += aligned(rows * cols);
-    return {data, rows, cols};
-  }
-
- private:
-  float* next_;
-};
 
 }  // namespace
 
@@ -151,15 +136,15 @@ bool FfnSaved::plan_hybrid(int64_t m) {
   int64_t capacity = std::min(m, (budget - compact - padding) / (planes * ffn_));
   if (capacity > 0) capacity -= capacity % tail_granularity(capacity);
 
-  Carver carver(storage_.data());
+  Carver carver(storage_.data(), static_cast<int64_t>(kAlignment));
   hybrid = {.shape = {m, ffn_, width, capacity},
-            .row_nnz = carver.take<int32_t>(1, m).data,
-            .tail_slot = carver.take<int32_t>(1, m).data,
-            .index = carver.take<uint32_t>(m, width),
-            .value = carver.take<float>(m, width),
-            .tail = carver.take<float>(capacity, ffn_)};
-  up = gated_ ? carver.take<float>(m, width) : MatrixF();
-  up_tail = gated_ ? carver.take<float>(capacity, ffn_) : MatrixF();
+            .row_nnz = carver.take<int32_t>(m),
+            .tail_slot = carver.take<int32_t>(m),
+            .index = {carver.take<uint32_t>(m * width), m, width},
+            .value = {carver.take<float>(m * width), m, width},
+            .tail = {carver.take<float>(capacity * ffn_), capacity, ffn_}};
+  up = gated_ ? MatrixF(carver.take<float>(m * width), m, width) : MatrixF();
+  up_tail = gated_ ? MatrixF(carver.take<float>(capacity * ffn_), capacity, ffn_) : MatrixF();
   return true;
 }
 

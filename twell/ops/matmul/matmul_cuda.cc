@@ -98,30 +98,24 @@ void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_b
   // Repeats would add to c again and again.
   const DeviceBuffer<float> spare(shape_.add ? shape_.rows * shape_.cols : 0);
   if (shape_.add) c = spare.data();
-  cudaEvent_t begin, end;
-  TWELL_CUDA_CHECK(cudaEventCreate(&begin));
-  TWELL_CUDA_CHECK(cudaEventCreate(&end));
-  float best = 0.0f;
+  const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);
+  double best = 0.0;
   for (int i = 0; i < proposal_count_; ++i) {
-    std::vector<float> times;
+    std::vector<double> times;
     for (int repeat = 0; repeat < 7; ++repeat) {
-      TWELL_CUDA_CHECK(cudaEventRecord(begin, ctx.stream()));
+      begin.record(ctx.stream());
       run_with(ctx, proposals_[i].algo, a, b, c);
-      TWELL_CUDA_CHECK(cudaEventRecord(end, ctx.stream()));
-      TWELL_CUDA_CHECK(cudaEventSynchronize(end));
-      float milliseconds = 0.0f;
-      TWELL_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
-      times.push_back(milliseconds);
+      end.record(ctx.stream());
+      end.synchronize();
+      times.push_back(end.milliseconds_since(begin));
     }
     std::sort(times.begin() + 1, times.end());  // the first one warms up
-    const float median = times[times.size() / 2];
+    const double median = times[times.size() / 2];
     if (i == 0 || median < best) {
       best = median;
       chosen_ = i;
     }
   }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
 }
 
 void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cuts arrays off one block, or only counts them (base/carver.h), and sums their bytes by name.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "twell/base/carver.h"
+#include "twell/base/matrix.h"
+#include "twell/model/training.h"
+
+namespace twell {
+
+class NamedCarver {
+ public:
+  NamedCarver(void* block, int64_t alignment) : carver_(block, alignment) {}
+
+  // n values of T for `item`; null without a block.
+  template <typename T>
+  void array(const char* item, int64_t n, T*& out) {
+    const int64_t before = carver_.bytes();
+    out = carver_.take<T>(n);
+    const auto found = std::find_if(items_.begin(), items_.end(),
+                                    [&](const MemoryItem& known) { return known.name == item; });
+    (found != items_.end() ? *found : items_.emplace_back(MemoryItem{item, 0})).bytes +=
+        carver_.bytes() - before;
+  }
+  template <typename T>
+  Matrix<T> matrix(const char* item, int64_t rows, int64_t cols) {
+    T* data = nullptr;
+    array(item, rows * cols, data);
+    return {data, rows, cols};
+  }
+  int64_t bytes() const { return carver_.bytes(); }
+  std::vector<MemoryItem> take_items() { return std::move(items_); }
+
+ private:
+  Carver carver_;
+  std::vector<MemoryItem> items_;
+};
+
+}  // namespace twell
