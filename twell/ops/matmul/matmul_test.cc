@@ -2,9 +2,9 @@
 #include "twell/ops/matmul/matmul.h"
 
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
-#include <omp.h>
 
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"
