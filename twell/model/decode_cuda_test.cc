@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A new token each of a few sequences: all layers as one kernel (ops/decode), in a whole
-// model against the CPU.
+// The kernel of all layers (ops/decode) in a whole model, against the CPU: one new token each of a
+// few sequences.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -51,7 +51,7 @@ std::vector<DecodeCase> decode_cases() {
   return cases;
 }
 
-// One to several segments of keys (512), and their edges.
+// Keys in the cache: one to several segments of 512, and lengths around their edges.
 const std::vector<int64_t> kLengths = {1, 7, 510, 511, 512, 1029, 64, 300};
 
 class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
@@ -102,7 +102,7 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
     return hidden;
   }
 
-  // Of the last token of a slot's text.
+  // The final hidden state of the last token of a slot's text.
   std::vector<float> cpu_hidden(size_t slot) {
     ForwardState state(model_->config, FfnPolicy::kDense);
     const std::vector<int32_t>& ids = texts_[slot];
@@ -139,7 +139,8 @@ TEST_P(DecodeCudaTest, EqualsCpu) {
         error += (got - want[i]) * (got - want[i]);
         size += double{want[i]} * want[i];
       }
-      // As in forward_cuda_test.cc: ten roundings of a relative 2^-9 a layer, independent. Twice.
+      // As in forward_cuda_test.cc: ten independent roundings of a relative 2^-9 per layer; twice
+      // that.
       const double layers = static_cast<double>(model_->config.layers);
       EXPECT_LE(std::sqrt(error / size), 2.0 * std::ldexp(std::sqrt(10.0 * layers + 2.0), -9))
           << "slot " << slot << ", " << ffn_policy_name(policy);
@@ -189,7 +190,7 @@ TEST_P(DecodeCudaTest, AScreenChangesNothing) {
   std::vector<int64_t> nnz[2];
   for (const bool screens : {false, true}) {
     const auto forward = make_forward(FfnPolicy::kRowFused);
-    // Up to 2,304 columns, all that is needed fits beside the weights on their way.
+    // Shared memory has room for screens beside the ring buffer up to 2,304 columns.
     const int64_t width = model_->config.width;
     if (screens) {
       EXPECT_EQ(forward->make_screens(), width % 64 == 0 && width <= 2304);
@@ -230,7 +231,7 @@ TEST_P(DecodeCudaTest, CountsActiveNeurons) {
       EXPECT_LT(counts[sparse ? 1 : 0].back(), 8 * model_->config.ffn);
     }
   }
-  // The same gate on both; x of the second layer differs by the order of sums.
+  // Both have the same gate in the first layer; x of the second differs by the order of sums.
   EXPECT_EQ(counts[0][0], counts[1][0]);
   EXPECT_NEAR(static_cast<double>(counts[0][1]), static_cast<double>(counts[1][1]),
               0.02 * static_cast<double>(counts[0][1]) + 2.0);

@@ -49,8 +49,7 @@ __device__ __forceinline__ int output_column(int group, int pair) {
   return group * kGroup + pair * 2;
 }
 
-// The low row of a pair of q/k/v, whose values are rotated together; the high one is hd / 2 rows
-// on.
+// The low row of a pair of q/k/v rows, which are rotated together; the high one is hd / 2 further.
 __device__ __forceinline__ int qkv_column(const DecodeLayers& p, int group, int pair) {
   const int of_head = p.head_dim / kGroup;
   return group / of_head * p.head_dim + group % of_head * kPairs + pair;
@@ -706,7 +705,8 @@ struct Shape {
 
   // Whether the shape fits, apart from shared memory.
   bool suits(const Device& device) const {
-    // Arrays in shared memory hold a CTA's neurons and q/k/v groups; there are at most 3 H heads.
+    // Arrays in shared memory hold a CTA's neurons and q/k/v groups; q, k and v have at most 3 H
+    // heads.
     return width % 8 == 0 && width <= kMaxWidth && head_dim % kGroup == 0 && head_dim <= 128 &&
            ffn <= int64_t{kMaxNeurons} * device.multiprocessors &&
            3 * q_width <= int64_t{kMaxQkvGroups} * kGroup * device.multiprocessors;

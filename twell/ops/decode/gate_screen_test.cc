@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bound: no product with the screen is further off than its error says, whatever x.
+// The bound holds for every x: no product with a screen is off by more than the row's error.
 #include "twell/ops/decode/gate_screen_testing.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ Values random_values(int64_t n, uint64_t stream, float scale = 1.0f) {
       n, [&](int64_t i) { return scale * normal(5, stream, static_cast<uint64_t>(i)); });
 }
 
-// y / rms(y) * norm, rounded.
+// y / rms(y) * norm, rounded to bf16.
 Values rms_norm(const std::vector<double>& y, const Values& norm) {
   double sum = 0.0;
   for (const double v : y) sum += v * v;
@@ -45,7 +45,7 @@ double dot(const BF16* a, const Values& b) {
 struct ScreenCase {
   const char* name;
   int64_t width;
-  std::function<float(int64_t i)> scale;  // of a weight of column i
+  std::function<float(int64_t i)> scale;  // of the weights in column i
   std::function<float(int64_t i)> norm;
 };
 
@@ -66,7 +66,7 @@ class GateScreenTest : public testing::TestWithParam<ScreenCase> {
   const uint8_t* row(int64_t row) const {
     return screen_.rows.data() + row * screen_row_bytes(width_);
   }
-  // What the screen has in place of a weight.
+  // The value that the screen has in place of a weight.
   double taken(int64_t r, int64_t column) const {
     const int64_t piece = column / kScreenPiece, in_piece = column % kScreenPiece;
     const int64_t columns = std::min<int64_t>(kScreenPiece, width_ - piece * kScreenPiece);
@@ -81,7 +81,7 @@ TEST_P(GateScreenTest, NoProductIsFurtherOffThanTheError) {
   for (uint64_t draw = 0; draw < 20; ++draw) {
     std::vector<double> y;
     for (int64_t i = 0; i < width_; ++i) {
-      // Some with a few values that dwarf the others, as residual streams have them.
+      // Every third draw has a few values far larger than the others, as residual streams do.
       const double large = draw % 3 == 2 && i % 97 == 5 ? 60.0 : 1.0;
       y.push_back(large * normal(9, draw, static_cast<uint64_t>(i)));
     }
@@ -93,7 +93,7 @@ TEST_P(GateScreenTest, NoProductIsFurtherOffThanTheError) {
   }
 }
 
-// The worst x there is: along what the screen is off by.
+// The worst x points along the difference between the weights and the screen.
 TEST_P(GateScreenTest, TheErrorIsNearlyReached) {
   for (int64_t r = 0; r < kRows; ++r) {
     std::vector<double> y;
@@ -117,7 +117,7 @@ TEST_P(GateScreenTest, TheErrorIsSmallBesideTheProducts) {
       size += std::pow(to_float(weight(r)[i]) * to_float(norm_[static_cast<size_t>(i)]), 2);
     }
   }
-  // Beside the largest product there is, sqrt(D) |w n|.
+  // Compared with the largest possible product, sqrt(D) |w n|.
   const double largest = std::sqrt(static_cast<double>(width_) * size / kRows);
   EXPECT_LT(off / kRows, 0.02 * largest);
 }

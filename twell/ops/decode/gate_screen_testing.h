@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scalar reference of gate screens for the tests: makes screens, and multiplies with them.
+// Scalar reference of gate screens for tests: makes screens and multiplies with them.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct GateScreenHost {
 
 namespace gate_screen_testing {
 
-// max |.|, which NaN does not take part in.
+// The largest magnitude of a block; NaN is ignored.
 inline float largest_of(const BF16* values) {
   float largest = 0.0f;
   for (int i = 0; i < kScreenBlock; ++i) {
@@ -36,7 +36,7 @@ inline int quantised(float weight, float scale) {
   return static_cast<int>(std::fmin(std::fmax(steps, -kMost), kMost));
 }
 
-// Writes a row; its error.
+// Writes a row and returns its error.
 inline float make_row(const BF16* weight, const BF16* norm, int64_t width, uint8_t* out) {
   double off = 0.0, taken = 0.0, all = 0.0;
   float largest = 0.0f;
@@ -70,7 +70,7 @@ inline float make_row(const BF16* weight, const BF16* norm, int64_t width, uint8
 
 }  // namespace gate_screen_testing
 
-// weight [F, D], norm [D], D a width that there are screens for.
+// weight [F, D], norm [D], with screens_width(D).
 inline GateScreenHost make_gate_screen(Matrix<const BF16> weight, const BF16* norm) {
   const int64_t bytes = screen_row_bytes(weight.cols);
   GateScreenHost screen{std::vector<uint8_t>(static_cast<size_t>(weight.rows * bytes)),
@@ -89,7 +89,7 @@ inline double screen_product(const uint8_t* row, const BF16* x, int64_t width) {
     const int64_t columns = std::min<int64_t>(kScreenPiece, width - piece);
     for (int64_t begin = 0; begin < columns; begin += kScreenBlock) {
       const BF16* block = x + piece + begin;
-      uint16_t most = 0;  // the bits of sizes are in their order, NaN beyond all
+      uint16_t most = 0;  // bits of magnitudes order as the magnitudes do, with NaN last
       for (int i = 0; i < kScreenBlock; ++i) {
         most = std::max(most, static_cast<uint16_t>(block[i].bits & 0x7fff));
       }

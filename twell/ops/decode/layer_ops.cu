@@ -26,7 +26,7 @@ int64_t shared_bytes(const Input& input) {
 }
 
 struct Shared {
-  float partial[2][kWarps][kGroup][kMaxTokens + 1];  // of two groups; padded for the banks
+  float partial[2][kWarps][kGroup][kMaxTokens + 1];  // of two groups; padded against bank conflicts
   float squares[kWarps][kMaxTokens];
 };
 
@@ -179,7 +179,7 @@ class Product {
     for (int i = 0; i < 4; ++i) {
       partial[thread / 32][lane / 4 + i / 2 * kPairs][lane % 4 * 2 + i % 2] = acc[0][i] + acc[1][i];
     }
-    __syncthreads();  // two halves in turn: this one is free again after the next __syncthreads
+    __syncthreads();  // the halves alternate: this one is reused after the next one
     Sums sums{thread % kPairs, thread / kPairs, 0.0f, 0.0f};
     if (sums.token >= kMaxTokens) return sums;
 #pragma unroll
@@ -192,7 +192,7 @@ class Product {
 
   const Input& input_;
   Shared& shared_;
-  const Blocks blocks_;  // of the width, this warp's
+  const Blocks blocks_;  // of the width that this warp multiplies
   uint8_t* x_shared_;
   uint32_t slots_;  // this thread's first slot
   uint32_t x_;      // address of this lane's token, or 0 past the last one

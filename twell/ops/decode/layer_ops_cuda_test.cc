@@ -21,7 +21,7 @@ double rounded(double value) {
   return static_cast<double>(__bfloat162float(__float2bfloat16(static_cast<float>(value))));
 }
 
-// The norm of x as the kernels take it, rounded to bf16.
+// The RMS norm of x, rounded to bf16 as in the kernels.
 Floats normalized(const Floats& x, const Floats& weight, int64_t tokens, int64_t width, float eps) {
   Floats result(x.size());
   for (int64_t m = 0; m < tokens; ++m) {
@@ -59,8 +59,8 @@ struct Shape {
   int64_t tokens, width, cols;
 };
 
-// Operands of a product behind a norm. The result of the norm may be one bf16 step off where f32
-// and double round apart, which 2^-8 of the terms' magnitudes covers.
+// Operands of a product after a norm. The norm may be off by one bf16 step where f32 and double
+// round differently, which 2^-8 of the terms' magnitudes covers.
 struct Operands {
   Shape shape;
   std::vector<__nv_bfloat16> x, norm;
@@ -138,7 +138,7 @@ TEST_P(LayerOpsCuda, TokensDoNotDependOnEachOther) {
   EXPECT_EQ(download(apart), download(together));
 }
 
-// h of the layer and the sizes of its errors, from the products of gate and up.
+// h and the bounds of its errors, from the products of gate and up.
 struct Hidden {
   std::vector<double> value, error;
 };

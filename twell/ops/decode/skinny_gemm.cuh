@@ -9,11 +9,11 @@
 // A product's sum does not depend on the order of its terms, so the eight values of a 16-byte piece
 // may stand for any eight k, as long as both operands agree.
 //
-// Weights come in two ways, which share the above and nothing else. Here: a ring buffer in shared
-// memory, filled by TMA by a warp of its own across the steps of a persistent kernel
-// (decode_layers_sm90.cu), and direct loads of rows found at run time. In layer_ops.cu: cp.async
-// into slots private to each thread, which need no barrier, in kernels that are over after one
-// product.
+// How weights arrive is a subject of its own in each kernel. Here: a ring buffer in shared memory
+// that one warp fills by TMA across the steps of a persistent kernel (decode_layers_sm90.cu), and
+// direct loads of rows that are known only at run time. In layer_ops.cu: cp.async into slots
+// private to each thread, which need no barrier, in kernels that end after one product. In
+// ops/ffn/hopper/decode_rows_sm90.cu: all rows of a CTA at once, with x in registers and 16 warps.
 #pragma once
 
 #include "twell/ops/decode/gate_screen.h"
@@ -82,14 +82,14 @@ class RowRing {
         ring_(ring),
         pitch_(pitch) {}
 
-  // Waits for the next stage; the address of its first row.
+  // Waits for the next stage and returns the address of its first row.
   __device__ __forceinline__ uint32_t take() {
     sm90::barrier_wait(full_ + at_.stage * 8, at_.parity);
     const uint32_t rows = ring_ + static_cast<uint32_t>(at_.stage * kGroup * pitch_);
     at_.advance();
     return rows;
   }
-  // This warp needs the oldest stage it took no more.
+  // Hands back the oldest stage that this warp took.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) sm90::barrier_arrive(empty_ + released_.stage * 8);
@@ -97,10 +97,10 @@ class RowRing {
   }
   __device__ __forceinline__ int pitch() const { return pitch_; }
 
-  // The filling warp: stages requested and not yet there, at most.
+  // For the filling warp: how many stages may be requested and not yet there.
   __device__ __forceinline__ void limit_requests(int most) { most_requested_ = most; }
-  // The filling warp, once the next stage is free: requests its rows, one per lane. Rows that do
-  // not exist are left as they are in shared memory.
+  // For the filling warp: waits until the next stage is free and requests its rows, one per lane.
+  // Where a row does not exist, shared memory keeps what it held.
   __device__ __forceinline__ void fill(const void* row, bool exists, int row_bytes, int pitch) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const uint32_t full = full_ + at_.stage * 8, bytes = static_cast<uint32_t>(row_bytes);
@@ -125,9 +125,9 @@ class RowRing {
   const uint32_t full_, empty_, ring_;
   const int pitch_;
   sm90::RingCursor<kStages> at_;
-  sm90::RingCursor<kStages> released_;      // by a warp that multiplies
-  sm90::RingCursor<kStages> landed_;        // known to the filling warp, behind at_ by
-  int requested_ = 0, most_requested_ = 0;  // requested_ stages
+  sm90::RingCursor<kStages> released_;  // next stage that a multiplying warp hands back
+  sm90::RingCursor<kStages> landed_;    // oldest stage that the filling warp has not seen arrive
+  int requested_ = 0, most_requested_ = 0;
 };
 
 // --- x for products with 8-bit screens ---
@@ -193,11 +193,11 @@ class ScreenX {
   int plane_;
 };
 
-// --- The product --- Of each
-// 16-byte piece, one instruction multiplies words 0 and 2, another words 1 and 3. A single token
-// leaves columns free, so there one instruction does both for eight rows: its rows 0-7 are words 0
-// and 2, its rows 8-15 words 1 and 3 of the same rows, and two columns hold the matching words of
-// x. The sums are the same for any number of tokens.
+// --- The product ---
+// Of each 16-byte piece, one instruction multiplies words 0 and 2, another words 1 and 3. A single
+// token leaves columns free, so that one instruction does both for eight rows: its rows 0-7 are
+// words 0 and 2, its rows 8-15 words 1 and 3 of the same rows, and two columns hold the matching
+// words of x. The sums are the same for any number of tokens.
 //
 // The partial sums of kBatch groups are added together: all warps wait while that happens.
 // kTokens: at least the number of tokens.
