@@ -77,6 +77,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
                 reinterpret_cast<uint32_t*>(problem.out.spill),
                 problem.out.row_nnz,
                 static_cast<int>(problem.tokens),
+                static_cast<int>(problem.ffn),
                 static_cast<int>(problem.out.shape.tiles()),
                 problem.out.shape.slots()};
   params.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));

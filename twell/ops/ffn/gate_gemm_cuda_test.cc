@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "twell/base/cuda_gtest.h"
@@ -190,6 +192,75 @@ TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
   EXPECT_EQ(once.spill, again.spill);
   EXPECT_EQ(once.words, replayed.words);
   EXPECT_EQ(once.row_nnz, replayed.row_nnz);
+}
+
+// Rows past the last token and neurons past the last one are read as zeros, and 0 x Inf is NaN:
+// nothing of it may be stored. The buffers have guard zones of a tile of rows on both sides.
+TEST_P(GateGemmPackingTest, StoresNothingOutsideWithInfAndNan) {
+  GPU_TEST_OF(GetParam());
+  constexpr uint16_t kInf = 0x7f80, kNan = 0x7fc0;
+  for (const auto& [tokens, ffn] : {std::pair<int64_t, int64_t>{100, 17408}, {200, 17400}}) {
+    const TwellShape shape{tokens, ffn, 256, 8};
+    const int64_t width = 72, tiles = shape.tiles(), guard = 256 * tiles;
+    std::vector<int> x, w;
+    random_operands(shape, width, -12, x, w);
+    auto special_w = to_bf16s(w);
+    // Every third tile of neurons overflows, the others hold a few values that are not finite.
+    for (int64_t n = 0; n < ffn; ++n) {
+      if (n % 256 < (n / 256 % 3 == 0 ? 256 : 5)) {
+        special_w[static_cast<size_t>(n * width)] = __ushort_as_bfloat16(n % 7 == 0 ? kNan : kInf);
+      }
+    }
+    const auto device_w = upload(special_w);
+    for (const bool special_x : {false, true}) {
+      auto tokens_x = to_bf16s(x);
+      if (special_x) tokens_x[static_cast<size_t>(3 * width + 5)] = __ushort_as_bfloat16(kInf);
+      const auto device_x = upload(tokens_x);
+      const auto words = poisoned<uint32_t>((tokens + 2 * 256) * tiles * shape.slots());
+      const auto spill = poisoned<uint16_t>((tokens * tiles + 2 * guard) * shape.tile);
+      const auto row_nnz = poisoned<int32_t>(tokens + 2 * 256);
+      GetParam().run(ctx, {.tokens = tokens,
+                           .width = width,
+                           .ffn = ffn,
+                           .x = device_x.data(),
+                           .w_gate = device_w.data(),
+                           .out = {shape, words.data() + guard * shape.slots(),
+                                   reinterpret_cast<BF16*>(spill.data()) + guard * shape.tile,
+                                   shape.max_spill_slots(), row_nnz.data() + 256}});
+      stream.synchronize();
+      const auto untouched = [](const auto& values, int64_t begin, int64_t count) {
+        using Value = std::decay_t<decltype(values[0])>;
+        for (int64_t i = begin; i < begin + count; ++i) {
+          if (values[static_cast<size_t>(i)] != static_cast<Value>(-1)) return i;
+        }
+        return int64_t{-1};
+      };
+      auto host_words = download(words);
+      auto host_spill = download(spill);
+      auto host_nnz = download(row_nnz);
+      EXPECT_EQ(untouched(host_words, 0, guard * shape.slots()), -1);
+      EXPECT_EQ(
+          untouched(host_words, (guard + tokens * tiles) * shape.slots(), guard * shape.slots()),
+          -1);
+      EXPECT_EQ(untouched(host_spill, 0, guard * shape.tile), -1);
+      EXPECT_EQ(untouched(host_spill, (guard + tokens * tiles) * shape.tile, guard * shape.tile),
+                -1);
+      EXPECT_EQ(untouched(host_nnz, 0, 256), -1);
+      EXPECT_EQ(untouched(host_nnz, 256 + tokens, 256), -1);
+      const TwellPacked packed{shape, host_words.data() + guard * shape.slots(),
+                               reinterpret_cast<BF16*>(host_spill.data()) + guard * shape.tile,
+                               shape.max_spill_slots(), host_nnz.data() + 256};
+      for (int64_t row = 0; row < tokens; ++row) {
+        int64_t count = 0;
+        twell_for_each(packed, row, [&](int64_t column, float) {
+          EXPECT_TRUE(column >= 0 && column < ffn) << "row " << row << " column " << column;
+          ++count;
+        });
+        ASSERT_EQ(packed.row_nnz[row], count) << "row " << row;
+        ASSERT_GE(count, ffn / 3) << "row " << row;
+      }
+    }
+  }
 }
 
 TEST_P(GateGemmPackingTest, RefusesWhatItCannotDo) {

@@ -450,8 +450,9 @@ cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStre
   const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
   const int bytes = (once ? problem.rows : kMaxRows) * kPitch;
+  // The largest size for every call: contexts of other sizes may be launching at the same time.
   cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   }

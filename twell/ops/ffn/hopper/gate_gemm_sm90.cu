@@ -102,6 +102,7 @@ class PackedTile {
   __device__ __forceinline__ void advance(const PackTarget& out) {
     if (pairs_ == 0) return;
     if (next_ == Step::kCount) {
+      clear_outside(out);
       count();
       next_ = Step::kPlace;
       return;
@@ -159,6 +160,26 @@ class PackedTile {
  private:
   enum class Step { kCount, kPlace, kStore };
 
+  // TMA reads rows past the last token and past the last neuron as zeros, whose products with Inf
+  // or NaN are NaN. Such values must not be stored: they have no place in the output. Both branches
+  // are taken by whole warps, and by those of the last tiles alone.
+  __device__ __forceinline__ void clear_outside(const PackTarget& out) {
+    if (__any_sync(~0u, row_ + 8 >= out.tokens)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (row_ >= out.tokens) upper_[i] = 0;
+        if (row_ + 8 >= out.tokens) lower_[i] = 0;
+      }
+    }
+    const int columns = out.ffn - tile_ * kTileN;
+    if (columns < kTileN) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (8 * i >= columns) upper_[i] = lower_[i] = 0;
+      }
+    }
+  }
+
   __device__ __forceinline__ void count() {
     const NonzeroMask upper(upper_), lower(lower_);
     counts_ = upper.count() | lower.count() << 16;
@@ -214,8 +235,7 @@ class PackedTile {
     }
   }
 
-  // A group of pairs of both rows. Rows past the last token have no non-zeros, since the copy
-  // engine reads them as zeros.
+  // A group of pairs of both rows.
   template <int Group>
   __device__ __forceinline__ void store() {
     constexpr int kFirst = Group * kGroupPairs;
@@ -256,6 +276,8 @@ __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int ti
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pairs[j]) : "r"(from + j * 128) : "memory");
+    // Past the last neuron, as in PackedTile::clear_outside.
+    if (tile * kTileN + 64 * j + 2 * static_cast<int>(lane) >= out.ffn) pairs[j] = 0;
   }
   const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
   uint32_t* words = out.words + int64_t{slot} * out.slots;

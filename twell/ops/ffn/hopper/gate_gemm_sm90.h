@@ -40,6 +40,7 @@ struct PackTarget {
   uint32_t* spill;   // [M * tiles, 128] pairs of bf16
   int32_t* row_nnz;  // [M]
   int tokens;        // M
+  int ffn;           // F
   int tiles;
   int slots;  // words per tile
 };

@@ -721,10 +721,13 @@ class Kernel {
     constexpr int kEvery = kGatherers / 8;
     const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
     const uint32_t to = ring_ + row * kRowBytes + (piece ^ (row % 8)) * 16;
+    // In narrow layers the last CTAs of a cluster have no columns: k_begin_ is past the width.
+    if (chunks_ > 0) {
 #pragma unroll 1
-    for (int at = me; at < total_; at += kGatherers) {
-      bulk_prefetch(p_.up + int64_t{first_ + shared_.list[at]} * p_.width + k_begin_,
-                    min(p_.width - k_begin_, chunks_ * kChunk) * 2);
+      for (int at = me; at < total_; at += kGatherers) {
+        bulk_prefetch(p_.up + int64_t{first_ + shared_.list[at]} * p_.width + k_begin_,
+                      min(p_.width - k_begin_, chunks_ * kChunk) * 2);
+      }
     }
     const __nv_bfloat16* from[Rows / kEvery];
 #pragma unroll

@@ -432,15 +432,6 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
   }
 }
 
-constexpr int kClearThreads = 1024;
-
-__global__ void __launch_bounds__(kClearThreads) clear_kernel(int32_t* words, int64_t count) {
-  sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();
-  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
-  if (i < count) words[i] = 0;
-}
-
 }  // namespace
 
 cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
@@ -451,12 +442,13 @@ cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCud
   const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
   // Masks, what is below in them, lists' lengths; in the end tiles by size.
   const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
-  cudaError_t status =
-      cudaFuncSetAttribute(find_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The largest size for every call: contexts of other sizes may be launching at the same time.
+  constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
+  static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
+  cudaError_t status = cudaFuncSetAttribute(
+      find_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (status == cudaSuccess && gate.packed == nullptr) {
-    const auto clears = static_cast<unsigned>((progress_words - 1) / kClearThreads + 1);
-    status = sm90::launch_dependent(clear_kernel, dim3(clears), kClearThreads, 0, stream, progress,
-                                    progress_words);
+    status = cudaMemsetAsync(progress, 0, static_cast<size_t>(progress_words) * 4, stream);
   }
   if (status != cudaSuccess) return status;
   return sm90::launch_dependent(find_unions_kernel, dim3(plain_tiles * parts), kThreads, bytes,

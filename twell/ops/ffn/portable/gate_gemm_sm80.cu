@@ -200,8 +200,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 4
   for (int r = warp; r < kTileM; r += kWarps) {
     if (row + r >= params.tokens) break;
-    pack_row(params, *reinterpret_cast<const uint4*>(shared + r * kPackPitch + lane * 16), row + r,
-             tile);
+    // Rows of w past the last neuron are read as zeros, whose products with Inf or NaN are NaN.
+    const bool exists = tile * kTileN + lane * 8 < params.ffn;
+    const auto* values = reinterpret_cast<const uint4*>(shared + r * kPackPitch + lane * 16);
+    pack_row(params, exists ? *values : uint4{}, row + r, tile);
   }
 }
 
