@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward layer for 1 to 8 tokens, two kernels that run side by side.
+// Feed-forward layer for 1 to 8 tokens, as two kernels that run side by side.
 //
-// First kernel of the layer for up to 8 tokens: a CTA per multiprocessor makes the gate of up to 48
-// neurons, and h of those that fire. One warp brings rows of the first weight through the copy
-// engine into shared memory, which holds all of them: while the kernel in front still runs, where
-// weights are constant. Few rows are on their way at a time, since what others ask for would wait
-// behind more. Sixteen warps share out the width and multiply on mma.sync, weights as the 16-row
-// operand, x in registers; they leave their partial sums where their weights were, which are added
-// in a fixed order.
+// 1. row_gate_up: each SM's CTA computes the gate of up to 48 neurons and h of those that are
+// active. One warp loads rows of the first weight into shared memory with bulk copies, as early as
+// the predecessor still runs if the weights are constant. Only few rows are in flight at a time,
+// because requests of other CTAs queue behind them. Sixteen warps split the width and multiply on
+// mma.sync, weights as the 16-row operand, x in registers. They write partial sums over the weights
+// they have read, which are then added in a fixed order.
+// A sum does not depend on the order of its terms, so the eight values of a 16-byte piece need not
+// be at the k that the instruction assigns to them, as long as both operands agree.
 //
-// A product's sum does not depend on the order of its terms, so the eight values of a 16-byte piece
-// stand for whichever k the instruction thinks they are, the same ones in both operands.
-//
-// y = h w_down over the neurons that fired, for up to 8 tokens. A CTA makes 16 columns of y, so it
-// reads 32 bytes of each such neuron's row; the gate kernel has asked for the whole rows. Its eight
-// warps have an eighth of the neurons each and need not meet before the end: a warp lists those of
-// its own that fired, takes 16 of them at a time through a ring of its own, and multiplies on
-// mma.sync with columns as the 16-row operand and tokens as the 8-column one. The eight partial
-// results are added in a fixed order. What fires is known before h is, so that weights are there
-// when the kernel in front ends.
+// 2. row_down: y = h w_down over active neurons. A CTA computes 16 columns of y and so reads 32
+// bytes of each active neuron's row, which row_gate_up has prefetched into the L2. Each of its
+// eight warps takes an eighth of the neurons: it lists the active ones, loads 16 at a time through
+// its own ring buffer, and multiplies on mma.sync with columns as the 16-row operand and tokens as
+// the 8-column one. The eight partial results are added in a fixed order. Which neurons are active
+// is known before h is, so the weights are loaded by the time row_gate_up ends.
 #include "twell/ops/ffn/hopper/few_token_kernels.h"
 #include "twell/ops/ffn/hopper/fired_words_sm90.cuh"
 #include "twell/sm90/barrier.cuh"
@@ -34,15 +31,15 @@ using namespace sm90;
 namespace row_gate_up {
 namespace {
 
-// x of the gate kernel for up to 8 tokens: warps share out the
-// width, a segment at a time where it is wide, and keep theirs in registers as mma.sync wants it,
-// normalised if the layer begins with a norm.
+// x in the registers of the warps that multiply: each warp keeps its part of the width, one segment
+// at a time where rows are wide, in the layout of mma.sync, normalised if the layer begins with a
+// norm.
 
-constexpr int kWarps = 16;  // that multiply; one more loads
+constexpr int kWarps = 16;  // warps that multiply; one more loads
 constexpr int kMultipliers = 32 * kWarps;
 constexpr int kBlock = 32;  // values of a row that four lanes read at a time
-constexpr int kBlocks = 4;  // of a warp
-constexpr int kSegment = kWarps * kBlocks * kBlock;  // of the width
+constexpr int kBlocks = 4;  // blocks per warp
+constexpr int kSegment = kWarps * kBlocks * kBlock;  // columns per segment
 
 class Tokens {
  public:
@@ -53,14 +50,14 @@ class Tokens {
         segments_((problem.width + kSegment - 1) / kSegment) {}
 
   __device__ __forceinline__ int segments() const { return segments_; }
-  // This lane's first value of block b of a segment, may be past the width.
+  // First value of block b of a segment for this lane; may be past the width.
   __device__ __forceinline__ int k(int segment, int b) const {
     return segment * kSegment + (warp_ * kBlocks + b) * kBlock + lane_ % 4 * 8;
   }
-  // Eight values of token lane / 4, zeros past the tokens and the width.
+  // Eight values of token lane / 4; zeros past the tokens and the width.
   __device__ __forceinline__ const uint4& operator[](int b) const { return x_[b]; }
 
-  // Once; all warps that multiply.
+  // Called once by all warps that multiply.
   __device__ __forceinline__ void prepare(float (&squares)[kWarps][kRowTokens]) {
     if (segments_ == 1) load(0);
     if (p_.norm == nullptr) return;
@@ -80,7 +77,7 @@ class Tokens {
     inverse_ = rsqrtf(total / static_cast<float>(p_.width) + p_.eps);
     if (segments_ == 1) scale(0);
   }
-  // Several segments take turns in registers.
+  // Loads a segment into the registers, where several take turns.
   __device__ __forceinline__ void turn_to(int segment) {
     if (segments_ == 1) return;
     load(segment);
@@ -114,26 +111,25 @@ class Tokens {
   const RowGateUp& p_;
   const int warp_, lane_, segments_;
   uint4 x_[kBlocks];
-  float inverse_ = 0.0f;  // of the norm
+  float inverse_ = 0.0f;  // 1 / RMS of the token, for the norm
 };
 
-// Rows of the first weight in a CTA's shared memory: one warp
-// brings them through the copy engine; where they were, the warps that multiply leave their partial
-// sums.
+// Rows of the first weight in shared memory. One warp loads them; the warps that multiply then
+// write their partial sums over the rows they have read.
 
-constexpr int kGroup = 16;                   // rows of a product
-constexpr int kGroups = kMaxRows / kGroup;   // that a CTA keeps
-constexpr int kPitch = kSegment * 2 + 64;    // bytes; lanes of two rows read different banks
-constexpr int kPart = kBlocks * kBlock * 2;  // bytes of a row that a warp multiplies
-constexpr int kQuad = 4;                     // rows that are announced together
+constexpr int kGroup = 16;                   // rows per product
+constexpr int kGroups = kMaxRows / kGroup;   // row groups in shared memory
+constexpr int kPitch = kSegment * 2 + 64;    // bytes; lanes that read two rows hit different banks
+constexpr int kPart = kBlocks * kBlock * 2;  // bytes of a row that one warp multiplies
+constexpr int kQuad = 4;                     // rows that share a barrier
 constexpr int kQuads = kGroup / kQuad;
-constexpr int kOnTheirWay = 4;  // quads, 64 KiB
+constexpr int kOnTheirWay = 4;  // quads in flight, 64 KiB
 
 struct Shared {
   uint64_t full[kGroups][kQuads], empty[kGroups];
   uint16_t gate[kMaxRows][kRowTokens];  // bf16
-  uint8_t list[kWarps][kMaxRows];       // rows that fire, each warp's own copy
-  uint32_t fired[kMaxRows / kGroup];    // a byte per four rows
+  uint8_t list[kWarps][kMaxRows];       // active rows, one copy per warp
+  uint32_t fired[kMaxRows / kGroup];    // active rows, a byte per four rows
   float squares[kWarps][kRowTokens];
   int nnz;
 };
@@ -167,7 +163,7 @@ class Kernel {
       return;
     }
     wait_for_previous_kernel();
-    // Not before: launching a kernel would come before the end of the one in front.
+    // Trigger dependents only after griddepcontrol.wait; earlier would delay our own wait.
     if (warp_ == 0) allow_next_kernel();
     x_.prepare(shared_.squares);
     const int step = static_cast<int>(gridDim.x);
@@ -189,7 +185,8 @@ class Kernel {
   }
 
  private:
-  // A row group of a segment is an item; its slot is item % kGroups. Quads count on through items.
+  // An item is a row group of a segment, in slot item % kGroups. Quads are numbered on across
+  // items.
   __device__ __forceinline__ uint32_t full(int quad) const {
     return smem_address(&shared_.full[quad / kQuads % kGroups][quad % kQuads]);
   }
@@ -221,7 +218,7 @@ class Kernel {
       }
     }
   }
-  // Also rows that do not exist are announced.
+  // Barriers of rows past the end are completed too.
   __device__ __forceinline__ void load_quad(const __nv_bfloat16* from, int row, int rows,
                                             uint32_t bytes, int quad) const {
     const int before = quad - kOnTheirWay, here = max(min(rows - row, kQuad), 0);
@@ -234,12 +231,12 @@ class Kernel {
     }
   }
 
-  // A warp's partial sums stand in its part of a row: tokens of four neighbouring rows in different
+  // A warp's partial sums lie in its part of a row, those of four neighbouring rows in different
   // banks.
   __device__ __forceinline__ uint32_t sum_place(int place, int token) const {
     return ring_ + place * kPitch + place / 2 % 2 * 32 + token * 4;
   }
-  // Of the first `rows` rows of a product, to `place` and on.
+  // Writes the sums of the first `rows` rows of a product to `place` and on.
   __device__ __forceinline__ void leave_sums(const float (&acc)[4], int place, int rows) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -268,7 +265,7 @@ class Kernel {
     mma_16x8x16(acc, low.x, high.x, low.y, high.y, x.x, x.y);
     mma_16x8x16(acc, low.z, high.z, low.w, high.w, x.z, x.w);
   }
-  // The ring goes back to the copy engine.
+  // Hands the ring buffer back to the producer.
   __device__ __forceinline__ void release() {
     fence_async_shared();
     for (int row = 0, item = item_; row < rows_; row += kGroup) barrier_arrive(empty(--item));
@@ -285,7 +282,7 @@ class Kernel {
         const int item = item_++;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) barrier_wait(full(item * kQuads + i), phase(item));
-        // Past the last row it is read once more, which only reaches sums that nobody reads.
+        // Past the last row the last one is read again, which only affects sums that nobody reads.
         const int last = min(rows_ - group * kGroup, kGroup) - 1, row = lane_ / 4;
         const uint32_t part =
             ring_ + item % kGroups * (kGroup * kPitch) + warp_ * kPart + lane_ % 4 * 16;
@@ -294,7 +291,7 @@ class Kernel {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           if (x_.k(segment, b) - lane_ % 4 * 8 >= p_.width) break;  // the same for the warp
-          uint4 a{}, c{};  // what lies past the width was never loaded
+          uint4 a{}, c{};  // columns past the width were never loaded
           if (x_.k(segment, b) < p_.width) {
             a = load_shared16(low + b * (kBlock * 2));
             c = load_shared16(high + b * (kBlock * 2));
@@ -307,19 +304,19 @@ class Kernel {
     __syncwarp();
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      // This warp has read its part of the weights there.
+      // This warp has read its part of the weights, which its sums now overwrite.
       if (group * kGroup < rows_) leave_sums(acc[group], place(group), rows_ - group * kGroup);
     }
     named_barrier(1, kMultipliers);
     if (warp_ * 4 < rows_) finish_gate();
     named_barrier(1, kMultipliers);
   }
-  // Of the first row of a row group of the pass, after its products.
+  // Place of the first row of a row group of this pass, after its products.
   __device__ __forceinline__ int place(int group) const {
     const int groups = (rows_ + kGroup - 1) / kGroup;
     return (item_ - groups + group) % kGroups * kGroup;
   }
-  // Four rows of a warp. Those of w_up that fire are asked into the L2 while they are listed.
+  // Finishes four rows per warp, and prefetches rows of w_up of active neurons into the L2.
   __device__ __forceinline__ void finish_gate() {
     const int row = static_cast<int>(threadIdx.x) / 8, token = lane_ % 8;
     const int from = min(row, rows_ - 1);
@@ -346,13 +343,13 @@ class Kernel {
     }
   }
 
-  // Tells the next kernel which neurons fire, and lists them; returns how many.
+  // Publishes which neurons are active to the next kernel, and lists them; returns their number.
   __device__ __forceinline__ int list(int word) {
     uint64_t mask = 0;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       if (i * kGroup >= rows_) break;
-      uint32_t v = shared_.fired[i];  // of warps without rows: of nothing
+      uint32_t v = shared_.fired[i];  // of warps without rows: undefined and unused
       v = (v & 0xf) | (v >> 4 & 0xf0) | (v >> 8 & 0xf00) | (v >> 12 & 0xf000);
       mask |= uint64_t{v & ((1u << min(rows_ - i * kGroup, kGroup)) - 1)} << (kGroup * i);
     }
@@ -410,7 +407,7 @@ class Kernel {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) multiply(acc, a[b], c[b], b);
   }
-  // h of a neuron, a token each of eight lanes; `place`: of the sums.
+  // Stores h of a neuron, one token for each of eight lanes; `place`: of the sums.
   __device__ __forceinline__ void store(int position, int place) const {
     const int row = shared_.list[warp_][position], token = lane_ % 8;
     const uint32_t gate = shared_.gate[row][token];
@@ -419,7 +416,7 @@ class Kernel {
     p_.hidden.h[int64_t{first_ + row} * kRowTokens + token] =
         __float2bfloat16(gate == 0 ? 0.0f : h);
   }
-  // Rows of w_down that the next kernel reads, into the L2.
+  // Prefetches the rows of w_down that the next kernel reads into the L2.
   __device__ __forceinline__ void ask_ahead(int count) const {
     if (warp_ != kWarps - 1) return;
     for (int i = lane_; i < count; i += 32) bulk_prefetch(row_of(p_.down, i), p_.width * 2);
@@ -431,11 +428,11 @@ class Kernel {
   const int warp_, lane_;
   Tokens x_;
   int first_ = 0, rows_ = 0;  // of this pass
-  int item_ = 0;              // that comes next
+  int item_ = 0;              // the next item
 };
 
-// Registers: room beside these CTAs for those of the next kernel, so that it waits where it will
-// run.
+// The register limit leaves room for CTAs of the next kernel beside these, so that it can start
+// early.
 __global__ void __maxnreg__(96) row_gate_up_sm90_kernel(const __grid_constant__ RowGateUp problem) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ Shared shared;
@@ -450,7 +447,7 @@ cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStre
   const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
   const int bytes = (once ? problem.rows : kMaxRows) * kPitch;
-  // The largest size for every call: contexts of other sizes may be launching at the same time.
+  // The largest size at every call, because contexts with other sizes may launch at the same time.
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
   if (status == cudaSuccess) {
@@ -471,14 +468,14 @@ constexpr int kGroup = 16;  // neurons that a warp multiplies at a time
 constexpr int kStages = 4;
 constexpr int kWeightStage = kGroup * kColumns * 2;
 constexpr int kStage = kWeightStage + kGroup * kRowTokens * 2;
-constexpr int kWords = 20;  // of neurons that a warp lists at a time
+constexpr int kWords = 20;  // words of neurons that a warp lists at a time
 
 // Partial results in f32, [tokens, columns]; rows are padded against bank conflicts.
 constexpr int kPartialPitch = kColumns * 4 + 16;
 static_assert(kRowTokens * kPartialPitch <= kStages * kStage);
 
 struct Shared {
-  uint8_t ring[kWarps][kStages * kStage];  // then partial results
+  uint8_t ring[kWarps][kStages * kStage];  // later the partial results
   uint16_t list[kWarps][kWords * kMaxRows];
 };
 
@@ -504,12 +501,12 @@ class Kernel {
     const int share = (words + kWarps - 1) / kWarps, begin = min(warp_ * share, words),
               end = min(begin + share, words);
     const bool listed = list_early(begin, min(end - begin, kWords));
-    // All words, where each warp has listed all of its own.
+    // All words are read once every warp has listed its own.
     const bool read = share <= kWords && __syncthreads_and(listed) != 0;
     bool last = false;
     if (read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
     wait_for_previous_kernel();
-    // Four columns of a token are a thread's at the end.
+    // In the end a thread adds four columns of one token.
     const int token = static_cast<int>(threadIdx.x) / 4,
               column = column_ + static_cast<int>(threadIdx.x) % 4 * 4;
     const bool stores = token < p_.tokens && column < p_.width;
@@ -534,8 +531,8 @@ class Kernel {
   }
 
  private:
-  // Before the kernel in front has ended: what fires of some words, and the first weights. False:
-  // not known yet.
+  // Before the kernel in front has ended: reads some words and loads the first weights. False when
+  // the words are not published yet.
   __device__ __forceinline__ bool list_early(int word, int words) {
     uint64_t bits = kFiredKnown;
     if (lane_ < words) bits = await_fired<true>(p_.hidden.fired + word + lane_);
@@ -545,7 +542,7 @@ class Kernel {
     for (int i = 0; i < kStages; ++i) gather_weights(word * p_.word_neurons, i * kGroup, i);
     return true;
   }
-  // The neurons of each lane's word that fired, ascending.
+  // Lists the active neurons of each lane's word, ascending.
   __device__ __forceinline__ void list(uint64_t bits) {
     bits &= ~kFiredKnown;
     int at = __popcll(bits);
@@ -563,7 +560,8 @@ class Kernel {
     __syncwarp();
   }
 
-  // A stage gets neurons first .. first + 15 of the list, zeros past its end: their 16 columns,
+  // Loads into a stage the 16 columns of neurons first .. first + 15 of the list, zeros past its
+  // end,
   __device__ __forceinline__ void gather_weights(int base, int first, int stage) const {
     if (first >= count_) return;
     const int row = lane_ / 2, piece = lane_ % 2, at = column_ + piece * 8;
@@ -581,7 +579,8 @@ class Kernel {
     gather16(ring_ + stage * kStage + kWeightStage + swizzled<1>(lane_, 0), from, valid);
   }
 
-  // acc += of the listed neurons, `base` on; begun: the first weights have been asked for.
+  // acc += products of the listed neurons from `base` on; begun: the first weights are already in
+  // flight.
   __device__ __forceinline__ void multiply(float (&acc)[4], int base, bool begun) {
     const auto fill = [&](int first, int stage, bool weights) {
       if (weights) gather_weights(base, first, stage);
@@ -640,10 +639,10 @@ class Kernel {
   Shared& shared_;
   const int warp_, lane_, column_;
   const uint32_t ring_;
-  int count_ = 0;  // of the list
+  int count_ = 0;  // length of the list
 };
 
-// 48 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
+// With 48 registers its CTAs fit beside those of row_gate_up, so that it can start early.
 __global__ void __maxnreg__(48) row_down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   Kernel(problem, *reinterpret_cast<Shared*>(dynamic)).run();

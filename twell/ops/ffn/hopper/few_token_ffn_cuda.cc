@@ -12,7 +12,7 @@ namespace {
 
 static_assert(kMaxFewTokens == few_token::kSplitTokens);
 
-// Rows of a CTA for up to 8 tokens: a product takes 16 anyway.
+// Least rows of a CTA for up to 8 tokens: a product has 16 rows in any case.
 constexpr int kLeastRows = 16;
 
 }  // namespace
@@ -72,7 +72,7 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
                        .ffn = ffn,
                        .word_neurons = few_token::kWordNeurons};
   if (tokens <= few_token::kRowTokens) {
-    // As few rows at a time as keep all CTAs busy equally often.
+    // The fewest rows at a time that give all CTAs the same number of passes.
     const int ctas = ctx.multiprocessors(), passes = ceil_div(ffn, ctas * few_token::kMaxRows);
     const int rows = std::max(ceil_div(ffn, ctas * passes), kLeastRows);
     TWELL_CUDA_CHECK(
@@ -99,7 +99,7 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
     TWELL_CUDA_CHECK(few_token::count_gate_up_clusters_sm90(&at_once));
     TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
   }
-  // As few neurons at a time as keep all clusters busy equally often.
+  // The fewest neurons at a time that give all clusters the same number of passes.
   const int passes = ceil_div(ffn, at_once * few_token::kMaxNeurons);
   const int neurons = ceil_div(ceil_div(ffn, at_once * passes), 64) * 64;
   const few_token::SplitGateUp params{

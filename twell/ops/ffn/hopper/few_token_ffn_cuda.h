@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward layer for a few tokens (decoding), on the GPU, bf16 with f32 accumulation:
-//   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g fires, y = h w_down
+// Host side of decode rows (1 to 8 tokens) and small batches (9 to 64), bf16 with f32 accumulation:
+//   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g is active, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// and, on request, a residual added behind, and for up to 8 tokens the RMS norm of x in front.
-// With so few tokens the layer is bound by the weights it reads. This execution reads all of the
-// first weight, but of the others only the rows of neurons that fire for at least one token.
-// Exact on every input: when every neuron fires it reads what the dense layer reads. g is rounded
-// to bf16, h once after the product in f32. A NaN in the gate fires.
+// Optionally a residual is added, and for up to 8 tokens the RMS norm of x is computed in front.
+// Reading weights bounds the time of so few tokens: this execution reads the first weight whole,
+// and of the others the rows of neurons active for at least one token.
+// Exact on every input: with every neuron active it reads what the dense layer reads. g is rounded
+// to bf16; h is rounded once, after the product in f32. A NaN in the gate counts as active.
 // Deterministic. Never synchronises; can be captured in a CUDA graph.
 #pragma once
 
@@ -34,8 +34,8 @@ struct FewTokenFfnCuda {
   float eps = 1e-5f;                        // of the norm
   const __nv_bfloat16* residual = nullptr;  // [M, D], may be y, as may x; or null
   ActivityCuda* activity = nullptr;         // added to: tokens, nnz; may be null
-  // The first weight may be read while the kernel before this call still runs. Only for weights
-  // that nothing enqueued earlier on the stream writes.
+  // The first weight may be read while the predecessor of this call still runs. Only for weights
+  // that no earlier work on the stream writes.
   bool weights_are_constant = false;
 };
 
@@ -53,9 +53,9 @@ class FewTokenWorkspace {
   friend void few_token_ffn_cuda(CudaContext&, const FewTokenFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
-  DeviceBuffer<uint64_t> fired_;        // which neurons fire; 0 between calls
+  DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
-  int clusters_ = 0;                    // that the device runs at one time; 0: not asked yet
+  int clusters_ = 0;  // clusters that fit into the device at one time; 0: not asked yet
 };
 
 // Why the problem cannot run on this context's device; empty when it can.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gate GEMM for Hopper: x w_gate^T, whose tiles of 256 neurons are TwELL's
-// (paired_gemm_loop_sm90.cuh). Packing a tile is deferred, in steps, into the next tile's first
-// k-steps: its activations wait as bf16 pairs in 64 registers, so the integer work of packing runs
-// while the tensor cores are busy. Where less than half of the clusters would have a tile in the
-// last round, its tiles are cut in two, 64 tokens per CTA, of which each warpgroup then computes
-// half of the neurons.
+// The gate GEMM for Hopper, g = relu(x w_gate^T), with an epilogue that packs g into TwELL. The
+// GEMM's tiles of 256 neurons are TwELL's tiles (main loop: paired_gemm_loop_sm90.cuh).
+// Packing is deferred: a tile's activations wait as bf16 pairs in 64 registers and are packed in
+// steps between the next tile's first k-steps, so that its integer work runs while the tensor cores
+// are busy. Where less than half of the clusters would have a tile in the last round, each tile of
+// that round is cut in two, of 64 tokens per CTA, and each warpgroup computes half of the neurons.
 #include <algorithm>
 
 #include "twell/ops/ffn/hopper/gate_gemm_sm90.h"
@@ -16,21 +16,21 @@
 namespace twell::gate_gemm {
 namespace {
 
-// Packing one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
-// registers, in steps that hide behind the next tile's GEMM, or, where there is no next tile, by
-// way of shared memory. In registers the 256 columns of a row are spread over the 4 lanes of a
-// quad. Lane t of the quad writes its own non-zeros after those of lanes 0 .. t-1.
+// Packs one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
+// registers in steps behind the next tile's GEMM, or through shared memory where no tile follows.
+// In registers the 256 columns of a row are spread over the 4 lanes of a quad. Lane t of the quad
+// writes its non-zeros after those of lanes 0 .. t-1.
 
 using sm90::opaque;
 using sm90::relu_bf16x2;
 
-// A staged row of 256 bf16. Its 16-byte pieces are XORed with the row, so that neither writing nor
-// reading has bank conflicts.
+// Bytes of a row of 256 bf16 in shared memory. Its 16-byte pieces are XORed with the row, so that
+// neither writing nor reading has bank conflicts.
 constexpr uint32_t kStagedRowBytes = kTileN * 2;
-constexpr int kGroupPairs = 4;  // of each row, that a packing step stores
+constexpr int kGroupPairs = 4;  // pairs of each row that one packing step stores
 
-// Of a lane's 32 pairs of a row: which halves are not zero. Pair i's lower half is bit i % 16, its
-// upper half bit 16 + i % 16, of `first` for i < 16.
+// Which halves of a lane's 32 pairs of a row are not zero. The lower half of pair i is bit i % 16
+// and its upper half bit 16 + i % 16, of `first` for i < 16, else of `second`.
 struct NonzeroMask {
   uint32_t first, second;
 
@@ -51,8 +51,8 @@ struct NonzeroMask {
   }
 };
 
-// Stores `word` at base + at, and moves `at` on, if the half of `pair` it is made of is not zero.
-// Predicated, not branched: divergence would cost more than the few instructions it skips.
+// Stores `word` at base + at and advances `at`, if the half of `pair` that it is made of is not
+// zero. Predicated and not branched: divergence costs more than the few instructions it skips.
 template <bool UpperHalf>
 __device__ __forceinline__ void append(uint32_t* base, uint32_t& at, uint32_t pair, uint32_t word) {
   if constexpr (UpperHalf) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void append(uint32_t* base, uint32_t& at, uint32_t pa
 // The activations of a tile as bf16 pairs, between the end of its GEMM and their packing.
 class PackedTile {
  public:
-  // N columns.
+  // The tile has N columns.
   template <int N>
   __device__ __forceinline__ void take(const float (&acc)[128]) {
 #pragma unroll
@@ -88,9 +88,9 @@ class PackedTile {
     }
   }
 
-  // To be packed, 64 rows from first_row on and 256 columns, in up to 10 steps, each short enough
-  // to hide behind one k-step of the next tile: counting, finding places, then a step per group of
-  // pairs that is not all zeros.
+  // Starts packing 64 rows from first_row on and 256 columns, in up to 10 steps, each short enough
+  // to hide behind one k-step of the next tile: count, find places, then one step per group of
+  // pairs that are not all zeros.
   __device__ __forceinline__ void begin(int first_row, int tile_index) {
     row_ = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     tile_ = tile_index;
@@ -144,7 +144,8 @@ class PackedTile {
     }
   }
 
-  // To be packed by way of shared memory: N columns from N * part on of 64 staged rows.
+  // Writes N columns, from N * part on, of 64 rows to shared memory, from where pack_row packs
+  // them.
   template <int N>
   __device__ __forceinline__ void stage(uint32_t staged, int part) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -186,8 +187,8 @@ class PackedTile {
     lane_pairs_ = upper.pairs() | lower.pairs();
   }
 
-  // Writes rows' counts, finds this lane's places among the quad and which pairs any lane has
-  // something in, and spills rows that do not fit. Every lane of the warp calls it.
+  // Writes the rows' counts, finds this lane's places within the quad and the pairs in which any
+  // lane has a non-zero, and spills rows that overflow. Every lane of the warp calls it.
   __device__ __forceinline__ void place(const PackTarget& out) {
     const int lane_in_quad = threadIdx.x % 4;
     uint32_t through = counts_;  // inclusive prefix sums over the quad
@@ -221,8 +222,8 @@ class PackedTile {
     if (total > 0) atomicAdd(out.row_nnz + row, total);
   }
 
-  // A row that does not fit goes to its spill slot whole, zeros too; none of it is then left to be
-  // packed.
+  // Writes an overflowing row whole, zeros too, to its spill slot, and leaves nothing of it to
+  // pack.
   __device__ __forceinline__ static void spill(uint32_t (&pairs)[32], uint32_t* words,
                                                uint32_t slot, const PackTarget& out) {
     const int lane_in_quad = threadIdx.x % 4;
@@ -235,7 +236,7 @@ class PackedTile {
     }
   }
 
-  // A group of pairs of both rows.
+  // Stores a group of pairs of both rows.
   template <int Group>
   __device__ __forceinline__ void store() {
     constexpr int kFirst = Group * kGroupPairs;
@@ -248,26 +249,26 @@ class PackedTile {
     }
   }
 
-  // A pair whose first column mod 65536 is `column`, as words (value << 16 | column).
+  // Stores a pair, whose first column mod 65536 is `column`, as words (value << 16 | column).
   __device__ __forceinline__ void store_pair(uint32_t& at, uint32_t pair, uint32_t column) {
     append<false>(words_, at, pair, __byte_perm(pair, column, 0x1054));
     append<true>(words_, at, pair, __byte_perm(pair, column + 1, 0x3254));
   }
 
   // Pair i of a lane holds columns 8i + 2t and 8i + 2t + 1.
-  uint32_t upper_[32];            // row_
-  uint32_t lower_[32];            // row_ + 8
-  uint32_t counts_;               // this lane's of row_, and, shifted by 16, of row_ + 8
-  uint32_t* words_;               // of row_
-  uint32_t upper_at_, lower_at_;  // where this lane's next non-zeros go, in bytes behind words_
+  uint32_t upper_[32];  // of row row_
+  uint32_t lower_[32];  // of row row_ + 8
+  uint32_t counts_;     // this lane's non-zeros: bits 0-15 of row_, bits 16-31 of row_ + 8
+  uint32_t* words_;     // words of row_
+  uint32_t upper_at_, lower_at_;  // byte offset from words_ of this lane's next non-zero
   int row_;
   int tile_;
   Step next_;
-  uint32_t lane_pairs_;  // in which this lane has non-zeros
-  uint32_t pairs_ = 0;   // that are still to be packed, the same in all lanes
+  uint32_t lane_pairs_;  // pairs in which this lane has non-zeros
+  uint32_t pairs_ = 0;   // pairs still to be packed, the same in all lanes
 };
 
-// By a warp: row `row` of x, staged as row `r`, of the neurons of a tile, in column order.
+// A warp packs row `row` of the gate, staged as row `r`, of a tile of neurons, in column order.
 __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int tile,
                                          const PackTarget& out) {
   const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
@@ -276,7 +277,7 @@ __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int ti
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pairs[j]) : "r"(from + j * 128) : "memory");
-    // Past the last neuron, as in PackedTile::clear_outside.
+    // Neurons past the last one, see PackedTile::clear_outside.
     if (tile * kTileN + 64 * j + 2 * static_cast<int>(lane) >= out.ffn) pairs[j] = 0;
   }
   const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
@@ -324,14 +325,14 @@ using paired_gemm::multiply_step;
 using paired_gemm::Producer;
 using paired_gemm::Ring;
 
-// What a cluster computes at a time: a tile of 256 tokens by 256 neurons, or half of one.
+// What a cluster computes at a time: a tile of 256 tokens by 256 neurons, or half a tile.
 struct Unit {
   int row;  // first token of this CTA
   int n_tile;
   bool half;
 };
 
-// Units in the order the clusters take them: whole tiles, then halves.
+// Units in the order in which clusters take them: whole tiles, then halves.
 struct UnitOrder {
   paired_gemm::TileOrder tiles;
   int whole;
@@ -353,7 +354,8 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   Producer producer{ring, rank};
   for (int index = blockIdx.x / kCluster; index < order.count(); index += clusters) {
     if (index + clusters >= order.count()) {
-      // This is the last unit. What starts now may rely on what is cleared in front of this kernel.
+      // This is the last unit. Kernels that start from here on rely on row_nnz being cleared, which
+      // the kernel before this one does.
       sm90::wait_for_previous_kernel();
       sm90::allow_next_kernel();
     }
@@ -363,12 +365,13 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   }
 }
 
-// Of a CTA, for Params::packed. Consumers say what they have packed, and a thread of its own tells
-// the rest of the device: it, not they, waits until their stores have arrived there. Units are not
-// told of one by one, since anything more in the loop over k-steps costs whole percents.
+// Signals of a CTA about packed units, for Params::packed. Consumer warps arrive on a barrier per
+// phase, and one more thread waits for the barriers and publishes the phase to the device: so that
+// thread, and not the consumers, waits until the stores are visible. There is no signal per unit,
+// because any more work in the loop over k-steps costs percents of the kernel.
 struct PackedUnits {
-  // Before the last but one of the whole units; the last but one; the last; a half one. What a CTA
-  // does not have counts as packed with the phase before.
+  // Phases: all whole units but the last two, the last but one, the last, and a half unit. A unit
+  // that a CTA does not have counts as packed with the phase before.
   enum Phase { kEarlier, kLastButOne, kLastWhole, kHalf, kPhases };
   static constexpr uint32_t kBytes = kPhases * 8;
   uint32_t barriers;  // one per phase, used once
@@ -379,7 +382,7 @@ struct PackedUnits {
       sm90::barrier_init(barriers + phase * 8, kConsumers * 4);
     }
   }
-  // By each consumer warp.
+  // Every consumer warp calls it.
   __device__ __forceinline__ void arrive(Phase phase) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) sm90::barrier_arrive(barriers + phase * 8);
@@ -401,7 +404,7 @@ struct PackedUnits {
 
 constexpr uint32_t kSharedBytes = paired_gemm::kRingBytes + PackedUnits::kBytes;
 
-// A consumer warpgroup, across units.
+// State of a consumer warpgroup, kept across units.
 struct Consumer {
   const Params& params;
   const Ring& ring;
@@ -410,8 +413,8 @@ struct Consumer {
   sm90::RingCursor<kStages> cursor{};
   PackedTile pending;
 
-  // A unit of this warpgroup's: 64 tokens by N neurons. A whole one's warpgroups share the
-  // neurons, those of a half one the tokens.
+  // Computes 64 tokens by N neurons of a unit. The warpgroups of a whole unit take different
+  // tokens; those of a half unit take different neurons.
   template <int N>
   __device__ __forceinline__ void multiply(float (&acc)[128]) {
     using namespace sm90;
@@ -432,8 +435,8 @@ struct Consumer {
         previous = cursor.stage;
         cursor.advance();
       }
-      // Steps one k-step after another, or at once where a tile begins, cost more than they hide.
-      // At D = 2048 all 10 have room.
+      // Packing steps run in every other k-step from the third on: steps in consecutive k-steps, or
+      // from a tile's start, cost more than they hide. At D = 2048 all 10 steps fit.
       if ((k >= 3 && k % 2 == 1) || k >= params.k_steps) {
         const bool packing = !pending.done();
         pending.advance(params.out);
@@ -460,7 +463,7 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
       const Unit unit = order.locate(index, rank);
       consumer.pending.begin(unit.row + warpgroup * 64, unit.n_tile);
     }
-    // The units before this one are packed.
+    // All units before this one are packed by now.
     if (index + clusters >= order.whole) {
       units.arrive(PackedUnits::kLastButOne);
     } else if (index + 2 * clusters >= order.whole) {
@@ -468,8 +471,8 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
     }
     wait_for_previous_kernel();  // row_nnz is cleared
   }
-  // At most one half unit. The last unit is packed by way of the ring, which nothing writes any
-  // more.
+  // A CTA has at most one half unit. Its last unit is packed through the ring's memory, which
+  // nothing writes any more.
   const bool half = index < order.count();
   if (half) {
     consumer.multiply<kTileN / 2>(acc);
@@ -493,8 +496,8 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
   units.arrive(half ? PackedUnits::kHalf : PackedUnits::kLastWhole);
 }
 
-// Launched as dependent on a kernel that clears row_nnz, and that only began once all before it was
-// complete. So row_nnz is all that has to be waited for.
+// Launched as a dependent of the kernel that clears row_nnz, which itself starts only after
+// everything before it is complete. So the cleared row_nnz is all this kernel waits for.
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace sm90;
@@ -511,7 +514,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   if (params.condition != nullptr && *params.condition == 0) {
-    wait_for_previous_kernel();  // a kernel behind this one relies on it being over
+    wait_for_previous_kernel();  // our successor waits only for us, so we must outlive our
+                                 // predecessor
     return;
   }
   paired_gemm::run_roles([&] { produce(params, ring, rank); },
@@ -521,7 +525,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
 constexpr int kClearThreads = 1024;
 
-// Lets the GEMM start once all that came before is complete, and while it clears.
+// Clears row_nnz and the progress words. The GEMM may start while this kernel runs, but not before
+// all earlier work is complete.
 __global__ void __launch_bounds__(kClearThreads)
     clear_rows_kernel(int32_t* row_nnz, int rows, int32_t* progress, int64_t progress_words) {
   sm90::wait_for_previous_kernel();

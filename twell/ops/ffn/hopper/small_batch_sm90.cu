@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward layer for 9 to 64 tokens, two kernels that run side by side.
+// Feed-forward layer for 9 to 64 tokens, as two kernels that run side by side.
 //
-// First kernel of the layer for 9 to 64 tokens: a cluster of four CTAs makes the gate of up to
-// 192 neurons, and h of those that fire. Each CTA has a quarter of the width, of which it keeps
-// its slice of x in shared memory for both products; tokens are the 64-row operand of WGMMA.
-//   gate: the rows of the first weight through the copy engine, in a ring; partial sums to the CTA
-//         that has their tokens; which neurons fire to all four
-//   up:   the slices of the rows of w_up that fire, gathered into the same ring; partial sums as
+// 1. gate_up: a cluster of four CTAs computes the gate of up to 192 neurons and h of the active
+// ones. Each CTA has a quarter of the width and keeps its slice of x in shared memory for both
+// products; tokens are the 64-row operand of WGMMA.
+//   gate: TMA loads rows of the first weight into a ring buffer; partial sums go to the CTA that
+//         owns their tokens; the set of active neurons goes to all four CTAs
+//   up:   slices of active rows of w_up are gathered into the same ring buffer; partial sums as
 //         before; h = gate * up
-// Rows of w_down of neurons that fire are asked into the L2 for the next kernel. A launch runs its
-// code once, so that fetching it counts: loops are not unrolled where nothing is gained.
+// Rows of w_down of active neurons are prefetched into the L2 for the next kernel. Each launch runs
+// its code once, so instruction fetches count: loops are not unrolled where nothing is gained.
 //
-// y = h w_down over the neurons that fired, for 9 to 64 tokens. A cluster of four CTAs makes 64
-// columns of y: each takes a quarter of those neurons, gathers 128 bytes of each one's row and its
-// row of h into a ring, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
-// 16 tokens. The gate kernel has asked for the rows, so they are in the L2. What fires is known,
-// and announced, before h is, so weights that there is room for are there when the gate kernel
-// ends.
+// 2. split_down: y = h w_down over active neurons. A cluster of four CTAs computes 64 columns of y:
+// each CTA takes a quarter of the active neurons, gathers 128 bytes of each one's row and its row
+// of h into a ring buffer, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
+// 16 tokens. Which neurons are active is published before h is ready, so the weights are loaded by
+// the time gate_up ends.
 #include <algorithm>
 
 #include "twell/base/rounding.h"
@@ -35,28 +34,28 @@ using namespace sm90;
 
 namespace {
 
-// Four CTAs share out the terms of a product of 64 tokens, and then its tokens: each adds up the
-// partial sums of 16 of them, in the CTAs' order. A warp's accumulators hold just the 16 tokens
-// that one of the CTAs adds up, so they go there as they are, through distributed shared memory:
-// [from CTA][block of 8 columns][lane] float4.
+// Reduction over a cluster. Each of four CTAs computes a part of the terms of a product of 64
+// tokens, and then adds up the partial sums of 16 tokens, in the order of the CTAs. A warp's
+// accumulators hold exactly the 16 tokens that one CTA adds up, so they are sent there as they are,
+// through distributed shared memory: [from CTA][block of 8 columns][lane] float4.
 
 constexpr int kSplit = 4;         // CTAs of a cluster
-constexpr int kBlockBytes = 512;  // what a warp sends of 8 columns
+constexpr int kBlockBytes = 512;  // bytes that a warp sends for 8 columns
 template <int Columns>
-constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // that a CTA gets
+constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // bytes that a CTA receives
 
-// CTAs tell each other when sums may come, on barriers of kSplit arrivals at the same place in all
-// of them. By the first warp, once its warpgroup is done with what lies there. Not by the cluster's
-// own barrier: while warps have work between arriving there and waiting, compute-sanitizer's tools
-// do not get on.
+// Signals to all CTAs of the cluster that their sums may be written here, on barriers of kSplit
+// arrivals at the same address in all of them. The first warp calls it once its warpgroup no longer
+// uses that memory. The cluster's own barrier does not serve: compute-sanitizer hangs while warps
+// work between arriving at it and waiting.
 __device__ __forceinline__ void tell_room(const uint64_t* barrier) {
   if (threadIdx.x < kSplit) {
     sm90::barrier_arrive_cluster(sm90::smem_address(barrier), threadIdx.x);
   }
 }
 
-// Sends blocks of 8 columns of a warp, if it `sends` any, to `place` in another CTA;
-// place and barrier are remote addresses.
+// Sends blocks of 8 columns of a warp, if it `sends` any, to `place` in another CTA. place and
+// barrier are remote addresses.
 template <int Block, int End, int Registers>
 __device__ __forceinline__ void send_blocks(const float (&acc)[Registers], uint32_t place,
                                             uint32_t barrier, bool sends) {
@@ -67,11 +66,11 @@ __device__ __forceinline__ void send_blocks(const float (&acc)[Registers], uint3
     send_blocks<Block + 1, End>(acc, place, barrier, sends);
   }
 }
-// Where a warp's lane has its part of what comes from CTA `rank`.
+// Address of this lane's part of the sums from CTA `rank`.
 __device__ __forceinline__ uint32_t sums_place(uint32_t place, int rank, int blocks) {
   return place + static_cast<uint32_t>(rank * blocks) * kBlockBytes + threadIdx.x % 32 * 16;
 }
-// Sends a warp's Columns columns to CTA `to`, to `place` there.
+// Sends a warp's `Columns` columns to `place` in CTA `to`.
 template <int Columns, int Registers>
 __device__ __forceinline__ void send_sums(const float (&acc)[Registers], uint32_t place,
                                           uint32_t barrier, int rank, int to, bool sends = true) {
@@ -87,8 +86,8 @@ __device__ __forceinline__ float4 load_sums(uint32_t place) {
                : "memory");
   return v;
 }
-// Of a block of 8 columns; `stride` is kSentBytes / kSplit of what was sent. Lane 4g + t gets
-// {x, y}: token g, columns 2t, 2t + 1; {z, w}: token g + 8.
+// Sum over the CTAs for a block of 8 columns; `stride` is kSentBytes / kSplit. Lane 4g + t gets {x,
+// y}: token g, columns 2t, 2t + 1; {z, w}: the same of token g + 8.
 __device__ __forceinline__ float4 add_sums(uint32_t place, int block, uint32_t stride) {
   float4 sum{};
 #pragma unroll
@@ -107,21 +106,20 @@ __device__ __forceinline__ float4 add_sums(uint32_t place, int block, uint32_t s
 namespace gate_up {
 namespace {
 
-// What a CTA of the gate kernel has for both of its products: shared
-// memory, barriers, its place in the cluster, its slice of x.
+// Shared memory of a CTA of gate_up.
 
 constexpr int kChunk = 64;              // values of k per stage
 constexpr int kRowBytes = kChunk * 2;   // of a stage
-constexpr int kHalf = kMaxNeurons / 2;  // neurons of a stage of the gate's ring
+constexpr int kHalf = kMaxNeurons / 2;  // neurons per stage of the gate's ring buffer
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
 constexpr int kRing = 80 * 1024;
-constexpr int kXChunks = 8;                        // of a CTA's slice that are there at once
-constexpr int kFewRows = 80;                       // gathered at once
-constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of them; sums behind
+constexpr int kXChunks = 8;                        // chunks of x that fit at once
+constexpr int kFewRows = 80;                       // rows of w_up gathered at once
+constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of these rows; sums lie behind
 constexpr int kXChunk = kSplitTokens * kRowBytes;  // bytes
-constexpr int kBarriers = 8;                       // stages that can be told apart
-constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes, of a token
+constexpr int kBarriers = 8;  // barriers per kind; stages are told apart modulo this
+constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes per token
 constexpr int kWords = kMaxNeurons / 32;
 constexpr int kGatherers = 128;
 static_assert(kGateStages * kGateStage <= kRing && kGateStages <= kBarriers);
@@ -129,21 +127,22 @@ static_assert(kSentBytes<kMaxNeurons> <= kRing && 4 * kGateStage <= kRing);
 static_assert(kFewRows * kRowBytes * kXChunks <= kRing && kSentBytes<kFewRows> <= kRing);
 static_assert(kApart + kSentBytes<64> <= kRing);
 
-constexpr int kThreads = 128 + kGatherers;  // a warpgroup multiplies
+constexpr int kThreads = 128 + kGatherers;  // one warpgroup multiplies, the other gathers
 constexpr int kWarps = kThreads / 32;
 constexpr int kX = kRing;                       // [chunks, 64 tokens, 64]
 constexpr int kGate = kX + kXChunks * kXChunk;  // [16 tokens, neurons]
 constexpr int kBytes = kGate + 16 * kGatePitch;
 
 struct Barriers {
-  uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring
+  uint64_t full[kBarriers], empty[kBarriers];         // of the gate's ring buffer
   uint64_t gathered[kBarriers], released[kBarriers];  // of rows of w_up
   uint64_t x[kXChunks];
-  uint64_t room[2];             // for sums of each half of the gate, in all CTAs
-  uint64_t gate[2], fired, up;  // sent by the cluster
+  uint64_t room[2];             // room for sums of each half of the gate, in all CTAs
+  uint64_t gate[2], fired, up;  // data sent by the cluster
 };
 
-// Bit 2t + i: some token g fires for column 2t + i of a block; ballots of lanes 4g + t, by i.
+// Bit 2t + i says whether column 2t + i of a block is active for any token g; the arguments are
+// ballots of lanes 4g + t, for i = 0 and 1.
 __device__ __forceinline__ uint32_t columns_fired(uint32_t even, uint32_t odd) {
   uint32_t both = 0;
 #pragma unroll
@@ -162,12 +161,12 @@ class Kernel {
  public:
   struct Shared {
     Barriers barriers;
-    uint32_t own[kWords];                       // neurons that fire for this CTA's tokens
-    uint4 fired[kWords];                        // by CTA
-    uint16_t list[kMaxNeurons];                 // those that fire at all, ascending
+    uint32_t own[kWords];                       // neurons active for this CTA's tokens
+    uint4 fired[kWords];                        // the same by CTA
+    uint16_t list[kMaxNeurons];                 // neurons active for any token, ascending
     __align__(16) uint16_t out[kWarps][8][16];  // [neuron, token]
     int nnz;
-    int released;  // the kernel in front has ended
+    int released;  // whether the kernel in front has ended
   };
 
   __device__ __forceinline__ Kernel(const SplitGateUp& params, Shared& shared, uint8_t* memory)
@@ -191,7 +190,7 @@ class Kernel {
     if (warp_ != kProducer) wait_for_previous_kernel();
     if (warp_ == 0) {
       set_released();
-      // Not before: launching a kernel would come before the end of the one in front.
+      // Trigger dependents only after griddepcontrol.wait; earlier would delay our own wait.
       allow_next_kernel();
     }
     const int clusters = static_cast<int>(gridDim.x) / kSplit;
@@ -205,7 +204,7 @@ class Kernel {
       } else {
         publish();
       }
-      fence_async_shared();  // the ring goes back to the copy engine
+      fence_async_shared();  // the ring buffer goes back to TMA
       if (pass + clusters < passes) __syncthreads();
       first_pass_ = false;
     }
@@ -242,14 +241,14 @@ class Kernel {
       shared_.released = 0;
     }
   }
-  // The cluster's barriers are there.
+  // Waits until all barriers of the cluster are initialised.
   __device__ __forceinline__ void meet() {
     __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();
   }
 
-  // Adds what fired to the statistics.
+  // Adds the active neurons of this CTA to the layer's counts.
   __device__ __forceinline__ void count() {
     if (p_.activity == nullptr) return;
     if (lane_ == 0 && nnz_ > 0) atomicAdd(&shared_.nnz, nnz_);
@@ -263,10 +262,10 @@ class Kernel {
     }
   }
 
-  static constexpr int kProducer = 4;  // warp
+  static constexpr int kProducer = 4;  // the warp that loads
 
   __device__ __forceinline__ bool multiplies() const { return warp_ < kProducer; }
-  // Whether there are tokens that this CTA adds up.
+  // Whether this CTA adds up any tokens.
   __device__ __forceinline__ bool adds() const { return p_.tokens > rank_ * 16; }
   __device__ __forceinline__ uint32_t x_place(int index) const {
     return ring_ + kX + index % kXChunks * kXChunk;
@@ -274,8 +273,8 @@ class Kernel {
   __device__ __forceinline__ uint32_t barrier(const uint64_t* of, int index) const {
     return smem_address(of) + index % kBarriers * 8;
   }
-  // Chunks are taken from another one on in each cluster, so that not all read the same of x at
-  // one time.
+  // Each cluster starts at a different chunk, so that they do not all read the same part of x at
+  // the same time.
   __device__ __forceinline__ int chunk_k(int c) const {
     int at = c + turn_;
     if (at >= chunks_) at -= chunks_;
@@ -287,7 +286,7 @@ class Kernel {
     return ring_ + kGate + token * kGatePitch;
   }
 
-  // Kept by warp 0, for the warp that loads.
+  // Kept up to date by warp 0, for the warp that loads.
   __device__ __forceinline__ void set_released() {
     if (lane_ == 0) *static_cast<volatile int*>(&shared_.released) = 1;
   }
@@ -295,7 +294,7 @@ class Kernel {
     return *static_cast<volatile int*>(&shared_.released) != 0;
   }
 
-  // A warp. The slots of x that are filled are free: their last use lies kXChunks chunks back.
+  // Called by a warp. The slots of x that it fills are free: their last use is kXChunks chunks ago.
   __device__ __forceinline__ void load_x(int c) {
     if (!elect_one()) return;
     const uint32_t full = barrier(shared_.barriers.x, x_step_ + c);
@@ -303,10 +302,10 @@ class Kernel {
     tensor_load(x_place(x_step_ + c), &q_.map_x, chunk_k(c), 0, full);
   }
 
-  // The gate's products of a CTA: its slice of the first weight's rows through the copy engine, in
-  // a ring whose stages are a chunk of half of the neurons each.
+  // --- Gate products: TMA loads this CTA's slice of rows of the first weight into a ring buffer
+  // whose stages are one chunk of half of the neurons each.
 
-  // The warp that loads: the first stages of weights that are constant, before the CTAs meet.
+  // The warp that loads issues the first stages, if the weights are constant, before the CTAs meet.
   __device__ __forceinline__ void begin() {
     if (warp_ != kProducer || !p_.early_weights) return;
     first_ = static_cast<int>(blockIdx.x) / kSplit * q_.neurons;
@@ -315,8 +314,7 @@ class Kernel {
     for (int i = 0; i < begun_; ++i) load_first(i);
   }
 
-  // Stages on their way, while the kernel in front still runs: what it asks for would wait behind
-  // more.
+  // Stages in flight while the kernel in front still runs. More would delay its loads.
   static constexpr int kOnTheirWay = 2;
   static constexpr int kTail = 2;
 
@@ -346,7 +344,7 @@ class Kernel {
     }
   }
 
-  // halves[i] += x times that half of the pass's neurons, of all chunks but the tail.
+  // halves[i] += x times that half of the pass's neurons, over all chunks but the last two.
   __device__ __forceinline__ void multiply_head(float (&halves)[2][kHalf / 2]) {
     int step = step_;
 #pragma unroll 1
@@ -364,8 +362,8 @@ class Kernel {
     wgmma_wait<0>();
     if (head() > 0) release(step - 1);
   }
-  // The last two chunks are taken by one half of the neurons after the other. Leaves products on
-  // their way.
+  // Multiplies the last two chunks, one half of the neurons after the other. Products are still in
+  // flight on return.
   __device__ __forceinline__ void multiply_tail(float (&sums)[kHalf / 2], int half) {
     int step = step_ + 2 * head() + half * (chunks_ - head());
 #pragma unroll 1
@@ -381,7 +379,7 @@ class Kernel {
   }
 
   __device__ __forceinline__ int head() const { return max(chunks_ - kTail, 0); }
-  // Of load i of a pass; the last six loads have slots 0 to 5 of the ring.
+  // Load i of a pass; the last six loads have slots 0 to 5 of the ring buffer.
   __device__ __forceinline__ uint32_t stage_place(int i) const {
     const int slot0 = (kGateStages - 2 * chunks_ % kGateStages) % kGateStages;
     return ring_ + (slot0 + i) % kGateStages * kGateStage;
@@ -410,15 +408,16 @@ class Kernel {
     if (threadIdx.x == 0) barrier_arrive(barrier(shared_.barriers.empty, step));
   }
 
-  // The gate of a cluster's neurons: partial sums to the CTA that has their tokens, and the list of
-  // neurons that fire for one of the cluster's tokens.
+  // --- Gate: sends partial sums to the CTA that owns their tokens, and lists the neurons active
+  // for any of the cluster's tokens.
 
-  // Sums of a half of the neurons travel while the other half's last products are made, to slots of
-  // the ring that are free by then. The warps that do not multiply finish the first half.
+  // The sums of one half of the neurons are sent while the last products of the other half run,
+  // into slots of the ring buffer that are free by then. Warps that do not multiply finish the
+  // first half.
   __device__ __forceinline__ void gate() {
     static_assert(kHalfSent == 2 * kGateStage);
     const uint32_t sent = smem_address(shared_.barriers.gate);  // and the second half's behind it
-    const int blocks = adds() ? q_.neurons / 16 : 0;            // of a half, to add up here
+    const int blocks = adds() ? q_.neurons / 16 : 0;  // blocks of a half that this CTA adds up
     if (threadIdx.x == 0) {
       barrier_arrive_expect(sent, adds() ? kHalfSent : 0);
       barrier_arrive_expect(sent + 8, adds() ? kHalfSent : 0);
@@ -429,10 +428,10 @@ class Kernel {
       for (int i = 0; i < kHalf; ++i) sums[i % 2][i / 2] = 0.0f;
       const uint64_t* room = shared_.barriers.room;
       multiply_head(sums);
-      tell_room(room);  // slots 0 and 1 are free,
+      tell_room(room);  // slots 0 and 1 are free
       multiply_tail(sums[0], 0);
       wgmma_wait<0>();
-      tell_room(room + 1);  // and 2 and 3
+      tell_room(room + 1);  // slots 2 and 3 are free
       multiply_tail(sums[1], 1);
       barrier_wait(smem_address(room), gate_phase_);
       send_sums<kHalf>(sums[0], ring_, sent, rank_, warp_, sends_);
@@ -448,7 +447,7 @@ class Kernel {
 #pragma unroll 1
     for (int half = multiplies() ? 1 : 0; half < 2; ++half) {
       barrier_wait(sent + half * 8, gate_phase_);
-      const int idle = half == 0 ? kProducer : 0;  // warps
+      const int idle = half == 0 ? kProducer : 0;  // first warp that takes part
 #pragma unroll 1
       for (int b = warp_ - idle; b < blocks; b += kWarps - idle) {
         const int block = half * blocks + b;
@@ -462,7 +461,7 @@ class Kernel {
     gate_phase_ ^= 1;
   }
 
-  // Tells the next kernel which neurons fire. For the warps that do not multiply.
+  // Publishes the active neurons to the next kernel. Called by the warps that do not multiply.
   __device__ __forceinline__ void publish() const {
     const int word = static_cast<int>(threadIdx.x) - 128;
     if (rank_ != 0 || word < 0 || word * 32 >= min(q_.neurons, p_.ffn - first_)) return;
@@ -470,7 +469,7 @@ class Kernel {
     store_fired(p_.hidden.fired + first_ / 32 + word, by_cta.x | by_cta.y | by_cta.z | by_cta.w);
   }
 
-  // Tells the cluster which neurons fire, and lists those that do for one of its tokens.
+  // Sends the active neurons to the cluster, and lists those active for any of its tokens.
   __device__ __forceinline__ void list() {
     const int thread = static_cast<int>(threadIdx.x);
     const uint32_t sent = smem_address(&shared_.barriers.fired);
@@ -513,7 +512,7 @@ class Kernel {
     if (!keep_x_) x_step_ += chunks_;
   }
 
-  // A block of 8 neurons and 16 tokens. Which of them fire, by bits; every lane has them.
+  // Finishes a block of 8 neurons and 16 tokens. Returns the active neurons as bits, to every lane.
   __device__ __forceinline__ uint32_t finish_gate(int block, const float4& sum) {
     const int token = rank_ * 16 + lane_ / 4;
     const bool exists = first_ + block * 8 + lane_ % 4 * 2 < p_.ffn;
@@ -534,13 +533,13 @@ class Kernel {
     return fired;
   }
 
-  // The row of w_up into the L2.
+  // Prefetches the row of w_up into the L2.
   __device__ __forceinline__ void ask_for_up(int neuron) const {
     bulk_prefetch(p_.up + int64_t{first_ + neuron} * p_.width, p_.width * 2);
   }
 
-  // h of a cluster's neurons that fire: their rows of w_up gathered, partial sums to the CTA that
-  // has their tokens, times the gate.
+  // --- Up: gathers rows of w_up of active neurons, sends partial sums to the CTA that owns their
+  // tokens, multiplies by the gate.
 
   __device__ __forceinline__ void hidden() {
     if (p_.up == nullptr) {
@@ -557,9 +556,9 @@ class Kernel {
     }
   }
 
-  // All rows are gathered, then multiplied. One piece of code, whether there are up to 64 or more:
-  // what few clusters run would have to be fetched by them. Columns past the rows are whatever
-  // lies there, and are not used.
+  // Gathers all rows, then multiplies. The same code serves up to 64 rows and more, because few
+  // clusters run the larger case and would have to fetch its instructions. Columns past the rows
+  // hold undefined values that are not used.
   __device__ __forceinline__ void up_few() {
     const bool more = total_ > 64;
     const int blocks = more ? kFewRows / 8 : 8, chunk_bytes = blocks * 8 * kRowBytes;
@@ -572,17 +571,17 @@ class Kernel {
     for (int i = 0; i < kFewRows / 2; ++i) sums[i] = 0.0f;
     barrier_wait(barrier(shared_.barriers.gathered, up_step_), phase(up_step_));
     fence_async_shared();
-    if (!multiplies()) ask_for_down();  // not before: the rows of w_up would wait behind
-    // Two warpgroups take turns.
+    if (!multiplies()) ask_for_down();  // only now, so that the rows of w_up do not queue behind
+    // The two warpgroups multiply alternate chunks.
     const int groups = chunks_ >= 6 ? 2 : 1, group = multiplies() ? 0 : 1;
     if (group < groups) multiply_few(sums, chunk_bytes, group, groups);
     if (groups == 2) add_second(sums, chunk_bytes, group);
     if (threadIdx.x == 0) barrier_arrive(barrier(shared_.barriers.released, up_step_));
     ++up_step_;
-    if (more) {  // otherwise there is room for sums beside the rows
+    if (more) {  // otherwise the sums fit beside the rows
       __syncwarp();
       cluster_arrive_relaxed();
-      cluster_wait();  // nobody needs its rows any more
+      cluster_wait();  // no CTA needs its rows any more
     }
     const uint32_t place = ring_ + (more ? 0 : kApart);
     if (sends_) {
@@ -609,8 +608,8 @@ class Kernel {
     }
     wgmma_wait<0>();
   }
-  // The second group's sums, by way of where its own rows, those of odd chunks, have been: four
-  // blocks of columns a chunk.
+  // Adds the second warpgroup's sums, which it passes through the memory of its rows (odd chunks):
+  // four blocks of columns per chunk.
   __device__ __forceinline__ void add_second(float (&sums)[kFewRows / 2], int chunk_bytes,
                                              int group) {
     const uint32_t place = ring_ + warp_ % 4 * kBlockBytes + lane_ * 16;
@@ -639,7 +638,7 @@ class Kernel {
     }
   }
 
-  // More rows, or wider slices: chunks of them go through a ring.
+  // For more rows or wider slices: chunks of them pass a ring buffer.
   template <int Rows, int Stages>
   __device__ __forceinline__ void up() {
     static_assert(Stages * Rows * kRowBytes <= kRing && Stages <= kBarriers);
@@ -650,7 +649,8 @@ class Kernel {
       multiply_gathered<Rows, Stages>(acc);
     } else {
       gather_chunks<Rows, Stages>();
-      // Not before the rows of w_up are there: they would wait behind.
+      // Prefetches w_down only when the rows of w_up have arrived, so that these do not queue
+      // behind.
       const int last = up_step_ + chunks_ - 1;
       if (chunks_ > 0) barrier_wait(barrier(shared_.barriers.gathered, last), phase(last));
       ask_for_down();
@@ -697,8 +697,8 @@ class Kernel {
     if (chunks_ > 0 && threadIdx.x == 0) barrier_arrive(barrier(empty, step + chunks_ - 1));
   }
 
-  // This CTA's slices of the rows that fire, in chunks of `rows` rows: row by row, which memory
-  // likes best.
+  // Gathers this CTA's slices of active rows in chunks of `rows` rows, row by row, the order in
+  // which memory is fastest.
   __device__ __forceinline__ void gather(int rows) {
     static_assert(kFewRows <= 32 * kWarps);
     const int at = lane_ * kWarps + warp_, mine = at < total_ ? shared_.list[at] : 0;
@@ -715,7 +715,7 @@ class Kernel {
     }
     gather_arrive(barrier(shared_.barriers.gathered, up_step_));
   }
-  // A thread has a 16-byte piece of every 16th row.
+  // Each thread gathers a 16-byte piece of every 16th row.
   template <int Rows, int Stages>
   __device__ __forceinline__ void gather_chunks() {
     constexpr int kEvery = kGatherers / 8;
@@ -747,7 +747,8 @@ class Kernel {
       const int k = chunk_k(c) + piece * 8;
 #pragma unroll
       for (int i = 0; i < Rows / kEvery; ++i) {
-        if (from[i] != nullptr) {  // what stays there otherwise only reaches that row's own sums
+        if (from[i] !=
+            nullptr) {  // undefined values otherwise; they only affect that row's own sums
           gather16(to + stage * (Rows * kRowBytes) + i * kEvery * kRowBytes,
                    k < p_.width ? from[i] + k : p_.up, k < p_.width);
         }
@@ -756,7 +757,7 @@ class Kernel {
       stage = stage + 1 == Stages ? 0 : stage + 1;
     }
   }
-  // Asks for the rows of w_down, and tells the next kernel of them.
+  // Prefetches the rows of w_down, and publishes them to the next kernel.
   __device__ __forceinline__ void ask_for_down() {
     const int at = (static_cast<int>(threadIdx.x) - 128) * kSplit + rank_;
     if (at < total_) {
@@ -765,7 +766,7 @@ class Kernel {
     publish();
   }
 
-  // h of neurons that fire and this CTA's tokens; sums: 0 without a gate.
+  // Computes h of active neurons for this CTA's tokens. sums: 0 without a gate.
   __device__ __forceinline__ void finish(uint32_t sums, int sent_bytes) {
     if (!adds()) return;
 #pragma unroll 1
@@ -807,14 +808,14 @@ class Kernel {
   const uint32_t ring_;
   const int warp_, lane_, rank_, k_begin_, chunks_;
   const int turn_;
-  const bool keep_x_;  // all of the slice is there at once
+  const bool keep_x_;  // the whole slice fits at once
   const bool sends_;
-  int first_ = 0;               // neuron of this pass
-  int total_ = 0;               // neurons of it that fire
-  int step_ = 0, up_step_ = 0;  // stages of the rings before this pass
-  int x_step_ = 0;              // chunks of x before this product; 0 where they stay
+  int first_ = 0;               // first neuron of this pass
+  int total_ = 0;               // active neurons of this pass
+  int step_ = 0, up_step_ = 0;  // ring buffer stages used before this pass
+  int x_step_ = 0;              // chunks of x loaded before this product; 0 where x stays
   int nnz_ = 0;
-  int begun_ = 0;  // stages of the first pass that have been asked for
+  int begun_ = 0;  // stages of the first pass already in flight
   uint32_t gate_phase_ = 0, fired_phase_ = 0, up_phase_ = 0;
   bool first_pass_ = true;
 };
@@ -826,7 +827,7 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(160)
   Kernel(params, shared, memory).run();
 }
 
-// The kernel behind this one has to fit beside it: that takes all of the shared memory.
+// The next kernel has to fit beside this one, which takes the largest carveout of shared memory.
 cudaError_t allow_shared_memory() {
   const auto* kernel = reinterpret_cast<const void*>(gate_up_sm90_kernel);
   const cudaError_t status =
@@ -867,16 +868,16 @@ namespace {
 
 constexpr int kColumns = 64;
 constexpr int kRows = 64;              // neurons per stage
-constexpr int kOperand = kRows * 128;  // bytes: 64 columns of them, or 64 tokens
+constexpr int kOperand = kRows * 128;  // bytes of 64 columns of them, or of 64 tokens
 constexpr int kStages = 4;
 constexpr int kGatherers = 256;
 constexpr int kSent = kSentBytes<kColumns>;
 
-constexpr int kThreads = 128 + kGatherers;  // a warpgroup multiplies
+constexpr int kThreads = 128 + kGatherers;  // one warpgroup multiplies
 constexpr int kWarps = kThreads / 32;
 constexpr int kStage = 2 * kOperand;
 constexpr int kBytes = kStages * kStage;
-// Neurons are listed a segment at a time, so that F is not bounded by shared memory.
+// Neurons are listed one segment at a time, so that shared memory does not bound F.
 constexpr int kSegment = kThreads * 16;
 static_assert(kSent <= kBytes, "sums use the ring");
 
@@ -915,7 +916,7 @@ class Kernel {
     cluster_arrive_relaxed();
     allow_next_kernel();
     cluster_wait();
-    bool read = false, last = false;  // all words; this CTA was the last one
+    bool read = false, last = false;  // all words are read; this CTA was the last to read them
     float acc[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) acc[i] = 0.0f;
@@ -949,11 +950,11 @@ class Kernel {
   }
 
  private:
-  // This CTA's share of the neurons of a segment that fired, ascending. False: what fired was not
-  // announced before the gate kernel has ended.
+  // Lists this CTA's share of a segment's active neurons, ascending. False when they were not
+  // published before gate_up ended.
   __device__ __forceinline__ bool list(int segment) {
     const int thread = static_cast<int>(threadIdx.x), index = segment * kThreads + thread;
-    const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // a half word
+    const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // half a word each
     const uint64_t* from = p_.hidden.fired + index / 2;
     uint64_t word = kFiredKnown;
     if (exists) word = await_fired<false>(from);
@@ -997,7 +998,7 @@ class Kernel {
     const bool inside = column_ + piece * 8 < p_.width;
     const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
     const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
-    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h
+    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h that are written
     const auto ask_weight = [&](uint32_t at, int64_t neuron, bool valid) {
       gather16(at, weight + neuron * p_.width, valid && inside);
     };
@@ -1014,7 +1015,7 @@ class Kernel {
     };
     int step = step_, first = 0;
     if (step == 0) {
-      // Weights before the kernel in front has ended.
+      // Loads weights before the kernel in front has ended.
       const int early = min(ceil_div(count_, kRows), kStages);
 #pragma unroll 1
       for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
@@ -1041,9 +1042,9 @@ class Kernel {
 
   __device__ __forceinline__ int slot(int stage) const { return (stage + first_slot_) % kStages; }
 
-  // Where slot 0 becomes free before the end, it tells the cluster when that is so.
+  // Signals the cluster when slot 0 becomes free, where that is before the end.
   __device__ __forceinline__ void multiply(float (&acc)[32]) {
-    const int last_three = max(stages_ - kStages + 1, 0) * kRows;  // they have slots 1 to 3
+    const int last_three = max(stages_ - kStages + 1, 0) * kRows;  // which have slots 1 to 3
     int step = step_;
 #pragma unroll 1
     for (int first = 0; first < count_; first += kRows, ++step) {
@@ -1089,17 +1090,17 @@ class Kernel {
   Shared& shared_;
   const uint32_t ring_;
   const int warp_, lane_, rank_, column_;
-  const bool adds_;  // there are tokens that this CTA adds up
-  // Of all neurons. Then sums may come to slot 0 of the ring while there are still products to
-  // make: the last stages have the last slots.
+  const bool adds_;  // this CTA adds up some tokens
+  // All neurons are in one segment. Then sums may arrive in slot 0 of the ring buffer while
+  // products are still to be made: the last stages have the last slots.
   const bool one_segment_;
-  int step_ = 0;        // stages of the segments before
+  int step_ = 0;        // stages of earlier segments
   int count_ = 0;       // this CTA's neurons of the segment
-  int stages_ = 0;      // of the segment, in the CTA of the cluster that has most
-  int first_slot_ = 0;  // of the ring
+  int stages_ = 0;      // stages of the segment in the CTA that has most
+  int first_slot_ = 0;  // first slot of the ring buffer
 };
 
-// 64 registers: room beside the gate kernel's CTAs, so that it waits where it will run.
+// With 64 registers its CTAs fit beside those of gate_up, so that it can start early.
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
     split_down_sm90_kernel(const __grid_constant__ Down problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
