@@ -13,12 +13,12 @@ struct SavedDense {
   __nv_bfloat16* gate;  // [max_tokens, F] g; without a gate h
   __nv_bfloat16* up;    // [max_tokens, F] u; null without a gate
 
-  SavedDense(const FfnTrainShapeCuda& shape, Layout& layout)
-      : gate(layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
-        up(layout.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
+  SavedDense(const FfnTrainShapeCuda& shape, Carver& carver)
+      : gate(carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
+        up(carver.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
   static SavedDense of(const FfnSavedCuda::Parts& saved) {
-    Layout layout(saved.memory.data());
-    return {saved.shape, layout};
+    Carver carver = device_carver(saved.memory.data());
+    return {saved.shape, carver};
   }
 };
 
@@ -27,30 +27,30 @@ struct DenseWorkspace {
   uint32_t* union_mask;   // [union_mask_words]
   __nv_bfloat16* hidden;  // [max_tokens, F] h, then d_h
 
-  DenseWorkspace(const FfnTrainShapeCuda& shape, Layout& layout) {
-    sum.ticket = layout.take<uint32_t>(1);
-    sum.parts = layout.take<double>(hidden_ctas(shape.max_tokens));
-    union_mask = layout.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
-    hidden = layout.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
+  DenseWorkspace(const FfnTrainShapeCuda& shape, Carver& carver) {
+    sum.ticket = carver.take<uint32_t>(1);
+    sum.parts = carver.take<double>(hidden_ctas(shape.max_tokens));
+    union_mask = carver.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
+    hidden = carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
   }
   static DenseWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
-    Layout layout(workspace.memory);
-    return {workspace.shape, layout};
+    Carver carver = device_carver(workspace.memory);
+    return {workspace.shape, carver};
   }
 };
 
 }  // namespace
 
 int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape) {
-  Layout layout;
-  SavedDense(shape, layout);
-  return layout.bytes();
+  Carver carver = device_carver();
+  SavedDense(shape, carver);
+  return carver.bytes();
 }
 
 int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape) {
-  Layout layout;
-  DenseWorkspace(shape, layout);
-  return layout.bytes();
+  Carver carver = device_carver();
+  DenseWorkspace(shape, carver);
+  return carver.bytes();
 }
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,

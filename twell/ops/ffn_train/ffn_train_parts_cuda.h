@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "twell/base/carver.h"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
 
 namespace twell {
@@ -38,23 +39,8 @@ struct FfnTrainWorkspaceCuda::Parts {
 
 namespace ffn_train {
 
-// Cuts arrays off a block of memory, each a multiple of 256 bytes. Without a block it only counts
-// the bytes.
-class Layout {
- public:
-  explicit Layout(std::byte* base = nullptr) : base_(base) {}
-  template <typename T>
-  T* take(int64_t size) {
-    T* piece = base_ != nullptr ? reinterpret_cast<T*>(base_ + bytes_) : nullptr;
-    bytes_ += (size * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return piece;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* base_;
-  int64_t bytes_ = 0;
-};
+// Arrays of a block of device memory, aligned as cudaMalloc aligns.
+inline Carver device_carver(std::byte* block = nullptr) { return {block, 256}; }
 
 // Sizes in bytes.
 int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape);

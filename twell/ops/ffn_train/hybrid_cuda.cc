@@ -40,35 +40,35 @@ struct ChunkShape {
   }
 };
 
-// What one chunk of one layer keeps. Pointers are arrays of `layout`, null where it only counts.
+// What one chunk of one layer keeps. Pointers are arrays off `carver`, null where it only counts.
 struct SavedChunk {
   Tiles tiles{};
   Kept kept{};
 
-  SavedChunk(const FfnTrainShapeCuda& shape, HybridCapacity capacity, Layout& layout) {
+  SavedChunk(const FfnTrainShapeCuda& shape, HybridCapacity capacity, Carver& carver) {
     const ChunkShape chunk(shape);
-    kept.state = layout.take<KeptState>(1);
+    kept.state = carver.take<KeptState>(1);
     kept.capacity = capacity.pairs;
     kept.block_capacity = static_cast<int>(capacity.blocks);
-    kept.values = layout.take<uint32_t>(capacity.pairs);
-    kept.masks = layout.take<uint4>(int64_t{kept.block_capacity} * kBlock);
-    kept.offsets = layout.take<uint32_t>(kept.block_capacity);
-    tiles.tokens = layout.take<int32_t>(chunk.tiles * kTileTokens);
-    tiles.mask = layout.take<uint32_t>(chunk.tiles * chunk.mask_words);
-    tiles.before = layout.take<uint32_t>(chunk.tiles * chunk.mask_words);
-    tiles.union_size = layout.take<int32_t>(chunk.tiles);
-    tiles.first_block = layout.take<int32_t>(chunk.tiles);
-    tiles.union_ids = layout.take<int32_t>(chunk.all_blocks() * kBlock);
-    tiles.order = layout.take<int32_t>(chunk.tiles);
+    kept.values = carver.take<uint32_t>(capacity.pairs);
+    kept.masks = carver.take<uint4>(int64_t{kept.block_capacity} * kBlock);
+    kept.offsets = carver.take<uint32_t>(kept.block_capacity);
+    tiles.tokens = carver.take<int32_t>(chunk.tiles * kTileTokens);
+    tiles.mask = carver.take<uint32_t>(chunk.tiles * chunk.mask_words);
+    tiles.before = carver.take<uint32_t>(chunk.tiles * chunk.mask_words);
+    tiles.union_size = carver.take<int32_t>(chunk.tiles);
+    tiles.first_block = carver.take<int32_t>(chunk.tiles);
+    tiles.union_ids = carver.take<int32_t>(chunk.all_blocks() * kBlock);
+    tiles.order = carver.take<int32_t>(chunk.tiles);
     tiles.up_items =
-        layout.take<int2>(chunk.tiles * ceil_div(chunk.blocks, tile_union::kMaxChunkBlocks - 1));
-    tiles.counts = layout.take<tile_union::Counts>(1);
+        carver.take<int2>(chunk.tiles * ceil_div(chunk.blocks, tile_union::kMaxChunkBlocks - 1));
+    tiles.counts = carver.take<tile_union::Counts>(1);
     tiles.blocks = static_cast<int>(chunk.blocks);
     tiles.compact = true;
   }
 };
 
-// Memory of one chunk in flight, arrays of `layout` too.
+// Memory of one chunk in flight, arrays off `carver` too.
 struct HybridWorkspace {
   double* l1_parts;  // [blocks]
   // On tiles of tokens, [blocks, kTileTokens, kBlock]: g, then h; u, then d_u; d_h, then d_g.
@@ -78,52 +78,52 @@ struct HybridWorkspace {
   NeuronTiles neurons{};
   int64_t zero_bytes;  // from neurons.nnz on, which must be 0 before backward
 
-  HybridWorkspace(const FfnTrainShapeCuda& shape, Layout& layout) {
+  HybridWorkspace(const FfnTrainShapeCuda& shape, Carver& carver) {
     const ChunkShape chunk(shape);
-    layout.take<std::byte>(256);  // the dense execution's ticket, which stays 0
-    l1_parts = layout.take<double>(chunk.all_blocks());
+    carver.take<std::byte>(256);  // the dense execution's ticket, which stays 0
+    l1_parts = carver.take<double>(chunk.all_blocks());
     for (auto& image : images) {
-      image = layout.take<__nv_bfloat16>(chunk.all_blocks() * kBlockValues);
+      image = carver.take<__nv_bfloat16>(chunk.all_blocks() * kBlockValues);
     }
-    masks = layout.take<uint4>(chunk.all_blocks() * kBlock);
+    masks = carver.take<uint4>(chunk.all_blocks() * kBlock);
 
     neurons.ffn = static_cast<int>(shape.ffn);
     neurons.max_tiles = static_cast<int>(chunk.neuron_tiles);
     neurons.words = static_cast<int>(chunk.tiles) * (kTileTokens / 32);
     neurons.products = shape.gated ? 3 : 2;
     neurons.columns = static_cast<int>(ceil_div(shape.width, tile_union::kColumns));
-    const int64_t zero_begin = layout.bytes();
-    neurons.nnz = layout.take<int32_t>(shape.ffn);
-    neurons.size = layout.take<int32_t>(chunk.neuron_tiles);
+    const int64_t zero_begin = carver.bytes();
+    neurons.nnz = carver.take<int32_t>(shape.ffn);
+    neurons.size = carver.take<int32_t>(chunk.neuron_tiles);
     neurons.turns =
-        layout.take<int32_t>(chunk.neuron_tiles * neurons.products * neurons.columns * 2);
-    neurons.counts = layout.take<NeuronCounts>(1);
-    zero_bytes = layout.bytes() - zero_begin;
-    neurons.order = layout.take<int32_t>(chunk.neuron_tiles * kNeuronTile);
-    neurons.mask = layout.take<uint32_t>(chunk.neuron_tiles * neurons.words);
-    neurons.positions = layout.take<int32_t>(chunk.neuron_tiles * chunk.tiles * kNeuronTile);
-    neurons.first_block = layout.take<int32_t>(chunk.neuron_tiles);
-    neurons.ids = layout.take<int32_t>(chunk.neuron_tiles * chunk.token_blocks * kBlock);
-    neurons.entries = layout.take<int4>(chunk.neuron_tiles * chunk.token_blocks);
+        carver.take<int32_t>(chunk.neuron_tiles * neurons.products * neurons.columns * 2);
+    neurons.counts = carver.take<NeuronCounts>(1);
+    zero_bytes = carver.bytes() - zero_begin;
+    neurons.order = carver.take<int32_t>(chunk.neuron_tiles * kNeuronTile);
+    neurons.mask = carver.take<uint32_t>(chunk.neuron_tiles * neurons.words);
+    neurons.positions = carver.take<int32_t>(chunk.neuron_tiles * chunk.tiles * kNeuronTile);
+    neurons.first_block = carver.take<int32_t>(chunk.neuron_tiles);
+    neurons.ids = carver.take<int32_t>(chunk.neuron_tiles * chunk.token_blocks * kBlock);
+    neurons.entries = carver.take<int4>(chunk.neuron_tiles * chunk.token_blocks);
 
-    const int64_t shared_begin = layout.bytes();
+    const int64_t shared_begin = carver.bytes();
     const int64_t image = chunk.neuron_tiles * chunk.token_blocks * kNeuronTile * kBlock;
-    auto* first = layout.take<__nv_bfloat16>(neurons.products * image);
+    auto* first = carver.take<__nv_bfloat16>(neurons.products * image);
     for (int p = 0; p < neurons.products; ++p) {
       neurons.images[p] = first != nullptr ? first + p * image : nullptr;
     }
     gate.shape = {chunk.tokens, shape.ffn, kGateTile, kCompression};
-    Layout over(reinterpret_cast<std::byte*>(first));
+    Carver over = device_carver(reinterpret_cast<std::byte*>(first));
     gate.words = over.take<uint32_t>(gate.shape.words());
     gate.spill_slots = gate.shape.max_spill_slots();
     gate.spill = over.take<BF16>(gate.spill_slots * kGateTile);
     gate.row_nnz = over.take<int32_t>(chunk.tokens);
-    const int64_t missing = shared_begin + over.bytes() - layout.bytes();
-    if (missing > 0) layout.take<std::byte>(missing);
+    const int64_t missing = shared_begin + over.bytes() - carver.bytes();
+    if (missing > 0) carver.take<std::byte>(missing);
   }
   static HybridWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
-    Layout layout(workspace.memory);
-    return {workspace.shape, layout};
+    Carver carver = device_carver(workspace.memory);
+    return {workspace.shape, carver};
   }
 };
 
@@ -138,9 +138,9 @@ struct HybridChunk {
   HybridChunk(const FfnSavedCuda::Parts& saved, const HybridWorkspace& work, int64_t index,
               int64_t all_tokens, const TwellPacked& replay)
       : begin(index * kChunkTokens), tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)) {
-    Layout layout(saved.memory.data());
-    for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, layout);
-    const SavedChunk own(saved.shape, saved.capacity, layout);
+    Carver carver = device_carver(saved.memory.data());
+    for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, carver);
+    const SavedChunk own(saved.shape, saved.capacity, carver);
     tiles = own.tiles;
     kept = own.kept;
     tiles.activations = work.images[0];
@@ -299,17 +299,17 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
 }  // namespace
 
 int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacity capacity) {
-  Layout layout;
+  Carver carver = device_carver();
   for (int64_t begin = 0; begin < shape.max_tokens; begin += kChunkTokens) {
-    SavedChunk(shape, capacity, layout);
+    SavedChunk(shape, capacity, carver);
   }
-  return layout.bytes();
+  return carver.bytes();
 }
 
 int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape) {
-  Layout layout;
-  HybridWorkspace(shape, layout);
-  return layout.bytes();
+  Carver carver = device_carver();
+  HybridWorkspace(shape, carver);
+  return carver.bytes();
 }
 
 HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, double union_neurons) {
