@@ -38,14 +38,12 @@ void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row) 
   TWELL_REQUIRE(file.good(), "cannot write {}", path.string());
 }
 
-void add_bench_command(CLI::App& app, CommonOptions& common) {
-  CLI::App* bench =
-      app.add_subcommand("bench", "Speed of dense and sparse execution")->group("Commands");
-  bench->require_subcommand(1);
-  add_bench_forward_command(*bench, common);
-  add_bench_decode_command(*bench, common);
-  add_bench_ffn_command(*bench, common);
-  add_bench_train_command(*bench, common);
+void add_bench_command(Command& root, CommonOptions& common) {
+  Command& bench = root.add("bench", "Speed of dense and sparse execution");
+  add_bench_forward_command(bench, common);
+  add_bench_decode_command(bench, common);
+  add_bench_ffn_command(bench, common);
+  add_bench_train_command(bench, common);
 }
 
 }  // namespace twell::cli

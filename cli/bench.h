@@ -10,10 +10,10 @@
 
 namespace twell::cli {
 
-void add_bench_forward_command(CLI::App& bench, CommonOptions& common);
-void add_bench_decode_command(CLI::App& bench, CommonOptions& common);
-void add_bench_ffn_command(CLI::App& bench, CommonOptions& common);
-void add_bench_train_command(CLI::App& bench, CommonOptions& common);
+void add_bench_forward_command(Command& bench, CommonOptions& common);
+void add_bench_decode_command(Command& bench, CommonOptions& common);
+void add_bench_ffn_command(Command& bench, CommonOptions& common);
+void add_bench_train_command(Command& bench, CommonOptions& common);
 
 // What every result row says about where it comes from: version, processor, threads, date.
 nlohmann::json machine_json(int threads);

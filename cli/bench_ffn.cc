@@ -14,7 +14,7 @@
 #include "cli/bench.h"
 #include "cli/bench_ffn_cuda.h"
 #include "cli/device.h"
-#include "cli/memory.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -99,8 +99,6 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
 // Before a pattern is drawn, which takes its time: weights, and the activations of every execution.
 void require_room(const BenchFfnArguments& arguments) {
   const int64_t width = arguments.benchmark.width, ffn = arguments.benchmark.ffn;
-  TWELL_REQUIRE(width > 0 && ffn > 0, "--width and --ffn must be positive, got {} and {}", width,
-                ffn);
   const double d = static_cast<double>(width), f = static_cast<double>(ffn);
   const double bytes = 4.0 * (3.0 * d * f + static_cast<double>(arguments.tokens) * (2.0 * d + f));
   require_memory(static_cast<int64_t>(std::min(bytes, 1e18)));
@@ -108,11 +106,7 @@ void require_room(const BenchFfnArguments& arguments) {
 
 int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   const bool cuda = use_cuda(common);
-  TWELL_REQUIRE(arguments.tokens >= 0, "--tokens must be positive, got {}", arguments.tokens);
   if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
-  TWELL_REQUIRE(arguments.begin >= 0, "--begin must not be negative, got {}", arguments.begin);
-  TWELL_REQUIRE(arguments.benchmark.repeats > 0, "--repeats must be positive, got {}",
-                arguments.benchmark.repeats);
   require_room(arguments);
   arguments.benchmark.seed = common.seed;
   const std::vector<FfnPattern> patterns = arguments.patterns.empty()
@@ -143,54 +137,40 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
 
 }  // namespace
 
-void add_bench_ffn_command(CLI::App& bench, CommonOptions& common) {
+void add_bench_ffn_command(Command& bench, CommonOptions& common) {
   auto arguments = std::make_shared<BenchFfnArguments>();
-  CLI::App& command =
-      add_command(bench, common, "ffn", "One feed-forward layer",
-                  [&common, arguments] { return run_bench_ffn(common, *arguments); });
+  Command& command = bench.add("ffn", "One feed-forward layer");
+  command.runs([&common, arguments] { return run_bench_ffn(common, *arguments); });
   FfnBenchmark& benchmark = arguments->benchmark;
-  CLI::Option* patterns = command
-                              .add_option("--patterns", arguments->patterns,
-                                          "Captured activation patterns: safetensors with "
-                                          "layerN.row_nnz and layerN.col; repeated "
-                                          "where --tokens are more")
-                              ->type_name("FILE");
-  command.add_option("--layer", arguments->layer, "Layer of the patterns; default: each in turn")
-      ->type_name("N")
-      ->needs(patterns);
-  command.add_option("--begin", arguments->begin, "First token of the captured patterns to use")
-      ->type_name("N")
-      ->capture_default_str();
+  Option& patterns = command.value("--patterns", &arguments->patterns, "FILE",
+                                   "Captured activation patterns: safetensors with layerN.row_nnz "
+                                   "and layerN.col; repeated where --tokens are more");
+  command.value("--layer", &arguments->layer, "N", "Layer of the patterns; default: each in turn")
+      .needs(patterns);
+  command.value("--begin", &arguments->begin, "N", "First token of the captured patterns to use")
+      .at_least(0);
   command
-      .add_option("--nnz", arguments->nnz,
-                  "Without --patterns: mean active neurons per token, random; repeatable. Default: "
-                  "a sweep from 0.05% to 100%")
-      ->type_name("K")
-      ->allow_extra_args(false)
-      ->excludes(patterns);
+      .value("--nnz", &arguments->nnz, "K",
+             "Without --patterns: mean active neurons per token, random; repeatable. Default: a "
+             "sweep from 0.05% to 100%")
+      .excludes(patterns);
   command
-      .add_option("--tokens", arguments->tokens,
-                  "Tokens per call; default: 512 on the CPU, 16384 on a GPU")
-      ->type_name("M");
-  command.add_option("--width", benchmark.width, "Width of the layer")
-      ->type_name("D")
-      ->capture_default_str();
-  command.add_option("--ffn", benchmark.ffn, "Neurons of the layer")
-      ->type_name("F")
-      ->capture_default_str();
-  command.add_flag("--gated,!--no-gated", benchmark.gated, "With a gate projection (the default)");
-  command.add_option("--repeats", benchmark.repeats, "Timed rounds, each running everything once")
-      ->type_name("N")
-      ->capture_default_str();
-  command.add_option("--jsonl", arguments->jsonl, "Append each row as one JSON line to this file")
-      ->type_name("FILE");
+      .value("--tokens", &arguments->tokens, "M",
+             "Tokens per call; default: 512 on the CPU, 16384 on a GPU")
+      .at_least(0)
+      .hide_default();
+  command.value("--width", &benchmark.width, "D", "Width of the layer").at_least(1);
+  command.value("--ffn", &benchmark.ffn, "F", "Neurons of the layer").at_least(1);
+  command.flag("--gated", "--no-gated", &benchmark.gated, "With a gate projection (the default)");
+  command.value("--repeats", &benchmark.repeats, "N", "Timed rounds, each running everything once")
+      .at_least(1);
+  command.value("--jsonl", &arguments->jsonl, "FILE",
+                "Append each row as one JSON line to this file");
   command
-      .add_option("--energy-seconds", arguments->energy_seconds,
-                  "GPU: how long each execution runs for its energy per token; 0: not measured")
-      ->type_name("S")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  add_compute_options(command, common, Devices::kAny);
+      .value("--energy-seconds", &arguments->energy_seconds, "S",
+             "GPU: how long each execution runs for its energy per token; 0: not measured")
+      .at_least(0);
+  add_compute_options(command, common);
   command.footer(
       "The layer's own gate fires as in the pattern; results are compared with dense first. On a\n"
       "GPU and with more than 64 tokens, the pattern is replayed behind a gate GEMM that runs on\n"

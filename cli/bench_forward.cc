@@ -10,7 +10,7 @@
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
 #include "cli/loading.h"
-#include "cli/memory.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
 #include "twell/checkpoint/checkpoint.h"
@@ -156,10 +156,6 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
   arguments.comparison.sparse = parse_ffn_policy(arguments.ffn);
   TWELL_REQUIRE(common.checkpoint.empty() != arguments.preset.empty(),
                 "bench forward needs either --checkpoint DIR or --preset NAME");
-  TWELL_REQUIRE(arguments.comparison.sequences > 0 && arguments.comparison.sequences <= 1 << 16,
-                "--batch must be 1 to 65536 sequences, got {}", arguments.comparison.sequences);
-  TWELL_REQUIRE(arguments.comparison.length >= 0, "--sequence-length must be 0 or more, got {}",
-                arguments.comparison.length);
   if (use_cuda(common)) return run_on_gpu(common, arguments);
   TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
   Context ctx(common.threads);
@@ -174,46 +170,31 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
 
 }  // namespace
 
-void add_bench_forward_command(CLI::App& bench, CommonOptions& common) {
+void add_bench_forward_command(Command& bench, CommonOptions& common) {
   auto arguments = std::make_shared<BenchForwardArguments>();
-  CLI::App& command =
-      add_command(bench, common, "forward", "Forward of a whole model",
-                  [&common, arguments] { return run_bench_forward(common, *arguments); });
-  add_checkpoint_option(command, common)->required(false);
-  command
-      .add_option("--preset", arguments->preset,
-                  "A preset with random weights instead of a checkpoint: shows the dense cost only")
-      ->type_name("NAME");
+  Command& command = bench.add("forward", "Forward of a whole model");
+  command.runs([&common, arguments] { return run_bench_forward(common, *arguments); });
+  add_checkpoint_option(command, common).required(false);
+  command.value("--preset", &arguments->preset, "NAME",
+                "A preset with random weights instead of a checkpoint: shows the dense cost only");
   add_text_options(command, common, arguments->text);
-  command.add_option("--batch", arguments->comparison.sequences, "Sequences per run")
-      ->type_name("N")
-      ->capture_default_str();
+  command.value("--batch", &arguments->comparison.sequences, "N", "Sequences per run")
+      .range(1, 1 << 16);
   command
-      .add_option("--sequence-length", arguments->comparison.length,
-                  "Tokens per sequence; 0: the model's context")
-      ->type_name("N")
-      ->capture_default_str();
-  command.add_option("--repeats", arguments->comparison.repeats, "Timed runs of each, in turn")
-      ->type_name("N")
-      ->capture_default_str();
-  command
-      .add_option("--ffn", arguments->ffn,
-                  "Execution to compare with dense: auto, row-fused, tile-union, dense")
-      ->type_name("NAME")
-      ->capture_default_str();
-  command
-      .add_option("--patterns", arguments->patterns,
-                  "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
-                  "the gate GEMM still runs")
-      ->type_name("FILE");
-  command.add_option("--seconds", arguments->seconds, "GPU: time over which each run is measured")
-      ->check(CLI::Range(0.01, 600.0))
-      ->type_name("S")
-      ->capture_default_str();
-  command
-      .add_option("--jsonl", arguments->jsonl, "Append the result as one JSON line to this file")
-      ->type_name("FILE");
-  add_compute_options(command, common, Devices::kAny);
+      .value("--sequence-length", &arguments->comparison.length, "N",
+             "Tokens per sequence; 0: the model's context")
+      .at_least(0);
+  command.value("--repeats", &arguments->comparison.repeats, "N", "Timed runs of each, in turn");
+  command.value("--ffn", &arguments->ffn, "NAME",
+                "Execution to compare with dense: auto, row-fused, tile-union, dense");
+  command.value("--patterns", &arguments->patterns, "FILE",
+                "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
+                "the gate GEMM still runs");
+  command.value("--seconds", &arguments->seconds, "S", "GPU: time over which each run is measured")
+      .range(0.01, 600.0);
+  command.value("--jsonl", &arguments->jsonl, "FILE",
+                "Append the result as one JSON line to this file");
+  add_compute_options(command, common);
   command.footer(
       "Example:\n  twell bench forward --checkpoint runs/first/checkpoint --shards "
       "runs/first/shards");

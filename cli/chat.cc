@@ -13,7 +13,7 @@
 
 #include "cli/device.h"
 #include "cli/loading.h"
-#include "cli/signals.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
 
@@ -62,11 +62,6 @@ class Lines {
   bool ended_ = false;
 };
 
-void show(std::string_view text) {
-  fmt::print("{}", text);
-  std::fflush(stdout);
-}
-
 }  // namespace
 
 std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
@@ -91,24 +86,24 @@ int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArgument
   GenerateOptions& options = arguments.generate;
   options.stop_tokens = stop_tokens(config, tokenizer, &chat);
   options.cancel = &stop;
-  options.on_text = show;
+  options.on_text = write_out;
   std::vector<ChatMessage> messages;
   if (!arguments.system.empty()) messages.push_back({"system", arguments.system});
   const bool terminal = ::isatty(STDIN_FILENO) != 0;
   Lines lines(stop);
   while (true) {
-    if (terminal) show("> ");
+    if (terminal) write_out("> ");
     const std::optional<std::string> line = lines.next();
     if (!line) break;
     if (line->empty()) continue;
     messages.push_back({"user", *line});
     const std::string text = chat.render(messages, /*add_generation_prompt=*/true);
     messages.push_back({"assistant", generate(*session, tokenizer, text, options).text});
-    show("\n");
+    write_out("\n");
     if (stop) break;
   }
-  if (terminal) show("\n");
-  return stop ? kExitInterrupted : kExitOk;
+  if (terminal) write_out("\n");
+  return stop ? interrupted_exit_code() : kExitOk;
 }
 
 }  // namespace twell::cli

@@ -6,14 +6,15 @@
 
 namespace twell::cli {
 
-void add_train_command(CLI::App& app, CommonOptions& common);
-void add_generate_command(CLI::App& app, CommonOptions& common);
-void add_eval_command(CLI::App& app, CommonOptions& common);
-void add_inspect_command(CLI::App& app, CommonOptions& common);
-void add_bench_command(CLI::App& app, CommonOptions& common);
-void add_report_command(CLI::App& app, CommonOptions& common);
-void add_convert_command(CLI::App& app, CommonOptions& common);
-void add_tokenize_command(CLI::App& app, CommonOptions& common);
-void add_doctor_command(CLI::App& app, CommonOptions& common);
+void add_train_command(Command& root, CommonOptions& common);
+void add_generate_command(Command& root, CommonOptions& common);
+void add_eval_command(Command& root, CommonOptions& common);
+void add_inspect_command(Command& root, CommonOptions& common);
+void add_bench_command(Command& root, CommonOptions& common);
+void add_report_command(Command& root, CommonOptions& common);
+void add_convert_command(Command& root, CommonOptions& common);
+void add_tokenize_command(Command& root, CommonOptions& common);
+void add_doctor_command(Command& root);
+void add_completion_command(Command& root);
 
 }  // namespace twell::cli

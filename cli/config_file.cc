@@ -87,52 +87,34 @@ std::vector<ConfigItem> read_items(const fs::path& file) {
   return items;
 }
 
-void apply_item(CLI::Option& option, const ConfigItem& item, const std::string& name) {
-  if (option.get_expected_min() == 0) {  // a flag; its negated spelling turns the value round
-    TWELL_REQUIRE(item.values.size() == 1, "takes one value");
-    option.add_result(option.get_flag_value(name, item.values.front()));
-  } else {
-    option.add_result(item.values);
-  }
-  option.run_callback();
-}
-
 }  // namespace
 
-void add_config_option(CLI::App& command) {
-  command
-      .add_option_function<std::string>(
-          "--config", [&command](const std::string& file) { apply_config_file(command, file); },
-          "TOML or JSON (*.json) file of options: the long names below as keys; flags win over it")
-      ->type_name("FILE")
-      ->configurable(false);
-}
-
-void apply_config_file(CLI::App& command, const fs::path& file) {
-  std::set<const CLI::Option*> seen;
+void apply_config_file(Command& command, const fs::path& file) {
+  std::set<const Option*> seen;
   for (const ConfigItem& item : read_items(file)) {
     std::string name = item.name;
     std::replace(name.begin(), name.end(), '_', '-');
-    CLI::Option* option = command.get_option_no_throw("--" + name);
+    bool negated = false;
+    Option* option = command.find(name, &negated);
     TWELL_REQUIRE(option != nullptr, "{}: unknown key '{}'", file.string(), item.name);
-    TWELL_REQUIRE(option->get_configurable(), "{}: '{}' can only be given as a flag", file.string(),
+    TWELL_REQUIRE(option->settable_by_file(), "{}: '{}' can only be given as a flag", file.string(),
                   item.name);
     TWELL_REQUIRE(seen.insert(option).second, "{}: '{}' is set twice", file.string(), item.name);
-    if (!option->empty()) continue;
+    if (option->given()) continue;
     try {
-      apply_item(*option, item, name);
-    } catch (const std::exception& error) {
+      option->set(item.values, negated);
+    } catch (const InputError& error) {
       throw InputError(fmt::format("{}: {}: {}", file.string(), item.name, error.what()));
     }
   }
 }
 
-std::string given_options_json(const CLI::App& command, const std::set<std::string>& paths) {
+std::string given_options_json(const Command& command, const std::set<std::string>& paths) {
   nlohmann::json json = nlohmann::json::object();
-  for (const CLI::Option* option : command.get_options()) {
-    if (option->empty() || !option->get_configurable() || option->get_lnames().empty()) continue;
-    const std::string& name = option->get_lnames().front();
-    std::vector<std::string> values = option->results();
+  for (const auto& option : command.options()) {
+    if (!option->given() || !option->settable_by_file()) continue;
+    const std::string name = option->name();
+    std::vector<std::string> values = option->values();
     if (paths.contains(name)) {
       for (std::string& value : values) value = fs::absolute(value).string();
     }

@@ -3,23 +3,20 @@
 // option names, '_' and '-' alike; tables and objects only group. Options given before (flags) win.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <filesystem>
 #include <set>
 #include <string>
 
-namespace twell::cli {
+#include "cli/command_line.h"
 
-// Adds --config FILE.
-void add_config_option(CLI::App& command);
+namespace twell::cli {
 
 // Gives every option named in the file, and not given yet, its value from there. InputError on a
 // key that is no option of the command, cannot be set by a file, or appears twice.
-void apply_config_file(CLI::App& command, const std::filesystem::path& file);
+void apply_config_file(Command& command, const std::filesystem::path& file);
 
 // The options given so far as a JSON file that apply_config_file takes. Values of the options in
 // `paths` are made absolute.
-std::string given_options_json(const CLI::App& command, const std::set<std::string>& paths);
+std::string given_options_json(const Command& command, const std::set<std::string>& paths);
 
 }  // namespace twell::cli

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/convert.h"
 #include "twell/train/metrics.h"
@@ -27,10 +28,13 @@ std::optional<DType> parse_dtype(const std::string& name) {
 
 int run_convert(const CommonOptions& common, const ConvertArguments& arguments) {
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
+  stop_on_signals();
   const auto start = std::chrono::steady_clock::now();
-  const ConvertResult result = convert_checkpoint(
-      common.checkpoint, common.out,
-      {.layout = parse_checkpoint_layout(arguments.layout), .dtype = parse_dtype(arguments.dtype)});
+  const ConvertResult result =
+      convert_checkpoint(common.checkpoint, common.out,
+                         {.layout = parse_checkpoint_layout(arguments.layout),
+                          .dtype = parse_dtype(arguments.dtype),
+                          .on_piece = check_interrupted});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   for (const std::string& note : result.notes) fmt::print("note: {}\n", note);
   const double bytes = static_cast<double>(result.bytes);
@@ -41,24 +45,19 @@ int run_convert(const CommonOptions& common, const ConvertArguments& arguments) 
 
 }  // namespace
 
-void add_convert_command(CLI::App& app, CommonOptions& common) {
+void add_convert_command(Command& root, CommonOptions& common) {
   auto arguments = std::make_shared<ConvertArguments>();
-  CLI::App& command = add_command(app, common, "convert", "Write a checkpoint in another layout",
-                                  [&common, arguments] { return run_convert(common, *arguments); });
+  Command& command = root.add("convert", "Write a checkpoint in another layout");
+  command.runs([&common, arguments] { return run_convert(common, *arguments); });
   add_checkpoint_option(command, common);
   add_out_option(command, common, "New folder to write");
   command
-      .add_option(
-          "--layout", arguments->layout,
-          "keep; hf: what transformers opens without code of its own; sparse: as the sparse "
-          "ReLU models were published")
-      ->check(CLI::IsMember({"keep", "hf", "sparse"}).description(""))
-      ->type_name("keep|hf|sparse")
-      ->capture_default_str();
-  command.add_option("--dtype", arguments->dtype, "Type of the weights")
-      ->check(CLI::IsMember({"keep", "f32", "bf16", "f16"}).description(""))
-      ->type_name("keep|f32|bf16|f16")
-      ->capture_default_str();
+      .value("--layout", &arguments->layout, "keep|hf|sparse",
+             "keep; hf: what transformers opens without code of its own; sparse: as the sparse "
+             "ReLU models were published")
+      .choices({"keep", "hf", "sparse"});
+  command.value("--dtype", &arguments->dtype, "keep|f32|bf16|f16", "Type of the weights")
+      .choices({"keep", "f32", "bf16", "f16"});
   command.footer(
       "What does not change is copied byte for byte: tensors, keys, tokenizer and templates.\n\n"
       "Example:\n  twell convert --checkpoint SparseLM0.5B --layout hf --out sparse-hf");

@@ -3,7 +3,7 @@
 
 #include <fmt/core.h>
 
-#include "cli/memory.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/model/kv_cache.h"

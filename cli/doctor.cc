@@ -11,8 +11,10 @@
 
 #include "cli/bench.h"
 #include "cli/commands.h"
-#include "cli/doctor_cuda.h"
 #include "twell/base/cpu_limit.h"
+#ifdef TWELL_HAVE_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 namespace twell::cli {
 namespace {
@@ -24,6 +26,34 @@ std::vector<std::string> simd_targets() {
     names.emplace_back(hwy::TargetName(left & -left));
   }
   return names;
+}
+
+// {"status": text, "devices": [{"name", "compute_capability", "memory_gib"}]}
+nlohmann::json cuda_report() {
+  nlohmann::json report = {{"status", ""}, {"devices", nlohmann::json::array()}};
+#ifdef TWELL_HAVE_CUDA
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    report["status"] =
+        fmt::format("built for CUDA {}.{}; no usable device: {}", CUDART_VERSION / 1000,
+                    CUDART_VERSION % 1000 / 10, cudaGetErrorString(error));
+    return report;
+  }
+  report["status"] = fmt::format("built for CUDA {}.{}, {} device(s)", CUDART_VERSION / 1000,
+                                 CUDART_VERSION % 1000 / 10, count);
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
+    report["devices"].push_back(
+        {{"name", properties.name},
+         {"compute_capability", fmt::format("{}.{}", properties.major, properties.minor)},
+         {"memory_gib", static_cast<double>(properties.totalGlobalMem) / (1 << 30)}});
+  }
+#else
+  report["status"] = "not part of this build (no CUDA toolkit was found when it was configured)";
+#endif
+  return report;
 }
 
 nlohmann::json examine() {
@@ -71,12 +101,11 @@ int run_doctor(bool json) {
 
 }  // namespace
 
-void add_doctor_command(CLI::App& app, CommonOptions& common) {
+void add_doctor_command(Command& root) {
   auto json = std::make_shared<bool>(false);
-  CLI::App& command =
-      add_command(app, common, "doctor", "What this machine offers and this build can use",
-                  [json] { return run_doctor(*json); });
-  command.add_flag("--json", *json, "Print one JSON object");
+  Command& command = root.add("doctor", "What this machine offers and this build can use");
+  command.runs([json] { return run_doctor(*json); });
+  command.flag("--json", json.get(), "Print one JSON object");
 }
 
 }  // namespace twell::cli

@@ -2,7 +2,6 @@
 // twell eval: cross-entropy, perplexity and bits per byte of a model on a text, or its accuracy on
 // multiple-choice tasks.
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "cli/device.h"
 #include "cli/eval_tasks.h"
 #include "cli/loading.h"
+#include "cli/progress_line.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/evaluate.h"
@@ -20,6 +20,8 @@ namespace twell::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr double kPlainInterval = 30.0;  // seconds between progress lines without a terminal
 
 struct EvalArguments {
   EvalTasksArguments tasks;
@@ -44,20 +46,20 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
       load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
   Evaluator evaluator(*scorer, arguments.evaluate);
-  const bool live = ::isatty(STDERR_FILENO) != 0;
+  ProgressLine progress(kPlainInterval, stderr);
   int64_t bytes = 0;
   const Clock::time_point start = Clock::now();
   text.for_each([&](const TextPiece& piece) {
     evaluator.add(piece.ids);
     bytes += piece.bytes;
     const Evaluation& so_far = evaluator.so_far();
-    if (live && so_far.tokens > 0) {
-      fmt::print(stderr, "\r{} tokens, CE {:.4f} ", so_far.tokens, so_far.cross_entropy());
+    if (so_far.tokens > 0) {
+      progress.update(fmt::format("{} tokens, CE {:.4f}", so_far.tokens, so_far.cross_entropy()));
     }
     return true;
   });
   const Evaluation& result = evaluator.finish();
-  if (live) fmt::print(stderr, "\r\x1b[K");
+  progress.clear();
   TWELL_REQUIRE(result.tokens > 0, "the text is empty: no token to score");
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   double nnz = 0.0;
@@ -90,35 +92,23 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
 
 }  // namespace
 
-void add_eval_command(CLI::App& app, CommonOptions& common) {
+void add_eval_command(Command& root, CommonOptions& common) {
   auto arguments = std::make_shared<EvalArguments>();
-  CLI::App& command =
-      add_command(app, common, "eval", "Cross-entropy of a model on a text, or accuracy on tasks",
-                  [&common, arguments] { return run_eval(common, *arguments); });
+  Command& command = root.add("eval", "Cross-entropy of a model on a text, or accuracy on tasks");
+  command.runs([&common, arguments] { return run_eval(common, *arguments); });
   add_checkpoint_option(command, common);
   add_text_options(command, common, arguments->text);
-  command
-      .add_option("--sequence-length", arguments->evaluate.length,
-                  "Tokens a window sees at most; 0: the model's context")
-      ->type_name("N")
-      ->capture_default_str();
-  command
-      .add_option("--stride", arguments->evaluate.stride,
-                  "New tokens per window; 0: windows do not overlap. Smaller is slower and gives "
-                  "every token more context")
-      ->type_name("N")
-      ->capture_default_str();
-  command.add_option("--max-tokens", arguments->max_tokens, "Stop after this many tokens; 0: all")
-      ->type_name("N")
-      ->capture_default_str();
-  command
-      .add_option("--ffn", arguments->ffn,
-                  "Execution of the FFN layers: auto, dense, row-fused, tile-union")
-      ->type_name("NAME")
-      ->capture_default_str();
-  command.add_flag("--json", arguments->json, "Print one JSON object");
+  command.value("--sequence-length", &arguments->evaluate.length, "N",
+                "Tokens a window sees at most; 0: the model's context");
+  command.value("--stride", &arguments->evaluate.stride, "N",
+                "New tokens per window; 0: windows do not overlap. Smaller is slower and gives "
+                "every token more context");
+  command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
+  command.value("--ffn", &arguments->ffn, "NAME",
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+  command.flag("--json", &arguments->json, "Print one JSON object");
   add_eval_tasks_options(command, common, arguments->tasks);
-  add_compute_options(command, common, Devices::kAny);
+  add_compute_options(command, common);
   command.footer(
       "Bits per byte count the text's own bytes, so that models with different tokenizers "
       "compare. Accuracies\nare made as lm-evaluation-harness makes them, without examples in the "

@@ -9,8 +9,8 @@
 
 #include "cli/device.h"
 #include "cli/loading.h"
+#include "cli/process.h"
 #include "cli/progress_line.h"
-#include "cli/signals.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
@@ -98,46 +98,37 @@ void print_table(const std::vector<Result>& results) {
 
 }  // namespace
 
-void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
+void add_eval_tasks_options(Command& command, CommonOptions& common,
                             EvalTasksArguments& arguments) {
-  constexpr const char* kGroup = "Tasks";
+  command.group("Tasks");
   std::string names;
   for (const Task& task : all_tasks()) names += fmt::format(" {}", task.name);
-  CLI::Option* tasks = command
-                           .add_option("--tasks", arguments.tasks,
-                                       "Multiple-choice tasks instead of a text, with commas "
-                                       "between them:" +
-                                           names)
-                           ->type_name("NAMES")
-                           ->group(kGroup);
+  Option& tasks =
+      command.value("--tasks", &arguments.tasks, "NAMES",
+                    "Multiple-choice tasks instead of a text, with commas between them:" + names);
   for (const char* of_a_text :
-       {"--data", "--shards", "--max-tokens", "--sequence-length", "--stride", "--json-field"}) {
-    tasks->excludes(command.get_option(of_a_text));
+       {"data", "shards", "max-tokens", "sequence-length", "stride", "json-field"}) {
+    tasks.excludes(command.at(of_a_text));
   }
-  CLI::Option* data = command
-                          .add_option("--task-data", arguments.data,
-                                      "Folder with the tasks' data sets as JSON lines or Parquet")
-                          ->type_name("DIR");
-  CLI::Option* out = add_out_option(
+  command
+      .value("--task-data", &arguments.data, "DIR",
+             "Folder with the tasks' data sets as JSON lines or Parquet")
+      .needs(tasks);
+  add_out_option(
       command, common,
-      "Folder for results.json and every item's scores; an evaluation that was stopped continues");
-  CLI::Option* limit =
-      command.add_option("--limit", arguments.limit, "Only the first items of each task; 0: all")
-          ->type_name("N")
-          ->check(CLI::NonNegativeNumber.description(""))
-          ->capture_default_str();
-  CLI::Option* batch = command
-                           .add_option("--batch-tokens", arguments.run.batch_tokens,
-                                       "Tokens that go through the model together: bounds memory; "
-                                       "0: what suits the device")
-                           ->type_name("N")
-                           ->capture_default_str();
-  CLI::Option* no_bos = command.add_flag(
-      "!--no-bos", arguments.run.begin_token,
-      "Prompts without the begin token that the tokenizer's template puts in front of texts");
-  for (CLI::Option* option : {data, out, limit, batch, no_bos}) {
-    option->needs(tasks)->group(kGroup);
-  }
+      "Folder for results.json and every item's scores; an evaluation that was stopped continues")
+      .needs(tasks);
+  command.value("--limit", &arguments.limit, "N", "Only the first items of each task; 0: all")
+      .at_least(0)
+      .needs(tasks);
+  command
+      .value("--batch-tokens", &arguments.run.batch_tokens, "N",
+             "Tokens that go through the model together: bounds memory; 0: what suits the device")
+      .needs(tasks);
+  command
+      .flag("", "--no-bos", &arguments.run.begin_token,
+            "Prompts without the begin token that the tokenizer's template puts in front of texts")
+      .needs(tasks);
 }
 
 int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments) {
@@ -168,7 +159,7 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
       progress.print(common.out.empty()
                          ? "interrupted; with --out DIR the scores would have been kept"
                          : "interrupted; the same command continues");
-      return kExitInterrupted;
+      return interrupted_exit_code();
     }
     result.accuracy = *accuracy;
   }

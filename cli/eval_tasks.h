@@ -19,8 +19,7 @@ struct EvalTasksArguments {
   bool json = false;
 };
 // Adds --tasks and what belongs to it. The command's other options must be there already.
-void add_eval_tasks_options(CLI::App& command, CommonOptions& common,
-                            EvalTasksArguments& arguments);
+void add_eval_tasks_options(Command& command, CommonOptions& common, EvalTasksArguments& arguments);
 
 int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments);
 

@@ -9,12 +9,13 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
+#include <utility>
 
 #include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/loading.h"
-#include "cli/signals.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/chat_template/chat_template.h"
@@ -37,109 +38,140 @@ struct GenerateArguments {
   bool json = false;
 };
 
+struct Prompt {
+  std::string text;
+  std::string source;  // as an error names it: "the prompt", "prompts.txt line 3"
+  std::string fault;   // why it cannot be continued; empty where it can
+};
+
 // A prompt per line; of a .jsonl file, the "prompt" of the object on each line. Empty lines are
 // left out.
-std::vector<std::string> read_prompts(const std::filesystem::path& path) {
-  std::vector<std::string> prompts;
-  std::istringstream text(read_file(path));
+std::vector<Prompt> read_prompts(const std::filesystem::path& path) {
+  std::vector<Prompt> prompts;
+  const std::string name = path == "-" ? "standard input" : path.string();
+  std::istringstream text(path == "-" ? read_standard_input() : read_file(path));
   int64_t number = 0;
   for (std::string line; std::getline(text, line);) {
-    ++number;
+    const std::string source = fmt::format("{} line {}", name, ++number);
     if (line.ends_with('\r')) line.pop_back();
     if (line.empty()) continue;
     if (path.extension() != ".jsonl") {
-      prompts.push_back(std::move(line));
+      prompts.push_back({std::move(line), source, {}});
       continue;
     }
     const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     TWELL_REQUIRE(json.is_object() && json.contains("prompt") && json["prompt"].is_string(),
-                  "{} line {}: expected an object with a text \"prompt\"", path.string(), number);
-    prompts.push_back(json["prompt"].get<std::string>());
+                  "{}: expected an object with a text \"prompt\"", source);
+    prompts.push_back({json["prompt"].get<std::string>(), source, {}});
   }
-  TWELL_REQUIRE(!prompts.empty(), "{}: no prompt in it", path.string());
+  TWELL_REQUIRE(!prompts.empty(), "{}: no prompt in it", name);
   return prompts;
 }
 
 // What the model is given: the texts themselves, or each as a chat's last message in the model's
 // template.
-std::vector<std::string> prompt_texts(const GenerateArguments& arguments,
-                                      const std::optional<ChatTemplate>& chat) {
-  std::vector<std::string> texts = arguments.prompts;
-  if (!arguments.prompt_file.empty()) texts = {read_file(arguments.prompt_file)};
-  if (!arguments.prompts_file.empty()) texts = read_prompts(arguments.prompts_file);
-  if (texts.empty()) texts = {""};
+std::vector<Prompt> read_prompts(const GenerateArguments& arguments,
+                                 const std::optional<ChatTemplate>& chat) {
+  std::vector<Prompt> prompts;
+  for (const std::string& text : arguments.prompts) {
+    const bool only = arguments.prompts.size() == 1;
+    prompts.push_back(
+        {text, only ? "the prompt" : fmt::format("prompt {}", prompts.size() + 1), {}});
+  }
+  if (!arguments.prompt_file.empty()) {
+    prompts = {
+        {arguments.prompt_file == "-" ? read_standard_input() : read_file(arguments.prompt_file),
+         "the prompt",
+         {}}};
+  }
+  if (!arguments.prompts_file.empty()) prompts = read_prompts(arguments.prompts_file);
+  if (prompts.empty()) prompts = {{"", "the prompt", {}}};
   TWELL_REQUIRE(chat || arguments.system.empty(), "--system goes with --chat");
-  if (!chat) return texts;
-  for (std::string& text : texts) {
+  if (!chat) return prompts;
+  for (Prompt& prompt : prompts) {
     std::vector<ChatMessage> messages;
     if (!arguments.system.empty()) messages.push_back({"system", arguments.system});
-    messages.push_back({"user", std::move(text)});
-    text = chat->render(messages, /*add_generation_prompt=*/true);
+    messages.push_back({"user", std::move(prompt.text)});
+    prompt.text = chat->render(messages, /*add_generation_prompt=*/true);
   }
-  return texts;
+  return prompts;
 }
 
-// Room for the longest prompt and what may follow: a model's context can be far longer than either.
-// InputError when a prompt leaves no room.
+// Tokens of the longest prompt and of what may follow: a model's context can be far longer than
+// either. A prompt that leaves no room is given its fault; InputError when none leaves room.
 int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
-                         const std::vector<std::string>& prompts, int64_t max_tokens) {
-  const int64_t limit = config.max_sequence();
-  int64_t longest = 0;
-  for (const std::string& prompt : prompts) {
-    longest = std::max(longest, std::ssize(prompt_ids(config, tokenizer, prompt)));
-  }
-  TWELL_REQUIRE(longest < limit,
-                "the prompt has {} tokens; the context of {} leaves no room for a new one", longest,
-                limit);
+                         std::vector<Prompt>& prompts, int64_t max_tokens) {
   TWELL_REQUIRE(max_tokens > 0, "the number of tokens to generate must be positive, got {}",
                 max_tokens);
+  const int64_t limit = config.max_sequence();
+  int64_t longest = 0;
+  for (Prompt& prompt : prompts) {
+    const int64_t tokens = std::ssize(prompt_ids(config, tokenizer, prompt.text));
+    if (tokens < limit) {
+      longest = std::max(longest, tokens);
+    } else {
+      prompt.fault = fmt::format("{} has {} tokens; the context of {} leaves no room for a new one",
+                                 prompt.source, tokens, limit);
+    }
+  }
+  TWELL_REQUIRE(longest > 0, "{}", prompts.front().fault);
   return std::min(limit - longest, max_tokens) + longest;
 }
 
 // Writes generations in the order of their prompts: as they come where there is one prompt, else
-// as soon as all before them are done.
+// as soon as all before them are done. Prompts with a fault are told on stderr.
 class Output {
  public:
-  Output(const GenerateArguments& arguments, const std::vector<std::string>& prompts)
+  Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts)
       : prompts_(prompts),
         streams_(prompts.size() == 1 && !arguments.json),
         json_(arguments.json),
         echo_(!arguments.chat),
         done_(prompts.size()) {
-    if (streams_ && echo_) write(prompts.front());
+    if (streams_ && echo_) write_out(prompts.front().text);
+    print_finished();
   }
 
   // For the request's options; may be empty.
   std::function<void(std::string_view)> on_text() const {
     if (!streams_) return {};
-    return [](std::string_view text) { write(text); };
+    return write_out;
   }
 
-  void add(int64_t request, Generation generation) {
-    done_[static_cast<size_t>(request)] = std::move(generation);
-    for (; next_ < done_.size() && done_[next_]; ++next_) print(next_);
+  void add(size_t prompt, Generation generation) {
+    done_[prompt] = std::move(generation);
+    print_finished();
   }
 
-  const Generation& operator[](size_t request) const { return done_[request].value(); }
-  size_t size() const { return done_.size(); }
+  // By prompt; none where it has a fault.
+  const std::vector<std::optional<Generation>>& generations() const { return done_; }
 
  private:
-  static void write(std::string_view text) {
-    fmt::print("{}", text);
-    std::fflush(stdout);  // before what goes to stderr, and while the rest is not there yet
+  void print_finished() {
+    for (; next_ < done_.size(); ++next_) {
+      if (!prompts_[next_].fault.empty()) {
+        fmt::print(stderr, "twell: error: {}\n", prompts_[next_].fault);
+      } else if (done_[next_]) {
+        print(next_);
+      } else {
+        break;
+      }
+    }
   }
 
-  void print(size_t request) const {
-    const Generation& generation = *done_[request];
-    if (json_) return write(json_line(generation, prompts_[request]) + "\n");
-    if (streams_) return write("\n");
-    write(fmt::format("{}{}{}\n", request == 0 ? "" : "\n", echo_ ? prompts_[request] : "",
-                      generation.text));
+  void print(size_t prompt) {
+    const Generation& generation = *done_[prompt];
+    const std::string& text = prompts_[prompt].text;
+    if (json_) return write_out(json_line(generation, text) + "\n");
+    if (streams_) return write_out("\n");
+    write_out(fmt::format("{}{}{}\n", std::exchange(first_, false) ? "" : "\n", echo_ ? text : "",
+                          generation.text));
   }
 
   static std::string json_line(const Generation& generation, const std::string& prompt) {
     const nlohmann::json line = {{"prompt", prompt},
                                  {"text", generation.text},
+                                 {"ids", generation.ids},
                                  {"prompt_tokens", generation.prompt_tokens},
                                  {"tokens", generation.ids.size()},
                                  {"stop", stop_reason_name(generation.reason)},
@@ -148,8 +180,9 @@ class Output {
     return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   }
 
-  const std::vector<std::string>& prompts_;
+  const std::vector<Prompt>& prompts_;
   bool streams_, json_, echo_;
+  bool first_ = true;
   std::vector<std::optional<Generation>> done_;
   size_t next_ = 0;  // the first that is not printed
 };
@@ -158,8 +191,8 @@ void print_summary(const Output& output, double seconds, Session& session,
                    const std::string& device) {
   const std::string active = fmt::format("{:.1f} of {} FFN neurons active per token and layer; {}",
                                          session.nnz_per_token(), session.config().ffn, device);
-  if (output.size() == 1) {
-    const Generation& one = output[0];
+  if (output.generations().size() == 1) {
+    const Generation& one = output.generations().front().value();
     const auto tokens = static_cast<double>(one.ids.size());
     fmt::print(stderr,
                "[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]\n",
@@ -168,12 +201,14 @@ void print_summary(const Output& output, double seconds, Session& session,
                stop_reason_name(one.reason), active);
     return;
   }
-  int64_t tokens = 0, prompt_tokens = 0;
-  for (size_t i = 0; i < output.size(); ++i) {
-    tokens += std::ssize(output[i].ids);
-    prompt_tokens += output[i].prompt_tokens;
+  int64_t answered = 0, tokens = 0, prompt_tokens = 0;
+  for (const std::optional<Generation>& generation : output.generations()) {
+    if (!generation) continue;
+    ++answered;
+    tokens += std::ssize(generation->ids);
+    prompt_tokens += generation->prompt_tokens;
   }
-  fmt::print(stderr, "[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]\n", output.size(),
+  fmt::print(stderr, "[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]\n", answered,
              prompt_tokens, tokens, static_cast<double>(tokens) / seconds, active);
 }
 
@@ -191,7 +226,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
     return run_chat(common, *chat,
                     {.system = arguments.system, .generate = options, .ffn = policy});
   }
-  const std::vector<std::string> prompts = prompt_texts(arguments, chat);
+  std::vector<Prompt> prompts = read_prompts(arguments, chat);
   TWELL_REQUIRE(arguments.batch >= 1, "--batch must be at least 1, got {}", arguments.batch);
 
   // All that can be refused is, before the weights are loaded.
@@ -209,10 +244,15 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   options.cancel = &stop;
   Output output(arguments, prompts);
   options.on_text = output.on_text();
+  std::vector<size_t> asked;  // the prompt of each request
   Generator generator(*session, tokenizer, [&](int64_t request, Generation generation) {
-    output.add(request, std::move(generation));
+    output.add(asked[static_cast<size_t>(request)], std::move(generation));
   });
-  for (const std::string& prompt : prompts) generator.submit(prompt, options);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    if (!prompts[i].fault.empty()) continue;
+    generator.submit(prompts[i].text, options);
+    asked.push_back(i);
+  }
   const auto start = std::chrono::steady_clock::now();
   while (generator.step()) {
   }
@@ -220,82 +260,53 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   if (!arguments.json && !arguments.quiet) {
     print_summary(output, elapsed.count(), *session, engine->device());
   }
-  return stop ? kExitInterrupted : kExitOk;
+  if (stop) return interrupted_exit_code();
+  return asked.size() == prompts.size() ? kExitOk : kExitInput;
 }
 
 }  // namespace
 
-void add_generate_command(CLI::App& app, CommonOptions& common) {
+void add_generate_command(Command& root, CommonOptions& common) {
   auto arguments = std::make_shared<GenerateArguments>();
-  CLI::App& command =
-      add_command(app, common, "generate", "Continue a prompt with a trained model",
-                  [&common, arguments] { return run_generate(common, *arguments); });
+  Command& command = root.add("generate", "Continue a prompt with a trained model");
+  command.runs([&common, arguments] { return run_generate(common, *arguments); });
   add_checkpoint_option(command, common);
-  CLI::Option* prompt = command
-                            .add_option("--prompt", arguments->prompts,
-                                        "Text to continue; repeatable: they are continued together")
-                            ->type_name("TEXT")
-                            ->allow_extra_args(false);
-  CLI::Option* prompt_file =
-      command.add_option("--prompt-file", arguments->prompt_file, "Read the prompt from a file")
-          ->type_name("PATH")
-          ->excludes(prompt);
+  Option& prompt = command.value("--prompt", &arguments->prompts, "TEXT",
+                                 "Text to continue; repeatable: they are continued together");
+  Option& prompt_file = command
+                            .value("--prompt-file", &arguments->prompt_file, "PATH",
+                                   "Read the prompt from a file; -: from standard input")
+                            .excludes(prompt);
   command
-      .add_option("--prompts", arguments->prompts_file,
-                  "Read a prompt from each line of a file; of a .jsonl file, its \"prompt\"")
-      ->type_name("PATH")
-      ->excludes(prompt)
-      ->excludes(prompt_file);
-  command
-      .add_option("--batch", arguments->batch,
-                  "Prompts continued at once: bounds memory; the others wait")
-      ->type_name("N")
-      ->capture_default_str();
-  command.add_flag("--chat", arguments->chat,
-                   "Prompts are messages: render them with the chat template of the checkpoint. "
-                   "Without a prompt, hold a conversation: a message per line of the input");
-  command.add_option("--system", arguments->system, "System message in front of it (--chat)")
-      ->type_name("TEXT");
+      .value("--prompts", &arguments->prompts_file, "PATH",
+             "Read a prompt from each line of a file (-: of standard input); of a .jsonl file, its "
+             "\"prompt\". Exit code 2 when one does not fit the context; the others are answered")
+      .excludes(prompt)
+      .excludes(prompt_file);
+  command.value("--batch", &arguments->batch, "N",
+                "Prompts continued at once: bounds memory; the others wait");
+  command.flag("--chat", &arguments->chat,
+               "Prompts are messages: render them with the chat template of the checkpoint. "
+               "Without a prompt, hold a conversation: a message per line of the input");
+  command.value("--system", &arguments->system, "TEXT", "System message in front of it (--chat)");
   GenerateOptions& options = arguments->generate;
-  command.add_option("--max-tokens", options.max_tokens, "New tokens at most")
-      ->type_name("N")
-      ->capture_default_str();
-  const std::string sampling = "Sampling";
-  command
-      .add_option("--temperature", options.sampler.temperature,
-                  "Softmax temperature; 0 takes the most likely token every time")
-      ->type_name("X")
-      ->capture_default_str()
-      ->group(sampling);
-  command
-      .add_option("--top-k", options.sampler.top_k, "Keep the k most likely tokens; 0: all of them")
-      ->type_name("K")
-      ->capture_default_str()
-      ->group(sampling);
-  command
-      .add_option("--top-p", options.sampler.top_p,
-                  "Keep the most likely tokens that together hold this share of probability")
-      ->type_name("P")
-      ->capture_default_str()
-      ->group(sampling);
-  command
-      .add_option("--min-p", options.sampler.min_p,
-                  "Drop tokens less likely than this times the most likely one")
-      ->type_name("P")
-      ->capture_default_str()
-      ->group(sampling);
-  command.add_option("--stop", options.stop_strings, "Stop before this text; repeatable")
-      ->type_name("TEXT")
-      ->allow_extra_args(false);
-  command
-      .add_option("--ffn", arguments->ffn,
-                  "Execution of the FFN layers: auto, dense, row-fused, tile-union")
-      ->type_name("NAME")
-      ->capture_default_str();
-  command.add_flag("--json", arguments->json,
-                   "Print a JSON object per prompt, a line each, instead of the text");
-  command.add_flag("--quiet", arguments->quiet, "Leave out the line of figures at the end");
-  add_compute_options(command, common, Devices::kAny);
+  command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
+  command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
+  command.value("--ffn", &arguments->ffn, "NAME",
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+  command.flag("--json", &arguments->json,
+               "Print a JSON object per prompt, a line each, instead of the text");
+  command.flag("--quiet", &arguments->quiet, "Leave out the line of figures at the end");
+  command.group("Sampling");
+  command.value("--temperature", &options.sampler.temperature, "X",
+                "Softmax temperature; 0 takes the most likely token every time");
+  command.value("--top-k", &options.sampler.top_k, "K",
+                "Keep the k most likely tokens; 0: all of them");
+  command.value("--top-p", &options.sampler.top_p, "P",
+                "Keep the most likely tokens that together hold this share of probability");
+  command.value("--min-p", &options.sampler.min_p, "P",
+                "Drop tokens less likely than this times the most likely one");
+  add_compute_options(command, common);
   command.footer(
       "Example:\n  twell generate --checkpoint runs/first/checkpoint --prompt 'The ' "
       "--temperature 0.8 --top-p 0.95 --max-tokens 100\n"

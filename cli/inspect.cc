@@ -24,7 +24,7 @@ struct InspectArguments {
   TextOptions text;
   int64_t max_tokens = 65536;
   bool tensors = false;
-  CLI::Option* json = nullptr;  // given without a file: print
+  const Option* json = nullptr;  // given without a file: print
   std::filesystem::path json_file;
   std::filesystem::path html_file;
 };
@@ -119,7 +119,7 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
 
 int run_inspect(const CommonOptions& common, const InspectArguments& arguments) {
   const Inspection inspection = inspect(common, arguments);
-  const bool json = arguments.json->count() > 0;
+  const bool json = arguments.json->given();
   if (json && arguments.json_file.empty()) {
     fmt::print("{}\n", inspection_json(inspection).dump());
   } else {
@@ -139,27 +139,22 @@ int run_inspect(const CommonOptions& common, const InspectArguments& arguments) 
 
 }  // namespace
 
-void add_inspect_command(CLI::App& app, CommonOptions& common) {
+void add_inspect_command(Command& root, CommonOptions& common) {
   auto arguments = std::make_shared<InspectArguments>();
-  CLI::App& command =
-      add_command(app, common, "inspect", "Configuration, health and sparsity of a checkpoint",
-                  [&common, arguments] { return run_inspect(common, *arguments); });
+  Command& command = root.add("inspect", "Configuration, health and sparsity of a checkpoint");
+  command.runs([&common, arguments] { return run_inspect(common, *arguments); });
   add_checkpoint_option(command, common);
   add_text_options(command, common, arguments->text);
-  command
-      .add_option("--max-tokens", arguments->max_tokens,
-                  "Tokens of the text to measure sparsity on; 0: all")
-      ->type_name("N")
-      ->capture_default_str();
-  command.add_flag("--tensors", arguments->tensors, "List every tensor");
+  command.value("--max-tokens", &arguments->max_tokens, "N",
+                "Tokens of the text to measure sparsity on; 0: all");
+  command.flag("--tensors", &arguments->tensors, "List every tensor");
   arguments->json =
-      command
-          .add_option("--json", arguments->json_file,
-                      "Write everything as one JSON object into FILE; without FILE, print it")
-          ->type_name("[FILE]")
-          ->expected(0, 1);
-  command.add_option("--html", arguments->html_file, "Write a page with plots")->type_name("FILE");
-  add_compute_options(command, common, Devices::kAny);
+      &command
+           .value("--json", &arguments->json_file, "[FILE]",
+                  "Write everything as one JSON object into FILE; without FILE, print it")
+           .value_optional();
+  command.value("--html", &arguments->html_file, "FILE", "Write a page with plots");
+  add_compute_options(command, common);
   command.footer(
       "Sparsity is measured when a text is given (--data or --shards).\n\nExample:\n"
       "  twell inspect --checkpoint runs/first/checkpoint --data book.txt --html inspect.html");

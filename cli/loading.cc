@@ -53,24 +53,20 @@ Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig&
   return tokenizer;
 }
 
-void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& text) {
-  CLI::Option* data = add_data_option(
+void add_text_options(Command& command, CommonOptions& common, TextOptions& text) {
+  Option& data = add_data_option(
       command, common,
       "Text to run on: files and folders (.txt, .jsonl, .parquet, .gz, .xz, .zst); repeatable");
   command
-      .add_option("--shards", text.shards,
-                  "Run on the held-out split of a folder of token shards instead")
-      ->type_name("DIR")
-      ->excludes(data);
-  command.add_option("--json-field", text.json_field, "Field of a .jsonl line that holds the text")
-      ->type_name("NAME")
-      ->capture_default_str();
+      .value("--shards", &text.shards, "DIR",
+             "Run on the held-out split of a folder of token shards instead")
+      .excludes(data);
+  command.value("--json-field", &text.json_field, "NAME",
+                "Field of a .jsonl line that holds the text");
   command
-      .add_option("--bad-files", text.bad_files,
-                  "What to do with unreadable, binary or non-UTF-8 files: error or skip")
-      ->check(CLI::IsMember({"error", "skip"}))
-      ->type_name("MODE")
-      ->capture_default_str();
+      .value("--bad-files", &text.bad_files, "error|skip",
+             "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
+      .choices({"error", "skip"});
 }
 
 TextPieces::TextPieces(const CommonOptions& common, const TextOptions& text,

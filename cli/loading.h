@@ -28,7 +28,7 @@ struct TextOptions {
   std::string json_field = "text";
   std::string bad_files = "error";
 };
-void add_text_options(CLI::App& command, CommonOptions& common, TextOptions& text);
+void add_text_options(Command& command, CommonOptions& common, TextOptions& text);
 
 // A piece of text as ids, the end-of-text token (where there is one) in front as context.
 struct TextPiece {

@@ -1,92 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/options.h"
 
-#include <limits>
-#include <utility>
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "twell/base/error.h"
 
 namespace twell::cli {
 namespace {
 
-constexpr const char* kComputeGroup = "Machine";
+constexpr const char* kMachine = "Machine";
 
-std::string check_cpu(const std::string& device) {
-  if (device == "cpu" || device == "auto") return {};
-  if (device == "cuda")
-    return "this command does not run on cuda, only on the CPU; use cpu or auto";
-  return "unknown device '" + device + "'; use cpu or auto";
-}
-
-std::string check_any(const std::string& device) {
-  if (device == "cpu" || device == "cuda" || device == "auto") return {};
-  return "unknown device '" + device + "'; use cpu, cuda or auto";
-}
-
-// CLI11 would take -1 for the largest unsigned number.
-std::string check_not_negative(const std::string& value) {
-  return value.starts_with('-') ? value + " is negative" : std::string();
+// A file without a name that holds standard input. It is gone when the process ends.
+std::filesystem::path spool_standard_input() {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path();
+  const int file = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  TWELL_REQUIRE(file >= 0, "cannot keep standard input in {}: {}", folder.string(),
+                std::strerror(errno));
+  char piece[1 << 16];
+  while (const size_t count = std::fread(piece, 1, sizeof(piece), stdin)) {
+    TWELL_REQUIRE(::write(file, piece, count) == static_cast<ssize_t>(count),
+                  "cannot keep standard input in {}: {}", folder.string(), std::strerror(errno));
+  }
+  TWELL_REQUIRE(std::ferror(stdin) == 0, "cannot read standard input: {}", std::strerror(errno));
+  return fmt::format("/proc/self/fd/{}", file);
 }
 
 }  // namespace
 
-CLI::Option* add_data_option(CLI::App& command, CommonOptions& common, const std::string& help) {
-  return command.add_option("--data", common.data, help)
-      ->type_name("PATH")
-      ->allow_extra_args(false);
+std::filesystem::path checkpoint_folder(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  const std::filesystem::path newest = folder / "checkpoint";
+  const bool is_run = !std::filesystem::exists(folder / "config.json", ignored) &&
+                      std::filesystem::exists(newest / "config.json", ignored);
+  return is_run ? newest : folder;
 }
 
-CLI::Option* add_checkpoint_option(CLI::App& command, CommonOptions& common) {
+void resolve_inputs(CommonOptions& common) {
+  common.checkpoint = checkpoint_folder(common.checkpoint);
+  for (std::filesystem::path& path : common.data) {
+    if (path == "-") path = spool_standard_input();
+  }
+}
+
+Option& add_data_option(Command& command, CommonOptions& common, std::string help) {
+  return command.value("--data", &common.data, "PATH",
+                       std::move(help) + "; -: plain text from standard input");
+}
+
+Option& add_checkpoint_option(Command& command, CommonOptions& common) {
   return command
-      .add_option("--checkpoint", common.checkpoint,
-                  "Checkpoint folder: config.json, model.safetensors, tokenizer.json")
-      ->type_name("DIR")
-      ->required();
+      .value("--checkpoint", &common.checkpoint, "DIR",
+             "Folder of a checkpoint (config.json, model.safetensors, tokenizer.json) or of a run")
+      .required();
 }
 
-CLI::Option* add_out_option(CLI::App& command, CommonOptions& common, const std::string& help) {
-  return command.add_option("--out", common.out, help)->type_name("DIR");
+Option& add_out_option(Command& command, CommonOptions& common, std::string help) {
+  return command.value("--out", &common.out, "DIR", std::move(help));
 }
 
-CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common) {
-  return command
-      .add_option("--seed", common.seed, "Seed of every random choice; same seed, same result")
-      ->type_name("N")
-      ->check(check_not_negative)
-      ->capture_default_str()
-      ->group(kComputeGroup);
+void add_seed_option(Command& command, CommonOptions& common) {
+  command.group(kMachine);
+  command.value("--seed", &common.seed, "N", "Seed of every random choice; same seed, same result");
 }
 
-CLI::Option* add_threads_option(CLI::App& command, CommonOptions& common) {
-  return command
-      .add_option("--threads", common.threads, "Threads to compute with; 0: every available core")
-      ->type_name("N")
-      ->check(CLI::Range(0, 4096).description(""))
-      ->capture_default_str()
-      ->group(kComputeGroup);
+void add_threads_option(Command& command, CommonOptions& common) {
+  command.group(kMachine);
+  command
+      .value("--threads", &common.threads, "N", "Threads to compute with; 0: every available core")
+      .range(0, 4096);
 }
 
-CLI::Option* add_device_option(CLI::App& command, CommonOptions& common, Devices devices) {
-  const bool any = devices == Devices::kAny;
-  return command
-      .add_option("--device", common.device,
-                  any ? "Device to compute on: cpu, cuda, or auto, a GPU where there is one"
-                      : "Device to compute on: auto or cpu")
-      ->type_name("NAME")
-      ->check(any ? check_any : check_cpu)
-      ->capture_default_str()
-      ->group(kComputeGroup);
-}
-
-void add_compute_options(CLI::App& command, CommonOptions& common, Devices devices) {
+void add_compute_options(Command& command, CommonOptions& common) {
   add_seed_option(command, common);
   add_threads_option(command, common);
-  add_device_option(command, common, devices);
-}
-
-CLI::App& add_command(CLI::App& app, CommonOptions& common, const std::string& name,
-                      const std::string& description, std::function<int()> run) {
-  CLI::App* command = app.add_subcommand(name, description)->group("Commands");
-  command->callback([&common, run = std::move(run)] { common.run = run; });
-  return *command;
+  command
+      .value("--device", &common.device, "NAME",
+             "Device to compute on: cpu, cuda, or auto, a GPU where there is one")
+      .choices({"cpu", "cuda", "auto"});
 }
 
 }  // namespace twell::cli

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The options that mean the same in every command. A command adds those it takes, so that their
-// names, defaults and help text are written once.
+// The options that mean the same in every command, so that their names, defaults and help texts are
+// written once.
 #pragma once
-
-#include <CLI/CLI.hpp>
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <vector>
+
+#include "cli/command_line.h"
 
 namespace twell::cli {
 
@@ -21,31 +20,25 @@ struct CommonOptions {
   uint64_t seed = 0;
   int threads = 0;
   std::string device = "auto";
-
-  // What the chosen command does; returns the exit code. Set by the command's callback and called
-  // by main after parsing.
-  std::function<int()> run;
 };
 
-// Exit codes, the same in every command.
+// Exit codes, the same in every command. A signal ends a command with 128 and its number.
 inline constexpr int kExitOk = 0;
-inline constexpr int kExitFailure = 1;        // an internal error
-inline constexpr int kExitInput = 2;          // what the user gave cannot be used
-inline constexpr int kExitInterrupted = 130;  // SIGINT or SIGTERM, after saving
+inline constexpr int kExitFailure = 1;  // an internal error, or output that cannot be written
+inline constexpr int kExitInput = 2;    // what the user gave cannot be used
 
-CLI::Option* add_data_option(CLI::App& command, CommonOptions& common, const std::string& help);
-CLI::Option* add_checkpoint_option(CLI::App& command, CommonOptions& common);  // required
-CLI::Option* add_out_option(CLI::App& command, CommonOptions& common, const std::string& help);
-CLI::Option* add_seed_option(CLI::App& command, CommonOptions& common);
-CLI::Option* add_threads_option(CLI::App& command, CommonOptions& common);
-// The devices that a command runs on; what they mean is in device.h.
-enum class Devices { kCpu, kAny };
-CLI::Option* add_device_option(CLI::App& command, CommonOptions& common, Devices devices);
-// --seed, --threads and --device: what every command that computes takes.
-void add_compute_options(CLI::App& command, CommonOptions& common, Devices devices = Devices::kCpu);
+// What stands for other paths: the folder of a training run for its newest checkpoint; the path "-"
+// of --data for standard input, which is read here, as plain text.
+void resolve_inputs(CommonOptions& common);
+std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 
-// Adds a subcommand, `run` being what it does.
-CLI::App& add_command(CLI::App& app, CommonOptions& common, const std::string& name,
-                      const std::string& description, std::function<int()> run);
+Option& add_data_option(Command& command, CommonOptions& common, std::string help);
+Option& add_checkpoint_option(Command& command, CommonOptions& common);  // required
+Option& add_out_option(Command& command, CommonOptions& common, std::string help);
+// These stand under the heading "Machine".
+void add_seed_option(Command& command, CommonOptions& common);
+void add_threads_option(Command& command, CommonOptions& common);
+// --seed, --threads and --device; what devices mean is in device.h.
+void add_compute_options(Command& command, CommonOptions& common);
 
 }  // namespace twell::cli

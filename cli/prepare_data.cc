@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <ranges>
 
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
@@ -46,6 +47,7 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   uint64_t index = 0;
   const auto next_text = [&](std::string& text) {
     while (bytes < limit && source.next(text)) {
+      check_interrupted();
       if (uniform(request.seed, kSampleStream, index++) >= share) continue;
       bytes += static_cast<int64_t>(text.size());
       return true;
@@ -94,56 +96,36 @@ bool made_from(const fs::path& folder, const nlohmann::json& identity) {
 
 }  // namespace
 
-void add_text_options(CLI::App& command, DataOptions& options) {
+void add_source_options(Command& command, DataOptions& options) {
+  command.group("Data");
+  command.value("--json-field", &options.json_field, "NAME",
+                "Field of .jsonl lines and .parquet rows that holds the text");
   command
-      .add_option("--json-field", options.json_field,
-                  "Field of .jsonl lines and .parquet rows that holds the text")
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->group("Data");
+      .value("--bad-files", &options.bad_files, "error|skip",
+             "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
+      .choices({"error", "skip"});
   command
-      .add_option("--bad-files", options.bad_files,
-                  "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
-      ->type_name("error|skip")
-      ->check(CLI::IsMember({"error", "skip"}).description(""))
-      ->capture_default_str()
-      ->group("Data");
-  command
-      .add_option("--max-data-bytes", options.max_bytes,
-                  "Stop reading after this many bytes of text; 0: read everything")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str()
-      ->group("Data");
+      .value("--max-data-bytes", &options.max_bytes, "N",
+             "Stop reading after this many bytes of text; 0: read everything")
+      .at_least(0);
 }
 
-void add_tokenizer_options(CLI::App& command, DataOptions& options) {
+void add_tokenizer_options(Command& command, DataOptions& options) {
+  command.group("Data");
+  command.value("--tokenizer", &options.tokenizer, "FILE",
+                "Hugging Face tokenizer.json (byte-level BPE); without it one is trained");
   command
-      .add_option("--tokenizer", options.tokenizer,
-                  "Hugging Face tokenizer.json (byte-level BPE); without it one is trained")
-      ->type_name("FILE")
-      ->group("Data");
+      .value("--pre-tokenizer", &options.pre_tokenizer, "gpt2|smollm2|llama3|qwen2",
+             "How a trained tokenizer cuts text into words")
+      .choices({"gpt2", "smollm2", "llama3", "qwen2"});
   command
-      .add_option("--pre-tokenizer", options.pre_tokenizer,
-                  "How a trained tokenizer cuts text into words")
-      ->type_name("gpt2|smollm2|llama3|qwen2")
-      ->check(CLI::IsMember({"gpt2", "smollm2", "llama3", "qwen2"}).description(""))
-      ->capture_default_str()
-      ->group("Data");
+      .value("--tokenizer-sample", &options.tokenizer_sample_mib, "MIB",
+             "MiB of text, at most, that a tokenizer is trained on")
+      .range(1, 1 << 16);
   command
-      .add_option("--tokenizer-sample", options.tokenizer_sample_mib,
-                  "MiB of text, at most, that a tokenizer is trained on")
-      ->type_name("MIB")
-      ->check(CLI::Range(1, 1 << 16).description(""))
-      ->capture_default_str()
-      ->group("Data");
-  command
-      .add_option("--val-fraction", options.validation_fraction,
-                  "Share of the documents set aside for validation")
-      ->type_name("X")
-      ->check(CLI::Range(1e-6, 0.5).description(""))
-      ->capture_default_str()
-      ->group("Data");
+      .value("--val-fraction", &options.validation_fraction, "X",
+             "Share of the documents set aside for validation")
+      .range(1e-6, 0.5);
 }
 
 TextSourceOptions DataRequest::text(const LogSink& log) const {
@@ -197,6 +179,7 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
   const auto start = Clock::now();
   const double total = static_cast<double>(expected_bytes(request, source));
   options.progress = [&](int64_t done, int64_t, int64_t tokens) {
+    check_interrupted();
     const double bytes = static_cast<double>(done);
     progress.update(fmt::format("tokenizing {:.0f}%  {} tokens  {:.1f} MB/s",
                                 std::min(100.0, 100.0 * bytes / total),

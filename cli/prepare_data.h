@@ -2,14 +2,13 @@
 // From --data to a tokenizer and a folder of shards: what `train` and `tokenize` share.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cli/command_line.h"
 #include "cli/progress_line.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
@@ -26,8 +25,9 @@ struct DataOptions {
   std::string pre_tokenizer = "gpt2";
   int64_t tokenizer_sample_mib = 32;
 };
-void add_text_options(CLI::App& command, DataOptions& options);  // --json-field, --bad-files
-void add_tokenizer_options(CLI::App& command, DataOptions& options);
+// Both under the heading "Data".
+void add_source_options(Command& command, DataOptions& options);
+void add_tokenizer_options(Command& command, DataOptions& options);
 
 struct DataRequest {
   const DataOptions& options;

@@ -133,11 +133,9 @@ int run_report(const fs::path& run) {
   json report;
   try {
     report = make_report(run, metrics, bench.empty() ? json() : bench.back());
-  } catch (const json::exception& error) {
-    throw InputError(
-        fmt::format("{}: metrics.jsonl or bench.jsonl is not as this version writes "
-                    "it: {}",
-                    run.string(), error.what()));
+  } catch (const json::exception&) {
+    throw InputError(fmt::format(
+        "{}: metrics.jsonl or bench.jsonl is not as this version writes it", run.string()));
   }
   write_file_atomic(run / "report.json", report.dump(2) + "\n");
   print_course(metrics);
@@ -147,11 +145,10 @@ int run_report(const fs::path& run) {
 
 }  // namespace
 
-void add_report_command(CLI::App& app, CommonOptions& common) {
-  CLI::App& command =
-      add_command(app, common, "report", "Summary of a training run, as a table and report.json",
-                  [&common] { return run_report(common.out); });
-  add_out_option(command, common, "Folder of the training run")->required();
+void add_report_command(Command& root, CommonOptions& common) {
+  Command& command = root.add("report", "Summary of a training run, as a table and report.json");
+  command.runs([&common] { return run_report(common.out); });
+  add_out_option(command, common, "Folder of the training run").required();
   command.footer(
       "Reads OUT/metrics.jsonl and, where there is one, the last row of OUT/bench.jsonl\n"
       "(twell bench forward --jsonl OUT/bench.jsonl); writes OUT/report.json.\n\n"

@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "cli/config_file.h"
 #include "cli/prepare_data.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/train/metrics.h"
 
@@ -58,6 +59,7 @@ int verify(const std::filesystem::path& folder) {
 int tokenize(const TokenizeFlags& flags, const CommonOptions& common) {
   if (!flags.verify.empty()) return verify(flags.verify);
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
+  stop_on_signals();
   ProgressLine progress(kPlainInterval);
   const PreparedData prepared =
       prepare_shards({flags.data, common.data, flags.vocab_size, common.seed, common.threads},
@@ -73,29 +75,26 @@ int tokenize(const TokenizeFlags& flags, const CommonOptions& common) {
 
 }  // namespace
 
-void add_tokenize_command(CLI::App& app, CommonOptions& common) {
+void add_tokenize_command(Command& root, CommonOptions& common) {
   const auto flags = std::make_shared<TokenizeFlags>();
-  CLI::App& command = add_command(app, common, "tokenize", "Turn text into shards of token ids",
-                                  [flags, &common] { return tokenize(*flags, common); });
-  add_config_option(command);
-  add_data_option(
+  Command& command = root.add("tokenize", "Turn text into shards of token ids");
+  command.runs([flags, &common] { return tokenize(*flags, common); });
+  command.config_file();
+  Option& data = add_data_option(
       command, common,
       "Text: files and folders of text, .jsonl or .parquet, also .gz, .xz, .zst; repeatable");
-  add_out_option(command, common, "Folder of the shards");
+  Option& out = add_out_option(command, common, "Folder of the shards");
   command
-      .add_option("--verify", flags->verify,
-                  "Instead: read the shards of this folder and check them against the checksums of "
-                  "their manifest")
-      ->type_name("DIR")
-      ->excludes("--data", "--out")
-      ->configurable(false);
-  add_text_options(command, flags->data);
+      .value("--verify", &flags->verify, "DIR",
+             "Instead: read the shards of this folder and check them against the checksums of "
+             "their manifest")
+      .excludes(data)
+      .excludes(out)
+      .not_in_files();
+  add_source_options(command, flags->data);
   add_tokenizer_options(command, flags->data);
-  command.add_option("--vocab-size", flags->vocab_size, "Vocabulary of a trained tokenizer")
-      ->type_name("V")
-      ->check(CLI::Range(int64_t{257}, int64_t{1} << 24).description(""))
-      ->capture_default_str()
-      ->group("Data");
+  command.value("--vocab-size", &flags->vocab_size, "V", "Vocabulary of a trained tokenizer")
+      .range(257, 1 << 24);
   add_seed_option(command, common);
   add_threads_option(command, common);
   command.footer(kFooter);

@@ -8,9 +8,8 @@
 
 #include "cli/commands.h"
 #include "cli/config_file.h"
-#include "cli/memory.h"
+#include "cli/process.h"
 #include "cli/progress_line.h"
-#include "cli/signals.h"
 #include "cli/train_device.h"
 #include "cli/train_flags.h"
 #include "twell/base/context.h"
@@ -27,8 +26,8 @@ namespace {
 
 constexpr const char* kFooter = R"(
 OUT holds checkpoint (the newest one, a link into checkpoints/), metrics.jsonl (every step, per
-layer), tokenizer and shards. SIGINT or SIGTERM finishes the step, saves and exits with code 130;
-a second one exits at once. A run that ended early continues with --resume.
+layer), tokenizer and shards. SIGINT, SIGTERM and SIGHUP finish the step, save and exit with code
+130, 143 and 129; a second one exits at once. A run that ended early continues with --resume.
 
 Examples:
   twell train --data docs/ --out runs/first
@@ -78,6 +77,19 @@ ModelConfig requested_config(const TrainFlags& flags) {
   ModelConfig config = load_config(flags.from);
   if (flags.relufy) config.activation = Activation::kRelu;
   return config;
+}
+
+// A warm-up that was not asked for follows the number of steps, which may be larger now: a run that
+// is resumed keeps the one it began with.
+void keep_warmup(const fs::path& out, TrainOptions& options) {
+  const fs::path state = out / "checkpoint" / "trainer" / "state.json";
+  if (options.warmup_steps != -1 || !fs::is_regular_file(state)) return;
+  const auto json = nlohmann::json::parse(read_file(state), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("options") || !json["options"].is_object()) return;
+  const auto& saved = json["options"];
+  if (saved.contains("warmup-steps") && saved["warmup-steps"].is_number_integer()) {
+    options.warmup_steps = saved["warmup-steps"].get<int64_t>();
+  }
 }
 
 // What sparsifying asks for beyond the flags that are options of the run themselves.
@@ -196,15 +208,18 @@ void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
   write_file_atomic(out / "side_by_side.json", json.dump(1) + "\n");
 }
 
-int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
+int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
   const fs::path options_file = common.out / "options.json";
   if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
+
+  flags.from = checkpoint_folder(flags.from);
 
   ModelConfig config = requested_config(flags);
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
   TaskComparison tasks(flags.tasks);
+  if (flags.resume) keep_warmup(common.out, requested);
   TrainOptions options = resolve_options(requested, config);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const TrainDevice device(common, config, options);
@@ -216,6 +231,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   }
   require_memory(plan.memory_bytes());
   device.require_memory(plan);
+  const std::atomic<bool>& stop = stop_on_signals();
   Context ctx(common.threads);
   const RunFolder folder(common.out, flags.resume);
   ProgressLine progress(flags.log_interval);
@@ -223,6 +239,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
   return_freed_memory();  // tens of MiB of text and tables, not part of the plan
   config = match_tokenizer(flags, config, tokenizer);
   tasks.check(config, tokenizer);
+  check_interrupted();
   const ShardSet shard_set(shards, tokenizer);
   progress.print(
       fmt::format("data: {} training and {} validation tokens",
@@ -247,7 +264,7 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
       given_options_json(command, {"data", "shards", "tokenizer", "from", "task-data", "out"}),
       resume_from,
       flags.tensorboard,
-      stop_on_signals(),
+      stop,
       progress.log_sink(),
       {}};
   run.companions = companions(flags);
@@ -268,29 +285,28 @@ int train(CLI::App& command, TrainFlags& flags, CommonOptions& common) {
     const ValidationOptions held_out{.sequences = options.validation_sequences,
                                      .length = options.sequence_length};
     const SideBySide figures = compare_side_by_side(ctx, *original, *model, shard_set, held_out);
-    if (!tasks.run(ctx, *original, *model, tokenizer, stop_on_signals(), progress)) {
-      return kExitInterrupted;
+    if (!tasks.run(ctx, *original, *model, tokenizer, stop, progress)) {
+      return interrupted_exit_code();
     }
     print_side_by_side(figures, tasks, common.out);
   }
-  return summary.interrupted ? kExitInterrupted : kExitOk;
+  return summary.interrupted ? interrupted_exit_code() : kExitOk;
 }
 
 }  // namespace
 
-void add_train_command(CLI::App& app, CommonOptions& common) {
+void add_train_command(Command& root, CommonOptions& common) {
   const auto flags = std::make_shared<TrainFlags>();
-  CLI::App& command = add_command(
-      app, common, "train", "Train a sparse language model on text",
-      [flags, &app, &common] { return train(*app.get_subcommand("train"), *flags, common); });
-  add_config_option(command);
+  Command& command = root.add("train", "Train a sparse language model on text");
+  command.runs([flags, &command, &common] { return train(command, *flags, common); });
+  command.config_file();
   add_data_option(
       command, common,
       "Text to train on: files and folders of text, .jsonl or .parquet, also .gz, .xz, .zst; "
       "repeatable");
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
-  add_compute_options(command, common, Devices::kAny);
+  add_compute_options(command, common);
   command.footer(kFooter);
 }
 

@@ -12,157 +12,154 @@ namespace {
 
 constexpr const char* kDefaultPreset = "tiny";
 
-// One group of options of the command, in the order of its help.
-class Group {
- public:
-  Group(CLI::App& command, std::string name) : command_(command), name_(std::move(name)) {}
-
-  template <typename T>
-  CLI::Option* value(const std::string& flag, T& target, const std::string& type,
-                     const std::string& help) {
-    return command_.add_option(flag, target, help)
-        ->type_name(type)
-        ->capture_default_str()
-        ->group(name_);
-  }
-  // Without a default of its own.
-  template <typename T>
-  CLI::Option* optional(const std::string& flag, std::optional<T>& target, const std::string& type,
-                        const std::string& help) {
-    return command_.add_option(flag, target, help)->type_name(type)->group(name_);
-  }
-  CLI::Option* choice(const std::string& flag, std::string& target,
-                      const std::vector<std::string>& names, const std::string& help) {
-    return value(flag, target, fmt::format("{}", fmt::join(names, "|")), help)
-        ->check(CLI::IsMember(names).description(""));
-  }
-  CLI::Option* flag(const std::string& names, bool& target, const std::string& help) {
-    return command_.add_flag(names, target, help)->group(name_);
-  }
-  // A flag with a negated spelling. Bound to an optional, CLI11 would count it instead.
-  CLI::Option* choice_flag(const std::string& names, std::optional<bool>& target,
-                           const std::string& help) {
-    return command_.add_flag(names, help)
-        ->each(
-            [&target](const std::string& value) { target = CLI::detail::to_flag_value(value) > 0; })
-        ->group(name_);
-  }
-
- private:
-  CLI::App& command_;
-  std::string name_;
-};
-
-void add_run_flags(CLI::App& command, TrainFlags& flags) {
-  Group run(command, "Run");
-  run.flag("--resume", flags.resume,
-           "Continue the run in --out where its newest checkpoint left it, bit for bit (same "
-           "machine, --device and --threads); its options are remembered")
-      ->configurable(false);
-  run.flag("--dry-run", flags.dry_run,
-           "Print parameters, memory, FLOPs and steps, and touch nothing")
-      ->configurable(false);
-  run.value("--from", flags.from, "DIR",
-            "Start from the weights of this checkpoint, which decides the model");
-  run.value("--save-every", flags.train.save_every, "STEPS",
-            "Steps between checkpoints; 0: at the end only");
-  run.value("--keep-last", flags.train.keep_last, "N", "Checkpoints to keep");
-  run.choice("--save-dtype", flags.save_dtype, {"f32", "bf16", "f16"},
-             "Type of the weights in model.safetensors");
-  run.value("--validate-every", flags.train.validate_every, "STEPS",
-            "Steps between validations; 0: never");
-  run.value("--validation-sequences", flags.train.validation_sequences, "N",
-            "Sequences of a validation, at most; spread evenly over the split");
-  run.flag("--tensorboard", flags.tensorboard, "Also write TensorBoard events to OUT/tensorboard");
-  run.value("--log-every", flags.log_interval, "SECONDS",
-            "Time between progress lines when stdout is no terminal")
-      ->check(CLI::Range(0.0, 1e6).description(""));
+void add_run_flags(Command& command, TrainFlags& flags) {
+  command.group("Run");
+  command
+      .flag("--resume", &flags.resume,
+            "Continue the run in --out where its newest checkpoint left it, bit for bit (same "
+            "machine, --device and --threads); its options are remembered")
+      .not_in_files();
+  command
+      .flag("--dry-run", &flags.dry_run,
+            "Print parameters, memory, FLOPs and steps, and touch nothing")
+      .not_in_files();
+  command.value("--from", &flags.from, "DIR",
+                "Start from the weights of this checkpoint, which decides the model");
+  command.value("--save-every", &flags.train.save_every, "STEPS",
+                "Steps between checkpoints; 0: at the end only");
+  command.value("--keep-last", &flags.train.keep_last, "N", "Checkpoints to keep");
+  command
+      .value("--save-dtype", &flags.save_dtype, "f32|bf16|f16",
+             "Type of the weights in model.safetensors")
+      .choices({"f32", "bf16", "f16"});
+  command.value("--validate-every", &flags.train.validate_every, "STEPS",
+                "Steps between validations; 0: never");
+  command.value("--validation-sequences", &flags.train.validation_sequences, "N",
+                "Sequences of a validation, at most; spread evenly over the split");
+  command.flag("--tensorboard", &flags.tensorboard,
+               "Also write TensorBoard events to OUT/tensorboard");
+  command
+      .value("--log-every", &flags.log_interval, "SECONDS",
+             "Time between progress lines when stdout is no terminal")
+      .range(0, 1e6);
 }
 
-void add_model_flags(CLI::App& command, ModelFlags& flags) {
-  Group model(command, "Model (default: the preset's)");
-  model.optional("--preset", flags.preset, "NAME",
-                 fmt::format("{} (default: {}); larger ones bring the steps and the batch of "
-                             "their recipe",
-                             fmt::join(preset_names(), ", "), kDefaultPreset));
-  model.optional("--width", flags.width, "D", "Width of the residual stream");
-  model.optional("--ffn", flags.ffn, "F", "Hidden neurons of a feed-forward layer");
-  model.optional("--layers", flags.layers, "L", "Layers");
-  model.optional("--heads", flags.heads, "H", "Attention heads");
-  model.optional("--kv-heads", flags.kv_heads, "N", "Key/value heads (default: as --heads)");
-  model.optional("--head-dim", flags.head_dim, "N", "Size of a head (default: width / heads)");
-  model.optional("--context", flags.context, "T", "Longest sequence the model is for, in tokens");
-  model.optional("--vocab-size", flags.vocab_size, "V",
-                 "Vocabulary, also of a trained tokenizer (default with --tokenizer: its own)");
-  model.choice_flag("--gated,!--no-gated", flags.gated,
-                    "Feed-forward layers with a gate, or without");
-  model.choice_flag("--tied,!--untied", flags.tied,
-                    "One matrix for embedding and output head, or two");
-  model.optional("--activation", flags.activation, "NAME",
-                 "relu (default), silu, gelu, gelu_pytorch_tanh, quick_gelu; only relu is sparse");
-  model.optional("--rope-theta", flags.rope_theta, "X", "Base of the rotary embedding");
-  model.optional("--norm-eps", flags.norm_eps, "X", "Epsilon of RMSNorm");
-  model.optional("--init-std", flags.init_std, "X", "Standard deviation of initial weights");
+void add_model_flags(Command& command, ModelFlags& flags) {
+  command.group("Model (default: the preset's)");
+  command.value("--preset", &flags.preset, "NAME",
+                fmt::format("{} (default: {}); larger ones bring the steps and the batch of "
+                            "their recipe",
+                            fmt::join(preset_names(), ", "), kDefaultPreset));
+  command.value("--width", &flags.width, "D", "Width of the residual stream");
+  command.value("--ffn", &flags.ffn, "F", "Hidden neurons of a feed-forward layer");
+  command.value("--layers", &flags.layers, "L", "Layers");
+  command.value("--heads", &flags.heads, "H", "Attention heads");
+  command.value("--kv-heads", &flags.kv_heads, "N", "Key/value heads (default: as --heads)");
+  command.value("--head-dim", &flags.head_dim, "N", "Size of a head (default: width / heads)");
+  command.value("--context", &flags.context, "T", "Longest sequence the model is for, in tokens");
+  command.value("--vocab-size", &flags.vocab_size, "V",
+                "Vocabulary, also of a trained tokenizer (default with --tokenizer: its own)");
+  command.flag("--gated", "--no-gated", &flags.gated,
+               "Feed-forward layers with a gate, or without");
+  command.flag("--tied", "--untied", &flags.tied,
+               "One matrix for embedding and output head, or two");
+  command.value("--activation", &flags.activation, "NAME",
+                "relu (default), silu, gelu, gelu_pytorch_tanh, quick_gelu; only relu is sparse");
+  command.value("--rope-theta", &flags.rope_theta, "X", "Base of the rotary embedding");
+  command.value("--norm-eps", &flags.norm_eps, "X", "Epsilon of RMSNorm");
+  command.value("--init-std", &flags.init_std, "X", "Standard deviation of initial weights");
 }
 
-void add_optimizer_flags(CLI::App& command, TrainFlags& flags) {
+void add_optimizer_flags(Command& command, TrainFlags& flags) {
   TrainOptions& train = flags.train;
-  Group length(command, "Length and batch");
-  length.optional("--steps", flags.steps, "N",
-                  fmt::format("Optimizer steps (default: {})", train.steps));
-  length.optional("--tokens", flags.tokens, "N", "Tokens to train on, instead of --steps");
-  length.value("--sequence-length", train.sequence_length, "T",
-               "Tokens of a sequence; 0: the context");
-  length.value("--micro-batch", train.micro_batch, "N", "Sequences in memory at a time");
-  length.optional("--batch-tokens", flags.batch_tokens, "N",
-                  "Tokens of an optimizer step, gathered over micro-batches (default: one)");
-  add_recompute_option(command, flags.recompute)->group("Length and batch");
-  Group optimizer(command, "Optimizer (AdamW)");
-  optimizer.value("--lr", train.learning_rate, "X", "Peak learning rate");
-  optimizer.value("--min-lr-ratio", train.min_lr_ratio, "X",
-                  "Share of the peak at which the cosine ends");
-  optimizer.value("--warmup-steps", train.warmup_steps, "N",
-                  "Linear warm-up; -1: 600, or a tenth of a shorter run");
-  optimizer.value("--beta1", train.beta1, "X", "Decay of the first moment");
-  optimizer.value("--beta2", train.beta2, "X", "Decay of the second moment");
-  optimizer.value("--eps", train.eps, "X", "Added to the denominator");
-  optimizer.value("--weight-decay", train.weight_decay, "X", "Of matrices; norms have none");
-  optimizer.choice("--moment-dtype", flags.moment_dtype, {"f32", "bf16"},
-                   "GPU: type of the moments in memory");
-  optimizer.value("--clip", train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
+  command.group("Length and batch");
+  command.value("--steps", &flags.steps, "N",
+                fmt::format("Optimizer steps (default: {})", train.steps));
+  command.value("--tokens", &flags.tokens, "N", "Tokens to train on, instead of --steps");
+  command.value("--sequence-length", &train.sequence_length, "T",
+                "Tokens of a sequence; 0: the context");
+  command.value("--micro-batch", &train.micro_batch, "N", "Sequences in memory at a time");
+  command.value("--batch-tokens", &flags.batch_tokens, "N",
+                "Tokens of an optimizer step, gathered over micro-batches (default: one)");
+  command.value(
+      "--recompute", &flags.recompute, "auto|none|norms[:N]|inputs[:N]|qkv[:N]",
+      "GPU: what backward makes again to save memory: the blocks' normalised inputs (norms), the "
+      "FFN's too (inputs), queries, keys and values too (qkv), the last named for N layers only; "
+      "or the least of these that fits; the results are the same");
+  command.group("Optimizer (AdamW)");
+  command.value("--lr", &train.learning_rate, "X", "Peak learning rate");
+  command.value("--min-lr-ratio", &train.min_lr_ratio, "X",
+                "Share of the peak at which the cosine ends");
+  command.value("--warmup-steps", &train.warmup_steps, "N",
+                "Linear warm-up; -1: 600, or a tenth of a shorter run");
+  command.value("--beta1", &train.beta1, "X", "Decay of the first moment");
+  command.value("--beta2", &train.beta2, "X", "Decay of the second moment");
+  command.value("--eps", &train.eps, "X", "Added to the denominator");
+  command.value("--weight-decay", &train.weight_decay, "X", "Of matrices; norms have none");
+  command
+      .value("--moment-dtype", &flags.moment_dtype, "f32|bf16",
+             "GPU: type of the moments in memory")
+      .choices({"f32", "bf16"});
+  command.value("--clip", &train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
 }
 
-void add_sparsify_flags(CLI::App& command, TrainFlags& flags) {
+void add_sparsify_flags(Command& command, TrainFlags& flags) {
   TrainOptions& train = flags.train;
-  Group sparsify(command, "Sparsifying a model with another activation (--from)");
-  sparsify.flag("--relufy", flags.relufy, "Replace the activation by ReLU and train on");
-  sparsify.value("--relufy-steps", train.relufy_steps, "N",
-                 "Steps over which ReLU takes over; 0: at once");
-  sparsify.value("--distill", train.distill, "SHARE",
-                 "Share of the loss that is the KL divergence from the original model; 0: none");
-  sparsify.value("--tasks", flags.tasks.tasks, "NAMES",
-                 "With --relufy: multiple-choice tasks, with commas between them, that both models "
-                 "are put to at the end ('twell eval --help' has the names)");
-  sparsify.value("--task-data", flags.tasks.data, "DIR",
-                 "Folder with the tasks' data sets as JSON lines or Parquet");
-  sparsify.value("--task-limit", flags.tasks.limit, "N", "Only the first items of each; 0: all");
+  command.group("Sparsifying a model with another activation (--from)");
+  command.flag("--relufy", &flags.relufy, "Replace the activation by ReLU and train on");
+  command.value("--relufy-steps", &train.relufy_steps, "N",
+                "Steps over which ReLU takes over; 0: at once");
+  command.value("--distill", &train.distill, "SHARE",
+                "Share of the loss that is the KL divergence from the original model; 0: none");
+  command.value("--tasks", &flags.tasks.tasks, "NAMES",
+                "With --relufy: multiple-choice tasks, with commas between them, that both models "
+                "are put to at the end ('twell eval --help' has the names)");
+  command.value("--task-data", &flags.tasks.data, "DIR",
+                "Folder with the tasks' data sets as JSON lines or Parquet");
+  command.value("--task-limit", &flags.tasks.limit, "N", "Only the first items of each; 0: all");
 }
 
-void add_sparsity_flags(CLI::App& command, TrainFlags& flags) {
+void add_sparsity_flags(Command& command, TrainFlags& flags) {
   TrainOptions& train = flags.train;
-  Group sparsity(command, "Sparsity");
-  sparsity.value("--l1", train.l1_coeff, "X", "L1 coefficient on hidden activations; 0: dense");
-  sparsity.choice("--l1-reduction", flags.l1_reduction, {"sum", "mean"},
-                  "Over the neurons of a layer: sum, or mean (the sum divided by F)");
-  sparsity.value("--l1-zero-steps", train.l1_zero_steps, "N", "Steps before L1 sets in");
-  sparsity.value("--l1-ramp-steps", train.l1_ramp_steps, "N",
-                 "Steps after those in which it grows to --l1");
-  sparsity.flag("--reinit-dead", train.reinit_dead,
-                "After every step, move neurons that no token activated towards random weights");
-  sparsity.value("--reinit-strength", train.reinit_strength, "X", "How far");
-  sparsity.value("--reinit-std", train.reinit_std, "X", "Standard deviation of those weights");
-  sparsity.choice("--ffn-policy", flags.ffn_policy, {"auto", "dense", "hybrid"},
-                  "Execution of the feed-forward layers; auto: per layer, by measured activity");
+  command.group("Sparsity");
+  command.value("--l1", &train.l1_coeff, "X", "L1 coefficient on hidden activations; 0: dense");
+  command
+      .value("--l1-reduction", &flags.l1_reduction, "sum|mean",
+             "Over the neurons of a layer: sum, or mean (the sum divided by F)")
+      .choices({"sum", "mean"});
+  command.value("--l1-zero-steps", &train.l1_zero_steps, "N", "Steps before L1 sets in");
+  command.value("--l1-ramp-steps", &train.l1_ramp_steps, "N",
+                "Steps after those in which it grows to --l1");
+  command.flag("--reinit-dead", &train.reinit_dead,
+               "After every step, move neurons that no token activated towards random weights");
+  command.value("--reinit-strength", &train.reinit_strength, "X", "How far");
+  command.value("--reinit-std", &train.reinit_std, "X", "Standard deviation of those weights");
+  command
+      .value("--ffn-policy", &flags.ffn_policy, "auto|dense|hybrid",
+             "Execution of the feed-forward layers; auto: per layer, by measured activity")
+      .choices({"auto", "dense", "hybrid"});
+}
+
+// The flags' names for what config.json calls otherwise.
+std::string in_words_of_flags(std::string message) {
+  static constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"hidden_size", "--width"},
+      {"intermediate_size", "--ffn"},
+      {"num_hidden_layers", "--layers"},
+      {"num_attention_heads", "--heads"},
+      {"num_key_value_heads", "--kv-heads"},
+      {"head_dim", "--head-dim"},
+      {"max_position_embeddings", "--context"},
+      {"vocab_size", "--vocab-size"},
+      {"rope_theta", "--rope-theta"},
+      {"rms_norm_eps", "--norm-eps"},
+      {"initializer_range", "--init-std"}};
+  for (const auto& [key, flag] : kNames) {
+    if (const size_t at = message.find(key); at != std::string::npos) {
+      message.replace(at, key.size(), flag);
+    }
+  }
+  return message;
 }
 
 template <typename T>
@@ -183,29 +180,17 @@ bool ModelFlags::any() const {
          vocab_size || gated || tied || rope_theta || norm_eps || init_std || activation;
 }
 
-void add_train_flags(CLI::App& command, TrainFlags& flags) {
+void add_train_flags(Command& command, TrainFlags& flags) {
   add_run_flags(command, flags);
-  add_text_options(command, flags.data);
+  add_source_options(command, flags.data);
   add_tokenizer_options(command, flags.data);
-  Group(command, "Data")
-      .value("--shards", flags.shards, "DIR",
-             "Folder of shards to use, or to write --data to (default: "
-             "OUT/shards); from 'twell tokenize'");
+  command.value("--shards", &flags.shards, "DIR",
+                "Folder of shards to use, or to write --data to (default: OUT/shards); from 'twell "
+                "tokenize'");
   add_model_flags(command, flags.model);
   add_optimizer_flags(command, flags);
   add_sparsity_flags(command, flags);
   add_sparsify_flags(command, flags);
-}
-
-CLI::Option* add_recompute_option(CLI::App& command, std::string& recompute) {
-  return command
-      .add_option(
-          "--recompute", recompute,
-          "GPU: what backward makes again to save memory: the blocks' normalised inputs "
-          "(norms), the FFN's too (inputs), queries, keys and values too (qkv), the last named "
-          "for N layers only; or the least of these that fits; the results are the same")
-      ->type_name("auto|none|norms[:N]|inputs[:N]|qkv[:N]")
-      ->capture_default_str();
 }
 
 ModelConfig model_config(const ModelFlags& flags) {
@@ -233,7 +218,11 @@ ModelConfig model_config(const ModelFlags& flags) {
   override_with(flags.rope_theta, config.rope_theta);
   override_with(flags.norm_eps, config.norm_eps);
   override_with(flags.init_std, config.init_std);
-  config.validate();
+  try {
+    config.validate();
+  } catch (const InputError& error) {
+    throw InputError(in_words_of_flags(error.what()));
+  }
   return config;
 }
 

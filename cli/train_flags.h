@@ -2,8 +2,6 @@
 // The options of `twell train` and what they amount to: a model configuration and TrainOptions.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -48,8 +46,7 @@ struct TrainFlags {
   std::string moment_dtype = "f32";
 };
 
-void add_train_flags(CLI::App& command, TrainFlags& flags);
-CLI::Option* add_recompute_option(CLI::App& command, std::string& recompute);
+void add_train_flags(Command& command, TrainFlags& flags);
 
 // The model that is trained; vocab_size is that of the flags or the preset.
 ModelConfig model_config(const ModelFlags& flags);

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The built command, run as a user runs it: training, resuming, killing, and bad input, each fault
 // of which gives exit code 2 and one line on stderr.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pty.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -36,6 +39,9 @@ class CliTest : public twell::CommandTest {
     }
   }
 
+  static std::string golden(const std::string& part) {
+    return std::string(TWELL_SOURCE_DIR) + "/tests/golden/tasks/" + part;
+  }
   // A run of a micro model; later flags win only where these have none.
   static std::vector<std::string> train(const std::string& out,
                                         const std::vector<std::string>& more = {}) {
@@ -113,8 +119,11 @@ TEST_F(CliTest, InterruptedAndKilledRunsResumeToTheSameWeights) {
                                             "--validate-every", "0"};
   ASSERT_EQ(run(train("whole", options)).code, 0);
 
-  const Result stopped = signal_after(start(train("int", options)), "int", 30, SIGTERM);
-  EXPECT_EQ(stopped.code, 130) << stopped.err;
+  Result stopped = signal_after(start(train("int", options)), "int", 30, SIGTERM);
+  EXPECT_EQ(stopped.code, 143) << stopped.err;
+  EXPECT_THAT(stopped.out, HasSubstr("interrupted and saved"));
+  stopped = signal_after(start({"train", "--out", "int", "--resume"}), "int", 60, SIGHUP);
+  EXPECT_EQ(stopped.code, 129) << stopped.err;
   EXPECT_THAT(stopped.out, HasSubstr("interrupted and saved"));
   const Result resumed = run({"train", "--out", "int", "--resume"});
   EXPECT_EQ(resumed.code, 0) << resumed.err;
@@ -180,8 +189,8 @@ TEST_F(CliTest, BadNumbers) {
   refused("--unknown", "1", "--unknown");
   expect_refused({"train", "--data", "text", "--out", "x", "--layers", "65000"}, "memory");
   expect_refused({"bench", "ffn", "--tokens", "99999999999999"}, "memory");
-  expect_refused({"bench", "ffn", "--width", "0"}, "--width and --ffn must be positive");
-  expect_refused({"bench", "ffn", "--ffn", "-8"}, "--width and --ffn must be positive");
+  expect_refused({"bench", "ffn", "--width", "0"}, "--width must be at least 1, got 0");
+  expect_refused({"bench", "ffn", "--ffn", "-8"}, "--ffn must be at least 1, got -8");
   expect_refused({"bench", "forward", "--preset", "2b", "--batch", "65536"}, "memory");
   expect_refused({"bench", "forward", "--preset", "tiny", "--sequence-length", "99999999999"},
                  "--sequence-length must");
@@ -256,6 +265,18 @@ TEST_F(CliTest, ConfigFiles) {
   refused("b.json", R"({"steps": )", "b.json");
   refused("b.json", R"({"dry-run": true})", "dry-run");
   expect_refused({"train", "--dry-run", "--config", "missing.toml"}, "missing.toml");
+}
+
+TEST_F(CliTest, Recipes) {
+  const std::string folder = std::string(TWELL_SOURCE_DIR) + "/recipes/";
+  const Result small = run({"train", "--dry-run", "--config", folder + "quickstart.toml"});
+  EXPECT_EQ(small.code, 0) << small.err;
+  EXPECT_THAT(small.out, ContainsRegex("steps +1000\n"));
+  const Result half =
+      run({"train", "--dry-run", "--config", folder + "0.5b.toml", "--device", "cpu"});
+  EXPECT_EQ(half.code, 0) << half.err;
+  EXPECT_THAT(half.out, ContainsRegex("steps +916\n"));
+  expect_refused({"train", "--dry-run", "--config", folder + "relufy.toml"}, "--relufy");
 }
 
 TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
@@ -426,12 +447,209 @@ TEST_F(CliTest, GeneratesForManyPrompts) {
   expect_refused(with({"--prompt", "a", "--batch", "0"}), "--batch must be at least 1");
 }
 
+// A signal leaves nothing of what was being written.
+TEST_F(CliTest, SignalsEndCommandsThatWriteFiles) {
+  std::string line(999, 'a');
+  for (size_t i = 0; i < line.size(); i += 7) line[i] = ' ';
+  std::ofstream text(folder_ / "long.txt");
+  for (int i = 0; i < 60000; ++i) text << line << "\n";
+  text.close();
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    const pid_t child = start({"tokenize", "--data", "long.txt", "--out", "shards", "--tokenizer",
+                               golden("model/tokenizer.json"), "--threads", "1"});
+    const auto begun = [&] {
+      return std::any_of(fs::directory_iterator(folder_), fs::directory_iterator(),
+                         [](const fs::directory_entry& entry) {
+                           return entry.path().string().find("shards") != std::string::npos;
+                         });
+    };
+    for (int i = 0; i < 3000 && !begun(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    ::kill(child, signal);
+    EXPECT_EQ(finish(child).code, 128 + signal);
+    EXPECT_FALSE(begun());
+  }
+}
+
+TEST_F(CliTest, LostOutputIsAFailure) {
+  const std::vector<std::vector<std::string>> commands = {
+      {"--help"},
+      {"eval", "--help"},
+      {"--version"},
+      {"doctor", "--json"},
+      {"completion", "bash"},
+      {"train", "--dry-run"},
+      {"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2",
+       "--quiet"},
+      {"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2", "--json"},
+      {"eval", "--checkpoint", golden("model"), "--data", "text", "--max-tokens", "50"},
+      {"inspect", "--checkpoint", golden("model"), "--json"},
+  };
+  for (const std::vector<std::string>& command : commands) {
+    const int full = ::open("/dev/full", O_WRONLY);
+    const Result lost = finish(start(command, full));
+    ::close(full);
+    EXPECT_EQ(lost.code, 1) << command[0];
+    EXPECT_THAT(lost.err, HasSubstr("cannot write to standard output: No space left on device"))
+        << command[0];
+    int ends[2];
+    ASSERT_EQ(::pipe(ends), 0);
+    ::close(ends[0]);
+    const Result closed = finish(start(command, ends[1]));
+    ::close(ends[1]);
+    EXPECT_EQ(closed.code, 1) << command[0];
+    EXPECT_THAT(closed.err, testing::Not(HasSubstr("error"))) << command[0];
+  }
+}
+
+// A line of progress fits the terminal, however narrow.
+TEST_F(CliTest, ProgressFollowsTheTerminal) {
+  winsize size{};
+  size.ws_col = 60;
+  size.ws_row = 24;
+  int main_end = -1, terminal = -1;
+  ASSERT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
+  const pid_t child = start(train("a", {"--steps", "8"}), terminal);
+  ::close(terminal);
+  std::string out;
+  char bytes[4096];
+  for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
+    out.append(bytes, static_cast<size_t>(count));
+  }
+  ::close(main_end);
+  EXPECT_EQ(finish(child).code, 0);
+  size_t lines = 0;
+  for (size_t at = out.find("\rstep "); at != std::string::npos; at = out.find("\rstep ", at + 1)) {
+    const size_t end = out.find("\x1b[K", at);
+    ASSERT_NE(end, std::string::npos);
+    EXPECT_LT(end - at - 1, 60u) << out.substr(at + 1, end - at - 1);
+    ++lines;
+  }
+  EXPECT_GT(lines, 0u);
+}
+
+TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
+  expect_refused({"train", "--setps", "5"}, "unknown option --setps; did you mean --steps?");
+  expect_refused({"train", "--xyzzy"}, "unknown option --xyzzy; 'twell train --help' lists them");
+  expect_refused({"trian"}, "unknown command 'trian'; did you mean train?");
+  expect_refused({"bench"}, "no command given; 'twell bench --help' lists them");
+  expect_refused({"bench", "frward"}, "did you mean forward?");
+  expect_refused({"train", "stray"}, "unexpected word 'stray' behind 'twell train'");
+  expect_refused({"train", "--steps"}, "--steps needs a value");
+  expect_refused({"eval"}, "--checkpoint is required");
+  expect_refused({"train", "--dry-run", "--steps", "1.5"}, "--steps must be a whole number");
+  expect_refused({"train", "--dry-run", "--steps", "9e99"}, "--steps 9e99 is too large");
+  expect_refused({"train", "--dry-run", "--lr", "1e999"}, "--lr must be a number");
+  expect_refused({"train", "--dry-run", "--threads", "9999"}, "--threads must be 0 to 4096");
+  expect_refused({"train", "--dry-run", "--max-data-bytes", "-1"}, "must be at least 0, got -1");
+  expect_refused({"train", "--dry-run", "--width", "0"}, "--width must be");
+  expect_refused({"train", "--dry-run", "--ffn", "83"}, "--ffn must be");
+  expect_refused({"train", "--dry-run", "--save-dtype", "f8"}, "must be f32, bf16 or f16");
+  for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "bench"}) {
+    const std::string help = run({command, "--help"}).out;
+    for (const char* jargon : {"NONNEGATIVE", "FLOAT in", "{error,skip}", "e+308"}) {
+      EXPECT_THAT(help, testing::Not(HasSubstr(jargon))) << command;
+    }
+  }
+  // The last of two values is used, and a line says so.
+  const Result twice = run({"train", "--dry-run", "--steps", "5", "--steps", "6"});
+  EXPECT_EQ(twice.code, 0);
+  EXPECT_THAT(twice.err, HasSubstr("--steps was given twice"));
+  EXPECT_THAT(twice.out, ContainsRegex("steps +6\n"));
+  // Large numbers in a shorter form.
+  const auto steps = [&](const std::string& text) {
+    return run({"train", "--dry-run", "--steps", text}).out;
+  };
+  EXPECT_THAT(steps("1e6"), ContainsRegex("steps +1000000\n"));
+  EXPECT_EQ(steps("1M"), steps("1e6"));
+  EXPECT_EQ(steps("2.5k"), steps("2500"));
+  EXPECT_EQ(run({"-V"}).out, run({"--version"}).out);
+}
+
+TEST_F(CliTest, CompletesInEveryShell) {
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const Result script = run({"completion", shell});
+    EXPECT_EQ(script.code, 0) << script.err;
+    for (const char* word :
+         {"tokenize", "save-dtype", "f32 bf16 f16", "no-gated", "energy-seconds"}) {
+      EXPECT_THAT(script.out, HasSubstr(word)) << shell;
+    }
+    write(std::string("completion.") + shell, script.out);
+  }
+  expect_refused({"completion", "csh"}, "must be bash, zsh or fish");
+  write("complete.sh",
+        "source completion.bash\n"
+        "ask() { COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); _twell; echo \"${COMPREPLY[*]}\"; }\n"
+        "ask twell tok; ask twell train --save-dtype b; ask twell bench ffn --energy\n"
+        "ask twell train --data tex\n");
+  const std::string answers = (folder_ / "answers").string();
+  ASSERT_EQ(std::system(("cd " + folder_.string() + " && bash complete.sh > " + answers).c_str()),
+            0);
+  EXPECT_EQ(slurp(answers), "tokenize\nbf16\n--energy-seconds\ntext\n");
+}
+
+TEST_F(CliTest, StandardInputAndRunFolders) {
+  write("stdin", slurp(folder_ / "text" / "1.txt") + slurp(folder_ / "text" / "2.txt"));
+  const Result tokenized = run({"tokenize", "--data", "-", "--out", "shards", "--vocab-size", "300",
+                                "--val-fraction", "0.5"});
+  // One document cannot be split; that it was read is what counts.
+  EXPECT_THAT(tokenized.out + tokenized.err, testing::Not(HasSubstr("no such")));
+  ASSERT_EQ(run(train("run", {"--steps", "2"})).code, 0);
+  const auto generate = [&](const std::string& checkpoint, const std::string& flag,
+                            const std::string& value) {
+    const Result result = run({"generate", "--checkpoint", checkpoint, flag, value, "--max-tokens",
+                               "3", "--temperature", "0", "--quiet"});
+    EXPECT_EQ(result.code, 0) << result.err;
+    return result.out;
+  };
+  write("stdin", "int x");
+  const std::string text = generate("run/checkpoint", "--prompt", "int x");
+  EXPECT_EQ(generate("run", "--prompt", "int x"), text);
+  EXPECT_EQ(generate("run", "--prompt-file", "-"), text);
+  write("stdin", slurp(folder_ / "text" / "1.txt"));
+  const Result piped = run({"eval", "--checkpoint", "run", "--data", "-", "--json"});
+  ASSERT_EQ(piped.code, 0) << piped.err;
+  const Result named = run({"eval", "--checkpoint", "run", "--data", "text/1.txt", "--json"});
+  EXPECT_EQ(nlohmann::json::parse(piped.out)["cross_entropy"],
+            nlohmann::json::parse(named.out)["cross_entropy"]);
+}
+
+// Prompts that do not fit are named; the others are answered.
+TEST_F(CliTest, APromptThatDoesNotFit) {
+  ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
+  write("prompts.txt", "a\n" + std::string(200, 'x') + "\nb\n");
+  const Result some = run({"generate", "--checkpoint", "one", "--prompts", "prompts.txt",
+                           "--max-tokens", "2", "--json"});
+  EXPECT_EQ(some.code, 2);
+  EXPECT_THAT(some.err, HasSubstr("twell: error: prompts.txt line 2 has "));
+  EXPECT_EQ(std::count(some.out.begin(), some.out.end(), '\n'), 2);
+  EXPECT_THAT(some.out, HasSubstr("\"prompt\":\"b\""));
+  expect_refused({"generate", "--checkpoint", "one", "--prompt", std::string(200, 'x')},
+                 "the prompt has ");
+  const auto line = nlohmann::json::parse(some.out.substr(0, some.out.find('\n')));
+  EXPECT_EQ(line["ids"].size(), line["tokens"]);
+}
+
+// More steps than a finished run had: it goes on, with the warm-up that it began with.
+TEST_F(CliTest, AFinishedRunGoesOnWithMoreSteps) {
+  ASSERT_EQ(run(train("a", {"--steps", "10"})).code, 0);
+  const Result longer = run({"train", "--out", "a", "--resume", "--steps", "40"});
+  EXPECT_EQ(longer.code, 0) << longer.err;
+  EXPECT_THAT(longer.out, HasSubstr("finished after 40 of 40 steps"));
+  fs::path state = folder_ / "a" / "checkpoint" / "trainer" / "state.json";
+  std::ofstream(state) << "{\"format\": ";
+  const Result damaged = run({"train", "--out", "a", "--resume", "--steps", "50"});
+  EXPECT_EQ(damaged.code, 2);
+  EXPECT_THAT(damaged.err, testing::Not(HasSubstr("json.exception")));
+}
+
 TEST_F(CliTest, HelpOfEveryCommand) {
   const Result all = run({"--help"});
   EXPECT_EQ(all.code, 0);
   EXPECT_THAT(all.out, HasSubstr("Usage: twell [OPTIONS] COMMAND\n"));
   for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "convert",
-                              "bench", "report", "doctor"}) {
+                              "bench", "report", "doctor", "completion"}) {
     EXPECT_THAT(all.out, HasSubstr(command));
     EXPECT_EQ(run({command, "--help"}).code, 0) << command;
   }

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -35,8 +36,8 @@ class CommandTest : public testing::Test {
   };
 
   // Its output goes to the files stdout and stderr of the folder, which is also where it runs; its
-  // input is the file stdin there, or nothing.
-  pid_t start(const std::vector<std::string>& arguments) const {
+  // input is the file stdin there, or nothing. `out_file`: an open file for its output instead.
+  pid_t start(const std::vector<std::string>& arguments, int out_file = -1) const {
     std::vector<std::string> words = {TWELL_BINARY};
     words.insert(words.end(), arguments.begin(), arguments.end());
     std::vector<char*> argv;
@@ -47,11 +48,14 @@ class CommandTest : public testing::Test {
     if (!std::filesystem::exists(in)) in = "/dev/null";
     const pid_t child = ::fork();
     if (child == 0) {
+      // What runs the tests may ignore signals, which a child would inherit.
+      for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) std::signal(signal, SIG_DFL);
       if (::chdir(folder_.c_str()) != 0 || std::freopen(in.c_str(), "r", stdin) == nullptr ||
           std::freopen(out.c_str(), "w", stdout) == nullptr ||
           std::freopen(err.c_str(), "w", stderr) == nullptr) {
         ::_exit(126);
       }
+      if (out_file >= 0) ::dup2(out_file, STDOUT_FILENO);
       ::execv(TWELL_BINARY, argv.data());
       ::_exit(127);
     }

@@ -103,6 +103,7 @@ class Conversion {
     AtomicFile out(path);
     const std::span<const std::byte> bytes = file.bytes();
     for (size_t begin = 0; begin < bytes.size(); begin += kPiece) {
+      if (options_.on_piece) options_.on_piece();
       const auto piece = bytes.subspan(begin, std::min(kPiece, bytes.size() - begin));
       out.write(piece);
       file.release(piece);
@@ -122,6 +123,7 @@ class Conversion {
       list.push_back(
           {info->name, converted ? std::string(dtype_name(*options_.dtype)) : info->dtype,
            info->shape, [this, info, converted, &file](const ByteSink& sink) {
+             if (options_.on_piece) options_.on_piece();
              converted ? write_converted(*info, *options_.dtype, sink) : sink(info->bytes);
              file.release(info->bytes);
            }});

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,6 +28,9 @@ CheckpointLayout parse_checkpoint_layout(std::string_view name);  // "keep", "hf
 struct ConvertOptions {
   CheckpointLayout layout = CheckpointLayout::kKeep;
   std::optional<DType> dtype;  // of the weights; none: as they are
+  // Called before every piece that is written; what it throws ends the conversion, and nothing of
+  // `out` is left behind.
+  std::function<void()> on_piece = {};
 };
 
 struct ConvertResult {

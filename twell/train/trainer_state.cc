@@ -76,7 +76,10 @@ TrainerState load_trainer_state(const fs::path& checkpoint, const OptimizerTenso
   TrainerState state;
   try {
     state = parse_state(read_file(folder / "state.json"));
-  } catch (const std::exception& error) {
+  } catch (const nlohmann::json::exception&) {
+    throw InputError(fmt::format("{} is damaged: it is not as training writes it",
+                                 (folder / "state.json").string()));
+  } catch (const Error& error) {
     throw InputError(fmt::format("{}: {}", (folder / "state.json").string(), error.what()));
   }
   const fs::path path = folder / "optimizer.safetensors";

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/process.h"
+
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <system_error>
+#ifdef __GLIBC__  // known once a header of the C library is read
+#include <malloc.h>
+#endif
+
+#include "cli/options.h"
+#include "twell/base/error.h"
+#include "twell/train/metrics.h"
+
+namespace twell::cli {
+namespace {
+
+// A signal handler can reach nothing but globals.
+std::atomic<bool> waits_for_command{false};
+std::atomic<bool> stop_requested{false};
+std::atomic<int> received{0};
+static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
+
+void on_signal(int signal) {
+  if (!waits_for_command || stop_requested) ::_exit(128 + signal);
+  received = signal;
+  stop_requested = true;
+}
+
+}  // namespace
+
+int64_t memory_limit_bytes() {
+  int64_t limit = int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+  for (const char* path :
+       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    int64_t bytes = 0;
+    if (std::ifstream(path) >> bytes) limit = std::min(limit, bytes);
+  }
+  return limit;
+}
+
+void require_memory(int64_t planned_bytes) {
+  const int64_t limit = memory_limit_bytes();
+  TWELL_REQUIRE(planned_bytes <= limit,
+                "this run needs {} of memory, the machine has {}: take a smaller model, or fewer "
+                "or shorter sequences at a time",
+                format_bytes(static_cast<double>(planned_bytes)),
+                format_bytes(static_cast<double>(limit)));
+}
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  ::malloc_trim(0);
+#endif
+}
+
+void handle_signals() {
+  // A closed pipe is an error of the write, which a training run survives.
+  std::signal(SIGPIPE, SIG_IGN);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    struct sigaction action {};
+    if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler == SIG_IGN) continue;
+    action = {};
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    ::sigaction(signal, &action, nullptr);
+  }
+}
+
+const std::atomic<bool>& stop_on_signals() {
+  waits_for_command = true;
+  return stop_requested;
+}
+
+void check_interrupted() {
+  if (stop_requested) throw Interrupted{};
+}
+
+int interrupted_exit_code() { return 128 + received; }
+
+std::string read_standard_input() {
+  std::string text;
+  char piece[1 << 16];
+  while (const size_t count = std::fread(piece, 1, sizeof(piece), stdin)) text.append(piece, count);
+  TWELL_REQUIRE(std::ferror(stdin) == 0, "cannot read standard input: {}", std::strerror(errno));
+  return text;
+}
+
+void write_out(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) {
+    return;
+  }
+  throw std::system_error(errno, std::generic_category(), "cannot write to standard output");
+}
+
+int close_output(int code, int error) {
+  errno = 0;
+  const bool lost = std::fflush(stdout) != 0;
+  if (error == 0) error = errno;
+  if (!lost && std::ferror(stdout) == 0) return code;
+  if (error != EPIPE) {
+    fmt::print(stderr, "twell: error: cannot write to standard output{}{}\n",
+               error == 0 ? "" : ": ", error == 0 ? "" : std::strerror(error));
+  }
+  return code == kExitOk ? kExitFailure : code;
+}
+
+}  // namespace twell::cli
