@@ -104,7 +104,7 @@ TEST_F(JudgeCli, BadTasks) {
   expect_refused(eval("piqa", golden("data"), {"--limit", "-1"}), "--limit");
   expect_refused(eval("piqa", golden("data"), {"--ffn", "fast"}), "fast");
   expect_refused(eval("piqa", golden("data"), {"--data", "x"}),
-                 "--tasks cannot be combined with --data");
+                 "--data cannot be combined with --tasks");
   expect_refused({"eval", "--checkpoint", golden("model"), "--tasks", "piqa"}, "--task-data");
   write("piqa.jsonl", "{\"goal\": \"g\", \"sol1\": \"a\", \"label\": 0}\n");
   expect_refused(eval("piqa", "."), "piqa.jsonl line 1 has no \"sol2\"");
