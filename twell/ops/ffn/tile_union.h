@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data that the kernels of the tile-union execution hand to each other, and their launches. They
-// run in this order on one stream:
-//   find_unions  which tokens make which tile; heavy rows go to tiles of their own. Per tile: union
-//                of active neurons, list of non-zeros; the two GEMMs' work lists
+// Buffers and launches of the tile-union kernels, which run in this order on one stream:
+//   find_unions  cuts tokens into tiles; heavy rows go to tiles of their own. Per tile: union of
+//                active neurons, list of non-zeros; work lists of the two GEMMs
 //   up           activations = gate * (x w_up[union]^T), on the union
 //   down         y = activations w_down[union]
-// Each takes tiles as the kernel in front of it, from the gate GEMM on, gets them done.
+// Each takes a tile as soon as its predecessor, from the gate GEMM on, has finished it.
 //
-// Without a gate, and in training, split_rows and build_unions take the place of find_unions; the
-// latter writes the compacted activations too. Training takes the pieces apart: products of their
-// own in place of up, sums of two products in place of down, unions that lie one behind the other.
+// Without a gate, and in training, split_rows and build_unions replace find_unions; the latter also
+// writes the compacted activations. Training uses the pieces separately: products of its own in
+// place of up, sums of two products in place of down, and unions stored one behind the other.
 #pragma once
 
 #include <cuda.h>
@@ -25,39 +24,39 @@ namespace twell::tile_union {
 
 inline constexpr int kTileTokens = 128;  // two warpgroups of 64 rows
 inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the widest swizzle
-// An up item: at most 192 neurons. 256 would halve the traffic of x, but leaves
-// shared memory for three stages only, and a fourth one measured better (docs/kernels.md).
+// A work item of up has at most 192 neurons. 256 would halve the traffic of x, but leave shared
+// memory for three stages only; four stages are faster (docs/kernels.md).
 inline constexpr int kMaxChunkBlocks = 3;
-inline constexpr int kColumns = 256;  // columns of y per down item
+inline constexpr int kColumns = 256;  // columns of y per work item of down
 
 // A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean: of
-// the 128 rows of its tile in find_unions, of all in split_rows, which differ by less than 1% of
-// the neurons in all unions of captured patterns. So less than 1 / kHeavyFactor of the rows are
-// heavy, which bounds the number of extra tiles.
+// the 128 rows of its tile in find_unions, of all rows in split_rows. On captured patterns the two
+// differ by less than 1% of the neurons in all unions. So less than 1 / kHeavyFactor of the rows
+// are heavy, which bounds the number of extra tiles.
 inline constexpr int kHeavyFactor = 3;
 inline constexpr int kHeavyFloor = 64;
 
 // Non-zeros of 128 tokens by 256 neurons that find_unions lists, so that up need not read the gate.
 inline constexpr int kListed = 2048;
 
-// Beyond, the mask of a union does not fit into build_unions' shared memory.
+// With a larger F the mask of a union does not fit into build_unions' shared memory.
 inline constexpr int kMaxFfn = 524288;
 
 struct Counts {
   int32_t tiles;
-  int32_t plain_tiles;  // those before the heavy ones: 128 consecutive rows each
+  int32_t plain_tiles;  // tiles before the heavy ones: 128 consecutive rows each
   int32_t sized;        // tiles whose union's size is known
-  int32_t up_items;     // of find_unions: those added before `complete`
-  int32_t up_taken;     // for Up::taken
+  int32_t up_items;     // find_unions: items added before `complete`
+  int32_t up_taken;     // counter for Up::taken
   int32_t down_taken;
-  // Of find_unions:
+  // For find_unions:
   int32_t judged;       // plain tiles whose heavy rows are known
-  int32_t heavy_tiles;  // once all are judged
-  int32_t heavy_taken;  // parts of them that are handed out
-  int32_t complete;     // not 0: so are tiles, up_items and order
+  int32_t heavy_tiles;  // valid once all plain tiles are judged
+  int32_t heavy_taken;  // parts of heavy tiles that CTAs have taken
+  int32_t complete;     // not 0: tiles, up_items and order are complete
 };
 
-// The gate's TwELL with its derived sizes, which a kernel would otherwise divide for.
+// The gate's TwELL with derived sizes, which save divisions in kernels.
 struct Gate {
   const uint32_t* words;   // [M, col_tiles, slots]
   const uint4* spill;      // [spill slots, 32] eight bf16 each
@@ -65,8 +64,8 @@ struct Gate {
   int rows;                // M
   int col_tiles;
   int slots;  // words per (row, tile)
-  // For find_unions: GateProgress::words of the gate GEMM in front, and what they mean. Null: the
-  // gate is complete when the kernel in front is.
+  // For find_unions: GateProgress::words of the gate GEMM in front and their meaning. Null: the
+  // gate is complete when the predecessor is.
   const int32_t* packed = nullptr;
   GatePhases phases = {};
 };
@@ -100,18 +99,18 @@ struct Tiles {
   bool compact;  // blocks of a tile follow those of the tile before; else `blocks` places each
 };
 
-// A kernel that is given one runs only where it points to a value that is not 0; null: it runs.
+// Device memory: the kernel runs only if it holds a value other than 0. Null: it runs.
 using Condition = const int32_t*;
 
 struct Up {
   CUtensorMap map_x;  // of x, boxes of kTileTokens rows
   Tiles tiles;
-  Gate gate;                    // not read where there is a product
+  Gate gate;                    // not read when `product` is set
   const __nv_bfloat16* x;       // [M, D]
   const __nv_bfloat16* weight;  // [F, D]
   __nv_bfloat16*
       product;     // like activations: x weight[union]^T alone; null: gate * that to activations
-  int32_t* taken;  // items handed out beyond one per CTA, 0 at the start
+  int32_t* taken;  // counter of items taken beyond one per CTA, 0 at the start
   int width;       // D
   Condition condition;
 };
@@ -119,25 +118,26 @@ struct Up {
 struct Down {
   Tiles tiles;
   const __nv_bfloat16* weight;  // [F, D]
-  // A second product that is added: activations2 weight2[union]; null: none.
+  // A second product to add: activations2 weight2[union]; null: none.
   const __nv_bfloat16* activations2;
   const __nv_bfloat16* weight2;
   __nv_bfloat16* y;  // [M, D]
-  int32_t* taken;    // as above
+  int32_t* taken;    // like Up::taken
   int width;         // D
   bool add;          // y += instead of =, both rounded to bf16
 };
 
-// These add to activity what they see, unless it is null.
-// Unless the gate is followed tile by tile, `progress` words are cleared first: all that has to be
-// 0 at the start. tiles.compact is not for it. ctas: one per multiprocessor.
+// All add to activity what they count, unless it is null.
+// When it does not follow the gate GEMM tile by tile, find_unions first clears `progress_words`
+// words of `progress`, which hold everything that must be 0 at the start. It does not support
+// tiles.compact. ctas: one per SM.
 cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                                int32_t* progress, int64_t progress_words, int ctas,
                                cudaStream_t stream);
 cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                               cudaStream_t stream);
-// ctas: what launch_up_sm90 will be given, one per multiprocessor. With a condition the unions are
-// those of an earlier call, and only the activations are made again.
+// ctas: as given to launch_up_sm90, one per SM. With a condition, the unions of an earlier call are
+// reused and only the activations are computed again.
 cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                                 int ctas, cudaStream_t stream, Condition condition = nullptr);
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream);

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// GEMMs whose right operand is gathered row by row:  out [128, 256] = sum over k of
-// A[k] [128, 64] B[ids[k]] [64, 256 columns], A being blocks in the image WGMMA reads. Persistent;
-// work items come from a queue.
-//   warpgroup 0     bulk-copies blocks of A and gathers rows of B
-//   warpgroups 1,2  64 rows each: WGMMA, then whatever the problem does with the result
-// A Problem, a kernel parameter, has
+// Persistent GEMMs whose right operand is gathered row by row: out [128, 256] = sum over k of A[k]
+// [128, 64] B[ids[k]] [64, 256 columns], where A is stored in blocks in the layout that WGMMA
+// reads. Work items come from a queue.
+//   warpgroup 0     loads blocks of A with bulk copies and gathers rows of B
+//   warpgroups 1,2  64 rows each: WGMMA, then the problem's epilogue
+// A Problem, which is the kernel parameter, has
 //   int4 load(int index)          the item of that index, x < 0 past the end
 //   Operands operands(int4 item)  what the item multiplies
 //   int32_t* taken, int width     the queue's counter; columns of B in all
-//   Store                         constructed (problem, item) by every consumer thread while the
-//                                 GEMM runs, called (acc, shared memory of its warpgroup) after it
+//   Store                         the epilogue: constructed (problem, item) by every consumer
+//   thread
+//                                 while the GEMM runs, called (acc, its warpgroup's shared memory)
+//                                 afterwards
 #pragma once
 
 #include "twell/ops/ffn/tile_union.h"
@@ -20,13 +22,13 @@
 
 namespace twell::tile_union {
 
-// A ring of shared-memory stages filled by one producer warpgroup through 16-byte gathers and read
-// by WGMMA in two consumer warpgroups.
+// A ring buffer of shared-memory stages that one producer warpgroup fills by 16-byte gathers and
+// two consumer warpgroups read with WGMMA.
 
 inline constexpr int kThreads = 384;
 inline constexpr int kProducers = 128;
 inline constexpr int kConsumerWarpgroups = 2;
-// 65,536 registers: 2 * 128 * 208 + 128 * 88 = 64,512.
+// Registers: 2 * 128 * 208 + 128 * 88 = 64,512 of 65,536.
 inline constexpr int kConsumerRegisters = 208;
 inline constexpr int kProducerRegisters = 88;
 
@@ -37,26 +39,26 @@ __device__ __forceinline__ void init_ring(uint32_t full, uint32_t empty, int sta
   }
 }
 
-// The producer's end.
+// The producer's side.
 template <int Stages>
 struct GatherRing {
   uint32_t full;
   uint32_t empty;
-  sm90::RingCursor<Stages> cursor{0, 1};  // a fresh ring is empty
+  sm90::RingCursor<Stages> cursor{0, 1};  // a new ring buffer is empty
 
   // Waits for the stage to be free and returns its index.
   __device__ __forceinline__ int acquire() const {
     sm90::barrier_wait(empty + cursor.stage * 8, cursor.parity);
     return cursor.stage;
   }
-  // The stage is full once this thread's gathers, and everyone else's, have landed.
+  // Marks the stage full once this thread's gathers, and those of all others, have arrived.
   __device__ __forceinline__ void commit() {
     sm90::gather_arrive(full + cursor.stage * 8);
     cursor.advance();
   }
 };
 
-// The consumers' end.
+// The consumers' side.
 template <int Stages>
 struct StageReader {
   uint32_t full;
@@ -66,23 +68,24 @@ struct StageReader {
   // Waits for the stage to be full and returns its index.
   __device__ __forceinline__ int wait() const {
     sm90::barrier_wait(full + cursor.stage * 8, cursor.parity);
-    sm90::fence_async_shared();  // gathers are ordinary writes, WGMMA reads by the async proxy
+    sm90::fence_async_shared();  // gathers write through the generic proxy, WGMMA reads through the
+                                 // async proxy
     return cursor.stage;
   }
   __device__ __forceinline__ void advance() { cursor.advance(); }
-  // One thread per warpgroup hands the stage back.
+  // One thread per warpgroup releases the stage.
   __device__ __forceinline__ void release(int stage) const {
     if (threadIdx.x % 128 == 0) sm90::barrier_arrive(empty + stage * 8);
   }
 };
 
 // Hands work items to all roles of a CTA, first come first served across the grid, so that CTAs
-// with large items take fewer. Who computes an item does not change its result. One thread, the
-// feeder, fetches: the index two items ahead, the item itself one ahead, so that it never waits for
+// with large items take fewer. Which CTA computes an item does not change its result. One thread,
+// the feeder, fetches the index two items ahead and the item one ahead, so that it never waits for
 // memory.
 struct ItemFeed {
   static constexpr int kSlots = 4;
-  static constexpr int kNotYet = -2;  // x of an item that has to be asked for again
+  static constexpr int kNotYet = -2;  // x of an item that has to be loaded again later
   static constexpr uint32_t kBytes = kSlots * (16 + 8 + 8);
   uint32_t base;  // slots, then full and empty barriers; 16-byte aligned
   sm90::RingCursor<kSlots> cursor{};
@@ -109,8 +112,8 @@ struct ItemFeed {
   }
 };
 
-// The feeder's end: thread 0 of the CTA; the others' calls do nothing. Load: index -> int4, with a
-// negative x for indices past the end, or kNotYet.
+// The feeder's side: thread 0 of the CTA; calls of other threads do nothing. Load maps an index to
+// an int4, with a negative x past the end, or kNotYet.
 template <typename Load>
 struct ItemFeeder {
   ItemFeed feed;
@@ -157,22 +160,22 @@ inline constexpr uint32_t kBytesA = kTileTokens * kBlock * 2;
 inline constexpr uint32_t kColumnBlockBytes = kBlock * 128;  // 64 rows by 64 columns
 inline constexpr uint32_t kBytesB = kColumns / 64 * kColumnBlockBytes;
 inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
-// Of each warpgroup, for results on their way out: 64 rows of 256 bytes.
+// Per warpgroup, for results on their way to global memory: 64 rows of 256 bytes.
 inline constexpr uint32_t kOutBytes = 64 * 256;
 inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kConsumerWarpgroups * kOutBytes +
                                          2 * kStages * 8 + ItemFeed::kBytes +
                                          1024;  // alignment to the swizzle atom
 
-// Up to two sums over the same ids, one after the other.
+// One or two sums over the same ids, accumulated one after the other.
 struct Operands {
   const uint8_t* a[2];  // [blocks] of kBytesA
   const uint4* b[2];    // rows of `width` bf16
   const int32_t* ids;   // rows of B
-  int positions;        // ids there are; negative ones, and those past the end, count as 0
+  int positions;        // number of ids; negative ids and those past the end contribute 0
   int blocks;           // of 64 ids
   int passes;           // 1 or 2
   int column;           // first of 256
-  // Of a problem that overlaps the kernel in front: A may be read once *ready is at least `until`.
+  // For a problem that overlaps its predecessor: A may be read once *ready is at least `until`.
   const int32_t* ready = nullptr;
   int until = 0;
 
@@ -196,7 +199,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
   GatherRing<kStages> ring{shared.full, shared.empty};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int pieces = problem.width / 8;
-  // Warp w gathers rows 16 w .. 16 w + 15 of a block; lane l piece l of a row's 512 bytes.
+  // Warp w gathers rows 16 w .. 16 w + 15 of a block; lane l gathers piece l of a row's 512 bytes.
   const uint32_t dst_lane = kBytesA + lane / 8 * kColumnBlockBytes + warp * 16 * 128;
   if constexpr (Overlaps) {
     if (threadIdx.x == 0) problem.wait_for_items();
@@ -207,8 +210,8 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
   for (;;) {
     feeder.publish();
     const int4 item = feed.take();
-    // By a vote, so that the compiler knows warps to be whole below. Otherwise it keeps what is the
-    // same for all lanes in registers of each, and gathering, not the tensor cores, sets the pace.
+    // The vote tells the compiler that warps are converged below. Without it values that are
+    // uniform over a warp take registers of every lane, and gathering becomes the bottleneck.
     if (__any_sync(~0u, item.x < 0)) break;
     const Operands operands = problem.operands(item);
     const bool inside = operands.column + lane * 8 < problem.width;
@@ -310,12 +313,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::registers_increase<kConsumerRegisters>();
     consume(problem, shared);
   }
-  // What comes next relies on the kernel in front being over too.
+  // Our successor waits only for us, so we must outlive our predecessor.
   if constexpr (Overlaps) sm90::wait_for_previous_kernel();
 }
 
-// Overlaps: the problem has wait_for_items(), for what load and operands read, Operands::ready
-// tells what the kernel in front has written, and this one waits for nothing else.
+// Overlaps: the kernel starts while its predecessor runs. The problem has wait_for_items() for what
+// load and operands read, and Operands::ready covers what the predecessor writes.
 template <bool Overlaps = false, typename Problem>
 cudaError_t launch(const Problem& problem, int ctas, cudaStream_t stream) {
   const auto kernel = gathered_gemm_sm90_kernel<Overlaps, Problem>;

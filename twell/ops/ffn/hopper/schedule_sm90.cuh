@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The work lists of the two GEMMs of the tile-union execution.
+// Work lists of the two GEMMs of the tile-union execution, and what finding and building unions
+// share.
 #pragma once
 
 #include <climits>
@@ -11,7 +12,7 @@
 
 namespace twell::tile_union {
 
-// Exclusive prefix sum over the CTA; `total` receives the sum. scratch: an int per warp.
+// Exclusive prefix sum over the CTA; `total` receives the sum. scratch: one int per warp.
 template <int Threads>
 __device__ int block_scan(int value, int* scratch, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -35,9 +36,9 @@ __device__ int block_scan(int value, int* scratch, int& total) {
 
 __device__ __forceinline__ int blocks_of(int neurons) { return (neurons + kBlock - 1) / kBlock; }
 
-// Blocks per up item that finish first, each item costing what its k-steps read, 128 rows of x and
-// 64 of w_up per block. Few items run in rounds over the CTAs; of many, the last and smallest ones
-// fill the gaps.
+// Blocks per work item of up that give the shortest run time. An item's cost is what its k-steps
+// read: 128 rows of x, and 64 of w_up per block. Few items run in rounds over the CTAs; with many,
+// the last and smallest items fill the gaps.
 template <int Threads>
 __device__ int best_chunk(const int32_t* sizes, int count, int ctas, int* scratch) {
   int best = kMaxChunkBlocks, best_cost = INT_MAX;
@@ -59,10 +60,10 @@ __device__ int best_chunk(const int32_t* sizes, int count, int ctas, int* scratc
   return best;
 }
 
-// By one CTA, which all of what follows is. Counting sort of the tiles by blocks, largest first, so
-// that the last wave of a persistent GEMM is made of small items.
-// sizes: those of the unions, wherever they are at hand. buckets: [blocks + 1] in shared memory, by
-// falling size. scratch: an int per warp. Ends with a barrier.
+// Counting sort of the tiles by number of blocks, largest first, so that the last wave of a
+// persistent GEMM consists of small items. Called by one CTA, like all functions below. sizes:
+// union sizes, in any memory. buckets: [blocks + 1] in shared memory, by falling size. scratch: one
+// int per warp. Ends with a barrier.
 template <int Threads>
 __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count, uint32_t* buckets,
                             int* scratch) {
@@ -82,7 +83,7 @@ __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count,
     base += total;
   }
   __syncthreads();
-  // The order within a bucket is arbitrary: it decides who computes a tile, not its result.
+  // The order within a bucket is arbitrary: it decides which CTA computes a tile, not its result.
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
     tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
   }
@@ -98,22 +99,22 @@ __device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* acti
   if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
 }
 
-// A chunk of a tile's blocks as up takes it.
+// A chunk of a tile's blocks in the format of up's work items.
 __device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chunks) {
   const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
   return int2{tile, begin | (end - begin) << 16};
 }
 
-// How many items of up a union makes that is cut as little as may be.
+// Number of work items of up for a union, with as few cuts as possible.
 __device__ __forceinline__ int chunks_of(int neurons) {
   return (blocks_of(neurons) + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
 }
 
-// In a tile's word of `marked`: up has its items.
+// Value of a tile's word in `marked` once its work items are added.
 inline constexpr int kHasItems = -1;
 
-// Every step-th item of a tile, from `chunk` on, for up to find at `at` and beyond. Whoever sees an
-// item sees all of its tile.
+// Writes every step-th item of a tile, from `chunk` on, to the list at `at` and beyond. A CTA that
+// sees one item sees all outputs of its tile.
 __device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neurons, int at,
                                           int chunk, int step) {
   const int chunks = chunks_of(neurons);
@@ -124,7 +125,7 @@ __device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neur
   }
 }
 
-// By one CTA: those of all tiles that have none yet, in their order.
+// One CTA adds the items of all tiles that have none yet, in order of size.
 template <int Threads>
 __device__ void add_other_items(const Tiles& tiles, const int32_t* sizes, int count, int* scratch) {
   int items = __ldcg(&tiles.counts->up_items);
@@ -140,7 +141,7 @@ __device__ void add_other_items(const Tiles& tiles, const int32_t* sizes, int co
   }
 }
 
-// The order of tiles, each of which is cut into near-equal chunks.
+// Orders the tiles and cuts each into nearly equal chunks.
 template <int Threads>
 __device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas, uint32_t* buckets,
                               ActivityCuda* activity) {
@@ -165,9 +166,9 @@ __device__ void make_schedule(const Tiles& tiles, const int32_t* sizes, int ctas
   if (threadIdx.x == 0) tiles.counts->up_items = items;
 }
 
-// Pieces of finding and of building unions.
+// --- Shared by finding and building unions.
 
-// Bit j: value j of eight bf16 values is not zero.
+// Bit j is set if value j of eight bf16 values is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4& values) {
   const uint32_t parts[4] = {values.x, values.y, values.z, values.w};
   uint32_t bits = 0;
@@ -178,7 +179,7 @@ __device__ __forceinline__ uint32_t nonzero_bits(const uint4& values) {
   return bits;
 }
 
-// The column tiles of one part.
+// The column tiles of one part of a tile.
 struct Columns {
   int first, count;
   __device__ Columns(int col_tiles, int part, int parts) {
@@ -190,7 +191,7 @@ struct Columns {
   __device__ int words() const { return count * (256 / 32); }
 };
 
-// Exclusive prefix sums of the mask's bits by the first warp, before[words] being the total.
+// The first warp writes exclusive prefix sums of the mask's set bits; before[words] is the total.
 __device__ inline void scan_mask(const uint32_t* mask, int words, int* before) {
   const int lane = threadIdx.x % 32;
   int sum = 0;
@@ -208,7 +209,7 @@ __device__ inline void scan_mask(const uint32_t* mask, int words, int* before) {
   if (lane == 0) before[words] = sum;
 }
 
-// Tells that the tile's size is known. True, to all threads, in the CTA that tells so last.
+// Publishes a tile's size. Returns true, to all threads, in the CTA that publishes the last one.
 __device__ inline bool last_size(const Tiles& tiles, int tile, int size) {
   __shared__ bool last;
   if (threadIdx.x == 0) {
@@ -221,7 +222,7 @@ __device__ inline bool last_size(const Tiles& tiles, int tile, int size) {
   return last;
 }
 
-// Bytes of what scan_mask reads and writes.
+// Bytes that scan_mask reads and writes.
 inline int scan_bytes(const Gate& gate) { return (gate.col_tiles * 8 * 2 + 1) * 4; }
 
 }  // namespace twell::tile_union

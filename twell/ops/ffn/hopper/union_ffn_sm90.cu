@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two GEMMs of the tile-union execution, behind find_unions (unions_sm90.cu).
+// The two GEMMs of the tile-union execution, behind find_unions (unions_sm90.cu). Both are
+// persistent.
 //
-// Up projection of the tile-union execution, with the gate applied in the epilogue:
-//   activations[tile] = gate[tile] * (x[tile tokens] w_up[union]^T),
-// or the product alone, into a place of its own.
-// Persistent. An item is 128 tokens by up to 192 neurons of one tile's union.
-//   warpgroup 0     k-step by k-step, gathers rows of w_up, and has the copy engine read x: the
-//                   tokens of a plain tile follow each other. Those that were set apart are read
-//                   too, which is simpler than not to; their gate is zero here and their y is not
-//                   stored. Rows of x for tiles of heavy rows are gathered.
-//   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored as an image
-//   warpgroup 3     of gated layers: puts the gate's non-zeros, as find_unions has listed them, in
-//                   their places of that image while the GEMM runs
+// 1. up, with the gate applied in the epilogue: activations[tile] = gate[tile] * (x[tile tokens]
+// w_up[union]^T), or the product alone, into a buffer of its own. A work item is 128 tokens by up
+// to 192 neurons of one tile's union.
+//   warpgroup 0     gathers rows of w_up k-step by k-step, and loads x with TMA: the tokens of a
+//                   plain tile are consecutive. Heavy rows among them are read too, because that
+//                   is simpler; their gate is zero here and their y is not stored. Rows of x of
+//                   tiles of heavy rows are gathered.
+//   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored in the layout
+//                   that WGMMA reads
+//   warpgroup 3     gated layers: writes the gate's non-zeros, which find_unions has listed, to
+//                   their places in that layout while the GEMM runs
 //
-// Down projection of the tile-union execution: y[tile tokens] = activations[tile] w_down[union],
-// and the sum of two such products for backward. An item is 128 tokens by 256 columns of y; its
-// k-steps are the blocks of 64 neurons of the tile's union, none at all for a tile without
-// non-zeros.
+// 2. down: y[tile tokens] = activations[tile] w_down[union], or the sum of two such products for
+// backward. A work item is 128 tokens by 256 columns of y; its k-steps are the blocks of 64 neurons
+// of the tile's union, none for a tile without non-zeros.
 #include <cstdint>
 
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
@@ -30,15 +30,15 @@ namespace {
 
 namespace up {
 
-// The gate compacted onto a part of a tile's union, as an image in shared memory.
+// The gate compacted onto a part of a tile's union, in shared memory, in the layout WGMMA reads.
 
 constexpr uint32_t kBlockBytes = kTileTokens * kBlock * 2;  // one block of activations
 
-// Puts the gate where an item's neurons have their places in the image.
+// Writes gate values to the places of an item's neurons.
 struct GatePlaces {
   const int first, count;  // positions in the tile's union
-  const uint32_t image;    // in shared memory
-  const uint32_t words;    // in shared memory: {mask, neurons below}, a window of words
+  const uint32_t image;    // shared memory of the compacted gate
+  const uint32_t words;    // shared memory of a window of words: {mask, neurons below}
 
   __device__ __forceinline__ uint32_t piece(int block, int row, int index) const {
     return image + block * kBlockBytes + row * 128 + (index ^ (row % 8)) * 16;
@@ -50,7 +50,8 @@ struct GatePlaces {
                    : "memory");
     }
   }
-  // word: in the window; bit: the neuron's in it; row: the token's slot.
+  // Writes one value. word: index in the window; bit: the neuron's bit in it; row: token of the
+  // tile.
   __device__ __forceinline__ void put(int word, int bit, int row, uint32_t bits) const {
     uint32_t mask, before;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
@@ -66,7 +67,7 @@ struct GatePlaces {
     const uint32_t at = piece(position / kBlock, row, position % kBlock / 8) + position % 8 * 2;
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(bits)) : "memory");
   }
-  // By a warp: a column tile whose first word is `base`, of which `listed` entries are listed.
+  // A warp writes the `listed` entries of a column tile whose first word is `base`.
   __device__ __forceinline__ void put_listed(const uint32_t* entries, int listed, int base) const {
     constexpr int kAhead = 4;
 #pragma unroll 1
@@ -81,7 +82,7 @@ struct GatePlaces {
       }
     }
   }
-  // By a thread: one token's words of a column tile.
+  // A thread writes one token's words of a column tile.
   __device__ __forceinline__ void put_packed(const uint4* source, int non_zeros, int base,
                                              int row) const {
     constexpr int kAhead = 4;
@@ -101,7 +102,7 @@ struct GatePlaces {
       }
     }
   }
-  // Columns [begin, end) of its values where it is spilled.
+  // A thread writes columns [begin, end) of a spilled tile's values.
   __device__ __forceinline__ void put_spilled(const uint4* source, int base, int begin, int end,
                                               int row) const {
     constexpr int kAhead = 4;
@@ -116,7 +117,7 @@ struct GatePlaces {
       for (int j = 0; j < kAhead; ++j) put_eight(values[j], base, (i + j) * 8, row);
     }
   }
-  // The values of eight neighbouring columns, as far as they are in the union.
+  // Writes the values of eight neighbouring columns that are in the union.
   __device__ __forceinline__ void put_eight(const uint4& values, int base, int column,
                                             int row) const {
     if ((values.x | values.y | values.z | values.w) == 0) return;
@@ -156,14 +157,14 @@ constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
 constexpr uint32_t kStageBytes = kBytesX + kBytesW;
 constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
 
-// Column tiles of whose neurons a gate warpgroup holds the places at one time.
+// Column tiles whose words {mask, neurons below} are in shared memory at a time.
 constexpr int kWindow = 128;
 constexpr uint32_t kPlacesBytes = kWindow * 8 * 8;
-// With barriers, and alignment to the swizzle atom.
+// Includes barriers and slack for alignment to the swizzle atom.
 constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
                                   ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
 
-// With a warpgroup for the gate: 256 * 168 + 256 * 88 = 65,536 registers.
+// Gated layers have one more warpgroup: 256 * 168 + 256 * 88 = 65,536 registers.
 template <bool Gated>
 constexpr int kCtaThreads = Gated ? kThreads + kTileTokens : kThreads;
 template <bool Gated>
@@ -187,15 +188,15 @@ struct Item {
   int tile, first_block, blocks, neurons;
   bool plain;
   int first;  // position in the tile's union
-  // {tile, first block, blocks | plain << 8 | the same within the tile << 16, neurons of the tile's
-  // union from there on}
+  // Loads {tile, first block, blocks | plain << 8 | first block within the tile << 16, neurons of
+  // the tile's union from there on}.
   template <bool Gated>
   __device__ static int4 load(const Up& gemm, int index) {
     const Tiles& tiles = gemm.tiles;
     constexpr int4 kEnd{-1, 0, 0, 0};
     int2 item;
     int plain_tiles;
-    if constexpr (Gated) {  // find_unions adds items as it goes along
+    if constexpr (Gated) {  // find_unions adds items while this kernel runs
       if (index >= tiles.max_up_items) return kEnd;
       item = sm90::load_acquire(tiles.up_items + index);
       if (item.y == 0) {
@@ -226,7 +227,7 @@ struct Item {
   }
 };
 
-// Rows p / 8 + 16 i of the stage's operands, 16-byte piece p % 8 of each: what producer p gathers.
+// What producer thread p gathers: 16-byte piece p % 8 of rows p / 8 + 16 i of the stage's operands.
 struct GatherRows {
   static constexpr uint32_t kNone = ~0u;
   uint32_t x[kTileTokens / 16];  // first 16-byte piece of the row, or kNone
@@ -305,7 +306,7 @@ __device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
   }
 }
 
-// The warpgroup that puts the gate into its places, item after item.
+// The warpgroup that compacts the gate, item after item.
 __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared) {
   constexpr int kPlacers = kTileTokens, kBarrier = 3;
   const Gate& gate = gemm.gate;
@@ -324,7 +325,7 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
 #pragma unroll 1
     for (int window = low / 256; window <= high / 256; window += kWindow) {
       const int end = min(window + kWindow, high / 256 + 1);
-      sm90::named_barrier(kBarrier, kPlacers);  // nobody reads the window before
+      sm90::named_barrier(kBarrier, kPlacers);  // all threads are done with the previous window
       for (int i = thread; i < (end - window) * 8; i += kPlacers) {
         const int64_t at = (first_column_tile + window) * 8 + i;
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared.places + i * 8),
@@ -344,7 +345,7 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
         if (entries > kListed) continue;
         places.put_listed(tiles.entries + at * kListed, entries, (t - window) * 8);
       }
-      // What was too much to be listed.
+      // Column tiles with too many non-zeros to list.
 #pragma unroll 1
       for (int t = window; t < end; ++t) {
         if (token < 0 || listed[t] <= kListed) continue;
@@ -363,10 +364,10 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
   }
 }
 
-// k-step of an item at which the last item's stores have long been complete.
+// k-step by which the stores of the previous item have long been complete.
 constexpr int kTellStep = 4;
 
-// State of a consumer across items.
+// State of a consumer warpgroup, kept across items.
 template <bool Gated>
 struct Consumer {
   const Up& gemm;
@@ -376,10 +377,10 @@ struct Consumer {
   StageReader<kStages> ring{shared.full, shared.empty};
   uint32_t gate_parity = 0;
   bool storing = false;
-  int stored_tile = -1, stored_blocks = 0;  // not told of yet
+  int stored_tile = -1, stored_blocks = 0;  // stored but not yet signalled to down
 
-  // Every thread hands back what it wrote: racecheck does not see that one could for all, behind
-  // the warpgroup's barrier.
+  // Every thread releases what it wrote. One thread could do it for all behind the warpgroup's
+  // barrier, but racecheck does not see that.
   __device__ __forceinline__ void finish_store() {
     if (storing) {
       if (thread == 0) sm90::bulk_store_wait_read();
@@ -388,7 +389,7 @@ struct Consumer {
     storing = false;
   }
 
-  // Tells down of the blocks stored last.
+  // Signals to down the blocks stored last.
   __device__ __forceinline__ void tell() {
     if (Gated && stored_tile >= 0 && thread == 0 && gemm.tiles.ready != nullptr) {
       sm90::bulk_store_wait();
@@ -424,10 +425,10 @@ struct Consumer {
     }
     wgmma_wait<0>();
     ring.release(previous);
-    tell();  // where there were fewer steps
+    tell();  // where the item had too few k-steps
   }
 
-  // h = g * u, in f32, rounded once; or u.
+  // h = g * u in f32, rounded once; or u alone.
   template <int N>
   __device__ __forceinline__ void write_result(const float (&acc)[kAccumulators]) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -458,7 +459,7 @@ struct Consumer {
       barrier_wait(shared.gate_full, gate_parity);
       gate_parity ^= 1;
     } else {
-      named_barrier(1 + warpgroup, 128);  // this warpgroup's last store has been read
+      named_barrier(1 + warpgroup, 128);  // the memory of this warpgroup's previous store is free
     }
     write_result<N>(acc);
     fence_async_shared();
@@ -530,7 +531,7 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
     sm90::registers_decrease<kProducerRegisters>();
     place_gates(gemm, shared);
   }
-  // What comes next relies on the kernel in front being over too.
+  // Our successor waits only for us, so we must outlive our predecessor.
   if constexpr (Gated) sm90::wait_for_previous_kernel();
 }
 
@@ -539,17 +540,17 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
 struct DownProblem {
   Tiles tiles;
   const __nv_bfloat16* activations[2];
-  const __nv_bfloat16* weight[2];  // [F, D]; the second one null: one product
+  const __nv_bfloat16* weight[2];  // [F, D]; the second is null where there is one product
   __nv_bfloat16* y;                // [M, D]
   int32_t* taken;
   int width;  // D
   bool add;   // y += instead of =
 
-  // Where tiles.ready is not null: find_unions may still be at work.
+  // tiles.ready is not null: find_unions may still be running.
   __device__ __forceinline__ void wait_for_items() const {
     while (sm90::load_acquire(&tiles.counts->complete) == 0) __nanosleep(100);
   }
-  // {tile, first column, neurons in the tile's union, its first block}
+  // Loads {tile, first column, neurons in the tile's union, its first block}.
   __device__ __forceinline__ int4 load(int index) const {
     const int column_blocks = (width + kColumns - 1) / kColumns;
     if (index >= tiles.counts->tiles * column_blocks) return int4{-1, 0, 0, 0};
@@ -573,14 +574,15 @@ struct DownProblem {
             2 * ((item.z + kBlock - 1) / kBlock)};
   }
 
-  // y by way of shared memory, so that rows are written in whole 256-byte pieces.
+  // Writes y through shared memory, so that rows are written in whole 256-byte pieces.
   struct Store {
     const DownProblem& problem;
     const int column;
-    const bool empty;   // no neuron of the tile fires
-    int32_t tokens[8];  // the rows of y that this lane writes
+    const bool empty;   // no neuron of the tile is active
+    int32_t tokens[8];  // rows of y that this lane writes
 
-    // Row of its warpgroup's 64 that this lane writes in store i: a warp writes two at a time.
+    // The row, of its warpgroup's 64, that this lane writes in store i: a warp writes two at a
+    // time.
     __device__ __forceinline__ static int stored_row(int i) {
       return threadIdx.x % 128 / 32 * 16 + i * 2 + threadIdx.x % 32 / 16;
     }
@@ -597,7 +599,7 @@ struct DownProblem {
       store_half(acc, out, 0);
       store_half(acc, out, 1);
     }
-    // Columns [128 half, 128 half + 128) of this warpgroup's rows.
+    // Writes columns [128 half, 128 half + 128) of this warpgroup's rows.
     __device__ __forceinline__ void store_half(const float (&acc)[128], uint32_t out,
                                                int half) const {
       const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Per tile of tokens: the union of its active neurons, a list of its non-zeros, and items for up.
-// Starts where the gate GEMM leaves multiprocessors idle, and takes each tile as soon as its gate
-// is packed. A CTA finds a tile, or where there are few tiles a part of its columns; then the one
-// that is done last numbers the neurons. The last one of all orders the tiles for down.
+// find_unions: per tile of 128 tokens, the union of its active neurons, a list of its non-zeros,
+// and work items for up. It starts on SMs that the gate GEMM leaves idle, and takes each tile as
+// soon as its gate is packed. A CTA processes one tile, or a part of its columns where there are
+// few tiles; the one that finishes a tile last numbers its neurons. The CTA that finishes last
+// orders the tiles for down.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -15,21 +16,21 @@
 namespace twell::tile_union {
 namespace {
 
-// What find_unions makes of the packed activations of 128 tokens by 256 neurons.
+// Adds the packed activations of 128 tokens by 256 neurons to a tile's union and list.
 
 __device__ __forceinline__ const uint4* tile_words(const Gate& gate, int token, int col_tile) {
   return reinterpret_cast<const uint4*>(gate.words +
                                         (int64_t{token} * gate.col_tiles + col_tile) * gate.slots);
 }
 
-// Of 128 tokens by 256 neurons.
+// The outputs of 128 tokens by 256 neurons.
 struct ColumnTile {
   uint32_t* mask;     // [8], shared
   int* listed;        // shared
   uint32_t* entries;  // [kListed]
 
-  // By a whole warp, each lane on a packed tile of its own or (non_zeros 0) none. head: words 0 ..
-  // 3 of it, the count among them; next: the four behind, where there are as many.
+  // A whole warp calls it, each lane with a packed tile of its own, or with none (non_zeros 0).
+  // head: words 0 .. 3, the count included; next: the four words behind, where there are that many.
   __device__ __forceinline__ void add(const uint4* source, const uint4& head, const uint4& next,
                                       int non_zeros, int slot) const {
     const int lane = threadIdx.x % 32;
@@ -74,7 +75,7 @@ struct ColumnTile {
   }
 };
 
-// Spilled tiles come in bunches; whole warps share them out, 8 values per lane.
+// Spilled tiles come in bunches, so all warps share them, 8 values per lane.
 template <int Threads>
 __device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list, int tiles,
                                              uint32_t* mask) {
@@ -100,16 +101,17 @@ __device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list,
   }
 }
 
-// Which rows find_unions sets apart. A tile's CTA judges its 128 rows by their own mean, so that it
-// need not wait for others; once all are judged, heavy rows form tiles of their own, in row order.
+// Heavy rows, which get tiles of their own. A tile's CTA compares its 128 rows with their own mean,
+// so that it need not wait for other tiles. Once all plain tiles are judged, the heavy rows form
+// tiles in row order.
 
 struct HeavyRows {
   int sums[kTileTokens / 32];
-  int32_t tokens[kTileTokens];  // of a heavy tile, or -1
+  int32_t tokens[kTileTokens];  // rows of a heavy tile, or -1
   int scan[32];
 
-  // By a CTA whose groups of kTileTokens threads each hold the non-zeros of the tile's rows. True
-  // where this thread's row is heavy. Starts with a barrier.
+  // Called by a CTA in which each group of kTileTokens threads holds the non-zeros of the tile's
+  // rows. True where this thread's row is heavy. Starts with a barrier.
   __device__ __forceinline__ bool judge(const Gate& gate, int tile, int nnz,
                                         ActivityCuda* activity) {
     const int warp = threadIdx.x / 32;
@@ -129,14 +131,14 @@ struct HeavyRows {
     if (activity != nullptr && threadIdx.x == 0) {
       atomicAdd(&activity->tokens, static_cast<unsigned long long>(rows));
     }
-    if (gate.rows <= kTileTokens) return false;  // with one tile there is nothing to keep apart
+    if (gate.rows <= kTileTokens) return false;  // rows of a single tile are not set apart
     int total = 0;
     for (const int sum : sums) total += sum;
     return nnz > max(kHeavyFactor * total / rows, kHeavyFloor);
   }
 
-  // By a CTA of Threads, once all plain tiles are judged: the rows of heavy tile `index`, into
-  // tokens. Returns how many rows are heavy in all. Starts and ends with a barrier.
+  // Called by a CTA of `Threads` once all plain tiles are judged: writes the rows of heavy tile
+  // `index` into tokens. Returns the number of heavy rows in all. Starts and ends with a barrier.
   template <int Threads>
   __device__ int gather(const Tiles& tiles, int plain_tiles, int index) {
     const int begin = index * kTileTokens;
@@ -167,14 +169,15 @@ struct HeavyRows {
 constexpr int kThreads = 512;
 constexpr int kCtasPerMultiprocessor = 2;
 constexpr int kMaxParts = 32;
-// Threads with the same token take every kStride-th column tile, kAhead of them at a time.
+// Threads with the same token take every kStride-th column tile and load kAhead of them at a time.
 constexpr int kStride = kThreads / kTileTokens;
 constexpr int kAhead = 3;
-// Sizes of unions that the schedule keeps at hand; of more tiles it reads them from memory.
+// Union sizes that the schedule caches in shared memory; with more tiles it reads them from global
+// memory.
 constexpr int kCachedSizes = 2048;
 
 struct Shared {
-  int spilled[2];  // of even and of odd batches
+  int spilled[2];  // spilled tiles of even and of odd batches
   int item, first_item;
   bool last;
   HeavyRows heavy;
@@ -183,21 +186,21 @@ struct Shared {
   int32_t sizes[kCachedSizes];
 };
 
-// A CTA on some columns of a tile, its work items one after the other.
+// A CTA that processes parts (column ranges) of tiles, one work item after the other.
 struct PartFinder {
   const Gate& gate;
   const Tiles& tiles;
   ActivityCuda* activity;
-  const int ctas;  // of up
+  const int ctas;  // CTAs of up
   Shared& shared;
-  uint32_t* mask;  // [words], dynamic shared memory; behind it, of words and of column tiles:
+  uint32_t* mask;  // [words] in dynamic shared memory; behind it `before` and `listed`
   const int words = gate.col_tiles * 8;
   int* before = reinterpret_cast<int*>(mask) + words;
   int* listed = before + words;
   const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
   const int slot = threadIdx.x % kTileTokens, first = threadIdx.x / kTileTokens;
   int tile = 0, parts = 0;
-  bool judging = false;  // this thread has to tell that the tile's rows are judged
+  bool judging = false;  // this thread still has to publish that the tile's rows are judged
   Columns columns{0, 0, 1};
   uint4 heads[kAhead];
 
@@ -219,7 +222,8 @@ struct PartFinder {
     if (threadIdx.x < 2) shared.spilled[threadIdx.x] = 0;
   }
 
-  // Of 128 consecutive rows, but for the heavy ones among them. Returns this thread's token.
+  // Starts on a plain tile: 128 consecutive rows without the heavy ones. Returns this thread's
+  // token.
   __device__ __forceinline__ int begin_plain(int tile_in, int part, int parts_in) {
     begin(tile_in, part, parts_in);
     if (gate.packed != nullptr && threadIdx.x == 0) {
@@ -248,9 +252,9 @@ struct PartFinder {
     return heavy ? -1 : row;
   }
 
-  // The next part of tiles of heavy rows for this CTA; none before all rows are judged. Whoever is
-  // done with its plain tile then takes some, at least the one that judged last. Returns this
-  // thread's token; tile is -1 where there is none.
+  // Starts on the next part of a tile of heavy rows, which exist once all rows are judged. A CTA
+  // that has finished its plain tile takes such parts; at least the CTA that judged last sees them.
+  // Returns this thread's token; tile is -1 when there is no part left.
   __device__ __forceinline__ int begin_heavy(int parts_in) {
     if (threadIdx.x == 0) {
       const bool judged = sm90::load_acquire(&tiles.counts->judged) == plain_tiles;
@@ -264,7 +268,7 @@ struct PartFinder {
     const int heavy_tiles = (rows + kTileTokens - 1) / kTileTokens;
     if (item == 0) {
       if (threadIdx.x == 0) tiles.counts->heavy_tiles = heavy_tiles;
-      complete(tiles.max_tiles - plain_tiles - heavy_tiles);  // what there is not
+      complete(tiles.max_tiles - plain_tiles - heavy_tiles);  // count the unused tiles as complete
     }
     if (index >= heavy_tiles) return -1;
     begin(plain_tiles + index, part, parts_in);
@@ -275,7 +279,7 @@ struct PartFinder {
     return token;
   }
 
-  // The first heads are loaded. Ends with a barrier.
+  // Processes the part whose first heads are loaded. Ends with a barrier.
   __device__ __forceinline__ void find(int token) {
     const int64_t first_column_tile = int64_t{tile} * gate.col_tiles + columns.first;
     uint32_t* entries = tiles.entries + first_column_tile * kListed;
@@ -290,7 +294,7 @@ struct PartFinder {
                       ? tile_words(gate, token, columns.first + i)[1]
                       : uint4{};
       }
-      if (judging) sm90::add_release(&tiles.counts->judged, 1);  // while these are on their way
+      if (judging) sm90::add_release(&tiles.counts->judged, 1);  // while the loads are in flight
       judging = false;
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
@@ -323,7 +327,7 @@ struct PartFinder {
     complete(1);
   }
 
-  // Of a tile's parts. Then its mask is whole.
+  // True in the CTA that finishes its tile last, which then has the tile's whole mask.
   __device__ __forceinline__ bool last_part() {
     __threadfence();
     __syncthreads();
@@ -339,11 +343,11 @@ struct PartFinder {
     return true;
   }
 
-  // Numbers the neurons of a tile whose mask is whole. Adds its items for up where that might
-  // otherwise have nothing to do; the others' order can wait until it is known which are large.
+  // Numbers the neurons of a tile whose mask is whole. Adds its work items at once where up might
+  // otherwise be idle; the other items wait until it is known which tiles are large.
   __device__ __forceinline__ void number_neurons() {
     const int64_t offset = int64_t{tile} * words;
-    // Asked for early: a while passes before it is known.
+    // Issued early to hide the load's latency.
     const volatile int32_t* queued = &tiles.counts->up_items;
     const bool early = threadIdx.x == 0 && *queued < ctas;
     int neurons = 0;
@@ -382,7 +386,7 @@ struct PartFinder {
       add_items(tiles, tile, neurons, shared.first_item, threadIdx.x, kThreads);
     }
   }
-  // So many more tiles are done with; the last CTA to say so orders them.
+  // Counts `more` tiles as complete; the CTA that completes the last one orders them all.
   __device__ __forceinline__ void complete(int more) {
     if (more == 0) return;
     __syncthreads();
@@ -410,19 +414,19 @@ struct PartFinder {
       tiles.counts->tiles = count;
       sm90::store_release(&tiles.counts->complete, 1);
     }
-    // What comes next relies on the gate GEMM being over too.
+    // Our successor waits only for us, so we must outlive the gate GEMM.
     if (gate.packed != nullptr) sm90::wait_for_previous_kernel();
   }
 };
 
-// A CTA per part of a plain tile.
+// One CTA per part of a plain tile.
 __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
     find_unions_kernel(Gate gate, Tiles tiles, int parts, int heavy_parts, int ctas,
                        ActivityCuda* activity) {
   extern __shared__ uint32_t scratch[];
   __shared__ Shared shared;
   if (gate.packed == nullptr) sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();  // up waits for items
+  sm90::allow_next_kernel();  // up waits for work items by itself
   PartFinder finder{gate, tiles, activity, ctas, shared, scratch};
   const int item = blockIdx.x;
   int token = finder.begin_plain(item / parts, item % parts, parts);
@@ -440,9 +444,9 @@ cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCud
   const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
   const int parts = std::clamp(ctas / plain_tiles, 1, std::min(gate.col_tiles, kMaxParts));
   const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
-  // Masks, what is below in them, lists' lengths; in the end tiles by size.
+  // Holds masks, neurons below each word and list lengths; in the end the tiles sorted by size.
   const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
-  // The largest size for every call: contexts of other sizes may be launching at the same time.
+  // The largest size at every call, because contexts with other sizes may launch at the same time.
   constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
   static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
   cudaError_t status = cudaFuncSetAttribute(
