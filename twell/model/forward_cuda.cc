@@ -11,7 +11,6 @@
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
-#include "twell/ops/rms_norm/head_norm_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/cross_entropy/token_losses_cuda.h"
+#include "twell/ops/cross_entropy/cross_entropy_kernels.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 

@@ -10,7 +10,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/model/training_cuda.h"
-#include "twell/ops/embedding/embedding_backward_cuda.h"
+#include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
 

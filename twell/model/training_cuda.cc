@@ -12,8 +12,8 @@
 #include "twell/model/rotary.h"
 #include "twell/model/training_buffers_cuda.h"
 #include "twell/ops/attention/attention_train_cuda.h"
-#include "twell/ops/bias/bias_backward_cuda.h"
-#include "twell/ops/rms_norm/rms_norm_backward_cuda.h"
+#include "twell/ops/bias/bias_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
 
 namespace twell {
 namespace {

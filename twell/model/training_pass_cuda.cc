@@ -4,10 +4,9 @@
 #include "twell/model/qkv.h"
 #include "twell/model/training_buffers_cuda.h"
 #include "twell/ops/attention/attention_train_cuda.h"
-#include "twell/ops/bias/bias_backward_cuda.h"
+#include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
-#include "twell/ops/rms_norm/rms_norm_backward_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
 

@@ -1,12 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "twell/base/reduce.cuh"
 #include "twell/ops/cross_entropy/cross_entropy_kernels.h"
-#include "twell/ops/cross_entropy/log_sum.cuh"
 
 namespace twell {
 namespace {
 
-// Two blocks fill a multiprocessor; the rows in work then still stand in L2 when they are read for
-// the second time.
+// Largest of what was seen, and the sum of exponentials relative to it.
+struct LogSum {
+  float top = -INFINITY;
+  float sum = 0.0f;
+
+  __device__ void add(float other_top, float other_sum) {
+    const float new_top = fmaxf(top, other_top);
+    if (new_top == -INFINITY) return;
+    sum = sum * expf(top - new_top) + other_sum * expf(other_top - new_top);
+    top = new_top;
+  }
+};
+
+// Over the block, the same bits in every thread.
+template <int kThreads>
+__device__ LogSum block_log_sum(LogSum mine) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ float tops[kWarps], sums[kWarps];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const float top = __shfl_xor_sync(0xffffffffu, mine.top, offset);
+    const float sum = __shfl_xor_sync(0xffffffffu, mine.sum, offset);
+    mine.add(top, sum);
+  }
+  if (threadIdx.x % 32 == 0) {
+    tops[threadIdx.x / 32] = mine.top;
+    sums[threadIdx.x / 32] = mine.sum;
+  }
+  __syncthreads();
+  LogSum total;
+  for (int warp = 0; warp < kWarps; ++warp) total.add(tops[warp], sums[warp]);
+  return total;
+}
+
+// Two blocks fill an SM; the rows that are being worked on then still are in L2 when they are read
+// for the second time.
 constexpr int kThreads = 1024;
 
 template <int kPiece>
@@ -74,11 +108,8 @@ __global__ void __launch_bounds__(kSumThreads) loss_sum_kernel(LossSum p) {
     sum += static_cast<double>(p.losses[m]);
     ++tokens;
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    tokens += __shfl_xor_sync(0xffffffffu, tokens, offset);
-  }
+  sum = warp_sum(sum);
+  tokens = warp_sum(tokens);
   if (threadIdx.x % 32 == 0) {
     of_warp[threadIdx.x / 32] = sum;
     tokens_of_warp[threadIdx.x / 32] = tokens;
@@ -91,6 +122,22 @@ __global__ void __launch_bounds__(kSumThreads) loss_sum_kernel(LossSum p) {
   }
   p.sum->loss_sum += sum;
   p.sum->tokens += tokens;
+}
+
+constexpr int kLossThreads = 256;
+
+__global__ void __launch_bounds__(kLossThreads) token_losses_kernel(TokenLossesCuda p) {
+  const int32_t target = p.targets[blockIdx.x];
+  if (target < 0) {
+    if (threadIdx.x == 0) p.losses[blockIdx.x] = 0.0f;
+    return;
+  }
+  const float* logits = p.logits + blockIdx.x * p.vocab;
+  LogSum mine;
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kLossThreads) mine.add(logits[i], 1.0f);
+  const LogSum total = block_log_sum<kLossThreads>(mine);
+  if (threadIdx.x != 0) return;
+  p.losses[blockIdx.x] = logf(total.sum) + (total.top - logits[target]);
 }
 
 }  // namespace
@@ -108,6 +155,12 @@ cudaError_t launch_softmax_gradient(const SoftmaxGradient& p, cudaStream_t strea
 
 cudaError_t launch_loss_sum(const LossSum& p, cudaStream_t stream) {
   loss_sum_kernel<<<1, kSumThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_token_losses(const TokenLossesCuda& p, cudaStream_t stream) {
+  if (p.tokens == 0) return cudaSuccess;
+  token_losses_kernel<<<static_cast<unsigned>(p.tokens), kLossThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

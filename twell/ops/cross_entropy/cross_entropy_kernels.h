@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches behind cross_entropy_cuda.h, as plain types that nvcc compiles.
+// The launches behind cross_entropy_cuda.h, as plain types that nvcc compiles, and the losses of
+// logits that are there already.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,5 +37,15 @@ struct LossSum {
   CrossEntropySum* sum = nullptr;
 };
 cudaError_t launch_loss_sum(const LossSum& problem, cudaStream_t stream);
+
+// -log p(targets[m]) of every row of f32 logits, 0 where there is no target (-1).
+struct TokenLossesCuda {
+  int64_t tokens = 0;                // M
+  int64_t vocab = 0;                 // V
+  const float* logits = nullptr;     // [M, V]
+  const int32_t* targets = nullptr;  // [M] in [-1, V), checked by the caller
+  float* losses = nullptr;           // [M] out
+};
+cudaError_t launch_token_losses(const TokenLossesCuda& problem, cudaStream_t stream);
 
 }  // namespace twell

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/rms_norm/head_norm_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
 
 #include <gtest/gtest.h>
 

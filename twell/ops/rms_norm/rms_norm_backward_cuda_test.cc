@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/rms_norm/rms_norm_backward_cuda.h"
+#include "twell/ops/rms_norm/rms_norm_cuda.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,6 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/rms_norm/rms_norm.h"
-#include "twell/ops/rms_norm/rms_norm_cuda.h"
 
 namespace twell {
 namespace {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm on the GPU, with the residual addition in front of it fused in. bf16, sums in f32.
-//   s = x + residual (or x);  y = s * rsqrt(mean(s^2) + eps) * weight
-// s is rounded to bf16 before it is normalised, as it is stored. D is a multiple of 8, at most
-// kMaxNormWidth.
+// RMSNorm on the GPU, forward and backward (rms_norm.h), and over the heads of queries and keys.
+// bf16, sums in f32. D is a multiple of 8, at most kMaxNormWidth; launches return
+// cudaErrorInvalidValue for other widths.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,6 +13,8 @@ namespace twell {
 
 inline constexpr int64_t kMaxNormWidth = 16384;
 
+// s = x + residual (or x);  y = s * rsqrt(mean(s^2) + eps) * weight
+// s is rounded to bf16 before it is normalised, as it is stored.
 struct RmsNormCuda {
   int64_t tokens = 0;                       // M
   int64_t width = 0;                        // D
@@ -24,7 +25,41 @@ struct RmsNormCuda {
   __nv_bfloat16* y = nullptr;               // [M, D], may be x when there is no residual
   float eps = 1e-5f;
 };
-// cudaErrorInvalidValue for a width that is not supported.
 cudaError_t launch_rms_norm(const RmsNormCuda& problem, cudaStream_t stream);
+
+// d_s = d_residual + gradient through the norm;  d_weight += sum over tokens of d_y * s / rms
+// 1 / rms is computed again from s, which is read anyway. The order of additions depends on M and D
+// alone.
+struct RmsNormBackwardCuda {
+  int64_t tokens = 0;                         // M
+  int64_t width = 0;                          // D
+  const __nv_bfloat16* s = nullptr;           // [M, D] input of the norm
+  const __nv_bfloat16* weight = nullptr;      // [D]
+  const __nv_bfloat16* d_y = nullptr;         // [M, D]
+  const __nv_bfloat16* d_residual = nullptr;  // [M, D], or null: none
+  __nv_bfloat16* d_s = nullptr;               // [M, D] out, may be d_residual or d_y
+  float* d_weight = nullptr;                  // [D] accumulated
+  float* partial = nullptr;                   // [rms_norm_backward_partials(M), D] workspace
+  float eps = 1e-5f;
+};
+// Rows of partial sums that the weight's gradient goes through; it grows with the tokens.
+int64_t rms_norm_backward_partials(int64_t tokens);
+cudaError_t launch_rms_norm_backward(const RmsNormBackwardCuda& problem, cudaStream_t stream);
+
+// RMSNorm of each head of queries and keys, in front of the rotation (Qwen3), in place on the rows
+// [q | k | v] of a fused projection, whose biases are added first.
+struct HeadNormCuda {
+  int64_t tokens = 0;                     // M
+  int64_t heads = 0;                      // H, of queries
+  int64_t kv_heads = 0;                   // H_kv
+  int64_t head_dim = 0;                   // a multiple of 8, at most 256
+  const __nv_bfloat16* bias = nullptr;    // [(H + 2 H_kv) * hd] or null
+  const __nv_bfloat16* q_norm = nullptr;  // [hd]
+  const __nv_bfloat16* k_norm = nullptr;  // [hd]
+  __nv_bfloat16* qkv = nullptr;           // [M, (H + 2 H_kv) * hd], in place; of v only the bias
+  float eps = 1e-5f;
+};
+// cudaErrorInvalidValue for a head size that is not supported.
+cudaError_t launch_head_norm(const HeadNormCuda& problem, cudaStream_t stream);
 
 }  // namespace twell

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/embedding/embedding_backward_cuda.h"
-
-#include "twell/ops/embedding/embedding_backward_kernels.h"
+#include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
 namespace {

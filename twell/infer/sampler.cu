@@ -4,6 +4,8 @@
 // number of its tokens (top-k) or by its mass (top-p, and the draw itself).
 #include "twell/infer/sampler_cuda.h"
 
+#include "twell/base/reduce.cuh"
+
 namespace twell {
 namespace {
 
@@ -19,14 +21,6 @@ constexpr float kOne = 4294967296.0f;  // weight of the most likely token
 __device__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
-}
-
-__device__ u64 warp_sum(u64 value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, offset);
-  }
-  return value;
 }
 
 // A prefix in falling order: all tokens with larger keys than `key`, and the first `ties` of those
@@ -147,10 +141,7 @@ __device__ float largest(const SampleCuda& p, const float* logits) {
     nan |= isnan(logits[i]);
     top = fmaxf(top, logits[i]);
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-  }
+  top = warp_max(top);
   __shared__ float of_warp[kWarps];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = top;
   if (__syncthreads_or(nan)) return NAN;
@@ -168,13 +159,7 @@ __device__ void write_most_likely(const SampleCuda& p, const float* logits, int3
     nan |= isnan(logit);
     best = max(best, u64{key_of(logit)} << 32 | (~0u - static_cast<uint32_t>(i)));
   }
-  const auto warp_max = [&] {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
-    }
-  };
-  warp_max();
+  best = warp_max(best);
   __shared__ u64 of_warp[kWarps];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
   if (__syncthreads_or(nan)) {
@@ -183,7 +168,7 @@ __device__ void write_most_likely(const SampleCuda& p, const float* logits, int3
   }
   if (threadIdx.x >= 32) return;
   best = of_warp[threadIdx.x];
-  warp_max();
+  best = warp_max(best);
   const auto key = static_cast<uint32_t>(best >> 32);
   const bool finite = key > key_of(-INFINITY) && key < key_of(INFINITY);
   if (threadIdx.x == 0) *id = finite ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : -1;

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/adamw/adamw_cuda.h"
+
+#include "twell/base/reduce.cuh"
 #include "twell/ops/adamw/split_weight.cuh"
 
 namespace twell {
@@ -118,10 +120,7 @@ constexpr int64_t kNormBlock = 1 << 14;  // values of one partial sum
 
 __device__ double block_sum(double value) {
   __shared__ double of_warp[kNormThreads / 32];
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, offset);
-  }
+  value = warp_sum(value);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   double sum = 0.0;

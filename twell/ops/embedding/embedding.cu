@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cub/device/device_radix_sort.cuh>
 
-#include "twell/ops/embedding/embedding_backward_kernels.h"
+#include "twell/ops/embedding/embedding_kernels.h"
 
 namespace twell {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;  // of a thread: one 16-byte access
+constexpr int kColumns = 8;  // values of a thread: one 16-byte access
+
+__global__ void __launch_bounds__(kThreads) embedding_kernel(EmbeddingCuda p) {
+  const int64_t pieces = p.width / kColumns;
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= p.tokens * pieces) return;
+  const int64_t row = int64_t{p.ids[i / pieces]};
+  reinterpret_cast<uint4*>(p.out)[i] =
+      reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
+}
+
+// Backward.
+
 constexpr int kPiece = static_cast<int>(kEmbeddingPiece);
 constexpr int kAhead = 4;  // rows whose loads are in flight together
 
@@ -127,6 +139,14 @@ int bits_of(int64_t values) {
 }
 
 }  // namespace
+
+cudaError_t launch_embedding(const EmbeddingCuda& p, cudaStream_t stream) {
+  const int64_t pieces = p.tokens * (p.width / kColumns);
+  if (pieces == 0) return cudaSuccess;
+  embedding_kernel<<<static_cast<unsigned>((pieces + kThreads - 1) / kThreads), kThreads, 0,
+                     stream>>>(p);
+  return cudaGetLastError();
+}
 
 cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes) {
   return cub::DeviceRadixSort::SortPairs(

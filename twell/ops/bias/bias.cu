@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/bias/bias_backward_cuda.h"
+#include "twell/ops/bias/bias_cuda.h"
 
 #include "twell/base/column_sums.cuh"
 

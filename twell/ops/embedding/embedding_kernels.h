@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches behind embedding_backward_cuda.h, as plain types that nvcc compiles.
+// The launches of embedding_cuda.h, as plain types that nvcc compiles.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +9,16 @@
 #include <cstdint>
 
 namespace twell {
+
+// out[m] = table[ids[m]]; ids are in [0, V), D is a multiple of 8.
+struct EmbeddingCuda {
+  int64_t tokens = 0;                    // M
+  int64_t width = 0;                     // D
+  const int32_t* ids = nullptr;          // [M]
+  const __nv_bfloat16* table = nullptr;  // [V, D]
+  __nv_bfloat16* out = nullptr;          // [M, D]
+};
+cudaError_t launch_embedding(const EmbeddingCuda& problem, cudaStream_t stream);
 
 inline constexpr int64_t kEmbeddingPiece = 32;  // sorted tokens that one block sums
 
