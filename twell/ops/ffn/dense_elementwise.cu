@@ -6,8 +6,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Sums what each thread of a CTA has counted of one token. Either place may be null; all threads
-// call it.
+// Adds up the counts of a CTA's threads for one token. Either output may be null. All threads call
+// it.
 __device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityCuda* counts) {
   if (row_nnz == nullptr && counts == nullptr) return;
   __shared__ int total;
@@ -25,7 +25,7 @@ __device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityC
   }
 }
 
-// A CTA per token.
+// One CTA per token.
 __global__ void __launch_bounds__(kThreads) gate_multiply_kernel(GateMultiply problem) {
   const int64_t row = int64_t{blockIdx.x} * problem.stride;
   const int pieces = static_cast<int>(problem.ffn / 8);
@@ -62,7 +62,7 @@ __device__ float activate(float x) {
   return x / (1.0f + expf(-1.702f * x));  // quick GELU
 }
 
-// A CTA per token.
+// One CTA per token.
 template <Activation kActivation>
 __global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMultiply p) {
   const int pieces = static_cast<int>(p.ffn / 8);

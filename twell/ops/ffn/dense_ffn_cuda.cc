@@ -6,8 +6,8 @@
 namespace twell {
 namespace {
 
-// Counting what a gated layer fires costs nothing beside the multiplication. Without a gate it is a
-// pass of its own, so a sample has to do.
+// In a gated layer counting is free, as part of the multiplication. Without a gate it is a pass of
+// its own over a sample of the tokens.
 constexpr int64_t kSampleStride = 16;
 
 }  // namespace

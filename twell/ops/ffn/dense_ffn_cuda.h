@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dense feed-forward layer on the GPU, bf16, through cuBLASLt: the baseline of the sparse
-// executions, and what a layer that is not sparse runs.
+// executions, and what a layer without sparsity runs.
 //   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// Another activation in the place of relu is computed with the product, in f32. On request the
-// result is added to y.
+// Another activation is computed in f32 together with the product. The result can be added to y.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +26,7 @@ struct FfnWeightsCuda {
   Activation activation = Activation::kRelu;
 };
 
-// What a dense call counts beside its result. Both may be null.
+// Optional counts of a dense call.
 struct DenseCountsCuda {
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token
   ActivityCuda* activity = nullptr;  // added to; non-gated ReLU layers count every 16th token
@@ -43,16 +42,15 @@ class DenseFfnCuda {
                __nv_bfloat16* gate, __nv_bfloat16* hidden,
                Activation activation = Activation::kRelu, bool add = false);
 
-  // Times cuBLASLt's proposals on these operands and keeps the fastest ones. Synchronises, and
-  // leaves y as MatmulPlanCuda::tune does.
+  // Times cuBLASLt's candidate algorithms on these operands and keeps the fastest. Synchronises,
+  // and leaves y as MatmulPlanCuda::tune does.
   void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
             __nv_bfloat16* y);
 
   // y [M, D] = FFN(x [M, D]), or +=, with the activation it was made for. Never synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
-  // Its two halves: the gate (in front of an activation that is not ReLU), and what follows it.
-  // Gated layers only.
+  // The two halves of a gated layer: the gate (before an activation other than ReLU), and the rest.
   void gate(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x) const;
   void up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
@@ -67,7 +65,7 @@ class DenseFfnCuda {
   bool gated_;
   Activation activation_;
   std::unique_ptr<MatmulPlanCuda> gate_plan_, up_plan_, down_plan_;
-  DeviceBuffer<__nv_bfloat16> owned_;  // both of the below, or nothing
+  DeviceBuffer<__nv_bfloat16> owned_;  // gate and hidden, or nothing
   __nv_bfloat16* gate_ = nullptr;      // [M, F]
   __nv_bfloat16* hidden_ = nullptr;    // [M, F]
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the executions of up and down cost, from measured non-zeros: a model and not a stopwatch, so
+// Cost model of up and down on the CPU, from measured non-zeros. A model and not a stopwatch, so
 // that the choice, and with it the result, repeats bit for bit.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace twell {
 
-// Of one chunk of tokens. Costs are in units of one (token, neuron) pair inside a large GEMM. Width
-// and number of threads scale all of them alike and do not appear.
+// One chunk of tokens. Costs are in units of one (token, neuron) pair inside a large GEMM. Width
+// and number of threads scale all costs alike and do not appear.
 struct FfnWork {
   int64_t tokens = 0;      // M
   int64_t ffn = 0;         // F
@@ -21,7 +21,7 @@ double dense_cost(const FfnWork& work);
 double row_fused_cost(const FfnWork& work);
 double tile_union_cost(const FfnWork& work);
 
-// Whether, whatever the union turns out to be, dense is the cheapest.
+// Whether dense is the cheapest whatever the union turns out to be.
 bool surely_dense(const FfnWork& work);
 FfnExecution cheapest_execution(const FfnWork& work);
 

@@ -33,7 +33,7 @@ FfnExecution forced_execution(FfnPolicy policy) {
   }
 }
 
-// No packing: the gate is counted while it is multiplied.
+// Runs dense without packing: active neurons are counted in the multiplication.
 Outcome run_dense(Context& ctx, const Chunk& chunk) {
   Arena::Scope scope(ctx.scratch());
   const int64_t m = chunk.x.rows;
@@ -44,8 +44,9 @@ Outcome run_dense(Context& ctx, const Chunk& chunk) {
   return {FfnExecution::kDense, {.tokens = m, .ffn = ffn}};
 }
 
-// Non-zeros of a gate before its relu, from a few of its rows: next to nothing, where packing all
-// of them in vain would take a few per cent of a dense layer. A pure function of the tokens.
+// Estimates the non-zeros of a gate before its ReLU from a few of its rows, which costs next to
+// nothing; packing all rows in vain would take a few percent of a dense layer. A pure function of
+// the tokens.
 FfnWork sampled_work(ConstMatrixF gate) {
   constexpr int64_t kSampleRows = 16;
   const int64_t rows = std::min(gate.rows, kSampleRows);

@@ -19,7 +19,7 @@ TwellShape twell_shape(int64_t tokens, int64_t ffn) {
   return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
 }
 
-// Of the workspace's memory, what grows with the tokens of a chunk.
+// The part of the workspace that grows with the tokens of a chunk.
 int64_t chunk_bytes(int64_t tokens, int64_t ffn) {
   const TwellShape shape = twell_shape(tokens, ffn);
   return shape.words() * int64_t{sizeof(uint32_t)} +
@@ -95,7 +95,7 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
       tile_union_(chunk_tokens_, ffn),
       row_fused_(ctx, chunk_tokens_, width),
       few_tokens_(ffn) {
-  // Words are read 16 bytes at a time, of which a tile's last ones may never be written.
+  // Words are read 16 bytes at a time, and the last ones of a tile may never be written.
   TWELL_CUDA_CHECK(
       cudaMemsetAsync(words_.data(), 0, static_cast<size_t>(words_.bytes()), ctx.stream()));
 }
@@ -185,7 +185,7 @@ class FfnCallCuda {
 
  private:
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
-  // Runs the gate GEMM; what is left to do is the returned problem.
+  // Runs the gate GEMM and returns the problem of what follows it.
   SparseUpDownCuda packed_gate(const GateProgress& progress = {}) const {
     FfnWorkspaceCuda& w = workspace_;
     const TwellShape shape = twell_shape(chunk_.tokens, w.ffn());
@@ -235,7 +235,7 @@ GpuDevice gpu_device(const CudaContext& ctx) {
   GpuDevice device{.compute_capability = ctx.compute_capability(),
                    .multiprocessors = ctx.multiprocessors()};
   const double khz = attribute(cudaDevAttrClockRate);
-  // Twice per clock, a bit per line.
+  // Memory transfers twice per clock, one bit per line.
   const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
                               attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
   // Drivers of virtual machines may report 0.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole layer on the GPU, from x to y: dense, gate GEMM -> TwELL -> tile-union, and the first
-// tokens alone through the few-token kernels, against double precision. No sparse execution may be
-// further off than the dense one. Following the gate GEMM changes nothing.
+// The whole layer on the GPU against double precision: dense, gate GEMM with tile-union, and the
+// first tokens as a small batch. No sparse execution may be further off than the dense one, and
+// following the gate GEMM changes nothing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -98,8 +98,8 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
                     widened(gated ? other : firing), widened(down), tokens, width, ffn);
 
   const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
-  // Poisoned: NaN shows what is not written. initcheck cannot, since it does not see what
-  // cuBLASLt's kernels store through the copy engine.
+  // Poisoned, so that NaN shows what is not written. initcheck cannot show it, since it does not
+  // see stores of cuBLASLt's kernels through TMA.
   const auto gate = poisoned<__nv_bfloat16>(tokens * ffn);
   const auto hidden = poisoned<__nv_bfloat16>(tokens * ffn);
   const DenseFfnCuda dense(ctx, tokens, width, ffn, gated, gate.data(), hidden.data());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layer behind its plan: every execution gives the dense result and the same counts, the plan
-// learns from them, chunks join up, graphs replay.
+// Layers behind their plans: every execution gives the dense result and the same counts, plans
+// learn from the counts, chunks join without a seam, graphs replay.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the gate GEMM in each execution, for one chunk of tokens.
+// The dense execution behind the gate GEMM, for one chunk of tokens.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace twell {
 
-// y = FFN given gate = x firing()^T before its activation [M, F]; gate is overwritten where there
-// is no up projection to multiply. row_nnz [M] receives the active neurons of each token.
+// y = FFN, given gate = x firing()^T [M, F] before its activation. Without an up projection the
+// gate is overwritten. row_nnz [M] receives the active neurons of each token.
 void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
                    int32_t* row_nnz);
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gate projection with TwELL output: out = TwELL(relu(x weight^T)).
+// Gate projection with TwELL output, on the CPU: out = TwELL(relu(x weight^T)).
 //   x [M, D] f32, weight [F, D] f32 (w_gate, or w_up of a layer without a gate), out [M, F].
-// relu(v) is v > 0 ? v : 0 here and in every dense execution: a NaN does not fire.
+// relu(v) is v > 0 ? v : 0 here and in every dense execution, so a NaN counts as inactive.
 //
-// On the CPU the GEMM writes the spill area itself, as the row-major matrix [M, tiles * T], so an
-// overflowing tile is where it belongs already: slot of (row, t) = row * tiles + t, out.spill must
-// have room for all of them, and callers with many tokens work in chunks. Afterwards the area holds
-// relu'd values in spilled tiles and x weight^T as computed elsewhere: gate_dense() below is a
-// valid gate for a dense execution, which then costs no second GEMM.
+// The GEMM writes the spill area itself, as the row-major matrix [M, tiles * T], so an overflowing
+// tile is already in its place: the slot of (row, t) is row * tiles + t. out.spill must have room
+// for all slots, so callers with many tokens work in chunks. Afterwards the area holds ReLU'd
+// values in spilled tiles and x weight^T elsewhere: gate_dense() is a valid gate for a dense
+// execution, which then needs no second GEMM.
 // Errors: Error when shapes disagree or the TwELL shape is unsupported.
 #pragma once
 
@@ -31,8 +31,8 @@ struct GateStats {
 };
 GateStats gate_gemm(Context& ctx, const GateGemm& problem);
 
-// Its two halves, for a caller that looks at the gate in between: the product alone, which is then
-// gate_dense(out), and relu and packing. A gate that runs dense need not be packed.
+// The two halves, for a caller that looks at the gate in between: gate_product computes
+// gate_dense(out), gate_pack applies ReLU and packs. A gate that runs dense need not be packed.
 void gate_product(Context& ctx, const GateGemm& problem);
 GateStats gate_pack(Context& ctx, const TwellWide& out);
 

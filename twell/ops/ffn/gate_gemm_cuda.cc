@@ -11,20 +11,20 @@
 namespace twell {
 namespace {
 
-// 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters run at one
-// time: 8 MiB of each, well inside the L2.
+// Groups of 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters
+// run at one time: 8 MiB of each, well within the L2.
 constexpr int kGroup = 8;
 
 struct Schedule {
   int m_pairs, n_tiles, whole;
-  int clusters;  // that run
+  int clusters;  // clusters to launch
 
   Schedule(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
     using namespace gate_gemm;
     m_pairs = static_cast<int>(ceil_div(tokens, kTileM * kCluster));
     n_tiles = static_cast<int>(ceil_div(ffn, kTileN));
-    // A last round with work for at most half of the clusters is cut in two, and takes half as
-    // long.
+    // If the last round has tiles for at most half of the clusters, they are cut in two and take
+    // half as long.
     const int tiles = m_pairs * n_tiles, most = ctx.multiprocessors() / kCluster;
     const int rest = tiles % most;
     whole = 2 * rest <= most ? tiles - rest : tiles;
@@ -95,7 +95,7 @@ GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn)
   using namespace gate_gemm;
   const Schedule schedule(ctx, tokens, ffn);
   GatePhases phases{schedule.clusters * kCluster, {}};
-  // Units up to here are packed, and they are taken by groups of tokens.
+  // Units before these are packed in each phase; clusters take units by groups of tokens.
   const int per_group = kGroup * schedule.n_tiles;
   const int units[] = {schedule.whole - 2 * schedule.clusters, schedule.whole - schedule.clusters,
                        schedule.whole};
@@ -133,7 +133,7 @@ std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCud
     return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
                        shape.max_spill_slots());
   }
-  // Spill slots are 32-bit in a word of TwELL, tiles of the output in a grid.
+  // TwELL words hold 32-bit spill slots, and a grid holds fewer than 2^31 output tiles.
   if (shape.max_spill_slots() > int64_t{1} << 31 || problem.width > int64_t{1} << 30) {
     return fmt::format("{} tokens of width {} in {} tiles: at most 2^31 (row, tile) pairs per call",
                        problem.tokens, problem.width, shape.tiles());

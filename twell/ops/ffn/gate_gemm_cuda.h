@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gate projection with ReLU straight into TwELL, on the GPU, bf16:
-//   g = relu(x w_gate^T), packed tile by tile in the GEMM's epilogue; g never exists as a whole.
-// The order in which the non-zeros of a (row, tile) are stored depends on the sizes and the device
-// alone; it is not the column order.
-// An overflowing tile is spilled to slot row * tiles + tile.
+// Gate projection with ReLU and TwELL output, on the GPU, bf16: g = relu(x w_gate^T), packed tile
+// by tile in the GEMM's epilogue, so that g never exists as a matrix. Non-zeros of a (row, tile)
+// are stored in an order that depends on the sizes and the device alone, not in column order. An
+// overflowing tile is spilled to slot row * tiles + tile. A NaN gate counts as active.
 // Deterministic. Never synchronises; can be captured in a CUDA graph.
 #pragma once
 
@@ -25,21 +24,21 @@ struct GateGemmCuda {
   const __nv_bfloat16* x = nullptr;       // [M, D]
   const __nv_bfloat16* w_gate = nullptr;  // [F, D]
   TwellPacked out;  // shape [M, F], T = 256; spill [M * tiles, 256]; row_nnz [M], written
-  const int32_t* condition = nullptr;  // device memory: where it holds 0, nothing is computed
-  GateProgress progress{};             // not together with a condition
+  const int32_t* condition = nullptr;  // device memory: if it holds 0, nothing is computed
+  GateProgress progress{};             // not combined with a condition
 };
 
 // Why the problem cannot run on this context's device; empty when it can.
 std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
 
-// Of the problem's sizes.
+// What the words of GateProgress mean for these sizes.
 GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn);
 
 // Throws Error where unsupported.
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
-// The same on mma.sync, for GPUs of compute capability 8.0 or later. Non-zeros are stored in column
-// order; progress and condition are not for it.
+// The same on mma.sync, for GPUs of compute capability 8.0 or later, with non-zeros in column
+// order; without progress and condition.
 // Why the problem cannot run on this context's device; empty when it can.
 std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
 

@@ -195,7 +195,7 @@ TEST_P(GateGemmPackingTest, RepeatsBitForBitDirectlyAndAsAGraph) {
 }
 
 // Rows past the last token and neurons past the last one are read as zeros, and 0 x Inf is NaN:
-// nothing of it may be stored. The buffers have guard zones of a tile of rows on both sides.
+// none of that may be stored. The buffers have guard zones of a tile of rows on both sides.
 TEST_P(GateGemmPackingTest, StoresNothingOutsideWithInfAndNan) {
   GPU_TEST_OF(GetParam());
   constexpr uint16_t kInf = 0x7f80, kNan = 0x7fc0;

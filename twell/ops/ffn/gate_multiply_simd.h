@@ -7,7 +7,8 @@
 namespace twell {
 
 // h[i] = gate[i] > 0 ? gate[i] * u[i] : 0 for i < n; returns the number of positive gates. h may be
-// gate or u. A non-positive gate makes 0 whatever u is, as it does where u is never computed.
+// gate or u. A gate that is not positive gives 0 whatever u is, as in executions that never compute
+// u.
 int64_t gate_multiply(const float* gate, const float* u, float* h, int64_t n);
 
 // h[i] = max(h[i], 0) with NaN -> 0; returns the number of positive values.

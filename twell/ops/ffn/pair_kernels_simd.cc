@@ -21,9 +21,9 @@ using DF = hn::ScalableTag<float>;
 using VF = hn::Vec<DF>;
 using D1 = hn::CappedTag<float, 1>;  // tails: the same fused arithmetic, one element at a time
 
-// <a, b[i]> for the N rows b. Two chains of additions each: N = 4 keeps eight multiply-adds in
-// flight, which covers their latency, and the order of one sum is the same for every N. The lines
-// that the following group of rows will want are prefetched on the way.
+// <a, b[i]> for the N rows b, with two chains of additions each: N = 4 keeps eight multiply-adds in
+// flight, which covers their latency, and the order of a sum is the same for every N. Prefetches
+// the lines that the next group of rows needs.
 template <int N>
 HWY_INLINE void dot_group(const AddDots& p, int64_t at) {
   const DF df;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inner loops over (token, neuron) pairs; Highway, dispatched at run time. The sum behind one
-// output has a fixed order, however pairs are grouped into calls and whatever the tile: a dot
-// product adds up those of consecutive blocks of kColumnBlock elements, a sum of rows adds one row
-// at a time. `prefetch` is a row [d] that will be read next, never null (any readable row will do).
+// Inner loops over (token, neuron) pairs; Highway, dispatched at run time. Each output is summed in
+// one fixed order, however pairs are grouped into calls and tiles: a dot product adds the sums of
+// consecutive blocks of kColumnBlock elements, a sum of rows adds one row at a time. `prefetch` is
+// a row [d] that will be read next; never null (any readable row will do).
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 namespace twell {
 namespace {
 
-// Pairs whose up and down rows are worked on together: a few weight rows that fit the L2 cache, so
-// that the second visit's prefetches have landed, with pointers on the stack.
+// Pairs whose up and down rows are processed together: few enough that their weight rows stay in
+// the L2 cache until the second use, and that pointers fit on the stack.
 constexpr int64_t kBlock = 16;
 
 // Pairs [begin, end) of one row of the gate.
@@ -32,7 +32,7 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
       const int64_t d = std::min(kColumnBlock, problem.w_up.cols - first);
       const float* rows[kBlock];
       for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.row(pairs.column[i + j]) + first;
-      // Next: the same rows' next block if it is as wide, then the rows of down.
+      // Prefetch the same rows' next block if it is as wide, else the rows of down.
       const bool more = first + 2 * d <= problem.w_up.cols;
       add_dots({.a = x + first,
                 .b = rows,
@@ -83,8 +83,8 @@ void run_tokens(const SparseUpDown& problem, const Csr& pairs, int64_t begin, in
   }
 }
 
-// For few tokens, or one that outweighs the rest: all pairs shared evenly for up, the columns of y
-// for down. Costs a barrier and, with many threads, short pieces of weight rows.
+// For few tokens, or one that outweighs the rest: threads share all pairs evenly in up, and the
+// columns of y in down. Costs a barrier and, with many threads, short pieces of weight rows.
 void run_pairs(Context& ctx, const SparseUpDown& problem, const Csr& pairs) {
   Arena::Scope scope(ctx.scratch());
   const float* h = pairs.value;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the gate, on active neurons only:
+// Up and down on the active neurons of packed gates, on the CPU:
 //   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
 //   non-gated:  y[m] = sum over active n of  h[m, n] * w_down[n]
-// Two orders of the same work:
+// in two orders:
 //   row-fused   token by token; each active neuron's weight rows are read for each token
-//   tile-union  tile of tokens by tile; each weight row of the tile's union of active neurons is
+//   tile-union  tile of tokens by tile; each weight row of the union of the tile's active neurons
+//   is
 //               read once and applied to the tokens it is active on
-// Every dot product and every y[m] is accumulated in one fixed order (ascending neurons), so both
-// give the same bits, for any number of threads and any split of the tokens.
+// Every dot product and every y[m] is accumulated in ascending neurons, so both give the same bits,
+// for any number of threads and any split of the tokens.
 // Errors: Error when shapes disagree.
 #pragma once
 
@@ -29,12 +30,12 @@ struct SparseUpDown {
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);
 void tile_union_up_down(Context& ctx, const SparseUpDown& problem);
 
-// Tokens of one tile of tile_union_up_down: a thread's share of them, as far as a core's L2 cache
-// holds a block of their columns.
+// Tokens per tile of tile_union_up_down: a thread's share, as long as a block of their columns fits
+// into a core's L2 cache.
 int64_t tile_union_tokens(Context& ctx, int64_t tokens, int64_t width);
 
-// Sum over tiles of tile_union_tokens() consecutive tokens of the number of neurons active in the
-// tile: the weight rows that tile-union reads (threads may cut the tiles a little differently).
+// The weight rows that tile-union reads: active neurons per tile of tile_union_tokens() consecutive
+// tokens, summed over tiles. Threads may cut the tiles slightly differently.
 int64_t tile_union_size(Context& ctx, const TwellWide& gate, int64_t width);
 
 }  // namespace twell

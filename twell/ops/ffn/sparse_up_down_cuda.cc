@@ -17,7 +17,7 @@ using namespace tile_union;
 
 namespace {
 
-// What every execution asks of widths and of the gate's TwELL; empty where that holds.
+// Why no execution takes the problem's sizes or its gate's TwELL; empty when they fit.
 std::string sparse_up_down_misshaped(const SparseUpDownCuda& problem) {
   if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
     return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
@@ -34,10 +34,10 @@ std::string sparse_up_down_misshaped(const SparseUpDownCuda& problem) {
   return {};
 }
 
-// What has to be 0 at the start of a call, in 32-bit words.
+// Offsets, in 32-bit words, of what must be 0 at the start of a call.
 struct ProgressLayout {
   int64_t tiles, up_items;
-  // The gate's own words are in front. Then:
+  // The gate GEMM's own words come first. Then:
   int64_t counts, marked, ready, items, words;
 
   ProgressLayout(int64_t tokens, int64_t ffn)
@@ -80,8 +80,8 @@ TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
 int64_t TileUnionWorkspace::bytes_needed(int64_t max_tokens, int64_t ffn) {
   const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
   constexpr int64_t kWord = sizeof(int32_t);
-  // Per tile: its tokens, mask with places, non-zeros with their count, neurons and values, heavy
-  // rows, size, place and order.
+  // Per tile: tokens, mask and prefix counts, non-zeros and their number, neurons and values, heavy
+  // rows, size, first block and order.
   return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * (16 + kListed + 1) * kWord +
                   blocks * kBlock * kWord +
                   blocks * kBlock * kTileTokens * int64_t{sizeof(__nv_bfloat16)} +
@@ -110,7 +110,7 @@ std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCud
   if (problem.ffn > tile_union::kMaxFfn) {
     return fmt::format("FFN size {}, at most {}", problem.ffn, tile_union::kMaxFfn);
   }
-  // 16-byte pieces of x and of a weight are counted in 32 bits.
+  // Kernels count 16-byte pieces of x and of a weight in 32 bits.
   constexpr int64_t kMaxPieces = int64_t{1} << 32;
   const int64_t pieces = std::max(problem.tokens, problem.ffn) * (problem.width / 8);
   if (pieces >= kMaxPieces || problem.tokens > int64_t{1} << 30) {

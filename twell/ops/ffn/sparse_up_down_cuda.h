@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the gate, on the GPU, bf16 with f32 accumulation:
+// Up and down on packed gates, on the GPU, bf16 with f32 accumulation, in two executions:
 //   gated:      h = g * (x w_up^T) on the active neurons, y = h w_down
 //   non-gated:  y = h w_down, h being the packed activations themselves
-// Tile-union execution: the tokens are cut into tiles of 128. The union of a tile's active neurons
-// is compacted, and its weight rows are gathered into two small dense GEMMs on the tensor cores.
-// Rows far above the mean (the first tokens of a sequence) would swell the union of every tile they
-// are in, and are set apart into tiles of their own.
-// Exact on every input: a tile whose union is all of F costs what the dense layer costs.
-// Deterministic. Never synchronises; can be captured in a CUDA graph.
+// Tile-union (Hopper) cuts the tokens into tiles of 128. The union of a tile's active neurons is
+// compacted, and its weight rows are gathered into two small dense GEMMs on the tensor cores. Heavy
+// rows, far above the mean (the first tokens of a sequence), would swell the union of every tile
+// they are in, so they get tiles of their own. A tile whose union is all of F costs what the dense
+// layer costs.
+// Row-fused works token by token: dot product of x with a neuron's row of w_up, times g, times its
+// row of w_down, added to y. It runs on any GPU of compute capability 8.0 or later, and is best
+// where few neurons are active per token and neighbouring tokens share none.
+// Both are exact on every input and deterministic, never synchronise, and can be captured in a CUDA
+// graph.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,8 +37,8 @@ struct SparseUpDownCuda {
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
   ActivityCuda* activity = nullptr;       // added to; may be null
-  // The gate is of a gate GEMM of these sizes, right in front on this stream, which was given the
-  // workspace's progress(tokens). Then what follows starts while it runs. Gated only.
+  // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
+  // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
   bool follows_gate = false;
 };
 
@@ -49,7 +53,7 @@ class TileUnionWorkspace {
   int64_t max_tokens() const { return max_tokens_; }
   int64_t ffn() const { return ffn_; }
   int64_t bytes() const;
-  // For GateGemmCuda::progress, in front of a call with so many tokens that follows the gate.
+  // For GateGemmCuda::progress of the gate GEMM that a call of so many tokens follows.
   GateProgress progress(int64_t tokens) const;
   // Memory for at least [max_tokens, ffn] values that is free between calls.
   __nv_bfloat16* values() const { return activations_.data(); }
@@ -64,7 +68,7 @@ class TileUnionWorkspace {
   DeviceBuffer<uint32_t> before_;            // like mask_: neurons of the union below
   DeviceBuffer<int32_t> first_block_;        // [tiles]
   DeviceBuffer<uint4> heavy_;                // [tiles] a bit per row
-  DeviceBuffer<int32_t> progress_;           // all that is 0 at the start of a call
+  DeviceBuffer<int32_t> progress_;           // everything that must be 0 at the start of a call
   DeviceBuffer<uint32_t> entries_;           // [tiles, F / 256 rounded up, 2048]
   DeviceBuffer<int32_t> listed_;             // [tiles, F / 256 rounded up]
   DeviceBuffer<int32_t> union_ids_;          // [tiles, F rounded up to 64]
@@ -79,14 +83,9 @@ std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCud
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace);
 
-// Row-fused execution of what follows the gate, on the GPU, bf16 with f32 accumulation: token by
-// token, dot product with a neuron's row of w_up, times g, times its row of w_down into y. h is
-// rounded to bf16 but stays in registers. Best where few neurons fire per token and neighbouring
-// tokens share none. Runs on any GPU of compute capability 8.0 or later.
-// Rows with more than 64 non-zeros are set apart and spread over many warps.
-// Exact on every input, spilled tiles included. Deterministic: partial sums of a row are added in
-// an order that depends on the number of heavy rows alone. Never synchronises; can be captured in a
-// CUDA graph.
+// h is rounded to bf16 but stays in registers. Rows with more than 64 non-zeros are spread over
+// many warps; partial sums of a row are added in an order that depends on the number of such rows
+// alone.
 
 // Device memory of one row-fused call in flight, for up to max_tokens tokens of up to max_width.
 class RowFusedWorkspace {

@@ -72,8 +72,8 @@ void for_each_run(const TileUnion& tile, const Fn& fn) {
   }
 }
 
-// One block of columns: the weight rows of the union stream past once, each in the L1 cache while
-// it is used, with the tile's columns of x or y in the L2 cache.
+// One block of columns: the weight rows of the union are streamed once, each staying in the L1
+// cache while it is used, with the tile's columns of x or y in the L2 cache.
 struct Columns {
   int64_t first;
   int64_t d;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the pairs of a problem are shared among threads: contiguous rows with about equal numbers of
-// non-zeros. Only speed depends on it; results do not.
+// How threads share the pairs of a problem: contiguous rows with about equal numbers of non-zeros.
+// It affects speed only, not results.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace twell {
 
-// A row costs at least this many pairs' work: clearing and writing y, looking at the list.
+// A row costs at least as much as this many pairs, for clearing and writing y and reading the list.
 inline constexpr int64_t kRowCost = 2;
 
 // First row of share `part` of `parts`.
@@ -31,7 +31,7 @@ inline int64_t split_rows(const Csr& pairs, int64_t part, int64_t parts) {
   return low;
 }
 
-// fn(begin, end, part) on shares of the rows, in parallel; parts <= ctx.threads().
+// Calls fn(begin, end, part) on shares of the rows, in parallel; parts <= ctx.threads().
 template <typename Fn>
 void parallel_over_rows(Context& ctx, const Csr& pairs, const Fn& fn) {
   const int64_t parts = std::min<int64_t>(ctx.threads(), pairs.rows);

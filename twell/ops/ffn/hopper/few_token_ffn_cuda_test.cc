@@ -164,8 +164,8 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
-// Numbers of neurons that fire around those at which the kernels take another way, in turns for
-// each 192 neurons.
+// Numbers of active neurons around those at which the kernels switch code paths, varied over each
+// 192 neurons.
 TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
   TWELL_HOPPER_TEST();
   constexpr int64_t kEach = 192,

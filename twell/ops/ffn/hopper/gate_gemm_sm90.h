@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch of the Hopper gate GEMM: what the host side passes to the kernel.
+// Launch of the Hopper gate GEMM.
 #pragma once
 
 #include <cuda.h>
@@ -11,12 +11,12 @@
 
 namespace twell {
 
-// By what a kernel behind the gate GEMM can follow it. Device memory, all of which is zeroed before
-// the GEMM begins; words[p] then counts the CTAs whose part of what GatePhases says of p is packed.
+// Progress of the gate GEMM, by which the next kernel follows it. Device memory, zeroed before the
+// GEMM starts; words[p] counts the CTAs that have packed everything of phase p (GatePhases).
 struct GateProgress {
   static constexpr int kPhases = 4;
-  int32_t* words = nullptr;  // null: not wanted
-  int64_t size = 0;          // at least kPhases; the rest is the caller's own
+  int32_t* words = nullptr;  // null: not published
+  int64_t size = 0;          // at least kPhases; the rest belongs to the caller
 };
 struct GatePhases {
   int ctas;
@@ -33,8 +33,7 @@ using paired_gemm::kTileK;
 using paired_gemm::kTileM;
 using paired_gemm::kTileN;  // the TwELL tile
 
-// Where packed tiles go: a TwellPacked of T = 256 with its derived sizes, which the kernel would
-// otherwise divide for.
+// Output: a TwellPacked with T = 256, with derived sizes that save divisions in the kernel.
 struct PackTarget {
   uint32_t* words;   // [M, tiles, slots]
   uint32_t* spill;   // [M * tiles, 128] pairs of bf16
@@ -53,14 +52,14 @@ struct Params {
   int k_steps;               // ceil(D / kTileK)
   int m_pairs;               // cluster tiles along M
   int n_tiles;               // along F
-  int whole;                 // cluster tiles computed whole; the ones behind them are cut in two,
+  int whole;                 // cluster tiles computed whole; later ones are cut in two, and
                              // and then a cluster has at most one half
   int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
-  const int32_t* condition;  // null, or what must not be 0
+  const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
   int32_t* packed;           // GateProgress::words
 };
 
-// Clears row_nnz and the words behind params.packed first. ctas is a multiple of kCluster.
+// Clears row_nnz and the words of params.packed first. ctas is a multiple of kCluster.
 cudaError_t launch_gate_gemm_sm90(const Params& params, int64_t progress_words, int ctas,
                                   cudaStream_t stream);
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gate GEMM on mma.sync. A CTA makes 128 tokens by 256 neurons, the TwELL tile: eight warps of
-// 64 x 64, operands through a ring of four stages that cp.async fills. The activations of a tile go
-// to shared memory as bf16, in the ring's place, and a warp packs a row at a time: each lane holds
-// eight neighbouring columns, so that a prefix sum over the warp gives ascending order.
-// 96 KiB of shared memory, which every GPU of compute capability 8.0 to 9.0 has.
+// The gate GEMM on mma.sync. A CTA computes 128 tokens by 256 neurons, the TwELL tile: eight warps
+// of 64 x 64, operands in a ring buffer of four stages that cp.async fills. A tile's activations
+// are then written to the ring buffer's memory as bf16, and each warp packs a row at a time: each
+// lane holds eight neighbouring columns, so that a prefix sum over the warp gives ascending order.
+// Takes 96 KiB of shared memory, which every GPU of compute capability 8.0 to 9.0 has.
 #include "twell/ops/ffn/portable/gate_gemm_sm80.h"
 #include "twell/sm90/bf16_pair.cuh"
 
@@ -17,13 +17,13 @@ constexpr int kPieces = kStepK / 8;
 constexpr int kStages = 4;
 constexpr int kBytesA = kTileM * kStepK * 2;
 constexpr int kStageBytes = (kTileM + kTileN) * kStepK * 2;
-constexpr int kPackPitch = kTileN * 2 + 16;  // the pad spreads rows over the banks
+constexpr int kPackPitch = kTileN * 2 + 16;  // padding spreads rows over the banks
 constexpr int kSharedBytes = kStages * kStageBytes;
 static_assert(kTileM * kPackPitch <= kSharedBytes);
 // Row tiles that share a sweep over F, for L2 reuse.
 constexpr int kGroup = 8;
 
-// Piece of a row of four, swizzled: the eight rows of an ldmatrix fall into different banks.
+// Swizzled place of one of a row's four pieces: the eight rows of an ldmatrix hit different banks.
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   return (row * kPieces + (piece ^ (row / 2 % 4))) * 16;
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// A thread's share of Rows rows of a matrix, a k-step after another.
+// Loads a thread's share of `Rows` rows of a matrix, k-step by k-step.
 template <int Rows>
 class RowLoader {
  public:
@@ -55,7 +55,7 @@ class RowLoader {
         left_(rows - row - first()),
         columns_(width - piece() * 8) {}
 
-  // The next k-step into a stage, zeros outside the matrix.
+  // Loads the next k-step into a stage, zeros outside the matrix.
   __device__ __forceinline__ void load(uint32_t dst) {
 #pragma unroll
     for (int i = 0; i < Rows / kPerPass; ++i) {
@@ -76,7 +76,7 @@ class RowLoader {
   int left_, columns_;
 };
 
-// What one k-step of 16 of this warp's 64 tokens by 64 neurons reads from a stage.
+// Operands of one k-step of 16 for this warp's 64 tokens by 64 neurons.
 struct Fragments {
   uint32_t a[4][4], b[4][4];
 
@@ -104,7 +104,7 @@ struct Fragments {
   }
 };
 
-// One row of a tile, eight values per lane, to its words; the whole warp.
+// A whole warp packs one row of a tile, eight values per lane.
 __device__ __forceinline__ void pack_row(const Params& params, const uint4& eight, int row,
                                          int tile) {
   const int lane = threadIdx.x % 32;
@@ -168,13 +168,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
     __syncthreads();
   };
-  // Fragments are loaded a k-step before they are multiplied, across stages too.
+  // Fragments are loaded one k-step ahead of their products, across stages too.
   Fragments fragments[2];
   next_stage();
   fragments[0].load(ring, 0, warp_m, warp_n);
   for (int step = 0; step < steps; ++step) {
     fragments[1].load(ring + step % kStages * kStageBytes, 2, warp_m, warp_n);
-    load(step + kStages - 1);  // where the stage before this one was
+    load(step + kStages - 1);  // into the stage before this one
     fragments[0].multiply(acc);
     next_stage();
     if (step + 1 < steps) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch of the portable gate GEMM: what the host side passes to the kernel.
+// Launch of the portable gate GEMM.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of the row-fused execution (sparse_up_down_cuda.h), which run in this order:
-//   light_rows  a warp per row; lists the heavy rows for
-//   heavy_rows  a row's tiles spread over the warps of several CTAs
+// The kernels of the row-fused execution (sparse_up_down_cuda.h), in launch order:
+//   light_rows  one warp per row; lists the heavy rows
+//   heavy_rows  a heavy row's tiles are spread over the warps of several CTAs
+//   count_rows  adds the rows' counts to the layer's, where wanted
 #include <algorithm>
 #include <type_traits>
 
@@ -10,7 +11,7 @@
 namespace twell::row_fused {
 namespace {
 
-// One warp's non-zeros, in shared memory. The value is the gate's, then h.
+// Non-zeros of one warp, in shared memory. The value is first the gate's, then h.
 struct NonzeroList {
   int32_t neuron[kListed];
   float value[kListed];
@@ -23,7 +24,7 @@ struct NonzeroList {
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
-// Sum over the lower lanes and over the warp.
+// Exclusive prefix sum over the lanes; total: over the warp.
 __device__ __forceinline__ int warp_prefix(int value, int& total) {
   int through = value;
 #pragma unroll
@@ -39,7 +40,7 @@ __device__ __forceinline__ int entry_neuron(uint32_t word, int tile) {
   return (tile * 256 & ~0xffff) | static_cast<int>(word & 0xffffu);
 }
 
-// Appends the non-zeros among N consecutive values per lane, `first` being the warp's first neuron.
+// Appends the non-zeros among N consecutive values per lane, from the warp's neuron `first` on.
 template <int N>
 __device__ int append_dense(const uint16_t (&values)[N], int first, int size, NonzeroList& list) {
   int count = 0;
@@ -54,13 +55,13 @@ __device__ int append_dense(const uint16_t (&values)[N], int first, int size, No
   return size + total;
 }
 
-// All non-zeros of a row that has at most kListed; returns how many.
+// Lists all non-zeros of a row that has at most kListed; returns their number.
 __device__ int list_row(const Problem& problem, int64_t row, NonzeroList& list) {
   int size = 0;
   for (int base = 0; base < problem.col_tiles; base += 32) {
     const int tile = base + lane_id();
     const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
-    // The count and the first three non-zeros in one load.
+    // One load brings the count and the first three non-zeros.
     const uint4 head = tile < problem.col_tiles ? *reinterpret_cast<const uint4*>(words) : uint4{};
     const int count = static_cast<int>(head.x);
     const bool spilled = count >= problem.slots;
@@ -88,7 +89,7 @@ __device__ int list_row(const Problem& problem, int64_t row, NonzeroList& list) 
   return size;
 }
 
-// The non-zeros of a quarter of one (row, tile), at most kListed; returns how many.
+// Lists the non-zeros of a quarter of one (row, tile), at most kListed; returns their number.
 __device__ int list_quarter(const Problem& problem, int64_t row, int tile, int quarter,
                             NonzeroList& list) {
   const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
@@ -111,14 +112,13 @@ __device__ int list_quarter(const Problem& problem, int64_t row, int tile, int q
   return size;
 }
 
-// Up to Pieces * 256 consecutive values of a row: piece i of a lane is 8 of them, at (i * 32 +
-// lane)
-// * 8 from the first.
+// Up to Pieces * 256 consecutive values of a row: piece i of a lane is 8 values at (i * 32 + lane)
+// * 8.
 template <int Pieces>
 struct RowPiece {
   uint4 part[Pieces];
 
-  // Zeros from `columns` on. Read once: no place in the L1.
+  // Loads them, zeros from `columns` on. They are read once, so they bypass the L1.
   __device__ __forceinline__ void load(const __nv_bfloat16* from, int columns) {
 #pragma unroll
     for (int i = 0; i < Pieces; ++i) {
@@ -130,7 +130,7 @@ struct RowPiece {
   __device__ __forceinline__ static float high(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
   }
-  // This lane's share of the dot product.
+  // This lane's part of the dot product.
   __device__ __forceinline__ float dot(const RowPiece& other) const {
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
@@ -164,10 +164,10 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// The weight rows that a list of non-zeros needs, in order of use: rows of w_up, a chunk of columns
-// at a time, then one chunk of rows of w_down. They are asked for Depth rows ahead of their use,
-// from w_up into w_down too, through a ring in shared memory, since registers would not hold them.
-// A lane copies what it will read itself, so nothing is synchronised.
+// The weight rows of a list of non-zeros, in order of use: rows of w_up, a chunk of columns at a
+// time, then one chunk of rows of w_down. They are loaded Depth rows ahead, also across the change
+// from w_up to w_down, into a ring buffer in shared memory, since registers would not hold them.
+// Each lane loads what it reads itself, so no synchronisation is needed.
 template <int Pieces, int Depth>
 class WeightRows {
  public:
@@ -227,7 +227,7 @@ class WeightRows {
   const NonzeroList& list_;
   int size_, begin_, up_chunks_;
   uint8_t* ring_;
-  int slot_ = 0, next_ = 0, chunk_ = 0;  // next_, chunk_: of the next row to ask for
+  int slot_ = 0, next_ = 0, chunk_ = 0;  // of the next row to load
 };
 
 // acc += h times columns [begin, begin + Pieces * 256) of w_down, for the list's `size` > 0
@@ -258,7 +258,7 @@ __device__ __forceinline__ void multiply_list(const Problem& problem, RowPiece<P
   for (int i = 0; i < size; ++i) rows.take().add_to(acc, list.value[i]);
 }
 
-// Columns [begin, begin + Pieces * 256) of a row of y, eight per store.
+// Stores columns [begin, begin + Pieces * 256) of a row of y, eight at a time.
 template <int Pieces>
 __device__ __forceinline__ void store_row(const Problem& problem, int64_t row, int begin,
                                           const float (&acc)[Pieces][8]) {
@@ -281,12 +281,12 @@ __device__ __forceinline__ void store_row(const Problem& problem, int64_t row, i
 
 constexpr int kLightWarps = 4;
 constexpr int kHeavyWarps = 8;
-// Weight rows asked for ahead. At D = 2048 the rings take 48 and 64 KiB per CTA.
+// Weight rows loaded ahead. At D = 2048 the ring buffers take 48 and 64 KiB per CTA.
 constexpr int kLightDepth = 3;
 constexpr int kHeavyDepth = 2;
-constexpr int kQuarters = 4;  // units of work of a heavy row: a quarter of a tile
+constexpr int kQuarters = 4;  // a quarter of a tile is the unit of work of a heavy row
 
-// A warp per (row, chunk of columns).
+// One warp per (row, chunk of columns).
 template <int Pieces>
 __global__ void __launch_bounds__(kLightWarps * 32) light_rows_kernel(const Problem problem) {
   extern __shared__ __align__(16) uint8_t rings[];
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kLightWarps * 32) light_rows_kernel(const Prob
   store_row(problem, row, chunk * kChunk, acc);
 }
 
-// Sums the warps' accumulators into warp 0's, halving the number of warps: a fixed order.
+// Adds the warps' accumulators into warp 0's in a fixed order, halving the number of warps.
 template <int Pieces>
 __device__ void reduce_warps(float (&acc)[Pieces][8], float* shared) {
   const int warp = threadIdx.x / 32;
@@ -344,7 +344,7 @@ __device__ void reduce_warps(float (&acc)[Pieces][8], float* shared) {
   }
 }
 
-// Writes this part's sums, and the row of y if it is the last part to do so.
+// Writes this part's sums; the last part to finish also writes the row of y.
 template <int Pieces>
 __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int chunk, int part,
                             int parts, float (&acc)[Pieces][8]) {
@@ -392,11 +392,11 @@ __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int 
   }
 }
 
-// A CTA per (heavy row, part, chunk); its warps take quarters of tiles in turn.
+// One CTA per (heavy row, part, chunk); its warps take quarters of tiles in turn.
 template <int Pieces>
 __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Problem problem) {
   __shared__ NonzeroList lists[kHeavyWarps];
-  extern __shared__ __align__(16) uint8_t rings[];  // then what reduce_warps exchanges
+  extern __shared__ __align__(16) uint8_t rings[];  // later the buffer of reduce_warps
   using Rows = WeightRows<Pieces, kHeavyDepth>;
   static_assert(kHeavyWarps * Rows::kRingBytes >= kHeavyWarps / 2 * Pieces * 1024);
   const int count = problem.counters->heavy_rows;
@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Prob
         multiply_list<Pieces, kHeavyDepth>(problem, x, row, list, size, chunk * kChunk,
                                            rings + warp * Rows::kRingBytes, acc);
       }
-      __syncwarp();  // before the list is written again
+      __syncwarp();  // before the list is overwritten
     }
     reduce_warps(acc, reinterpret_cast<float*>(rings));
     if (parts > 1) {
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Prob
     }
     __syncthreads();
   }
-  // The last CTA clears the list for the next call: no CTA reads the count any more.
+  // The last CTA clears the list for the next call, when no CTA reads the count any more.
   if (threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(&problem.counters->ctas_done, 1) == static_cast<int>(gridDim.x) - 1) {

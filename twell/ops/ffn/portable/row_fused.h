@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host side of the row-fused execution passes to its two kernels, in this order:
-//   light_rows  a warp per row; lists the heavy rows for
-//   heavy_rows  a row's tiles spread over the warps of several CTAs
+// Launches of the row-fused kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,10 +13,10 @@ namespace twell::row_fused {
 
 // A warp lists this many non-zeros at a time; a row with more is heavy.
 inline constexpr int kListed = 64;
-// Columns that a warp accumulates: 64 f32 per lane. A wider y is made in chunks, each of which
-// computes h anew.
+// Columns that a warp accumulates: 64 f32 per lane. A wider y is computed in chunks, each of which
+// computes h again.
 inline constexpr int kChunk = 2048;
-// Fewer heavy rows than this are split into parts, so that about as many CTAs have work.
+// With fewer heavy rows than this, rows are split into parts, so that about as many CTAs have work.
 inline constexpr int kSplitTarget = 264;
 inline constexpr int kMaxParts = 16;
 // Parts of all split rows together: ceil(kSplitTarget / n) * n < kSplitTarget + n, n <
