@@ -100,13 +100,15 @@ std::vector<Prompt> read_prompts(const GenerateArguments& arguments,
 // Tokens of the longest prompt and of what may follow: a model's context can be far longer than
 // either. A prompt that leaves no room is given its fault; InputError when none leaves room.
 int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
-                         std::vector<Prompt>& prompts, int64_t max_tokens) {
+                         std::vector<Prompt>& prompts, const GenerateOptions& options) {
+  const int64_t max_tokens = options.max_tokens;
   TWELL_REQUIRE(max_tokens > 0, "the number of tokens to generate must be positive, got {}",
                 max_tokens);
   const int64_t limit = config.max_sequence();
   int64_t longest = 0;
   for (Prompt& prompt : prompts) {
-    const int64_t tokens = std::ssize(prompt_ids(config, tokenizer, prompt.text));
+    const int64_t tokens =
+        std::ssize(prompt_ids(config, tokenizer, prompt.text, options.begin_token));
     if (tokens < limit) {
       longest = std::max(longest, tokens);
     } else {
@@ -218,6 +220,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   GenerateOptions& options = arguments.generate;
   options.sampler.seed = common.seed;
   options.sampler.validate();
+  if (chat) options.begin_token = false;  // a chat template writes the token itself
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const bool prompted = !arguments.prompts.empty() || !arguments.prompt_file.empty() ||
                         !arguments.prompts_file.empty();
@@ -232,10 +235,9 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   // All that can be refused is, before the weights are loaded.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned{
-      .slots = std::min(arguments.batch, std::ssize(prompts)),
-      .capacity = session_capacity(config, tokenizer, prompts, options.max_tokens),
-      .ffn = policy};
+  const SessionOptions planned{.slots = std::min(arguments.batch, std::ssize(prompts)),
+                               .capacity = session_capacity(config, tokenizer, prompts, options),
+                               .ffn = policy};
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
 

@@ -71,7 +71,9 @@ void add_text_options(Command& command, CommonOptions& common, TextOptions& text
 
 TextPieces::TextPieces(const CommonOptions& common, const TextOptions& text,
                        const Tokenizer& tokenizer, int64_t max_tokens)
-    : tokenizer_(tokenizer), left_(max_tokens == 0 ? INT64_MAX : max_tokens) {
+    : tokenizer_(tokenizer),
+      begin_token_(text.begin_token),
+      left_(max_tokens == 0 ? INT64_MAX : max_tokens) {
   TWELL_REQUIRE(!common.data.empty() || !text.shards.empty(),
                 "no text given: use --data PATH or --shards DIR");
   TWELL_REQUIRE(max_tokens >= 0, "--max-tokens must be 0 (all) or positive, got {}", max_tokens);
@@ -103,12 +105,14 @@ void TextPieces::for_each_of_files(const std::function<bool(const TextPiece&)>& 
   while (left_ > 0 && source_->next(document)) {
     TextPiece piece;
     const int32_t eos = tokenizer_.eos_token();
-    if (eos >= 0) piece.ids.push_back(eos);
-    tokenizer_.encode(document, piece.ids, false);
+    const bool begins = begin_token_ && tokenizer_.bos_token() >= 0;
+    if (!begins && eos >= 0) piece.ids.push_back(eos);
+    tokenizer_.encode_sequence(document, piece.ids, begin_token_, false);
     if (piece.ids.size() < 2) continue;
     const bool whole = take(piece.ids, left_);
-    // Without an end-of-text token the first token of the text is context only.
-    piece.bytes = whole && eos >= 0 ? std::ssize(document) : text_bytes(tokenizer_, piece.ids);
+    // Without a token in front the first token of the text is context only.
+    piece.bytes =
+        whole && (begins || eos >= 0) ? std::ssize(document) : text_bytes(tokenizer_, piece.ids);
     if (!use(piece)) return;
   }
 }

@@ -27,10 +27,12 @@ struct TextOptions {
   std::filesystem::path shards;
   std::string json_field = "text";
   std::string bad_files = "error";
+  bool begin_token = true;  // documents begin with the token of the tokenizer's template, if any
 };
 void add_text_options(Command& command, CommonOptions& common, TextOptions& text);
 
-// A piece of text as ids, the end-of-text token (where there is one) in front as context.
+// A piece of text as ids. A document has the token that the tokenizer's template begins texts with
+// in front as context, or else the end-of-text token, where there is one.
 struct TextPiece {
   std::vector<int32_t> ids;
   int64_t bytes = 0;  // of text behind ids[1..]
@@ -52,6 +54,7 @@ class TextPieces {
   void for_each_of_files(const std::function<bool(const TextPiece&)>& use);
 
   const Tokenizer& tokenizer_;
+  bool begin_token_;
   int64_t left_;                      // tokens still wanted
   std::unique_ptr<ShardSet> shards_;  // one of the two
   std::unique_ptr<TextSource> source_;

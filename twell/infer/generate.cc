@@ -59,8 +59,9 @@ std::string_view stop_reason_name(StopReason reason) {
 }
 
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
-                                std::string_view prompt) {
-  std::vector<int32_t> ids = tokenizer.encode(prompt);
+                                std::string_view prompt, bool begin_token) {
+  std::vector<int32_t> ids;
+  tokenizer.encode_sequence(prompt, ids, begin_token);
   if (ids.empty()) {
     TWELL_REQUIRE(tokenizer.eos_token() >= 0,
                   "the prompt is empty and the tokenizer has no end-of-text token to start from");
@@ -86,7 +87,7 @@ int64_t Generator::submit(std::string_view prompt, GenerateOptions options) {
                 options.max_tokens);
   options.sampler.validate();
   auto request = std::make_unique<Request>(submitted_, std::move(options));
-  request->prompt = prompt_ids(session_.config(), tokenizer_, prompt);
+  request->prompt = prompt_ids(session_.config(), tokenizer_, prompt, request->options.begin_token);
   request->result.prompt_tokens = std::ssize(request->prompt);
   TWELL_REQUIRE(std::ssize(request->prompt) < session_.capacity(),
                 "the prompt has {} tokens; the context of {} leaves no room for a new one",

@@ -21,6 +21,7 @@ namespace twell {
 struct GenerateOptions {
   int64_t max_tokens = 256;  // new tokens at most; the context is a limit too
   SamplerOptions sampler;
+  bool begin_token = true;  // in front of the prompt, where the tokenizer's template has one
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;                    // besides the tokenizer's end-of-text token
   std::function<void(std::string_view text)> on_text;  // called as text becomes final
@@ -39,11 +40,12 @@ struct Generation {
   double decode_seconds = 0.0;
 };
 
-// The tokens that a prompt's text starts a sequence with: an empty one starts from the end-of-text
-// token, as documents do in training. InputError when there is none, or the model has fewer tokens
-// than the tokenizer.
+// The tokens that a prompt's text starts a sequence with, behind the token that the tokenizer's
+// template begins texts with unless begin_token is false. Where that gives none, the sequence
+// starts from the end-of-text token, as documents do in training. InputError when there is none, or
+// the model has fewer tokens than the tokenizer.
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
-                                std::string_view prompt);
+                                std::string_view prompt, bool begin_token = true);
 
 // Generates for many requests over the slots of one session. A request waits for a slot, which is
 // cleared for it, and leaves it as soon as its text ends; the others go on meanwhile: prompts are

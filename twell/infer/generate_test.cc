@@ -141,6 +141,23 @@ TEST_F(GeneratorTest, RequestsAreCancelledWhereverTheyAre) {
   EXPECT_EQ(done.at(3).ids, generate(session, tokenizer_, "abc", greedy).ids);
 }
 
+TEST(PromptIds, FollowTheTemplateOfTheTokenizer) {
+  std::string json = byte_tokenizer().to_json();
+  const std::string none = "\"post_processor\": null";
+  json.replace(json.find(none), none.size(), R"("post_processor": {"type": "TemplateProcessing",
+      "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                 {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}})");
+  const Tokenizer tokenizer = Tokenizer::parse(json, "with a template");
+  const ModelConfig config{.vocab_size = 257};
+  const std::vector<int32_t> plain = tokenizer.encode("ab");
+  std::vector<int32_t> begun = {tokenizer.bos_token()};
+  begun.insert(begun.end(), plain.begin(), plain.end());
+  EXPECT_EQ(prompt_ids(config, tokenizer, "ab"), begun);
+  EXPECT_EQ(prompt_ids(config, tokenizer, "ab", /*begin_token=*/false), plain);
+  EXPECT_EQ(prompt_ids(config, tokenizer, ""), (std::vector<int32_t>{tokenizer.bos_token()}));
+  EXPECT_EQ(prompt_ids(config, byte_tokenizer(), "ab"), byte_tokenizer().encode("ab"));
+}
+
 TEST_F(GeneratorTest, RefusesAtOnce) {
   SessionCpu session(ctx_, *model_, {.slots = 2, .capacity = 10});
   Generator generator(session, tokenizer_, {});

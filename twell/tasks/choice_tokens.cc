@@ -28,24 +28,19 @@ ChoiceEncoder::ChoiceEncoder(const Tokenizer& tokenizer, const ModelConfig& conf
                              bool begin_token)
     : tokenizer_(tokenizer),
       max_tokens_(config.max_sequence()),
-      begin_(begin_token ? tokenizer.bos_token() : -1),
+      begin_token_(begin_token),
       prefix_(prefix_token(tokenizer, config)) {}
 
 ChoiceEncoder::Pair ChoiceEncoder::encode_pair(const TaskChoice& choice) const {
   Pair out;
-  const auto begin = [&](std::vector<int32_t>& ids) {
-    if (begin_ >= 0) ids.push_back(begin_);
-  };
   if (choice.context.empty()) {
     if (prefix_ >= 0) out.context.push_back(prefix_);
     tokenizer_.encode(choice.continuation, out.continuation);
     return out;
   }
   std::vector<int32_t> whole;
-  begin(whole);
-  tokenizer_.encode(choice.context + choice.continuation, whole);
-  begin(out.context);
-  tokenizer_.encode(strip_end(choice.context), out.context);
+  tokenizer_.encode_sequence(choice.context + choice.continuation, whole, begin_token_);
+  tokenizer_.encode_sequence(strip_end(choice.context), out.context, begin_token_);
   const size_t boundary = std::min(out.context.size(), whole.size());
   out.continuation.assign(whole.begin() + static_cast<int64_t>(boundary), whole.end());
   return out;

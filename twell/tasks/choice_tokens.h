@@ -45,7 +45,7 @@ class ChoiceEncoder {
 
   const Tokenizer& tokenizer_;
   int64_t max_tokens_;
-  int32_t begin_;   // in front of every context; -1: nothing
+  bool begin_token_;
   int32_t prefix_;  // stands for an empty context; -1: there is none
 };
 

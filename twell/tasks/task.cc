@@ -7,7 +7,7 @@
 
 #include "twell/base/error.h"
 #include "twell/tasks/text_ops.h"
-#include "twell/tokenizer/tokenizer_json.h"
+#include "twell/tokenizer/json_part.h"
 
 namespace twell {
 namespace {

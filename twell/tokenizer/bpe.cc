@@ -29,21 +29,28 @@ int32_t Bpe::rank_of(int32_t left, int32_t right) const {
 }
 
 void Bpe::encode(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const {
-  if (word.size() <= kShortWord) {
-    encode_short(word, out);
+  scratch.ids.clear();
+  for (const char byte : word) {
+    const int32_t id = byte_ids_[static_cast<uint8_t>(byte)];
+    if (id >= 0) scratch.ids.push_back(id);
+  }
+  merge(scratch.ids, scratch, out);
+}
+
+void Bpe::merge(std::span<const int32_t> symbols, Scratch& scratch,
+                std::vector<int32_t>& out) const {
+  if (symbols.size() <= kShortWord) {
+    merge_short(symbols, out);
   } else {
-    encode_long(word, scratch, out);
+    merge_long(symbols, scratch, out);
   }
 }
 
-void Bpe::encode_short(std::string_view word, std::vector<int32_t>& out) const {
+void Bpe::merge_short(std::span<const int32_t> symbols, std::vector<int32_t>& out) const {
   std::array<int32_t, kShortWord> ids;
   std::array<int32_t, kShortWord> ranks;  // of the merge of symbols i and i + 1
-  size_t size = 0;
-  for (const char byte : word) {
-    const int32_t id = byte_ids_[static_cast<uint8_t>(byte)];
-    if (id >= 0) ids[size++] = id;
-  }
+  size_t size = symbols.size();
+  std::copy(symbols.begin(), symbols.end(), ids.begin());
   for (size_t i = 0; i + 1 < size; ++i) ranks[i] = rank_of(ids[i], ids[i + 1]);
 
   while (size > 1) {
@@ -61,7 +68,8 @@ void Bpe::encode_short(std::string_view word, std::vector<int32_t>& out) const {
   out.insert(out.end(), ids.begin(), ids.begin() + size);
 }
 
-void Bpe::encode_long(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const {
+void Bpe::merge_long(std::span<const int32_t> word, Scratch& scratch,
+                     std::vector<int32_t>& out) const {
   TWELL_REQUIRE(word.size() < kNoSymbol,
                 "a text holds {} bytes without a break; at most {} can be tokenized", word.size(),
                 kNoSymbol - 1);
@@ -69,13 +77,10 @@ void Bpe::encode_long(std::string_view word, Scratch& scratch, std::vector<int32
   std::vector<uint64_t>& heap = scratch.heap;
   symbols.clear();
   heap.clear();
-  for (const char byte : word) {
-    const int32_t id = byte_ids_[static_cast<uint8_t>(byte)];
-    if (id < 0) continue;
+  for (const int32_t id : word) {
     const uint32_t position = static_cast<uint32_t>(symbols.size());
     symbols.push_back({id, kNoMerge, position == 0 ? kNoSymbol : position - 1, position + 1});
   }
-  if (symbols.empty()) return;
   symbols.back().next = kNoSymbol;
 
   // Sets the rank of the pair that starts at `position`; its older heap entries become stale.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte-level BPE proper: the bytes of one pre-token become ids by applying the merge of lowest
-// rank, leftmost first, until none applies.
+// BPE proper: the symbols of one pre-token (the ids of its bytes or characters) become ids by
+// applying the merge of lowest rank, leftmost first, until none applies.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -31,17 +32,21 @@ class Bpe {
       int32_t rank;  // of the merge with the next symbol, kNoMerge when there is none
       uint32_t previous, next;
     };
+    std::vector<int32_t> ids;  // of the bytes of a word
     std::vector<Symbol> symbols;
     std::vector<uint64_t> heap;  // rank << 32 | position of the pairs that can be merged
   };
 
-  // Appends the ids of one pre-token. O(n log n) in its length.
+  // Appends the ids of one pre-token, given as bytes or as symbols (none negative).
+  // O(n log n) in its length.
   void encode(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
+  void merge(std::span<const int32_t> symbols, Scratch& scratch, std::vector<int32_t>& out) const;
 
  private:
   static constexpr size_t kShortWord = 32;  // up to here a scan for the minimum beats a heap
-  void encode_short(std::string_view word, std::vector<int32_t>& out) const;
-  void encode_long(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
+  void merge_short(std::span<const int32_t> symbols, std::vector<int32_t>& out) const;
+  void merge_long(std::span<const int32_t> symbols, Scratch& scratch,
+                  std::vector<int32_t>& out) const;
   int32_t rank_of(int32_t left, int32_t right) const;
 
   std::array<int32_t, 256> byte_ids_;

@@ -35,14 +35,31 @@ constexpr std::array<Range, 13> kInert = {{{0x0000, 0x02ff},
                                            {0x30a1, 0x9fff},
                                            {0xac00, 0xd7a3}}};
 
-bool is_inert(int32_t character) {
-  const auto range = std::lower_bound(kInert.begin(), kInert.end(), character,
+// Marks of Unicode 10 and later, and blocks of it in which characters compose. The tables of
+// Hugging Face's `tokenizers` do not know them, so that there they stay where they are and join
+// nothing; utf8proc, whose version depends on the system, would order and compose them.
+constexpr std::array<Range, 42> kNewer = {
+    {{0x07fd, 0x07fd},   {0x0897, 0x089f},   {0x08ca, 0x08d3},   {0x09fe, 0x09fe},
+     {0x0c3c, 0x0c3c},   {0x0d3b, 0x0d3c},   {0x0eba, 0x0eba},   {0x1715, 0x1715},
+     {0x1abf, 0x1aff},   {0x1df6, 0x1dfa},   {0xa82c, 0xa82c},   {0x105c0, 0x105ff},
+     {0x10d24, 0x10d27}, {0x10d69, 0x10d6d}, {0x10eab, 0x10eac}, {0x10efa, 0x10eff},
+     {0x10f46, 0x10f50}, {0x10f82, 0x10f85}, {0x11070, 0x11070}, {0x1133b, 0x1133b},
+     {0x11380, 0x113ff}, {0x1145e, 0x1145e}, {0x11839, 0x1183a}, {0x11930, 0x11930},
+     {0x1193d, 0x1193e}, {0x11943, 0x11943}, {0x119e0, 0x119e0}, {0x11a34, 0x11a34},
+     {0x11a47, 0x11a47}, {0x11a99, 0x11a99}, {0x11d42, 0x11d42}, {0x11d44, 0x11d45},
+     {0x11d97, 0x11d97}, {0x11f41, 0x11f42}, {0x16100, 0x1613f}, {0x16d40, 0x16d7f},
+     {0x16ff0, 0x16ff1}, {0x1e08f, 0x1e08f}, {0x1e130, 0x1e136}, {0x1e2ae, 0x1e2ae},
+     {0x1e2ec, 0x1e2ef}, {0x1e4ec, 0x1e4ef}}};
+
+template <size_t N>
+bool is_in(const std::array<Range, N>& ranges, int32_t character) {
+  const auto range = std::lower_bound(ranges.begin(), ranges.end(), character,
                                       [](const Range& r, int32_t value) { return r.last < value; });
-  return range != kInert.end() && character >= range->first;
+  return range != ranges.end() && character >= range->first;
 }
 
-// Appends the form C of a stretch of valid UTF-8.
-void append_nfc(std::string_view text, std::string& out) {
+void append_mapped(std::string_view text, std::string& out) {
+  if (text.empty()) return;
   utf8proc_uint8_t* mapped = nullptr;
   const auto size =
       utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
@@ -51,6 +68,28 @@ void append_nfc(std::string_view text, std::string& out) {
   const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(mapped, &std::free);
   TWELL_CHECK(size >= 0, "utf8proc failed on {} bytes: {}", text.size(), utf8proc_errmsg(size));
   out.append(reinterpret_cast<const char*>(mapped), static_cast<size_t>(size));
+}
+
+int32_t character_at(std::string_view text, size_t i, size_t& length) {
+  utf8proc_int32_t character = 0;
+  const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());
+  const auto size =
+      utf8proc_iterate(bytes + i, static_cast<utf8proc_ssize_t>(text.size() - i), &character);
+  TWELL_CHECK(size > 0, "invalid UTF-8 reached the normalizer at byte {}", i);
+  length = static_cast<size_t>(size);
+  return character;
+}
+
+// Appends the form C of a stretch of valid UTF-8.
+void append_nfc(std::string_view text, std::string& out) {
+  size_t done = 0;
+  for (size_t i = 0, length = 0; i < text.size(); i += length) {
+    if (!is_in(kNewer, character_at(text, i, length))) continue;
+    append_mapped(text.substr(done, i - done), out);
+    out += text.substr(i, length);
+    done = i + length;
+  }
+  append_mapped(text.substr(done), out);
 }
 
 // The part of valid UTF-8 text that has to be normalized next: from the last ASCII character before
@@ -67,16 +106,13 @@ Part next_part(std::string_view text) {
       ascii = i++;
       continue;
     }
-    utf8proc_int32_t character = 0;
-    const auto length =
-        utf8proc_iterate(bytes + i, static_cast<utf8proc_ssize_t>(text.size() - i), &character);
-    TWELL_CHECK(length > 0, "invalid UTF-8 reached the normalizer at byte {}", i);
-    if (!is_inert(character)) {
+    size_t length = 0;
+    if (!is_in(kInert, character_at(text, i, length))) {
       const auto* end = std::find_if(bytes + i, bytes + text.size(),
                                      [](utf8proc_uint8_t byte) { return byte < 0x80; });
       return {ascii, static_cast<size_t>(end - bytes)};
     }
-    i += static_cast<size_t>(length);
+    i += length;
   }
   return {text.size(), text.size()};
 }

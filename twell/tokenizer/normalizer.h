@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Unicode normalization form C, the one normalizer supported. It is lossy: a text that is not in
-// form C comes back in it. Bytes that are not valid UTF-8 pass through.
+// form C comes back in it. Bytes that are not valid UTF-8 pass through. Marks that Hugging Face's
+// `tokenizers` does not know (Unicode 10 and later) stay where they are, as there.
 #pragma once
 
 #include <string>

@@ -8,9 +8,9 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/utf8.h"
 #include "twell/tokenizer/normalizer.h"
 #include "twell/tokenizer/tokenizer_added.h"
-#include "twell/tokenizer/tokenizer_pipeline.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 #include "twell/tokenizer/tokenizer_workspace.h"
 
@@ -22,22 +22,90 @@ using IdsByName = std::unordered_map<std::string, int32_t>;
 constexpr std::array<std::string_view, 7> kEosNames = {
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"};
 
+std::string byte_token_name(size_t byte) { return fmt::format("<0x{:02X}>", byte); }
+
 std::array<int32_t, 256> byte_ids(const TokenizerSpec& spec, const IdsByName& mergeable) {
   std::array<int32_t, 256> ids;
   for (size_t byte = 0; byte < ids.size(); ++byte) {
-    const auto entry = mergeable.find(std::string(1, static_cast<char>(byte)));
+    const auto entry = mergeable.find(
+        spec.sentence_piece ? byte_token_name(byte) : std::string(1, static_cast<char>(byte)));
     ids[byte] = entry == mergeable.end() ? spec.unknown_id : entry->second;
   }
   return ids;
 }
 
+void replace_all(std::string_view text, std::string_view from, std::string_view to,
+                 std::string& out) {
+  size_t done = 0;
+  for (size_t at; (at = text.find(from, done)) != std::string_view::npos; done = at + from.size()) {
+    out.append(text, done, at - done).append(to);
+  }
+  out.append(text, done);
+}
+
+// The tokens of a SentencePiece vocabulary as bytes of text.
+std::vector<std::string> decoded_tokens(const TokenizerSpec& spec,
+                                        const std::array<int32_t, 256>& bytes) {
+  std::vector<std::string> decoded(spec.tokens.size());
+  for (size_t id = 0; id < decoded.size(); ++id) {
+    replace_all(spec.tokens[id], kSpaceMark, " ", decoded[id]);
+  }
+  for (size_t byte = 0; byte < bytes.size(); ++byte) {
+    decoded[static_cast<size_t>(bytes[byte])] = std::string(1, static_cast<char>(byte));
+  }
+  return decoded;
+}
+
+// The first character of valid UTF-8; `size` becomes its length.
+char32_t first_character(std::string_view text, size_t& size) {
+  const auto byte = [&](size_t i) { return static_cast<char32_t>(static_cast<uint8_t>(text[i])); };
+  const char32_t lead = byte(0);
+  size = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+  char32_t character = size == 1 ? lead : lead & (0x7fu >> size);
+  for (size_t i = 1; i < size; ++i) character = character << 6 | (byte(i) & 0x3f);
+  return character;
+}
+
+// Length of the character of Unicode's White_Space that the text begins with; 0 without one.
+size_t white_space_at_start(std::string_view text) {
+  if (text.empty()) return 0;
+  const uint8_t first = static_cast<uint8_t>(text[0]);
+  if ((first >= 0x09 && first <= 0x0d) || first == 0x20) return 1;
+  for (const std::string_view two : {"\u0085", "\u00a0"}) {
+    if (text.starts_with(two)) return 2;
+  }
+  for (const std::string_view three :
+       {"\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004", "\u2005", "\u2006", "\u2007",
+        "\u2008", "\u2009", "\u200a", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"}) {
+    if (text.starts_with(three)) return 3;
+  }
+  return 0;
+}
+
+size_t white_space_at_end(std::string_view text) {
+  for (size_t size = 1; size <= std::min<size_t>(3, text.size()); ++size) {
+    if (white_space_at_start(text.substr(text.size() - size)) == size) return size;
+  }
+  return 0;
+}
+
 // Appends the ids of the added tokens in text and calls encode(piece) for what is between them.
+// strips[id]: the white space that the token takes along, 1 for that before it, 2 for that behind.
 template <typename Encode>
-void split_at_added(const AddedTokenMatcher& matcher, std::string_view text,
-                    std::vector<int32_t>& out, const Encode& encode) {
+void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>& strips,
+                    std::string_view text, std::vector<int32_t>& out, const Encode& encode) {
   size_t done = 0;
   AddedTokenMatcher::Match match;
   while (!matcher.empty() && matcher.find(text, done, match)) {
+    const uint8_t strip = strips[static_cast<size_t>(match.id)];
+    if ((strip & 1) != 0) {
+      while (const size_t size = white_space_at_end(text.substr(done, match.begin - done))) {
+        match.begin -= size;
+      }
+    }
+    if ((strip & 2) != 0) {
+      while (const size_t size = white_space_at_start(text.substr(match.end))) match.end += size;
+    }
     if (match.begin > done) encode(text.substr(done, match.begin - done));
     out.push_back(match.id);
     done = match.end;
@@ -52,8 +120,14 @@ std::span<const std::string_view> eos_names() { return kEosNames; }
 struct Tokenizer::Impl {
   explicit Impl(TokenizerSpec spec_in);
 
-  void encode_piece(std::string_view text, TokenizerWorkspace& workspace,
+  // The text between added tokens as the model gets it.
+  std::string_view normalized(std::string_view text, TokenizerWorkspace& workspace) const;
+  // at_start: the piece begins where the whole text does.
+  void encode_piece(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
                     std::vector<int32_t>& out) const;
+  void encode_marked(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
+                     std::vector<int32_t>& out) const;
+  void append_symbols(std::string_view word, std::vector<int32_t>& symbols) const;
   void encode_word(std::string_view word, TokenizerWorkspace& workspace,
                    std::vector<int32_t>& out) const;
   void encode_long_word(std::string_view word, TokenizerWorkspace& workspace,
@@ -64,12 +138,17 @@ struct Tokenizer::Impl {
   enum class Kind : uint8_t { kPlain, kAdded, kSpecial };
 
   TokenizerSpec spec;
-  IdsByName mergeable;         // plain tokens by their bytes
-  IdsByName added;             // added tokens by their content
-  std::vector<Kind> kinds;     // by id
-  AddedTokenMatcher as_given;  // added tokens looked for in the text as given
-  AddedTokenMatcher in_nfc;    // and those looked for in the normalized text
+  IdsByName mergeable;              // plain tokens by TokenizerSpec::tokens
+  IdsByName added;                  // added tokens by their content
+  std::vector<Kind> kinds;          // by id
+  std::vector<uint8_t> strips;      // by id, for split_at_added
+  AddedTokenMatcher as_given;       // added tokens looked for in the text as given
+  AddedTokenMatcher in_normalized;  // and those looked for in the normalized text
+  std::array<int32_t, 256> bytes;   // ids of single bytes
   Bpe bpe;
+  // Of SentencePiece tokenizers only.
+  std::vector<int32_t> characters;   // id by code point; -1: none
+  std::vector<std::string> decoded;  // bytes of text by id
   PreTokenizer pre_tokenizer;
   mutable TokenizerWorkspacePool workspaces;
 };
@@ -78,22 +157,95 @@ Tokenizer::Impl::Impl(TokenizerSpec spec_in)
     : spec(std::move(spec_in)),
       mergeable(mergeable_ids(spec)),
       kinds(spec.tokens.size(), Kind::kPlain),
-      bpe(byte_ids(spec, mergeable), spec.merges),
+      strips(spec.tokens.size(), 0),
+      bytes(byte_ids(spec, mergeable)),
+      bpe(bytes, spec.merges),
       pre_tokenizer(spec.pre_tokenizer) {
-  std::string buffer;
+  TokenizerWorkspace workspace;
   for (const AddedToken& token : spec.added) {
     added.emplace(token.content, token.id);
     kinds[static_cast<size_t>(token.id)] = token.special ? Kind::kSpecial : Kind::kAdded;
-    if (token.normalized && spec.nfc) {
-      in_nfc.add(normalize_nfc(token.content, buffer), token.id);
+    strips[static_cast<size_t>(token.id)] =
+        static_cast<uint8_t>((token.lstrip ? 1 : 0) + (token.rstrip ? 2 : 0));
+    if (token.normalized && (spec.nfc || spec.sentence_piece)) {
+      in_normalized.add(normalized(token.content, workspace), token.id);
     } else {
       as_given.add(token.content, token.id);
     }
   }
+  if (!spec.sentence_piece) return;
+  decoded = decoded_tokens(spec, bytes);
+  for (const AddedToken& token : spec.added) {
+    if (!token.normalized) continue;
+    std::string& text = decoded[static_cast<size_t>(token.id)];
+    text.clear();
+    replace_all(normalized(token.content, workspace), kSpaceMark, " ", text);
+  }
+  characters.assign(0x110000, -1);
+  for (const auto& [name, id] : mergeable) {
+    size_t size = 0;
+    if (find_invalid_utf8(name) != name.size()) continue;
+    const char32_t character = first_character(name, size);
+    if (size == name.size()) characters[character] = id;
+  }
 }
 
-void Tokenizer::Impl::encode_piece(std::string_view text, TokenizerWorkspace& workspace,
-                                   std::vector<int32_t>& out) const {
+std::string_view Tokenizer::Impl::normalized(std::string_view text,
+                                             TokenizerWorkspace& workspace) const {
+  if (spec.nfc) text = normalize_nfc(text, workspace.normalized);
+  if (!spec.sentence_piece || text.empty()) return text;
+  const SentencePieceSpec& marks = *spec.sentence_piece;
+  if (!marks.prepend && !marks.replace) return text;
+  workspace.spaced = marks.prepend ? kSpaceMark : "";
+  if (marks.replace) {
+    replace_all(text, " ", kSpaceMark, workspace.spaced);
+  } else {
+    workspace.spaced += text;
+  }
+  return workspace.spaced;
+}
+
+void Tokenizer::Impl::encode_marked(std::string_view text, bool at_start,
+                                    TokenizerWorkspace& workspace,
+                                    std::vector<int32_t>& out) const {
+  using Metaspace = SentencePieceSpec::Metaspace;
+  const SentencePieceSpec& marks = *spec.sentence_piece;
+  if (marks.metaspace != Metaspace::kNone) {
+    const bool begins_with_mark = text.starts_with(' ') || text.starts_with(kSpaceMark);
+    const bool prepend =
+        marks.metaspace == Metaspace::kAlways || (marks.metaspace == Metaspace::kFirst && at_start);
+    workspace.marked = prepend && !begins_with_mark ? kSpaceMark : "";
+    replace_all(text, " ", kSpaceMark, workspace.marked);
+    text = workspace.marked;
+  }
+  while (marks.split && !text.empty()) {
+    const size_t end = std::min(text.find(kSpaceMark, 1), text.size());
+    encode_word(text.substr(0, end), workspace, out);
+    text.remove_prefix(end);
+  }
+  if (!text.empty()) encode_word(text, workspace, out);
+}
+
+// A character without a token is spelled in bytes, as are bytes that are not UTF-8.
+void Tokenizer::Impl::append_symbols(std::string_view word, std::vector<int32_t>& symbols) const {
+  while (!word.empty()) {
+    const Utf8Stretch stretch = next_utf8_stretch(word);
+    for (size_t i = 0; i < stretch.size;) {
+      size_t size = 1;
+      const int32_t id =
+          stretch.valid ? characters[first_character(word.substr(i), size)] : int32_t{-1};
+      if (id >= 0) symbols.push_back(id);
+      for (size_t end = i + size; i < end; ++i) {
+        if (id < 0) symbols.push_back(bytes[static_cast<uint8_t>(word[i])]);
+      }
+    }
+    word.remove_prefix(stretch.size);
+  }
+}
+
+void Tokenizer::Impl::encode_piece(std::string_view text, bool at_start,
+                                   TokenizerWorkspace& workspace, std::vector<int32_t>& out) const {
+  if (spec.sentence_piece) return encode_marked(text, at_start, workspace, out);
   pre_tokenizer.split(text, workspace.regex,
                       [&](std::string_view word) { encode_word(word, workspace, out); });
 }
@@ -134,7 +286,10 @@ void Tokenizer::Impl::merge_word(std::string_view word, TokenizerWorkspace& work
       return;
     }
   }
-  bpe.encode(word, workspace.bpe, out);
+  if (!spec.sentence_piece) return bpe.encode(word, workspace.bpe, out);
+  workspace.symbols.clear();
+  append_symbols(word, workspace.symbols);
+  bpe.merge(workspace.symbols, workspace.bpe, out);
 }
 
 Tokenizer::Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -171,13 +326,21 @@ void Tokenizer::encode(std::string_view text, std::vector<int32_t>& out, bool al
   const Impl& impl = *impl_;
   const TokenizerWorkspacePool::Lease lease(impl.workspaces);
   TokenizerWorkspace& workspace = *lease;
-  const auto encode_piece = [&](std::string_view piece) {
-    impl.encode_piece(piece, workspace, out);
-  };
-  split_at_added(allow_special ? impl.as_given : kNone, text, out, [&](std::string_view piece) {
-    if (impl.spec.nfc) piece = normalize_nfc(piece, workspace.normalized);
-    split_at_added(allow_special ? impl.in_nfc : kNone, piece, out, encode_piece);
+  const AddedTokenMatcher& as_given = allow_special ? impl.as_given : kNone;
+  const AddedTokenMatcher& in_normalized = allow_special ? impl.in_normalized : kNone;
+  split_at_added(as_given, impl.strips, text, out, [&](std::string_view piece) {
+    const bool at_start = piece.data() == text.data();
+    const std::string_view normalized = impl.normalized(piece, workspace);
+    split_at_added(in_normalized, impl.strips, normalized, out, [&](std::string_view part) {
+      impl.encode_piece(part, at_start && part.data() == normalized.data(), workspace, out);
+    });
   });
+}
+
+void Tokenizer::encode_sequence(std::string_view text, std::vector<int32_t>& out, bool begin_token,
+                                bool allow_special) const {
+  if (begin_token && bos_token() >= 0) out.push_back(bos_token());
+  encode(text, out, allow_special);
 }
 
 std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special) const {
@@ -186,13 +349,16 @@ std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special) c
     const std::string_view bytes = token_bytes(id);
     if (!skip_special || !is_special(id)) text += bytes;
   }
+  const auto& marks = impl_->spec.sentence_piece;
+  if (marks && marks->strip_space && text.starts_with(' ')) text.erase(0, 1);
   return text;
 }
 
 std::string_view Tokenizer::token_bytes(int32_t id) const {
   TWELL_REQUIRE(id >= 0 && id < vocab_size(), "there is no token {}; ids go from 0 to {}", id,
                 vocab_size() - 1);
-  return impl_->spec.tokens[static_cast<size_t>(id)];
+  return (impl_->spec.sentence_piece ? impl_->decoded
+                                     : impl_->spec.tokens)[static_cast<size_t>(id)];
 }
 
 bool Tokenizer::is_special(int32_t id) const {
@@ -206,8 +372,15 @@ int32_t Tokenizer::find(std::string_view token) const {
   const std::string name(token);
   const auto added = impl_->added.find(name);
   if (added != impl_->added.end()) return added->second;
-  const auto plain = impl_->mergeable.find(name);
-  return plain == impl_->mergeable.end() ? -1 : plain->second;
+  std::string spelled = name;
+  if (impl_->spec.sentence_piece) {
+    spelled.clear();
+    replace_all(name, " ", kSpaceMark, spelled);
+  }
+  const auto plain = impl_->mergeable.find(spelled);
+  if (plain != impl_->mergeable.end()) return plain->second;
+  const bool one_byte = impl_->spec.sentence_piece && name.size() == 1;
+  return one_byte ? impl_->bytes[static_cast<uint8_t>(name[0])] : -1;
 }
 
 int32_t Tokenizer::eos_token() const {
@@ -221,10 +394,10 @@ int32_t Tokenizer::eos_token() const {
 int32_t Tokenizer::bos_token() const { return impl_->spec.bos_id; }
 
 bool Tokenizer::lossless() const {
-  const std::array<int32_t, 256> ids = byte_ids(impl_->spec, impl_->mergeable);
-  return !impl_->spec.nfc && std::none_of(ids.begin(), ids.end(), [&](int32_t id) {
-    return id < 0 || id == impl_->spec.unknown_id;
-  });
+  const auto& ids = impl_->bytes;
+  return !impl_->spec.nfc && !impl_->spec.sentence_piece &&
+         std::none_of(ids.begin(), ids.end(),
+                      [&](int32_t id) { return id < 0 || id == impl_->spec.unknown_id; });
 }
 
 std::string Tokenizer::hash() const { return hash_tokenizer(impl_->spec); }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte-level BPE tokenizer, read from and written to Hugging Face tokenizer.json.
+// BPE tokenizer, read from and written to Hugging Face tokenizer.json: byte-level, or converted
+// from SentencePiece with byte_fallback (Llama 2, Mistral, TinyLlama).
 //
-// Round-trips any bytes: decode(encode(text)) == text, invalid UTF-8 included, but for two things a
-// file can ask for, which lossless() tells: NFC normalization (a text comes back in form C), and a
-// vocabulary without a token for every byte (such bytes become "unk_token", or are dropped).
+// Round-trips any bytes: decode(encode(text)) == text, invalid UTF-8 included, but for three things
+// a file can ask for, which lossless() tells: NFC normalization (a text comes back in form C), a
+// vocabulary without a token for every byte (such bytes become "unk_token", or are dropped), and
+// SentencePiece's mark for spaces (U+2581 in a text comes back as a space).
 // The ids are those of Hugging Face `tokenizers` with add_special_tokens=False. That library takes
 // valid UTF-8 only; here a stretch of invalid bytes is a pre-token of its own.
 #pragma once
@@ -35,6 +37,10 @@ class Tokenizer {
   std::vector<int32_t> encode(std::string_view text, bool allow_special = true) const;
   // Appends; safe to call from several threads at once.
   void encode(std::string_view text, std::vector<int32_t>& out, bool allow_special = true) const;
+  // Appends the ids that a sequence of this text begins with, as transformers gives them: those of
+  // encode() behind bos_token(), where the file has one and begin_token is true.
+  void encode_sequence(std::string_view text, std::vector<int32_t>& out, bool begin_token = true,
+                       bool allow_special = true) const;
   std::string decode(std::span<const int32_t> ids, bool skip_special = false) const;
   std::string_view token_bytes(int32_t id) const;  // raw bytes of one token
   bool is_special(int32_t id) const;
@@ -42,7 +48,7 @@ class Tokenizer {
   int64_t vocab_size() const;                  // ids are in [0, vocab_size)
   int32_t find(std::string_view token) const;  // id of an added token or raw byte string; -1
   int32_t eos_token() const;                   // "<|endoftext|>" and its kin; -1 when there is none
-  int32_t bos_token() const;  // what the file's template puts before a text; encode() does not
+  int32_t bos_token() const;                   // what the file's template puts before a text; -1
   bool lossless() const;
   // Hash of everything that changes how text becomes ids; hex, stable across versions.
   std::string hash() const;

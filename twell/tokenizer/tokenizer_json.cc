@@ -1,100 +1,614 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/tokenizer/tokenizer_json.h"
-
+// tokenizer.json into a TokenizerSpec and back: the parts around the model (normalizer,
+// pre-tokenizer, post-processor, decoder), each a reader and a writer, then vocabulary, merges and
+// added tokens, then the file.
 #include <algorithm>
-#include <limits>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/tokenizer/bpe_alphabet.h"
+#include "twell/tokenizer/json_part.h"
+#include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {
 namespace {
 
 using nlohmann::json;
+using nlohmann::ordered_json;
+using Kind = PreTokenizerStep::Kind;
+using IdsByName = std::unordered_map<std::string, int32_t>;
 
-bool asks_for_nothing(const json& value) {
-  if (value.is_null() || (value.is_boolean() && !value.get<bool>())) return true;
-  if (value.is_string()) return value.get_ref<const std::string&>().empty();
-  return value.is_structured() && value.empty();
+// ---- normalizer, pre-tokenizer, post-processor, decoder. A reader takes the part's JSON, null
+// when it is null or missing, and refuses by name what is not supported.
+
+std::string part_name(std::string_view list, size_t index) {
+  return fmt::format("{}[{}]", list, index);
+}
+
+PreTokenizerStep read_split(const JsonPart& part) {
+  const JsonPart pattern(part.object("pattern"), part.where() + ".pattern");
+  TWELL_REQUIRE(pattern.find("Regex") != nullptr,
+                "{}: a Split by other than a \"Regex\" is not supported", part.where());
+  const std::string behavior = part.string("behavior");
+  TWELL_REQUIRE(behavior == "Isolated", "{}: Split behavior {} is not supported (only Isolated)",
+                part.where(), excerpt(behavior));
+  part.must_be_off("invert");
+  part.finish({"type", "pattern", "behavior"});
+  pattern.finish({"Regex"});
+  PreTokenizerStep step{Kind::kSplit, pattern.string("Regex")};
+  try {
+    const PreTokenizerRegex compiles(step.pattern);
+  } catch (const InputError& error) {
+    throw InputError(fmt::format("{}: {}: {}", part.where(), excerpt(step.pattern), error.what()));
+  }
+  return step;
+}
+
+constexpr std::array<const char*, 4> kPrependSchemes = {"", "never", "first", "always"};
+
+void require_replace(const JsonPart& part, std::string_view from, std::string_view to) {
+  const JsonPart pattern(part.object("pattern"), part.where() + ".pattern");
+  TWELL_REQUIRE(pattern.find("String") != nullptr && pattern.string("String") == from &&
+                    part.string("content") == to,
+                "{}: a Replace other than of {} by {} is not supported", part.where(),
+                excerpt(from), excerpt(to));
+  pattern.finish({"String"});
+  part.finish({"type", "pattern", "content"});
+}
+
+// Reads one member; returns whether it was the ByteLevel that has to come last.
+bool read_step(const json& value, const std::string& where, std::vector<PreTokenizerStep>& steps) {
+  const JsonPart part(value, where);
+  const std::string type = part.string("type");
+  if (type == "Split") {
+    steps.push_back(read_split(part));
+    return false;
+  }
+  if (type == "Digits") {
+    const bool individual = part.boolean("individual_digits", false);
+    steps.push_back({individual ? Kind::kDigits : Kind::kDigitRuns});
+    part.finish({"type", "individual_digits"});
+    return false;
+  }
+  TWELL_REQUIRE(type == "ByteLevel",
+                "{}: type {} is not supported (only Sequence, Split, Digits and ByteLevel)", where,
+                excerpt(type));
+  TWELL_REQUIRE(!part.boolean("add_prefix_space", true),
+                "{}: ByteLevel with \"add_prefix_space\" is not supported", where);
+  if (part.boolean("use_regex", true)) steps.push_back({Kind::kGpt2});
+  part.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
+  return true;
+}
+
+ordered_json byte_level(bool use_regex) {
+  return {{"type", "ByteLevel"},
+          {"add_prefix_space", false},
+          {"trim_offsets", true},
+          {"use_regex", use_regex}};
+}
+
+ordered_json write_step(const PreTokenizerStep& step) {
+  if (step.kind == Kind::kSplit) {
+    return {{"type", "Split"},
+            {"pattern", {{"Regex", step.pattern}}},
+            {"behavior", "Isolated"},
+            {"invert", false}};
+  }
+  return {{"type", "Digits"}, {"individual_digits", step.kind == Kind::kDigits}};
+}
+
+// One list of a template, e.g. [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}].
+int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
+  part.finish({"type", "single", "pair", "special_tokens"});
+  const json& pieces = part.array("single");
+  const auto refuse = [&] {
+    throw InputError(fmt::format(
+        "{}: a template other than the text, or one token and the text, is not supported",
+        part.where()));
+  };
+  if (pieces.empty() || pieces.size() > 2) refuse();
+  const JsonPart text(pieces.back(), part.where() + ".single");
+  if (text.find("Sequence") == nullptr) refuse();
+  if (pieces.size() == 1) return -1;
+  const JsonPart first(pieces.front(), part.where() + ".single[0]");
+  if (first.find("SpecialToken") == nullptr) refuse();
+  const std::string name =
+      JsonPart(first.object("SpecialToken"), first.where() + ".SpecialToken").string("id");
+  const auto token = std::find_if(spec.added.begin(), spec.added.end(),
+                                  [&](const AddedToken& added) { return added.content == name; });
+  TWELL_REQUIRE(token != spec.added.end(), "{}: {} is not an added token", first.where(),
+                excerpt(name));
+  return token->id;
+}
+
+// NFC, and of SentencePiece tokenizers the marks for spaces.
+void read_normalizer_member(const json& value, const std::string& where, TokenizerSpec& spec) {
+  const JsonPart part(value, where);
+  const std::string type = part.string("type");
+  if (type == "NFC") {
+    part.finish({"type"});
+    spec.nfc = true;
+  } else if (type == "Prepend" && spec.sentence_piece) {
+    TWELL_REQUIRE(part.string("prepend") == kSpaceMark, "{}: Prepend of {} is not supported", where,
+                  excerpt(part.string("prepend")));
+    part.finish({"type", "prepend"});
+    spec.sentence_piece->prepend = true;
+  } else if (type == "Replace" && spec.sentence_piece) {
+    require_replace(part, " ", kSpaceMark);
+    spec.sentence_piece->replace = true;
+  } else {
+    throw InputError(
+        fmt::format("normalizer {} is not supported (only null, NFC, and with "
+                    "byte_fallback Prepend and Replace)",
+                    excerpt(type)));
+  }
+}
+
+void read_normalizer(const json* part, TokenizerSpec& spec) {
+  if (part == nullptr) return;
+  const JsonPart object(*part, "normalizer");
+  if (object.string("type") != "Sequence") return read_normalizer_member(*part, "normalizer", spec);
+  object.finish({"type", "normalizers"});
+  const json& members = object.array("normalizers");
+  for (size_t i = 0; i < members.size(); ++i) {
+    read_normalizer_member(members[i], part_name("normalizer.normalizers", i), spec);
+  }
+}
+
+ordered_json write_normalizer(const TokenizerSpec& spec) {
+  ordered_json members = ordered_json::array();
+  if (spec.nfc) members.push_back({{"type", "NFC"}});
+  if (spec.sentence_piece && spec.sentence_piece->prepend) {
+    members.push_back({{"type", "Prepend"}, {"prepend", kSpaceMark}});
+  }
+  if (spec.sentence_piece && spec.sentence_piece->replace) {
+    members.push_back(
+        {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", kSpaceMark}});
+  }
+  if (members.empty()) return nullptr;
+  if (members.size() == 1) return members[0];
+  return {{"type", "Sequence"}, {"normalizers", members}};
+}
+
+// Metaspace, or nothing.
+void read_sentence_piece_pre_tokenizer(const json* part, SentencePieceSpec& out) {
+  using Metaspace = SentencePieceSpec::Metaspace;
+  if (part == nullptr) return;
+  const JsonPart object(*part, "pre_tokenizer");
+  const std::string type = object.string("type");
+  TWELL_REQUIRE(type == "Metaspace",
+                "pre_tokenizer: type {} is not supported with byte_fallback (only Metaspace)",
+                excerpt(type));
+  TWELL_REQUIRE(object.string("replacement") == kSpaceMark,
+                "pre_tokenizer: Metaspace with another replacement than U+2581 is not supported");
+  // Files before "prepend_scheme" have "add_prefix_space".
+  const bool prepend = object.boolean("add_prefix_space", true);
+  const std::string scheme = object.find("prepend_scheme") != nullptr
+                                 ? object.string("prepend_scheme")
+                             : prepend ? "always"
+                                       : "never";
+  const auto known = std::find(kPrependSchemes.begin(), kPrependSchemes.end(), scheme);
+  TWELL_REQUIRE(known != kPrependSchemes.end() && !scheme.empty(),
+                "pre_tokenizer: the prepend_scheme {} is not supported", excerpt(scheme));
+  out.metaspace = static_cast<Metaspace>(known - kPrependSchemes.begin());
+  out.split = object.boolean("split", true);
+  object.finish({"type", "replacement", "prepend_scheme", "add_prefix_space", "split", "str_rep"});
+}
+
+ordered_json write_sentence_piece_pre_tokenizer(const SentencePieceSpec& spec) {
+  if (spec.metaspace == SentencePieceSpec::Metaspace::kNone) return nullptr;
+  return {{"type", "Metaspace"},
+          {"replacement", kSpaceMark},
+          {"prepend_scheme", kPrependSchemes[static_cast<size_t>(spec.metaspace)]},
+          {"split", spec.split}};
+}
+
+std::vector<PreTokenizerStep> read_pre_tokenizer(const json* part) {
+  TWELL_REQUIRE(part != nullptr, "there is no pre_tokenizer; only byte-level ones are supported");
+  const JsonPart object(*part, "pre_tokenizer");
+  std::vector<PreTokenizerStep> steps;
+  if (object.string("type") != "Sequence") {
+    TWELL_REQUIRE(read_step(*part, object.where(), steps),
+                  "pre_tokenizer: without ByteLevel it is not supported");
+    return steps;
+  }
+  object.finish({"type", "pretokenizers"});
+  const json& members = object.array("pretokenizers");
+  for (size_t i = 0; i < members.size(); ++i) {
+    const std::string where = part_name("pre_tokenizer.pretokenizers", i);
+    TWELL_REQUIRE(read_step(members[i], where, steps) == (i + 1 == members.size()),
+                  "{}: a Sequence is only supported with one ByteLevel, at its end", where);
+  }
+  TWELL_REQUIRE(!members.empty(), "pre_tokenizer: without ByteLevel it is not supported");
+  return steps;
+}
+
+ordered_json write_pre_tokenizer(const std::vector<PreTokenizerStep>& steps) {
+  const bool use_regex = !steps.empty() && steps.back().kind == Kind::kGpt2;
+  ordered_json members = ordered_json::array();
+  for (size_t i = 0; i + use_regex < steps.size(); ++i) members.push_back(write_step(steps[i]));
+  members.push_back(byte_level(use_regex));
+  if (members.size() == 1) return members[0];
+  return {{"type", "Sequence"}, {"pretokenizers", members}};
+}
+
+int32_t read_post_processor(const json* part, const TokenizerSpec& spec) {
+  if (part == nullptr) return -1;
+  const JsonPart object(*part, "post_processor");
+  const std::string type = object.string("type");
+  json members = json::array({*part});
+  if (type == "Sequence") {
+    object.finish({"type", "processors"});
+    members = object.array("processors");
+  }
+  int32_t bos = -1;
+  for (size_t i = 0; i < members.size(); ++i) {
+    const JsonPart member(members[i], type == "Sequence" ? part_name("post_processor.processors", i)
+                                                         : "post_processor");
+    const std::string inner = member.string("type");
+    if (inner == "ByteLevel") {
+      member.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
+      continue;
+    }
+    TWELL_REQUIRE(inner == "TemplateProcessing",
+                  "{}: type {} is not supported (only ByteLevel and TemplateProcessing)",
+                  member.where(), excerpt(inner));
+    TWELL_REQUIRE(bos < 0, "{}: a second template is not supported", member.where());
+    bos = read_template(member, spec);
+  }
+  return bos;
+}
+
+ordered_json write_post_processor(const TokenizerSpec& spec) {
+  if (spec.bos_id < 0) return nullptr;
+  const std::string name = token_name(spec, spec.bos_id);
+  const auto piece = [](const char* kind, const std::string& id, int type_id) {
+    return ordered_json{{kind, {{"id", id}, {"type_id", type_id}}}};
+  };
+  const ordered_json bos = piece("SpecialToken", name, 0);
+  return {
+      {"type", "TemplateProcessing"},
+      {"single", ordered_json::array({bos, piece("Sequence", "A", 0)})},
+      {"pair", ordered_json::array({bos, piece("Sequence", "A", 0), piece("SpecialToken", name, 1),
+                                    piece("Sequence", "B", 1)})},
+      {"special_tokens",
+       {{name,
+         {{"id", name},
+          {"ids", ordered_json::array({spec.bos_id})},
+          {"tokens", ordered_json::array({name})}}}}}};
+}
+
+void read_decoder(const json* part) {
+  TWELL_REQUIRE(part != nullptr, "there is no decoder; only ByteLevel is supported");
+  const JsonPart object(*part, "decoder");
+  const std::string type = object.string("type");
+  TWELL_REQUIRE(type == "ByteLevel", "decoder {} is not supported (only ByteLevel)", excerpt(type));
+  object.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
+}
+
+ordered_json write_decoder() { return byte_level(true); }
+
+// A Sequence of Replace, ByteFallback, Fuse, and Strip where a space comes off the start.
+void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
+  TWELL_REQUIRE(part != nullptr, "there is no decoder; with byte_fallback a Sequence is needed");
+  const JsonPart object(*part, "decoder");
+  const std::string type = object.string("type");
+  TWELL_REQUIRE(type == "Sequence",
+                "decoder {} is not supported with byte_fallback (only a Sequence)", excerpt(type));
+  object.finish({"type", "decoders"});
+  const json& members = object.array("decoders");
+  TWELL_REQUIRE(members.size() == 3 || members.size() == 4,
+                "decoder: a Sequence of {} is not supported", members.size());
+  static constexpr std::array<const char*, 4> kTypes = {"Replace", "ByteFallback", "Fuse", "Strip"};
+  for (size_t i = 0; i < members.size(); ++i) {
+    const JsonPart member(members[i], part_name("decoder.decoders", i));
+    TWELL_REQUIRE(member.string("type") == kTypes[i], "{}: {} is not supported there (only {})",
+                  member.where(), excerpt(member.string("type")), kTypes[i]);
+    if (i == 0) {
+      require_replace(member, kSpaceMark, " ");
+    } else if (i < 3) {
+      member.finish({"type"});
+    } else {
+      TWELL_REQUIRE(
+          member.string("content") == " " && member.id("start") == 1 && member.id("stop") == 0,
+          "{}: a Strip other than of one space at the start is not supported", member.where());
+      member.finish({"type", "content", "start", "stop"});
+      out.strip_space = true;
+    }
+  }
+}
+
+ordered_json write_sentence_piece_decoder(const SentencePieceSpec& spec) {
+  ordered_json members = ordered_json::array(
+      {{{"type", "Replace"}, {"pattern", {{"String", kSpaceMark}}}, {"content", " "}},
+       {{"type", "ByteFallback"}},
+       {{"type", "Fuse"}}});
+  if (spec.strip_space) {
+    members.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
+  }
+  return {{"type", "Sequence"}, {"decoders", members}};
+}
+
+// ---- vocabulary, merges, added tokens
+
+AddedToken read_added_token(const json& value, size_t index, const json& vocab) {
+  const JsonPart part(value, fmt::format("added_tokens[{}]", index));
+  AddedToken token{.id = part.id("id"),
+                   .content = part.string("content"),
+                   .special = part.boolean("special", false)};
+  token.normalized = part.boolean("normalized", !token.special);
+  TWELL_REQUIRE(!token.content.empty(), "{}: \"content\" is empty", part.where());
+  token.lstrip = part.boolean("lstrip", false);
+  token.rstrip = part.boolean("rstrip", false);
+  TWELL_REQUIRE(!part.boolean("single_word", false), "{} ({}): \"single_word\" is not supported",
+                part.where(), excerpt(token.content));
+  part.finish({"id", "content", "special", "normalized", "single_word", "lstrip", "rstrip"});
+  const auto entry = vocab.find(token.content);
+  token.in_vocab = entry != vocab.end();
+  TWELL_REQUIRE(!token.in_vocab || *entry == token.id,
+                "{}: {} has the id {}, but another one in the vocabulary", part.where(),
+                excerpt(token.content), token.id);
+  return token;
+}
+
+std::vector<AddedToken> read_added_tokens(const JsonPart& file, const json& vocab) {
+  std::vector<AddedToken> added;
+  if (file.find("added_tokens") == nullptr) return added;
+  const json& list = file.array("added_tokens");
+  for (size_t i = 0; i < list.size(); ++i) added.push_back(read_added_token(list[i], i, vocab));
+  const auto by_id = [](const AddedToken& a, const AddedToken& b) { return a.id < b.id; };
+  std::sort(added.begin(), added.end(), by_id);
+  IdsByName seen;
+  for (const AddedToken& token : added) {
+    TWELL_REQUIRE(seen.emplace(token.content, token.id).second, "added_tokens lists {} twice",
+                  excerpt(token.content));
+  }
+  return added;
+}
+
+// Puts a token at its id; ids must come out as 0, 1, ... V - 1, each once.
+class TokenTable {
+ public:
+  explicit TokenTable(size_t size) : tokens_(size), taken_(size) {}
+
+  void put(int32_t id, std::string bytes, std::string_view name) {
+    const size_t index = static_cast<size_t>(id);
+    TWELL_REQUIRE(index < tokens_.size(),
+                  "token {} has the id {}, but there are only {} tokens: ids must have no gaps",
+                  excerpt(name), id, tokens_.size());
+    TWELL_REQUIRE(!taken_[index], "token {} has the id {} of another token", excerpt(name), id);
+    taken_[index] = true;
+    tokens_[index] = std::move(bytes);
+  }
+  std::vector<std::string> take() { return std::move(tokens_); }
+
+ private:
+  std::vector<std::string> tokens_;
+  std::vector<bool> taken_;
+};
+
+// A name of the file as in TokenizerSpec::tokens; false when it cannot be one.
+bool spell(const TokenizerSpec& spec, const std::string& name, std::string& out) {
+  if (!spec.sentence_piece) return !name.empty() && alphabet_to_bytes(name, out);
+  out = name;
+  return !name.empty();
+}
+
+void read_tokens(const json& vocab, TokenizerSpec& spec) {
+  const auto outside_vocab = [](const AddedToken& token) { return !token.in_vocab; };
+  TokenTable table(vocab.size() + static_cast<size_t>(std::count_if(
+                                      spec.added.begin(), spec.added.end(), outside_vocab)));
+  IdsByName added;
+  for (const AddedToken& token : spec.added) {
+    added.emplace(token.content, token.id);
+    table.put(token.id, token.content, token.content);
+  }
+  std::string bytes;
+  for (const auto& [name, value] : vocab.items()) {
+    if (added.count(name) != 0) continue;
+    const int32_t id =
+        json_to_id(value, fmt::format("model.vocab: the value of {}", excerpt(name)));
+    if (!spell(spec, name, bytes)) {
+      throw InputError(
+          fmt::format("model.vocab: {} is not spelled in the byte alphabet; only byte-level "
+                      "vocabularies and those with byte_fallback are supported",
+                      excerpt(name)));
+    }
+    table.put(id, bytes, name);
+  }
+  spec.tokens = table.take();
+}
+
+// The two tokens of a merge: "a b", or ["a", "b"] as newer files have it.
+std::pair<std::string, std::string> merge_names(const json& value, size_t rank) {
+  if (value.is_array() && value.size() == 2 && value[0].is_string() && value[1].is_string()) {
+    return {value[0].get<std::string>(), value[1].get<std::string>()};
+  }
+  TWELL_REQUIRE(value.is_string(), "model.merges[{}] is neither \"a b\" nor [\"a\", \"b\"]", rank);
+  const std::string& text = value.get_ref<const std::string&>();
+  const size_t space = text.find(' ');
+  TWELL_REQUIRE(space != std::string::npos && text.find(' ', space + 1) == std::string::npos,
+                "model.merges[{}] ({}) is not two tokens with a space between", rank,
+                excerpt(text));
+  return {text.substr(0, space), text.substr(space + 1)};
+}
+
+std::vector<BpeMerge> read_merges(const json& list, const TokenizerSpec& spec) {
+  const IdsByName ids = mergeable_ids(spec);
+  const auto id_of = [&](const std::string& bytes, const std::string& name, size_t rank) {
+    const auto entry = ids.find(bytes);
+    TWELL_REQUIRE(entry != ids.end(), "model.merges[{}]: {} is not in the vocabulary", rank,
+                  excerpt(name));
+    return entry->second;
+  };
+  std::vector<BpeMerge> merges;
+  merges.reserve(list.size());
+  BpePairMap seen(list.size());
+  std::string left, right;
+  for (size_t rank = 0; rank < list.size(); ++rank) {
+    const auto [left_name, right_name] = merge_names(list[rank], rank);
+    for (const auto& [name, bytes] : {std::pair(&left_name, &left), std::pair(&right_name, &right)})
+      TWELL_REQUIRE(spell(spec, *name, *bytes),
+                    "model.merges[{}]: {} is not spelled in the byte alphabet", rank,
+                    excerpt(*name));
+    const BpeMerge merge{id_of(left, left_name, rank), id_of(right, right_name, rank),
+                         id_of(left + right, left_name + right_name, rank)};
+    const int32_t index = static_cast<int32_t>(rank);
+    const int32_t earlier = seen.find_or_insert(merge.left, merge.right, index);
+    TWELL_REQUIRE(earlier == index, "model.merges[{}] repeats merge {}", rank, earlier);
+    merges.push_back(merge);
+  }
+  return merges;
+}
+
+void read_model(const JsonPart& model, TokenizerSpec& spec) {
+  for (const char* option :
+       {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk"}) {
+    // With byte_fallback no token is unknown.
+    if (spec.sentence_piece && std::string_view(option) == "fuse_unk") continue;
+    model.must_be_off(option);
+  }
+  spec.ignore_merges = model.boolean("ignore_merges", false);
+  const json& vocab = model.object("vocab");
+  read_tokens(vocab, spec);
+  for (int byte = 0; spec.sentence_piece && byte < 256; ++byte) {
+    const std::string name = fmt::format("<0x{:02X}>", byte);
+    TWELL_REQUIRE(vocab.contains(name), "model: \"byte_fallback\" without the token {}", name);
+  }
+  spec.merges = read_merges(model.array("merges"), spec);
+  const std::string unknown = model.string_or_empty("unk_token");
+  if (!unknown.empty()) {
+    const auto entry = vocab.find(unknown);
+    TWELL_REQUIRE(entry != vocab.end(), "model: \"unk_token\" {} is not in the vocabulary",
+                  excerpt(unknown));
+    spec.unknown_id = entry->get<int32_t>();
+  }
+  model.finish(
+      {"type", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"});
+}
+
+TokenizerSpec read_file_object(const json& root) {
+  const JsonPart file(root, "the file");
+  const std::string version = file.string_or_empty("version");
+  TWELL_REQUIRE(version.empty() || version == "1.0", "version {} is not supported (only 1.0)",
+                excerpt(version));
+  file.must_be_off("truncation");
+  file.must_be_off("padding");
+  const JsonPart model(file.object("model"), "model");
+  const std::string type = model.string_or_empty("type");
+  TWELL_REQUIRE(type.empty() || type == "BPE", "model type {} is not supported (only BPE)",
+                excerpt(type));
+
+  TokenizerSpec spec;
+  if (model.boolean("byte_fallback", false)) spec.sentence_piece.emplace();
+  read_normalizer(file.find("normalizer"), spec);
+  if (spec.sentence_piece) {
+    read_sentence_piece_pre_tokenizer(file.find("pre_tokenizer"), *spec.sentence_piece);
+    read_sentence_piece_decoder(file.find("decoder"), *spec.sentence_piece);
+  } else {
+    spec.pre_tokenizer = read_pre_tokenizer(file.find("pre_tokenizer"));
+    read_decoder(file.find("decoder"));
+  }
+  spec.added = read_added_tokens(file, model.object("vocab"));
+  read_model(model, spec);
+  spec.bos_id = read_post_processor(file.find("post_processor"), spec);
+  file.finish({"version", "added_tokens", "normalizer", "pre_tokenizer", "post_processor",
+               "decoder", "model"});
+  return spec;
+}
+
+std::string json_string(const std::string& text) { return ordered_json(text).dump(); }
+
+ordered_json added_tokens(const TokenizerSpec& spec) {
+  ordered_json list = ordered_json::array();
+  for (const AddedToken& token : spec.added) {
+    list.push_back({{"id", token.id},
+                    {"content", token.content},
+                    {"single_word", false},
+                    {"lstrip", token.lstrip},
+                    {"rstrip", token.rstrip},
+                    {"normalized", token.normalized},
+                    {"special", token.special}});
+  }
+  return list;
+}
+
+// The names of the vocabulary by id; empty for added tokens that are not part of it.
+std::vector<std::string> vocabulary_names(const TokenizerSpec& spec) {
+  std::vector<std::string> names;
+  names.reserve(spec.tokens.size());
+  for (const std::string& bytes : spec.tokens) {
+    names.push_back(spec.sentence_piece ? bytes : bytes_to_alphabet(bytes));
+  }
+  for (const AddedToken& token : spec.added) {
+    names[static_cast<size_t>(token.id)] = token.in_vocab ? token.content : std::string();
+  }
+  return names;
 }
 
 }  // namespace
 
-std::string excerpt(std::string_view text) {
-  constexpr size_t kLongest = 60;
-  const std::string shown(text.substr(0, kLongest));
-  return json(shown).dump(-1, ' ', true, json::error_handler_t::replace) +
-         (text.size() > kLongest ? "..." : "");
-}
-
-int32_t json_to_id(const json& value, const std::string& where) {
-  const bool usable =
-      value.is_number_unsigned() &&
-      value.get<uint64_t>() < static_cast<uint64_t>(std::numeric_limits<int32_t>::max());
-  TWELL_REQUIRE(usable, "{} is not a token id (an integer from 0 to 2^31 - 2)", where);
-  return value.get<int32_t>();
-}
-
-JsonPart::JsonPart(const json& value, std::string where) : value_(value), where_(std::move(where)) {
-  TWELL_REQUIRE(value.is_object(), "{} is not an object", where_);
-}
-
-const json* JsonPart::find(std::string_view name) const {
-  const auto field = value_.find(std::string(name));
-  return field == value_.end() || field->is_null() ? nullptr : &*field;
-}
-
-const json& JsonPart::required(std::string_view name) const {
-  const json* field = find(name);
-  TWELL_REQUIRE(field != nullptr, "{} has no \"{}\"", where_, name);
-  return *field;
-}
-
-const json& JsonPart::array(std::string_view name) const {
-  const json& field = required(name);
-  TWELL_REQUIRE(field.is_array(), "{}: \"{}\" is not an array", where_, name);
-  return field;
-}
-
-const json& JsonPart::object(std::string_view name) const {
-  const json& field = required(name);
-  TWELL_REQUIRE(field.is_object(), "{}: \"{}\" is not an object", where_, name);
-  return field;
-}
-
-std::string JsonPart::string(std::string_view name) const {
-  const json& field = required(name);
-  TWELL_REQUIRE(field.is_string(), "{}: \"{}\" is not a string", where_, name);
-  return field.get<std::string>();
-}
-
-std::string JsonPart::string_or_empty(std::string_view name) const {
-  return find(name) == nullptr ? std::string() : string(name);
-}
-
-bool JsonPart::boolean(std::string_view name, bool missing) const {
-  const json* field = find(name);
-  if (field == nullptr) return missing;
-  TWELL_REQUIRE(field->is_boolean(), "{}: \"{}\" is not true or false", where_, name);
-  return field->get<bool>();
-}
-
-int32_t JsonPart::id(std::string_view name) const {
-  return json_to_id(required(name), fmt::format("{}: \"{}\"", where_, name));
-}
-
-void JsonPart::must_be_off(std::string_view name) const {
-  const json* field = find(name);
-  TWELL_REQUIRE(field == nullptr || asks_for_nothing(*field), "{}: \"{}\" is not supported", where_,
-                name);
-}
-
-void JsonPart::finish(std::initializer_list<std::string_view> understood) const {
-  for (const auto& [name, value] : value_.items()) {
-    const bool known = std::find(understood.begin(), understood.end(), name) != understood.end();
-    TWELL_REQUIRE(known || asks_for_nothing(value), "{}: the field {} is not supported", where_,
-                  excerpt(name));
+TokenizerSpec parse_tokenizer_json(std::string_view text, const std::string& source) {
+  try {
+    return read_file_object(json::parse(text.begin(), text.end()));
+  } catch (const json::exception& error) {
+    const std::string_view what = error.what();  // "[json.exception.parse_error.101] parse ..."
+    throw InputError(fmt::format("{} is not a tokenizer.json: {}", source,
+                                 excerpt(what.substr(std::min(what.find(']') + 2, what.size())))));
+  } catch (const InputError& error) {
+    throw InputError(fmt::format("{}: {}", source, error.what()));
   }
+}
+
+std::string write_tokenizer_json(const TokenizerSpec& spec) {
+  const std::vector<std::string> names = vocabulary_names(spec);
+  const auto name_of = [&](int32_t id) -> const std::string& {
+    return names[static_cast<size_t>(id)];
+  };
+  const auto field = [](const char* name, const ordered_json& value) {
+    return fmt::format("  \"{}\": {},\n", name, value.dump());
+  };
+  const ordered_json unknown =
+      spec.unknown_id < 0 ? ordered_json() : ordered_json(token_name(spec, spec.unknown_id));
+  std::string out = "{\n  \"version\": \"1.0\",\n  \"truncation\": null,\n  \"padding\": null,\n";
+  out += field("added_tokens", added_tokens(spec));
+  out += field("normalizer", write_normalizer(spec));
+  const bool marks = spec.sentence_piece.has_value();
+  out += field("pre_tokenizer", marks ? write_sentence_piece_pre_tokenizer(*spec.sentence_piece)
+                                      : write_pre_tokenizer(spec.pre_tokenizer));
+  out += field("post_processor", write_post_processor(spec));
+  out += field("decoder",
+               marks ? write_sentence_piece_decoder(*spec.sentence_piece) : write_decoder());
+  out += "  \"model\": {\n  \"type\": \"BPE\",\n";
+  for (const char* option : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) {
+    out += field(option, nullptr);
+  }
+  out += field("unk_token", unknown);
+  out += field("fuse_unk", marks);
+  out += field("byte_fallback", marks);
+  out += field("ignore_merges", spec.ignore_merges);
+
+  // Written piece by piece: an ordered_json object of 100,000 names would search them all for each.
+  out += "  \"vocab\": {";
+  const char* separator = "\n";
+  for (size_t id = 0; id < names.size(); ++id) {
+    if (names[id].empty()) continue;
+    out += fmt::format("{}    {}: {}", separator, json_string(names[id]), id);
+    separator = ",\n";
+  }
+  out += "\n  },\n  \"merges\": [";
+  separator = "\n";
+  for (const BpeMerge& merge : spec.merges) {
+    const std::string pair = name_of(merge.left) + " " + name_of(merge.right);
+    out += fmt::format("{}    {}", separator, json_string(pair));
+    separator = ",\n";
+  }
+  out += "\n  ]\n  }\n}\n";
+  return out;
 }
 
 }  // namespace twell

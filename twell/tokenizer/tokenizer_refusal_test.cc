@@ -102,7 +102,7 @@ TEST(TokenizerRefusal, NamesThePart) {
       {"/model", nullptr, "has no \"model\""},
       {"/model/type", "Unigram", "model type \"Unigram\""},
       {"/model/dropout", 0.1, "\"dropout\""},
-      {"/model/byte_fallback", true, "\"byte_fallback\""},
+      {"/model/byte_fallback", true, "not supported with byte_fallback"},
       {"/model/fuse_unk", true, "\"fuse_unk\""},
       {"/model/continuing_subword_prefix", "##", "\"continuing_subword_prefix\""},
       {"/model/end_of_word_suffix", "</w>", "\"end_of_word_suffix\""},
@@ -130,8 +130,6 @@ TEST(TokenizerRefusal, NamesThePart) {
       {"/added_tokens/0/id", 259, "no gaps"},
       {"/added_tokens/0/content", "", "\"content\" is empty"},
       {"/added_tokens/0/content", "the", "another one in the vocabulary"},
-      {"/added_tokens/0/lstrip", true, "\"lstrip\" is not supported"},
-      {"/added_tokens/0/rstrip", true, "\"rstrip\" is not supported"},
       {"/added_tokens/0/single_word", true, "\"single_word\" is not supported"},
       {"/added_tokens/1", {{"id", 259}, {"content", "<|endoftext|>"}}, "twice"},
   };
@@ -154,14 +152,16 @@ TEST(TokenizerRefusal, MalformedJson) {
     for (int i = 0; i < 200'000; ++i) deep += open;
     EXPECT_THAT(refusal(deep), testing::HasSubstr("is not a tokenizer.json"));
   }
-  std::string closed =
-      R"({"normalizer":)" + std::string(200'000, '[') + std::string(200'000, ']') + "}";
+  std::string closed = R"({"normalizer":)";
+  closed.append(200'000, '[').append(200'000, ']').append("}");
   EXPECT_NE(refusal(closed), "accepted");
 }
 
 TEST(TokenizerRefusal, ALongNameIsCutInTheMessage) {
   EXPECT_THAT(refusal_of([](json& file) {
-                file["normalizer"] = {{"type", std::string(100'000, 'x') + "\n"}};
+                std::string name(100'000, 'x');
+                name.push_back('\n');
+                file["normalizer"]["type"] = name;
               }),
               testing::HasSubstr("xxx\"..."));
 }

@@ -14,6 +14,7 @@
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
+#include "twell/tokenizer/normalizer.h"
 
 namespace twell {
 namespace {
@@ -182,12 +183,35 @@ TEST(Tokenizer, TellsWhatItsTemplatePutsBeforeAText) {
   EXPECT_EQ(tokenizer.token_bytes(tokenizer.bos_token()), "<|begin_of_text|>");
   EXPECT_EQ(tokenizer.token_bytes(tokenizer.eos_token()), "<|end_of_text|>");
   EXPECT_EQ(golden("gpt2").bos_token(), -1);
+  const auto sequence = [](const Tokenizer& with, bool begin_token) {
+    std::vector<int32_t> ids;
+    with.encode_sequence("some text", ids, begin_token);
+    return ids;
+  };
+  std::vector<int32_t> expected = tokenizer.encode("some text");
+  EXPECT_EQ(sequence(tokenizer, false), expected);
+  expected.insert(expected.begin(), tokenizer.bos_token());
+  EXPECT_EQ(sequence(tokenizer, true), expected);
+  EXPECT_EQ(sequence(golden("gpt2"), true), golden("gpt2").encode("some text"));
 }
 
 TEST(Tokenizer, NormalizesToFormCAndLeavesInvalidBytesAlone) {
   const Tokenizer tokenizer = golden("qwen2");
   EXPECT_EQ(tokenizer.decode(tokenizer.encode("cafe\u0301 \xff e\u0301\xcc")),
             "caf\u00e9 \xff \u00e9\xcc");
+}
+
+// The expected texts are those of normalizers.NFC() of Hugging Face `tokenizers` 0.23.3: marks that
+// came with Unicode 10 to 15 are not ordered before U+0345, and U+11935 U+11930 do not compose.
+TEST(Tokenizer, MarksUnknownToTheReferenceStayWhereTheyAre) {
+  std::string buffer;
+  for (const std::string text :
+       {"a\u0345\u0898\u0316", "a\u0345\u08ca\u0301", "a\u0345\u0c3c", "a\u0345\u1715",
+        "a\u0345\u1abf\u1ace", "a\u0345\U00010f82", "a\u0345\U0001e2ae", "e\u0898\u0301",
+        "\U00011935\U00011930", "a\u0345\U0001e4ec"}) {
+    EXPECT_EQ(normalize_nfc(text, buffer), text);
+  }
+  EXPECT_EQ(normalize_nfc("e\u0301\u0898\u0345\u0316", buffer), "\u00e9\u0898\u0316\u0345");
 }
 
 TEST(Tokenizer, DropsBytesThatTheVocabularyLacks) {

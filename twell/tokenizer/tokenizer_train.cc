@@ -9,7 +9,7 @@
 #include "twell/base/utf8.h"
 #include "twell/tokenizer/bpe_alphabet.h"
 #include "twell/tokenizer/bpe_train.h"
-#include "twell/tokenizer/tokenizer_json.h"
+#include "twell/tokenizer/json_part.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {

@@ -19,7 +19,8 @@ struct TokenizerWorkspace {
   LongWordCache long_words;
   Bpe::Scratch bpe;
   PreTokenizer::Scratch regex;
-  std::string normalized;
+  std::string normalized, spaced, marked;  // NFC; with the normalizer's, the pre-tokenizer's marks
+  std::vector<int32_t> symbols;            // of a word of a SentencePiece tokenizer
 };
 
 // Lends each caller a workspace of its own, so that encode() can run on many threads at once.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checked access to the JSON of a tokenizer file. Every failure is an InputError naming the part.
+// Checked access to the JSON of a file. Every failure is an InputError naming the part.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 
