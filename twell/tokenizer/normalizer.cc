@@ -119,6 +119,8 @@ Part next_part(std::string_view text) {
 
 }  // namespace
 
+bool is_unknown_to_reference(int32_t character) { return is_in(kNewer, character); }
+
 std::string_view normalize_nfc(std::string_view text, std::string& buffer) {
   buffer.clear();
   size_t kept = 0;  // text[kept, done) is unchanged and not in the buffer yet

@@ -189,7 +189,8 @@ TEST(Normalizer, EveryCharacterAloneAndAmongOthers) {
     const std::string character = utf8(c);
     for (const std::string& text :
          {character, "e" + character, "\u0438" + character + "\u0301", "\uac00" + character}) {
-      ASSERT_EQ(nfc(text), whole_nfc(text)) << "U+" << std::hex << c;
+      const std::string expected = is_unknown_to_reference(c) ? text : whole_nfc(text);
+      ASSERT_EQ(nfc(text), expected) << "U+" << std::hex << c;
     }
   }
 }
