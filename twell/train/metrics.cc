@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
@@ -61,6 +62,39 @@ int64_t StepMetrics::hybrid_layers() const {
   return std::count_if(layers.begin(), layers.end(), [](const LayerMetrics& layer) {
     return layer.execution == FfnTrainExecution::kHybrid;
   });
+}
+
+std::vector<std::string> ExecutionChanges::settled(const StepMetrics& metrics, int64_t ffn) {
+  struct Change {
+    std::string layers;
+    int64_t count = 0, since = 0;
+    double nnz = 0.0;
+  };
+  std::map<std::pair<FfnTrainExecution, FfnTrainExecution>, Change> changes;
+  const bool first = layers_.empty();
+  layers_.resize(metrics.layers.size());
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const FfnTrainExecution now = metrics.layers[i].execution;
+    Layer& layer = layers_[i];
+    if (first) layer = {now, now, metrics.step};
+    if (now != layer.now) layer = {layer.told, now, metrics.step};
+    if (now == layer.told || metrics.step - layer.since < kSettledSteps) continue;
+    Change& change = changes[{layer.told, now}];
+    change.layers += fmt::format("{}{}", change.count == 0 ? "" : ", ", i);
+    change.since = change.count == 0 ? layer.since : std::min(change.since, layer.since);
+    change.nnz += metrics.layers[i].nnz;
+    ++change.count;
+    layer.told = now;
+  }
+  std::vector<std::string> lines;
+  for (const auto& [executions, change] : changes) {
+    lines.push_back(fmt::format(
+        "layer{} {}: {} -> {} since step {}, with {:.1f} of {} neurons active per token",
+        change.count == 1 ? "" : "s", change.layers, ffn_train_execution_name(executions.first),
+        ffn_train_execution_name(executions.second), change.since,
+        change.nnz / static_cast<double>(change.count), ffn));
+  }
+  return lines;
 }
 
 nlohmann::json metrics_json(const StepMetrics& metrics) {

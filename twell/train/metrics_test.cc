@@ -39,6 +39,26 @@ std::vector<int64_t> steps_in(const std::filesystem::path& path) {
   return steps;
 }
 
+// A layer that changes its execution back and forth is not told of; those that settle are, in one
+// line.
+TEST(Metrics, ExecutionChangesAreToldOnceTheyLast) {
+  constexpr auto kDense = FfnTrainExecution::kDense, kHybrid = FfnTrainExecution::kHybrid;
+  ExecutionChanges changes;
+  std::vector<std::string> lines;
+  for (int64_t step = 1; step <= 200; ++step) {
+    StepMetrics metrics = sample(step);
+    metrics.layers.resize(3);
+    metrics.layers[0].execution = step % 7 < 3 ? kHybrid : kDense;
+    metrics.layers[1].execution = step < 50 ? kDense : kHybrid;
+    metrics.layers[2].execution = step < 50 ? kDense : kHybrid;
+    metrics.layers[2].nnz = 11.0;
+    for (const std::string& line : changes.settled(metrics, 64)) lines.push_back(line);
+  }
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_EQ(lines[0],
+            "layers 1, 2: dense -> hybrid since step 50, with 21.0 of 64 neurons active per token");
+}
+
 TEST(Metrics, JsonHoldsStepAndLayers) {
   const nlohmann::json json = metrics_json(sample(4));
   EXPECT_EQ(json["step"], 4);

@@ -126,21 +126,14 @@ class Loop {
   }
 
   void log_changed_executions(const StepMetrics& metrics) {
-    const std::vector<LayerMetrics>& before = summary_.last.layers;
-    if (!run_.log) return;
-    for (size_t i = 0; i < before.size(); ++i) {
-      const FfnTrainExecution now = metrics.layers[i].execution;
-      if (now == before[i].execution) continue;
-      run_.log(LogLevel::kInfo,
-               fmt::format("layer {}: {} -> {} from step {} on, with {:.1f} of {} neurons active "
-                           "per token",
-                           i, ffn_train_execution_name(before[i].execution),
-                           ffn_train_execution_name(now), metrics.step, before[i].nnz, ffn_));
+    for (const std::string& line : changes_.settled(metrics, ffn_)) {
+      if (run_.log) run_.log(LogLevel::kInfo, line);
     }
   }
 
   const TrainRun& run_;
   int64_t ffn_;
+  ExecutionChanges changes_;
   Trainer trainer_;
   std::unique_ptr<MetricsWriter> metrics_;
   std::unique_ptr<TensorBoardWriter> tensorboard_;
