@@ -11,6 +11,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/base/rounding.h"
 #include "twell/ops/matmul/matmul.h"
 
 namespace twell {
@@ -240,6 +241,26 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
     rows.push_back(summarize(pattern, subjects[i], subjects[0], errors[i]));
   }
   return rows;
+}
+
+FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to) {
+  TWELL_REQUIRE(from > 0 && to > 0, "a pattern of {} neurons stretched to {}", from, to);
+  FfnPattern out{.name = pattern.name};
+  size_t next = 0;
+  for (const int32_t nnz : pattern.row_nnz) {
+    int32_t stretched = 0;
+    for (int32_t i = 0; i < nnz; ++i, ++next) {
+      const int64_t neuron = pattern.column[next];
+      TWELL_REQUIRE(neuron < from, "{}: neuron {} of a layer of {}", pattern.name, neuron, from);
+      // The j with floor(j from / to) = neuron.
+      const int64_t end = ceil_div((neuron + 1) * to, from);
+      for (int64_t j = ceil_div(neuron * to, from); j < end; ++j, ++stretched) {
+        out.column.push_back(static_cast<uint32_t>(j));
+      }
+    }
+    out.row_nnz.push_back(stretched);
+  }
+  return out;
 }
 
 }  // namespace twell

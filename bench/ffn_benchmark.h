@@ -29,6 +29,11 @@ FfnPattern random_pattern(int64_t tokens, int64_t ffn, double density, uint64_t 
 FfnPattern captured_pattern(std::string name, std::span<const uint16_t> row_nnz,
                             std::span<const uint16_t> column, int64_t begin, int64_t count);
 
+// The pattern of `from` neurons as one of `to`: neuron j fires where neuron floor(j from / to) did.
+// The share of neurons that fire for a token, and that fire for any of some neighbouring tokens,
+// stay what they were; of fewer neurons, some are left out.
+FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to);
+
 struct FfnBenchmark {
   int64_t width = 2048;
   int64_t ffn = 5632;

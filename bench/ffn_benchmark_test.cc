@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "twell/base/error.h"
 
 namespace twell {
@@ -49,6 +52,30 @@ TEST(FfnBenchmark, RefusesPatternsThatDoNotFit) {
   EXPECT_THROW(benchmark_ffn(ctx, {.width = 8, .ffn = 16}, random_pattern(9, 16, 0.5, 1)),
                InputError);
   EXPECT_THROW(benchmark_ffn(ctx, {.width = 8, .ffn = 16}, {"p", {1}, {16}}), InputError);
+}
+
+TEST(StretchPattern, EveryNeuronFiresWhereItsSourceDid) {
+  const FfnPattern pattern{.name = "p", .row_nnz = {2, 0, 3}, .column = {0, 4, 1, 2, 4}};
+  for (const int64_t to : {1, 3, 5, 7, 10, 13}) {
+    const FfnPattern out = stretch_pattern(pattern, 5, to);
+    ASSERT_EQ(out.row_nnz.size(), pattern.row_nnz.size());
+    size_t next = 0, source = 0;
+    for (size_t row = 0; row < out.row_nnz.size(); ++row) {
+      std::vector<uint32_t> want;
+      for (int64_t j = 0; j < to; ++j) {
+        const auto begin = pattern.column.begin() + static_cast<std::ptrdiff_t>(source);
+        const auto end = begin + pattern.row_nnz[row];
+        if (std::find(begin, end, static_cast<uint32_t>(j * 5 / to)) != end) {
+          want.push_back(static_cast<uint32_t>(j));
+        }
+      }
+      const auto begin = out.column.begin() + static_cast<std::ptrdiff_t>(next);
+      EXPECT_EQ(std::vector<uint32_t>(begin, begin + out.row_nnz[row]), want) << "to " << to;
+      next += static_cast<size_t>(out.row_nnz[row]);
+      source += static_cast<size_t>(pattern.row_nnz[row]);
+    }
+  }
+  EXPECT_THROW(stretch_pattern(pattern, 4, 8), InputError);
 }
 
 }  // namespace

@@ -28,6 +28,8 @@ struct BenchFfnArguments {
   int64_t begin = 0;
   std::vector<double> nnz;
   double energy_seconds = 1.0;
+  bool sweep = false;
+  bool quick = false;
   std::filesystem::path jsonl;
 };
 
@@ -104,8 +106,23 @@ void require_room(const BenchFfnArguments& arguments) {
   require_memory(static_cast<int64_t>(std::min(bytes, 1e18)));
 }
 
+int run_sweep(const CommonOptions& common, BenchFfnArguments& arguments, bool cuda) {
+  TWELL_REQUIRE(cuda, "--sweep times GPU kernels; this run uses the CPU");
+  constexpr int64_t kCapturedTokens = 1024;  // the sweep repeats them
+  arguments.tokens = kCapturedTokens;
+  FfnSweepOptions options{.quick = arguments.quick,
+                          .gated = arguments.benchmark.gated,
+                          .seed = common.seed,
+                          .captured_ffn = arguments.benchmark.ffn,
+                          .jsonl = arguments.jsonl};
+  if (!arguments.patterns.empty()) options.captured = captured_patterns(arguments);
+  run_bench_ffn_sweep(options);
+  return kExitOk;
+}
+
 int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   const bool cuda = use_cuda(common);
+  if (arguments.sweep) return run_sweep(common, arguments, cuda);
   if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
   require_room(arguments);
   arguments.benchmark.seed = common.seed;
@@ -170,6 +187,12 @@ void add_bench_ffn_command(Command& bench, CommonOptions& common) {
       .value("--energy-seconds", &arguments->energy_seconds, "S",
              "GPU: how long each execution runs for its energy per token; 0: not measured")
       .at_least(0);
+  Option& sweep = command.flag(
+      "--sweep", &arguments->sweep,
+      "GPU: ten shapes, 1 to 65,536 tokens and all activities instead of one layer: where auto is "
+      "slower than dense, or not the best; --patterns, of --ffn neurons, are stretched to each "
+      "shape");
+  command.flag("--quick", &arguments->quick, "Of the sweep, a tenth").needs(sweep);
   add_compute_options(command, common);
   command.footer(
       "The layer's own gate fires as in the pattern; results are compared with dense first. On a\n"

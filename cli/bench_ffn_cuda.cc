@@ -6,10 +6,14 @@
 #ifdef TWELL_HAVE_CUDA
 #include <fmt/core.h>
 
+#include <algorithm>
+#include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "bench/ffn_benchmark_cuda.h"
+#include "bench/ffn_sweep_cuda.h"
 #include "cli/bench.h"
+#include "cli/progress_line.h"
 #endif
 
 namespace twell::cli {
@@ -75,6 +79,56 @@ void print_row(const FfnBenchmark& options, const FfnCudaRow& row) {
       row.error);
 }
 
+nlohmann::json sweep_json(const CudaContext& ctx, const FfnSweepRow& row) {
+  nlohmann::json json = machine_json(0);
+  json.erase("threads");
+  json.update(nlohmann::json{{"bench", "ffn sweep"},
+                             {"gpu", ctx.device_name()},
+                             {"width", row.shape.width},
+                             {"ffn", row.shape.ffn},
+                             {"gated", row.gated},
+                             {"tokens", row.tokens},
+                             {"pattern", row.pattern},
+                             {"nnz_per_token", row.activity.nnz_per_token},
+                             {"union_share", row.activity.union_share},
+                             {"extra_tiles", row.activity.extra_tiles},
+                             {"sparse", ffn_execution_name(row.sparse)},
+                             {"auto", ffn_execution_name(row.chosen)},
+                             {"dense_us", row.dense_us},
+                             {"sparse_us", row.sparse_us},
+                             {"auto_us", row.auto_us},
+                             {"dense_estimate_us", row.dense_estimate_us},
+                             {"sparse_estimate_us", row.sparse_estimate_us},
+                             {"error", row.error}});
+  return json;
+}
+
+// How auto did over some cases of a sweep.
+struct SweepSummary {
+  int64_t cases = 0, slower = 0, off_the_best = 0, sparse = 0;
+  FfnSweepRow worst;
+  double worst_ratio = 0.0;
+
+  void add(const FfnSweepRow& row) {
+    const double ratio = row.dense_us / row.auto_us;
+    if (cases++ == 0 || ratio < worst_ratio) {
+      worst = row;
+      worst_ratio = ratio;
+    }
+    if (ratio < 0.97) ++slower;
+    if (row.auto_us > 1.07 * std::min(row.dense_us, row.sparse_us)) ++off_the_best;
+    if (row.chosen != FfnExecution::kDense) ++sparse;
+  }
+  std::string line() const {
+    return fmt::format("{:>5} {:>6} {:>6.1f}% {:>9.1f}%   {:.2f}x: {} tokens, {}, {}", cases,
+                       sparse, percent(slower), percent(off_the_best), worst_ratio, worst.tokens,
+                       worst.pattern, ffn_execution_name(worst.chosen));
+  }
+  double percent(int64_t count) const {
+    return 100.0 * static_cast<double>(count) / static_cast<double>(std::max<int64_t>(cases, 1));
+  }
+};
+
 }  // namespace
 
 void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
@@ -113,9 +167,56 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
       "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations;\n"
       "energy: of the whole GPU\n");
 }
+
+void run_bench_ffn_sweep(const FfnSweepOptions& options) {
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  FfnSweep sweep = default_ffn_sweep(options.quick);
+  sweep.captured = options.captured;
+  sweep.captured_ffn = options.captured_ffn;
+  sweep.gated = options.gated;
+  sweep.seed = options.seed;
+  const int64_t cases = case_count(sweep);
+  fmt::print("FFN forward, {}, bf16, on {}: {} cases\n", options.gated ? "gated" : "not gated",
+             ctx.device_name(), cases);
+  fmt::print("{:>6} {:>6} {:>5} {:>6} {:>7} {:>10}   {}\n", "D", "F", "cases", "sparse", "<0.97x",
+             "7% off", "worst of auto against dense");
+  ProgressLine progress(10.0, stderr);
+  const auto start = std::chrono::steady_clock::now();
+  SweepSummary all, shape;
+  const auto print_shape = [&] {
+    progress.clear();
+    fmt::print("{:>6} {:>6} {}\n", shape.worst.shape.width, shape.worst.shape.ffn, shape.line());
+  };
+  const std::vector<std::string> left_out = sweep_ffn_cuda(ctx, sweep, [&](const FfnSweepRow& row) {
+    if (shape.cases > 0 &&
+        (row.shape.width != shape.worst.shape.width || row.shape.ffn != shape.worst.shape.ffn)) {
+      print_shape();
+      shape = {};
+    }
+    shape.add(row);
+    all.add(row);
+    append_jsonl(options.jsonl, sweep_json(ctx, row));
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    progress.update(fmt::format(
+        "case {}/{}  D {} F {}  {} tokens  ETA {:.0f}s", all.cases, cases, row.shape.width,
+        row.shape.ffn, row.tokens,
+        seconds.count() / static_cast<double>(all.cases) * static_cast<double>(cases - all.cases)));
+  });
+  if (shape.cases > 0) print_shape();
+  fmt::print("{:>13} {}\n", "all", all.line());
+  for (const std::string& shape_left_out : left_out) fmt::print("left out: {}\n", shape_left_out);
+  fmt::print(
+      "<0.97x: cases where auto is slower than 0.97 of dense (cuBLASLt's fastest algorithms);\n"
+      "7% off: where it takes over 7% longer than the better of dense and sparse. Larger shapes\n"
+      "take longer than their share of the cases.\n");
+}
 #else
 void run_bench_ffn_cuda(const FfnBenchmark&, double, const std::vector<FfnPattern>&,
                         const std::filesystem::path&) {
+  throw InputError("this program was built without CUDA");
+}
+void run_bench_ffn_sweep(const FfnSweepOptions&) {
   throw InputError("this program was built without CUDA");
 }
 #endif
