@@ -13,29 +13,51 @@
 namespace twell {
 namespace {
 
-// Fitted to an H200 of 132 SMs at 1.98 GHz (docs/kernels.md has the measurements). Times are in
-// microseconds, rates per SM and GHz, so that other devices scale with their SMs, their clock and
-// their memory.
+// Fitted by bench/fit_gpu_costs.py to a sweep over ten shapes on an H200 of 132 SMs at 1.98 GHz
+// (bench/results/2026-11-22-h200-ffn-sweep.csv). Times are in microseconds. Rates are per SM and
+// GHz, bytes per microsecond are shares of the device memory's bandwidth, so that other devices
+// scale with their SMs, their clock and their memory.
+constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;
 struct GpuCosts {
-  double dense_flops = 800e6 / 132 / 1.98;  // operations per us of a large bf16 GEMM
-  double union_flops = 670e6 / 132 / 1.98;  // of the two GEMMs with gathered weight rows
-  double row_bytes = 8.0e6 / 132 / 1.98;    // bytes per us of weight rows gathered from the L2
-  double bandwidth = 4.0 / 4.917;           // share of the device memory's that kernels reach
-  double kernel = 3.0;                      // a kernel too small to fill the device
-  double row_fused = 20.0;                  // row-fused: lists, and the tail of long rows
-  double decode_row = 0.1;                  // decode rows: per token,
-  double decode_neuron = 0.005;             // and per active neuron
-  double small_latency = 6.7;               // small batch: of its two kernels,
-  double small_neuron = 0.0010;             // per active neuron,
-  double small_neuron_token = 18e-6;        // and more of that for every token
-  double unions = 12.5;                     // tile-union: finding unions, mostly latency
-  double images = 22.5;                     // without a gate: compacting activations instead of up
-  double packing = 1.02;                    // gate GEMM that packs, against one that does not
-  double spill = 0.06;                      // more of it when every tile spills,
-  double spilled_value = 7.0;               // and bytes moved per value before up and down
+  // Dense: three GEMMs, between whose compute and memory bounds a power mean makes the transition.
+  double dense_flops = 818.7e6 / kFitSms / kFitGhz;
+  double dense_bytes = 4.163e6 / kFitBandwidth;
+  double dense_mean = 2.871;       // exponent of that mean
+  double dense_throttle = 0.0803;  // slower by this for each factor e beyond 500 us, at most e^2:
+                                   // long GEMMs run at the power limit
+  double elementwise = 7.493e6 / kFitBandwidth;  // the gate product, largely from the L2
+  double dense_launches = 13.69;                 // of its four kernels
+  // Decode rows and small batch read the first weight in passes of a bounded number of neurons per
+  // CTA or cluster; each pass has a latency of its own that grows with the width.
+  struct Few {
+    double launches, first_bytes, active_bytes, active, pass, pass_width;
+  };
+  Few decode = {5.39, 86.1e6 / kFitBandwidth, 2.241e6 / kFitBandwidth, 0.003677, 0.1404, 0.003353};
+  Few small = {0.5256, 7.616e6 / kFitBandwidth, 3.503e6 / kFitBandwidth, 0.001806, 5.89, 0.002111};
+  // Tile-union.
+  double launches = 14.35;    // of its kernels, finding unions included
+  double heavy_rows = 4.124;  // where rows of many active neurons get tiles of their own
+  double gate_flops = 13.02e6 / 2.0 / kFitGhz;  // gate GEMM that packs
+  double spill = 0.18;                          // more of its time when every tile spills
+  double up_flops = 4.104e6 / kFitGhz;
+  double down_flops = 7.210e6 / kFitGhz;
+  double spilled_value = 15.65;  // bytes moved per active value before up and down
+  double tile = 0.1218;          // per tile of 128 tokens
+  double word = 2.40;            // bytes moved per token and neuron: TwELL words
+  double images = 22.5;          // without a gate: compacting activations instead of up
+  // Row-fused, fitted to width 2048 and FFN size 5632 alone.
+  double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
+  double row_fused = 20.0;                       // lists, and the tail of long rows
+  double bandwidth = 4.0e6 / kFitBandwidth;      // where nothing else is said
 };
 constexpr GpuCosts kCosts;
 
+constexpr double kDenseRows = 64.0;      // tokens that cuBLASLt's tiles come in
+constexpr double kDecodeNeurons = 48.0;  // neurons of a CTA in a pass of decode rows,
+constexpr double kDecodeGroup = 16.0;    // in groups of a tensor core's rows
+constexpr double kSmallNeurons = 192.0;  // neurons of a cluster in a pass of a small batch,
+constexpr double kSmallGroup = 64.0;     // in groups
+constexpr double kClusterSms = 4.0;
 constexpr double kTile = 128.0;         // tokens of a tile-union tile
 constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
 constexpr double kUpNeurons = 192.0;    // neurons of an `up` work item of one SM
@@ -56,31 +78,35 @@ struct Sizes {
         ghz(layer.device.clock_ghz),
         bandwidth(layer.device.bandwidth) {}
   double rate(double per_sm_and_ghz) const { return per_sm_and_ghz * sms * ghz; }
-  double move(double bytes) const { return bytes / (kCosts.bandwidth * bandwidth); }
+  double move(double bytes, double share = kCosts.bandwidth) const {
+    return bytes / (share * bandwidth);
+  }
 };
 
-// cuBLASLt picks tiles that fit. Below a few hundred tokens a GEMM reads its weight and little
-// else.
 double dense_gemm(const Sizes& s) {
-  return std::max(2.0 * s.m * s.d * s.f / s.rate(kCosts.dense_flops), s.move(2.0 * s.d * s.f)) +
-         kCosts.kernel;
+  const double rows = std::ceil(s.m / kDenseRows) * kDenseRows;
+  const double flops = 2.0 * rows * s.d * s.f / s.rate(kCosts.dense_flops);
+  const double bytes = s.move(2.0 * s.d * s.f, kCosts.dense_bytes);
+  const double mean =
+      std::pow(std::pow(flops, kCosts.dense_mean) + std::pow(bytes, kCosts.dense_mean),
+               1.0 / kCosts.dense_mean);
+  return mean * (1.0 + kCosts.dense_throttle * std::clamp(std::log(flops / 500.0), 0.0, 2.0));
 }
 
 double dense_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
   const Sizes s(layer, tokens);
-  if (!layer.gated) return 2.0 * dense_gemm(s);
-  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f) + kCosts.kernel;
+  if (!layer.gated) return 2.0 * dense_gemm(s) + 0.5 * kCosts.dense_launches;
+  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f, kCosts.elementwise) +
+         kCosts.dense_launches;
 }
 
 double packed_gate(const Sizes& s, double density) {
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
-  const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.dense_flops * s.ghz);
+  const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.gate_flops * s.ghz);
   // A last round with work for at most half of the pairs is cut in two.
   const double rounds = 0.5 * std::ceil(2.0 * tiles / pairs);
-  return std::max(rounds * tile * (kCosts.packing + kCosts.spill * density),
-                  s.move(2.0 * s.d * s.f)) +
-         2.0 * kCosts.kernel;
+  return std::max(rounds * tile * (1.0 + kCosts.spill * density), s.move(2.0 * s.d * s.f));
 }
 
 double density_of(const Sizes& s, const LayerActivity& activity) {
@@ -99,11 +125,12 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
                                                      : independent_union(s, activity, kTile);
   const double tiles = std::ceil(std::ceil(s.m / kTile) * (1.0 + activity.extra_tiles));
   const double padded = std::min(neurons + 32.0, s.f);  // whole blocks of 64 neurons
-  const double flops = kCosts.union_flops * s.ghz;      // of one SM
-  const double up_item = 2.0 * kTile * kUpNeurons * s.d / flops;
-  const double down_item = 2.0 * kTile * kDownColumns * padded / flops;
-  double cost = packed_gate(s, density) + kCosts.unions + 2.0 * kCosts.kernel +
-                s.move(2.0 * 2.0 * s.m * s.d) + s.move(kCosts.spilled_value * s.m * s.f * density);
+  const double up_item = 2.0 * kTile * kUpNeurons * s.d / (kCosts.up_flops * s.ghz);
+  const double down_item = 2.0 * kTile * kDownColumns * padded / (kCosts.down_flops * s.ghz);
+  double cost = packed_gate(s, density) + kCosts.launches + kCosts.tile * tiles +
+                s.move(kCosts.word * s.m * s.f) +
+                s.move(kCosts.spilled_value * s.m * s.f * density);
+  if (std::round(activity.extra_tiles * std::ceil(s.m / kTile)) > 0.0) cost += kCosts.heavy_rows;
   // `down` fills the gaps of the last round of `up`.
   cost +=
       layer.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kCosts.images;
@@ -112,23 +139,27 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   return cost + (rounds + 0.5) * down_item;
 }
 
-// Reads the first weight, and of the other ones the rows of neurons active for any token.
-double weights_read(const GpuFfnLayer& layer, const Sizes& s, double active) {
-  return s.move(2.0 * s.d * (s.f + (layer.gated ? 2.0 : 1.0) * active));
+// `workers` CTAs or clusters share out the neurons, of which each takes at most `neurons` in a
+// pass, in whole groups. Of the other weights the rows of neurons active for any token are read.
+double few_cost(const GpuFfnLayer& layer, const Sizes& s, const LayerActivity& activity,
+                const GpuCosts::Few& costs, double workers, double neurons, double group) {
+  const double passes = std::ceil(s.f / (workers * neurons));
+  const double taken = std::ceil(std::ceil(s.f / (workers * passes)) / group) * group;
+  const double active = independent_union(s, activity, s.m);
+  return costs.launches + s.move(2.0 * s.d * passes * taken * workers, costs.first_bytes) +
+         s.move(2.0 * s.d * (layer.gated ? 2.0 : 1.0) * active, costs.active_bytes) +
+         costs.active * active + passes * (costs.pass + costs.pass_width * s.d * kFitGhz / s.ghz);
 }
 
 double decode_rows_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
-  const double active = independent_union(s, activity, s.m);
-  return weights_read(layer, s, active) + 1.5 * kCosts.kernel + kCosts.decode_row * s.m +
-         kCosts.decode_neuron * active;
+  return few_cost(layer, s, activity, kCosts.decode, s.sms, kDecodeNeurons, kDecodeGroup);
 }
 
 double small_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
-  const double active = independent_union(s, activity, s.m);
-  return weights_read(layer, s, active) + kCosts.small_latency +
-         (kCosts.small_neuron + kCosts.small_neuron_token * s.m) * active;
+  return few_cost(layer, s, activity, kCosts.small, std::floor(s.sms / kClusterSms), kSmallNeurons,
+                  kSmallGroup);
 }
 
 double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
@@ -138,7 +169,7 @@ double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActiv
   const double gathered =
       std::max(products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_bytes),
                s.move(products * independent_union(s, activity, s.m) * 2.0 * s.d));
-  return packed_gate(s, density_of(s, activity)) + kCosts.row_fused +
+  return packed_gate(s, density_of(s, activity)) + 6.0 + kCosts.row_fused +
          s.move(2.0 * 2.0 * s.m * s.d) + gathered;
 }
 

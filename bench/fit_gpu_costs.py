@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Fits the costs of twell/ops/ffn/dispatch.cc to a sweep: prints its constants, how well each execution
+is predicted, and the same for each shape when it is left out of the fit.
+
+    python3 bench/fit_gpu_costs.py bench/results/2026-11-22-h200-ffn-sweep.csv
+
+Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
+relative, so that short and long calls weigh the same. The features are those of the C++ functions of
+the same names, on a device of 132 SMs."""
+
+import csv
+import sys
+
+import numpy
+from scipy.optimize import minimize, nnls
+
+SMS = 132
+
+
+def ceil(x):
+    return float(numpy.ceil(x))
+
+
+def read(path):
+    with open(path) as file:
+        lines = [line for line in file if not line.startswith("#")]
+    rows = []
+    for row in csv.DictReader(lines):
+        numbers = ("width", "ffn", "tokens", "nnz_per_token", "union_share", "extra_tiles",
+                   "dense_us", "sparse_us")
+        rows.append({**row, **{name: float(row[name]) for name in numbers}})
+    return rows
+
+
+def independent_union(row, tokens):
+    density = min(row["nnz_per_token"] / row["ffn"], 1.0)
+    return row["ffn"] * (1.0 - (1.0 - density) ** tokens)
+
+
+def few_cost(row):
+    m, d, f = row["tokens"], row["width"], row["ffn"]
+    workers, neurons, group = (SMS, 48, 16) if m <= 8 else (SMS // 4, 192, 64)
+    passes = ceil(f / (workers * neurons))
+    taken = ceil(ceil(f / (workers * passes)) / group) * group
+    active = independent_union(row, m)
+    return {"launches": 1.0, "first_bytes": 2 * d * passes * taken * workers,
+            "active_bytes": 4 * d * active, "active": active, "pass": passes,
+            "pass_width": passes * d}
+
+
+def tile_union_cost(row):
+    m, d, f = row["tokens"], row["width"], row["ffn"]
+    density = min(row["nnz_per_token"] / f, 1.0)
+    union = row["union_share"] * f if row["union_share"] >= 0 else independent_union(row, 128)
+    token_tiles = ceil(m / 128)
+    tiles = ceil(token_tiles * (1 + row["extra_tiles"]))
+    padded = min(union + 32, f)
+    rounds = 0.5 * ceil(2 * ceil(m / 256) * ceil(f / 256) / (SMS // 2))
+    gate = rounds * 256 * 256 * d
+    return {"launches": 1.0, "heavy_rows": float(round(row["extra_tiles"] * token_tiles) > 0),
+            "gate": gate, "gate spill": gate * density,
+            "up": max(tiles * padded / 192 / SMS, 1.0) * 2 * 128 * 192 * d,
+            "down": (ceil(tiles * ceil(d / 256) / SMS) + 0.5) * 2 * 128 * 256 * padded,
+            "spilled_value": m * f * density, "tile": tiles, "word": m * f}
+
+
+def dense_cost(row, parameters):
+    flops_per_us, bytes_per_us, elementwise, launches, exponent, throttle = parameters
+    m, d, f = row["tokens"], row["width"], row["ffn"]
+    flops = 2 * ceil(m / 64) * 64 * d * f / (flops_per_us * 1e6)
+    mean = (flops ** exponent + (2 * d * f / (bytes_per_us * 1e6)) ** exponent) ** (1 / exponent)
+    gemm = mean * (1 + throttle * min(max(numpy.log(flops / 500), 0), 2))
+    return 3 * gemm + 6 * m * f / (elementwise * 1e6) + launches
+
+
+def fit(rows, features):
+    names = list(features(rows[0]))
+    matrix = numpy.array([[features(row)[name] / row["sparse_us"] for name in names]
+                          for row in rows])
+    scale = matrix.max(axis=0)
+    scale[scale == 0] = 1
+    weights, _ = nnls(matrix / scale, numpy.ones(len(rows)), maxiter=10000)
+    return dict(zip(names, weights / scale))
+
+
+def errors(rows, features, weights):
+    return numpy.array([
+        numpy.log(sum(weights[name] * value for name, value in features(row).items())
+                  / row["sparse_us"]) for row in rows])
+
+
+def show(title, logs):
+    within = numpy.mean(numpy.abs(logs) < numpy.log(1.1))
+    print(f"{title}: {len(logs)} cases, {100 * within:.0f}% within 10%; 5th to 95th percentile "
+          f"{numpy.exp(numpy.percentile(logs, 5)):.2f} to {numpy.exp(numpy.percentile(logs, 95)):.2f}")
+
+
+def main():
+    rows = [row for path in sys.argv[1:] for row in read(path)]
+    if not rows:
+        sys.exit(__doc__)
+    start = [800, 4, 7, 13, 3, 0.05]
+
+    def dense_logs(parameters):
+        return numpy.array([numpy.log(dense_cost(row, parameters) / row["dense_us"])
+                            for row in rows[::3]])
+
+    found = minimize(lambda p: numpy.mean(numpy.abs(dense_logs(p))), start, method="Nelder-Mead",
+                     options={"maxiter": 600}).x
+    show("dense", dense_logs(found))
+    names = ("flops 1e6/us", "bytes 1e6/us", "elementwise 1e6/us", "launches us", "mean", "throttle")
+    print("   " + ", ".join(f"{name} {value:.4g}" for name, value in zip(names, found)))
+    for execution, features in (("decode-rows", few_cost), ("small-batch", few_cost),
+                                ("tile-union", tile_union_cost)):
+        chosen = [row for row in rows if row["sparse"] == execution]
+        weights = fit(chosen, features)
+        show(execution, errors(chosen, features, weights))
+        print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))
+        for shape in sorted({(row["width"], row["ffn"]) for row in chosen}):
+            rest = [row for row in chosen if (row["width"], row["ffn"]) != shape]
+            left_out = [row for row in chosen if (row["width"], row["ffn"]) == shape]
+            show(f"   without D {shape[0]:.0f}, F {shape[1]:.0f}",
+                 errors(left_out, features, fit(rest, features)))
+
+
+if __name__ == "__main__":
+    main()
