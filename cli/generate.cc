@@ -36,6 +36,7 @@ struct GenerateArguments {
   std::string ffn = "auto";
   bool quiet = false;
   bool json = false;
+  bool log_probs = false;
 };
 
 struct Prompt {
@@ -120,12 +121,49 @@ int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
   return std::min(limit - longest, max_tokens) + longest;
 }
 
+// How likely the model itself, at temperature 1, finds the new tokens: natural logarithms.
+class LogProbs {
+ public:
+  // begin_token: as the prompts were given to the model.
+  LogProbs(Engine& engine, const Tokenizer& tokenizer, FfnPolicy policy, bool begin_token)
+      : tokenizer_(tokenizer), scorer_(engine.scorer(policy)), begin_token_(begin_token) {}
+
+  static ScorerPlan plan(int64_t capacity) {
+    return {.tokens = capacity, .sequences = 1, .length = capacity};
+  }
+
+  std::vector<float> of(const std::string& prompt, const std::vector<int32_t>& new_ids) const {
+    if (new_ids.empty()) return {};
+    std::vector<int32_t> ids = prompt_ids(scorer_->config(), tokenizer_, prompt, begin_token_);
+    std::vector<int64_t> rows;
+    for (size_t i = 0; i < new_ids.size(); ++i) {
+      rows.push_back(std::ssize(ids) - 1);
+      ids.push_back(new_ids[i]);
+    }
+    ids.pop_back();  // nothing follows the last one
+    const ForwardSequence sequence{.tokens = std::ssize(ids)};
+    std::vector<float> values(new_ids.size());
+    scorer_->score({.ids = ids, .sequences = {&sequence, 1}, .rows = rows, .targets = new_ids},
+                   values);
+    for (float& value : values) value = -value;
+    return values;
+  }
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::unique_ptr<Scorer> scorer_;
+  bool begin_token_;
+};
+
 // Writes generations in the order of their prompts: as they come where there is one prompt, else
 // as soon as all before them are done. Prompts with a fault are told on stderr.
 class Output {
  public:
-  Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts)
+  // log_probs: added to the JSON lines; null: none.
+  Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts,
+         const LogProbs* log_probs)
       : prompts_(prompts),
+        log_probs_(log_probs),
         streams_(prompts.size() == 1 && !arguments.json),
         json_(arguments.json),
         echo_(!arguments.chat),
@@ -170,19 +208,21 @@ class Output {
                           generation.text));
   }
 
-  static std::string json_line(const Generation& generation, const std::string& prompt) {
-    const nlohmann::json line = {{"prompt", prompt},
-                                 {"text", generation.text},
-                                 {"ids", generation.ids},
-                                 {"prompt_tokens", generation.prompt_tokens},
-                                 {"tokens", generation.ids.size()},
-                                 {"stop", stop_reason_name(generation.reason)},
-                                 {"prefill_s", generation.prefill_seconds},
-                                 {"decode_s", generation.decode_seconds}};
+  std::string json_line(const Generation& generation, const std::string& prompt) const {
+    nlohmann::json line = {{"prompt", prompt},
+                           {"text", generation.text},
+                           {"ids", generation.ids},
+                           {"prompt_tokens", generation.prompt_tokens},
+                           {"tokens", generation.ids.size()},
+                           {"stop", stop_reason_name(generation.reason)},
+                           {"prefill_s", generation.prefill_seconds},
+                           {"decode_s", generation.decode_seconds}};
+    if (log_probs_ != nullptr) line["log_probs"] = log_probs_->of(prompt, generation.ids);
     return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   }
 
   const std::vector<Prompt>& prompts_;
+  const LogProbs* log_probs_;
   bool streams_, json_, echo_;
   bool first_ = true;
   std::vector<std::optional<Generation>> done_;
@@ -238,13 +278,17 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const SessionOptions planned{.slots = std::min(arguments.batch, std::ssize(prompts)),
                                .capacity = session_capacity(config, tokenizer, prompts, options),
                                .ffn = policy};
-  const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
+  EnginePlan plan{.session = planned, .scorer = std::nullopt};
+  if (arguments.log_probs) plan.scorer = LogProbs::plan(planned.capacity);
+  const std::unique_ptr<Engine> engine = load_engine(common, plan);
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
   options.stop_tokens = stop_tokens(config, tokenizer, chat ? &*chat : nullptr);
   options.cancel = &stop;
-  Output output(arguments, prompts);
+  std::optional<LogProbs> log_probs;
+  if (arguments.log_probs) log_probs.emplace(*engine, tokenizer, policy, options.begin_token);
+  Output output(arguments, prompts, log_probs ? &*log_probs : nullptr);
   options.on_text = output.on_text();
   std::vector<size_t> asked;  // the prompt of each request
   Generator generator(*session, tokenizer, [&](int64_t request, Generation generation) {
@@ -296,8 +340,15 @@ void add_generate_command(Command& root, CommonOptions& common) {
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union");
-  command.flag("--json", &arguments->json,
-               "Print a JSON object per prompt, a line each, instead of the text");
+  Option& json = command.flag("--json", &arguments->json,
+                              "Print a JSON object per prompt, a line each, instead of the text");
+  command
+      .flag("--log-probs", &arguments->log_probs,
+            "Also the natural logarithm of each new token's probability, at temperature 1")
+      .needs(json);
+  command.flag(
+      "", "--no-bos", &options.begin_token,
+      "Prompts without the begin token that the tokenizer's template puts in front of texts");
   command.flag("--quiet", &arguments->quiet, "Leave out the line of figures at the end");
   command.group("Sampling");
   command.value("--temperature", &options.sampler.temperature, "X",

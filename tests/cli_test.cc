@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -629,6 +630,20 @@ TEST_F(CliTest, APromptThatDoesNotFit) {
                  "the prompt has ");
   const auto line = nlohmann::json::parse(some.out.substr(0, some.out.find('\n')));
   EXPECT_EQ(line["ids"].size(), line["tokens"]);
+  EXPECT_FALSE(line.contains("log_probs"));
+
+  // The most likely token is at least as likely as one in 300, and no likelier than certain.
+  const Result scored = run({"generate", "--checkpoint", "one", "--prompt", "a", "--max-tokens",
+                             "3", "--temperature", "0", "--json", "--log-probs"});
+  ASSERT_EQ(scored.code, 0) << scored.err;
+  const auto log_probs = nlohmann::json::parse(scored.out)["log_probs"];
+  ASSERT_EQ(log_probs.size(), 3u);
+  for (const auto& value : log_probs) {
+    EXPECT_GE(value.get<double>(), std::log(1.0 / 300.0));
+    EXPECT_LT(value.get<double>(), 0.0);
+  }
+  expect_refused({"generate", "--checkpoint", "one", "--prompt", "a", "--log-probs"},
+                 "--log-probs needs --json");
 }
 
 // More steps than a finished run had: it goes on, with the warm-up that it began with.
