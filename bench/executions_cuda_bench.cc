@@ -3,7 +3,7 @@
 // GEMM for Hopper and the portable one against cuBLASLt's GEMM with ReLU; tile-union and row-fused
 // against dense up and down. Correctness first, then time.
 //   executions_cuda_bench --patterns FILE [--layer N]... [--nnz K]... [--tokens M] [--jsonl FILE]
-// The gate GEMMs run on random operands with a bias that gives the pattern's mean non-zeros.
+// The gate GEMMs run on random operands whose bias gives the mean of the pattern's non-zeros.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cuda_bench.h"
+#include "bench/harness_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
@@ -32,13 +32,13 @@ struct Options {
 };
 
 nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
-                       const Pattern& pattern) {
-  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+                       const FfnPattern& pattern) {
+  const auto tokens = pattern.tokens();
   const int64_t width = options.width, ffn = options.ffn;
   auto host_x = random_operand(tokens * width, 1, 1.0f);
   auto host_gate = random_operand(ffn * width, 4, 0.02f);
   fill_first_column(host_x, width, 1.0f);
-  fill_first_column(host_gate, width, gate_bias(pattern.mean(), ffn, width));
+  fill_first_column(host_gate, width, gate_bias(pattern.nnz_per_token(), ffn, width));
   const auto x = upload(host_x), w_gate = upload(host_gate);
   const auto w_up = upload(random_operand(ffn * width, 2, 0.02f));
   const auto w_down = upload(random_operand(ffn * width, 3, 0.02f));
@@ -49,8 +49,8 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   const auto y = poisoned<__nv_bfloat16>(tokens * width);
   const auto union_y = poisoned<__nv_bfloat16>(tokens * width);
   dense.tune(ctx, weights, x.data(), dense_y.data());
-  const GateOnDevice gate(pattern, ffn, dense.gate_values());
-  SparseUpDownCuda up_down{tokens,   width,       ffn,           gate.packed,
+  const TwellBuffersCuda gate = pattern_to_device(pattern, ffn, /*seed=*/5, dense.gate_values());
+  SparseUpDownCuda up_down{tokens,   width,       ffn,           gate.view(),
                            x.data(), w_up.data(), w_down.data(), y.data()};
   SparseUpDownCuda union_up_down = up_down;
   union_up_down.y = union_y.data();
@@ -63,17 +63,11 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   TWELL_CHECK(difference < std::ldexp(1.0, -7), "{}: row-fused differs by {} from dense",
               pattern.name, difference);
 
-  const TwellShape shape{tokens, ffn, 256, 8};
-  const DeviceBuffer<uint32_t> words(shape.words());
-  const DeviceBuffer<BF16> spill(shape.max_spill_slots() * shape.tile);
-  const DeviceBuffer<int32_t> row_nnz(tokens);
-  const GateGemmCuda gate_gemm{
-      tokens,        width,
-      ffn,           x.data(),
-      w_gate.data(), {shape, words.data(), spill.data(), shape.max_spill_slots(), row_nnz.data()}};
+  const TwellBuffersCuda made(gate.shape);  // what a gate GEMM writes
+  const GateGemmCuda gate_gemm{tokens, width, ffn, x.data(), w_gate.data(), made.view()};
   const bool hopper = gate_gemm_unsupported(ctx, gate_gemm).empty();
-  const auto times = Stopwatch(stream).run(
-      options.rounds,
+  const auto times = time_pieces(
+      stream.get(), options.rounds,
       {[&] { dense.gate(ctx, weights, x.data()); }, [&] { gate_gemm_sm80_cuda(ctx, gate_gemm); },
        [&] {
          if (hopper) gate_gemm_cuda(ctx, gate_gemm);
@@ -95,19 +89,19 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["tokens"] = tokens;
   row["width"] = width;
   row["ffn"] = ffn;
-  row["nnz_per_token"] = pattern.mean();
+  row["nnz_per_token"] = pattern.nnz_per_token();
   row["difference_to_dense"] = difference;
   for (size_t i = 0; i < times.size(); ++i) {
     if (!hopper && (i == 2 || i == 5)) continue;
-    row[std::string(names[i]) + "_ms"] = times[i].json();
+    row[std::string(names[i]) + "_ms"] = timing_json(times[i]);
   }
   row["portable_speedup"] = times[6].median / times[7].median;
   fmt::print(
       "{:12} {:6} {:7.1f}  {:.3f} {:.3f} {:.3f}   {:.3f} {:.3f} {:.3f}   {:.3f} {:.3f} = {:.2f}x  "
       "{:.1e}\n",
-      pattern.name, tokens, pattern.mean(), times[0].median, times[2].median, times[1].median,
-      times[3].median, times[5].median, times[4].median, times[6].median, times[7].median,
-      times[6].median / times[7].median, difference);
+      pattern.name, tokens, pattern.nnz_per_token(), times[0].median, times[2].median,
+      times[1].median, times[3].median, times[5].median, times[4].median, times[6].median,
+      times[7].median, times[6].median / times[7].median, difference);
   std::fflush(stdout);
   return row;
 }
@@ -116,15 +110,17 @@ void run(const Options& options) {
   const TestStream stream;
   CudaContext ctx(stream.get());
   JsonLines lines(ctx, "cuBLASLt, fastest proposal", options.jsonl);
-  std::vector<Pattern> patterns;
-  if (!options.patterns.empty()) patterns = read_patterns(options.patterns, options.layers);
+  std::vector<FfnPattern> patterns;
+  if (!options.patterns.empty())
+    patterns = read_patterns(options.patterns, options.layers, options.ffn);
   for (const double nnz : options.nnz) {
-    patterns.push_back(random_pattern(options.tokens, options.ffn, nnz));
+    patterns.push_back(random_pattern(fmt::format("random {:g}", nnz), options.tokens, options.ffn,
+                                      nnz / static_cast<double>(options.ffn), /*seed=*/5));
   }
   fmt::print("{}, CUDA driver {}, D {}, F {}; ms; gate: dense, Hopper, portable; after the gate: ",
              ctx.device_name(), lines.driver(), options.width, options.ffn);
   fmt::print("dense, tile-union, row-fused; layer: dense, portable\n");
-  for (const Pattern& pattern : patterns) lines.write(measure(ctx, stream, options, pattern));
+  for (const FfnPattern& pattern : patterns) lines.write(measure(ctx, stream, options, pattern));
 }
 
 }  // namespace

@@ -2,10 +2,11 @@
 // One feed-forward layer for a few tokens on the GPU, against the dense layer through tuned
 // cuBLASLt in the same run. Correctness first, then time.
 //   few_token_cuda_bench [--tokens M]... [--nnz K]... [--jsonl FILE]
-// Weights that stay in the L2 would flatter both sides, so a CUDA graph holds two passes over
-// --sets copies of them, a layer each, as decoding does; times are per layer. About K random
-// neurons fire per token: x[:, 0] is 1 and w_gate[:, 0] a bias. The floor is the time to read the
-// gate weight and the rows of the others that fire once, at 4.3 TB/s.
+// Weights must not stay in the L2, as they do not in decoding, so a CUDA graph holds two passes
+// over
+// --sets copies of them, a layer each; times are per layer. About K random neurons are active per
+// token, because x[:, 0] is 1 and w_gate[:, 0] a bias. The floor is the time to read the gate
+// weight and the rows of up and down of active neurons once, at 4.3 TB/s.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -14,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cuda_bench.h"
+#include "bench/harness_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 #include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
 
@@ -70,17 +71,17 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
     }
   };
   const double layers = 2.0 * static_cast<double>(sets.size());
-  auto times = Stopwatch(stream).run(
-      options.rounds, {[&] {
-                         for (size_t i = 0; i < 2 * sets.size(); ++i) {
-                           dense.forward(ctx, sets[i % sets.size()].view(), x, dense_y.data());
-                         }
-                       },
-                       [&] { sparse_layers(false); }, [&] { sparse_layers(true); }});
+  auto times = time_pieces(stream.get(), options.rounds,
+                           {[&] {
+                              for (size_t i = 0; i < 2 * sets.size(); ++i) {
+                                dense.forward(ctx, sets[i % sets.size()].view(), x, dense_y.data());
+                              }
+                            },
+                            [&] { sparse_layers(false); }, [&] { sparse_layers(true); }});
   for (Timing& t : times) {  // microseconds per layer
     t = {t.median * 1e3 / layers, t.p10 * 1e3 / layers, t.p90 * 1e3 / layers};
   }
-  // Random neurons: those that fire for at least one token.
+  // Random neurons that are active for at least one token.
   const double density = static_cast<double>(fired.nnz) / static_cast<double>(tokens * ffn);
   const double neurons =
       static_cast<double>(ffn) * (1.0 - std::pow(1.0 - density, static_cast<double>(tokens)));
@@ -104,7 +105,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["difference_to_dense"] = difference;
   const char* names[] = {"dense", "few_token", "few_token_constant_weights"};
   for (size_t i = 0; i < times.size(); ++i) {
-    row[std::string(names[i]) + "_us"] = times[i].json();
+    row[std::string(names[i]) + "_us"] = timing_json(times[i]);
   }
   row["speedup"] = ratio;
   row["speedup_constant_weights"] = early_ratio;

@@ -13,14 +13,15 @@ namespace {
 void run(benchmark::State& state, int64_t tokens, double density, bool gated) {
   Context ctx;
   const FfnBenchmark options{.gated = gated};
-  const FfnPattern pattern = random_pattern(tokens, options.ffn, density, 1);
+  const FfnPattern pattern = random_pattern("random", tokens, options.ffn, density, 1);
   for (auto _ : state) {
     for (const FfnBenchmarkRow& row : benchmark_ffn(ctx, options, pattern)) {
       if (row.policy != FfnPolicy::kAuto) {
-        state.counters[std::string(ffn_execution_name(row.execution)) + "_ms"] = row.median_s * 1e3;
+        state.counters[std::string(ffn_execution_name(row.execution)) + "_ms"] =
+            row.time.median * 1e3;
         continue;
       }
-      state.SetIterationTime(row.median_s);
+      state.SetIterationTime(row.time.median);
       state.SetLabel(std::string(ffn_execution_name(row.execution)));
       state.counters["speedup"] = row.speedup;
       state.counters["nnz"] = row.nnz_per_token;

@@ -11,7 +11,6 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
-#include "twell/base/rounding.h"
 #include "twell/ops/matmul/matmul.h"
 
 namespace twell {
@@ -44,10 +43,10 @@ void fill_orthonormal(Context& ctx, MatrixF x, uint64_t seed) {
   });
 }
 
-// The layer, and inputs on which its gate fires as in the pattern.
+// The layer, and inputs on which its gate gives the pattern.
 struct Layer {
   Layer(Context& ctx, const FfnBenchmark& options, const FfnPattern& pattern)
-      : tokens(std::ssize(pattern.row_nnz)),
+      : tokens(pattern.tokens()),
         x(tokens * options.width),
         gate(options.gated ? options.ffn * options.width : 0),
         up(options.ffn * options.width),
@@ -57,12 +56,12 @@ struct Layer {
     fill_orthonormal(ctx, x.matrix(tokens, d), options.seed);
     fill_normal(ctx, up, options.seed + 1, 1.0f);
     fill_normal(ctx, down, options.seed + 2, 0.02f);
-    Buffer<float> wanted(tokens * f);  // G: away from 0, so that no rounding changes a sign
+    Buffer<float> wanted(tokens * f);  // G, away from 0, so that rounding changes no sign
     fill_normal(ctx, wanted, options.seed + 3, 1.0f);
     for (float& value : wanted.span()) value = -std::abs(value) - 0.05f;
     for (int64_t row = 0, at = 0; row < tokens; ++row) {
       for (int32_t i = 0; i < pattern.row_nnz[static_cast<size_t>(row)]; ++i, ++at) {
-        float& value = wanted[row * f + pattern.column[static_cast<size_t>(at)]];
+        float& value = wanted[row * f + pattern.columns[static_cast<size_t>(at)]];
         value = -value;
       }
     }
@@ -113,8 +112,8 @@ double squared_norm(const float* a, const float* b, int64_t n) {  // of a - b
   return sum;
 }
 
-// Largest |y - expected| of a token, relative to |expected|. A token whose few terms happen to
-// cancel is judged by what its non-zeros usually amount to: sqrt(row_nnz) typical terms.
+// Largest |y - expected| of a token, relative to |expected|, or, where its few terms happen to
+// cancel, to the norm that row_nnz typical terms have.
 double largest_row_error(MatrixF y, MatrixF expected, std::span<const int32_t> row_nnz) {
   const std::vector<float> zero(static_cast<size_t>(y.cols), 0.0f);
   double total = 0.0;
@@ -129,85 +128,44 @@ double largest_row_error(MatrixF y, MatrixF expected, std::span<const int32_t> r
     const double usual = total / nnz * row_nnz[static_cast<size_t>(row)];
     const double norm = squared_norm(expected.row(row), zero.data(), y.cols);
     const double error = std::sqrt(difference / std::max(norm, usual));
-    if (!(error <= largest)) largest = error;  // takes a NaN, too
+    if (!(error <= largest)) largest = error;  // true for NaN too
     if (std::isnan(largest)) return largest;
   }
   return largest;
 }
 
-double percentile(std::vector<double> values, double fraction) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(fraction * static_cast<double>(values.size() - 1) + 0.5)];
-}
-
-FfnBenchmarkRow summarize(const FfnPattern& pattern, const Subject& subject, const Subject& dense,
-                          double error) {
+FfnBenchmarkRow row_of(const FfnPattern& pattern, const Subject& subject, const Subject& dense,
+                       double error) {
   FfnBenchmarkRow row;
   row.pattern = pattern.name;
   row.policy = subject.plan.policy;
   row.execution = subject.plan.execution;
-  row.tokens = std::ssize(pattern.row_nnz);
+  row.tokens = pattern.tokens();
   row.nnz_per_token = subject.plan.nnz_per_token();
   row.max_row_nnz = subject.plan.max_row_nnz;
   row.error = error;
-  row.median_s = percentile(subject.seconds, 0.5);
-  row.p10_s = percentile(subject.seconds, 0.1);
-  row.p90_s = percentile(subject.seconds, 0.9);
+  row.time = summarize(subject.seconds);
   std::vector<double> ratios(subject.seconds.size());
   std::transform(dense.seconds.begin(), dense.seconds.end(), subject.seconds.begin(),
                  ratios.begin(), std::divides<>());
-  row.speedup = percentile(ratios, 0.5);
+  row.speedup = summarize(std::move(ratios)).median;
   return row;
 }
 
 void check_fits(const FfnBenchmark& options, const FfnPattern& pattern) {
-  const int64_t tokens = std::ssize(pattern.row_nnz);
+  const int64_t tokens = pattern.tokens();
   TWELL_REQUIRE(tokens >= 1 && tokens <= options.width,
                 "the FFN benchmark takes between 1 token and as many as the width of {}, got {}",
                 options.width, tokens);
   TWELL_REQUIRE(options.repeats >= 1, "the number of timed rounds must be positive, got {}",
                 options.repeats);
-  for (const uint32_t column : pattern.column) {
+  for (const uint32_t column : pattern.columns) {
     TWELL_REQUIRE(column < options.ffn, "pattern {} names neuron {} of a layer of {}", pattern.name,
                   column, options.ffn);
   }
 }
 
 }  // namespace
-
-FfnPattern random_pattern(int64_t tokens, int64_t ffn, double density, uint64_t seed) {
-  FfnPattern out;
-  out.name = fmt::format("random {:g}%", density * 100.0);
-  for (int64_t row = 0; row < tokens; ++row) {
-    int32_t nnz = 0;
-    for (int64_t n = 0; n < ffn; ++n) {
-      if (uniform(seed, static_cast<uint64_t>(row), static_cast<uint64_t>(n)) >= density) continue;
-      out.column.push_back(static_cast<uint32_t>(n));
-      ++nnz;
-    }
-    out.row_nnz.push_back(nnz);
-  }
-  return out;
-}
-
-FfnPattern captured_pattern(std::string name, std::span<const uint16_t> row_nnz,
-                            std::span<const uint16_t> column, int64_t begin, int64_t count) {
-  TWELL_REQUIRE(begin >= 0 && begin < std::ssize(row_nnz) && count >= 1,
-                "pattern {} has {} tokens; {} from token {} on were asked for", name,
-                row_nnz.size(), count, begin);
-  std::vector<size_t> first(row_nnz.size() + 1);  // of each token's neurons
-  std::inclusive_scan(row_nnz.begin(), row_nnz.end(), first.begin() + 1, std::plus<>(), size_t{0});
-  TWELL_REQUIRE(first.back() <= column.size(), "pattern {} lists {} neurons, its counts need {}",
-                name, column.size(), first.back());
-  FfnPattern out{.name = std::move(name)};
-  for (int64_t i = 0; i < count; ++i) {
-    const auto token = static_cast<size_t>((begin + i) % std::ssize(row_nnz));
-    out.row_nnz.push_back(row_nnz[token]);
-    const auto neurons = column.subspan(first[token], row_nnz[token]);
-    out.column.insert(out.column.end(), neurons.begin(), neurons.end());
-  }
-  return out;
-}
 
 std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& options,
                                            const FfnPattern& pattern) {
@@ -216,7 +174,8 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
   std::vector<Subject> subjects;
   for (const FfnPolicy policy : kPolicies) subjects.emplace_back(policy, layer, options.width);
 
-  // Correctness first, which is also the warm-up. Rounding in sums of D and F terms.
+  // Correctness first, which is also the warm-up. The tolerance is the rounding of sums of D and F
+  // terms.
   const double tolerance = std::numeric_limits<float>::epsilon() *
                            std::sqrt(static_cast<double>(options.width + options.ffn));
   std::vector<double> errors;
@@ -230,7 +189,7 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
     TWELL_CHECK(errors.back() <= tolerance, "{} is off by {} from dense on pattern {}",
                 ffn_execution_name(subject.plan.execution), errors.back(), pattern.name);
   }
-  // Each round starts with another execution: what one leaves in the caches helps them in turn.
+  // Each round starts with another execution, so that the contents of the caches favour none.
   for (size_t round = 0; round < static_cast<size_t>(options.repeats); ++round) {
     for (size_t i = 0; i < subjects.size(); ++i) {
       subjects[(i + round) % subjects.size()].run_timed(ctx, layer);
@@ -238,29 +197,9 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
   }
   std::vector<FfnBenchmarkRow> rows;
   for (size_t i = 0; i < subjects.size(); ++i) {
-    rows.push_back(summarize(pattern, subjects[i], subjects[0], errors[i]));
+    rows.push_back(row_of(pattern, subjects[i], subjects[0], errors[i]));
   }
   return rows;
-}
-
-FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to) {
-  TWELL_REQUIRE(from > 0 && to > 0, "a pattern of {} neurons stretched to {}", from, to);
-  FfnPattern out{.name = pattern.name};
-  size_t next = 0;
-  for (const int32_t nnz : pattern.row_nnz) {
-    int32_t stretched = 0;
-    for (int32_t i = 0; i < nnz; ++i, ++next) {
-      const int64_t neuron = pattern.column[next];
-      TWELL_REQUIRE(neuron < from, "{}: neuron {} of a layer of {}", pattern.name, neuron, from);
-      // The j with floor(j from / to) = neuron.
-      const int64_t end = ceil_div((neuron + 1) * to, from);
-      for (int64_t j = ceil_div(neuron * to, from); j < end; ++j, ++stretched) {
-        out.column.push_back(static_cast<uint32_t>(j));
-      }
-    }
-    out.row_nnz.push_back(stretched);
-  }
-  return out;
 }
 
 }  // namespace twell

@@ -2,12 +2,10 @@
 #include "bench/ffn_benchmark_cuda.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <numeric>
 
-#include "twell/base/cuda_testing.h"
-#include "twell/base/gpu_energy.h"
+#include "bench/harness_cuda.h"
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 
@@ -15,117 +13,8 @@ namespace twell {
 namespace {
 
 using Values = DeviceBuffer<__nv_bfloat16>;
-using Piece = std::function<void()>;
 
 constexpr int64_t kL2Copies = 4;  // of the weights for a few tokens
-constexpr int kWarmUps = 2;
-
-// bf16 from a uniform distribution of the given standard deviation: fast to draw, never zeros.
-std::vector<__nv_bfloat16> random_operand(int64_t n, uint64_t seed, uint64_t stream, float scale) {
-  std::vector<__nv_bfloat16> values(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; i += 4) {
-    const auto bits = philox(seed, stream, static_cast<uint64_t>(i));
-    for (int64_t j = 0; j < std::min<int64_t>(4, n - i); ++j) {
-      const float u = static_cast<float>(bits[static_cast<size_t>(j)]) * 0x1p-32f - 0.5f;
-      values[static_cast<size_t>(i + j)] = __float2bfloat16(u * std::sqrt(12.0f) * scale);
-    }
-  }
-  return values;
-}
-
-double relative_difference(const Values& a, const Values& b) {
-  const auto x = download(a), y = download(b);
-  double difference = 0.0, size = 0.0;
-  for (size_t i = 0; i < x.size(); ++i) {
-    const double u = __bfloat162float(x[i]), v = __bfloat162float(y[i]);
-    difference += (u - v) * (u - v);
-    size += v * v;
-  }
-  return size == 0.0 ? difference : std::sqrt(difference / size);
-}
-
-// Quantile of the standard normal, by bisection.
-double normal_quantile(double p) {
-  double low = -10.0, high = 10.0;
-  for (int i = 0; i < 60; ++i) {
-    const double middle = 0.5 * (low + high);
-    (0.5 * std::erfc(-middle / std::sqrt(2.0)) < p ? low : high) = middle;
-  }
-  return low;
-}
-
-class Stopwatch {
- public:
-  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {}
-
-  double milliseconds(const CudaGraph& graph) const {
-    begin_.record(stream_);
-    graph.launch(stream_);
-    end_.record(stream_);
-    end_.synchronize();
-    return end_.milliseconds_since(begin_);
-  }
-  // Rounds run every piece once, so that all see the same clocks. `repeats`: how often the work is
-  // in its piece.
-  std::vector<FfnCudaTiming> rounds(int count, const std::vector<Piece>& pieces,
-                                    double repeats) const {
-    std::vector<CudaGraph> graphs;
-    for (const Piece& piece : pieces) graphs.emplace_back(stream_, piece);
-    std::vector<std::vector<double>> times(pieces.size());
-    for (int round = -kWarmUps; round < count; ++round) {
-      for (size_t i = 0; i < pieces.size(); ++i) {
-        const double elapsed = milliseconds(graphs[i]) / repeats;
-        if (round >= 0) times[i].push_back(elapsed);
-      }
-    }
-    std::vector<FfnCudaTiming> result;
-    for (auto& t : times) {
-      std::sort(t.begin(), t.end());
-      result.push_back({t[t.size() / 2], t[t.size() / 10], t[t.size() * 9 / 10]});
-    }
-    return result;
-  }
-
- private:
-  cudaStream_t stream_;
-  CudaEvent begin_{CudaEvent::Timing::kOn}, end_{CudaEvent::Timing::kOn};
-};
-
-// Joules of one run of the piece, over at least `seconds`; 0 when there is no counter. The window
-// begins and ends where the counter steps, which it does some ten times a second.
-double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const Piece& piece,
-                      double seconds) {
-  if (seconds <= 0.0 || !meter.unavailable().empty()) return 0.0;
-  const CudaGraph graph(ctx.stream(), piece);
-  using Clock = std::chrono::steady_clock;
-  int64_t runs = 0;
-  // Keeps the GPU busy until the counter steps, and says what it stands at then.
-  const auto next_step = [&] {
-    const double before = meter.joules();
-    double now = before;
-    while (now == before) {
-      for (int i = 0; i < 8; ++i, ++runs) graph.launch(ctx.stream());
-      TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-      now = meter.joules();
-    }
-    return now;
-  };
-  next_step();
-  const double from = next_step();
-  const auto start = Clock::now();
-  runs = 0;
-  double to = from;
-  while (to == from || std::chrono::duration<double>(Clock::now() - start).count() < seconds) {
-    to = next_step();
-  }
-  return (to - from) / static_cast<double>(runs);
-}
-
-GpuEnergyMeter energy_meter(const CudaContext& ctx) {
-  char bus_id[32] = {};
-  TWELL_CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), ctx.device()));
-  return GpuEnergyMeter(bus_id);
-}
 
 // Operands of one layer: x, and weights of the usual scale.
 struct Layer {
@@ -133,66 +22,14 @@ struct Layer {
   FfnWeightsCuda weights() const { return {w_gate.data(), w_up.data(), w_down.data()}; }
 };
 
-// TwELL of the pattern with random positive values, and the same gate dense.
-struct PatternOnDevice {
-  TwellShape shape;
-  DeviceBuffer<uint32_t> words;
-  DeviceBuffer<BF16> spill;
-  DeviceBuffer<int32_t> row_nnz;
-  TwellPacked packed;
-
-  PatternOnDevice(const FfnPattern& pattern, int64_t ffn, uint64_t seed, __nv_bfloat16* dense)
-      : shape{static_cast<int64_t>(pattern.row_nnz.size()), ffn, 256, 8} {
-    const auto tiles = static_cast<size_t>(shape.tiles());
-    std::vector<uint32_t> host_words(static_cast<size_t>(shape.words()), 0xffffffffu);
-    std::vector<BF16> host_spill;
-    std::vector<uint16_t> all(static_cast<size_t>(shape.rows * ffn));
-    std::vector<std::vector<uint32_t>> entries(tiles);
-    size_t next = 0;
-    for (int64_t row = 0; row < shape.rows; ++row) {
-      for (auto& tile : entries) tile.clear();
-      for (int i = 0; i < pattern.row_nnz[static_cast<size_t>(row)]; ++i, ++next) {
-        const int64_t column = pattern.column[next];
-        const uint16_t bits = to_bf16(0.05f + uniform(seed, 1, next)).bits;
-        entries[static_cast<size_t>(column / 256)].push_back(
-            TwellWord<uint32_t>::from_bits(column, bits));
-        all[static_cast<size_t>(row * ffn + column)] = bits;
-      }
-      for (size_t t = 0; t < tiles; ++t) {
-        uint32_t* out = host_words.data() + shape.offset(row, static_cast<int64_t>(t));
-        out[0] = static_cast<uint32_t>(entries[t].size());
-        if (static_cast<int64_t>(entries[t].size()) <= shape.capacity()) {
-          std::copy(entries[t].begin(), entries[t].end(), out + 1);
-          continue;
-        }
-        const size_t slot = host_spill.size() / 256;
-        out[1] = static_cast<uint32_t>(slot);
-        host_spill.resize(host_spill.size() + 256);
-        for (const uint32_t entry : entries[t]) {
-          host_spill[slot * 256 + entry % 256] = BF16{static_cast<uint16_t>(entry >> 16)};
-        }
-      }
-    }
-    if (host_spill.empty()) host_spill.resize(256);
-    words = upload(host_words);
-    spill = upload(host_spill);
-    row_nnz = upload(pattern.row_nnz);
-    packed = {shape, words.data(), spill.data(), static_cast<int64_t>(host_spill.size() / 256),
-              row_nnz.data()};
-    TWELL_CUDA_CHECK(cudaMemcpy(dense, all.data(), all.size() * 2, cudaMemcpyHostToDevice));
-    synchronize_default_stream();
-  }
-};
-
-// What all rows of a pattern share.
+// The fields that all rows of a pattern share.
 FfnCudaRow row_of(const FfnPattern& pattern, FfnExecution execution) {
   FfnCudaRow row;
   row.pattern = pattern.name;
   row.execution = execution;
-  row.tokens = static_cast<int64_t>(pattern.row_nnz.size());
-  row.nnz_per_token =
-      static_cast<double>(pattern.column.size()) / static_cast<double>(pattern.row_nnz.size());
-  row.max_row_nnz = *std::max_element(pattern.row_nnz.begin(), pattern.row_nnz.end());
+  row.tokens = pattern.tokens();
+  row.nnz_per_token = pattern.nnz_per_token();
+  row.max_row_nnz = pattern.max_row_nnz();
   return row;
 }
 
@@ -202,13 +39,13 @@ void require_same(const FfnCudaRow& row) {
               row.pattern, ffn_execution_name(row.execution), row.error);
 }
 
-// Fills in what follows from the timings, which dense leads.
+// Fills in what follows from the timings; the first row is dense.
 void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector<Piece>& layers,
             double repeats, const GpuFfnChoice& choice, std::vector<FfnCudaRow>& rows) {
   const GpuEnergyMeter meter = energy_meter(ctx);
   for (size_t i = 0; i < rows.size(); ++i) {
     FfnCudaRow& row = rows[i];
-    row.speedup = rows[0].layer.median_ms / row.layer.median_ms;
+    row.speedup = rows[0].layer.median / row.layer.median;
     row.chosen = row.execution == choice.execution;
     row.reason = choice.reason;
     row.millijoules_per_token = joules_per_run(ctx, meter, layers[i], options.energy_seconds) *
@@ -225,31 +62,22 @@ GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int6
   return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
 
-// Many tokens: the given pattern after the gate, random operands in the gate GEMM.
+// Many tokens: the gate GEMM runs on random operands, the rest of the layer on the given pattern.
 std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
                                  const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
-  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+  const auto tokens = pattern.tokens();
   TWELL_REQUIRE(o.gated,
                 "a pattern of {} tokens can be replayed in a gated layer only; fewer tokens run a "
                 "non-gated one",
                 tokens);
-  auto host_x = random_operand(tokens * o.width, o.seed, 1, 1.0f);
-  auto host_gate = random_operand(o.ffn * o.width, o.seed, 4, 0.02f);
-  // x[:, 0] is 1 and w_gate[:, 0] the bias; the rest of a gate has deviation 0.02 sqrt(D - 1).
-  const double share = static_cast<double>(pattern.column.size()) /
-                       (static_cast<double>(tokens) * static_cast<double>(o.ffn));
-  const auto bias = static_cast<float>(0.02 * std::sqrt(static_cast<double>(o.width - 1)) *
-                                       normal_quantile(std::clamp(share, 1e-6, 1.0 - 1e-6)));
-  for (size_t i = 0; i < host_x.size(); i += static_cast<size_t>(o.width)) {
-    host_x[i] = __float2bfloat16(1.0f);
-  }
-  for (size_t i = 0; i < host_gate.size(); i += static_cast<size_t>(o.width)) {
-    host_gate[i] = __float2bfloat16(bias);
-  }
+  auto host_x = random_operand(tokens * o.width, 1, 1.0f, o.seed);
+  auto host_gate = random_operand(o.ffn * o.width, 4, 0.02f, o.seed);
+  fill_first_column(host_x, o.width, 1.0f);
+  fill_first_column(host_gate, o.width, gate_bias(pattern.nnz_per_token(), o.ffn, o.width));
   const Layer layer{upload(host_x), upload(host_gate),
-                    upload(random_operand(o.ffn * o.width, o.seed, 2, 0.02f)),
-                    upload(random_operand(o.ffn * o.width, o.seed, 3, 0.02f))};
+                    upload(random_operand(o.ffn * o.width, 2, 0.02f, o.seed)),
+                    upload(random_operand(o.ffn * o.width, 3, 0.02f, o.seed))};
   const FfnWeightsCuda weights = layer.weights();
   const __nv_bfloat16* x = layer.x.data();
 
@@ -257,27 +85,21 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const Values dense_y = poisoned<__nv_bfloat16>(tokens * o.width);
   const Values y = poisoned<__nv_bfloat16>(tokens * o.width);
   dense.tune(ctx, weights, x, dense_y.data());
-  const PatternOnDevice gate(pattern, o.ffn, o.seed, dense.gate_values());
+  const TwellBuffersCuda gate = pattern_to_device(pattern, o.ffn, o.seed, dense.gate_values());
   dense.up_down(ctx, weights, x, dense_y.data());
   const DeviceBuffer<ActivityCuda> counts = upload(std::vector<ActivityCuda>(1));
   SparseUpDownCuda up_down{.tokens = tokens,
                            .width = o.width,
                            .ffn = o.ffn,
-                           .gate = gate.packed,
+                           .gate = gate.view(),
                            .x = x,
                            .w_up = weights.w_up,
                            .w_down = weights.w_down,
                            .y = y.data(),
                            .activity = counts.data()};
 
-  const TwellShape shape{tokens, o.ffn, 256, 8};
-  const DeviceBuffer<uint32_t> words(shape.words());
-  const DeviceBuffer<BF16> spill(shape.max_spill_slots() * shape.tile);
-  const DeviceBuffer<int32_t> row_nnz(tokens);
-  const GateGemmCuda gate_gemm{
-      tokens,         o.width,
-      o.ffn,          x,
-      weights.w_gate, {shape, words.data(), spill.data(), shape.max_spill_slots(), row_nnz.data()}};
+  const TwellBuffersCuda made(gate.shape);  // what the gate GEMM writes
+  const GateGemmCuda gate_gemm{tokens, o.width, o.ffn, x, weights.w_gate, made.view()};
   TileUnionWorkspace unions(tokens, o.ffn);
   RowFusedWorkspace rows_workspace(ctx, tokens, o.width);
   const Piece tile_union = [&] { tile_union_up_down_cuda(ctx, up_down, unions); };
@@ -298,7 +120,8 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const GpuFfnChoice choice =
       choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
 
-  // Behind the gate GEMM, tiles of the pattern are taken as that gets tiles of its own done.
+  // Behind the gate GEMM, tile-union takes a tile of the pattern when the GEMM has finished that
+  // tile.
   GateGemmCuda followed_gate = gate_gemm;
   followed_gate.progress = unions.progress(tokens);
   SparseUpDownCuda following = up_down;
@@ -316,7 +139,7 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
       [&] { dense.gate(ctx, weights, x); }, [&] { gate_gemm_cuda(ctx, gate_gemm); },
       [&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union, row_fused};
   pieces.insert(pieces.end(), layers.begin(), layers.end());
-  const auto times = Stopwatch(ctx.stream()).rounds(o.repeats, pieces, 1.0);
+  const auto times = time_pieces(ctx.stream(), o.repeats, pieces);
   for (size_t i = 0; i < 3; ++i) {
     rows[i].gate = times[i == 0 ? 0 : 1];
     rows[i].up_down = times[2 + i];
@@ -326,10 +149,10 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   return rows;
 }
 
-// A few tokens: a layer whose own gate fires as in the pattern. The rows of x are orthogonal up to
+// A layer of few tokens whose own gate gives the pattern. The rows of x are orthogonal up to
 // rounding, of length sqrt(D), so w_gate = G^T x / D.
 Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t copy) {
-  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+  const auto tokens = pattern.tokens();
   std::vector<float> x(static_cast<size_t>(tokens * o.width));
   // Gram-Schmidt on random directions.
   for (int64_t m = 0; m < tokens; ++m) {
@@ -348,7 +171,7 @@ Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t co
   size_t next = 0;
   for (int64_t m = 0; m < tokens; ++m) {
     for (int i = 0; i < pattern.row_nnz[static_cast<size_t>(m)]; ++i) {
-      gate[static_cast<size_t>(m * o.ffn + pattern.column[next++])] = 1.0f;
+      gate[static_cast<size_t>(m * o.ffn + pattern.columns[next++])] = 1.0f;
     }
   }
   std::vector<__nv_bfloat16> w_firing(static_cast<size_t>(o.ffn * o.width));
@@ -371,7 +194,7 @@ Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t co
   std::transform(x.begin(), x.end(), x_bf16.begin(),
                  [](float value) { return __float2bfloat16(value); });
   const auto other = [&](uint64_t stream) {
-    return upload(random_operand(o.ffn * o.width, o.seed + copy, stream, 0.02f));
+    return upload(random_operand(o.ffn * o.width, stream, 0.02f, o.seed + copy));
   };
   Layer layer;
   layer.x = upload(x_bf16);
@@ -388,7 +211,7 @@ Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t co
 std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& options,
                                    const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
-  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+  const auto tokens = pattern.tokens();
   std::vector<Layer> copies;
   for (int64_t copy = 0; copy < kL2Copies; ++copy) {
     copies.push_back(firing_layer(o, pattern, static_cast<uint64_t>(copy)));
@@ -412,9 +235,9 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
                                   row_of(pattern, plans[0].plan.execution)};
   rows[1].error = relative_difference(y, dense_y);
   require_same(rows[1]);
-  TWELL_CHECK(plans[0].plan.nnz == static_cast<int64_t>(pattern.column.size()),
+  TWELL_CHECK(plans[0].plan.nnz == static_cast<int64_t>(pattern.columns.size()),
               "{}: the gate fires {} times, expected {}", pattern.name, plans[0].plan.nnz,
-              pattern.column.size());
+              pattern.columns.size());
   const GpuFfnChoice choice = choice_of(ctx, o, tokens, FfnPolicy::kAuto, plans[0].activity);
   const std::vector<Piece> layers = {[&] {
                                        for (const Layer& layer : copies) {
@@ -425,8 +248,11 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
                                      [&] {
                                        for (const Layer& layer : copies) run(layer);
                                      }};
-  const auto times = Stopwatch(ctx.stream()).rounds(o.repeats, layers, kL2Copies);
-  for (size_t i = 0; i < 2; ++i) rows[i].layer = times[i];
+  const auto times = time_pieces(ctx.stream(), o.repeats, layers);
+  for (size_t i = 0; i < 2; ++i) {
+    const Timing& t = times[i];
+    rows[i].layer = {t.median / kL2Copies, t.p10 / kL2Copies, t.p90 / kL2Copies};
+  }
   finish(ctx, options, layers, kL2Copies, choice, rows);
   return rows;
 }
@@ -440,14 +266,14 @@ std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchm
   TWELL_REQUIRE(o.width > 0 && o.width % 8 == 0 && o.ffn > 0 && o.ffn % 8 == 0,
                 "width {} and FFN size {} must be positive multiples of 8 on a GPU", o.width,
                 o.ffn);
-  for (const uint32_t column : pattern.column) {
+  for (const uint32_t column : pattern.columns) {
     TWELL_REQUIRE(static_cast<int64_t>(column) < o.ffn, "{}: neuron {} of a layer of {}",
                   pattern.name, column, o.ffn);
   }
   TWELL_REQUIRE(ctx.compute_capability() == 90,
                 "this benchmark times Hopper kernels, {} is of compute capability {}.{}",
                 ctx.device_name(), ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  const auto tokens = static_cast<int64_t>(pattern.row_nnz.size());
+  const auto tokens = pattern.tokens();
   const GpuFfnChoice sparse = choice_of(ctx, o, tokens, FfnPolicy::kTileUnion, {});
   return sparse.execution == FfnExecution::kTileUnion ? replayed(ctx, options, pattern)
                                                       : few_tokens(ctx, options, pattern);

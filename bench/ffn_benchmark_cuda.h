@@ -3,14 +3,14 @@
 // the dense one (cuBLASLt, the fastest algorithm it proposes) in the same run, correctness first.
 // Everything is replayed from CUDA graphs, in rounds that run each execution once.
 //
-// Up to 64 tokens the layer is real: x gets orthonormal rows, and w_gate is solved for a gate of
-// the pattern's signs. Several copies of the weights take turns, so that none stays in the cache.
-// With more tokens than D no weights give a wanted pattern. Then what follows the gate runs on the
-// given pattern with random values, and the gate GEMM on random operands that fire as often.
+// Up to 64 tokens the layer's own gate gives the pattern: x has orthonormal rows, and w_gate solves
+// for a gate of the pattern's signs. Several copies of the weights take turns, so that none stays
+// in the L2. With more tokens than D no weights give a wanted pattern; then the up and down
+// products run on the given pattern with random values, and the gate GEMM on random operands of the
+// same mean activity.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,21 +20,17 @@
 
 namespace twell {
 
-struct FfnCudaTiming {
-  double median_ms = 0.0, p10_ms = 0.0, p90_ms = 0.0;
-};
-
 struct FfnCudaRow {
   std::string pattern;
   FfnExecution execution = FfnExecution::kDense;
-  bool chosen = false;  // what auto runs
+  bool chosen = false;  // the execution that auto runs
   std::string reason;   // of the choice
   int64_t tokens = 0;
   double nnz_per_token = 0.0;
   int64_t max_row_nnz = 0;
-  double error = 0.0;           // |y - y_dense| / |y_dense| (norms)
-  FfnCudaTiming gate, up_down;  // its two halves; zero where they run as one
-  FfnCudaTiming layer;
+  double error = 0.0;                  // |y - y_dense| / |y_dense| (norms)
+  Timing gate, up_down;                // ms, of its two halves; zero where they run as one
+  Timing layer;                        // ms
   double speedup = 1.0;                // dense median / this median
   double millijoules_per_token = 0.0;  // 0: not measured
 };

@@ -130,7 +130,7 @@ class Operands {
     size_t next = 0;
     for (int64_t m = 0; m < period; ++m) {
       for (int32_t i = 0; i < pattern.row_nnz[static_cast<size_t>(m)]; ++i) {
-        gate[static_cast<size_t>(pattern.column[next++] * period + m)] = __float2bfloat16(kFires);
+        gate[static_cast<size_t>(pattern.columns[next++] * period + m)] = __float2bfloat16(kFires);
       }
     }
     set_first_columns(gate, period);

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cuda_bench.h"
+#include "bench/harness_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -40,41 +40,34 @@ struct Options {
   std::string jsonl;
 };
 
-// The pattern's rows over and over.
-Pattern repeated(const Pattern& from, int64_t tokens) {
-  Pattern to{from.name, {}, {}};
-  std::vector<size_t> begins{0};
-  for (const uint16_t n : from.row_nnz) begins.push_back(begins.back() + n);
-  for (int64_t row = 0; row < tokens; ++row) {
-    const size_t source = static_cast<size_t>(row) % from.row_nnz.size();
-    to.row_nnz.push_back(from.row_nnz[source]);
-    to.columns.insert(to.columns.end(),
-                      from.columns.begin() + static_cast<std::ptrdiff_t>(begins[source]),
-                      from.columns.begin() + static_cast<std::ptrdiff_t>(begins[source + 1]));
-  }
-  return to;
+FfnPattern random_pattern_of(int64_t tokens, int64_t ffn, double nnz) {
+  return random_pattern(fmt::format("random {:g}", nnz), tokens, ffn,
+                        nnz / static_cast<double>(ffn), /*seed=*/5);
 }
 
-// Every neuron active on every `stride`-th token, ten neurons on the others.
-Pattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
-  Pattern pattern = random_pattern(tokens, ffn, 10.0);
-  Pattern full{fmt::format("every {} full", stride), {}, {}};
+// Every neuron is active on every `stride`-th token, about ten neurons on the others.
+FfnPattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
+  const FfnPattern random = random_pattern_of(tokens, ffn, 10.0);
+  FfnPattern full{.name = fmt::format("every {} full", stride)};
   size_t next = 0;
   for (int64_t row = 0; row < tokens; ++row) {
-    const uint16_t n = pattern.row_nnz[static_cast<size_t>(row)];
+    const int32_t n = random.row_nnz[static_cast<size_t>(row)];
     if (row % stride == 0) {
-      full.row_nnz.push_back(static_cast<uint16_t>(ffn));
-      for (int64_t j = 0; j < ffn; ++j) full.columns.push_back(static_cast<uint16_t>(j));
+      full.row_nnz.push_back(static_cast<int32_t>(ffn));
+      for (int64_t j = 0; j < ffn; ++j) full.columns.push_back(static_cast<uint32_t>(j));
     } else {
       full.row_nnz.push_back(n);
-      for (size_t i = 0; i < n; ++i) full.columns.push_back(pattern.columns[next + i]);
+      for (int32_t i = 0; i < n; ++i) {
+        full.columns.push_back(random.columns[next + static_cast<size_t>(i)]);
+      }
     }
-    next += n;
+    next += static_cast<size_t>(n);
   }
   return full;
 }
 
-// What does not depend on the pattern but for a bias: column 0 of w_gate, since x[:, 0] is 1.
+// Operands that all patterns share, except for a bias that gives the pattern's activity: column 0
+// of w_gate, where x[:, 0] is 1.
 struct Operands {
   FfnTrainShapeCuda shape;
   std::vector<__nv_bfloat16> host_w_gate;
@@ -106,11 +99,11 @@ struct Layer {
   DeviceBuffer<float> l1_scale, d_w_gate, d_w_up, d_w_down;
   DeviceBuffer<uint8_t> active;
   DeviceBuffer<FfnTrainCountsCuda> counts;
-  GateOnDevice gate;
+  TwellBuffersCuda gate;
   double nnz;
 
   // The pattern has a row per token; its gate is made dense too where that is wanted.
-  Layer(Operands& operands_in, const Pattern& pattern, bool dense)
+  Layer(Operands& operands_in, const FfnPattern& pattern, bool dense)
       : operands(operands_in),
         shape(operands.shape),
         y(poisoned<__nv_bfloat16>(shape.max_tokens * shape.width)),
@@ -119,8 +112,9 @@ struct Layer {
         l1_scale(upload(std::vector<float>{1e-4f})),
         active(upload(std::vector<uint8_t>(static_cast<size_t>(shape.ffn)))),
         counts(upload(std::vector<FfnTrainCountsCuda>(1))),
-        gate(pattern, shape.ffn, dense ? dense_gate.data() : nullptr),
-        nnz(pattern.mean()) {
+        gate(
+            pattern_to_device(pattern, shape.ffn, /*seed=*/5, dense ? dense_gate.data() : nullptr)),
+        nnz(pattern.nnz_per_token()) {
     operands_in.set_activity(nnz);
     clear_gradients();
   }
@@ -141,7 +135,7 @@ struct Layer {
             .y = y.data(),
             .counts = counts.data(),
             .active = active.data(),
-            .replay = replay ? gate.packed : TwellPacked{}};
+            .replay = replay ? gate.view() : TwellPacked{}};
   }
   FfnTrainBackwardCuda backward() const {
     return {.tokens = shape.max_tokens,
@@ -230,10 +224,10 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
 }
 
 // Errors of both executions against f32 sums, on the pattern's first tokens.
-nlohmann::json check(CudaContext& ctx, const Options& options, const Pattern& pattern) {
+nlohmann::json check(CudaContext& ctx, const Options& options, const FfnPattern& pattern) {
   constexpr int64_t kTokens = 4096;
   Operands operands(options, kTokens);
-  Layer layer(operands, repeated(pattern, kTokens), /*dense=*/true);
+  Layer layer(operands, repeated(pattern, 0, kTokens), /*dense=*/true);
   const Results want = reference(ctx, layer);
   FfnSavedCuda saved(ctx, layer.shape);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
@@ -269,8 +263,8 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const Pattern& pa
 }
 
 nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
-                       const Pattern& pattern, Operands& operands) {
-  Layer layer(operands, repeated(pattern, operands.shape.max_tokens), /*dense=*/false);
+                       const FfnPattern& pattern, Operands& operands) {
+  Layer layer(operands, repeated(pattern, 0, operands.shape.max_tokens), /*dense=*/false);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
   FfnSavedCuda dense(ctx, layer.shape), hybrid(ctx, layer.shape);
   hybrid.prepare(ctx, FfnTrainExecution::kHybrid, layer.nnz);
@@ -282,12 +276,13 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   run(dense_forward, dense);  // tunes, allocates
   run(replay, hybrid);
   stream.synchronize();
-  const auto times = Stopwatch(stream).run(
-      options.rounds, {[&] { ffn_train_forward_cuda(ctx, dense_forward, dense, workspace); },
-                       [&] { ffn_train_backward_cuda(ctx, layer.backward(), dense, workspace); },
-                       [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
-                       [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
-                       [&] { run(dense_forward, dense); }, [&] { run(replay, hybrid); }});
+  const auto times =
+      time_pieces(stream.get(), options.rounds,
+                  {[&] { ffn_train_forward_cuda(ctx, dense_forward, dense, workspace); },
+                   [&] { ffn_train_backward_cuda(ctx, layer.backward(), dense, workspace); },
+                   [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
+                   [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
+                   [&] { run(dense_forward, dense); }, [&] { run(replay, hybrid); }});
   layer.clear_counts();
   ffn_train_forward_cuda(ctx, layer.forward(true), hybrid, workspace);
   stream.synchronize();
@@ -301,12 +296,12 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   const double speedup = times[4].median / times[5].median;
   nlohmann::json row;
   row["tokens"] = layer.shape.max_tokens;
-  row["dense_forward_ms"] = times[0].json();
-  row["dense_backward_ms"] = times[1].json();
-  row["hybrid_forward_ms"] = times[2].json();
-  row["hybrid_backward_ms"] = times[3].json();
-  row["dense_ms"] = times[4].json();
-  row["hybrid_ms"] = times[5].json();
+  row["dense_forward_ms"] = timing_json(times[0]);
+  row["dense_backward_ms"] = timing_json(times[1]);
+  row["hybrid_forward_ms"] = timing_json(times[2]);
+  row["hybrid_backward_ms"] = timing_json(times[3]);
+  row["dense_ms"] = timing_json(times[4]);
+  row["hybrid_ms"] = timing_json(times[5]);
   row["speedup"] = speedup;
   row["choice"] = std::string(ffn_train_execution_name(choice));
   row["choice_speedup"] = choice == FfnTrainExecution::kHybrid ? speedup : 1.0;
@@ -327,23 +322,23 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   return row;
 }
 
-// What is summed up together.
+// Patterns whose results are averaged.
 struct PatternGroup {
   std::string name;
-  std::vector<Pattern> patterns;
+  std::vector<FfnPattern> patterns;
 };
 
 std::vector<PatternGroup> all_patterns(const Options& options) {
   std::vector<PatternGroup> groups;
   for (const std::string& file : options.patterns) {
-    groups.push_back(
-        {std::filesystem::path(file).stem().string(), read_patterns(file, options.layers)});
+    groups.push_back({std::filesystem::path(file).stem().string(),
+                      read_patterns(file, options.layers, options.ffn)});
   }
   const int64_t most = *std::max_element(options.tokens.begin(), options.tokens.end());
   const int64_t rows = std::min<int64_t>(most, 16384);
   PatternGroup made{"random and full rows", {}};
   for (const double nnz : options.nnz) {
-    made.patterns.push_back(random_pattern(rows, options.ffn, nnz));
+    made.patterns.push_back(random_pattern_of(rows, options.ffn, nnz));
   }
   for (const int stride : options.full_rows) {
     made.patterns.push_back(full_rows_pattern(rows, options.ffn, stride));
@@ -360,16 +355,16 @@ void run(const Options& options) {
   const std::vector<PatternGroup> groups = all_patterns(options);
   fmt::print("{}, CUDA driver {}, D {}, F {}; ms, forward + backward: dense, hybrid\n",
              ctx.device_name(), lines.driver(), options.width, options.ffn);
-  const auto write = [&](nlohmann::json row, const Pattern& pattern) {
+  const auto write = [&](nlohmann::json row, const FfnPattern& pattern) {
     row["pattern"] = pattern.name;
     row["width"] = options.width;
     row["ffn"] = options.ffn;
-    row["nnz_per_token"] = pattern.mean();
+    row["nnz_per_token"] = pattern.nnz_per_token();
     lines.write(std::move(row));
   };
   for (const PatternGroup& group : groups) {
     if (!options.check) break;
-    for (const Pattern& pattern : group.patterns) {
+    for (const FfnPattern& pattern : group.patterns) {
       write({{"errors", check(ctx, options, pattern)}}, pattern);
     }
   }
@@ -378,7 +373,7 @@ void run(const Options& options) {
     Operands operands(options, tokens);
     for (const PatternGroup& group : groups) {
       double sum = 0.0, least = std::numeric_limits<double>::infinity();
-      for (const Pattern& pattern : group.patterns) {
+      for (const FfnPattern& pattern : group.patterns) {
         const nlohmann::json row = measure(ctx, stream, options, pattern, operands);
         write(row, pattern);
         sum += row["choice_speedup"].get<double>();

@@ -12,22 +12,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kHeadTokens = 4096;  // whose logits are made at once
+constexpr int64_t kHeadTokens = 4096;  // tokens whose logits are made at once
 constexpr int kFullRuns = 5;
-
-// An event recorded when it is made.
-class Mark {
- public:
-  explicit Mark(CudaContext& ctx) { event_.record(ctx.stream()); }
-  // Both have happened.
-  double seconds_since(const Mark& begin) const {
-    return event_.milliseconds_since(begin.event_) * 1e-3;
-  }
-  void wait() const { event_.synchronize(); }
-
- private:
-  CudaEvent event_{CudaEvent::Timing::kOn};
-};
 
 const char* stage_name(ForwardStage stage) {
   switch (stage) {
@@ -45,12 +31,6 @@ const char* stage_name(ForwardStage stage) {
       return "ffn";
   }
   return "";
-}
-
-GpuEnergyMeter energy_meter(const CudaContext& ctx) {
-  char bus_id[32] = {};
-  TWELL_CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), ctx.device()));
-  return GpuEnergyMeter(bus_id);
 }
 
 ForwardPlanCuda plan_of(std::span<const int32_t> ids, int64_t length) {
@@ -87,12 +67,13 @@ void ForwardBenchmarkCuda::head() {
 Timing ForwardBenchmarkCuda::time_full(const ForwardHooksCuda& hooks) {
   std::vector<double> seconds;
   for (int i = 0; i < kFullRuns + 1; ++i) {
-    const Mark begin(ctx_);
+    const CudaEvent begin = recorded_event(ctx_.stream());
     body(hooks);
     head();
-    const Mark end(ctx_);
-    end.wait();
-    if (i > 0) seconds.push_back(end.seconds_since(begin));  // the first one tunes the head
+    const CudaEvent end = recorded_event(ctx_.stream());
+    end.synchronize();
+    if (i > 0)
+      seconds.push_back(1e-3 * end.milliseconds_since(begin));  // the first one tunes the head
   }
   return summarize(seconds);
 }
@@ -101,43 +82,38 @@ ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const Forwar
   ForwardRunCuda run;
   run.full = time_full(hooks);  // also the warm-up
 
-  // The window: forwards one behind the other, two in the queue.
+  // In the window forwards follow each other without a gap: two are in the queue at any time.
   const Clock::time_point start = Clock::now();
   const double joules = energy_.joules();
-  std::vector<Mark> events;
-  events.emplace_back(ctx_);
+  std::vector<CudaEvent> events;
+  events.push_back(recorded_event(ctx_.stream()));
   double elapsed = 0.0;
   while (elapsed < window_seconds) {
     body(hooks);
-    events.emplace_back(ctx_);
-    if (events.size() > 2) events[events.size() - 2].wait();
+    events.push_back(recorded_event(ctx_.stream()));
+    if (events.size() > 2) events[events.size() - 2].synchronize();
     elapsed = std::chrono::duration<double>(Clock::now() - start).count();
   }
-  events.back().wait();
+  events.back().synchronize();
   elapsed = std::chrono::duration<double>(Clock::now() - start).count();
   const double used = energy_.joules() - joules;
   std::vector<double> seconds;
   for (size_t i = 1; i < events.size(); ++i) {
-    seconds.push_back(events[i].seconds_since(events[i - 1]));
+    seconds.push_back(1e-3 * events[i].milliseconds_since(events[i - 1]));
   }
   run.body = summarize(seconds);
   run.joules_per_token =
       used / (static_cast<double>(seconds.size()) * static_cast<double>(ids_.size()));
   run.watts = used / elapsed;
 
-  // Stages: an event after each one.
-  std::vector<std::pair<std::string, Mark>> marks;
+  StageClock clock(ctx_.stream());
   ForwardHooksCuda marked = hooks;
-  marked.after_stage = [&](ForwardStage stage) { marks.emplace_back(stage_name(stage), ctx_); };
-  done_ = [&](bool gate) { marks.emplace_back(gate ? "ffn gate" : "ffn up and down", ctx_); };
-  const Mark begin(ctx_);
+  marked.after_stage = [&](ForwardStage stage) { clock.mark(stage_name(stage)); };
+  done_ = [&](bool gate) { clock.mark(gate ? "ffn gate" : "ffn up and down"); };
+  clock.mark("begin");
   body(marked);
   done_ = [](bool) {};
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  for (size_t i = 0; i < marks.size(); ++i) {
-    const Mark& before = i == 0 ? begin : marks[i - 1].second;
-    run.stage_seconds[marks[i].first] += marks[i].second.seconds_since(before);
-  }
+  run.stage_seconds = clock.seconds();
   return run;
 }
 

@@ -9,9 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/forward_comparison.h"
 #include "bench/pattern_replay_cuda.h"
-#include "twell/base/gpu_energy.h"
 #include "twell/model/forward_cuda.h"
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 

@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The logits of a batch are made a chunk of tokens at a time: [B * T, V] may not fit in memory.
+// Logits are made a chunk of tokens at a time, because [B * T, V] may not fit in memory.
 constexpr int64_t kHeadTokens = 512;
 
 class Runner {
@@ -85,21 +85,7 @@ void compare_logits(Context& ctx, const Model& model, Runner& dense, Runner& spa
   });
 }
 
-double percentile(const std::vector<double>& sorted, double p) {
-  const double position = p * static_cast<double>(sorted.size() - 1);
-  const size_t below = static_cast<size_t>(position);
-  const size_t above = std::min(below + 1, sorted.size() - 1);
-  const double fraction = position - static_cast<double>(below);
-  return sorted[below] + fraction * (sorted[above] - sorted[below]);
-}
-
 }  // namespace
-
-Timing summarize(std::vector<double> seconds) {
-  TWELL_REQUIRE(!seconds.empty(), "no timed run to summarize");
-  std::sort(seconds.begin(), seconds.end());
-  return {percentile(seconds, 0.5), percentile(seconds, 0.1), percentile(seconds, 0.9)};
-}
 
 ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<const int32_t> ids,
                                   const ForwardComparisonOptions& options) {

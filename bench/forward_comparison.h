@@ -1,24 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense against sparse on one model and one text: speed and agreement, in one run.
+// Dense against sparse execution of one model on one text: speed and agreement, in one run.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "bench/harness.h"
 #include "twell/base/context.h"
 #include "twell/model/forward.h"
 #include "twell/model/weights.h"
 
 namespace twell {
-
-struct Timing {
-  double median = 0.0, p10 = 0.0, p90 = 0.0;  // seconds
-};
-// Percentiles by linear interpolation; InputError when there is no sample.
-Timing summarize(std::vector<double> seconds);
 
 struct ForwardComparisonOptions {
   int64_t sequences = 8;  // B
@@ -35,7 +29,7 @@ struct LayerComparison {
 
 struct ForwardComparison {
   int64_t tokens = 0;  // per run, B * T
-  // Of the layers alone, and of the whole forward with the output head's logits for every token.
+  // Seconds of the layers alone, and of the forward with the output head's logits for every token.
   Timing dense_body, sparse_body, dense_full, sparse_full;
   double max_abs_logit = 0.0;
   double max_abs_logit_diff = 0.0;

@@ -39,14 +39,5 @@ TEST(ForwardComparison, NamesDamagedWeights) {
                InputError);
 }
 
-TEST(Timing, Percentiles) {
-  const Timing timing = summarize({3.0, 1.0, 2.0, 5.0, 4.0});
-  EXPECT_DOUBLE_EQ(timing.median, 3.0);
-  EXPECT_DOUBLE_EQ(timing.p10, 1.4);
-  EXPECT_DOUBLE_EQ(timing.p90, 4.6);
-  EXPECT_DOUBLE_EQ(summarize({2.0}).p90, 2.0);
-  EXPECT_THROW(summarize({}), InputError);
-}
-
 }  // namespace
 }  // namespace twell

@@ -7,6 +7,18 @@
 
 namespace twell {
 
+PatternsCuda::PatternsCuda(const std::filesystem::path& path, int64_t layers, int64_t ffn,
+                           int64_t tokens)
+    : layers_(layers) {
+  const SafetensorsFile file(path);
+  for (const int64_t layer : captured_layers(file)) {
+    const FfnPattern pattern = captured_pattern(file, layer, ffn);
+    packed_.push_back(pattern_to_device(repeated(pattern, 0, tokens), ffn, /*seed=*/5));
+    nnz_per_token_.push_back(pattern.nnz_per_token());
+    union_neurons_.push_back(mean_union(pattern));
+  }
+}
+
 PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file,
                                      const ModelConfig& config, int64_t max_tokens)
     : ctx_(ctx),
@@ -15,17 +27,15 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
       chunk_(FfnWorkspaceCuda::chunk_tokens(ctx, max_tokens, config.ffn)),
       gated_(config.gated),
       patterns_(file, config.layers, config.ffn, chunk_),
-      workspace_(chunk_, config.ffn) {
-  const int64_t slots = patterns_.of(0).shape.max_spill_slots();
-  made_ = std::make_unique<PackedTwellCuda>(chunk_, ffn_, slots);
-}
+      made_(patterns_.of(0).shape),
+      workspace_(chunk_, config.ffn) {}
 
 void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                                 const std::function<void(bool gate)>& done) {
   for (int64_t begin = 0; begin < problem.tokens; begin += chunk_) {
     const int64_t tokens = std::min(chunk_, problem.tokens - begin);
     const __nv_bfloat16* x = problem.x + begin * width_;
-    TwellPacked made = made_->view(), replayed = patterns_.of(layer);
+    TwellPacked made = made_.view(), replayed = patterns_.of(layer);
     made.shape.rows = replayed.shape.rows = tokens;
     gate_gemm_cuda(ctx_, {.tokens = tokens,
                           .width = width_,

@@ -1,24 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for trained sparsity in benchmarks: the feed-forward layers of a model that was not
-// trained to be sparse run their gate GEMM for real, and up and down on activation patterns
-// captured from a model that was. Results are not the model's; times are.
+// Captured activation patterns in the place of trained sparsity: the feed-forward layers of a model
+// that was not trained to be sparse run their gate GEMM for real, and up and down on patterns that
+// were captured from a sparse model. The results are not the model's, but the times are.
 #pragma once
 
 #include <filesystem>
-#include <memory>
+#include <functional>
+#include <vector>
 
-#include "bench/packed_patterns_cuda.h"
+#include "bench/harness_cuda.h"
 #include "twell/model/forward_cuda.h"
 
 namespace twell {
 
+// The patterns of a file, spread over a model's layers in order and repeated over `tokens` tokens,
+// as TwELL in device memory. InputError on any fault of the file.
+class PatternsCuda {
+ public:
+  PatternsCuda(const std::filesystem::path& file, int64_t layers, int64_t ffn, int64_t tokens);
+
+  TwellPacked of(int64_t layer) const { return packed_[index(layer)].view(); }
+  double nnz_per_token(int64_t layer) const { return nnz_per_token_[index(layer)]; }
+  double union_neurons(int64_t layer) const { return union_neurons_[index(layer)]; }  // mean_union
+
+ private:
+  size_t index(int64_t layer) const {
+    return static_cast<size_t>(layer * std::ssize(packed_) / layers_);
+  }
+  int64_t layers_;
+  std::vector<TwellBuffersCuda> packed_;
+  std::vector<double> nnz_per_token_, union_neurons_;
+};
+
 class PatternReplayCuda {
  public:
-  // The patterns of a file as packed_patterns_cuda.h spreads them over layers and tokens.
   PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file, const ModelConfig& config,
                     int64_t max_tokens);
 
-  // Runs the layer; done(true) is called after each gate GEMM, done(false) after what follows it.
+  // Runs the layer. done(true) is called after each gate GEMM, done(false) after the up and down
+  // products behind it.
   void forward(int64_t layer, const FfnForwardCuda& problem,
                const std::function<void(bool gate)>& done);
   double nnz_per_token(int64_t layer) const { return patterns_.nnz_per_token(layer); }
@@ -27,8 +47,8 @@ class PatternReplayCuda {
   CudaContext& ctx_;
   int64_t width_, ffn_, chunk_;
   bool gated_;
-  PackedPatternsCuda patterns_;
-  std::unique_ptr<PackedTwellCuda> made_;  // what the gate GEMM writes, not used further
+  PatternsCuda patterns_;
+  TwellBuffersCuda made_;  // the output of the gate GEMM, which is not used
   TileUnionWorkspace workspace_;
 };
 

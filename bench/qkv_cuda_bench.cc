@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cuda_bench.h"
+#include "bench/harness_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
@@ -78,7 +78,8 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   TWELL_CHECK(difference < std::ldexp(1.0, -7),
               "{} tokens: the result differs by {} from cuBLASLt's, rotated", tokens, difference);
 
-  const auto times = Stopwatch(stream).run(options.rounds, {product, product_and_rotation, fused});
+  const auto times =
+      time_pieces(stream.get(), options.rounds, {product, product_and_rotation, fused});
   const double flops = 2.0 * static_cast<double>(tokens) * static_cast<double>(columns) *
                        static_cast<double>(options.width);
   const double to_product = times[2].median / times[0].median;
@@ -94,9 +95,9 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   row["kv_heads"] = options.kv_heads;
   row["head_dim"] = options.head_dim;
   row["difference"] = difference;
-  row["product_ms"] = times[0].json();
-  row["product_and_rotation_ms"] = times[1].json();
-  row["fused_ms"] = times[2].json();
+  row["product_ms"] = timing_json(times[0]);
+  row["product_and_rotation_ms"] = timing_json(times[1]);
+  row["fused_ms"] = timing_json(times[2]);
   row["fused_to_product"] = to_product;
   row["fused_to_product_and_rotation"] = to_both;
   return row;

@@ -6,13 +6,14 @@
 namespace twell {
 namespace {
 
-// A bf16 of two equal bytes, which cudaMemset2D can write: 0xbebe is -0.371.
+// cudaMemset2D writes a bf16 of two equal bytes: 0xbebe is -0.371.
 constexpr int kBiasByte = 0xbe;
 constexpr double kBias = -0.371;
-// Gates are normal with a standard deviation of init_std * sqrt(D) on inputs of unit size, and fire
-// beyond 2.58 of them: 0.5%.
-constexpr double kFiresBeyond = 2.58;
-// What the layers add stays small beside embeddings of unit size, so that all layers see the same.
+// Gates are normal with a standard deviation of init_std * sqrt(D) on inputs of unit size. A bias
+// of -2.58 of these deviations leaves 0.5% of them active.
+constexpr double kActiveBeyond = 2.58;
+// The layers' outputs stay small beside embeddings of unit size, so that all layers see the same
+// input.
 constexpr float kOutputScale = 0.05f;
 
 }  // namespace
@@ -24,7 +25,7 @@ std::unique_ptr<ModelCuda> synthetic_model(CudaContext& ctx, const ModelConfig& 
   init_weights(cpu, model, seed);
   const double width = static_cast<double>(config.width);
   // The constant c comes out of the norm as c / sqrt(1 + c^2 / D).
-  const double wanted = kFiresBeyond * config.init_std * std::sqrt(width) / -kBias;
+  const double wanted = kActiveBeyond * config.init_std * std::sqrt(width) / -kBias;
   const double constant = wanted / std::sqrt(std::max(1e-3, 1.0 - wanted * wanted / width));
   for (const ParamSpec& spec : model.table) {
     const MatrixF values(model.flat.data() + spec.offset, spec.rows, spec.cols);

@@ -12,7 +12,6 @@
 #include "bench/synthetic_model_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
-#include "twell/base/rng.h"
 #include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
 #include "twell/infer/session_cuda.h"
@@ -31,7 +30,8 @@ struct Loaded {
   Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
     synthetic = subject.checkpoint.empty();
     model = synthetic ? synthetic_model(ctx, preset_config(subject.preset), subject.seed)
-                      : load_model_cuda(ctx, subject.checkpoint);
+                      : load_model_cuda(ctx, subject.checkpoint, 0,
+                                        {.allow_non_finite = subject.allow_non_finite});
     description = synthetic ? fmt::format("preset {}, random weights and tokens", subject.preset)
                             : fmt::format("checkpoint {}", subject.checkpoint.string());
   }
@@ -45,30 +45,10 @@ struct Loaded {
   std::string description;
 };
 
-std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed) {
-  std::vector<int32_t> ids(static_cast<size_t>(count));
-  constexpr uint64_t kStream = 0x62656e6368;  // apart from the streams of the weights
-  for (size_t i = 0; i < ids.size(); ++i) {
-    ids[i] = static_cast<int32_t>(uniform_below(seed, kStream, i, static_cast<uint64_t>(vocab)));
-  }
-  return ids;
-}
-
 double used_mib() {
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   return static_cast<double>(total - free) / kMiB;
-}
-
-nlohmann::json device_json(const CudaContext& ctx) {
-  int driver = 0;
-  TWELL_CUDA_CHECK(cudaDriverGetVersion(&driver));
-  nlohmann::json row = machine_json(0);
-  row.erase("threads");
-  row["gpu"] = ctx.device_name();
-  row["cuda_driver"] = driver;
-  row["cuda_runtime"] = CUDART_VERSION;
-  return row;
 }
 
 nlohmann::json run_json(const ForwardRunCuda& run, int64_t tokens) {

@@ -15,6 +15,7 @@ struct BenchSubject {
   std::filesystem::path checkpoint;  // empty: the preset
   std::string preset;
   uint64_t seed = 0;
+  bool allow_non_finite = false;  // of the checkpoint's weights
 };
 
 struct BenchForwardCuda {

@@ -16,6 +16,7 @@ int run_bench_decode(const CommonOptions& common, BenchDecode& arguments) {
   TWELL_REQUIRE(use_cuda(common), "bench decode needs a GPU; there is none here");
   arguments.subject.checkpoint = common.checkpoint;
   arguments.subject.seed = common.seed;
+  arguments.subject.allow_non_finite = common.allow_non_finite;
   return run_bench_decode_cuda(arguments);
 }
 

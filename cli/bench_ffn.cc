@@ -9,7 +9,6 @@
 #include <optional>
 #include <set>
 
-#include "bench/captured_patterns.h"
 #include "bench/ffn_benchmark.h"
 #include "cli/bench.h"
 #include "cli/bench_ffn_cuda.h"
@@ -39,13 +38,13 @@ std::vector<FfnPattern> captured_patterns(const BenchFfnArguments& arguments) {
   if (arguments.layer) layers = {*arguments.layer};
   std::vector<FfnPattern> patterns;
   for (const int64_t layer : layers) {
-    const CapturedLayer captured = read_captured_layer(file, layer);
-    const bool repeated = arguments.begin + arguments.tokens > std::ssize(captured.row_nnz);
-    patterns.push_back(captured_pattern(
-        fmt::format("{} layer {} tokens {}..{}{}", arguments.patterns.stem().string(), layer,
-                    arguments.begin, arguments.begin + arguments.tokens - 1,
-                    repeated ? fmt::format(" of {}, repeated", captured.row_nnz.size()) : ""),
-        captured.row_nnz, captured.columns, arguments.begin, arguments.tokens));
+    const FfnPattern captured = captured_pattern(file, layer, arguments.benchmark.ffn);
+    const bool again = arguments.begin + arguments.tokens > captured.tokens();
+    FfnPattern& pattern =
+        patterns.emplace_back(repeated(captured, arguments.begin, arguments.tokens));
+    pattern.name = fmt::format("{} layer {} tokens {}..{}{}", arguments.patterns.stem().string(),
+                               layer, arguments.begin, arguments.begin + arguments.tokens - 1,
+                               again ? fmt::format(" of {}, repeated", captured.tokens()) : "");
   }
   return patterns;
 }
@@ -62,7 +61,8 @@ std::vector<FfnPattern> synthetic_patterns(const BenchFfnArguments& arguments, u
   if (densities.empty()) densities = {0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0};
   std::vector<FfnPattern> patterns;
   for (const double density : densities) {
-    patterns.push_back(random_pattern(arguments.tokens, arguments.benchmark.ffn, density, seed));
+    patterns.push_back(random_pattern(fmt::format("random {:g}%", density * 100.0),
+                                      arguments.tokens, arguments.benchmark.ffn, density, seed));
   }
   return patterns;
 }
@@ -73,9 +73,9 @@ void print_row(const FfnBenchmarkRow& row, const FfnBenchmark& options) {
                              static_cast<double>(options.width) * static_cast<double>(options.ffn);
   fmt::print("  {:<11} {:<11} {:>9.3f} [{:>8.3f}, {:>8.3f}] {:>9.0f} {:>8.1f} {:>7.2f}x {:>9.1e}\n",
              row.policy == FfnPolicy::kAuto ? "auto" : ffn_execution_name(row.execution),
-             ffn_execution_name(row.execution), row.median_s * 1e3, row.p10_s * 1e3,
-             row.p90_s * 1e3, static_cast<double>(row.tokens) / row.median_s,
-             dense_flops / row.median_s * 1e-9, row.speedup, row.error);
+             ffn_execution_name(row.execution), row.time.median * 1e3, row.time.p10 * 1e3,
+             row.time.p90 * 1e3, static_cast<double>(row.tokens) / row.time.median,
+             dense_flops / row.time.median * 1e-9, row.speedup, row.error);
 }
 
 nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, int threads) {
@@ -90,9 +90,9 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
   json["gated"] = options.gated;
   json["nnz_per_token"] = row.nnz_per_token;
   json["max_row_nnz"] = row.max_row_nnz;
-  json["median_s"] = row.median_s;
-  json["p10_s"] = row.p10_s;
-  json["p90_s"] = row.p90_s;
+  json["median_s"] = row.time.median;
+  json["p10_s"] = row.time.p10;
+  json["p90_s"] = row.time.p90;
   json["ratio_to_dense"] = row.speedup;
   json["error"] = row.error;
   return json;

@@ -25,7 +25,7 @@ namespace {
 double dense_equivalent_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
   const double products = options.gated ? 3.0 : 2.0;
   return products * 2.0 * static_cast<double>(row.tokens) * static_cast<double>(options.width) *
-         static_cast<double>(options.ffn) / row.layer.median_ms * 1e-9;
+         static_cast<double>(options.ffn) / row.layer.median * 1e-9;
 }
 
 // Of what is computed: the gate, and the rest on active neurons only.
@@ -34,11 +34,7 @@ double effective_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
   const double pairs =
       static_cast<double>(options.ffn) + (options.gated ? 2.0 : 1.0) * row.nnz_per_token;
   return 2.0 * static_cast<double>(row.tokens) * static_cast<double>(options.width) * pairs /
-         row.layer.median_ms * 1e-9;
-}
-
-nlohmann::json timing_json(const FfnCudaTiming& timing) {
-  return {{"median", timing.median_ms}, {"p10", timing.p10_ms}, {"p90", timing.p90_ms}};
+         row.layer.median * 1e-9;
 }
 
 nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, double dense_tflops) {
@@ -59,7 +55,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
                          {"effective_tflops", effective_tflops(options, row)},
                          {"dense_equivalent_tflops", dense_equivalent_tflops(options, row)},
                          {"share_of_dense_rate", effective_tflops(options, row) / dense_tflops}};
-  if (row.gate.median_ms > 0.0) {
+  if (row.gate.median > 0.0) {
     json["gate_ms"] = timing_json(row.gate);
     json["up_down_ms"] = timing_json(row.up_down);
   }
@@ -72,9 +68,9 @@ void print_row(const FfnBenchmark& options, const FfnCudaRow& row) {
   const auto half = [](double ms) { return ms > 0.0 ? fmt::format("{:.4f}", ms) : "-"; };
   fmt::print(
       "  {:<11} {:>5} {:>8} {:>8} {:>9.4f} [{:.4f}, {:.4f}] {:>7.2f}x {:>7.0f} {:>9} {:>9.1e}\n",
-      ffn_execution_name(row.execution), row.chosen ? "<auto" : "", half(row.gate.median_ms),
-      half(row.up_down.median_ms), row.layer.median_ms, row.layer.p10_ms, row.layer.p90_ms,
-      row.speedup, dense_equivalent_tflops(options, row),
+      ffn_execution_name(row.execution), row.chosen ? "<auto" : "", half(row.gate.median),
+      half(row.up_down.median), row.layer.median, row.layer.p10, row.layer.p90, row.speedup,
+      dense_equivalent_tflops(options, row),
       row.millijoules_per_token > 0.0 ? fmt::format("{:.4f}", row.millijoules_per_token) : "-",
       row.error);
 }

@@ -12,7 +12,6 @@
 #include "cli/loading.h"
 #include "cli/process.h"
 #include "twell/base/error.h"
-#include "twell/base/rng.h"
 #include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
@@ -49,12 +48,7 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   Subject subject;
   subject.model = std::make_unique<Model>(config);
   init_weights(ctx, *subject.model, seed);
-  subject.ids.resize(static_cast<size_t>(tokens));
-  constexpr uint64_t kStream = 0x62656e6368;  // apart from the streams of the weights
-  for (size_t i = 0; i < subject.ids.size(); ++i) {
-    subject.ids[i] = static_cast<int32_t>(
-        uniform_below(seed, kStream, i, static_cast<uint64_t>(config.vocab_size)));
-  }
+  subject.ids = random_tokens(tokens, config.vocab_size, seed);
   subject.description = fmt::format("preset {}, random weights and tokens", arguments.preset);
   return subject;
 }
@@ -83,9 +77,10 @@ std::vector<int32_t> batch_of_text(const CommonOptions& common,
 
 Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArguments& arguments) {
   std::vector<int32_t> ids = batch_of_text(common, arguments);
-  return {.model = load_model(ctx, common.checkpoint),
-          .ids = std::move(ids),
-          .description = fmt::format("checkpoint {}", common.checkpoint.string())};
+  return {
+      .model = load_model(ctx, common.checkpoint, {.allow_non_finite = common.allow_non_finite}),
+      .ids = std::move(ids),
+      .description = fmt::format("checkpoint {}", common.checkpoint.string())};
 }
 
 void print_row(const char* name, const Timing& dense, const Timing& sparse, int64_t tokens) {
@@ -142,12 +137,13 @@ nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, 
 }
 
 int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& arguments) {
-  BenchForwardCuda bench{.subject = {common.checkpoint, arguments.preset, common.seed},
-                         .sequences = arguments.comparison.sequences,
-                         .length = arguments.comparison.length,
-                         .seconds = arguments.seconds,
-                         .patterns = arguments.patterns,
-                         .jsonl = arguments.jsonl};
+  BenchForwardCuda bench{
+      .subject = {common.checkpoint, arguments.preset, common.seed, common.allow_non_finite},
+      .sequences = arguments.comparison.sequences,
+      .length = arguments.comparison.length,
+      .seconds = arguments.seconds,
+      .patterns = arguments.patterns,
+      .jsonl = arguments.jsonl};
   if (arguments.preset.empty()) bench.ids = batch_of_text(common, arguments);
   return run_bench_forward_cuda(bench);
 }

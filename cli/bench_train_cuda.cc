@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "bench/packed_patterns_cuda.h"
+#include "bench/pattern_replay_cuda.h"
 #include "bench/train_benchmark_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
@@ -22,9 +22,9 @@ constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
 
 nlohmann::json run_json(const TrainBenchmarkRun& run) {
   nlohmann::json json = {{"tokens_per_s", run.tokens_per_second},
-                         {"median_s", run.seconds},
-                         {"p10_s", run.p10},
-                         {"p90_s", run.p90},
+                         {"median_s", run.step.median},
+                         {"p10_s", run.step.p10},
+                         {"p90_s", run.step.p90},
                          {"device_gib", static_cast<double>(run.device_bytes) / kGiB}};
   if (run.mfu > 0.0) json["mfu"] = run.mfu;
   for (const auto& [stage, seconds] : run.stage_seconds) json["stage_ms"][stage] = 1e3 * seconds;
@@ -46,7 +46,8 @@ void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchma
   fmt::print("{:<22} {:>12}{}\n", "", "dense", sparse ? "       sparse     ratio" : "");
   row("tokens/s", dense.tokens_per_second, other.tokens_per_second,
       other.tokens_per_second / dense.tokens_per_second);
-  row("step, ms", 1e3 * dense.seconds, 1e3 * other.seconds, dense.seconds / other.seconds);
+  row("step, ms", 1e3 * dense.step.median, 1e3 * other.step.median,
+      dense.step.median / other.step.median);
   for (const auto& [stage, seconds] : dense.stage_seconds) {
     const auto found = other.stage_seconds.find(stage);
     const double s = found == other.stage_seconds.end() ? 0.0 : found->second;
@@ -63,8 +64,8 @@ void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchma
 // Without training that would make the model sparse: patterns of one that was trained.
 TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOptions options,
                            const BenchTrain& arguments) {
-  const PackedPatternsCuda patterns(arguments.patterns, model.config.layers, model.config.ffn,
-                                    options.micro_batch * options.length);
+  const PatternsCuda patterns(arguments.patterns, model.config.layers, model.config.ffn,
+                              options.micro_batch * options.length);
   options.before_ffn = [&](int64_t layer, FfnTrainForwardCuda& problem) {
     problem.replay = patterns.of(layer);
   };
@@ -74,7 +75,7 @@ TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOpti
 // The dense options, with the activity of the patterns.
 TrainBenchmarkOptions sparse_options(const ModelConfig& config, TrainBenchmarkOptions options,
                                      const BenchTrain& arguments) {
-  const PackedPatternsCuda patterns(arguments.patterns, config.layers, config.ffn, /*tokens=*/1);
+  const PatternsCuda patterns(arguments.patterns, config.layers, config.ffn, /*tokens=*/1);
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     options.hints.push_back({patterns.nnz_per_token(layer), patterns.union_neurons(layer)});
   }

@@ -34,6 +34,7 @@ int run_convert(const CommonOptions& common, const ConvertArguments& arguments) 
       convert_checkpoint(common.checkpoint, common.out,
                          {.layout = parse_checkpoint_layout(arguments.layout),
                           .dtype = parse_dtype(arguments.dtype),
+                          .allow_non_finite = common.allow_non_finite,
                           .on_piece = check_interrupted});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   for (const std::string& note : result.notes) fmt::print("note: {}\n", note);

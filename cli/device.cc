@@ -53,11 +53,12 @@ bool use_cuda(const CommonOptions& common) {
 
 std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,
                                     std::unique_ptr<Model> host_model) {
+  const LoadOptions load{.allow_non_finite = common.allow_non_finite};
 #ifdef TWELL_HAVE_CUDA
   if (use_cuda(common)) {
     std::string why;
     if (common.device == "auto") why = EngineCuda::cannot_run(load_config(common.checkpoint), plan);
-    if (why.empty()) return std::make_unique<EngineCuda>(common.checkpoint, plan);
+    if (why.empty()) return std::make_unique<EngineCuda>(common.checkpoint, plan, load);
     fmt::print(stderr, "twell: running on the CPU: {}\n", why);
   }
 #else
@@ -67,7 +68,7 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
   if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
   }
-  return std::make_unique<EngineCpu>(common.checkpoint, common.threads);
+  return std::make_unique<EngineCpu>(common.checkpoint, common.threads, load);
 }
 
 }  // namespace twell::cli

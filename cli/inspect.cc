@@ -88,7 +88,8 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
     text.emplace(common, arguments.text, tokenizer, arguments.max_tokens);
   }
   Context ctx(common.threads);
-  std::unique_ptr<Model> model = load_model(ctx, common.checkpoint);
+  std::unique_ptr<Model> model =
+      load_model(ctx, common.checkpoint, {.allow_non_finite = common.allow_non_finite});
   for (const ParamSpec& spec : model->table) {
     result.tensors.push_back(tensor_health(ctx, *model, spec));
     if (result.tensors.back().not_finite > 0) ++result.damaged_tensors;

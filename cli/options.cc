@@ -53,7 +53,13 @@ Option& add_data_option(Command& command, CommonOptions& common, std::string hel
                        std::move(help) + "; -: plain text from standard input");
 }
 
+void add_non_finite_option(Command& command, CommonOptions& common) {
+  command.flag("--allow-non-finite", &common.allow_non_finite,
+               "Go on with weights that are infinite or not a number");
+}
+
 Option& add_checkpoint_option(Command& command, CommonOptions& common) {
+  add_non_finite_option(command, common);
   return command
       .value("--checkpoint", &common.checkpoint, "DIR",
              "Folder of a checkpoint (config.json, model.safetensors, tokenizer.json) or of a run")

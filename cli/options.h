@@ -16,6 +16,7 @@ namespace twell::cli {
 struct CommonOptions {
   std::vector<std::filesystem::path> data;
   std::filesystem::path checkpoint;
+  bool allow_non_finite = false;  // of the checkpoint's weights
   std::filesystem::path out;
   uint64_t seed = 0;
   int threads = 0;
@@ -34,6 +35,8 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 
 Option& add_data_option(Command& command, CommonOptions& common, std::string help);
 Option& add_checkpoint_option(Command& command, CommonOptions& common);  // required
+// --allow-non-finite; add_checkpoint_option adds it too.
+void add_non_finite_option(Command& command, CommonOptions& common);
 Option& add_out_option(Command& command, CommonOptions& common, std::string help);
 // These stand under the heading "Machine".
 void add_seed_option(Command& command, CommonOptions& common);

@@ -79,19 +79,6 @@ ModelConfig requested_config(const TrainFlags& flags) {
   return config;
 }
 
-// A warm-up that was not asked for follows the number of steps, which may be larger now: a run that
-// is resumed keeps the one it began with.
-void keep_warmup(const fs::path& out, TrainOptions& options) {
-  const fs::path state = out / "checkpoint" / "trainer" / "state.json";
-  if (options.warmup_steps != -1 || !fs::is_regular_file(state)) return;
-  const auto json = nlohmann::json::parse(read_file(state), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || !json.contains("options") || !json["options"].is_object()) return;
-  const auto& saved = json["options"];
-  if (saved.contains("warmup-steps") && saved["warmup-steps"].is_number_integer()) {
-    options.warmup_steps = saved["warmup-steps"].get<int64_t>();
-  }
-}
-
 // What sparsifying asks for beyond the flags that are options of the run themselves.
 void add_relufy(const TrainFlags& flags, TrainOptions& options) {
   TWELL_REQUIRE(!flags.from.empty() || (!flags.relufy && options.distill == 0.0),
@@ -150,16 +137,17 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
       prepare_shards(data_request(flags, data, common, config), shards, progress).tokenizer);
 }
 
-std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const ModelConfig& config,
-                                  uint64_t seed, const std::optional<Checkpoint>& resume_from) {
+std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const LoadOptions& load,
+                                  const ModelConfig& config, uint64_t seed,
+                                  const std::optional<Checkpoint>& resume_from) {
   if (resume_from) {
-    auto model = load_model(ctx, resume_from->folder);
+    auto model = load_model(ctx, resume_from->folder, load);
     TWELL_REQUIRE(model->config == config, "the options describe another model than {}",
                   resume_from->folder.string());
     return model;
   }
   if (!flags.from.empty()) {
-    auto model = load_model(ctx, flags.from);
+    auto model = load_model(ctx, flags.from, load);
     model->set_activation(config.activation);
     return model;
   }
@@ -209,6 +197,7 @@ void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
 }
 
 int train(Command& command, TrainFlags& flags, CommonOptions& common) {
+  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
   TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
   const fs::path options_file = common.out / "options.json";
   if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
@@ -219,7 +208,6 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
   TaskComparison tasks(flags.tasks);
-  if (flags.resume) keep_warmup(common.out, requested);
   TrainOptions options = resolve_options(requested, config);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const TrainDevice device(common, config, options);
@@ -246,8 +234,17 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
                   format_count(static_cast<double>(shard_set.tokens(Split::kTrain))),
                   format_count(static_cast<double>(shard_set.tokens(Split::kValidation)))));
 
-  const auto resume_from = flags.resume ? folder.latest() : std::nullopt;
-  const std::unique_ptr<Model> model = make_model(ctx, flags, config, options.seed, resume_from);
+  const LoadOptions load{.allow_non_finite = common.allow_non_finite};
+  const auto resume_from =
+      flags.resume ? folder.resume_point({flags.resume_from, flags.fall_back}) : std::nullopt;
+  // A warm-up that was not given was derived from the number of steps, which may be another one
+  // now.
+  if (resume_from && requested.warmup_steps < 0) {
+    options.warmup_steps = saved_warmup_steps(resume_from->folder);
+    options = resolve_options(options, config);
+  }
+  const std::unique_ptr<Model> model =
+      make_model(ctx, flags, load, config, options.seed, resume_from);
   progress.print(
       fmt::format("model: {} parameters, {} layers, width {}, FFN {}, on {}{}",
                   format_count(static_cast<double>(config.parameter_count())), config.layers,
@@ -255,7 +252,8 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
                   resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
   // The model as it came, to learn from and to be compared with.
   const bool original_needed = flags.relufy || options.distill > 0.0;
-  const std::unique_ptr<Model> original = original_needed ? load_model(ctx, flags.from) : nullptr;
+  const std::unique_ptr<Model> original =
+      original_needed ? load_model(ctx, flags.from, load) : nullptr;
   TrainRun run{
       options,
       tokenizer,
@@ -304,6 +302,7 @@ void add_train_command(Command& root, CommonOptions& common) {
       command, common,
       "Text to train on: files and folders of text, .jsonl or .parquet, also .gz, .xz, .zst; "
       "repeatable");
+  add_non_finite_option(command, common);
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
   add_compute_options(command, common);

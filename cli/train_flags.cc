@@ -19,6 +19,17 @@ void add_run_flags(Command& command, TrainFlags& flags) {
             "Continue the run in --out where its newest checkpoint left it, bit for bit (same "
             "machine, --device and --threads); its options are remembered")
       .not_in_files();
+  Option& resume_from =
+      command
+          .value(
+              "--resume-from", &flags.resume_from, "STEP",
+              "Resume from the checkpoint of this step; later ones and their metrics are removed")
+          .not_in_files();
+  command
+      .flag("--fall-back", &flags.fall_back,
+            "Resume from the newest intact checkpoint where the newest is damaged")
+      .not_in_files()
+      .excludes(resume_from);
   command
       .flag("--dry-run", &flags.dry_run,
             "Print parameters, memory, FLOPs and steps, and touch nothing")

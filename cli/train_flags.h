@@ -33,6 +33,8 @@ struct TrainFlags {
   bool relufy = false;
   TaskComparisonOptions tasks;  // at the end of sparsifying
   bool resume = false;
+  std::optional<int64_t> resume_from;  // step of a checkpoint
+  bool fall_back = false;
   bool dry_run = false;
   bool tensorboard = false;
   double log_interval = 10.0;  // seconds

@@ -148,6 +148,15 @@ TEST_F(CliTest, OutputFolders) {
   expect_refused(train("text/1.txt", {"--steps", "2"}), "text/1.txt");
   expect_refused(train("", {"--steps", "2"}), "--out");
   EXPECT_EQ(weights("a"), before);
+  // A longer run keeps the warm-up that was derived from the shorter one.
+  ASSERT_EQ(run(train("longer", {"--steps", "20"})).code, 0);
+  const Result longer = run({"train", "--out", "longer", "--resume", "--steps", "40"});
+  EXPECT_EQ(longer.code, 0) << longer.err;
+  EXPECT_THAT(longer.out, HasSubstr("finished after 40 of 40 steps"));
+  fs::remove_all(folder_ / "longer/checkpoints");
+  const std::string metrics = slurp(folder_ / "longer/metrics.jsonl");
+  expect_refused({"train", "--out", "longer", "--resume"}, "no checkpoint");
+  EXPECT_EQ(slurp(folder_ / "longer/metrics.jsonl"), metrics);
 
   const Result from = run({"train", "--data", "text", "--out", "c", "--from", "a/checkpoint",
                            "--steps", "2", "--micro-batch", "2", "--threads", "1"});

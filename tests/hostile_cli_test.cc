@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "tests/test_command.h"
 #include "twell/base/file.h"
+#include "twell/checkpoint/safetensors.h"
 
 namespace twell {
 namespace {
@@ -107,6 +110,43 @@ TEST_F(HostileCheckpoint, TensorsBeyondTheFile) {
                                 "data_offsets": [0, 4]}})",
                     4));
   convert_refused("single", "model.safetensors");
+}
+
+// Weights that are not finite are one fault in every command, named with their tensor and index.
+TEST_F(HostileCheckpoint, WeightsThatAreNotFinite) {
+  const fs::path path = folder_ / "chat" / "model.safetensors";
+  std::map<std::string, std::string> bytes;
+  std::vector<TensorToWrite> tensors;
+  {
+    const SafetensorsFile file(path);
+    for (const auto& [name, info] : file.tensors()) {
+      bytes[name].assign(reinterpret_cast<const char*>(info.bytes.data()), info.bytes.size());
+      tensors.push_back({name, info.dtype, info.shape, [&data = bytes[name]](const auto& sink) {
+                           sink(std::as_bytes(std::span(data)));
+                         }});
+    }
+  }
+  const std::string name = "model.layers.0.mlp.down_proj.weight";
+  const auto tensor = std::find_if(tensors.begin(), tensors.end(),
+                                   [&](const TensorToWrite& t) { return t.name == name; });
+  ASSERT_EQ(tensor->dtype, "F32");
+  const float infinite = std::numeric_limits<float>::infinity();
+  const int64_t cols = tensor->shape[1];
+  std::memcpy(bytes[name].data() + 4 * (2 * cols + 3), &infinite, sizeof(infinite));
+  write_safetensors(path, tensors, {});
+  const std::string fault = "tensor " + name + " has the value inf at [2, 3]";
+  write("text.txt", "one two three four five six seven eight");
+  const std::vector<std::vector<std::string>> commands = {
+      {"generate", "--checkpoint", "chat", "--prompt", "a", "--max-tokens", "1"},
+      {"eval", "--checkpoint", "chat", "--data", "text.txt"},
+      {"inspect", "--checkpoint", "chat", "--data", "text.txt"},
+      {"convert", "--checkpoint", "chat", "--out", "out"},
+      {"train", "--from", "chat", "--data", "text.txt", "--out", "run", "--steps", "1"}};
+  for (const std::vector<std::string>& command : commands) expect_refused(command, fault);
+  EXPECT_FALSE(fs::exists(folder_ / "out"));
+  std::vector<std::string> on = commands[3];
+  on.push_back("--allow-non-finite");
+  EXPECT_EQ(run(on).code, 0);
 }
 
 TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {

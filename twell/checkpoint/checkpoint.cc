@@ -1,29 +1,53 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing the folder; the values are read in tensor_load.h, written in
-// tensor_convert.h.
 #include "twell/checkpoint/checkpoint.h"
 
-#include <nlohmann/json.hpp>
+#include <set>
 #include <unordered_map>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/checkpoint/checkpoint_tensors.h"
 #include "twell/checkpoint/config_json.h"
-#include "twell/checkpoint/convert_config.h"
-#include "twell/checkpoint/safetensors.h"
 #include "twell/checkpoint/tensor_convert.h"
-#include "twell/checkpoint/tensor_load.h"
 
 namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
+constexpr const char* kSingleFile = "model.safetensors";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
 
-// Some writers store the head of a tied model as a second tensor. Every reader of a checkpoint goes
-// through this check, so that a checkpoint loads on all devices or on none.
+void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
+                    const ModelConfig& config) {
+  const TensorInfo* info = tensors.find(spec.name);
+  if (info == nullptr) {
+    const bool gate = config.gated && spec.name.ends_with("mlp.gate_proj.weight");
+    throw InputError(fmt::format("{}: tensor {} {} is missing{}", tensors.source(), spec.name,
+                                 show_shape(spec.stored_shape()),
+                                 gate ? "; config.json of a model without gate projections needs "
+                                        "\"mlp_gated\": false"
+                                      : ""));
+  }
+  TWELL_REQUIRE(info->shape == spec.stored_shape(),
+                "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
+                spec.name, show_shape(info->shape), show_shape(spec.stored_shape()));
+  require_float(*info, tensors.source());
+}
+
+void require_no_extra(const CheckpointTensors& tensors, const std::vector<ParamSpec>& table,
+                      const ModelConfig& config) {
+  std::set<std::string_view> known;
+  for (const ParamSpec& spec : table) known.insert(spec.name);
+  for (const TensorInfo* info : tensors.all()) {
+    TWELL_REQUIRE(known.contains(info->name) || may_be_extra(info->name, config),
+                  "{}: tensor {} {} has no place in the model that config.json describes",
+                  tensors.source(), info->name, show_shape(info->shape));
+  }
+}
+
+// Some writers store the head of a tied model as a second tensor. All devices use this check, so
+// that a checkpoint loads on all of them or on none.
 void require_tied_head_equal(const OpenCheckpoint& opened) {
   const TensorInfo* head = opened.tensors.find(kHead);
   if (head == nullptr || !opened.config.tied_embeddings) return;
@@ -45,12 +69,64 @@ TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType d
 OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
   OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
-  require_tensors_of(opened.tensors, config);
+  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
+  require_no_extra(opened.tensors, opened.table, config);
   require_tied_head_equal(opened);
   return opened;
 }
 
 }  // namespace
+
+CheckpointTensors::CheckpointTensors(const fs::path& folder) {
+  const fs::path single = folder / kSingleFile;
+  if (fs::exists(single)) {
+    source_ = single.string();
+    const auto& file = files_.emplace(kSingleFile, SafetensorsFile(single)).first->second;
+    for (const auto& [name, info] : file.tensors()) tensors_.emplace(name, &info);
+    return;
+  }
+  TWELL_REQUIRE(fs::exists(folder / kIndexFile), "{} holds neither {} nor {}", folder.string(),
+                kSingleFile, kIndexFile);
+  read_shards(folder);
+}
+
+void CheckpointTensors::read_shards(const fs::path& folder) {
+  source_ = (folder / kIndexFile).string();
+  for (const auto& [tensor, file] : parse_shard_index(read_file(folder / kIndexFile), source_)) {
+    if (!files_.contains(file)) files_.emplace(file, SafetensorsFile(folder / file));
+    tensors_.emplace(tensor, &files_.at(file).tensor(tensor));
+  }
+  for (const auto& [file, content] : files_) {
+    for (const auto& [name, info] : content.tensors()) {
+      const auto it = tensors_.find(name);
+      TWELL_REQUIRE(it != tensors_.end() && it->second == &info,
+                    "{}: tensor {} of {} is not listed there", source_, name, file);
+    }
+  }
+}
+
+const TensorInfo* CheckpointTensors::find(std::string_view name) const {
+  const auto it = tensors_.find(name);
+  return it == tensors_.end() ? nullptr : it->second;
+}
+
+std::vector<const TensorInfo*> CheckpointTensors::all() const {
+  std::vector<const TensorInfo*> out;
+  for (const auto& [name, info] : tensors_) out.push_back(info);
+  return out;
+}
+
+void CheckpointTensors::verify_hashes() const {
+  for (const auto& [name, file] : files_) file.verify_hash();
+}
+
+bool may_be_extra(const std::string& name, const ModelConfig& config) {
+  // Constants that old versions of transformers saved and that follow from the configuration.
+  if (name.ends_with(".rotary_emb.inv_freq")) return true;
+  // Counters of the published sparse models: "model.layers.0.mlp.tracker.last_activated".
+  if (name.find("tracker.") != std::string::npos) return true;
+  return name == "lm_head.weight" && config.tied_embeddings;
+}
 
 ModelConfig load_config(const fs::path& folder) {
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
@@ -64,8 +140,10 @@ OpenCheckpoint open_checkpoint(const fs::path& folder) {
   return opened;
 }
 
-std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder) {
-  // Everything that can be refused by its header is, before memory is taken for the model.
+std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
+                                  const LoadOptions& options) {
+  // Whatever the headers show to be wrong is refused before memory is allocated for the model. The
+  // hashes are checked while the values are read.
   const OpenCheckpoint opened = open_with_hashes_unread(folder);
   auto model = std::make_unique<Model>(opened.config);
   std::unordered_map<std::string_view, const ParamSpec*> specs;
@@ -76,17 +154,16 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder) {
     const ParamSpec& spec = *found->second;
     return {MatrixF(model->flat.data() + spec.offset, spec.rows, spec.cols), spec.transposed};
   };
-  for (const auto& [name, file] : opened.tensors.files()) load_tensors(ctx, file, place_of);
+  for (const auto& [name, file] : opened.tensors.files())
+    load_tensors(ctx, file, place_of, options);
   return model;
 }
 
 void save_model(const Model& model, const fs::path& folder, DType dtype) {
-  nlohmann::json config = config_to_json(model.config);
-  config["torch_dtype"] = torch_dtype_name(dtype);
-  write_file_atomic(folder / "config.json", config.dump(2) + "\n");
+  write_file_atomic(folder / "config.json", config_to_text(model.config, dtype));
   std::vector<TensorToWrite> tensors;
   for (const ParamSpec& spec : model.table) tensors.push_back(tensor_to_write(model, spec, dtype));
-  // transformers asks for the name of the framework.
+  // transformers requires the name of a framework.
   write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}});
 }
 

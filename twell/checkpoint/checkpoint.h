@@ -1,35 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 // A checkpoint is a folder: config.json, model.safetensors (or shards and their index),
 // tokenizer.json, and, for training, whatever the trainer adds. Hugging Face names and layouts.
+// InputError names the file and the fault.
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "twell/base/dtype.h"
-#include "twell/checkpoint/checkpoint_tensors.h"
+#include "twell/checkpoint/safetensors.h"
+#include "twell/checkpoint/tensor_load.h"
 #include "twell/model/weights.h"
 
 namespace twell {
 
-// Reads config.json and model.safetensors or its shards (any of F32, BF16, F16; converted to f32 on
-// all threads as fast as the disk gives them), checking names, shapes, dtypes, sizes, and the
-// content hash where the file carries one. InputError on any fault.
-std::unique_ptr<Model> load_model(Context& ctx, const std::filesystem::path& folder);
+// Reads config.json and model.safetensors or its shards (F32, BF16 or F16, converted to f32 on all
+// threads), checking names, shapes, dtypes, sizes, that all values are finite, and the content hash
+// where the file carries one.
+std::unique_ptr<Model> load_model(Context& ctx, const std::filesystem::path& folder,
+                                  const LoadOptions& options = {});
+ModelConfig load_config(const std::filesystem::path& folder);
+// Writes config.json and model.safetensors into an existing folder (see write_folder_atomic).
+void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
 
-// Its parts, for readers of their own: a folder of which everything has been checked but the values
-// themselves, which lie in mapped files.
+// The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json
+// names.
+class CheckpointTensors {
+ public:
+  explicit CheckpointTensors(const std::filesystem::path& folder);
+  const TensorInfo* find(std::string_view name) const;  // null when there is none
+  std::vector<const TensorInfo*> all() const;           // by name
+  const std::map<std::string, SafetensorsFile>& files() const { return files_; }
+  void verify_hashes() const;
+  const std::string& source() const { return source_; }  // the file to name in messages
+
+ private:
+  void read_shards(const std::filesystem::path& folder);
+
+  std::string source_;
+  std::map<std::string, SafetensorsFile> files_;
+  std::map<std::string, const TensorInfo*, std::less<>> tensors_;
+};
+
+// A folder whose configuration, tensor names, shapes, dtypes and hashes have been checked. The
+// values are still in the mapped files, and are not checked for being finite.
 struct OpenCheckpoint {
   ModelConfig config;
   std::vector<ParamSpec> table;
   CheckpointTensors tensors;  // has every parameter of the table, in its shape, as floats
 };
 OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
-ModelConfig load_config(const std::filesystem::path& folder);
 
-// Writes config.json and model.safetensors into an existing folder (see
-// write_folder_atomic).
-void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
+// Whether a checkpoint may hold this tensor although the model has no parameter of that name.
+bool may_be_extra(const std::string& name, const ModelConfig& config);
 
 }  // namespace twell

@@ -68,6 +68,17 @@ class CheckpointTest : public ::testing::Test {
     write_safetensors(path, list, {});
   }
 
+  // Overwrites a value of a tensor; the file carries no hash afterwards.
+  void put(const std::string& name, size_t at, const std::string& bytes) const {
+    std::map<std::string, TensorToWrite> all = read_tensors();
+    const SafetensorsFile file(weights());
+    const TensorInfo& info = file.tensor(name);
+    std::string content(reinterpret_cast<const char*>(info.bytes.data()), info.bytes.size());
+    content.replace(at, bytes.size(), bytes);
+    all.insert_or_assign(name, raw_tensor(name, info.dtype, info.shape, content));
+    write_tensors(weights(), all);
+  }
+
   std::string refusal() {
     try {
       load_model(ctx_, folder_);
@@ -93,6 +104,34 @@ class CheckpointTest : public ::testing::Test {
   const TempFolder temp_;
   const fs::path folder_ = temp_.path();
 };
+
+// Of every dtype, wherever the value stands, in tensors that are stored as they are and transposed.
+TEST_F(CheckpointTest, NamesTheFirstWeightThatIsNotFinite) {
+  const Model model = random_model(small_config(), 7);
+  const std::string up = "model.layers.1.mlp.up_proj.weight";      // [40, 24]
+  const std::string down = "model.layers.0.mlp.down_proj.weight";  // [24, 40]
+  const auto bits = [](auto value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  struct Case {
+    DType dtype;
+    std::string infinite, nan;
+  };
+  for (const Case& c : {Case{DType::kF32, bits(uint32_t{0xff800000u}), bits(uint32_t{0x7f800001u})},
+                        Case{DType::kBF16, bits(uint16_t{0xff80}), bits(uint16_t{0x7fc0})},
+                        Case{DType::kF16, bits(uint16_t{0xfc00}), bits(uint16_t{0x7e01})}}) {
+    save_model(model, folder_, c.dtype);
+    EXPECT_EQ(refusal(), "");
+    const size_t size = c.nan.size();
+    put(up, size * 959, c.nan);
+    EXPECT_THAT(refusal(), HasSubstr("tensor " + up + " has the value nan at [39, 23]"));
+    save_model(model, folder_, c.dtype);
+    put(down, size * 40, c.infinite);
+    EXPECT_THAT(refusal(), HasSubstr("tensor " + down + " has the value -inf at [1, 0]"));
+    const auto loaded = load_model(ctx_, folder_, {.allow_non_finite = true});
+    EXPECT_TRUE(std::isinf(loaded->weights.layers[0].ffn.w_down(0, 1)));
+  }
+}
 
 TEST_F(CheckpointTest, Float32RoundTripsBitForBit) {
   for (const bool gated : {true, false}) {
@@ -242,11 +281,11 @@ TEST_F(CheckpointTest, WrongDtypesAndMissingFilesAreRefused) {
   EXPECT_THROW(load_model(ctx_, folder_ / "nowhere"), InputError);
 }
 
-TEST_F(CheckpointTest, NotANumberIsKept) {
+TEST_F(CheckpointTest, NotANumberIsKeptWhereAllowed) {
   Model model = random_model(small_config(), 1);
   model.flat[5] = NAN;
   save_model(model, folder_, DType::kF32);
-  EXPECT_TRUE(std::isnan(load_model(ctx_, folder_)->flat[5]));
+  EXPECT_TRUE(std::isnan(load_model(ctx_, folder_, {.allow_non_finite = true})->flat[5]));
 }
 
 class ShardedCheckpointTest : public CheckpointTest {

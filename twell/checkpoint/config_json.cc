@@ -1,23 +1,439 @@
 // SPDX-License-Identifier: Apache-2.0
-// ModelConfig from and to Hugging Face config.json.
+// config.json: families, fields, keys that are understood, rotary keys, and the other layouts.
 #include "twell/checkpoint/config_json.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
-#include "twell/checkpoint/config_keys.h"
-#include "twell/checkpoint/families.h"
 #include "twell/checkpoint/json.h"
-#include "twell/checkpoint/rope_json.h"
 
 namespace twell {
 namespace {
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 constexpr size_t kMaxBytes = size_t{1} << 20;  // published files are a few KiB
 constexpr int kMaxDepth = 16;
+
+// The families.
+
+// What config.json calls a family, what its layers have, and what transformers takes for keys that
+// are absent. All families use Llama's tensor names (parameter_table).
+struct FamilySpec {
+  Family family = Family::kLlama;
+  std::string_view model_type;    // of config.json
+  std::string_view architecture;  // of config.json
+  // A published sparse model: ReLU whatever hidden_act says, sparsity_* keys, tracker tensors.
+  bool sparse = false;
+  bool qkv_bias = false;
+  bool qk_norm = false;
+  int64_t context = 2048;      // max_position_embeddings
+  int64_t kv_heads = 0;        // num_key_value_heads; 0: as many as heads
+  int64_t head_dim = 0;        // 0: hidden_size / num_attention_heads
+  int64_t window = 0;          // sliding_window when the key is absent; 0: none
+  bool window_switch = false;  // the window applies only with use_sliding_window
+};
+constexpr FamilySpec kFamilies[] = {
+    {.family = Family::kLlama, .model_type = "llama", .architecture = "LlamaForCausalLM"},
+    {.family = Family::kLlama,
+     .model_type = "llama_sparse_relu",
+     .architecture = "SparseLlamaForCausalLM",
+     .sparse = true},
+    {.family = Family::kMistral,
+     .model_type = "mistral",
+     .architecture = "MistralForCausalLM",
+     .context = 131072,
+     .kv_heads = 8,
+     .window = 4096},
+    {.family = Family::kQwen2,
+     .model_type = "qwen2",
+     .architecture = "Qwen2ForCausalLM",
+     .qkv_bias = true,
+     .context = 32768,
+     .kv_heads = 32,
+     .window = 4096,
+     .window_switch = true},
+    {.family = Family::kQwen2,
+     .model_type = "qwen2_sparse_relu",
+     .architecture = "SparseQwen2ForCausalLM",
+     .sparse = true,
+     .qkv_bias = true,
+     .context = 32768,
+     .kv_heads = 32,
+     .window = 4096,
+     .window_switch = true},
+    {.family = Family::kQwen3,
+     .model_type = "qwen3",
+     .architecture = "Qwen3ForCausalLM",
+     .qk_norm = true,
+     .context = 32768,
+     .kv_heads = 32,
+     .head_dim = 128,
+     .window = 4096,
+     .window_switch = true},
+};
+
+// InputError, naming the source and what is supported.
+const FamilySpec& family_of_model_type(std::string_view model_type, const std::string& source) {
+  std::string known;
+  for (const FamilySpec& spec : kFamilies) {
+    if (spec.model_type == model_type) return spec;
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", spec.model_type);
+  }
+  throw InputError(fmt::format("{}: model_type \"{}\" is not supported; supported are {}", source,
+                               model_type, known));
+}
+
+// InputError for a sparse layout that was never published.
+const FamilySpec& family_spec(Family family, bool sparse = false) {
+  const FamilySpec* plain = nullptr;
+  for (const FamilySpec& spec : kFamilies) {
+    if (spec.family != family) continue;
+    if (spec.sparse == sparse) return spec;
+    plain = &spec;
+  }
+  TWELL_CHECK(plain != nullptr, "a family without a row in the table");
+  throw InputError(fmt::format("{} models have no published sparse layout", plain->model_type));
+}
+
+// The fields of a JSON object.
+
+// Typed access to the keys of an object; null counts as absent, as it does in transformers. Every
+// error names the source and the key.
+class Fields {
+ public:
+  Fields(const json& object, const std::string& source) : object_(object), source_(source) {}
+
+  const std::string& source() const { return source_; }
+  const json& object() const { return object_; }
+  bool given(const char* key) const { return object_.contains(key); }  // null too
+  const json* find(const char* key) const {
+    const auto it = object_.find(key);
+    return it == object_.end() || it->is_null() ? nullptr : &*it;
+  }
+  int64_t integer(const char* key) const {
+    TWELL_REQUIRE(find(key) != nullptr, "{}: {} is missing", source_, key);
+    return integer(key, 0);
+  }
+  int64_t integer(const char* key, int64_t fallback) const {
+    const json* value = find(key);
+    return value == nullptr ? fallback : to_integer(key, *value);
+  }
+  double number(const char* key, double fallback) const {
+    const json* value = find(key);
+    if (value == nullptr) return fallback;
+    TWELL_REQUIRE(value->is_number(), "{}: {} must be a number, got {}", source_, key,
+                  show(*value));
+    return value->get<double>();
+  }
+  bool boolean(const char* key, bool fallback) const {
+    const json* value = find(key);
+    if (value == nullptr) return fallback;
+    TWELL_REQUIRE(value->is_boolean(), "{}: {} must be true or false, got {}", source_, key,
+                  show(*value));
+    return value->get<bool>();
+  }
+  std::string text(const char* key, const char* fallback) const {
+    const json* value = find(key);
+    if (value == nullptr) return fallback;
+    TWELL_REQUIRE(value->is_string(), "{}: {} must be a string, got {}", source_, key,
+                  show(*value));
+    return value->get<std::string>();
+  }
+  int64_t to_integer(const char* key, const json& value) const {
+    const bool fits = value.is_number_integer() &&
+                      (!value.is_number_unsigned() || value.get<uint64_t>() <= uint64_t{INT64_MAX});
+    TWELL_REQUIRE(fits, "{}: {} must be an integer, got {}", source_, key, show(value));
+    return value.get<int64_t>();
+  }
+  static std::string show(const json& value) {
+    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
+    if (text.size() > 60) text.replace(57, std::string::npos, "...");
+    return text;
+  }
+
+ private:
+  const json& object_;
+  const std::string& source_;
+};
+
+// The keys.
+
+// Keys that parse_config reads.
+constexpr std::string_view kRead[] = {"model_type",
+                                      "architectures",
+                                      "vocab_size",
+                                      "hidden_size",
+                                      "intermediate_size",
+                                      "num_hidden_layers",
+                                      "num_attention_heads",
+                                      "num_key_value_heads",
+                                      "head_dim",
+                                      "max_position_embeddings",
+                                      "original_max_position_embeddings",
+                                      "hidden_act",
+                                      "mlp_gated",
+                                      "tie_word_embeddings",
+                                      "rope_theta",
+                                      "rope_scaling",
+                                      "rope_parameters",
+                                      "rms_norm_eps",
+                                      "initializer_range",
+                                      "bos_token_id",
+                                      "eos_token_id",
+                                      "sliding_window",
+                                      "use_sliding_window",
+                                      "max_window_layers",
+                                      "layer_types"};
+
+// Keys that the forward pass does not depend on: bookkeeping, other frameworks, dropout, and the
+// generation settings that old versions of transformers stored here.
+constexpr std::string_view kIgnored[] = {"_attn_implementation",
+                                         "_attn_implementation_autoset",
+                                         "_name_or_path",
+                                         "attention_dropout",
+                                         "attn_implementation",
+                                         "auto_map",
+                                         "bad_words_ids",
+                                         "begin_suppress_tokens",
+                                         "chunk_size_feed_forward",
+                                         "cross_attention_hidden_size",
+                                         "decoder_start_token_id",
+                                         "diversity_penalty",
+                                         "do_sample",
+                                         "dtype",
+                                         "early_stopping",
+                                         "encoder_no_repeat_ngram_size",
+                                         "exponential_decay_length_penalty",
+                                         "finetuning_task",
+                                         "forced_bos_token_id",
+                                         "forced_eos_token_id",
+                                         "id2label",
+                                         "is_decoder",
+                                         "is_llama_config",
+                                         "label2id",
+                                         "length_penalty",
+                                         "max_length",
+                                         "min_length",
+                                         "model_max_length",
+                                         "no_repeat_ngram_size",
+                                         "num_beam_groups",
+                                         "num_beams",
+                                         "num_return_sequences",
+                                         "output_attentions",
+                                         "output_hidden_states",
+                                         "output_scores",
+                                         "pad_token_id",
+                                         "prefix",
+                                         "pretraining_tp",
+                                         "problem_type",
+                                         "remove_invalid_values",
+                                         "repetition_penalty",
+                                         "return_dict",
+                                         "return_dict_in_generate",
+                                         "sep_token_id",
+                                         "suppress_tokens",
+                                         "task_specific_params",
+                                         "temperature",
+                                         "tf_legacy_loss",
+                                         "tie_encoder_decoder",
+                                         "tokenizer_class",
+                                         "top_k",
+                                         "top_p",
+                                         "torch_dtype",
+                                         "torchscript",
+                                         "transformers.js_config",
+                                         "transformers_version",
+                                         "typical_p",
+                                         "unk_token_id",
+                                         "unsloth_fixed",
+                                         "unsloth_version",
+                                         "use_bfloat16",
+                                         "use_cache"};
+
+// Keys that are accepted only with the value that changes nothing.
+struct Fixed {
+  std::string_view key;
+  bool value;  // as a number: 1 or 0
+  std::string_view why;
+};
+constexpr Fixed kFixed[] = {
+    {"attention_bias", false, "attention biases are supported only as Qwen2 has them"},
+    {"mlp_bias", false, "feed-forward layers have no biases"},
+    {"add_cross_attention", false, "only decoder models are supported"},
+    {"is_encoder_decoder", false, "only decoder models are supported"},
+    {"rope_interleaved", false, "rotary embeddings pair the two halves of a head"},
+    {"use_mrope", false, "positions have one dimension"},
+    {"partial_rotary_factor", true, "rotary embeddings cover the whole head"}};
+
+template <typename Range>
+bool contains(const Range& keys, std::string_view key) {
+  return std::find(std::begin(keys), std::end(keys), key) != std::end(keys);
+}
+
+bool is_fixed(const Fields& fields, std::string_view key, const json& value) {
+  const auto it = std::find_if(std::begin(kFixed), std::end(kFixed),
+                               [&](const Fixed& fixed) { return fixed.key == key; });
+  if (it == std::end(kFixed)) return false;
+  const bool same = value.is_null() || (value.is_boolean() && value.get<bool>() == it->value) ||
+                    (value.is_number() && value.get<double>() == (it->value ? 1.0 : 0.0));
+  TWELL_REQUIRE(same, "{}: {} {} is not supported: {}", fields.source(), key, Fields::show(value),
+                it->why);
+  return true;
+}
+
+void require_published_layout(const Fields& fields) {
+  // That kernel's checkpoints store down_proj transposed under the same tensor name.
+  TWELL_REQUIRE(!fields.boolean("sparsity_use_hybrid_kernel", false),
+                "{}: sparsity_use_hybrid_kernel true stores down_proj transposed, which is not "
+                "supported; save the model with it set to false",
+                fields.source());
+}
+
+// InputError names the first key that is not known, or that asks for what is not computed here: an
+// unknown key might change the model.
+void require_known_keys(const Fields& fields, const FamilySpec& family) {
+  TWELL_REQUIRE(fields.find("quantization_config") == nullptr,
+                "{}: quantization_config is not supported; use the unquantized checkpoint",
+                fields.source());
+  if (family.sparse) require_published_layout(fields);
+  for (const auto& [key, value] : fields.object().items()) {
+    if (contains(kRead, key) || contains(kIgnored, key) || is_fixed(fields, key, value)) continue;
+    if (key == "quantization_config" || (family.sparse && key.starts_with("sparsity_"))) continue;
+    throw InputError(fmt::format(
+        "{}: {} ({}) is not understood; remove it if it does not change what the model computes",
+        fields.source(), key, Fields::show(value)));
+  }
+}
+
+// The rotary keys. Older files have rope_theta beside rope_scaling (null when plain), newer ones
+// both inside rope_parameters.
+
+struct RopeTypeName {
+  RopeType type;
+  const char* name;
+};
+constexpr RopeTypeName kRopeTypes[] = {{RopeType::kDefault, "default"},
+                                       {RopeType::kLinear, "linear"},
+                                       {RopeType::kDynamic, "dynamic"},
+                                       {RopeType::kLlama3, "llama3"},
+                                       {RopeType::kYarn, "yarn"}};
+
+constexpr std::string_view kRopeKeys[] = {"rope_type",
+                                          "type",
+                                          "rope_theta",
+                                          "factor",
+                                          "original_max_position_embeddings",
+                                          "low_freq_factor",
+                                          "high_freq_factor",
+                                          "beta_fast",
+                                          "beta_slow",
+                                          "attention_factor",
+                                          "mscale",
+                                          "mscale_all_dim",
+                                          "truncate",
+                                          "partial_rotary_factor"};
+
+RopeType parse_rope_type(const std::string& name, const char* key, const std::string& source) {
+  for (const RopeTypeName& type : kRopeTypes) {
+    if (name == type.name) return type.type;
+  }
+  throw InputError(
+      fmt::format("{}: {} of type \"{}\" is not supported; supported are default, linear, dynamic, "
+                  "llama3 and yarn",
+                  source, key, name));
+}
+
+// transformers takes a beta_fast or beta_slow of 0 as its default.
+double positive_or(double value, double fallback) { return value == 0.0 ? fallback : value; }
+
+void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) {
+  const std::string& source = rope.source();
+  for (const auto& [inner, value] : rope.object().items()) {
+    TWELL_REQUIRE(
+        std::find(std::begin(kRopeKeys), std::end(kRopeKeys), inner) != std::end(kRopeKeys),
+        "{}: {} of {} ({}) is not understood", source, inner, key, Fields::show(value));
+  }
+  TWELL_REQUIRE(rope.number("partial_rotary_factor", 1.0) == 1.0,
+                "{}: partial_rotary_factor other than 1 is not supported", source);
+  config.rope_theta = rope.number("rope_theta", config.rope_theta);
+  RopeScaling& out = config.rope_scaling;
+  out.type =
+      parse_rope_type(rope.text("rope_type", rope.text("type", "default").c_str()), key, source);
+  if (out.type == RopeType::kDefault) return;
+  const bool relative = out.type == RopeType::kLlama3 || out.type == RopeType::kYarn;
+  if (relative) {
+    // The key of the configuration itself takes precedence, as in transformers.
+    const int64_t own = rope.integer("original_max_position_embeddings", config.context);
+    out.original_context = out.original_context > 0 ? out.original_context : own;
+  }
+  const bool from_contexts = out.type == RopeType::kYarn && out.original_context > 0;
+  TWELL_REQUIRE(rope.find("factor") != nullptr || from_contexts, "{}: factor of {} is missing",
+                source, key);
+  const double ratio = from_contexts ? static_cast<double>(config.context) /
+                                           static_cast<double>(out.original_context)
+                                     : 1.0;
+  out.factor = rope.number("factor", ratio);
+  if (out.type == RopeType::kLlama3) {
+    out.low_freq_factor = rope.number("low_freq_factor", out.low_freq_factor);
+    out.high_freq_factor = rope.number("high_freq_factor", out.high_freq_factor);
+  }
+  if (out.type == RopeType::kYarn) {
+    out.beta_fast = positive_or(rope.number("beta_fast", 0.0), out.beta_fast);
+    out.beta_slow = positive_or(rope.number("beta_slow", 0.0), out.beta_slow);
+    out.attention_factor = rope.number("attention_factor", 0.0);
+    out.mscale = rope.number("mscale", 0.0);
+    out.mscale_all_dim = rope.number("mscale_all_dim", 0.0);
+    out.truncate = rope.boolean("truncate", true);
+  }
+}
+
+// Sets rope_theta and rope_scaling of a configuration whose context is set already.
+void read_rope(const Fields& fields, ModelConfig& config) {
+  config.rope_theta = fields.number("rope_theta", 10000.0);
+  config.rope_scaling = {};
+  const int64_t original = fields.integer("original_max_position_embeddings", 0);
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    const json* rope = fields.find(key);
+    if (rope == nullptr) continue;
+    TWELL_REQUIRE(rope->is_object(), "{}: {} must be an object or null, got {}", fields.source(),
+                  key, Fields::show(*rope));
+    config.rope_scaling = {.original_context = original};
+    read_rope_object(key, Fields(*rope, fields.source()), config);
+    const RopeType type = config.rope_scaling.type;
+    if (type != RopeType::kLlama3 && type != RopeType::kYarn) {
+      config.rope_scaling.original_context = 0;
+    }
+  }
+}
+
+// The value of rope_scaling; null when plain.
+json rope_scaling_to_json(const RopeScaling& rope) {
+  if (rope.type == RopeType::kDefault) return nullptr;
+  const auto name = std::find_if(std::begin(kRopeTypes), std::end(kRopeTypes),
+                                 [&](const RopeTypeName& type) { return type.type == rope.type; });
+  json out = {{"rope_type", name->name}, {"factor", rope.factor}};
+  if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn) {
+    out["original_max_position_embeddings"] = rope.original_context;
+  }
+  if (rope.type == RopeType::kLlama3) {
+    out["low_freq_factor"] = rope.low_freq_factor;
+    out["high_freq_factor"] = rope.high_freq_factor;
+  }
+  if (rope.type == RopeType::kYarn) {
+    out["beta_fast"] = rope.beta_fast;
+    out["beta_slow"] = rope.beta_slow;
+    out["truncate"] = rope.truncate;
+    if (rope.attention_factor > 0.0) out["attention_factor"] = rope.attention_factor;
+    if (rope.mscale > 0.0) out["mscale"] = rope.mscale;
+    if (rope.mscale_all_dim > 0.0) out["mscale_all_dim"] = rope.mscale_all_dim;
+  }
+  return out;
+}
+
+// The configuration.
 
 void require_architecture(const Fields& fields, const FamilySpec& family) {
   const json* architectures = fields.find("architectures");
@@ -34,7 +450,7 @@ void require_architecture(const Fields& fields, const FamilySpec& family) {
 }
 
 Activation read_activation(const Fields& fields, const FamilySpec& family) {
-  // The published sparse models carry a left-over "silu"; their model type means ReLU.
+  // The published sparse models still say "silu", but their model type means ReLU.
   if (family.sparse) return Activation::kRelu;
   const std::string name = fields.text("hidden_act", "silu");  // the default of transformers
   return parse_activation(name, fields.source() + ": hidden_act");
@@ -62,7 +478,7 @@ void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& con
   config.context = fields.integer("max_position_embeddings", family.context);
 }
 
-// Which layers slide does not matter here: no sequence is longer than the window.
+// Which layers have the window does not matter: no sequence is longer than it.
 void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& config) {
   const bool given = fields.given("sliding_window");
   config.sliding_window = fields.integer("sliding_window", given ? 0 : family.window);
@@ -102,7 +518,7 @@ void read_tokens(const Fields& fields, ModelConfig& config) {
   }
 }
 
-// The published sparse models: sparsity_* keys have the last word on the FFN.
+// In the published sparse models the sparsity_* keys override those of the FFN.
 void read_sparsity(const Fields& fields, ModelConfig& config) {
   config.gated = fields.boolean("sparsity_gated_mlp", config.gated);
   config.ffn = fields.integer("sparsity_new_intermediate_size", config.ffn);
@@ -114,6 +530,52 @@ json eos_to_json(const ModelConfig& config) {
   json out = {config.eos_token};
   for (const int64_t token : config.more_eos_tokens) out.push_back(token);
   return out;
+}
+
+// Other layouts.
+
+void set_family(ordered_json& object, const FamilySpec& family) {
+  object["model_type"] = family.model_type;
+  if (object.contains("architectures")) object["architectures"] = {family.architecture};
+}
+
+// Adds the keys that the published sparse models have beyond those of their family.
+void to_sparse(ordered_json& object, const ModelConfig& config, const std::string& source) {
+  TWELL_REQUIRE(config.activation == Activation::kRelu,
+                "{}: the sparse layout is for models with relu, this one has {}; sparsify it first "
+                "('twell train --from DIR --relufy')",
+                source, activation_name(config.activation));
+  set_family(object, family_spec(config.family, /*sparse=*/true));
+  object.erase("mlp_gated");
+  object["sparsity_gated_mlp"] = config.gated;
+}
+
+void to_hugging_face(ordered_json& object, const ModelConfig& config) {
+  set_family(object, family_spec(config.family));
+  object["hidden_act"] = activation_name(config.activation);
+  object["intermediate_size"] = config.ffn;
+  object.erase("auto_map");
+  for (auto it = object.begin(); it != object.end();) {
+    it = it.key().starts_with("sparsity_") ? object.erase(it) : std::next(it);
+  }
+  if (!config.gated) object["mlp_gated"] = false;
+}
+
+const char* torch_dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return "bfloat16";
+    case DType::kF16:
+      return "float16";
+    default:
+      return "float32";
+  }
+}
+
+void set_dtype(ordered_json& object, DType dtype) {
+  // Older versions of transformers write torch_dtype, newer ones dtype.
+  const char* key = object.contains("dtype") ? "dtype" : "torch_dtype";
+  object[key] = torch_dtype_name(dtype);
 }
 
 }  // namespace
@@ -186,6 +648,25 @@ json config_to_json(const ModelConfig& config) {
   }
   if (!config.gated) object["mlp_gated"] = false;
   return object;
+}
+
+std::string config_to_text(const ModelConfig& config, DType dtype) {
+  json object = config_to_json(config);
+  object["torch_dtype"] = torch_dtype_name(dtype);
+  return object.dump(2) + "\n";
+}
+
+std::string convert_config(const std::string& text, const std::string& source,
+                           CheckpointLayout layout, std::optional<DType> dtype) {
+  const ModelConfig config = parse_config_text(text, source);
+  const ordered_json before = ordered_json::parse(text);
+  ordered_json object = before;
+  const bool sparse = family_of_model_type(object["model_type"].get<std::string>(), source).sparse;
+  if (layout == CheckpointLayout::kSparse && !sparse) to_sparse(object, config, source);
+  if (layout == CheckpointLayout::kHuggingFace && sparse) to_hugging_face(object, config);
+  if (dtype) set_dtype(object, *dtype);
+  // The format of Python's json.dumps(indent=2), which transformers uses.
+  return object == before ? text : object.dump(2, ' ', /*ensure_ascii=*/true) + "\n";
 }
 
 }  // namespace twell

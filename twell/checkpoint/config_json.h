@@ -1,22 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// config.json: the model configuration as Hugging Face writes it.
+// config.json, the model configuration as Hugging Face writes it. Families: Llama, Mistral, Qwen2,
+// Qwen3, and the published sparse layouts llama_sparse_relu and qwen2_sparse_relu.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 
+#include "twell/base/dtype.h"
 #include "twell/model/config.h"
 
 namespace twell {
 
-// Hugging Face config.json of the families above, and the published llama_sparse_relu and
-// qwen2_sparse_relu. An architecture, activation, option or key that is not understood is refused
-// by name; `source` is named in the message.
+// InputError names `source` and the first architecture, activation, option or key that is not
+// supported.
 ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
 ModelConfig parse_config_text(std::string_view text, const std::string& source);
-// What transformers reads as the family's own class; a model that is not gated carries
-// "mlp_gated": false, which only this project understands.
+
+// A configuration that transformers opens with the family's own class. A model that is not gated
+// carries "mlp_gated": false, which only TwELL understands.
 nlohmann::json config_to_json(const ModelConfig& config);
+// The same as the text of a file, with the dtype of the weights (torch_dtype).
+std::string config_to_text(const ModelConfig& config, DType dtype);
+
+enum class CheckpointLayout {
+  kKeep,
+  // The family's own class in transformers, without the code, keys and extra tensors of the sparse
+  // models.
+  kHuggingFace,
+  // llama_sparse_relu or qwen2_sparse_relu, with their sparsity_* keys.
+  kSparse,
+};
+// The text of config.json in another layout, or with another dtype of the weights. Keys keep their
+// order; a text in which nothing changes is returned as it is. InputError when the layout cannot
+// express the model.
+std::string convert_config(const std::string& text, const std::string& source,
+                           CheckpointLayout layout, std::optional<DType> dtype);
 
 }  // namespace twell

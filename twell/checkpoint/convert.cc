@@ -2,14 +2,11 @@
 #include "twell/checkpoint/convert.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "twell/base/content_hash.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
-#include "twell/checkpoint/checkpoint_tensors.h"
-#include "twell/checkpoint/convert_config.h"
 #include "twell/checkpoint/tensor_convert.h"
 
 namespace twell {
@@ -18,7 +15,7 @@ namespace {
 
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
-constexpr size_t kPiece = size_t{8} << 20;  // bytes copied before their pages are let go
+constexpr size_t kPiece = size_t{8} << 20;  // bytes copied between releases of their pages
 
 bool is_weights_or_code(const fs::path& file) {
   constexpr std::string_view kExtensions[] = {".safetensors", ".bin",  ".pt",   ".pth", ".h5",
@@ -30,23 +27,22 @@ bool is_weights_or_code(const fs::path& file) {
 class Conversion {
  public:
   Conversion(const fs::path& in, const ConvertOptions& options)
-      : in_(in), options_(options), config_(load_config(in)), tensors_(in) {
-    require_tensors_of(tensors_, config_);
-    tensors_.verify_hashes();
+      : in_(in), options_(options), opened_(open_checkpoint(in)) {
     const fs::path path = in / kConfigFile;
-    config_text_ = convert_config(read_file(path), path.string(), options);
+    config_text_ = convert_config(read_file(path), path.string(), options.layout, options.dtype);
     const fs::path index = in / kIndexFile;
-    if (tensors_.source() == index.string()) index_text_ = convert_index(read_file(index));
+    if (opened_.tensors.source() == index.string()) index_text_ = convert_index(read_file(index));
   }
 
   void fill(const fs::path& out) {
     write_text(out / kConfigFile, config_text_);
     if (!index_text_.empty()) write_text(out / kIndexFile, index_text_);
-    for (const auto& [name, file] : tensors_.files()) {
+    for (const auto& [name, file] : opened_.tensors.files()) {
+      if (!options_.allow_non_finite) require_finite(file);
       changes(file) ? rewrite(file, out / name) : copy(file, out / name);
     }
     copy_the_rest(out);
-    if (!config_.gated && options_.layout == CheckpointLayout::kHuggingFace) {
+    if (!opened_.config.gated && options_.layout == CheckpointLayout::kHuggingFace) {
       result_.notes.push_back(
           "the layers have no gate projections (\"mlp_gated\": false), which transformers cannot "
           "express");
@@ -56,14 +52,14 @@ class Conversion {
   ConvertResult take_result() { return std::move(result_); }
 
  private:
-  // Counters of the sparse models have no place in Hugging Face's layout.
+  // Hugging Face's layout has no tensors for the counters of the sparse models.
   bool is_left_out(const TensorInfo& info) const {
     if (options_.layout != CheckpointLayout::kHuggingFace) return false;
-    return may_be_extra(info.name, config_) && info.name != "lm_head.weight";
+    return may_be_extra(info.name, opened_.config) && info.name != "lm_head.weight";
   }
   bool is_converted(const TensorInfo& info) const {
     return options_.dtype && info.dtype != dtype_name(*options_.dtype) &&
-           !may_be_extra(info.name, config_);
+           !may_be_extra(info.name, opened_.config);
   }
   bool changes(const SafetensorsFile& file) const {
     return std::any_of(file.tensors().begin(), file.tensors().end(), [this](const auto& entry) {
@@ -71,21 +67,24 @@ class Conversion {
     });
   }
 
-  std::string convert_index(const std::string& text) const {
-    nlohmann::ordered_json index = nlohmann::ordered_json::parse(text);
-    const nlohmann::ordered_json before = index;
-    int64_t size = 0;
-    for (const TensorInfo* info : tensors_.all()) {
-      if (is_left_out(*info)) {
-        index["weight_map"].erase(info->name);
-      } else {
-        size += stored_bytes(*info);
-      }
+  void require_finite(const SafetensorsFile& file) const {
+    for (const TensorInfo* info : file.file_order()) {
+      if (may_be_extra(info->name, opened_.config)) continue;
+      const int64_t index = first_non_finite(info->bytes, info->dtype);
+      if (index >= 0) refuse_non_finite(*info, index, file.path().string());
+      file.release(info->bytes);
     }
-    const bool changed = std::any_of(tensors_.files().begin(), tensors_.files().end(),
+  }
+
+  std::string convert_index(const std::string& text) const {
+    std::vector<std::string> left_out;
+    int64_t size = 0;
+    for (const TensorInfo* info : opened_.tensors.all()) {
+      is_left_out(*info) ? left_out.push_back(info->name) : void(size += stored_bytes(*info));
+    }
+    const bool changed = std::any_of(opened_.tensors.files().begin(), opened_.tensors.files().end(),
                                      [this](const auto& file) { return changes(file.second); });
-    if (changed) index["metadata"]["total_size"] = size;
-    return index == before ? text : index.dump(2, ' ', /*ensure_ascii=*/true) + "\n";
+    return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt);
   }
   int64_t stored_bytes(const TensorInfo& info) const {
     if (!is_converted(info)) return std::ssize(info.bytes);
@@ -129,17 +128,17 @@ class Conversion {
            }});
     }
     std::map<std::string, std::string> metadata = file.metadata();
-    metadata.erase(std::string(kContentHashKey));  // of the old content
+    metadata.erase(std::string(kContentHashKey));  // it is that of the old content
     write_safetensors(path, list, metadata);
     count(fs::file_size(path));
   }
 
-  // Tokenizer, templates, settings of generation, licences: what lies beside the weights.
+  // Copies the files beside the weights: tokenizer, templates, settings of generation, licences.
   void copy_the_rest(const fs::path& out) {
     for (const fs::directory_entry& entry : fs::directory_iterator(in_)) {
       const fs::path name = entry.path().filename();
       if (name == kConfigFile || name == kIndexFile || name.string().starts_with('.')) continue;
-      if (tensors_.files().contains(name.string())) continue;
+      if (opened_.tensors.files().contains(name.string())) continue;
       if (!entry.is_regular_file() || is_weights_or_code(name)) {
         result_.notes.push_back(fmt::format("not copied: {}", name.string()));
         continue;
@@ -156,8 +155,7 @@ class Conversion {
 
   fs::path in_;
   const ConvertOptions& options_;
-  ModelConfig config_;
-  CheckpointTensors tensors_;
+  OpenCheckpoint opened_;
   std::string config_text_, index_text_;
   ConvertResult result_;
 };

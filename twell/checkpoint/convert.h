@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checkpoint folder into another: as Hugging Face writes it, or as the sparse models were
-// published. What does not change is copied byte for byte, so that there and back is the identity.
-// Works through the mapped files a piece at a time: memory does not grow with the model.
+// Writes a checkpoint folder in another layout, Hugging Face's or that of the published sparse
+// models, or with weights of another dtype. Everything that does not change is copied byte for
+// byte, so that converting there and back gives the same files. The files are mapped and copied a
+// piece at a time, so that memory does not grow with the model.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +14,16 @@
 #include <vector>
 
 #include "twell/base/dtype.h"
+#include "twell/checkpoint/config_json.h"
 
 namespace twell {
 
-enum class CheckpointLayout {
-  kKeep,
-  // The family's own class in transformers; without code, keys and tensors of the sparse models.
-  kHuggingFace,
-  // llama_sparse_relu or qwen2_sparse_relu, with their sparsity_* keys.
-  kSparse,
-};
 CheckpointLayout parse_checkpoint_layout(std::string_view name);  // "keep", "hf", "sparse"
 
 struct ConvertOptions {
   CheckpointLayout layout = CheckpointLayout::kKeep;
-  std::optional<DType> dtype;  // of the weights; none: as they are
+  std::optional<DType> dtype;     // of the weights; none: unchanged
+  bool allow_non_finite = false;  // copy weights that are infinite or NaN
   // Called before every piece that is written; what it throws ends the conversion, and nothing of
   // `out` is left behind.
   std::function<void()> on_piece = {};
@@ -36,11 +32,11 @@ struct ConvertOptions {
 struct ConvertResult {
   int64_t files = 0;
   int64_t bytes = 0;               // written
-  std::vector<std::string> notes;  // one line each: what was left out, what transformers cannot do
+  std::vector<std::string> notes;  // one line each, on what was left out or is not portable
 };
 
-// Writes the folder `out`, which must not exist; it appears whole. config.json and every tensor are
-// checked first. InputError on any fault, or when the layout cannot express the model.
+// Writes the folder `out`, which must not exist; it appears whole or not at all. InputError on any
+// fault of the checkpoint (load_model), or when the layout cannot express the model.
 ConvertResult convert_checkpoint(const std::filesystem::path& in, const std::filesystem::path& out,
                                  const ConvertOptions& options);
 

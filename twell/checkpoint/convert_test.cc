@@ -64,8 +64,8 @@ class ConvertTest : public ::testing::Test {
   const fs::path folder_ = temp_.path();
 };
 
-constexpr ConvertOptions kToSparse{.layout = CheckpointLayout::kSparse};
-constexpr ConvertOptions kToHuggingFace{.layout = CheckpointLayout::kHuggingFace};
+const ConvertOptions kToSparse{.layout = CheckpointLayout::kSparse};
+const ConvertOptions kToHuggingFace{.layout = CheckpointLayout::kHuggingFace};
 
 TEST_F(ConvertTest, WhatDoesNotChangeIsCopiedByteForByte) {
   for (const char* name : {"families/llama3", "families/llama_linear", "families/mistral",

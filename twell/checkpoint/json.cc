@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/checkpoint/json.h"
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <vector>
 
@@ -9,10 +11,12 @@
 namespace twell {
 namespace {
 
-// The library's own message without its "[json.exception...] " tag.
-std::string_view without_tag(std::string_view message) {
-  const size_t end = message.find("] ");
-  return end == std::string_view::npos ? message : message.substr(end + 2);
+// "line 3, column 14" of a byte, counted from 1.
+std::string place_of(std::string_view text, size_t byte) {
+  const std::string_view before = text.substr(0, byte > 0 ? byte - 1 : 0);
+  const auto line = 1 + std::count(before.begin(), before.end(), '\n');
+  const size_t line_begin = before.rfind('\n') + 1;  // 0 when there is none
+  return fmt::format("line {}, column {}", line, before.size() - line_begin + 1);
 }
 
 }  // namespace
@@ -35,8 +39,10 @@ nlohmann::json parse_json(std::string_view text, const std::string& source, int 
   };
   try {
     return json::parse(text, check);
-  } catch (const json::exception& error) {
-    throw InputError(fmt::format("{}: not valid JSON: {}", source, without_tag(error.what())));
+  } catch (const json::parse_error& error) {
+    throw InputError(fmt::format("{}: not valid JSON at {}", source, place_of(text, error.byte)));
+  } catch (const json::exception&) {
+    throw InputError(fmt::format("{}: not valid JSON: a number is too large", source));
   }
 }
 

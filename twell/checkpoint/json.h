@@ -2,7 +2,7 @@
 // JSON from files that may be broken or hostile.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 

@@ -2,6 +2,7 @@
 #include "twell/checkpoint/load_model_cuda.h"
 
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/tensor_convert.h"
 #include "twell/model/tensor_upload.h"
 
 namespace twell {
@@ -15,15 +16,19 @@ StoredFloat stored_float(const std::string& dtype) {
 }  // namespace
 
 std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesystem::path& folder,
-                                           int64_t other_bytes) {
+                                           int64_t other_bytes, const LoadOptions& options) {
   const OpenCheckpoint opened = open_checkpoint(folder);
   auto model = std::make_unique<ModelCuda>(opened.config, other_bytes);
   TensorUploader uploader(ctx);
   for (const ParamSpec& spec : model->table()) {
     const TensorInfo& info = *opened.tensors.find(spec.name);
     const int64_t rows = spec.transposed ? spec.cols : spec.rows;
+    const auto check = [&](std::span<const std::byte> part) {
+      if (options.allow_non_finite || first_non_finite(part, info.dtype) < 0) return;
+      refuse_non_finite(info, first_non_finite(info.bytes, info.dtype), opened.tensors.source());
+    };
     uploader.copy(info.bytes, stored_float(info.dtype), rows, spec.size() / rows, spec.transposed,
-                  model->place_of(spec));
+                  model->place_of(spec), check);
   }
   return model;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading. Format: https://github.com/huggingface/safetensors#format
+// Format: https://github.com/huggingface/safetensors#format
 #include "twell/checkpoint/safetensors.h"
 
 #include <fmt/ranges.h>
@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/checkpoint/json.h"
 
 namespace twell {
@@ -22,7 +23,7 @@ static_assert(std::endian::native == std::endian::little, "file contents are map
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference implementation
 constexpr int kMaxDepth = 3;                       // {"tensor": {"shape": [...]}}
-constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed before their pages are let go
+constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed between releases of their pages
 
 struct DTypeSize {
   std::string_view name;
@@ -142,6 +143,64 @@ void require_contiguous(const SafetensorsContent& content, std::span<const std::
                 data.size() - next);
 }
 
+// Writing takes two passes over the tensors, because their hash stands in the header before them.
+
+// Of the first tensor's bytes, so that mapped files can be used as they are.
+constexpr size_t kDataAlignment = 64;
+
+struct Survey {
+  std::string digest;
+  std::vector<uint64_t> sizes;  // bytes of each tensor
+};
+
+Survey take_survey(std::span<const TensorToWrite> tensors,
+                   const std::map<std::string, std::string>& metadata) {
+  Survey out;
+  ContentHash hash;
+  for (const auto& [key, value] : metadata) hash.add_metadata(key, value);
+  std::map<std::string, size_t> by_name;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TWELL_CHECK(by_name.emplace(tensors[i].name, i).second, "tensor {} given twice",
+                tensors[i].name);
+  }
+  out.sizes.resize(tensors.size());
+  for (const auto& [name, i] : by_name) {
+    hash.add_tensor(name, tensors[i].dtype, tensors[i].shape);
+    tensors[i].write([&, index = i](std::span<const std::byte> bytes) {
+      out.sizes[index] += bytes.size();
+      hash.add_bytes(bytes);
+    });
+  }
+  out.digest = hash.digest();
+  return out;
+}
+
+// The length and the JSON, padded with spaces.
+std::string make_header(std::span<const TensorToWrite> tensors, const Survey& survey,
+                        std::map<std::string, std::string> metadata) {
+  metadata.emplace(kContentHashKey, survey.digest);
+  nlohmann::ordered_json header = {{"__metadata__", metadata}};
+  uint64_t offset = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const uint64_t end = offset + survey.sizes[i];
+    header[tensors[i].name] = {
+        {"dtype", tensors[i].dtype}, {"shape", tensors[i].shape}, {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  std::string text = header.dump();
+  const uint64_t bytes_before = sizeof(uint64_t) + text.size();
+  text.append((kDataAlignment - bytes_before % kDataAlignment) % kDataAlignment, ' ');
+  const uint64_t length = text.size();
+  return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
+}
+
+// A plain file name in the checkpoint's own folder: without separators it cannot lead out of it.
+bool is_plain_file_name(const std::string& name) {
+  return name.ends_with(".safetensors") && name.find('/') == std::string::npos &&
+         name.find('\\') == std::string::npos && name.find('\0') == std::string::npos &&
+         !name.starts_with('.');
+}
+
 }  // namespace
 
 SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source) {
@@ -214,6 +273,52 @@ void SafetensorsFile::verify_hash() const {
     }
   }
   require_hash(*hash);
+}
+
+void write_safetensors(const std::filesystem::path& path, std::span<const TensorToWrite> tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  TWELL_CHECK(!metadata.contains(std::string(kContentHashKey)), "{} is set by the writer",
+              kContentHashKey);
+  const Survey first_pass = take_survey(tensors, metadata);
+  AtomicFile file(path);
+  file.write(make_header(tensors, first_pass, metadata));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const uint64_t begin = file.size();
+    tensors[i].write([&](std::span<const std::byte> bytes) { file.write(bytes); });
+    TWELL_CHECK(file.size() - begin == first_pass.sizes[i],
+                "tensor {} gave {} bytes, then {} when asked again", tensors[i].name,
+                first_pass.sizes[i], file.size() - begin);
+  }
+  file.commit();
+}
+
+std::map<std::string, std::string> parse_shard_index(std::string_view text,
+                                                     const std::string& source) {
+  const nlohmann::json index = parse_json(text, source, /*max_depth=*/8);
+  TWELL_REQUIRE(
+      index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
+      "{}: weight_map is missing", source);
+  std::map<std::string, std::string> files;
+  for (const auto& [tensor, file] : index["weight_map"].items()) {
+    TWELL_REQUIRE(file.is_string() && is_plain_file_name(file.get<std::string>()),
+                  "{}: tensor {} is mapped to {}, which is not the name of a .safetensors file in "
+                  "this folder",
+                  source, tensor, file.dump(-1, ' ', true));
+    files.emplace(tensor, file.get<std::string>());
+  }
+  return files;
+}
+
+std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
+                                std::optional<int64_t> total_size) {
+  nlohmann::ordered_json index = nlohmann::ordered_json::parse(text);
+  const nlohmann::ordered_json before = index;
+  for (const std::string& name : removed) index["weight_map"].erase(name);
+  if (total_size) {
+    if (!index["metadata"].is_object()) index["metadata"] = nlohmann::ordered_json::object();
+    index["metadata"]["total_size"] = *total_size;
+  }
+  return index == before ? text : index.dump(2, ' ', /*ensure_ascii=*/true) + "\n";
 }
 
 }  // namespace twell

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+// Safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes;
+// and the index of a checkpoint that is spread over several such files (shards).
 #pragma once
 
 #include <cstddef>
@@ -50,8 +51,8 @@ class SafetensorsFile {
   // Reads everything: InputError when the content is not what was hashed when the file was written.
   // Files from elsewhere carry no hash and pass.
   void verify_hash() const;
-  // Its parts, for who reads everything anyway: a hash that wants every tensor by name, each
-  // followed by its bytes (none where the file carries no hash), and the check of it.
+  // The two parts of verify_hash, for callers that read everything anyway: begin_hash (none when
+  // the file carries no hash) is fed every tensor in name order, each followed by its bytes.
   std::optional<ContentHash> begin_hash() const;
   void require_hash(const ContentHash& hash) const;
 
@@ -72,5 +73,14 @@ struct TensorToWrite {
 // to the metadata.
 void write_safetensors(const std::filesystem::path& path, std::span<const TensorToWrite> tensors,
                        const std::map<std::string, std::string>& metadata);
+
+// File name of each tensor, from the text of model.safetensors.index.json. InputError on a name
+// that leads out of the folder.
+std::map<std::string, std::string> parse_shard_index(std::string_view text,
+                                                     const std::string& source);
+// The index without some tensors, and with another total size in bytes; unchanged text stays as it
+// is.
+std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
+                                std::optional<int64_t> total_size);
 
 }  // namespace twell

@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kPiece = 1 << 14;  // values per piece: 64 KiB, which stays in the first caches
+constexpr int64_t kPiece = 1 << 14;  // values per piece: 64 KiB of f32, which stay in the L2
 constexpr int64_t kStrip = 16;       // rows of a transposed piece: one cache line of f32
 
 DType float_dtype(const std::string& name) {
@@ -21,8 +21,10 @@ DType float_dtype(const std::string& name) {
   throw_error(__FILE__, __LINE__, fmt::format("dtype {} is not a float", name));
 }
 
-// Each loads a stored value through memcpy: a file need not align its tensors.
+// Loads of a stored value. They go through memcpy because a file need not align its tensors.
 struct LoadF32 {
+  using Bits = uint32_t;
+  static constexpr Bits kExponent = 0x7f800000u;  // all ones: infinite or NaN
   static constexpr int64_t kBytes = 4;
   static float at(const std::byte* in) {
     float value;
@@ -31,6 +33,8 @@ struct LoadF32 {
   }
 };
 struct LoadF16 {
+  using Bits = uint16_t;
+  static constexpr Bits kExponent = 0x7c00u;
   static constexpr int64_t kBytes = 2;
   static float at(const std::byte* in) {
     uint16_t bits;
@@ -39,6 +43,8 @@ struct LoadF16 {
   }
 };
 struct LoadBF16 {
+  using Bits = uint16_t;
+  static constexpr Bits kExponent = 0x7f80u;
   static constexpr int64_t kBytes = 2;
   static float at(const std::byte* in) {
     BF16 value;
@@ -47,16 +53,25 @@ struct LoadBF16 {
   }
 };
 
+// Calls use(load) with the load of a dtype.
 template <typename Use>
-void with_load(DType dtype, const Use& use) {
+auto with_load(DType dtype, const Use& use) {
   switch (dtype) {
     case DType::kF32:
       return use(LoadF32());
     case DType::kF16:
       return use(LoadF16());
     case DType::kBF16:
-      return use(LoadBF16());
+      break;
   }
+  return use(LoadBF16());
+}
+
+template <typename Load>
+bool is_non_finite(const std::byte* in) {
+  typename Load::Bits bits;
+  std::memcpy(&bits, in, sizeof(bits));
+  return (bits & Load::kExponent) == Load::kExponent;
 }
 
 // Values [begin, begin + count) of the tensor.
@@ -74,7 +89,7 @@ uint16_t checked_f16(float value) {
   return bits;
 }
 
-// Sends values in a type, through a buffer that is kept between calls.
+// Sends values in a dtype, through a buffer that is kept between calls.
 class Encoder {
  public:
   Encoder(DType dtype, const ByteSink& sink) : dtype_(dtype), sink_(sink) {}
@@ -97,6 +112,43 @@ class Encoder {
 };
 
 }  // namespace
+
+std::string show_shape(std::span<const int64_t> shape) {
+  std::string text = "[";
+  for (const int64_t size : shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(size);
+  }
+  return text + "]";
+}
+
+int64_t first_non_finite(std::span<const std::byte> values, const std::string& dtype) {
+  return with_load(float_dtype(dtype), [&](auto load) -> int64_t {
+    using Load = decltype(load);
+    const std::byte* in = values.data();
+    const int64_t size = std::ssize(values) / Load::kBytes;
+    for (int64_t begin = 0; begin < size; begin += kPiece) {
+      const int64_t end = std::min(begin + kPiece, size);
+      bool found = false;  // without an early exit the compiler vectorizes this loop
+      for (int64_t i = begin; i < end; ++i) found |= is_non_finite<Load>(in + i * Load::kBytes);
+      for (int64_t i = begin; found; ++i) {
+        if (is_non_finite<Load>(in + i * Load::kBytes)) return i;
+      }
+    }
+    return -1;
+  });
+}
+
+void refuse_non_finite(const TensorInfo& info, int64_t index, const std::string& source) {
+  const float value = with_load(float_dtype(info.dtype), [&](auto load) {
+    return load.at(info.bytes.data() + index * load.kBytes);
+  });
+  std::vector<int64_t> place(info.shape.size());
+  for (size_t i = place.size(); i-- > 0; index /= info.shape[i]) place[i] = index % info.shape[i];
+  throw InputError(fmt::format(
+      "{}: tensor {} has the value {} at {}: the weights are damaged (--allow-non-finite to go on)",
+      source, info.name, value, show_shape(place)));
+}
 
 void require_float(const TensorInfo& info, const std::string& source) {
   TWELL_REQUIRE(info.dtype == "F32" || info.dtype == "F16" || info.dtype == "BF16",

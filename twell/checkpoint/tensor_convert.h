@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of stored tensors to f32 matrices and back, as they are or transposed.
+// Values of stored tensors to f32 matrices and back, as they are or transposed; and the check that
+// they are finite.
 #pragma once
 
 #include <cstddef>
@@ -15,23 +16,31 @@ namespace twell {
 
 using ByteSink = std::function<void(std::span<const std::byte>)>;
 
+std::string show_shape(std::span<const int64_t> shape);  // "[4096, 256]"
+
 // InputError unless the tensor is F32, F16 or BF16.
 void require_float(const TensorInfo& info, const std::string& source);
 
-// out [rows, cols], contiguous, from a tensor of as many values in the same order: `count` of its
-// rows from `begin` on...
+// Index of the first infinite or NaN value among packed values of a float dtype; -1: none.
+int64_t first_non_finite(std::span<const std::byte> values, const std::string& dtype);
+// Throws InputError that names the tensor, the index, of its values in stored order, and the value.
+[[noreturn]] void refuse_non_finite(const TensorInfo& info, int64_t index,
+                                    const std::string& source);
+
+// Fills `count` rows of out [rows, cols], contiguous, from row `begin` on, from a tensor that
+// stores as many values in the same order.
 void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
-// ...or stored as [cols, rows]: `count` of its columns, which are rows of the tensor.
+// Fills `count` columns of out from a tensor that stores [cols, rows].
 void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
-// Whether two tensors hold the same values in the same order, whatever their types and shapes. A
-// NaN equals a NaN of the same bits.
+// Whether two tensors hold the same values in the same order, whatever their dtypes and shapes.
+// NaNs of the same bits are equal.
 bool equal_values(const TensorInfo& a, const TensorInfo& b);
 
-// Streams values [rows, cols], contiguous, in the given type, a piece at a time; the second as
-// [cols, rows]. InputError on a finite value that F16 cannot hold.
+// Streams values [rows, cols], contiguous, in the given dtype, a piece at a time; write_transposed
+// streams them as [cols, rows]. InputError on a finite value that F16 cannot hold.
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink);
 void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink);
-// The values of a stored tensor, in its order, in another type.
+// Streams the values of a stored tensor, in its order, in another dtype.
 void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink);
 
 }  // namespace twell

@@ -14,12 +14,13 @@
 namespace twell {
 namespace {
 
-// Bytes of a piece: as f32 in the second-level cache, and enough to make taking one cost nothing.
+// Bytes of a piece: small enough for the L2, large enough to make handing one out cost nothing.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// A multiple of this many rows, so that threads which transpose share no cache line of f32.
+// Pieces are multiples of this many rows, so that threads that transpose share no cache line of
+// f32.
 constexpr int64_t kLine = 16;
 
-// Pieces read ahead: a fast disk's bandwidth times its latency, and to spare.
+// Pieces read ahead, more than a fast disk's bandwidth times its latency.
 constexpr size_t kAhead = 16;
 constexpr size_t kPage = 4096;  // the smallest a system maps: one touch in each reads everything
 
@@ -33,14 +34,14 @@ struct Piece {
 };
 
 void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<Piece>& pieces) {
-  // What has no place is of any shape; its pieces are bytes.
+  // A tensor without a place may have any shape, so its pieces count bytes.
   const int64_t bytes = std::ssize(tensor.bytes);
   const int64_t rows = place.out.empty()  ? bytes
                        : place.transposed ? place.out.cols
                                           : place.out.rows;
   const int64_t row_bytes = std::max<int64_t>(1, bytes / std::max<int64_t>(1, rows));
   const int64_t step = std::max(kPieceBytes / row_bytes / kLine * kLine, kLine);
-  // A tensor without bytes is a piece too: its name is hashed.
+  // A tensor without bytes is one piece, because its name is hashed.
   for (int64_t begin = 0; begin == 0 || begin < rows; begin += step) {
     const int64_t count = std::min(step, rows - begin);
     pieces.push_back({&tensor, place, begin, count,
@@ -55,20 +56,20 @@ void convert(const Piece& piece) {
   read(*piece.tensor, piece.place.out, piece.begin, piece.count);
 }
 
-// The hash of a file wants its pieces in order, whichever thread converts which.
+// Hashes the pieces of a file in order, although threads convert them in any order.
 class PieceHash {
  public:
   PieceHash(const SafetensorsFile& file, const std::vector<Piece>& pieces, ContentHash hash)
       : file_(file), pieces_(pieces), hash_(std::move(hash)), ready_(pieces.size()) {}
 
-  // Piece i has been converted. Hashes what is next as far as it is ready, unless another thread is
-  // at that: none waits. What both leave behind is for a later call.
+  // Called when piece i has been converted. Hashes the next pieces that are ready, unless another
+  // thread is hashing; pieces that both miss are hashed by a later call, so no thread ever waits.
   void add(size_t i) {
     ready_[i].store(true);
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock) advance();
   }
-  // After all of them, on one thread.
+  // Called on one thread after all pieces have been added.
   void finish() {
     advance();
     file_.require_hash(hash_);
@@ -93,8 +94,8 @@ class PieceHash {
   size_t next_ = 0;
 };
 
-// Hands out pieces in order, and keeps the disk busy meanwhile: a thread of its own waits for what
-// has not been read yet, a little ahead of those who convert.
+// Hands out pieces in order. A thread of its own touches the pages of the next pieces, so that the
+// disk is busy while the others convert.
 class PieceQueue {
  public:
   explicit PieceQueue(const std::vector<Piece>& pieces)
@@ -119,7 +120,7 @@ class PieceQueue {
     for (size_t i = 0;; ++i) {
       size_t next = next_.load();
       for (; i >= next + kAhead; next = next_.load()) next_.wait(next);
-      i = std::max(i, next);  // what was taken is read by who took it
+      i = std::max(i, next);  // pieces already taken are read by their takers
       if (i >= pieces_.size()) return;
       for (size_t at = 0; at < pieces_[i].bytes.size(); at += kPage) touch(pieces_[i].bytes[at]);
     }
@@ -136,14 +137,15 @@ class PieceQueue {
 }  // namespace
 
 void load_tensors(Context& ctx, const SafetensorsFile& file,
-                  const std::function<TensorPlace(const TensorInfo&)>& place_of) {
+                  const std::function<TensorPlace(const TensorInfo&)>& place_of,
+                  const LoadOptions& options) {
   std::optional<ContentHash> hash = file.begin_hash();
   std::vector<Piece> pieces;
   const auto add = [&](const TensorInfo& tensor) {
     const TensorPlace place = place_of(tensor);
     if (!place.out.empty() || hash) add_pieces(tensor, place, pieces);
   };
-  if (hash) {  // which goes by name
+  if (hash) {  // hashed in name order
     for (const auto& [name, tensor] : file.tensors()) add(tensor);
   } else {
     for (const TensorInfo* tensor : file.file_order()) add(*tensor);
@@ -152,14 +154,26 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
   if (hash) piece_hash.emplace(file, pieces, std::move(*hash));
 
   file.expect_full_read();
+  std::atomic<size_t> non_finite{pieces.size()};  // the first piece with such a value
+  const auto check = [&](size_t i) {
+    const Piece& piece = pieces[i];
+    if (piece.place.out.empty() || first_non_finite(piece.bytes, piece.tensor->dtype) < 0) return;
+    for (size_t first = non_finite; i < first && !non_finite.compare_exchange_weak(first, i);) {
+    }
+  };
   PieceQueue queue(pieces);
   ctx.parallel_for(ctx.threads(), 1, [&](int64_t, int64_t, int) {
     for (size_t i; (i = queue.take()) < pieces.size();) {
+      if (!options.allow_non_finite) check(i);
       convert(pieces[i]);
       piece_hash ? piece_hash->add(i) : file.release(pieces[i].bytes);
     }
   });
   if (piece_hash) piece_hash->finish();
+  if (non_finite < pieces.size()) {
+    const TensorInfo& tensor = *pieces[non_finite].tensor;
+    refuse_non_finite(tensor, first_non_finite(tensor.bytes, tensor.dtype), file.path().string());
+  }
 }
 
 }  // namespace twell

@@ -8,8 +8,8 @@
 
 namespace twell {
 
-EngineCpu::EngineCpu(const std::filesystem::path& checkpoint, int threads)
-    : ctx_(threads), model_(load_model(ctx_, checkpoint)) {}
+EngineCpu::EngineCpu(const std::filesystem::path& checkpoint, int threads, const LoadOptions& load)
+    : ctx_(threads), model_(load_model(ctx_, checkpoint, load)) {}
 
 EngineCpu::EngineCpu(std::unique_ptr<Model> model, int threads)
     : ctx_(threads), model_(std::move(model)) {}

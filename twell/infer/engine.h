@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model ready to run on one device: what commands see of the difference between CPU and GPU.
+// A model ready to run on one device, the CPU or a GPU.
 #pragma once
 
 #include <filesystem>
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "twell/base/context.h"
+#include "twell/checkpoint/tensor_load.h"
 #include "twell/infer/expected_ffn.h"
 #include "twell/infer/session.h"
 #include "twell/model/scorer.h"
@@ -15,28 +16,28 @@
 
 namespace twell {
 
-// What an engine will be asked for at most, so that what a GPU has no room for is refused before
-// the weights are loaded.
+// The most that an engine will be asked for, so that what does not fit a GPU is refused before the
+// weights are loaded.
 struct EnginePlan {
   std::optional<SessionOptions> session;
   std::optional<ScorerPlan> scorer;
 };
 
-// Outlives its sessions and scorers.
+// An engine must outlive its sessions and scorers.
 class Engine {
  public:
   virtual ~Engine() = default;
   virtual const ModelConfig& config() const = 0;
-  virtual std::string device() const = 0;  // for people: "CPU (8 threads)", "NVIDIA H200"
+  virtual std::string device() const = 0;  // to be shown: "CPU (8 threads)", "NVIDIA H200"
   virtual std::unique_ptr<Session> session(const SessionOptions& options) = 0;
   virtual std::unique_ptr<Scorer> scorer(FfnPolicy policy) = 0;
-  virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // of its device
+  virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // on its device
 };
 
 class EngineCpu : public Engine {
  public:
   // threads = 0: every core. InputError on any fault of the checkpoint.
-  EngineCpu(const std::filesystem::path& checkpoint, int threads);
+  EngineCpu(const std::filesystem::path& checkpoint, int threads, const LoadOptions& load = {});
   EngineCpu(std::unique_ptr<Model> model, int threads);
 
   const ModelConfig& config() const override { return model_->config; }

@@ -18,10 +18,11 @@ int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const E
 
 }  // namespace
 
-EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan)
+EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan,
+                       const LoadOptions& load)
     : ctx_(stream_.get()),
-      model_(
-          load_model_cuda(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan))) {}
+      model_(load_model_cuda(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan),
+                             load)) {}
 
 std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan) {
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;

@@ -9,9 +9,10 @@ namespace twell {
 
 class EngineCuda : public Engine {
  public:
-  // InputError on any fault of the checkpoint, and with the numbers when the model does not fit
-  // beside what is planned; nothing is loaded by then.
-  EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan);
+  // InputError on any fault of the checkpoint, and, before anything is loaded and with the numbers,
+  // when the model and the plan do not fit together.
+  EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan,
+             const LoadOptions& load = {});
   // Why the current device cannot run this; empty when it can.
   static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan);
 

@@ -35,6 +35,14 @@ int64_t past_tokens(const Forward& problem, const ForwardSequence& sequence) {
   return problem.cache == nullptr ? 0 : problem.cache->length(sequence.slot);
 }
 
+// Positions that this forward may reach. With a cache this is its capacity, so that the table is
+// made once and not again for every token.
+int64_t positions_used(const Forward& problem) {
+  int64_t most = problem.cache == nullptr ? 0 : problem.cache->capacity();
+  for (const ForwardSequence& sequence : problem.sequences) most = std::max(most, sequence.tokens);
+  return most;
+}
+
 void require_fits(const ModelConfig& config, const Forward& problem) {
   std::vector<int64_t> slots;
   for (const ForwardSequence& sequence : problem.sequences) {
@@ -208,8 +216,7 @@ class Pass {
 }  // namespace
 
 ForwardState::ForwardState(const ModelConfig& config, FfnPolicy policy)
-    : rope(rope_table(config, config.max_sequence())),
-      ffn_plans(static_cast<size_t>(config.layers)) {
+    : rope(rope_table(config, 0)), ffn_plans(static_cast<size_t>(config.layers)) {
   for (FfnPlan& plan : ffn_plans) plan.policy = policy;
 }
 
@@ -221,6 +228,9 @@ void forward(Context& ctx, const Model& model, ForwardState& state, const Forwar
     for (std::vector<int32_t>& row_nnz : *problem.row_nnz) row_nnz.resize(problem.ids.size());
   }
   if (problem.ids.empty()) return;
+  if (const int64_t positions = positions_used(problem); positions > state.rope.max_positions) {
+    state.rope = rope_table(model.config, positions);
+  }
   Pass(ctx, model, state, problem).run();
 }
 

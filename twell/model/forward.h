@@ -19,6 +19,8 @@ namespace twell {
 // Per-layer FFN plans and the tables a forward needs; made once per model and session.
 struct ForwardState {
   ForwardState(const ModelConfig& config, FfnPolicy policy);
+  // Positions of the longest sequence so far, or of the cache; grows in forward(). A model's
+  // context may be millions of tokens, of which a session uses few.
   RopeTable rope;
   std::vector<FfnPlan> ffn_plans;  // [L]
 };

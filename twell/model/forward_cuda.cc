@@ -42,7 +42,7 @@ DeviceBuffer<float> to_device(std::span<const float> values) {
   return buffer;
 }
 
-void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
+void require_fits(const ModelConfig& config, const ForwardPlanCuda& plan, const KvCacheCuda* cache,
                   std::span<const ForwardSequence> sequences) {
   std::vector<int64_t> slots;
   for (const ForwardSequence& sequence : sequences) {
@@ -51,6 +51,8 @@ void require_fits(const ModelConfig& config, const KvCacheCuda* cache,
     TWELL_REQUIRE(total <= config.max_sequence(),
                   "a sequence of {} tokens is longer than the model's context of {}", total,
                   config.max_sequence());
+    TWELL_CHECK(total <= plan.max_length, "a sequence of {} tokens in a forward planned for {}",
+                total, plan.max_length);
     if (cache == nullptr) continue;
     TWELL_REQUIRE(total <= cache->capacity(),
                   "a sequence of {} tokens is longer than the cache's capacity of {}", total,
@@ -104,7 +106,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
-         4 * config.max_sequence() * config.head_dim;
+         4 * plan.max_length * config.head_dim;
 }
 
 ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan)
@@ -124,7 +126,7 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
     TWELL_CUDA_CHECK(cudaMemsetAsync(decode_memory_.data(), 0,
                                      static_cast<size_t>(decode_memory_.size()), ctx.stream()));
   }
-  const RopeTable table = rope_table(config_, config_.max_sequence());
+  const RopeTable table = rope_table(config_, plan.max_length);
   cos_ = to_device(table.cos.span());
   sin_ = to_device(table.sin.span());
   const int64_t rows = round_up(plan.max_tokens, kRowStep);
@@ -165,7 +167,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
                         KvCacheCuda* cache, std::span<const float> uniforms) {
   TWELL_CHECK(uniforms.empty() || uniforms.size() == sequences.size(),
               "{} random numbers for {} sequences", uniforms.size(), sequences.size());
-  require_fits(config_, cache, sequences);
+  require_fits(config_, plan_, cache, sequences);
   for (size_t m = 0; m < ids.size(); ++m) {
     TWELL_CHECK(ids[m] >= 0 && ids[m] < config_.vocab_size,
                 "token id {} at position {} is outside the vocabulary of {}", ids[m], m,

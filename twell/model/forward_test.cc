@@ -213,6 +213,24 @@ TEST_F(ForwardTest, RefusesWhatDoesNotFitAndLeavesTheCache) {
   EXPECT_THROW(Outcome(ctx_, model_, state, std::span(ids).first(2), twice, &cache), Error);
 }
 
+// Published configurations name contexts of up to 67,108,864 tokens; a table for them takes 17 GB.
+TEST_F(ForwardTest, TablesFollowTheTokensAndNotTheContext) {
+  ModelConfig config = config_;
+  config.context = int64_t{1} << 26;
+  ForwardState state(config, FfnPolicy::kDense);
+  const Model model = sparse_model(config, 1, 1.0f);
+  const std::vector<int32_t> ids = random_ids(20, 3);
+  const ForwardSequence whole = {.tokens = 20}, first = {.tokens = 9}, rest = {.tokens = 11};
+  KvCache cache(config, 1, 40);
+  const Outcome past(ctx_, model, state, std::span(ids).first(9), {&first, 1}, &cache);
+  EXPECT_EQ(state.rope.max_positions, 40);
+  const Outcome out(ctx_, model, state, std::span(ids).subspan(9), {&rest, 1}, &cache);
+  ForwardState uncached(config, FfnPolicy::kDense);
+  const Outcome expected(ctx_, model, uncached, ids, {&whole, 1});
+  EXPECT_EQ(uncached.rope.max_positions, 20);
+  EXPECT_LE(relative_error(out.all(), expected.rows(9, 11)), tolerance_);
+}
+
 TEST_F(ForwardTest, NoTokensAreNoWork) {
   ForwardState state(config_, FfnPolicy::kAuto);
   forward(ctx_, model_, state, {.hidden = MatrixF(nullptr, 0, config_.width)});

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "twell/base/cuda.h"
@@ -15,8 +16,8 @@
 namespace twell {
 
 // Copies tensors to the device in pieces of 32 MiB, two in flight: while the device converts one,
-// the host copies the next, from a mapped file say, into page-locked memory. The destructor waits
-// for the stream.
+// the host copies the next into page-locked memory, from a mapped file for example. The destructor
+// waits for the stream.
 class TensorUploader {
  public:
   explicit TensorUploader(CudaContext& ctx);
@@ -25,9 +26,12 @@ class TensorUploader {
   TensorUploader& operator=(const TensorUploader&) = delete;
 
   // `bytes` holds [rows, cols] values of `type`, row-major. `to` becomes [rows, cols], or
-  // [cols, rows] when transposed. InputError on a row of more than 32 MiB.
+  // [cols, rows] when transposed. `seen` is called with part after part of `bytes`, each just after
+  // it was copied and while it is in the caches; it may throw. InputError on a row of more than
+  // 32 MiB.
   void copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows, int64_t cols,
-            bool transposed, __nv_bfloat16* to);
+            bool transposed, __nv_bfloat16* to,
+            const std::function<void(std::span<const std::byte> part)>& seen = {});
 
  private:
   struct Piece {

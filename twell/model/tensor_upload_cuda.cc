@@ -8,6 +8,8 @@ namespace twell {
 namespace {
 
 constexpr int64_t kPieceBytes = int64_t{32} << 20;
+// Bytes copied between calls of `seen`; source and copy stay in the L2.
+constexpr size_t kPartBytes = size_t{256} << 10;
 
 }  // namespace
 
@@ -21,7 +23,8 @@ TensorUploader::TensorUploader(CudaContext& ctx) : ctx_(ctx) {
 TensorUploader::~TensorUploader() { cudaStreamSynchronize(ctx_.stream()); }
 
 void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows,
-                          int64_t cols, bool transposed, __nv_bfloat16* to) {
+                          int64_t cols, bool transposed, __nv_bfloat16* to,
+                          const std::function<void(std::span<const std::byte>)>& seen) {
   const int64_t row_bytes = cols * (type == StoredFloat::kF32 ? 4 : 2);
   TWELL_REQUIRE(row_bytes <= kPieceBytes, "a tensor row of {} values is too long", cols);
   const int64_t step = kPieceBytes / row_bytes;
@@ -30,7 +33,12 @@ void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, in
     const auto size = static_cast<size_t>(count * row_bytes);
     Piece& piece = pieces_[next_++ % pieces_.size()];
     piece.used.synchronize();
-    std::memcpy(piece.host.data(), bytes.data() + row * row_bytes, size);
+    const auto from = bytes.subspan(static_cast<size_t>(row * row_bytes), size);
+    for (size_t begin = 0; begin < size; begin += kPartBytes) {
+      const auto part = from.subspan(begin, std::min(kPartBytes, size - begin));
+      std::memcpy(piece.host.data() + begin, part.data(), part.size());
+      if (seen) seen(part);
+    }
     TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.device.data(), piece.host.data(), size,
                                      cudaMemcpyHostToDevice, ctx_.stream()));
     TWELL_CUDA_CHECK(transposed ? launch_convert_transposed(piece.device.data(), type, count, cols,

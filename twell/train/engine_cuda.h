@@ -19,7 +19,6 @@
 #include "twell/train/optimizer_cuda.h"
 #include "twell/train/options.h"
 #include "twell/train/plan_cuda.h"
-#include "twell/train/stated_peak.h"
 
 namespace twell {
 

@@ -2,7 +2,6 @@
 #include "twell/train/optimizer.h"
 
 #include "twell/ops/adamw/adamw.h"
-#include "twell/train/schedule.h"
 
 namespace twell {
 

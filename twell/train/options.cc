@@ -6,13 +6,14 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numbers>
 
 #include "twell/base/error.h"
 
 namespace twell {
 namespace {
 
-// Beyond any run there will be; keeps products of two such numbers inside 64 bits.
+// More than any run needs, and small enough that products of two such numbers fit 64 bits.
 constexpr int64_t kMaxSteps = 1'000'000'000;
 constexpr int64_t kMaxBatchTokens = int64_t{1} << 32;
 
@@ -143,7 +144,7 @@ TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
   return options;
 }
 
-nlohmann::json trajectory_json(const TrainOptions& options) {
+std::string trajectory_text(const TrainOptions& options) {
   nlohmann::json json = {
       {"sequence-length", options.sequence_length},
       {"micro-batch", options.micro_batch},
@@ -166,14 +167,40 @@ nlohmann::json trajectory_json(const TrainOptions& options) {
       {"ffn-policy", static_cast<int>(options.ffn_policy)},
       {"seed", options.seed},
   };
-  // Runs saved before these options existed go on without them.
+  // Left out at their defaults, so that runs saved before these options existed can be resumed.
   if (options.relufy_from != Activation::kRelu) {
     json["relufy-from"] = activation_name(options.relufy_from);
     json["relufy-steps"] = options.relufy_steps;
   }
   if (options.distill > 0.0) json["distill"] = options.distill;
   if (options.moment_dtype != DType::kF32) json["moment-dtype"] = dtype_name(options.moment_dtype);
-  return json;
+  return json.dump();
+}
+
+double learning_rate_at(const TrainOptions& options, int64_t step) {
+  if (step < options.warmup_steps) {
+    return options.learning_rate * static_cast<double>(step + 1) /
+           static_cast<double>(options.warmup_steps);
+  }
+  const double progress = static_cast<double>(step - options.warmup_steps) /
+                          static_cast<double>(options.steps - options.warmup_steps);
+  const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return options.learning_rate * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * cosine);
+}
+
+double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn) {
+  const double full = options.l1_reduction == L1Reduction::kSum
+                          ? options.l1_coeff
+                          : options.l1_coeff / static_cast<double>(ffn);
+  if (step < options.l1_zero_steps) return 0.0;
+  const int64_t ramped = step - options.l1_zero_steps + 1;
+  if (ramped >= options.l1_ramp_steps) return full;
+  return full * static_cast<double>(ramped) / static_cast<double>(options.l1_ramp_steps);
+}
+
+double relu_share_at(const TrainOptions& options, int64_t step) {
+  if (options.relufy_from == Activation::kRelu || step >= options.relufy_steps) return 1.0;
+  return static_cast<double>(step + 1) / static_cast<double>(options.relufy_steps + 1);
 }
 
 }  // namespace twell

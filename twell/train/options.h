@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every hyper-parameter of a training run. Defaults are the published recipe where it names a
-// value; sizes left at 0 are derived by resolve_options.
+// Every hyper-parameter of a training run, and the schedules that follow from them. Defaults are
+// the published recipe where it names a value; sizes left at 0 are derived by resolve_options.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
-
-#include <nlohmann/json_fwd.hpp>
 
 #include "twell/base/dtype.h"
 #include "twell/model/config.h"
@@ -17,8 +15,8 @@
 
 namespace twell {
 
-// "none", "norms", "inputs" or "qkv", the last three also with the number of layers they are for:
-// "qkv:8"; "auto" is none of these. InputError.
+// "none", "norms", "inputs" or "qkv", the last three also for the first layers only, as "qkv:8";
+// "auto" gives no value. InputError for other names.
 std::optional<Recompute> parse_recompute(std::string_view name);
 
 // The L1 term of one layer and token: the sum over hidden units of |h|, or their mean (the sum
@@ -49,18 +47,20 @@ struct TrainOptions {
   L1Reduction l1_reduction = L1Reduction::kSum;
   int64_t l1_zero_steps = 0;  // steps without L1, then
   int64_t l1_ramp_steps = 0;  // steps of linear growth to l1_coeff
-  // Sparsifying a model with another activation: it gives way to ReLU at once, or over so many
-  // steps. kRelu: there is nothing to replace.
+  // Sparsifying replaces this activation of a model by ReLU, at once or over relufy_steps steps.
+  // kRelu: nothing is replaced.
   Activation relufy_from = Activation::kRelu;
   int64_t relufy_steps = 0;
-  double distill = 0.0;          // share of KL(teacher || model) in the loss; 0: no teacher
-  bool reinit_dead = false;      // after every step, for neurons that no token of it activated:
-  double reinit_strength = 0.1;  // w <- (1 - strength) w + strength N(0, std^2)
+  double distill = 0.0;  // share of KL(teacher || model) in the loss; 0: no teacher
+  // After every step, weights of neurons that none of its tokens activated become
+  // (1 - strength) w + strength N(0, std^2).
+  bool reinit_dead = false;
+  double reinit_strength = 0.1;
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
   DType moment_dtype = DType::kF32;  // of AdamW's moments in memory: f32, or on the GPU bf16
-  // On the GPU; the CPU keeps everything. Not given: the least that fits into the memory.
+  // On the GPU; the CPU recomputes nothing. Without a value: the least that fits the memory.
   std::optional<Recompute> recompute;
 
   int64_t validate_every = 100;       // steps; 0: never
@@ -82,7 +82,21 @@ TrainOptions preset_train_options(std::string_view preset);
 // InputError says which value is refused and why.
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config);
 
-// The (resolved) options that decide what the weights become, without the length of the run.
-nlohmann::json trajectory_json(const TrainOptions& options);
+// The resolved options that decide what the weights become, without the length of the run, as the
+// text of a JSON object.
+std::string trajectory_text(const TrainOptions& options);
+
+// Values that change over a run, as functions of the step, which counts from 0.
+
+// Linear warm-up to learning_rate over warmup_steps, then a cosine down to min_lr_ratio of it.
+double learning_rate_at(const TrainOptions& options, int64_t step);
+
+// The coefficient of (mean over layers, mean over tokens, sum over neurons of |h|): zero for
+// l1_zero_steps, then linear growth over l1_ramp_steps; divided by `ffn` for the mean reduction.
+double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn);
+
+// Share of ReLU in the activation of a model that is being sparsified: it rises over relufy_steps
+// in equal parts, and is 1 from then on.
+double relu_share_at(const TrainOptions& options, int64_t step);
 
 }  // namespace twell

@@ -6,8 +6,8 @@
 namespace twell {
 namespace {
 
-// Resident besides what is planned, as measured on the smallest preset: 12 MiB of the program and
-// its libraries; compiled GEMM kernels, a tokenizer, and what is left of making shards.
+// Resident memory that is not planned in detail, measured on the smallest preset: 12 MiB of program
+// and libraries, the rest compiled GEMM kernels, the tokenizer, and remains of making shards.
 constexpr int64_t kProcessBytes = int64_t{32} << 20;
 
 // Linux maps up to 16 pages around the one that is read.
@@ -63,6 +63,21 @@ RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t
 // The backward pass multiplies twice for every multiplication of the forward pass.
 double training_flops_per_token(const ModelConfig& config, const TrainOptions& options) {
   return 3.0 * config.forward_flops_per_token(options.sequence_length);
+}
+
+double stated_peak_flops(std::string_view device_name) {
+  struct Row {
+    std::string_view part;  // of the name; the first row that matches counts
+    double teraflops;
+  };
+  // From the data sheets, without structured sparsity.
+  static constexpr Row kRows[] = {{"H200 NVL", 835.5}, {"H100 NVL", 835.5}, {"H100 PCIe", 756.0},
+                                  {"GH200", 989.4},    {"H200", 989.4},     {"H100", 989.4},
+                                  {"A100", 312.0},     {"A800", 312.0},     {"H800", 989.4}};
+  for (const Row& row : kRows) {
+    if (device_name.find(row.part) != std::string_view::npos) return row.teraflops * 1e12;
+  }
+  return 0.0;
 }
 
 }  // namespace twell

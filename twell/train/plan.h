@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run will take, known before it starts.
+// The memory and arithmetic of a run, known before it starts.
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "twell/model/config.h"
@@ -14,9 +15,9 @@ namespace twell {
 struct RunPlan {
   int64_t parameters = 0;
   std::vector<MemoryItem> memory;         // of the host
-  std::vector<MemoryItem> device_memory;  // of the GPU that it trains on; else empty
-  // Pages of the mapped token shards that the run will have read. They count as resident, but leave
-  // when memory is short, and are in the page cache in any case.
+  std::vector<MemoryItem> device_memory;  // of the GPU that it trains on; empty on the CPU
+  // Pages of the mapped token shards that the run will read. They count as resident, but the system
+  // can drop them when memory is short.
   int64_t mapped_bytes = 0;
   double flops_per_token = 0.0;  // forward and backward, dense
   double flops_per_step = 0.0;
@@ -28,11 +29,14 @@ struct RunPlan {
 // On the CPU. Options are resolved. shard_bytes: of all shard files; 0: unknown.
 RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes);
 
-// The same but for the memory that the computation takes, for engines on other devices to fill in.
+// The same without the memory of the computation, which engines on other devices fill in.
 RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
                             int64_t shard_bytes);
 
-// Forward and backward, dense: what MFU counts.
+// Forward and backward, dense; MFU is their rate as a share of the device's peak.
 double training_flops_per_token(const ModelConfig& config, const TrainOptions& options);
+// The peak in FLOP/s that the maker states for dense bf16 products on a GPU, at its boost clock; 0
+// for a device that is not in the table.
+double stated_peak_flops(std::string_view device_name);
 
 }  // namespace twell

@@ -50,6 +50,7 @@ class Loop {
         trainer_(ctx, engine, run.shards, run.options, data_identity(run)) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
+      run.folder.discard_after(trainer_.steps_done());
       summary_.checkpoint = run.resume_from->folder;
       saved_step_ = trainer_.steps_done();
     }

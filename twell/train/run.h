@@ -35,7 +35,7 @@ struct TrainRun {
   const Tokenizer& tokenizer;   // saved with every checkpoint
   const ShardSet& shards;
   const RunFolder& folder;
-  std::string saved_options;  // what the folder keeps for a resume, once the run can start
+  std::string saved_options;  // written to the folder for a resume, once the run can start
   std::optional<Checkpoint> resume_from;  // the model holds its weights
   bool tensorboard = false;
   const std::atomic<bool>& stop;  // once true: finish the step, save, return

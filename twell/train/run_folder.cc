@@ -13,6 +13,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/train/trainer_state.h"
 
 namespace twell {
 namespace fs = std::filesystem;
@@ -20,7 +21,8 @@ namespace {
 
 constexpr std::string_view kPrefix = "step-";
 
-// Names of folders that are being written or removed begin with a dot: never taken for checkpoints.
+// Folders that are being written or removed have names that begin with a dot, so that they are
+// never taken for checkpoints.
 bool is_leftover(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
 std::optional<int64_t> checkpoint_step(const fs::path& folder) {
@@ -55,7 +57,7 @@ void remove_leftovers(const fs::path& folder) {
   for (const fs::path& path : leftovers) fs::remove_all(path, ignored);
 }
 
-// Out of sight in one rename first, so that a crash never leaves half a checkpoint under its name.
+// Renames the folder first, so that a crash never leaves half a checkpoint under its name.
 void remove_checkpoint(const fs::path& folder) {
   const fs::path hidden = folder.parent_path() / fmt::format(".{}.old", folder.filename().string());
   std::error_code ignored;
@@ -113,6 +115,40 @@ void RunFolder::begin(const std::string& options) const {
 std::optional<Checkpoint> RunFolder::latest() const {
   const std::vector<Checkpoint> all = list_checkpoints(path_ / "checkpoints");
   return all.empty() ? std::nullopt : std::optional(all.back());
+}
+
+std::optional<Checkpoint> RunFolder::resume_point(const ResumeRequest& request) const {
+  std::vector<Checkpoint> all = list_checkpoints(path_ / "checkpoints");
+  std::error_code missing;
+  const auto metrics_bytes = fs::file_size(metrics_path(), missing);
+  TWELL_REQUIRE(!all.empty() || missing || metrics_bytes == 0,
+                "nothing to resume: {} has the metrics of a run, but no checkpoint; choose another "
+                "--out to start again",
+                path_.string());
+  if (request.step) {
+    while (!all.empty() && all.back().step > *request.step) all.pop_back();
+    TWELL_REQUIRE(!all.empty() && all.back().step == *request.step,
+                  "{} has no checkpoint of step {}", path_.string(), *request.step);
+  }
+  if (all.empty()) return std::nullopt;
+  std::string newest_fault;
+  for (; !all.empty(); all.pop_back()) {
+    const std::string fault = checkpoint_fault(all.back().folder);
+    if (newest_fault.empty()) newest_fault = fault;
+    if (!fault.empty()) continue;
+    if (newest_fault.empty() || request.fall_back) return all.back();
+    throw InputError(fmt::format(
+        "{}; the checkpoint of step {} is intact: resume from it with --fall-back or --resume-from "
+        "{}",
+        newest_fault, all.back().step, all.back().step));
+  }
+  throw InputError(fmt::format("{}; no older checkpoint is intact", newest_fault));
+}
+
+void RunFolder::discard_after(int64_t step) const {
+  for (const Checkpoint& checkpoint : list_checkpoints(path_ / "checkpoints")) {
+    if (checkpoint.step > step) remove_checkpoint(checkpoint.folder);
+  }
 }
 
 Checkpoint RunFolder::save(int64_t step, int64_t keep_last,

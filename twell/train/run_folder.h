@@ -3,7 +3,7 @@
 //   OUT/checkpoints/step-NNNNNN/   the last few checkpoints, each whole or absent
 //   OUT/checkpoint                 symbolic link to the newest of them
 //   OUT/metrics.jsonl, OUT/tensorboard/
-//   OUT/options.json               what marks the folder as holding a run
+//   OUT/options.json               options of the run, which mark the folder as holding one
 //   OUT/.lock                      held while a process works in the folder
 #pragma once
 
@@ -20,6 +20,11 @@ struct Checkpoint {
   std::filesystem::path folder;
 };
 
+struct ResumeRequest {
+  std::optional<int64_t> step;  // of the checkpoint to resume from; none: the newest
+  bool fall_back = false;       // pass over damaged checkpoints to the newest intact one
+};
+
 class RunFolder {
  public:
   // Creates the folder and takes its lock. InputError when another process holds it; when the
@@ -34,9 +39,15 @@ class RunFolder {
   std::filesystem::path metrics_path() const { return path_ / "metrics.jsonl"; }
   std::filesystem::path link_path() const { return path_ / "checkpoint"; }
 
-  // From now on the folder holds a run; `options` is kept for a resume.
+  // Marks the folder as holding a run; `options` is kept for a resume.
   void begin(const std::string& options) const;
   std::optional<Checkpoint> latest() const;
+  // The checkpoint to resume from, which is read in full and intact. None when the run was stopped
+  // before its first step. InputError when there is no such checkpoint, and, with the newest intact
+  // one, when it is damaged.
+  std::optional<Checkpoint> resume_point(const ResumeRequest& request) const;
+  // Removes the checkpoints of later steps, for a run that continues from an earlier one.
+  void discard_after(int64_t step) const;
   // Writes a checkpoint through fill(folder), points the link to it, removes all but the newest
   // `keep_last`. Any failure leaves the earlier checkpoints and the link as they were.
   Checkpoint save(int64_t step, int64_t keep_last,

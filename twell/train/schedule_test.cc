@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/train/schedule.h"
-
 #include <gtest/gtest.h>
+
+#include "twell/train/options.h"
 
 namespace twell {
 namespace {

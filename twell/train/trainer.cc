@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "twell/checkpoint/checkpoint.h"
@@ -11,14 +10,13 @@
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/plan.h"
-#include "twell/train/schedule.h"
 #include "twell/train/trainer_state.h"
 
 namespace twell {
 namespace {
 
-// Over a few steps: a layer near the limit should not change its execution every step. Negative:
-// not known.
+// Smooths over a few steps, so that a layer near a limit does not change its execution at every
+// step. Negative values are not known.
 void smooth(double newest, double& value) {
   constexpr double kNewest = 0.2;
   value = value < 0.0 || newest < 0.0 ? newest : value + kNewest * (newest - value);
@@ -101,12 +99,12 @@ void Trainer::measure(const StepOutcome& outcome, double seconds, StepMetrics& m
 void Trainer::save(const std::filesystem::path& checkpoint) const {
   engine_.read_state([&](const OptimizerTensors& state) {
     if (!std::isfinite(global_norm(ctx_, state.weights))) {
-      throw DivergenceError(fmt::format("a weight is no finite number after step {}", step_));
+      throw DivergenceError(fmt::format("a weight is not a finite number after step {}", step_));
     }
     save_model(engine_.model(), checkpoint, options_.save_dtype);
     OptimizerTensors tensors = state;
     if (options_.save_dtype == DType::kF32) tensors.weights = {};  // the model file has them
-    save_trainer_state(checkpoint, {step_, trajectory_json(options_), data_identity_, hints_},
+    save_trainer_state(checkpoint, {step_, trajectory_text(options_), data_identity_, hints_},
                        tensors);
   });
 }
@@ -115,7 +113,7 @@ void Trainer::restore(const std::filesystem::path& checkpoint) {
   TrainerState saved;
   engine_.write_state([&](const OptimizerTensors& state) {
     saved = load_trainer_state(checkpoint, state);
-    require_same_trajectory(saved.trajectory, trajectory_json(options_));
+    require_same_trajectory(saved.trajectory, trajectory_text(options_));
     TWELL_REQUIRE(saved.data == data_identity_,
                   "cannot resume on other data: the run was trained on tokens '{}', these are '{}'",
                   saved.data, data_identity_);

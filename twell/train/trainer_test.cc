@@ -108,6 +108,55 @@ TEST_F(TrainerTest, ARunKilledBetweenSavesContinuesFromTheLastOne) {
   expect_same(*straight, *resumed);
 }
 
+TEST_F(TrainerTest, ADamagedCheckpointIsNamedWithTheNewestIntactOne) {
+  TrainOptions options = micro_options(6);
+  options.save_every = 2;
+  options.keep_last = 3;
+  const auto straight = run(out("run"), options);
+  const RunFolder folder(out("run"), true);
+  const auto refusal = [&](const ResumeRequest& request) -> std::string {
+    try {
+      return "accepted step " + std::to_string(folder.resume_point(request)->step);
+    } catch (const InputError& error) {
+      return error.what();
+    }
+  };
+  EXPECT_EQ(refusal({}), "accepted step 6");
+  EXPECT_EQ(refusal({.step = 2}), "accepted step 2");
+  EXPECT_THAT(refusal({.step = 3}), HasSubstr("no checkpoint of step 3"));
+  const fs::path newest = out("run") / "checkpoints" / "step-000006";
+  fs::resize_file(newest / "model.safetensors", 3000);
+  EXPECT_THAT(refusal({}), HasSubstr("model.safetensors"));
+  EXPECT_THAT(refusal({}), HasSubstr("step 4 is intact"));
+  EXPECT_EQ(refusal({.fall_back = true}), "accepted step 4");
+  std::ofstream(out("run") / "checkpoints" / "step-000004" / "trainer" / "state.json") << "{\"a\":";
+  EXPECT_THAT(refusal({.step = 4}), HasSubstr("state.json: not valid JSON at line 1, column"));
+  EXPECT_EQ(refusal({.fall_back = true}), "accepted step 2");
+  EXPECT_THAT(refusal({.step = 4}), testing::Not(HasSubstr("json.exception")));
+
+  // The run goes on from there, and the damaged checkpoints are gone.
+  const Checkpoint from = *folder.resume_point({.fall_back = true});
+  const auto model = load_model(ctx_, from.folder);
+  options = resolve_options(options, config());
+  TrainRun training{options, data_.tokenizer, data_.shards, folder, "{}",
+                    from,    false,           stop_,        {},     {}};
+  run_training(ctx_, *model, training);
+  expect_same(*straight, *model);
+  EXPECT_EQ(refusal({}), "accepted step 6");
+}
+
+TEST_F(TrainerTest, MetricsWithoutACheckpointAreNotOverwritten) {
+  run(out("run"), micro_options(4));
+  fs::remove_all(out("run") / "checkpoints");
+  const RunFolder folder(out("run"), true);
+  try {
+    folder.resume_point({});
+    FAIL() << "accepted";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("no checkpoint"));
+  }
+}
+
 TEST_F(TrainerTest, MicroBatchesAddUpToTheBatch) {
   TrainOptions whole = micro_options(3);
   whole.micro_batch = 4;

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/harness.h"
+
+#include <fmt/chrono.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/base/rng.h"
+
+namespace twell {
+namespace {
+
+double percentile(const std::vector<double>& sorted, double p) {
+  const double position = p * static_cast<double>(sorted.size() - 1);
+  const size_t below = static_cast<size_t>(position);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  const double fraction = position - static_cast<double>(below);
+  return sorted[below] + fraction * (sorted[above] - sorted[below]);
+}
+
+}  // namespace
+
+Timing summarize(std::vector<double> samples) {
+  TWELL_REQUIRE(!samples.empty(), "no timed run to summarize");
+  std::sort(samples.begin(), samples.end());
+  return {percentile(samples, 0.5), percentile(samples, 0.1), percentile(samples, 0.9)};
+}
+
+std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed, uint64_t stream) {
+  constexpr uint64_t kStream = 0x62656e6368;  // "bench" in ASCII; weights use small numbers
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int32_t>(
+        uniform_below(seed, kStream + stream, i, static_cast<uint64_t>(vocab)));
+  }
+  return ids;
+}
+
+std::string cpu_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  }
+  return "unknown processor";
+}
+
+nlohmann::json machine_json(int threads) {
+  const auto now =
+      std::chrono::time_point_cast<std::chrono::seconds>(std::chrono::system_clock::now());
+  return {{"twell", TWELL_VERSION},
+          {"cpu", cpu_name()},
+          {"threads", threads},
+          {"date", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(now))}};
+}
+
+nlohmann::json timing_json(const Timing& timing) {
+  return {{"median", timing.median}, {"p10", timing.p10}, {"p90", timing.p90}};
+}
+
+void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row) {
+  if (path.empty()) return;
+  std::ofstream file(path, std::ios::app);
+  file << row.dump() << '\n';
+  file.close();
+  TWELL_REQUIRE(file.good(), "cannot write {}", path.string());
+}
+
+}  // namespace twell
