@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -129,10 +128,10 @@ TEST_F(HostileCheckpoint, WeightsThatAreNotFinite) {
   const std::string name = "model.layers.0.mlp.down_proj.weight";
   const auto tensor = std::find_if(tensors.begin(), tensors.end(),
                                    [&](const TensorToWrite& t) { return t.name == name; });
-  ASSERT_EQ(tensor->dtype, "F32");
-  const float infinite = std::numeric_limits<float>::infinity();
+  ASSERT_EQ(tensor->dtype, "BF16");
+  const uint16_t infinite = 0x7f80;
   const int64_t cols = tensor->shape[1];
-  std::memcpy(bytes[name].data() + 4 * (2 * cols + 3), &infinite, sizeof(infinite));
+  std::memcpy(bytes[name].data() + 2 * (2 * cols + 3), &infinite, sizeof(infinite));
   write_safetensors(path, tensors, {});
   const std::string fault = "tensor " + name + " has the value inf at [2, 3]";
   write("text.txt", "one two three four five six seven eight");
