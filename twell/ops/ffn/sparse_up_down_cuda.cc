@@ -42,7 +42,7 @@ struct ProgressLayout {
 
   ProgressLayout(int64_t tokens, int64_t ffn)
       : tiles(TileUnionWorkspace::max_tiles(tokens)),
-        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks - 1)),
+        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks)),
         counts(GateProgress::kPhases),
         marked(counts + int64_t{sizeof(Counts) / sizeof(int32_t)}),
         ready(marked + tiles),
@@ -157,17 +157,17 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   const int ctas = ctx.multiprocessors();
   const auto width = static_cast<int>(problem.width);
   const bool gated = problem.w_up != nullptr;
+  tiles.before = workspace.before_.data();
+  tiles.heavy = workspace.heavy_.data();
+  tiles.marked = progress.words + layout.marked;
   if (gated) {
-    tiles.before = workspace.before_.data();
-    tiles.heavy = workspace.heavy_.data();
-    tiles.marked = progress.words + layout.marked;
     tiles.ready = progress.words + layout.ready;
     tiles.entries = workspace.entries_.data();
     tiles.listed = workspace.listed_.data();
   }
+  TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
+                                      ctas, stream));
   if (gated) {
-    TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words,
-                                        progress.size, ctas, stream));
     Up up{};
     up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
     up.tiles = tiles;
@@ -178,8 +178,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
     up.width = width;
     TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
   } else {
-    TWELL_CUDA_CHECK(launch_split_rows(gate, tiles, problem.activity, stream));
-    TWELL_CUDA_CHECK(launch_build_unions(gate, tiles, problem.activity, ctas, stream));
+    TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
   }
   const Down down{.tiles = tiles,
                   .weight = problem.w_down,

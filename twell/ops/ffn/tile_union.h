@@ -6,9 +6,9 @@
 //   down         y = activations w_down[union]
 // Each takes a tile as soon as its predecessor, from the gate GEMM on, has finished it.
 //
-// Without a gate, and in training, split_rows and build_unions replace find_unions; the latter also
-// writes the compacted activations. Training uses the pieces separately: products of its own in
-// place of up, sums of two products in place of down, and unions stored one behind the other.
+// Without a gate, and in training, place_gates follows find_unions and writes the compacted gate to
+// activations. Then up computes products alone, and down computes the sum of two products where
+// backward needs it.
 #pragma once
 
 #include <cuda.h>
@@ -29,24 +29,23 @@ inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the wi
 inline constexpr int kMaxChunkBlocks = 3;
 inline constexpr int kColumns = 256;  // columns of y per work item of down
 
-// A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean: of
-// the 128 rows of its tile in find_unions, of all rows in split_rows. On captured patterns the two
-// differ by less than 1% of the neurons in all unions. So less than 1 / kHeavyFactor of the rows
-// are heavy, which bounds the number of extra tiles.
+// A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean of the
+// 128 rows of its tile. So less than 1 / kHeavyFactor of the rows are heavy, which bounds the
+// number of extra tiles.
 inline constexpr int kHeavyFactor = 3;
 inline constexpr int kHeavyFloor = 64;
 
 // Non-zeros of 128 tokens by 256 neurons that find_unions lists, so that up need not read the gate.
 inline constexpr int kListed = 2048;
 
-// With a larger F the mask of a union does not fit into build_unions' shared memory.
+// With a larger F the mask of a union does not fit into the shared memory of place_gates.
 inline constexpr int kMaxFfn = 524288;
 
 struct Counts {
   int32_t tiles;
   int32_t plain_tiles;  // tiles before the heavy ones: 128 consecutive rows each
   int32_t sized;        // tiles whose union's size is known
-  int32_t up_items;     // find_unions: items added before `complete`
+  int32_t up_items;     // items of up added before `complete`; without `entries`, all items
   int32_t up_taken;     // counter for Up::taken
   int32_t down_taken;
   // For find_unions:
@@ -74,13 +73,14 @@ struct Tiles {
   int32_t* tokens;       // [tiles, kTileTokens] row of x and y, or -1
   uint32_t* mask;        // [tiles, column tiles * 8] the union, a bit per neuron
   int32_t* union_size;   // [tiles]
-  int32_t* first_block;  // [tiles] where a tile's blocks begin
+  int32_t* first_block;  // [tiles] where a tile's blocks begin: `blocks` after those of the tile
+                         // before it, or without `entries` right after its last one
   uint32_t* before;      // [tiles, column tiles * 8] neurons of the union in words of the mask
-                         // below; null: not wanted (build_unions only)
-  // For find_unions, else null:
-  uint4* heavy;        // [plain tiles] of its own: a bit per row that is heavy
-  int32_t* marked;     // [tiles] of its own: parts that are done, then whether up has items; 0 at
-                       // the start
+                         // below
+  uint4* heavy;          // [plain tiles] of find_unions alone: a bit per row that is heavy
+  int32_t* marked;       // [tiles] of find_unions alone: parts that are done, then whether up has
+                         // items; 0 at the start
+  // For up with a gate, else null:
   uint32_t* entries;   // [tiles, column tiles, kListed] the non-zeros, in any order: column % 256 |
                        // slot in the tile << 8 | bf16 bits << 16
   int32_t* listed;     // [tiles, column tiles] how many; none are listed where it is over kListed
@@ -96,7 +96,6 @@ struct Tiles {
   int blocks;  // ceil(F / kBlock)
   int max_tiles;
   int max_up_items;
-  bool compact;  // blocks of a tile follow those of the tile before; else `blocks` places each
 };
 
 // Device memory: the kernel runs only if it holds a value other than 0. Null: it runs.
@@ -127,19 +126,16 @@ struct Down {
   bool add;          // y += instead of =, both rounded to bf16
 };
 
-// All add to activity what they count, unless it is null.
-// When it does not follow the gate GEMM tile by tile, find_unions first clears `progress_words`
-// words of `progress`, which hold everything that must be 0 at the start. It does not support
-// tiles.compact. ctas: one per SM.
+// find_unions adds to activity what it counts, unless it is null. When it does not follow the gate
+// GEMM tile by tile, it first clears `progress_words` words of `progress`, which hold everything
+// that must be 0 at the start; callers that clear it themselves pass no words. ctas: one per SM.
 cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
                                int32_t* progress, int64_t progress_words, int ctas,
                                cudaStream_t stream);
-cudaError_t launch_split_rows(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                              cudaStream_t stream);
-// ctas: as given to launch_up_sm90, one per SM. With a condition, the unions of an earlier call are
-// reused and only the activations are computed again.
-cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                                int ctas, cudaStream_t stream, Condition condition = nullptr);
+// place_gates writes union_ids and activations of unions that find_unions found without `entries`,
+// also of those from an earlier call. ctas: one per SM.
+cudaError_t launch_place_gates(const Gate& gate, const Tiles& tiles, int ctas, cudaStream_t stream,
+                               Condition condition = nullptr);
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream);
 cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream);
 

@@ -3,7 +3,7 @@
 // their launches. Internal to ffn_train. All pointers are device memory.
 // Dense execution: two elementwise kernels between cuBLASLt products.
 // Hybrid execution, per chunk of tokens, beside the kernels of unions (ops/ffn/tile_union.h):
-//   forward   gate GEMM, split_rows, build_unions; up: u on the unions; keep; down
+//   forward   gate GEMM, find_unions, place_gates; up: u on the unions; keep; down
 //   backward  up with d_y and w_down: d_h on the unions; expand; down with two products: d_x;
 //             then by neuron: rank, neuron_unions, transpose, weight_grads
 // An image is bf16 values of 128 rows by 64 columns per block, as WGMMA reads them: row-major, each

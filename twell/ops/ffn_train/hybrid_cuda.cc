@@ -44,10 +44,15 @@ struct ChunkShape {
 struct SavedChunk {
   Tiles tiles{};
   Kept kept{};
+  int64_t zero_bytes;  // from kept.state on, which must be 0 before forward
 
   SavedChunk(const FfnTrainShapeCuda& shape, HybridCapacity capacity, Carver& carver) {
     const ChunkShape chunk(shape);
+    const int64_t begin = carver.bytes();
     kept.state = carver.take<KeptState>(1);
+    tiles.counts = carver.take<tile_union::Counts>(1);
+    tiles.marked = carver.take<int32_t>(chunk.tiles);
+    zero_bytes = carver.bytes() - begin;
     kept.capacity = capacity.pairs;
     kept.block_capacity = static_cast<int>(capacity.blocks);
     kept.values = carver.take<uint32_t>(capacity.pairs);
@@ -61,10 +66,9 @@ struct SavedChunk {
     tiles.union_ids = carver.take<int32_t>(chunk.all_blocks() * kBlock);
     tiles.order = carver.take<int32_t>(chunk.tiles);
     tiles.up_items =
-        carver.take<int2>(chunk.tiles * ceil_div(chunk.blocks, tile_union::kMaxChunkBlocks - 1));
-    tiles.counts = carver.take<tile_union::Counts>(1);
+        carver.take<int2>(chunk.tiles * ceil_div(chunk.blocks, tile_union::kMaxChunkBlocks));
+    tiles.heavy = carver.take<uint4>(chunk.tiles);
     tiles.blocks = static_cast<int>(chunk.blocks);
-    tiles.compact = true;
   }
 };
 
@@ -132,6 +136,7 @@ struct HybridChunk {
   int64_t begin, tokens;
   Tiles tiles;
   Kept kept;
+  int64_t zero_bytes;        // from kept.state on, which must be 0 before forward
   TwellPacked made;          // output of the gate GEMM
   tile_union::Gate pattern;  // what later kernels read: `made`, or the activations to replay
 
@@ -143,6 +148,7 @@ struct HybridChunk {
     const SavedChunk own(saved.shape, saved.capacity, carver);
     tiles = own.tiles;
     kept = own.kept;
+    zero_bytes = own.zero_bytes;
     tiles.activations = work.images[0];
     tiles.max_tiles = static_cast<int>(TileUnionWorkspace::max_tiles(tokens));
     made = work.gate;
@@ -195,12 +201,11 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
   KeptState* state = chunk.kept.state;
-  TWELL_CUDA_CHECK(cudaMemsetAsync(state, 0, sizeof(KeptState), stream));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(state, 0, static_cast<size_t>(chunk.zero_bytes), stream));
   gate_gemm_cuda(ctx, gate_gemm(chunk, shape, problem.weights, problem.x));
-  TWELL_CUDA_CHECK(
-      tile_union::launch_split_rows(chunk.pattern, chunk.tiles, &state->activity, stream));
-  TWELL_CUDA_CHECK(
-      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, &state->activity, ctas, stream));
+  TWELL_CUDA_CHECK(tile_union::launch_find_unions(chunk.pattern, chunk.tiles, &state->activity,
+                                                  nullptr, 0, ctas, stream));
+  TWELL_CUDA_CHECK(tile_union::launch_place_gates(chunk.pattern, chunk.tiles, ctas, stream));
   if (shape.gated) {
     TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
         up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1], &state->up_taken),
@@ -232,7 +237,7 @@ void recompute(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   gate.condition = overflow;
   gate_gemm_cuda(ctx, gate);
   TWELL_CUDA_CHECK(
-      tile_union::launch_build_unions(chunk.pattern, chunk.tiles, nullptr, ctas, stream, overflow));
+      tile_union::launch_place_gates(chunk.pattern, chunk.tiles, ctas, stream, overflow));
   if (!shape.gated) return;
   TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
       up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1],

@@ -5,15 +5,15 @@
 // all images, then with 32 tokens of one neuron per thread.
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
 #include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
+#include "twell/sm90/block_scan.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::ffn_train {
 namespace {
 
-using tile_union::block_scan;
+using sm90::block_scan;
 using tile_union::kBlock;
 using tile_union::kTileTokens;
 

@@ -2,9 +2,10 @@
 // Weight gradients of the hybrid execution: grads[p] [neurons of a tile] += images[p][tile]
 // right[p][tokens of the tile]. An item is a piece of one such sum, for 128 neurons by 256 columns.
 // The pieces of a sum are added to the gradients in their order, so that results repeat: the CTA
-// with a later piece waits until the piece before it is added. Items are handed out in an order in
-// which a CTA has already taken the earlier piece. Where gradients are overwritten, the first piece
-// of a sum is stored and the others are added.
+// with a later piece waits until the piece before it is added. This ends however few CTAs run at a
+// time. A CTA takes items only while it runs, and works on them in ascending order. So the lowest
+// item that is not done is the next one of a running CTA, and waits for none. Where gradients are
+// overwritten, the first piece of a sum is stored and the others are added.
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn_train/ffn_train_kernels.h"
 #include "twell/sm90/dependent_launch.cuh"
@@ -16,6 +17,8 @@ namespace gathered = tile_union::gathered;
 using tile_union::kColumns;
 
 struct Problem {
+  static constexpr bool kOrdered = true;
+
   NeuronTiles neurons;
   const __nv_bfloat16* right[3];
   float* grads[3];

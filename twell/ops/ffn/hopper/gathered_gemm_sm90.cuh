@@ -5,13 +5,13 @@
 //   warpgroup 0     loads blocks of A with bulk copies and gathers rows of B
 //   warpgroups 1,2  64 rows each: WGMMA, then the problem's epilogue
 // A Problem, which is the kernel parameter, has
+//   bool kOrdered                 whether items wait for items of lower index
 //   int4 load(int index)          the item of that index, x < 0 past the end
 //   Operands operands(int4 item)  what the item multiplies
 //   int32_t* taken, int width     the queue's counter; columns of B in all
 //   Store                         the epilogue: constructed (problem, item) by every consumer
-//   thread
-//                                 while the GEMM runs, called (acc, its warpgroup's shared memory)
-//                                 afterwards
+//                                 thread while the GEMM runs, called (acc, its warpgroup's shared
+//                                 memory) afterwards
 #pragma once
 
 #include "twell/ops/ffn/tile_union.h"
@@ -113,8 +113,10 @@ struct ItemFeed {
 };
 
 // The feeder's side: thread 0 of the CTA; calls of other threads do nothing. Load maps an index to
-// an int4, with a negative x past the end, or kNotYet.
-template <typename Load>
+// an int4, with a negative x past the end, or kNotYet. FirstByCta: CTA i starts with item i, which
+// saves an atomic. It must be false where an item waits for an earlier one, because a CTA that does
+// not run yet would hold its first item back.
+template <typename Load, bool FirstByCta = true>
 struct ItemFeeder {
   ItemFeed feed;
   int32_t* counter;  // starts at 0
@@ -126,7 +128,7 @@ struct ItemFeeder {
   __device__ __forceinline__ ItemFeeder(const ItemFeed& feed_in, int32_t* counter_in,
                                         const Load& load_in)
       : feed(feed_in), counter(counter_in), load(load_in) {
-    if (threadIdx.x == 0) fetch(blockIdx.x);
+    if (threadIdx.x == 0) fetch(FirstByCta ? blockIdx.x : atomicAdd(counter, 1));
   }
   __device__ __forceinline__ void publish() {
     if (threadIdx.x != 0) return;
@@ -147,7 +149,7 @@ struct ItemFeeder {
   __device__ __forceinline__ void fetch(int index) {
     item_index = index;
     next_item = load(index);
-    next_index = gridDim.x + atomicAdd(counter, 1);
+    next_index = (FirstByCta ? gridDim.x : 0) + atomicAdd(counter, 1);
   }
 };
 
@@ -206,7 +208,8 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared& sh
     __syncwarp();
   }
   ItemFeed feed{shared.feed};
-  ItemFeeder feeder(feed, problem.taken, [&](int index) { return problem.load(index); });
+  const auto load = [&](int index) { return problem.load(index); };
+  ItemFeeder<decltype(load), !Problem::kOrdered> feeder(feed, problem.taken, load);
   for (;;) {
     feeder.publish();
     const int4 item = feed.take();

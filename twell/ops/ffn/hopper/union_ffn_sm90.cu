@@ -538,6 +538,8 @@ __global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
 }  // namespace up
 
 struct DownProblem {
+  static constexpr bool kOrdered = false;
+
   Tiles tiles;
   const __nv_bfloat16* activations[2];
   const __nv_bfloat16* weight[2];  // [F, D]; the second is null where there is one product

@@ -1,54 +1,190 @@
 // SPDX-License-Identifier: Apache-2.0
-// find_unions: per tile of 128 tokens, the union of its active neurons, a list of its non-zeros,
-// and work items for up. It starts on SMs that the gate GEMM leaves idle, and takes each tile as
-// soon as its gate is packed. A CTA processes one tile, or a part of its columns where there are
-// few tiles; the one that finishes a tile last numbers its neurons. The CTA that finishes last
-// orders the tiles for down.
+// find_unions: per tile of 128 tokens, the union of its active neurons, for inference and for
+// training. A CTA processes one tile, or a part of its columns where there are few tiles; the one
+// that finishes a tile last numbers its neurons. The CTA that finishes last orders the tiles for
+// down. Two variants of one kernel:
+//   listing  for up with a gate: also writes a list of the tile's non-zeros, and work items for up
+//            as soon as a tile is found. It starts on SMs that the gate GEMM leaves idle, and takes
+//            each tile as soon as its gate is packed.
+//   compact  in front of place_gates: the blocks of a tile follow those of the tile before it.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
+#include "twell/format/activity_cuda.h"
 #include "twell/ops/ffn/tile_union.h"
 #include "twell/sm90/barrier.cuh"
+#include "twell/sm90/block_scan.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell::tile_union {
 namespace {
 
-// Adds the packed activations of 128 tokens by 256 neurons to a tile's union and list.
+using sm90::block_scan;
+
+// --- Work lists of the GEMMs that follow ---
+
+__device__ __forceinline__ int blocks_of(int neurons) { return (neurons + kBlock - 1) / kBlock; }
+
+// Counting sort of the tiles by number of blocks, largest first, so that the last wave of a
+// persistent GEMM consists of small items. Called by one CTA. sizes: union sizes, in any memory.
+// buckets: [blocks + 1] in shared memory, by falling size. scratch: one int per warp. Ends with a
+// barrier.
+template <int Threads>
+__device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count, uint32_t* buckets,
+                            int* scratch) {
+  for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u);
+  }
+  __syncthreads();
+  int base = 0;
+  for (int first = 0; first <= tiles.blocks; first += Threads) {
+    const int i = first + threadIdx.x;
+    const int value = i <= tiles.blocks ? static_cast<int>(buckets[i]) : 0;
+    int total;
+    const int before = block_scan<Threads>(value, scratch, total);
+    if (i <= tiles.blocks) buckets[i] = base + before;
+    base += total;
+  }
+  __syncthreads();
+  // The order within a bucket is arbitrary: it decides which CTA computes a tile, not its result.
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
+  }
+  __syncthreads();
+}
+
+template <int Threads>
+__device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity) {
+  if (activity == nullptr) return;
+  unsigned long long sum = 0;
+  for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
+  if (sum > 0) atomicAdd(&activity->union_neurons, sum);
+  if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+}
+
+// One of `chunks` chunks of a tile's blocks, in the format of up's work items.
+__device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chunks) {
+  const int begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+  return int2{tile, begin | (end - begin) << 16};
+}
+
+// Number of work items of up for a union, with as few cuts as possible.
+__device__ __forceinline__ int chunks_of(int neurons) {
+  return (blocks_of(neurons) + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
+}
+
+// Value of a tile's word in `marked` once its work items are added.
+constexpr int kHasItems = -1;
+
+// Writes every step-th item of a tile, from `chunk` on, to up's list at index at + chunk. A CTA
+// that sees one item sees all outputs of its tile.
+__device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neurons, int at,
+                                          int chunk, int step) {
+  const int chunks = chunks_of(neurons);
+  __threadfence();
+  for (; chunk < chunks; chunk += step) {
+    sm90::store_relaxed(tiles.up_items + at + chunk,
+                        up_item(tile, blocks_of(neurons), chunk, chunks));
+  }
+}
+
+// One CTA adds the items of all tiles that have none yet, in order of size. Returns the number of
+// items in all.
+template <int Threads>
+__device__ int add_other_items(const Tiles& tiles, const int32_t* sizes, int count, int* scratch) {
+  int items = __ldcg(&tiles.counts->up_items);
+  for (int base = 0; base < count; base += Threads) {
+    const int i = base + static_cast<int>(threadIdx.x);
+    const int tile = i < count ? tiles.order[i] : -1;
+    const bool missing = tile >= 0 && __ldcg(tiles.marked + tile) != kHasItems;
+    int total;
+    const int at =
+        items + block_scan<Threads>(missing ? chunks_of(sizes[tile]) : 0, scratch, total);
+    if (missing) add_items(tiles, tile, sizes[tile], at, 0, 1);
+    items += total;
+  }
+  return items;
+}
+
+// One CTA writes where each tile's blocks begin, so that they follow those of the tile before it.
+template <int Threads>
+__device__ void place_blocks(const Tiles& tiles, const int32_t* sizes, int count, int* scratch) {
+  int blocks = 0;
+  for (int base = 0; base < count; base += Threads) {
+    const int tile = base + static_cast<int>(threadIdx.x);
+    int total;
+    const int before =
+        block_scan<Threads>(tile < count ? blocks_of(sizes[tile]) : 0, scratch, total);
+    if (tile < count) tiles.first_block[tile] = blocks + before;
+    blocks += total;
+  }
+}
+
+// --- A column tile: 128 tokens by 256 neurons ---
+
+// Bit j is set if value j of eight bf16 values is not zero.
+__device__ __forceinline__ uint32_t nonzero_bits(const uint4& values) {
+  const uint32_t parts[4] = {values.x, values.y, values.z, values.w};
+  uint32_t bits = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    bits |= ((parts[j] & 0x7fff) != 0) << (2 * j) | ((parts[j] & 0x7fff0000) != 0) << (2 * j + 1);
+  }
+  return bits;
+}
+
+// The column tiles of one part of a tile.
+struct Columns {
+  int first, count;
+  __device__ Columns(int col_tiles, int part, int parts) {
+    const int share = (col_tiles + parts - 1) / parts;
+    first = min(part * share, col_tiles);
+    count = min(share, col_tiles - first);
+  }
+  __device__ int first_word() const { return first * (256 / 32); }
+  __device__ int words() const { return count * (256 / 32); }
+};
 
 __device__ __forceinline__ const uint4* tile_words(const Gate& gate, int token, int col_tile) {
   return reinterpret_cast<const uint4*>(gate.words +
                                         (int64_t{token} * gate.col_tiles + col_tile) * gate.slots);
 }
 
-// The outputs of 128 tokens by 256 neurons.
+// Adds the packed activations of a column tile to the tile's union and, with Listing, to its list
+// of non-zeros.
+template <bool Listing>
 struct ColumnTile {
   uint32_t* mask;     // [8], shared
-  int* listed;        // shared
-  uint32_t* entries;  // [kListed]
+  int* listed;        // shared; with Listing
+  uint32_t* entries;  // [kListed]; with Listing
 
   // A whole warp calls it, each lane with a packed tile of its own, or with none (non_zeros 0).
   // head: words 0 .. 3, the count included; next: the four words behind, where there are that many.
   __device__ __forceinline__ void add(const uint4* source, const uint4& head, const uint4& next,
                                       int non_zeros, int slot) const {
-    const int lane = threadIdx.x % 32;
-    int through = non_zeros;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, through, step);
-      if (lane >= step) through += other;
-    }
-    const int total = __shfl_sync(~0u, through, 31);
-    if (total == 0) return;
     int at = 0;
-    if (lane == 0) at = atomicAdd(listed, total);
-    at = __shfl_sync(~0u, at, 0) + through - non_zeros - 1;
+    if constexpr (Listing) {
+      const int lane = threadIdx.x % 32;
+      int through = non_zeros;
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, through, step);
+        if (lane >= step) through += other;
+      }
+      const int total = __shfl_sync(~0u, through, 31);
+      if (total == 0) return;
+      if (lane == 0) at = atomicAdd(listed, total);
+      at = __shfl_sync(~0u, at, 0) + through - non_zeros - 1;
+    }
     const auto entry = [&](int i, uint32_t word) {
       if (i > non_zeros) return;
       atomicOr(&mask[word / 32 % 8], 1u << (word % 32));
-      if (at + i < kListed) {
-        entries[at + i] = (word & 0xffff0000u) | static_cast<uint32_t>(slot) << 8 | (word & 0xff);
+      if constexpr (Listing) {
+        if (at + i < kListed) {
+          entries[at + i] = (word & 0xffff0000u) | static_cast<uint32_t>(slot) << 8 | (word & 0xff);
+        }
       }
     };
     entry(1, head.y);
@@ -75,7 +211,8 @@ struct ColumnTile {
   }
 };
 
-// Spilled tiles come in bunches, so all warps share them, 8 values per lane.
+// Marks the neurons of spilled tiles. These come in bunches, so all warps share them, 8 values per
+// lane.
 template <int Threads>
 __device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list, int tiles,
                                              uint32_t* mask) {
@@ -101,10 +238,11 @@ __device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list,
   }
 }
 
-// Heavy rows, which get tiles of their own. A tile's CTA compares its 128 rows with their own mean,
-// so that it need not wait for other tiles. Once all plain tiles are judged, the heavy rows form
-// tiles in row order.
+// --- Heavy rows ---
 
+// Heavy rows get tiles of their own. A tile's CTA compares its 128 rows with their own mean, so
+// that it need not wait for other tiles. Once all plain tiles are judged, the heavy rows form tiles
+// in row order.
 struct HeavyRows {
   int sums[kTileTokens / 32];
   int32_t tokens[kTileTokens];  // rows of a heavy tile, or -1
@@ -166,6 +304,8 @@ struct HeavyRows {
   }
 };
 
+// --- The kernel ---
+
 constexpr int kThreads = 512;
 constexpr int kCtasPerMultiprocessor = 2;
 constexpr int kMaxParts = 32;
@@ -187,6 +327,7 @@ struct Shared {
 };
 
 // A CTA that processes parts (column ranges) of tiles, one work item after the other.
+template <bool Listing>
 struct PartFinder {
   const Gate& gate;
   const Tiles& tiles;
@@ -223,7 +364,7 @@ struct PartFinder {
   }
 
   // Starts on a plain tile: 128 consecutive rows without the heavy ones. Returns this thread's
-  // token.
+  // token or -1.
   __device__ __forceinline__ int begin_plain(int tile_in, int part, int parts_in) {
     begin(tile_in, part, parts_in);
     if (gate.packed != nullptr && threadIdx.x == 0) {
@@ -254,7 +395,7 @@ struct PartFinder {
 
   // Starts on the next part of a tile of heavy rows, which exist once all rows are judged. A CTA
   // that has finished its plain tile takes such parts; at least the CTA that judged last sees them.
-  // Returns this thread's token; tile is -1 when there is no part left.
+  // Returns this thread's token or -1; tile is -1 when there is no part left.
   __device__ __forceinline__ int begin_heavy(int parts_in) {
     if (threadIdx.x == 0) {
       const bool judged = sm90::load_acquire(&tiles.counts->judged) == plain_tiles;
@@ -303,10 +444,11 @@ struct PartFinder {
         const bool spilled = token >= 0 && static_cast<int>(heads[j].x) >= gate.slots;
         if (spilled) {
           shared.list[atomicAdd(&shared.spilled[odd], 1)] = int2{i, static_cast<int>(heads[j].y)};
-          atomicAdd(listed + i, kListed + 1);
+          if constexpr (Listing) atomicAdd(listed + i, kListed + 1);
         }
         __syncwarp();
-        const ColumnTile column_tile{mask + i * 8, listed + i, entries + int64_t{i} * kListed};
+        const ColumnTile<Listing> column_tile{mask + i * 8, listed + i,
+                                              entries + int64_t{i} * kListed};
         column_tile.add(tile_words(gate, max(token, 0), columns.first + i), heads[j], next[j],
                         token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
       }
@@ -317,8 +459,10 @@ struct PartFinder {
         if (threadIdx.x == 0) shared.spilled[odd] = 0;
       }
     }
-    for (int i = threadIdx.x; i < columns.count; i += kThreads) {
-      tiles.listed[first_column_tile + i] = listed[i];
+    if constexpr (Listing) {
+      for (int i = threadIdx.x; i < columns.count; i += kThreads) {
+        tiles.listed[first_column_tile + i] = listed[i];
+      }
     }
     uint32_t* out = tiles.mask + int64_t{tile} * words + columns.first_word();
     for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
@@ -343,13 +487,14 @@ struct PartFinder {
     return true;
   }
 
-  // Numbers the neurons of a tile whose mask is whole. Adds its work items at once where up might
-  // otherwise be idle; the other items wait until it is known which tiles are large.
+  // Numbers the neurons of a tile whose mask is whole.
   __device__ __forceinline__ void number_neurons() {
     const int64_t offset = int64_t{tile} * words;
-    // Issued early to hide the load's latency.
-    const volatile int32_t* queued = &tiles.counts->up_items;
-    const bool early = threadIdx.x == 0 && *queued < ctas;
+    bool early = false;
+    if constexpr (Listing) {  // issued early to hide the load's latency
+      const volatile int32_t* queued = &tiles.counts->up_items;
+      early = threadIdx.x == 0 && *queued < ctas;
+    }
     int neurons = 0;
     for (int base = 0; base < words; base += kThreads) {
       const int i = base + static_cast<int>(threadIdx.x);
@@ -362,6 +507,16 @@ struct PartFinder {
       }
       neurons += total;
     }
+    if constexpr (Listing) {
+      list_neurons(neurons, early);
+    } else {
+      if (threadIdx.x == 0) tiles.union_size[tile] = neurons;
+    }
+  }
+
+  // Lists the neurons of a numbered tile. With `early` it adds the tile's work items at once,
+  // because up might otherwise be idle; other items wait until it is known which tiles are large.
+  __device__ __forceinline__ void list_neurons(int neurons, bool early) {
     const int chunks = chunks_of(neurons);
     const int first_block = tile * tiles.blocks;
     __syncthreads();
@@ -386,6 +541,7 @@ struct PartFinder {
       add_items(tiles, tile, neurons, shared.first_item, threadIdx.x, kThreads);
     }
   }
+
   // Counts `more` tiles as complete; the CTA that completes the last one orders them all.
   __device__ __forceinline__ void complete(int more) {
     if (more == 0) return;
@@ -407,7 +563,15 @@ struct PartFinder {
       __syncthreads();
     }
     order_tiles<kThreads>(tiles, sizes, count, mask, shared.heavy.scan);
-    add_other_items<kThreads>(tiles, sizes, count, shared.heavy.scan);
+    [[maybe_unused]] const int items =
+        add_other_items<kThreads>(tiles, sizes, count, shared.heavy.scan);
+    if constexpr (!Listing) {
+      place_blocks<kThreads>(tiles, sizes, count, shared.heavy.scan);
+      if (threadIdx.x == 0) {
+        tiles.counts->up_items = items;
+        tiles.counts->plain_tiles = plain_tiles;
+      }
+    }
     count_unions<kThreads>(sizes, count, activity);
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -420,14 +584,15 @@ struct PartFinder {
 };
 
 // One CTA per part of a plain tile.
+template <bool Listing>
 __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
     find_unions_kernel(Gate gate, Tiles tiles, int parts, int heavy_parts, int ctas,
                        ActivityCuda* activity) {
   extern __shared__ uint32_t scratch[];
   __shared__ Shared shared;
   if (gate.packed == nullptr) sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();  // up waits for work items by itself
-  PartFinder finder{gate, tiles, activity, ctas, shared, scratch};
+  sm90::allow_next_kernel();  // up waits for work items by itself, place_gates for this kernel
+  PartFinder<Listing> finder{gate, tiles, activity, ctas, shared, scratch};
   const int item = blockIdx.x;
   int token = finder.begin_plain(item / parts, item % parts, parts);
   while (finder.tile >= 0) {
@@ -436,27 +601,38 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
   }
 }
 
-}  // namespace
-
-cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                               int32_t* progress, int64_t progress_words, int ctas,
-                               cudaStream_t stream) {
+template <bool Listing>
+cudaError_t launch(const Gate& gate, const Tiles& tiles, ActivityCuda* activity, int ctas,
+                   int ctas_to_fill, cudaStream_t stream) {
   const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
-  const int parts = std::clamp(ctas / plain_tiles, 1, std::min(gate.col_tiles, kMaxParts));
+  const int parts = std::clamp(ctas_to_fill / plain_tiles, 1, std::min(gate.col_tiles, kMaxParts));
   const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
   // Holds masks, neurons below each word and list lengths; in the end the tiles sorted by size.
   const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
   // The largest size at every call, because contexts with other sizes may launch at the same time.
   constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
   static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
-  cudaError_t status = cudaFuncSetAttribute(
-      find_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
-  if (status == cudaSuccess && gate.packed == nullptr) {
-    status = cudaMemsetAsync(progress, 0, static_cast<size_t>(progress_words) * 4, stream);
-  }
+  const auto kernel = find_unions_kernel<Listing>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(find_unions_kernel, dim3(plain_tiles * parts), kThreads, bytes,
-                                stream, gate, tiles, parts, heavy_parts, ctas, activity);
+  return sm90::launch_dependent(kernel, dim3(plain_tiles * parts), kThreads, bytes, stream, gate,
+                                tiles, parts, heavy_parts, ctas, activity);
+}
+
+}  // namespace
+
+cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
+                               int32_t* progress, int64_t progress_words, int ctas,
+                               cudaStream_t stream) {
+  if (gate.packed == nullptr && progress_words > 0) {
+    const cudaError_t status =
+        cudaMemsetAsync(progress, 0, static_cast<size_t>(progress_words) * 4, stream);
+    if (status != cudaSuccess) return status;
+  }
+  if (tiles.entries != nullptr) return launch<true>(gate, tiles, activity, ctas, ctas, stream);
+  // No gate GEMM runs at the same time, so there are as many parts as fill the SMs.
+  return launch<false>(gate, tiles, activity, ctas, kCtasPerMultiprocessor * ctas, stream);
 }
 
 }  // namespace twell::tile_union

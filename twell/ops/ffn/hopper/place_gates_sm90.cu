@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Per tile of tokens: the union of its active neurons, and its activations compacted onto it, in
-// two kernels. In both, kParts CTAs share the columns of a tile: the first marks what fires in a
-// mask in global memory; in the second each CTA reads the whole mask of its tile, a bit per neuron,
-// and so knows where its part of the union begins.
+// The gate compacted onto unions that find_unions found: the image of each tile in global memory,
+// and the list of its neurons. For training, whose kernels read these images, and for layers
+// without a gate, where the image is h.
 #include <algorithm>
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/schedule_sm90.cuh"
 #include "twell/ops/ffn/tile_union.h"
 #include "twell/sm90/dependent_launch.cuh"
 
@@ -14,29 +12,30 @@ namespace twell::tile_union {
 namespace {
 
 constexpr int kThreads = 512;
-// Values that a CTA stages. 36 KiB: an SM still holds the 4 CTAs that its threads allow.
+// Values that a CTA stages in shared memory. With these 36 KiB an SM still holds the 4 CTAs that
+// its threads allow.
 constexpr int kStaged = 18432;
 constexpr int kCtasPerMultiprocessor = 4;
 constexpr int kMinParts = 8, kMaxParts = 32;
 static_assert(kMaxFfn <= kMaxParts * kStaged);
 
-// Spilled tiles met by a batch of pairs, shared out to whole warps: they come in bunches, and a
-// thread or a warp that met many would hold up the rest.
+// Spilled tiles of a batch of pairs, which whole warps then read together. They come in bunches,
+// and a warp that met many would delay the others.
 struct SpilledTiles {
-  int count[2];         // of even and of odd batches
+  int count[2];         // of even and odd batches
   int2 list[kThreads];  // {slot | column tile << 8, spill slot}
 };
 
-// The (token, column tile) pairs of one CTA: tokens of the tile by a range of column tiles.
+// The (token, column tile) pairs of one CTA: the tokens of its tile, times a range of column tiles.
 struct Pairs {
   Gate gate;
   const int32_t* tokens;  // [kTileTokens], shared
   int first, count;       // column tiles
   SpilledTiles* spilled;  // shared
 
-  // For the given slots: calls visit.entry(slot, column, bf16 bits) for the non-zeros of packed
-  // tiles, each on some thread, and visit.eight(slot, first column, values), by whole warps, for
-  // spilled ones. Starts and ends with a barrier of the CTA.
+  // For the given slots: one thread each calls visit.entry(slot, column, bf16 bits) for non-zeros
+  // of packed tiles, and whole warps call visit.eight(slot, first column, values) for spilled
+  // tiles. Starts and ends with a barrier of the CTA.
   template <typename Visit>
   __device__ void for_each(int first_slot, int slot_count, const Visit& visit) const {
     const int pairs = slot_count * count;
@@ -65,7 +64,7 @@ struct Pairs {
   }
 
  private:
-  // head: words 0 .. 3, the count among them.
+  // head: words 0 .. 3; word 0 is the count.
   template <typename Visit>
   __device__ static void packed(const uint4* source, const uint4& head, int slot, int col_tile,
                                 const Visit& visit) {
@@ -112,29 +111,12 @@ struct Pairs {
   }
 };
 
-// First pass: which neurons are active at all.
-struct MarkActive {
-  uint32_t* mask;  // [words of this CTA], shared; a bit per neuron
-  int first_word;
-
-  __device__ void entry(int, int column, uint32_t) const {
-    atomicOr(&mask[column / 32 - first_word], 1u << (column % 32));
-  }
-  __device__ void eight(int, int column, const uint4& values) const {
-    uint32_t bits = nonzero_bits(values) << (column % 32);
-    bits |= __shfl_xor_sync(~0u, bits, 1);  // four lanes make one word
-    bits |= __shfl_xor_sync(~0u, bits, 2);
-    if (threadIdx.x % 4 == 0 && bits != 0) atomicOr(&mask[column / 32 - first_word], bits);
-  }
-};
-
-// Second pass: the values of some slots whose neuron's position in the union is one of `pitch` from
-// `first` on, into a staging buffer of `pitch` values per slot.
+// Stages the values of some slots whose neurons have positions [first, first + pitch) in the union.
 struct StageValues {
   const uint32_t* mask;
-  const int* before;  // neurons of the union in words below
+  const int* before;  // neurons in words below
   int first;
-  uint16_t* staged;  // of slot 0
+  uint16_t* staged;  // [slots, pitch], from slot 0
   int pitch;
 
   __device__ void entry(int slot, int column, uint32_t bits) const {
@@ -160,8 +142,7 @@ struct StageValues {
   }
 };
 
-// Writes the staged values of some slots, positions [first, first + pitch), to the tile's
-// activations.
+// Copies staged values to the tile's image.
 __device__ void store_staged(const uint16_t* staged, int pitch, int first, int first_slot,
                              int slots, __nv_bfloat16* activations) {
   const int pieces = pitch / 8;
@@ -172,61 +153,6 @@ __device__ void store_staged(const uint16_t* staged, int pitch, int first, int f
                ((piece % (kBlock / 8)) ^ (row % 8));
     *to = reinterpret_cast<const uint4*>(staged)[i];
   }
-}
-
-// Which part of which tile a CTA works on. The last tiles, of heavy rows, take longest and start
-// first.
-struct Assignment {
-  int tile, rank, parts;  // tile < 0: none
-
-  __device__ Assignment(const Tiles& tiles, int parts_in)
-      : tile(tiles.counts->tiles - 1 - static_cast<int>(blockIdx.x) / parts_in),
-        rank(static_cast<int>(blockIdx.x) % parts_in),
-        parts(parts_in) {}
-};
-
-__device__ void load_tokens(const Tiles& tiles, int tile, int32_t* tokens) {
-  if (threadIdx.x < kTileTokens) {
-    tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, 4)
-    mark_unions_kernel(Gate gate, Tiles tiles, int parts) {
-  extern __shared__ uint32_t mask[];  // [words of this part]
-  __shared__ int32_t tokens[kTileTokens];
-  __shared__ SpilledTiles spilled;
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
-  const Assignment work(tiles, parts);
-  if (work.tile < 0) return;
-  const Columns columns(gate.col_tiles, work.rank, work.parts);
-  load_tokens(tiles, work.tile, tokens);
-  for (int i = threadIdx.x; i < columns.words(); i += kThreads) mask[i] = 0;
-  const Pairs pairs{gate, tokens, columns.first, columns.count, &spilled};
-  pairs.for_each(0, kTileTokens, MarkActive{mask, columns.first_word()});
-  uint32_t* out = tiles.mask + int64_t{work.tile} * gate.col_tiles * 8 + columns.first_word();
-  int neurons = 0;
-  for (int i = threadIdx.x; i < columns.words(); i += kThreads) {
-    out[i] = mask[i];
-    neurons += __popc(mask[i]);
-  }
-  if (!tiles.compact) return;
-  neurons = __reduce_add_sync(~0u, neurons);
-  if (threadIdx.x % 32 == 0 && neurons > 0) atomicAdd(&tiles.union_size[work.tile], neurons);
-}
-
-// Blocks of the tiles before this one, to all threads.
-__device__ int blocks_before(const Tiles& tiles, int tile) {
-  __shared__ int sum;
-  if (threadIdx.x == 0) sum = 0;
-  __syncthreads();
-  int blocks = 0;
-  for (int i = threadIdx.x; i < tile; i += kThreads) blocks += blocks_of(tiles.union_size[i]);
-  blocks = __reduce_add_sync(~0u, blocks);
-  if (threadIdx.x % 32 == 0 && blocks > 0) atomicAdd(&sum, blocks);
-  __syncthreads();
-  return sum;
 }
 
 // Column tiles that have a neuron at positions [begin, end) of the union.
@@ -250,49 +176,37 @@ struct TileRange {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 4)
-    build_unions_kernel(Gate gate, Tiles tiles, ActivityCuda* activity, int ctas, int parts,
-                        Condition condition) {
-  extern __shared__ uint32_t shared[];
+// `parts` CTAs share the positions of a tile's union. Tiles of heavy rows, the last ones, take
+// longest and start first.
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
+    place_gates_kernel(Gate gate, Tiles tiles, int parts, Condition condition) {
+  extern __shared__ uint32_t mask[];  // [words] a bit per neuron of the union
   __shared__ int32_t tokens[kTileTokens];
   __shared__ alignas(16) uint16_t staged[kStaged];
   __shared__ SpilledTiles spilled;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   if (condition != nullptr && *condition == 0) return;
-  const Assignment work(tiles, parts);
-  const int tile = work.tile;
+  const int tile = tiles.counts->tiles - 1 - static_cast<int>(blockIdx.x) / parts;
+  const int part = static_cast<int>(blockIdx.x) % parts;
   if (tile < 0) return;
-  const int words = gate.col_tiles * 8;
-  uint32_t* mask = shared;                               // [words] a bit per neuron
-  int* before = reinterpret_cast<int*>(shared) + words;  // [words + 1] neurons of words below
-  load_tokens(tiles, tile, tokens);
+  const int words = gate.col_tiles * 8, total = tiles.union_size[tile];
+  const int first_block = tiles.first_block[tile];
+  int* before = reinterpret_cast<int*>(mask) + words;  // [words + 1] neurons in words below
+  if (threadIdx.x < kTileTokens) {
+    tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
+  }
   for (int i = threadIdx.x; i < words; i += kThreads) {
     mask[i] = tiles.mask[int64_t{tile} * words + i];
+    before[i] = static_cast<int>(tiles.before[int64_t{tile} * words + i]);
   }
+  if (threadIdx.x == 0) before[words] = total;
   __syncthreads();
-  if (threadIdx.x < 32) scan_mask(mask, words, before);
-  __syncthreads();
-  const int total = before[words];
-  const int first_block = tiles.compact ? blocks_before(tiles, tile) : tile * tiles.blocks;
-  if (work.rank == 0 && condition == nullptr) {
-    if (threadIdx.x == 0) tiles.first_block[tile] = first_block;
-    if (tiles.before != nullptr) {
-      for (int i = threadIdx.x; i < words; i += kThreads) {
-        tiles.before[int64_t{tile} * words + i] = before[i];
-      }
-    }
-    if (last_size(tiles, tile, total)) {
-      make_schedule<kThreads>(tiles, tiles.union_size, ctas, reinterpret_cast<uint32_t*>(staged),
-                              activity);
-      __syncthreads();
-    }
-  }
 
   // The union is padded to whole blocks.
   const int padded = (total + kBlock - 1) / kBlock * kBlock;
-  const int share = (padded / 8 + work.parts - 1) / work.parts * 8;
-  const int begin = min(work.rank * share, padded), pitch = min(share, padded - begin);
+  const int share = (padded / 8 + parts - 1) / parts * 8;
+  const int begin = min(part * share, padded), pitch = min(share, padded - begin);
   if (pitch == 0) return;
   int32_t* ids = tiles.union_ids + int64_t{first_block} * kBlock;
   for (int i = threadIdx.x; i < words; i += kThreads) {
@@ -321,26 +235,20 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-cudaError_t launch_build_unions(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
-                                int ctas, cudaStream_t stream, Condition condition) {
-  // As many parts as make a wave of CTAs, and enough for a part to stage one token's values.
+cudaError_t launch_place_gates(const Gate& gate, const Tiles& tiles, int ctas, cudaStream_t stream,
+                               Condition condition) {
+  // As many parts as fill the SMs, and enough for a part to stage one token's values.
   const int wave = kCtasPerMultiprocessor * ctas;
   const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
   const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
-  const dim3 grid(tiles.max_tiles * parts);
-  const int mark_bytes = (gate.col_tiles + kMinParts - 1) / kMinParts * 8 * 4;
-  cudaError_t status = cudaSuccess;
-  if (condition == nullptr) {
-    status = sm90::launch_dependent(mark_unions_kernel, grid, kThreads, mark_bytes, stream, gate,
-                                    tiles, parts);
-  }
+  const int bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
+  // The largest size for every call: contexts of other sizes may be launching at the same time.
+  constexpr int kMostBytes = ((kMaxFfn + 255) / 256 * 8 * 2 + 1) * 4;
+  const cudaError_t status = cudaFuncSetAttribute(
+      place_gates_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (status != cudaSuccess) return status;
-  const int build_bytes = scan_bytes(gate);
-  status = cudaFuncSetAttribute(build_unions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                build_bytes);
-  if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(build_unions_kernel, grid, kThreads, build_bytes, stream, gate,
-                                tiles, activity, ctas, parts, condition);
+  return sm90::launch_dependent(place_gates_kernel, dim3(tiles.max_tiles * parts), kThreads, bytes,
+                                stream, gate, tiles, parts, condition);
 }
 
 }  // namespace twell::tile_union
