@@ -78,8 +78,8 @@ TEST_P(FamilyGolden, LogitsOfTransformers) {
   }
 }
 
-// The double-precision model that the gradients are checked against is the same function.
-// transformers computes norms, softmax and rotations in float32 even in a model of doubles.
+// The double-precision reference of the gradient checks gives the same logits. The tolerance is
+// that of float32, in which transformers computes norms, softmax and rotations of a double model.
 TEST_P(FamilyGolden, ReferenceModelAgrees) {
   const auto ids = values<int32_t>(golden_, "ids.33");
   const auto expected = values<float>(golden_, "logits.33");

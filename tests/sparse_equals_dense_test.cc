@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse executions of the FFN against the dense one, on the logits of a whole model, from
-// models whose neurons hardly ever fire to models whose neurons always do.
+// The sparse executions of the FFN against the dense one, on the logits of whole models whose
+// neurons are almost never to always active.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -75,7 +75,7 @@ TEST_P(SparseEqualsDense, Logits) {
     for (int64_t f = 0; f < config.ffn; ++f) layer.ffn.firing()(f, 0) += density.shift;
     for (int64_t f = 0; f < config.ffn; ++f) {
       for (int64_t d = 0; d < config.width; ++d) layer.ffn.w_down(f, d) *= density.down_scale;
-      // The shared direction stays shared: no layer writes to it.
+      // No layer writes to the shared direction, so that it stays shared.
       layer.ffn.w_down(f, 0) = 0.0f;
     }
     std::fill_n(layer.w_o.row(0), layer.w_o.cols, 0.0f);

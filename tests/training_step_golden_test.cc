@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole training steps against PyTorch: a checkpoint that transformers saved is loaded, and four
-// steps of the recipe are compared with what torch.optim.AdamW made of it in double precision.
-// Golden values: golden/make_step_golden.py.
+// Whole training steps against PyTorch: four steps of the recipe from a checkpoint that
+// transformers saved are compared with those of torch.optim.AdamW in double precision. Golden
+// values: golden/make_step_golden.py.
 #include <gtest/gtest.h>
 
 #include <algorithm>

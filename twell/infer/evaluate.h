@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How well a model predicts a text, and what its feed-forward layers do meanwhile.
+// The cross-entropy of a model on a text, and the activity of its feed-forward layers.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace twell {
 
 struct EvaluateOptions {
   int64_t length = 0;  // tokens a window sees at most; 0: the model's context
-  // New tokens scored per window. Equal to the length (0) windows do not overlap; smaller, every
-  // token is scored with at least length - stride tokens before it.
+  // New tokens scored per window; 0: the length, so that windows do not overlap. With fewer, every
+  // token is scored after at least length - stride others.
   int64_t stride = 0;
-  // Tokens that go through the layers together, at least one window; 0: what suits the device.
+  // Tokens that go through the layers together, at least one window; 0: chosen for the device.
   int64_t batch_tokens = 0;
   ActivityProfiler* profiler = nullptr;  // when given, sees every batch
 };
@@ -46,12 +46,12 @@ class Evaluator {
  public:
   // The scorer must outlive it. InputError on impossible options.
   Evaluator(Scorer& scorer, const EvaluateOptions& options);
-  // What a scorer on a GPU will be given.
+  // The plan of a scorer for these options.
   static ScorerPlan plan(const ModelConfig& config, const EvaluateOptions& options);
 
-  // Scores ids[1..], each given those before it; ids[0] is context only.
+  // Scores ids[1..], each after those before it; ids[0] is context only.
   void add(std::span<const int32_t> ids);
-  // Runs what is still waiting for a full batch and returns the result.
+  // Runs the windows that wait for a full batch, and returns the result.
   const Evaluation& finish();
   const Evaluation& so_far() const { return result_; }
 

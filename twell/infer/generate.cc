@@ -105,8 +105,8 @@ void Generator::cancel(int64_t request) {
 bool Generator::step() {
   end_cancelled();
   const bool growing = !running_.empty();
-  // With nothing that would have to wait, all prompts that there are slots for; texts of a single
-  // token leave theirs at once.
+  // When no sequence would have to wait, feeds all prompts that there are slots for; texts of a
+  // single token free theirs at once.
   do {
     admit_waiting();
     if (starting_.empty()) break;
@@ -134,7 +134,7 @@ void Generator::end_cancelled() {
 }
 
 Draw Generator::draw_of(const Request& request) const {
-  // A model may have more rows than the tokenizer has tokens (padding): those are never drawn.
+  // Rows of the output head beyond the tokenizer's tokens are padding and never drawn.
   return {.sampler = request.options.sampler,
           .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
           .index = request.drawn};
@@ -150,7 +150,7 @@ void Generator::admit_waiting() {
   }
 }
 
-// The next piece of the prompts, first come, first served.
+// Feeds the next piece of the prompts, in the order of their submission.
 void Generator::feed_prompts() {
   int64_t room = session_.prefill_tokens();
   std::vector<Prompt> pieces;
@@ -174,7 +174,8 @@ void Generator::feed_prompts() {
     if (i < pieces.size()) {
       request->result.prefill_seconds += std::chrono::duration<double>(now - start).count();
     }
-    if (request->fed < request->prompt.size()) {  // what was drawn behind a piece means nothing
+    // Tokens drawn in the middle of a prompt are ignored.
+    if (request->fed < request->prompt.size()) {
       not_through.push_back(std::move(request));
       continue;
     }
@@ -204,7 +205,7 @@ void Generator::grow_running() {
   for (auto& request : ended) end(std::move(request));
 }
 
-// Whether the request goes on behind this token.
+// Whether the request continues after this token.
 bool Generator::takes(Request& request, int32_t id) {
   Generation& result = request.result;
   ++request.drawn;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text out of prompts, any number of them: continuous batching.
+// Generates text from any number of prompts with continuous batching.
 #pragma once
 
 #include <atomic>
@@ -40,18 +40,17 @@ struct Generation {
   double decode_seconds = 0.0;
 };
 
-// The tokens that a prompt's text starts a sequence with, behind the token that the tokenizer's
-// template begins texts with unless begin_token is false. Where that gives none, the sequence
-// starts from the end-of-text token, as documents do in training. InputError when there is none, or
-// the model has fewer tokens than the tokenizer.
+// The tokens of a prompt's text, after the token with which the tokenizer's template begins texts
+// unless begin_token is false. A prompt without any token starts from the end-of-text token, as
+// documents do in training. InputError when there is none, or the model has fewer tokens than the
+// tokenizer.
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
                                 std::string_view prompt, bool begin_token = true);
 
-// Generates for many requests over the slots of one session. A request waits for a slot, which is
-// cleared for it, and leaves it as soon as its text ends; the others go on meanwhile: prompts are
-// fed in pieces between their tokens. A request's
-// random numbers are those of its own seed, so that it gives what it gives alone, but for ties that
-// the order of additions in a batch decides.
+// Generates for many requests over the slots of one session. A request waits for a slot and leaves
+// it as soon as its text ends. Prompts are fed in pieces between the tokens of the other requests.
+// A request draws random numbers from its own seed, so that it gives the same text as alone, except
+// where the order of additions in a batch decides between equal logits.
 class Generator {
  public:
   // Called by step() for each request that has ended; it may submit further ones.
@@ -66,12 +65,12 @@ class Generator {
   // Returns the request's number: 0, 1, 2, ... InputError when the options are impossible or the
   // prompt leaves no room for a token.
   int64_t submit(std::string_view prompt, GenerateOptions options);
-  // The request ends in the next step with the text it has by then. No effect once it has ended.
-  // For the thread that calls step(); others set GenerateOptions::cancel.
+  // Ends the request in the next step with the text it has by then; no effect once it has ended.
+  // Only for the thread that calls step(); others set GenerateOptions::cancel.
   void cancel(int64_t request);
-  // Requests that wait take the slots that are free. Their prompts are fed, while others grow no
-  // more than Session::prefill_tokens() of them, and every sequence whose prompt is through grows
-  // by a token. False when no request is left.
+  // Waiting requests take free slots. Prompts are fed, at most Session::prefill_tokens() of their
+  // tokens while others grow, and every sequence whose prompt has been fed grows by a token. False
+  // when no request is left.
   bool step();
 
  private:

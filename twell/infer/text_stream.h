@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns generated tokens into text as they come: never half a UTF-8 character, never a part of a
-// stop string.
+// Turns generated tokens into text as they come, without incomplete UTF-8 characters or parts of
+// stop strings.
 #pragma once
 
 #include <string>
@@ -15,9 +15,9 @@ class TextStream {
 
   // Adds a token's bytes; returns the text that can be shown now.
   std::string push(std::string_view bytes);
-  // What was held back, at the end of the generation (nothing after a stop).
+  // The text that was held back, at the end of the generation; empty after a stop.
   std::string finish();
-  // A stop string has appeared; it and all after it are left out.
+  // Whether a stop string has appeared; it and all text after it are left out.
   bool stopped() const { return stopped_; }
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integers that describe a batch of sequences to the kernels: filled in page-locked memory,
-// copied to the device in one piece. Internal to model and infer.
+// The integers that describe a batch of sequences to the kernels. They are written to page-locked
+// memory and copied to the device in one piece. Internal to model and infer.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace twell {
 
-// Where the arrays are, on either side. The places depend on the two numbers alone, so that a
-// captured graph finds them again.
+// Addresses of the arrays, on the host or the device. They depend only on the numbers of tokens and
+// sequences, so that a captured graph can be replayed.
 struct BatchArrays {
   int32_t* ids = nullptr;         // [M]
   int32_t* positions = nullptr;   // [M]
-  int64_t* cache_rows = nullptr;  // [M] rows of the cache, with one
-  int32_t* q_begin = nullptr;     // [S], and so the next ones: see AttentionSequencesCuda
+  int64_t* cache_rows = nullptr;  // [M] rows of the cache, where there is one
+  int32_t* q_begin = nullptr;     // [S], as the next ones: see AttentionSequencesCuda
   int32_t* q_len = nullptr;
   int32_t* kv_len = nullptr;
   int64_t* kv_begin = nullptr;
@@ -32,10 +32,10 @@ class BatchCuda {
   BatchCuda(const BatchCuda&) = delete;
   BatchCuda& operator=(const BatchCuda&) = delete;
 
-  // The page-locked side, free to be written: waits for the last copy out of it.
+  // The page-locked arrays, after waiting for the last copy out of them.
   BatchArrays host(int64_t tokens, int64_t sequences);
   BatchArrays device(int64_t tokens, int64_t sequences) const;
-  // Enqueues the copy. A captured one is followed by copied() after each launch of its graph.
+  // Enqueues the copy. When it is captured, copied() must follow each launch of the graph.
   void enqueue_copy(CudaContext& ctx, int64_t tokens, int64_t sequences) const;
   void copied(CudaContext& ctx) const;
 

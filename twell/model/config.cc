@@ -78,7 +78,8 @@ ModelConfig published_preset(int64_t layers, bool gated) {
   return config;
 }
 
-// Learns something in a few minutes on two cores; heavy enough in the FFN that sparsity pays.
+// Small enough to learn something in a few minutes on two cores, with an FFN large enough that
+// sparsity pays.
 ModelConfig tiny_preset(bool gated) {
   ModelConfig config;
   config.vocab_size = 4096;

@@ -11,18 +11,18 @@
 
 namespace twell {
 
-// What the layers of a family have is in the fields of ModelConfig; the family is whose names and
-// keys a checkpoint goes by.
+// The family decides the names and keys of a checkpoint. What its layers have stands in the fields
+// of ModelConfig.
 enum class Family { kLlama, kMistral, kQwen2, kQwen3 };
 
-// How rotary frequencies were stretched for contexts longer than those of the pretraining:
+// The stretching of rotary frequencies for contexts longer than those of the pretraining:
 // transformers' rope_type and its parameters.
 enum class RopeType {
   kDefault,
   kLinear,   // all frequencies divided by factor
-  kDynamic,  // changes nothing within the context, beyond which no sequence goes
+  kDynamic,  // no change within the context, which no sequence exceeds
   kLlama3,   // low frequencies divided by factor, a ramp between the two limits
-  kYarn,     // the same idea with limits in rotations; cos and sin are scaled too
+  kYarn,     // as kLlama3 with limits in rotations; cos and sin are scaled too
 };
 struct RopeScaling {
   RopeType type = RopeType::kDefault;
@@ -62,7 +62,7 @@ struct ModelConfig {
   bool qkv_bias = false;  // on the query, key and value projections
   bool qk_norm = false;   // RMSNorm over each head of queries and keys, before the rotation
   RopeScaling rope_scaling;
-  int64_t sliding_window = 0;  // tokens that attention sees; 0: all. Longer sequences are refused
+  int64_t sliding_window = 0;  // tokens; 0: none. Longer sequences are refused
 
   // Throws InputError, with the values, on anything that cannot be a model.
   void validate() const;

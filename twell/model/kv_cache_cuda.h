@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys and values of past tokens on the GPU, per layer: [slots * capacity, H_kv * hd] bf16, rotated
-// keys. Which rows are in use is the host's to know.
+// keys. The host keeps the number of rows in use.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,7 +16,8 @@ namespace twell {
 class ModelCuda {
  public:
   // Uninitialised weights. InputError, before anything is allocated, on a model that the GPU code
-  // does not run and, with the numbers, on one that does not fit with `other_bytes` beside it.
+  // does not run and, with the numbers, on one that does not fit into the free memory beside
+  // `other_bytes`.
   ModelCuda(const ModelConfig& config, int64_t other_bytes);
   // Rounds the host model's weights. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
@@ -27,7 +28,7 @@ class ModelCuda {
   int64_t bytes() const { return flat_.bytes(); }
   const std::vector<ParamSpec>& table() const { return table_; }
   __nv_bfloat16* place_of(const ParamSpec& spec);  // device memory of one parameter
-  // Content hash of the weights as they are here. Waits for the stream.
+  // Content hash of the weights in bf16. Waits for the stream.
   std::string weights_hash(CudaContext& ctx) const;
 
  private:
@@ -39,7 +40,7 @@ class ModelCuda {
 
 // Why the GPU code does not run this model; empty when it does.
 std::string cuda_model_unsupported(const ModelConfig& config);
-// What of the weights and `other_bytes` beside them there is no room for now; empty when there is.
+// Why the weights and `other_bytes` do not fit the free memory together; empty when they do.
 std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes);
 
 // InputError with the numbers when the device has less memory free than `bytes`.

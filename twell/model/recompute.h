@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training pass computes again in backward instead of keeping it. Results are the same bit
-// for bit.
+// Which values a training pass computes again in backward instead of storing them. Results are the
+// same bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace twell {
 
-// Each level includes those before it. Per layer and token: which values are not kept, how many,
-// and what is computed instead.
+// Each level includes those before it. Each line names the values per layer and token that are not
+// stored, their number, and what is computed instead.
 enum class RecomputeLevel {
   kNone,
   kNorms,   // the normalised inputs of both blocks: 2 D; a pass over them
-  kInputs,  // the residual stream in front of the FFN: D; the attention's output projection
+  kInputs,  // the residual stream before the FFN: D; the attention's output projection
   kQkv,     // queries, keys and values: 3 D without grouped heads; their projection, rotation
 };
 

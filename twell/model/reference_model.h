@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model in double precision, one token and one neuron at a time: what the tests hold the real
-// one against. Test code.
+// The model in double precision, one token and one neuron at a time. Tests compare the real one
+// with it.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct ReferenceResult {
   double ce_sum = 0.0;                        // over tokens with a target
   std::vector<double> l1_sum;                 // [L]
   std::vector<std::vector<int32_t>> row_nnz;  // [L][M]
-  // Distance of the nearest gate to the kink of the ReLU: below it, a change of a gate's value
-  // switches no neuron.
+  // Distance of the nearest gate to the kink of the ReLU: a smaller change of a gate switches no
+  // neuron.
   double min_gate = std::numeric_limits<double>::infinity();
 };
 
@@ -233,9 +233,9 @@ double relative_error(std::span<A> values, std::span<B> reference) {
   return total == 0.0 ? std::sqrt(error) : std::sqrt(error / total);
 }
 
-// Relative error, in norm, that float32 may add up to on the longest path through the model and
-// back. A product over K terms adds about eps * sqrt(K); a layer has four products, a softmax and
-// two norms in a row, and as many in its backward pass, and none of them amplifies the error of its
+// Bound on the relative error, in norm, of float32 on the longest path through the model and back.
+// A product over K terms adds about eps * sqrt(K); a layer has four products, a softmax and two
+// norms in a row, and as many in its backward pass, and none of them amplifies the error of its
 // input by much.
 inline double float_tolerance(const ModelConfig& config) {
   const double eps = static_cast<double>(std::numeric_limits<float>::epsilon());
@@ -244,8 +244,8 @@ inline double float_tolerance(const ModelConfig& config) {
   return eps * std::sqrt(longest) * ops;
 }
 
-// A small model whose activations go from busy to never: weights of a size that matters, one
-// direction that all tokens share, and gates that dislike it by up to `aversion`.
+// A small model whose neurons range from often to never active: all tokens share one direction, and
+// the gates' weights against it grow up to `aversion`.
 inline Model sparse_model(const ModelConfig& config, uint64_t seed, float aversion) {
   Model model(config);
   Context ctx(1);

@@ -10,8 +10,8 @@ namespace {
 
 constexpr double kTurn = 2.0 * std::numbers::pi;
 
-// Wavelengths above one limit are stretched by the factor, below the other left alone, and
-// interpolated between.
+// Wavelengths above one limit are stretched by the factor, those below the other are unchanged, and
+// those between are interpolated.
 double llama3_frequency(const RopeScaling& rope, double frequency) {
   const double turns = static_cast<double>(rope.original_context) * frequency / kTurn;
   if (turns < rope.low_freq_factor) return frequency / rope.factor;
@@ -21,8 +21,8 @@ double llama3_frequency(const RopeScaling& rope, double frequency) {
   return (1.0 - smooth) * frequency / rope.factor + smooth * frequency;
 }
 
-// The dimensions between which YaRN goes over from the old frequencies to the stretched ones: where
-// a pair turns beta_fast and beta_slow times within the original context.
+// The dimensions between which YaRN interpolates from the original to the stretched frequencies: a
+// pair there turns beta_fast and beta_slow times within the original context.
 struct YarnRamp {
   double low, high;
 
@@ -43,7 +43,7 @@ struct YarnRamp {
     high = std::min(high, dim - 1.0);
     if (low == high) high += 0.001;
   }
-  // 0: the old frequency, 1: the stretched one.
+  // 0: the original frequency, 1: the stretched one.
   double at(size_t pair) const {
     return std::clamp((static_cast<double>(pair) - low) / (high - low), 0.0, 1.0);
   }
@@ -71,7 +71,7 @@ RotaryFrequencies rotary_frequencies(const ModelConfig& config) {
   }
   switch (rope.type) {
     case RopeType::kDefault:
-    case RopeType::kDynamic:  // its base grows only beyond the context, where no sequence goes
+    case RopeType::kDynamic:  // its base grows only beyond the context, which no sequence exceeds
       break;
     case RopeType::kLinear:
       for (double& frequency : out.radians) frequency /= rope.factor;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How likely a model finds the tokens of texts: what evaluation and tasks see of the difference
-// between devices. scorer_cpu.h and scorer_cuda.h are the two.
+// Log-probabilities of tokens under a model, for evaluation and tasks; scorer_cpu.h and
+// scorer_cuda.h implement it.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@ struct ScorerPlan {
 struct ScoreBatch {
   std::span<const int32_t> ids;                // [M], the sequences one after the other
   std::span<const ForwardSequence> sequences;  // their tokens sum to M
-  bool cached = false;               // they continue what their slots of the cache hold, which
-                                     // grow by them; else each starts at position 0
-  std::span<const int64_t> rows;     // [N] in [0, M): the tokens behind which one is scored
-  std::span<const int32_t> targets;  // [N] in [0, V): those that are scored
+  bool cached = false;               // they follow the tokens in their slots of the cache,
+                                     // and are added to it; else each starts at position 0
+  std::span<const int64_t> rows;     // [N] in [0, M): positions whose next token is scored
+  std::span<const int32_t> targets;  // [N] in [0, V): these next tokens
   // When given, [L][M] out: active FFN neurons per layer and token.
   std::vector<std::vector<int32_t>>* row_nnz = nullptr;
-  // When given, called layer after layer with the neurons that fire, a row per token [M].
+  // When given, called layer after layer with the active neurons, a row per token [M].
   std::function<void(int64_t layer, const Pattern& fired)> on_fired;
 };
 
@@ -48,13 +48,13 @@ class Scorer {
   virtual const ModelConfig& config() const = 0;
   virtual FfnPolicy policy() const = 0;
   virtual int64_t good_batch() const = 0;  // tokens: one of the two above
-  // Whether what the first batch does decides how the layers run from then on; if not, the same
-  // batch gives the same bits whatever came before.
+  // Whether the first batch decides the executions of all later ones. If not, a batch gives the
+  // same bits whatever came before it.
   virtual bool first_batch_decides() const = 0;
-  // Hash of the weights, as rounded as they are computed with.
+  // Hash of the weights in the precision that is computed with.
   virtual std::string weights_hash() = 0;
 
-  // An empty cache for `slots` sequences of up to `capacity` tokens, in the place of any before.
+  // An empty cache for `slots` sequences of up to `capacity` tokens, which replaces any before.
   virtual void make_cache(int64_t slots, int64_t capacity) = 0;
   virtual void set_length(int64_t slot, int64_t length) = 0;
 

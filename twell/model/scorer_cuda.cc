@@ -12,7 +12,8 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kRowStep = 128;  // products of few different numbers of rows: few plans
+// Numbers of rows of products are multiples of this, so that few plans are made.
+constexpr int64_t kRowStep = 128;
 
 // A quarter of a GiB of logits keeps the device busy with any vocabulary.
 int64_t head_rows(const ModelConfig& config) {
@@ -21,8 +22,7 @@ int64_t head_rows(const ModelConfig& config) {
          kRowStep;
 }
 
-// The stream is waited for before host memory is used again, or is copied from at once: both sides
-// may be pageable.
+// Waits for the stream before it returns, because the host memory may be pageable.
 template <typename T>
 void copy(CudaContext& ctx, T* to, const T* from, int64_t n, cudaMemcpyKind kind) {
   TWELL_CUDA_CHECK(
@@ -38,7 +38,7 @@ void grow(DeviceBuffer<T>& buffer, int64_t n) {
 
 }  // namespace
 
-// Which neurons fire, by the gate GEMM that the sparse executions start from.
+// Finds the active neurons with the gate GEMM of the sparse executions.
 class ScorerCuda::FiredNeurons {
  public:
   FiredNeurons(CudaContext& ctx, const ModelConfig& config)
@@ -124,7 +124,7 @@ void ScorerCuda::make_cache(int64_t slots, int64_t capacity) {
   cache_.emplace(config(), slots, capacity);
 }
 
-// A forward that is too small makes way for one that is large enough for this batch and all before.
+// Replaces a forward that is too small by one that is large enough for this batch and all before.
 void ScorerCuda::make_room(const ScoreBatch& batch) {
   int64_t length = batch.cached ? cache_.value().capacity() : 0;
   for (const ForwardSequence& sequence : batch.sequences) {
@@ -190,7 +190,7 @@ void ScorerCuda::score_rows(const ScoreBatch& batch, std::span<float> losses) {
   copy(ctx_, targets_.data(), batch.targets.data(), count, cudaMemcpyHostToDevice);
   for (int64_t begin = 0; begin < count; begin += head_rows_) {
     const int64_t chunk = std::min(head_rows_, count - begin);
-    // The rows that are scored, side by side: as rows of a table are looked up.
+    // Gathers the rows that are scored with the kernel that looks up embeddings.
     TWELL_CUDA_CHECK(launch_embedding({.tokens = chunk,
                                        .width = width,
                                        .ids = rows_.data() + begin,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scorer on the GPU. Device memory grows to what the largest batch so far takes. The FFN layers
-// decide how to run after the first batch, from what it did, and stay with it.
+// A scorer on the GPU. Device memory grows with the largest batch so far. The FFN layers choose
+// their executions from the activity of the first batch and keep them.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ class ScorerCuda : public Scorer {
  public:
   ScorerCuda(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy = FfnPolicy::kAuto);
   ~ScorerCuda() override;
-  // Device memory it takes beside the model, roughly; before it is made.
+  // Estimate of the device memory that a scorer takes beside the model.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ScorerPlan& plan);
 

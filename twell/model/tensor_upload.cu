@@ -7,7 +7,7 @@ namespace twell {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 32;  // square tiles turned over in shared memory
+constexpr int kTile = 32;  // rows and columns of the tiles transposed in shared memory
 
 __device__ __nv_bfloat16 to_bf16(float value) { return __float2bfloat16(value); }
 __device__ __nv_bfloat16 to_bf16(__half value) { return __float2bfloat16(__half2float(value)); }

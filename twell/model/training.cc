@@ -17,7 +17,7 @@
 namespace twell {
 namespace {
 
-// One micro-batch, forward and backward. Each backward function undoes the forward function of the
+// One micro-batch, forward and backward. Each backward function mirrors the forward function of the
 // same name, last line first.
 class Pass {
  public:
@@ -57,7 +57,8 @@ class Pass {
                  views_.final_normed, views_.final_inv_rms);
   }
 
-  // The head belongs to the loss, which never holds all logits: its gradients are made here.
+  // The output head is part of the loss, which never holds all logits, so its gradients are
+  // computed here.
   void loss() {
     if (!batch_.teacher_hidden.empty()) return distillation_loss();
     const CrossEntropyResult ce = cross_entropy(ctx_, {.x = views_.final_normed,
@@ -100,7 +101,7 @@ class Pass {
     embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding);
   }
 
-  // The first layer reads the embedding, the others what the layer before them adds up to.
+  // The first layer reads the embedding, the others the sum after the layer before.
   void attention_norm_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
     if (layer == 0) {
       rms_norm_forward(ctx_, {.x = a.attention_in,
@@ -126,7 +127,7 @@ class Pass {
                             .eps = eps_});
   }
 
-  // The gradient of the sum is that of its terms: d_residual goes on to both.
+  // Both terms of a sum have its gradient, so d_residual is passed on to both.
   void norm_backward(MatrixF sum, const float* weight, const float* inv_rms, float* d_weight) {
     rms_norm_backward(ctx_, {.s = sum,
                              .weight = weight,

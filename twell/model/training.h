@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training forward and backward of the transformer over one micro-batch; the backward mirrors the
-// forward line by line. loss = CE (mean over tokens) + coeff * mean over layers(mean over tokens(
-// sum over neurons |h|)).
+// Training forward and backward of the transformer over one micro-batch. The loss is CE, mean over
+// tokens, + l1_coeff * mean over layers and tokens of the sum over neurons of |h|.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +32,9 @@ class TrainingState {
  public:
   TrainingState(const ModelConfig& config, MicroBatchShape shape);
   ~TrainingState();
-  // What a training state allocates, to the byte, and scratch_bytes().
+  // The exact allocations of a training state, and scratch_bytes().
   static std::vector<MemoryItem> memory_plan(const ModelConfig& config, MicroBatchShape shape);
-  // An estimate from above of the scratch memory that the ops of a pass take from the context.
+  // An upper bound of the scratch memory that the ops of a pass take from the context.
   static int64_t scratch_bytes(const ModelConfig& config, MicroBatchShape shape);
   struct Activations;
   Activations& activations() { return *activations_; }
@@ -52,7 +51,7 @@ struct TrainingBatch {
   int64_t step_tokens = 0;
   float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
-  // Instead of the model's own: a layer on its way from another activation to ReLU.
+  // In place of the model's activation, while a model is moved from another one to ReLU.
   std::optional<BlendedActivation> activation;
   // Distillation: a teacher's final hidden states of these tokens and its output head. The loss is
   // then (1 - share) * CE + share * KL(teacher || model), and L1.
@@ -65,7 +64,7 @@ struct TrainingBatch {
 
 struct TrainingResult {
   double loss_sum = 0.0;  // CE in nats, summed over target tokens
-  double kl_sum = 0.0;    // to the teacher, likewise; 0 without one
+  double kl_sum = 0.0;    // to the teacher, in nats, summed; 0 without one
   int64_t loss_tokens = 0;
   std::vector<FfnTrainStats> layers;  // [L]
 };

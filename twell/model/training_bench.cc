@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward and backward of one micro-batch of the tiny preset, 8 x 256 tokens, and of its parts, one
-// layer's worth each. CPU is of all threads (OMP_WAIT_POLICY=passive keeps waiting out of it),
-// which holds up better than time on a busy machine. The same step in PyTorch:
+// layer each. CPU time is of all threads and varies less than real time on a busy machine;
+// OMP_WAIT_POLICY=passive keeps waiting out of it. The same step in PyTorch:
 // bench/pytorch/train_step.py.
 #include <benchmark/benchmark.h>
 
@@ -20,7 +20,7 @@ namespace {
 constexpr MicroBatchShape kShape = {8, 256};
 constexpr int64_t kTokens = kShape.sequences * kShape.length;
 
-// A step that has been run once, so that every buffer holds realistic values.
+// A step that was run once, so that every buffer holds realistic values.
 struct Step {
   // aversion shifts the gates of the neurons from none to this much, which sets the sparsity.
   Step(FfnTrainPolicy policy, float aversion) : model(preset_config("tiny")) {

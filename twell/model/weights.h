@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All parameters of a model in one flat f32 buffer, and the table that says where each one is.
-// The optimizer sees the flat array, the layers see views. Gradients use the same layout.
+// All parameters of a model in one flat f32 buffer, and the table of their offsets. The optimizer
+// uses the flat array, the layers use views. Gradients have the same layout.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,7 @@ struct Model {
   Buffer<float> flat;
   ModelMatrices<const float> weights;
 
-  // From now on the layers compute with this one; the weights stay.
+  // Changes the activation that the layers compute with; the weights stay.
   void set_activation(Activation activation);
 };
 

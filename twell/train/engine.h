@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the optimizer steps of a run are computed: one device, with the weights, gradients and
-// moments that it holds. What a step is asked for and what it gives back are the same on each; the
-// schedules, the checkpoints and the order of things are the trainer's (trainer.h).
+// Optimizer steps on one device, which holds weights, gradients and moments. All devices have this
+// interface, so that a run can continue on another one. Schedules and checkpoints are the trainer's
+// (trainer.h).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct StepRequest {
   double learning_rate = 0.0;
   double l1_coeff = 0.0;
   std::optional<double> relu_share;  // of the activation, while a model is sparsified
-  std::span<const LayerHint> hints;  // [L], or empty: nothing is known of the layers
+  std::span<const LayerHint> hints;  // [L], or empty when nothing is known
 };
 
 struct StepOutcome {
@@ -35,20 +35,20 @@ class TrainEngine {
  public:
   virtual ~TrainEngine() = default;
 
-  // The model in host memory; its weights are those of the device within read_state only.
+  // The model in host memory. Its weights equal those of the device only within read_state.
   virtual Model& model() = 0;
-  // Forward, backward and the optimizer over all micro-batches of a step. Where the loss or the
-  // norm is no finite number, weights and moments stay as they were.
+  // Forward, backward and the optimizer over all micro-batches of a step. When the loss or the norm
+  // is not finite, weights and moments stay unchanged.
   virtual StepOutcome step(const StepRequest& request) = 0;
   virtual double validate() = 0;  // cross-entropy on the validation split, nats per token
 
   using StateFn = std::function<void(const OptimizerTensors& state)>;
-  // Calls use() with weights and moments as they are now, in host memory...
+  // Calls use() with a host copy of weights and moments.
   virtual void read_state(const StateFn& use) = 0;
-  // ...or takes over what fill() writes there.
+  // Takes over the weights and moments that fill() writes.
   virtual void write_state(const StateFn& fill) = 0;
 
-  // For the progress of a run; 0 where it is not known or not limited.
+  // For progress messages; 0 when not known or not limited.
   virtual double peak_flops() const { return 0.0; }   // of dense bf16 products, per second
   virtual int64_t device_bytes() const { return 0; }  // of device memory in use
 };

@@ -43,7 +43,7 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
     teacher_state_.emplace(teacher->config, FfnPolicy::kAuto);
     teacher_hidden_ = Buffer<float>(options.micro_batch_tokens() * teacher->config.width);
   }
-  // In one block, before the ops of a first step would take it in pieces of growing size.
+  // Reserved as one block; the ops of the first step would otherwise take pieces of growing size.
   ctx.scratch().reserve(static_cast<size_t>(
       TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
 }
@@ -105,7 +105,7 @@ StepOutcome TrainEngineCpu::step(const StepRequest& request) {
 }
 
 double TrainEngineCpu::validate() {
-  // Half a training micro-batch at a time: its scratch fits into what training has reserved.
+  // Half a training micro-batch at a time fits into the scratch memory that training has reserved.
   ValidationOptions validation;
   validation.sequences = options_.validation_sequences;
   validation.length = options_.sequence_length;

@@ -20,8 +20,8 @@ namespace twell {
 
 class TrainEngineCpu : public TrainEngine {
  public:
-  // Everything given must outlive the engine; `options` are resolved. `teacher`, when not null, is
-  // what the model is distilled against, with the share that the options name.
+  // Everything given must outlive the engine; `options` are resolved. The model is
+  // distilled from `teacher`, when not null, with the share that the options name.
   TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
                  const Model* teacher = nullptr);
 

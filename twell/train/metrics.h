@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training step measured: metrics.jsonl (one JSON object per step) and the progress line.
+// Measurements of a training step, as metrics.jsonl (one JSON object per step) and as progress
+// line.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +19,9 @@ namespace twell {
 struct LayerMetrics {
   double nnz = 0.0;     // active neurons per token, mean
   int64_t max_nnz = 0;  // of one token
-  // Neurons active on any of 128 tokens in a row, mean; negative where not counted (CPU).
+  // Neurons active on any of 128 consecutive tokens, mean; negative where not counted (CPU).
   double union_neurons = -1.0;
-  // Micro-batches whose pattern outgrew what was kept, so that backward made it again (GPU).
+  // Micro-batches whose pattern did not fit its memory, so that backward computed it again (GPU).
   int64_t recomputed = 0;
   int64_t tail_rows = 0;    // tokens that the hybrid execution kept dense
   double l1 = 0.0;          // sum over neurons of |h|, mean over tokens
@@ -73,8 +74,8 @@ class ExecutionChanges {
 
 nlohmann::json metrics_json(const StepMetrics& metrics);
 
-// Appends one line per step. On opening, everything after `last_kept_step` is cut off: lines of
-// steps that are about to be done again, and a line torn by a crash.
+// Appends one line per step. Opening cuts off the lines of steps after `last_kept_step`, which will
+// be done again, and a line that a crash left incomplete.
 class MetricsWriter {
  public:
   MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step);
@@ -89,7 +90,7 @@ class MetricsWriter {
 };
 
 // "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  hybrid 6/8  8.1k
-// tok/s  MFU 41%  18.2 GiB  ETA 3m12s" `validation_ce` is the latest one; what is not known is left
+// tok/s  MFU 41%  18.2 GiB  ETA 3m12s". `validation_ce` is the latest one. Unknown values are left
 // out, as is an eta_seconds < 0.
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
                             std::optional<double> validation_ce, double eta_seconds);

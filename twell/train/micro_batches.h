@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The token windows of a run: which sequences a micro-batch of a step is made of, and which ones
-// the model is validated on. Pure functions of the options and the position.
+// The token windows of a run: the sequences of each micro-batch, and those of the validation. Pure
+// functions of the options and the position.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +28,14 @@ class MicroBatches {
 };
 
 struct ValidationOptions {
-  int64_t sequences = 0;  // at most; fewer than the split has are spread evenly over it
+  int64_t sequences = 0;  // at most; fewer than the split has are spread over it
   int64_t length = 0;     // tokens of a sequence
   int64_t micro_batch = 1;
 };
 
 class ValidationWindows {
  public:
-  // InputError when the split has not one window.
+  // InputError when the split has no window.
   ValidationWindows(const ShardSet& shards, const ValidationOptions& options);
 
   int64_t sequences() const { return sequences_; }

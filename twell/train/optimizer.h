@@ -25,7 +25,7 @@ class Optimizer {
   std::span<float> exp_avg_sq() const { return exp_avg_sq_.span(); }  // [N]
 
  private:
-  // A contiguous run of parameters that are treated alike.
+  // Consecutive parameters with the same weight decay.
   struct Run {
     int64_t offset = 0;
     int64_t size = 0;

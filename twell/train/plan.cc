@@ -10,7 +10,7 @@ namespace {
 // and libraries, the rest compiled GEMM kernels, the tokenizer, and remains of making shards.
 constexpr int64_t kProcessBytes = int64_t{32} << 20;
 
-// Linux maps up to 16 pages around the one that is read.
+// A read of one page maps up to 16 pages around it on Linux.
 constexpr int64_t kReadAroundBytes = int64_t{64} << 10;
 
 int64_t mapped_bytes(const TrainOptions& options, int64_t shard_bytes) {

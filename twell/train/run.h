@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training run from its first step, or the one it was interrupted at, to its last: validation,
+// A training run from its first step, or the step of a checkpoint, to its last: validation,
 // metrics, checkpoints, and a clean stop.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace twell {
 
-// Called after every step (and once before the first, when the model is validated first).
+// Called after every step, and once before the first when the model is validated then.
 struct Progress {
   const StepMetrics& metrics;
   int64_t steps = 0;                    // of the whole run

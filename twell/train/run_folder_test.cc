@@ -39,7 +39,7 @@ TEST(RunFolder, AFolderInUseNeedsResumeAndResumeNeedsARun) {
   EXPECT_THAT(refusal(out, true), HasSubstr("nothing to resume"));
   EXPECT_FALSE(fs::exists(out));
   EXPECT_EQ(refusal(out, false), "accepted");
-  EXPECT_EQ(refusal(out, false), "accepted");  // nothing was begun
+  EXPECT_EQ(refusal(out, false), "accepted");  // begin() was not called
   RunFolder(out, false).begin("{}");
   EXPECT_THAT(refusal(out, false), HasSubstr("--resume"));
   EXPECT_EQ(refusal(out, true), "accepted");

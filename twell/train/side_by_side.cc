@@ -15,7 +15,7 @@ namespace {
 constexpr int kPasses = 5;  // of each model, in turn
 constexpr int64_t kTimedSequences = 8;
 
-// One model over the timed tokens, again and again.
+// Repeated passes of one model over the timed tokens.
 class Runner {
  public:
   Runner(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t length)
@@ -25,7 +25,7 @@ class Runner {
         sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length}),
         state_(model.config, FfnPolicy::kAuto),
         hidden_(std::ssize(ids) * model.config.width) {
-    pass();  // not timed: memory and plans are made
+    pass();  // not timed, because it allocates memory and makes plans
     seconds_.clear();
   }
 

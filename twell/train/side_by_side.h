@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two models on the same held-out tokens, in turn: what sparsifying cost, and what it brings.
+// Compares two models on the same held-out tokens: the loss and the speed that sparsifying gives.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct SideBySide {
   int64_t timed_tokens = 0;  // per pass
 };
 
-// Each model in its fastest executions. `options` as for a validation.
+// Each model runs its fastest executions. `options` are those of a validation.
 SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
                                 const ShardSet& shards, const ValidationOptions& options);
 nlohmann::json side_by_side_json(const SideBySide& figures);

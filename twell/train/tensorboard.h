@@ -19,8 +19,8 @@ std::string tfrecord_frame(std::string_view payload);
 
 class TensorBoardWriter {
  public:
-  // Opens a new event file in `folder`. first_step > 0 tells readers to forget events of that step
-  // and later: the run was resumed there.
+  // Opens a new event file in `folder`. first_step > 0, after a resume, tells readers to discard
+  // earlier events of that step and later.
   TensorBoardWriter(const std::filesystem::path& folder, int64_t first_step);
   void scalars(int64_t step, std::span<const std::pair<std::string, double>> values);
 

@@ -31,7 +31,7 @@ Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
       options_(options),
       data_identity_(std::move(data_identity)),
       flops_per_token_(training_flops_per_token(engine.model().config, options)) {
-  // Refuses a validation split without one window now, not at the first validation.
+  // A validation split without a window is refused now, and not at the first validation.
   if (options.validate_every > 0) {
     BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);
   }

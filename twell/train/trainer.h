@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One optimizer step at a time: what the schedules ask for, computed by an engine, and what was
-// measured. Files, checkpoints and the schedule of validation are the run's (run.h).
+// One optimizer step at a time: the schedules' values, computed by an engine, and the measurements.
+// Files, checkpoints and the schedule of validation are the run's (run.h).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace twell {
 
-// The loss or a gradient is no longer a number; the weights are those before the failed step.
+// The loss or a gradient is not finite; the weights are those before the failed step.
 class DivergenceError : public InputError {
  public:
   using InputError::InputError;

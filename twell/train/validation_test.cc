@@ -65,7 +65,7 @@ TEST(Validation, WindowsAreSpreadEvenlyOverTheSplit) {
           << asked << " of " << windows << " windows";
     }
   }
-  // The first windows alone would give another figure, so the above tells them apart.
+  // The first windows alone give another value, so that the check above can fail.
   EXPECT_GT(std::abs(mean(4, [](int64_t i) { return i; }) -
                      mean(4, [&](int64_t i) { return i * windows / 4; })),
             1e-3);
