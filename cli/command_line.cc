@@ -452,14 +452,17 @@ class Parser {
                                 ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
                                 ->option_text(option.help_suffix())
                                 ->group(option.group_);
-    if (option.several_) return declared->expected(1, -1);
+    if (option.several_) return declared->expected(1, -1)->allow_extra_args();
     return declared->expected(option.optional_ ? 0 : 1, 1)->allow_extra_args(false);
   }
 
-  // "twell bench".
+  // "twell bench decode".
   std::string path(const Level& level) const {
-    const Command* const root = levels_.front().command;
-    return level.command == root ? root->name_ : root->name_ + " " + level.command->name_;
+    std::string names;
+    for (const CLI::App* app = level.app; app->get_parent() != nullptr; app = app->get_parent()) {
+      names = " " + app->get_name() + names;
+    }
+    return levels_.front().command->name_ + names;
   }
 
   void refuse_unknown_words(const Level& level) const {

@@ -562,6 +562,10 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
       EXPECT_THAT(help, testing::Not(HasSubstr(jargon))) << command;
     }
   }
+  expect_refused({"bench", "ffn", "stray"}, "unexpected word 'stray' behind 'twell bench ffn'");
+  // One option may take several values; what is refused is that there is no GPU.
+  expect_refused({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "8"},
+                 "bench decode needs a GPU");
   // The last of two values is used, and a line says so.
   const Result twice = run({"train", "--dry-run", "--steps", "5", "--steps", "6"});
   EXPECT_EQ(twice.code, 0);
