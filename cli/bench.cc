@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell bench: the benchmarks' common parts.
+// twell bench: the parts that all benchmarks share.
 #include "cli/bench.h"
 
 #include "cli/commands.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The benchmarks under `twell bench`.
+// Registers the benchmarks below `twell bench`.
 #pragma once
 
 #include "bench/harness.h"

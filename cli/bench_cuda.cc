@@ -22,10 +22,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kMiB = 1024.0 * 1024.0;
-// Bytes a second that a copy within an H200's memory was measured to move; the bound of decoding.
+// Measured bandwidth of a copy within an H200's memory, in bytes/s; the upper bound of decoding.
 constexpr double kCopyBytesPerSecond = 4.3e12;
 
-// A model on the device; a synthetic one can be made sparse.
+// A model on the device; only a synthetic one can be made sparse.
 struct Loaded {
   Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
     synthetic = subject.checkpoint.empty();
@@ -99,7 +99,7 @@ void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, in
              sparse.executions.front());
 }
 
-// Seconds a decode step takes, with `batch` sequences.
+// Median seconds of a decode step with `batch` sequences.
 double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy,
                            int64_t batch, const BenchDecode& arguments) {
   const ModelConfig& config = model.config();
@@ -122,7 +122,7 @@ double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy p
     session.decode_and_draw(slots, std::vector<int32_t>(next), draws, next);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
-  return summarize(seconds).median;  // steps that capture a graph stand out and do not count
+  return summarize(seconds).median;  // the median ignores the few slow steps that capture a graph
 }
 
 }  // namespace
@@ -217,7 +217,7 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
 #else
 #include "twell/base/error.h"
 
-// Not reached: the commands ask for a GPU first.
+// Never called: the commands check for a GPU first.
 namespace twell::cli {
 
 int run_bench_forward_cuda(const BenchForwardCuda&) {

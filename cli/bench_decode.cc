@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell bench decode: tokens a second while generating, dense against sparse, on the GPU.
+// twell bench decode: generated tokens per second, dense against sparse, on the GPU.
 #include <memory>
 
 #include "cli/bench.h"

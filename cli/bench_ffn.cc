@@ -23,7 +23,7 @@ struct BenchFfnArguments {
   FfnBenchmark benchmark;
   std::filesystem::path patterns;
   std::optional<int64_t> layer;
-  int64_t tokens = 0;  // 0: as many as suit the device
+  int64_t tokens = 0;  // 0: a default for the device
   int64_t begin = 0;
   std::vector<double> nnz;
   double energy_seconds = 1.0;
@@ -49,7 +49,7 @@ std::vector<FfnPattern> captured_patterns(const BenchFfnArguments& arguments) {
   return patterns;
 }
 
-// Without a file: random neurons, at the asked-for means or over a sweep of densities.
+// Patterns of random neurons, at the requested means or over a sweep of densities.
 std::vector<FfnPattern> synthetic_patterns(const BenchFfnArguments& arguments, uint64_t seed) {
   const double ffn = static_cast<double>(arguments.benchmark.ffn);
   std::vector<double> densities;
@@ -68,7 +68,7 @@ std::vector<FfnPattern> synthetic_patterns(const BenchFfnArguments& arguments, u
 }
 
 void print_row(const FfnBenchmarkRow& row, const FfnBenchmark& options) {
-  // Three (non-gated: two) products of 2 M D F operations, as if nothing were skipped.
+  // Dense FLOPs: three (non-gated: two) matrix products of 2 M D F operations each.
   const double dense_flops = (options.gated ? 6.0 : 4.0) * static_cast<double>(row.tokens) *
                              static_cast<double>(options.width) * static_cast<double>(options.ffn);
   fmt::print("  {:<11} {:<11} {:>9.3f} [{:>8.3f}, {:>8.3f}] {:>9.0f} {:>8.1f} {:>7.2f}x {:>9.1e}\n",
@@ -98,7 +98,8 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
   return json;
 }
 
-// Before a pattern is drawn, which takes its time: weights, and the activations of every execution.
+// Checks memory for the weights and the activations of every execution before drawing patterns,
+// which is slow.
 void require_room(const BenchFfnArguments& arguments) {
   const int64_t width = arguments.benchmark.width, ffn = arguments.benchmark.ffn;
   const double d = static_cast<double>(width), f = static_cast<double>(ffn);
@@ -108,7 +109,7 @@ void require_room(const BenchFfnArguments& arguments) {
 
 int run_sweep(const CommonOptions& common, BenchFfnArguments& arguments, bool cuda) {
   TWELL_REQUIRE(cuda, "--sweep times GPU kernels; this run uses the CPU");
-  constexpr int64_t kCapturedTokens = 1024;  // the sweep repeats them
+  constexpr int64_t kCapturedTokens = 1024;  // the sweep repeats these tokens
   arguments.tokens = kCapturedTokens;
   FfnSweepOptions options{.quick = arguments.quick,
                           .gated = arguments.benchmark.gated,

@@ -21,14 +21,14 @@ namespace twell::cli {
 #ifdef TWELL_HAVE_CUDA
 namespace {
 
-// TFLOP/s of the layer as if nothing were skipped: three (non-gated: two) products of 2 M D F.
+// TFLOP/s with the dense layer's operations: three (non-gated: two) products of 2 M D F.
 double dense_equivalent_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
   const double products = options.gated ? 3.0 : 2.0;
   return products * 2.0 * static_cast<double>(row.tokens) * static_cast<double>(options.width) *
          static_cast<double>(options.ffn) / row.layer.median * 1e-9;
 }
 
-// Of what is computed: the gate, and the rest on active neurons only.
+// TFLOP/s with only the operations computed: the gate, and the rest for active neurons.
 double effective_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
   if (row.execution == FfnExecution::kDense) return dense_equivalent_tflops(options, row);
   const double pairs =
@@ -99,7 +99,7 @@ nlohmann::json sweep_json(const CudaContext& ctx, const FfnSweepRow& row) {
   return json;
 }
 
-// How auto did over some cases of a sweep.
+// Quality of the choices of `auto` over some cases of a sweep.
 struct SweepSummary {
   int64_t cases = 0, slower = 0, off_the_best = 0, sparse = 0;
   FfnSweepRow worst;
@@ -137,7 +137,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   fmt::print("  {:<11} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
              "", "gate", "up+down", "layer ms", "p10", "p90", "ratio", "TFLOP/s", "mJ/token",
              "error");
-  double ratios = 0.0;  // of what is picked
+  double ratios = 0.0;  // sum over the patterns of dense time / time of the chosen execution
   for (const FfnPattern& pattern : patterns) {
     const std::vector<FfnCudaRow> rows =
         benchmark_ffn_cuda(ctx, {options, energy_seconds}, pattern);

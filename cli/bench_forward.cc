@@ -23,7 +23,7 @@ struct BenchForwardArguments {
   std::string preset;
   std::string ffn = "auto";
   std::filesystem::path jsonl;
-  // On the GPU:
+  // GPU only:
   std::filesystem::path patterns;
   double seconds = 3.0;
 };
@@ -34,7 +34,8 @@ struct Subject {
   std::string description;
 };
 
-// A preset has random weights: about half of its neurons fire, so it says what dense costs.
+// A preset with random weights. About half of its neurons are active, so only its dense time is
+// meaningful.
 Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t seed) {
   const ModelConfig config = preset_config(arguments.preset);
   const int64_t length =
@@ -43,7 +44,7 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
                 "--sequence-length must be 1 to {} (the model's context), got {}", config.context,
                 length);
   const int64_t tokens = arguments.comparison.sequences * length;
-  // Weights, and what leaves the last layer of a dense and of a sparse run, in f32.
+  // Weights, and the final hidden states of a dense and of a sparse run, in f32.
   require_memory(4 * (config.parameter_count() + 2 * tokens * config.width));
   Subject subject;
   subject.model = std::make_unique<Model>(config);
@@ -53,7 +54,7 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   return subject;
 }
 
-// The text's first tokens, as many as the batch has, of the checkpoint's tokenizer.
+// The first tokens of the text that fill the batch, in the checkpoint's tokenizer.
 std::vector<int32_t> batch_of_text(const CommonOptions& common,
                                    const BenchForwardArguments& arguments) {
   const ModelConfig config = load_config(common.checkpoint);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The benchmark of training steps, behind `twell bench train`. In builds without CUDA it throws
-// InputError.
+// Benchmark of training steps: `twell bench train`. Builds without CUDA throw InputError.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +11,15 @@ namespace twell::cli {
 
 struct BenchTrain {
   std::string preset;
-  int64_t micro_batch = 8;                        // 0: the largest that fits
+  int64_t micro_batch = 8;                        // 0: the largest that fits into GPU memory
   int64_t length = 0;                             // 0: the model's context
-  int64_t steps = 10;                             // timed
+  int64_t steps = 10;                             // timed steps
   std::filesystem::path patterns;                 // captured patterns to replay, or empty
-  std::vector<std::string> recompute = {"auto"};  // dense and sparse with each of them
-  std::vector<std::string> sparse_recompute;      // sparse alone, beside the first dense run
+  std::vector<std::string> recompute = {"auto"};  // each level runs dense and sparse
+  std::vector<std::string>
+      sparse_recompute;  // levels of additional sparse runs, compared with the first dense run
   std::string moment_dtype = "f32";
-  std::string policy = "auto";  // of the sparse run
+  std::string policy = "auto";  // of the sparse runs
   bool tune = false;
   uint64_t seed = 0;
   std::filesystem::path jsonl;

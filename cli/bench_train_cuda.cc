@@ -35,7 +35,7 @@ nlohmann::json run_json(const TrainBenchmarkRun& run) {
   return json;
 }
 
-// One column, or two and their ratio.
+// Prints one column, or two and their ratio.
 void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchmarkRun>& sparse) {
   const auto row = [&](const std::string& name, double d, double s, double ratio) {
     fmt::print("{:<22} {:>12.2f}", name, d);
@@ -61,7 +61,7 @@ void print_runs(const TrainBenchmarkRun& dense, const std::optional<TrainBenchma
   }
 }
 
-// Without training that would make the model sparse: patterns of one that was trained.
+// Replays activation patterns of a trained model, because this model is not trained to be sparse.
 TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOptions options,
                            const BenchTrain& arguments) {
   const PatternsCuda patterns(arguments.patterns, model.config.layers, model.config.ffn,
@@ -72,7 +72,7 @@ TrainBenchmarkRun replayed(cudaStream_t stream, Model& model, TrainBenchmarkOpti
   return benchmark_training(stream, model, options);
 }
 
-// The dense options, with the activity of the patterns.
+// The dense options with the layer activity of the patterns.
 TrainBenchmarkOptions sparse_options(const ModelConfig& config, TrainBenchmarkOptions options,
                                      const BenchTrain& arguments) {
   const PatternsCuda patterns(arguments.patterns, config.layers, config.ffn, /*tokens=*/1);
@@ -83,7 +83,7 @@ TrainBenchmarkOptions sparse_options(const ModelConfig& config, TrainBenchmarkOp
   return options;
 }
 
-// A run with one level of recomputation.
+// The runs with one level of recomputation.
 struct Measured {
   TrainBenchmarkRun run;
   int64_t micro_batch = 0;
@@ -192,7 +192,7 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
 #else
 #include "twell/base/error.h"
 
-// Not reached: the command asks for a GPU first.
+// Never called: the command checks for a GPU first.
 namespace twell::cli {
 
 int run_bench_train_cuda(const BenchTrain&) {

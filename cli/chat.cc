@@ -20,11 +20,11 @@
 namespace twell::cli {
 namespace {
 
-// Keys and values are kept for this many tokens of a conversation at most: contexts can be far
-// longer than memory for them.
+// Upper bound of the key-value cache of a conversation, in tokens; a model's context can be far
+// longer than memory allows.
 constexpr int64_t kConversationTokens = 16384;
 
-// Lines of standard input; a signal ends the wait for the next one.
+// Reads lines from standard input; a signal interrupts the wait for the next one.
 class Lines {
  public:
   explicit Lines(const std::atomic<bool>& stop) : stop_(stop) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A conversation on the terminal: the part of twell generate --chat that reads messages line by
-// line.
+// A conversation on the terminal: the part of `twell generate --chat` that reads messages from
+// standard input, one per line.
 #pragma once
 
 #include <atomic>
@@ -13,16 +13,17 @@
 namespace twell::cli {
 
 struct ChatArguments {
-  std::string system;        // message in front of the conversation; empty: none
-  GenerateOptions generate;  // of each answer; stop_tokens are the model's
+  std::string system;        // system message that opens the conversation; empty: none
+  GenerateOptions generate;  // options of each answer; stop_tokens holds the model's stop tokens
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// Answers each line of standard input, with all before it in view, until the input ends or a signal
-// comes. InputError when the conversation outgrows the model's context. Returns the exit code.
+// Answers each line of standard input with the conversation so far as context, until the input ends
+// or a signal arrives. Returns the exit code. InputError when the conversation outgrows the model's
+// context.
 int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments);
 
-// Every token that config.json and the template, if there is one, end a text with.
+// Every token that ends a text according to config.json and the template (null: no template).
 std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
                                  const ChatTemplate* chat);
 

@@ -16,7 +16,7 @@
 namespace twell::cli {
 namespace {
 
-// The names of --no-gated in CLI11: a flag that gives "false".
+// CLI11's suffix for a negated flag such as --no-gated{false}: the flag yields "false".
 constexpr std::string_view kFalse = "{false}";
 
 std::optional<bool> parse_truth(std::string_view text) {
@@ -36,7 +36,7 @@ bool parse_exactly(std::string_view text, Number& value) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// 20k, 1.5M, 2G or 2B, 1T, as their decimal exponent; 1e6 as it is.
+// Replaces the suffix of 20k, 1.5M, 2G or 2B, 1T by a decimal exponent; 1e6 stays as it is.
 std::string spell_out_suffix(std::string_view text) {
   if (text.empty() || text.find_first_of("eE") != std::string_view::npos) return std::string(text);
   const std::string_view digits = text.substr(0, text.size() - 1);
@@ -62,7 +62,7 @@ std::string alternatives(const std::vector<std::string>& names) {
   return fmt::format("{} or {}", fmt::join(names.begin(), names.end() - 1, ", "), names.back());
 }
 
-// Insertions, deletions, replacements, and swaps of neighbours that turn one word into the other.
+// Number of insertions, deletions, replacements and swaps of neighbours between the two words.
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::vector<size_t>> rows(a.size() + 1, std::vector<size_t>(b.size() + 1));
   for (size_t i = 0; i <= a.size(); ++i) rows[i][0] = i;
@@ -79,7 +79,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return rows[a.size()][b.size()];
 }
 
-// "; did you mean NAME?" where one of the names is a small slip away, else `otherwise`.
+// "; did you mean NAME?" when a name is within a small edit distance, else `otherwise`.
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& names,
                          const std::string& otherwise) {
   const std::string* best = nullptr;
@@ -93,7 +93,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return best == nullptr ? otherwise : fmt::format("; did you mean {}?", *best);
 }
 
-// The value that the help shows; empty for flags, and for text and lists that are empty.
+// The default value shown in the help; empty for flags, empty text and empty lists.
 struct DefaultText {
   std::string operator()(const bool*) const { return {}; }
   template <typename T>
@@ -210,7 +210,7 @@ std::string Option::help_suffix() const {
     if (!others->empty()) text += label;
     for (const Option* other : *others) text += " --" + other->name();
   }
-  return text.substr(text.empty() ? 0 : 1);  // CLI11 puts a space in front
+  return text.substr(text.empty() ? 0 : 1);  // CLI11 adds a leading space
 }
 
 void Option::check_range(double value, const std::string& text) const {
@@ -230,7 +230,7 @@ Number Option::whole_number(const std::string& text) const {
     double real = 0.0;
     TWELL_REQUIRE(parse_exactly(spell_out_suffix(text), real) && real == std::nearbyint(real),
                   "{} must be a whole number, got '{}'", flag_, text);
-    // Doubles near the limits are powers of two, which the comparisons take as they are.
+    // Bounds near the type's limits are powers of two, which a double represents exactly.
     TWELL_REQUIRE(real < std::ldexp(1.0, std::numeric_limits<Number>::digits), "{} {} is too large",
                   flag_, text);
     TWELL_REQUIRE(real >= static_cast<double>(std::numeric_limits<Number>::min()),
@@ -292,7 +292,7 @@ void Option::set(std::vector<std::string> values, bool negated) {
     TWELL_REQUIRE(truth, "--{} must be true or false, got '{}'", name(), values.front());
     values = {*truth != negated ? "true" : "false"};
   }
-  // Lists are replaced, not appended to what they held when the option was declared.
+  // A list replaces the default that its variable held when the option was declared.
   struct Clear {
     void operator()(std::vector<int64_t>* list) const { list->clear(); }
     void operator()(std::vector<double>* list) const { list->clear(); }
@@ -304,7 +304,7 @@ void Option::set(std::vector<std::string> values, bool negated) {
   TWELL_REQUIRE(collects() || values.size() == 1, "{} takes one value, got {}", flag_,
                 values.size());
   for (const std::string& value : values) {
-    // CLI11 stands "{}" for a value that was left out.
+    // CLI11 passes "{}" for an omitted value.
     if (!(optional_ && (value.empty() || value == "{}"))) set_one(value);
   }
   values_ = std::move(values);
@@ -362,7 +362,7 @@ Option& Command::at(std::string_view name) {
   return *option;
 }
 
-// Hands the declarations to CLI11, and what it read back to them.
+// Translates the declarations to CLI11, and the parsed values back to the options.
 class Parser {
  public:
   explicit Parser(Command& root) : app_(root.description_, root.name_) {
@@ -384,7 +384,7 @@ class Parser {
       fmt::print("{}", app_.help());
       return 0;
     } catch (const CLI::RequiredError&) {
-      // A command is missing, or it is unknown, which is told below.
+      // A missing or unknown command is reported below.
     } catch (const CLI::ArgumentMismatch& error) {
       const std::string text = error.what();
       throw InputError(text.substr(0, text.find_first_of(": ")) + " needs a value");
@@ -416,7 +416,7 @@ class Parser {
     std::vector<std::pair<CLI::Option*, Option*>> options;
   };
 
-  // CLI11 writes a negated flag as --no-gated{false}; users type it without the brace.
+  // CLI11 writes a negated flag as --no-gated{false}; the help omits the braces.
   class HelpFormatter : public CLI::Formatter {
     std::string make_option_name(const CLI::Option* option, bool positional) const override {
       std::string name = CLI::Formatter::make_option_name(option, positional);
@@ -426,7 +426,7 @@ class Parser {
   };
 
   void declare(CLI::App& app, Command& command) {
-    app.allow_extras();  // refused in words of our own
+    app.allow_extras();  // unknown arguments are reported by this class
     levels_.push_back({&app, &command, {}});
     const size_t level = levels_.size() - 1;
     for (const auto& option : command.options_) {
@@ -436,7 +436,8 @@ class Parser {
       declare(*app.add_subcommand(below->name_, below->description_)->group("Commands"), *below);
     }
     if (!command.commands_.empty()) app.require_subcommand(1);
-    if (!command.footer_.empty()) app.footer(command.footer_);  // last: commands would inherit it
+    if (!command.footer_.empty())
+      app.footer(command.footer_);  // set last: subcommands added after it would inherit it
   }
 
   static CLI::Option* declare(CLI::App& app, const Option& option) {
@@ -447,7 +448,7 @@ class Parser {
           ->option_text(option.help_suffix())
           ->group(option.group_);
     }
-    // Text, whatever it means: its meaning is checked in words of our own.
+    // Everything is parsed as text here; Option::set checks the values.
     CLI::Option* declared = app.add_option(option.flag_, CLI::callback_t{}, option.help_)
                                 ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
                                 ->option_text(option.help_suffix())
@@ -456,7 +457,7 @@ class Parser {
     return declared->expected(option.optional_ ? 0 : 1, 1)->allow_extra_args(false);
   }
 
-  // "twell bench decode".
+  // The full name of a command, such as "twell bench decode".
   std::string path(const Level& level) const {
     std::string names;
     for (const CLI::App* app = level.app; app->get_parent() != nullptr; app = app->get_parent()) {

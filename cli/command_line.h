@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands and their options, declared as data. Parsing, help texts, configuration files and shell
-// completion all read these declarations. The parser behind it (CLI11) is known to command_line.cc
-// alone, which keeps its templates out of every other file.
+// completion all use these declarations. Only command_line.cc includes the parser library (CLI11),
+// because its templates are slow to compile.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,9 @@
 
 namespace twell::cli {
 
-// The variable that an option sets, and with it the kind of its value: a flag, a whole number (also
-// written 1e6, 20k, 1M, 2G), a real number, or text. Vectors collect every occurrence of an option.
+// The variable that an option sets. Its type decides which values are accepted: a flag, an integer
+// (also written 1e6, 20k, 1M, 2G), a real number, or text. Vectors collect every occurrence of an
+// option.
 using Target =
     std::variant<bool*, std::optional<bool>*, int*, int64_t*, uint64_t*, std::optional<int64_t>*,
                  float*, double*, std::optional<double>*, std::string*, std::optional<std::string>*,
@@ -29,32 +30,32 @@ using Target =
 class Option {
  public:
   Option& required(bool value = true);
-  // Bounds of a number, both allowed. Other values are an InputError that names them.
+  // Inclusive bounds of a number. A value outside them is an InputError that names the bounds.
   Option& at_least(double lowest);
   Option& range(double lowest, double highest);
-  // The only values that are taken.
+  // The only values that are accepted.
   Option& choices(std::vector<std::string> values);
-  // Another option that must, or must not, be given together with this one.
+  // Another option that must (needs), or must not (excludes), be given together with this one.
   Option& needs(Option& other);
   Option& excludes(Option& other);
   // A configuration file cannot set this option.
   Option& not_in_files();
   // The help does not show the value that the variable had when the option was declared.
   Option& hide_default();
-  // One occurrence may be followed by several values: --batch 1 8 64.
+  // One occurrence may be followed by several values, as in --batch 1 8 64.
   Option& several_values();
-  // The option may stand without a value, which leaves its variable as it was.
+  // The option may be given without a value, which leaves its variable unchanged.
   Option& value_optional();
 
-  // Whether the command line or a configuration file sets it.
+  // Whether the command line or a configuration file set the option.
   bool given() const { return !values_.empty(); }
   // The name without dashes: "micro-batch".
   std::string name() const;
-  // As the user typed the values; "true" or "false" for flags.
+  // The values as the user typed them; "true" or "false" for flags.
   const std::vector<std::string>& values() const { return values_; }
   bool settable_by_file() const { return in_files_; }
-  // Sets the variable. InputError when a value cannot be used. `negated`: a flag's negated
-  // spelling.
+  // Sets the variable. InputError when a value cannot be used. `negated`: a flag was given in its
+  // negated spelling.
   void set(std::vector<std::string> values, bool negated = false);
 
  private:
@@ -65,7 +66,7 @@ class Option {
   Option(std::string flag, std::string negated, Target target, std::string type, std::string help,
          std::string group);
   bool is_flag() const;
-  bool collects() const;  // into a vector
+  bool collects() const;  // whether the target is a vector
   std::string help_suffix() const;
   void set_one(const std::string& text);
   template <typename Number>
@@ -73,10 +74,10 @@ class Option {
   double real_number(const std::string& text) const;
   void check_range(double value, const std::string& text) const;
 
-  std::string flag_;     // "--steps", or "SHELL" for a word without a flag
+  std::string flag_;     // "--steps", or "SHELL" for a positional argument
   std::string negated_;  // "--no-gated", or empty
   Target target_;
-  std::string type_;  // what the help calls the value: "N", "DIR"
+  std::string type_;  // how the help names the value: "N", "DIR"
   std::string help_;
   std::string group_;
   std::string default_;
@@ -88,32 +89,33 @@ class Option {
   std::vector<std::string> values_;
 };
 
-// A command, its options, and the commands below it.
+// A command, its options, and its subcommands.
 class Command {
  public:
   Command(std::string name, std::string description);
 
-  // Options declared from here on stand under this heading of the help.
+  // Options declared after this call appear under this heading in the help.
   void group(std::string heading) { group_ = std::move(heading); }
-  // `type` names the value in the help. The variable must outlive the command.
+  // `type` names the value in the help. The target variable must outlive the command.
   Option& value(std::string flag, Target target, std::string type, std::string help);
   Option& flag(std::string flag, Target target, std::string help);
-  // A flag that is turned off by another spelling; an empty `flag` leaves only that one.
+  // A flag and its negated spelling; with an empty `flag` only the negated spelling exists.
   Option& flag(std::string flag, std::string negated, Target target, std::string help);
-  // A word without a flag in front; it is required.
+  // A required positional argument.
   Option& word(std::string name, Target target, std::string help);
-  // Declares --config FILE, which parsing applies before it sets variables.
+  // Declares --config FILE. Parsing applies the file before it sets variables.
   void config_file();
-  // Text behind the options of the help.
+  // Text at the end of the help.
   void footer(std::string text) { footer_ = std::move(text); }
-  // A command below this one.
+  // Adds a subcommand.
   Command& add(std::string name, std::string description);
-  // Of the root: called before any command runs, once its variables are set.
+  // Root command only: called before any command runs, once its variables are set.
   void before_running(std::function<void()> prepare) { prepare_ = std::move(prepare); }
-  // What the command does once its variables are set; it returns the exit code.
+  // The function that runs the command once its variables are set; it returns the exit code.
   void runs(std::function<int()> run) { run_ = std::move(run); }
 
-  // By its name without dashes; null when there is none. `negated` tells the spelling.
+  // Finds an option by its name without dashes; null when there is none. Sets `negated` when the
+  // name is the negated spelling.
   Option* find(std::string_view name, bool* negated = nullptr);
   Option& at(std::string_view name);
   const std::vector<std::unique_ptr<Option>>& options() const { return options_; }
@@ -132,8 +134,8 @@ class Command {
   std::function<int()> run_;
 };
 
-// Reads the arguments, sets the variables of the command that they name, and runs it. Returns its
-// exit code. --help and --version are answered here. InputError when the arguments cannot be used.
+// Parses the arguments, sets the variables of the selected command, and runs it. Returns its exit
+// code. Handles --help and --version itself. InputError when the arguments cannot be used.
 int run_command_line(Command& root, int argc, char** argv);
 
 // The script that completes the commands and options of `root` in bash, zsh or fish.

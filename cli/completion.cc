@@ -12,16 +12,16 @@
 namespace twell::cli {
 namespace {
 
-// What the shells need to know about a command.
+// What the completion scripts need to know about a command.
 struct Node {
   std::string path;  // "twell bench ffn"
   std::string help;
-  std::vector<std::string> commands;  // names of those below
+  std::vector<std::string> commands;  // names of the subcommands
   struct Choice {
     std::string flag;  // "--steps"
     std::string help;
     bool takes_value, is_path;
-    std::vector<std::string> values;  // the only ones, where they are known
+    std::vector<std::string> values;  // the allowed values, where they are limited
   };
   std::vector<Choice> options;
 };
@@ -30,7 +30,7 @@ bool is_path_type(const std::string& type) {
   return type == "DIR" || type == "FILE" || type == "[FILE]" || type == "PATH";
 }
 
-// The words that complete a command: its options and the commands below it.
+// The words that complete a command: its options and subcommands.
 std::string words_of(const Node& node) {
   std::vector<std::string> words = node.commands;
   for (const Node::Choice& option : node.options) words.push_back(option.flag);
@@ -38,12 +38,12 @@ std::string words_of(const Node& node) {
   return fmt::format("{}", fmt::join(words, " "));
 }
 
-// bash and zsh: find the command on the line, then complete a value, or else words. The two differ
-// in how they name the line's words and give answers.
+// bash and zsh: find the command on the line, then complete an option's value or else the words.
+// The two shells differ in how they access the line and return candidates.
 struct Dialect {
   const char* head;
-  const char* words;  // gives words
-  const char* files;  // gives files and folders
+  const char* words;  // returns words
+  const char* files;  // returns files and folders
   const char* tail;
 };
 
@@ -106,7 +106,7 @@ std::string quoted_for_fish(const std::string& text) {
   return out + "'";
 }
 
-// A condition that holds where the words of the line name this command.
+// A condition that is true when the words of the line name this command.
 std::string fish_condition(const Node& node, const std::vector<Node>& nodes) {
   if (node.path.find(' ') == std::string::npos) return "__fish_use_subcommand";
   std::string condition;
@@ -117,7 +117,7 @@ std::string fish_condition(const Node& node, const std::vector<Node>& nodes) {
     condition += condition.empty() ? "" : "; and ";
     condition += "__fish_seen_subcommand_from " + left.substr(0, end);
   }
-  for (const Node& other : nodes) {  // bench has a train of its own
+  for (const Node& other : nodes) {  // a name can occur at two levels: `train` and `bench train`
     const std::string name = other.path.substr(other.path.rfind(' ') + 1);
     if (!nested && !other.commands.empty() && other.path.find(' ') != std::string::npos &&
         other.path != node.path) {

@@ -16,7 +16,7 @@ namespace twell::cli {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr int kMaxDepth = 4;  // of tables; more is no grouping anyone means
+constexpr int kMaxDepth = 4;  // of nested tables, which only group options
 
 std::string json_scalar(const nlohmann::json& value, const std::string& key) {
   if (value.is_string()) return value.get<std::string>();
@@ -25,7 +25,7 @@ std::string json_scalar(const nlohmann::json& value, const std::string& key) {
   return value.dump();
 }
 
-// TOML's values are JSON's; a date, which JSON has not, becomes null, which no option takes.
+// Converts TOML to JSON. A date has no JSON type and becomes null, which every option rejects.
 nlohmann::json to_json(const toml::node& node) {
   if (const toml::table* table = node.as_table()) {
     nlohmann::json object = nlohmann::json::object();
@@ -42,7 +42,8 @@ nlohmann::json to_json(const toml::node& node) {
   if (const auto* truth = node.as_boolean()) return truth->get();
   if (const auto* number = node.as_floating_point()) {
     if (std::isfinite(number->get())) return number->get();
-    return fmt::format("{}", number->get());  // inf and nan, to be refused as flags refuse them
+    return fmt::format("{}",
+                       number->get());  // inf and nan become text, which options reject like flags
   }
   return nullptr;
 }

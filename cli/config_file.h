@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Options out of a file: TOML, or JSON when its name ends in .json. Keys are the command's long
-// option names, '_' and '-' alike; tables and objects only group. Options given before (flags) win.
+// Reads options from a file: TOML, or JSON when its name ends in .json. Keys are the command's long
+// option names, with '_' or '-'; tables and objects only group them. Flags given earlier take
+// precedence.
 #pragma once
 
 #include <filesystem>
@@ -11,11 +12,11 @@
 
 namespace twell::cli {
 
-// Gives every option named in the file, and not given yet, its value from there. InputError on a
-// key that is no option of the command, cannot be set by a file, or appears twice.
+// Sets every option that the file names and that is not set yet. InputError on a key that is not an
+// option of the command, that a file may not set, or that appears twice.
 void apply_config_file(Command& command, const std::filesystem::path& file);
 
-// The options given so far as a JSON file that apply_config_file takes. Values of the options in
+// The options set so far as a JSON file that apply_config_file accepts. Values of the options in
 // `paths` are made absolute.
 std::string given_options_json(const Command& command, const std::set<std::string>& paths);
 

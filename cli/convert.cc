@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell convert: a checkpoint folder in another layout or type.
+// twell convert: rewrites a checkpoint folder in another layout or dtype.
 #include <fmt/core.h>
 
 #include <chrono>

@@ -15,7 +15,7 @@
 namespace twell::cli {
 namespace {
 
-// Why no GPU can be used; empty when one can.
+// The reason why no GPU is usable; empty when one is.
 std::string gpu_unavailable() {
 #ifdef TWELL_HAVE_CUDA
   return cuda_unavailable();
@@ -24,7 +24,7 @@ std::string gpu_unavailable() {
 #endif
 }
 
-// Before anything is loaded: weights are f32 on the CPU, whatever the checkpoint holds.
+// Checks host memory before loading. Weights are f32 on the CPU, whatever the checkpoint's dtype.
 void require_host_memory(const ModelConfig& config, const EnginePlan& plan) {
   const int64_t weights = config.parameter_count() * int64_t{sizeof(float)};
   int64_t cache = 0;
@@ -62,7 +62,7 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
     fmt::print(stderr, "twell: running on the CPU: {}\n", why);
   }
 #else
-  use_cuda(common);  // refuses "cuda"
+  use_cuda(common);  // throws for "cuda"
 #endif
   require_host_memory(load_config(common.checkpoint), plan);
   if (host_model != nullptr) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What --device means: built with or without CUDA.
+// Chooses the device for --device; it compiles with and without CUDA.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@
 
 namespace twell::cli {
 
-// Whether to run on the GPU: "cuda", or "auto" where there is one. InputError with the reason when
-// "cuda" was asked for and cannot be had.
+// Whether to run on the GPU: true for "cuda", and for "auto" where a GPU is usable. InputError with
+// the reason when "cuda" was requested but no GPU is usable.
 bool use_cuda(const CommonOptions& common);
 
-// The checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU does
-// not run or has no room for goes to the CPU, and a line on stderr says why.
-// host_model: the checkpoint's, where it is in memory already; the CPU takes it.
+// Loads the checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU
+// code does not support or that does not fit into its memory runs on the CPU, and a line on stderr
+// gives the reason. host_model: the same checkpoint, if already loaded; the CPU engine uses it.
 std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,
                                     std::unique_ptr<Model> host_model = nullptr);
 

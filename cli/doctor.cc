@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell doctor: what this machine offers, and whether the build can use it.
+// twell doctor: the machine's features, and whether this build can use them.
 #include <dnnl_version.h>
 #include <fmt/core.h>
 #include <hwy/targets.h>
@@ -19,7 +19,7 @@
 namespace twell::cli {
 namespace {
 
-// The instruction sets Highway will dispatch to here, best first.
+// The instruction sets that Highway can dispatch to on this machine, best first.
 std::vector<std::string> simd_targets() {
   std::vector<std::string> names;
   for (int64_t left = hwy::SupportedTargets(); left != 0; left &= left - 1) {

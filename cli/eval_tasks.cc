@@ -30,7 +30,7 @@ struct Result {
   TaskAccuracy accuracy;
 };
 
-// What a table of several tasks is summed up by: the mean, taking acc where there is no acc_norm.
+// The summary of a table of several tasks: the mean, with acc for tasks without acc_norm.
 double mean_accuracy(const std::vector<Result>& results, bool norm) {
   double sum = 0.0;
   for (const Result& result : results) {
@@ -133,7 +133,7 @@ void add_eval_tasks_options(Command& command, CommonOptions& common,
 
 int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments) {
   TWELL_REQUIRE(!arguments.data.empty(), "--tasks needs --task-data DIR, the data sets' folder");
-  // Everything that can be refused is, before anything is computed.
+  // Validate all input before computing anything.
   std::vector<Result> results;
   for (const Task* task : parse_task_list(arguments.tasks)) {
     results.push_back({task, load_task(*task, arguments.data, arguments.limit), {}});

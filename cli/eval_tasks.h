@@ -11,14 +11,14 @@
 namespace twell::cli {
 
 struct EvalTasksArguments {
-  std::string tasks;  // names with commas between; empty: evaluate on a text instead
+  std::string tasks;  // comma-separated names; empty: evaluate on a text instead
   std::filesystem::path data;
   int64_t limit = 0;
   TaskRunOptions run;
   std::string ffn = "auto";
   bool json = false;
 };
-// Adds --tasks and what belongs to it. The command's other options must be there already.
+// Adds --tasks and its related options. The command's other options must be declared already.
 void add_eval_tasks_options(Command& command, CommonOptions& common, EvalTasksArguments& arguments);
 
 int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments);

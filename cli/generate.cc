@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell generate: text from a prompt, streamed, or from many at once.
+// twell generate: streams text from one prompt, or generates for many prompts together.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -41,12 +41,12 @@ struct GenerateArguments {
 
 struct Prompt {
   std::string text;
-  std::string source;  // as an error names it: "the prompt", "prompts.txt line 3"
-  std::string fault;   // why it cannot be continued; empty where it can
+  std::string source;  // how an error message names it: "the prompt", "prompts.txt line 3"
+  std::string fault;   // the reason why it cannot be continued; empty if it can
 };
 
-// A prompt per line; of a .jsonl file, the "prompt" of the object on each line. Empty lines are
-// left out.
+// Reads a prompt from each line; in a .jsonl file, from the field "prompt" of each line's object.
+// Empty lines are skipped.
 std::vector<Prompt> read_prompts(const std::filesystem::path& path) {
   std::vector<Prompt> prompts;
   const std::string name = path == "-" ? "standard input" : path.string();
@@ -69,7 +69,7 @@ std::vector<Prompt> read_prompts(const std::filesystem::path& path) {
   return prompts;
 }
 
-// What the model is given: the texts themselves, or each as a chat's last message in the model's
+// The model's input: the prompts themselves, or each as the last message of a chat in the model's
 // template.
 std::vector<Prompt> read_prompts(const GenerateArguments& arguments,
                                  const std::optional<ChatTemplate>& chat) {
@@ -98,8 +98,9 @@ std::vector<Prompt> read_prompts(const GenerateArguments& arguments,
   return prompts;
 }
 
-// Tokens of the longest prompt and of what may follow: a model's context can be far longer than
-// either. A prompt that leaves no room is given its fault; InputError when none leaves room.
+// The session's length: the longest prompt plus its new tokens, because a model's context can need
+// far more memory. Sets the fault of a prompt that leaves no room for new tokens; InputError when
+// none leaves room.
 int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
                          std::vector<Prompt>& prompts, const GenerateOptions& options) {
   const int64_t max_tokens = options.max_tokens;
@@ -121,10 +122,10 @@ int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
   return std::min(limit - longest, max_tokens) + longest;
 }
 
-// How likely the model itself, at temperature 1, finds the new tokens: natural logarithms.
+// The model's own natural-log probabilities of the new tokens, at temperature 1.
 class LogProbs {
  public:
-  // begin_token: as the prompts were given to the model.
+  // begin_token: the value used when the prompts were given to the model.
   LogProbs(Engine& engine, const Tokenizer& tokenizer, FfnPolicy policy, bool begin_token)
       : tokenizer_(tokenizer), scorer_(engine.scorer(policy)), begin_token_(begin_token) {}
 
@@ -140,7 +141,7 @@ class LogProbs {
       rows.push_back(std::ssize(ids) - 1);
       ids.push_back(new_ids[i]);
     }
-    ids.pop_back();  // nothing follows the last one
+    ids.pop_back();  // the last token predicts nothing
     const ForwardSequence sequence{.tokens = std::ssize(ids)};
     std::vector<float> values(new_ids.size());
     scorer_->score({.ids = ids, .sequences = {&sequence, 1}, .rows = rows, .targets = new_ids},
@@ -155,11 +156,11 @@ class LogProbs {
   bool begin_token_;
 };
 
-// Writes generations in the order of their prompts: as they come where there is one prompt, else
-// as soon as all before them are done. Prompts with a fault are told on stderr.
+// Writes generations in the order of their prompts: a single prompt's text as it is generated,
+// otherwise each once all before it are done. Faulty prompts are reported on stderr.
 class Output {
  public:
-  // log_probs: added to the JSON lines; null: none.
+  // log_probs: adds them to the JSON lines; null: none.
   Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts,
          const LogProbs* log_probs)
       : prompts_(prompts),
@@ -172,7 +173,7 @@ class Output {
     print_finished();
   }
 
-  // For the request's options; may be empty.
+  // For the request's on_text; may be empty.
   std::function<void(std::string_view)> on_text() const {
     if (!streams_) return {};
     return write_out;
@@ -183,7 +184,7 @@ class Output {
     print_finished();
   }
 
-  // By prompt; none where it has a fault.
+  // Indexed by prompt; empty where the prompt is faulty.
   const std::vector<std::optional<Generation>>& generations() const { return done_; }
 
  private:
@@ -226,7 +227,7 @@ class Output {
   bool streams_, json_, echo_;
   bool first_ = true;
   std::vector<std::optional<Generation>> done_;
-  size_t next_ = 0;  // the first that is not printed
+  size_t next_ = 0;  // first generation not printed yet
 };
 
 void print_summary(const Output& output, double seconds, Session& session,
@@ -260,7 +261,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   GenerateOptions& options = arguments.generate;
   options.sampler.seed = common.seed;
   options.sampler.validate();
-  if (chat) options.begin_token = false;  // a chat template writes the token itself
+  if (chat) options.begin_token = false;  // a chat template writes the begin token itself
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const bool prompted = !arguments.prompts.empty() || !arguments.prompt_file.empty() ||
                         !arguments.prompts_file.empty();
@@ -272,7 +273,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   std::vector<Prompt> prompts = read_prompts(arguments, chat);
   TWELL_REQUIRE(arguments.batch >= 1, "--batch must be at least 1, got {}", arguments.batch);
 
-  // All that can be refused is, before the weights are loaded.
+  // Validate all input before loading the weights.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   const SessionOptions planned{.slots = std::min(arguments.batch, std::ssize(prompts)),
@@ -290,7 +291,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   if (arguments.log_probs) log_probs.emplace(*engine, tokenizer, policy, options.begin_token);
   Output output(arguments, prompts, log_probs ? &*log_probs : nullptr);
   options.on_text = output.on_text();
-  std::vector<size_t> asked;  // the prompt of each request
+  std::vector<size_t> asked;  // prompt index of each request
   Generator generator(*session, tokenizer, [&](int64_t request, Generation generation) {
     output.add(asked[static_cast<size_t>(request)], std::move(generation));
   });

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell inspect: what is in a checkpoint, whether it is healthy, and how sparse it is on a text.
+// twell inspect: a checkpoint's tensors, whether its weights are healthy, and its sparsity on a
+// text.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -24,13 +25,15 @@ struct InspectArguments {
   TextOptions text;
   int64_t max_tokens = 65536;
   bool tensors = false;
-  const Option* json = nullptr;  // given without a file: print
+  const Option* json = nullptr;  // given without a file name: print
   std::filesystem::path json_file;
   std::filesystem::path html_file;
 };
 
 TensorHealth tensor_health(Context& ctx, const Model& model, const ParamSpec& spec) {
-  constexpr int64_t kPiece = 1 << 16;  // values, summed on their own: threads do not change a sum
+  constexpr int64_t kPiece =
+      1
+      << 16;  // values per partial sum; fixed, so that sums do not depend on the number of threads
   struct Sum {
     double squares = 0.0, max_abs = 0.0;
     int64_t not_finite = 0;
@@ -61,7 +64,7 @@ TensorHealth tensor_health(Context& ctx, const Model& model, const ParamSpec& sp
   return health;
 }
 
-// The token in quotes, with escapes for what would not show in one line.
+// The token in quotes, with escapes for characters that would break or hide in a line.
 std::string quoted(std::string_view bytes) {
   return nlohmann::json(bytes).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
@@ -70,7 +73,7 @@ std::vector<TokenRow> token_rows(const ActivityProfile& profile, const Tokenizer
                                  bool most) {
   std::vector<TokenRow> rows;
   for (const int32_t id : profile.extreme_tokens(kTokensShown, most)) {
-    // A text of shards may hold ids that the tokenizer has no token for.
+    // Shards may contain ids that the tokenizer does not define.
     const bool known = id < tokenizer.vocab_size();
     rows.push_back({id, known ? quoted(tokenizer.token_bytes(id)) : fmt::format("#{}", id),
                     profile.by_token[static_cast<size_t>(id)].seen, profile.nnz_of(id)});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What twell inspect finds out about a checkpoint, and its forms: table, JSON, HTML page.
+// The results of `twell inspect` for a checkpoint, as a table, as JSON and as an HTML page.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct TensorHealth {
 
 struct TokenRow {
   int32_t id = 0;
-  std::string text;  // quoted, in one line, valid UTF-8
+  std::string text;  // quoted, on one line, valid UTF-8
   int64_t seen = 0;
   double nnz = 0.0;  // mean active neurons per layer
 };
@@ -35,17 +35,17 @@ struct Inspection {
   std::vector<TensorHealth> tensors;
   int64_t damaged_tensors = 0;
   Evaluation evaluation;                   // 0 tokens when no text was given
-  std::optional<ActivityProfile> profile;  // none without text or without zeros to count
-  std::string costs_of;                    // whose cost model the expected speed-ups are from
+  std::optional<ActivityProfile> profile;  // empty without a text or without zeros to count
+  std::string costs_of;  // the machine whose cost model gives the expected speed-ups
   std::vector<TokenRow> most_active, least_active;
 };
 
 nlohmann::ordered_json inspection_json(const Inspection& inspection);
 void print_inspection(const Inspection& inspection, bool tensors);
-// A page that needs nothing but itself.
+// A self-contained HTML page.
 std::string inspection_html(const Inspection& inspection);
 
-// "2-3"; "7" when it is one position.
+// "2-3", or "7" for a single position.
 std::string range_name(const PositionRange& range);
 double mean_over_layers(const PositionRange& range);
 

@@ -10,10 +10,11 @@
 namespace twell::cli {
 namespace {
 
-// Long enough that the context lost at a cut does not matter, short enough to keep in memory.
+// Tokens per piece: long enough that the lost context at a cut does not matter, and small in
+// memory.
 constexpr int64_t kShardPiece = int64_t{1} << 16;
 
-// Limits ids to the tokens that are left, and takes them off.
+// Truncates ids to the remaining limit and subtracts their number from it.
 bool take(std::vector<int32_t>& ids, int64_t& left) {
   if (std::ssize(ids) - 1 >= left) {
     ids.resize(static_cast<size_t>(left) + 1);
@@ -110,7 +111,7 @@ void TextPieces::for_each_of_files(const std::function<bool(const TextPiece&)>& 
     tokenizer_.encode_sequence(document, piece.ids, begin_token_, false);
     if (piece.ids.size() < 2) continue;
     const bool whole = take(piece.ids, left_);
-    // Without a token in front the first token of the text is context only.
+    // Without a begin token, the first token of the text serves only as context.
     piece.bytes =
         whole && (begins || eos >= 0) ? std::ssize(document) : text_bytes(tokenizer_, piece.ids);
     if (!use(piece)) return;

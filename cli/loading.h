@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several commands do with their input: the tokenizer of a checkpoint, and text to run on.
+// Input that several commands share: the tokenizer of a checkpoint, and text to run a model on.
 #pragma once
 
 #include <cstdint>
@@ -17,36 +17,37 @@
 
 namespace twell::cli {
 
-// The checkpoint's tokenizer. InputError when it is missing or gives ids the model does not have,
-// which is to be found out before the weights are read.
+// Loads the checkpoint's tokenizer. InputError when it is missing or has ids outside the model's
+// vocabulary. Call it before loading the weights, which takes much longer.
 Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config);
 
 // Text to run a model on: files (--data) or the held-out part of a training run's shards
-// (--shards); one of them is needed.
+// (--shards). One of the two is required.
 struct TextOptions {
   std::filesystem::path shards;
   std::string json_field = "text";
   std::string bad_files = "error";
-  bool begin_token = true;  // documents begin with the token of the tokenizer's template, if any
+  bool begin_token =
+      true;  // prepend the begin token of the tokenizer's template, if any, to documents
 };
 void add_text_options(Command& command, CommonOptions& common, TextOptions& text);
 
-// A piece of text as ids. A document has the token that the tokenizer's template begins texts with
-// in front as context, or else the end-of-text token, where there is one.
+// A piece of text as token ids. A document starts with a context token: the begin token of the
+// tokenizer's template, or else the end-of-text token, if there is one.
 struct TextPiece {
   std::vector<int32_t> ids;
-  int64_t bytes = 0;  // of text behind ids[1..]
+  int64_t bytes = 0;  // bytes of text that ids[1..] encode
 };
 
-// The text of the options. Made before weights are read, so that InputError comes at once when none
-// is given, when it is not there, or when shards are of another tokenizer.
+// Reads the text of the options. Construct it before loading weights, so that InputError comes
+// early when no text is given, a file is missing, or the shards belong to another tokenizer.
 class TextPieces {
  public:
-  // max_tokens = 0: no limit. The tokenizer outlives this.
+  // max_tokens = 0: no limit. The tokenizer must outlive this object.
   TextPieces(const CommonOptions& common, const TextOptions& text, const Tokenizer& tokenizer,
              int64_t max_tokens);
-  // Calls use(piece), document after document (or long stretches of the shards), until the text or
-  // the limit is used up or `use` returns false.
+  // Calls use(piece) for each document (or long stretch of the shards) until the text or the limit
+  // is exhausted or `use` returns false.
   void for_each(const std::function<bool(const TextPiece&)>& use);
 
  private:
@@ -55,8 +56,8 @@ class TextPieces {
 
   const Tokenizer& tokenizer_;
   bool begin_token_;
-  int64_t left_;                      // tokens still wanted
-  std::unique_ptr<ShardSet> shards_;  // one of the two
+  int64_t left_;                      // tokens left until the limit
+  std::unique_ptr<ShardSet> shards_;  // either this or source_ is set
   std::unique_ptr<TextSource> source_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The twell command. Every failure ends here as one line on stderr and an exit code.
+// The twell command. Every failure is reported here as one line on stderr and an exit code.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ Examples:
   twell tokenize --data docs/ --out shards/ --vocab-size 8192)";
 
 int fail(int code, std::string message) {
-  // One line, whatever a file name or a broken file put into it.
+  // Keep the message on one line, whatever a file name or a broken file contains.
   std::replace_if(
       message.begin(), message.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
   fmt::print(stderr, "twell: error: {}\n", message);

@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kMachine = "Machine";
 
-// A file without a name that holds standard input. It is gone when the process ends.
+// Copies standard input into an unnamed temporary file, which exists until the process ends.
 std::filesystem::path spool_standard_input() {
   const std::filesystem::path folder = std::filesystem::temp_directory_path();
   const int file = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);

@@ -26,14 +26,15 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Bytes on disk that will be read, as far as that can be known before.
+// Bytes that will be read from disk, as far as known in advance.
 int64_t expected_bytes(const DataRequest& request, const TextSource& source) {
   const int64_t limit = request.options.max_bytes;
   const int64_t total = std::max<int64_t>(source.total_bytes(), 1);
   return limit > 0 ? std::min(limit, total) : total;
 }
 
-// Documents are picked at random so that the sample covers all of the data, up to its byte limit.
+// Trains on randomly picked documents, so that a sample under the byte limit covers all of the
+// data.
 Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   TextSource source(request.text({}));
   std::string first;
@@ -67,7 +68,7 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   return tokenizer;
 }
 
-// What the shards are made from: equal for equal results.
+// Identifies the source of the shards: equal identities give equal shards.
 nlohmann::json source_identity(const DataRequest& request, int64_t total_bytes) {
   const DataOptions& options = request.options;
   nlohmann::json json = {{"bytes", total_bytes},
@@ -152,7 +153,8 @@ int64_t shard_bytes(const DataRequest& request, const fs::path& folder) {
     return bytes;
   }
   if (request.paths.empty()) return 0;
-  // English and code come to about three bytes a token, more with large vocabularies.
+  // Lower estimate: English and code have about three bytes per token, more with large
+  // vocabularies.
   constexpr int64_t kTextBytesPerToken = 3;
   const int64_t id_bytes = request.vocab_size <= 65536 ? 2 : 4;
   return expected_bytes(request, TextSource(request.text({}))) / kTextBytesPerToken * id_bytes;

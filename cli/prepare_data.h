@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From --data to a tokenizer and a folder of shards: what `train` and `tokenize` share.
+// Turns --data into a tokenizer and a folder of shards, for `train` and `tokenize`.
 #pragma once
 
 #include <cstdint>
@@ -19,42 +19,43 @@ namespace twell::cli {
 struct DataOptions {
   std::string json_field = "text";
   std::string bad_files = "error";
-  int64_t max_bytes = 0;  // of text; 0: all
+  int64_t max_bytes = 0;  // of text to read; 0: all
   double validation_fraction = 0.01;
   std::filesystem::path tokenizer;  // empty: train one
   std::string pre_tokenizer = "gpt2";
   int64_t tokenizer_sample_mib = 32;
 };
-// Both under the heading "Data".
+// Both functions declare options under the heading "Data".
 void add_source_options(Command& command, DataOptions& options);
 void add_tokenizer_options(Command& command, DataOptions& options);
 
 struct DataRequest {
   const DataOptions& options;
   std::vector<std::filesystem::path> paths;
-  int64_t vocab_size = 0;  // of a tokenizer to be trained
+  int64_t vocab_size = 0;  // of a newly trained tokenizer
   uint64_t seed = 0;
   int threads = 0;
-  bool replace = false;  // shards made from something else, instead of refusing them
+  bool replace = false;  // replace shards made from another source instead of refusing them
 
   TextSourceOptions text(const LogSink& log) const;
 };
 
 struct PreparedData {
   Tokenizer tokenizer;
-  std::optional<ShardCounts> written;  // empty when an earlier result was taken as it is
+  std::optional<ShardCounts> written;  // empty when existing shards were reused
   double tokenize_seconds = 0.0;
   int64_t files_skipped = 0;
 };
 
-// Leaves in `folder` the shards, their tokenizer.json, and source.json: what they were made from. A
-// folder made from the same source is taken as it is.
+// Writes to `folder` the shards, their tokenizer.json, and source.json, which identifies their
+// source. A folder made from the same source is reused.
 PreparedData prepare_shards(const DataRequest& request, const std::filesystem::path& folder,
                             ProgressLine& progress);
 
-// Shards made earlier, with the tokenizer beside them.
+// Whether the folder holds shards with their tokenizer.
 bool holds_shards(const std::filesystem::path& folder);
-// Bytes of the shards in `folder`, or else, estimated, of those that the request would make there.
+// Size in bytes of the shards in `folder`; if there are none, an estimate of those that the request
+// would make.
 int64_t shard_bytes(const DataRequest& request, const std::filesystem::path& folder);
 
 }  // namespace twell::cli

@@ -22,7 +22,7 @@
 namespace twell::cli {
 namespace {
 
-// A signal handler can reach nothing but globals.
+// Signal handlers can only access globals.
 std::atomic<bool> waits_for_command{false};
 std::atomic<bool> stop_requested{false};
 std::atomic<int> received{0};
@@ -62,7 +62,7 @@ void return_freed_memory() {
 }
 
 void handle_signals() {
-  // A closed pipe is an error of the write, which a training run survives.
+  // Writing to a closed pipe then fails with EPIPE, which a training run survives.
   std::signal(SIGPIPE, SIG_IGN);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
     struct sigaction action {};

@@ -49,7 +49,8 @@ void ProgressLine::finish() {
 
 void ProgressLine::update(std::string_view line, bool important) {
   if (terminal_) {
-    // A line as wide as the terminal would make some terminals scroll. "\x1b[K" clears the rest.
+    // Leave one column free, because some terminals scroll on a full line. "\x1b[K" clears the
+    // rest.
     put("\r" + cut_to_width(line, terminal_columns(stream_) - 1) + "\x1b[K");
     live_ = true;
     return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Progress on stdout, or on stderr where stdout is for results: on a terminal one live line, cut to
-// the terminal's width, elsewhere a line every few seconds. Progress that cannot be written is lost
-// without an error, so that a run outlives the reader of its output.
+// Progress on stdout, or on stderr where stdout carries results. A terminal shows one live line,
+// cut to its width; other outputs get a line every few seconds. Write errors are ignored, so that a
+// run outlives the reader of its output.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,8 @@
 
 namespace twell::cli {
 
-// As much of the line as `columns` hold; a cut line ends in "..". Every code point is a column.
+// The part of the line that fits into `columns`; a cut line ends in "..". One column per code
+// point.
 std::string cut_to_width(std::string_view line, size_t columns);
 
 class ProgressLine {
@@ -23,13 +24,13 @@ class ProgressLine {
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
 
-  // `important`: shown even when the last plain line was a moment ago.
+  // `important`: print the line even if the last plain line was printed a moment ago.
   void update(std::string_view line, bool important = false);
-  void finish();  // ends a live line
-  void clear();   // takes a live line away
-  // A line of its own, above the live one.
+  void finish();  // ends the live line
+  void clear();   // erases the live line
+  // Prints a permanent line above the live one.
   void print(std::string_view line);
-  // Info to the stream, warnings to stderr.
+  // Logs info to the progress stream, warnings to stderr.
   LogSink log_sink();
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell report: one page and one JSON object about a training run, from the files it left behind.
+// twell report: summarizes a training run from its files as an HTML page and a JSON object.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -36,7 +36,7 @@ std::vector<json> read_jsonl(const fs::path& path) {
   return rows;
 }
 
-// The rows that a validation belongs to.
+// The rows that include a validation.
 std::vector<json> validated(const std::vector<json>& rows) {
   std::vector<json> result;
   for (const json& row : rows) {
@@ -45,7 +45,7 @@ std::vector<json> validated(const std::vector<json>& rows) {
   return result;
 }
 
-// A row of `twell bench forward`, from a CPU or a GPU.
+// Adds a row of `twell bench forward` from a CPU or a GPU.
 void add_benchmark(json& report, const json& bench) {
   const bool gpu = bench.contains("gpu");
   for (const std::string execution : {"dense", "sparse"}) {
@@ -89,7 +89,7 @@ json make_report(const fs::path& run, const std::vector<json>& metrics, const js
   return report;
 }
 
-// A dozen evenly spaced rows of the run: how the loss and the activity fell.
+// Prints a dozen evenly spaced rows of the run, to show the course of loss and activity.
 void print_course(const std::vector<json>& metrics) {
   fmt::print("{:>8} {:>10} {:>9} {:>9} {:>12} {:>7}\n", "step", "tokens", "CE", "val CE",
              "active/tok", "dead");

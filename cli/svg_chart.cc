@@ -12,7 +12,7 @@ namespace {
 constexpr double kWidth = 720, kHeight = 260;
 constexpr double kLeft = 56, kRight = 16, kTop = 30, kBottom = 44;
 constexpr double kPlotWidth = kWidth - kLeft - kRight, kPlotHeight = kHeight - kTop - kBottom;
-constexpr size_t kMostLabels = 20;  // categories that are labelled
+constexpr size_t kMostLabels = 20;  // most categories that get a label
 
 std::string number(double value) {
   if (value != 0.0 && std::abs(value) < 10.0 && value != std::round(value)) {
@@ -22,7 +22,8 @@ std::string number(double value) {
   return fmt::format("{:.{}f}", value, digits);
 }
 
-// 0, a round step, .., at most five of them up to the first at or above `highest`.
+// Axis ticks 0, step, 2 step, .. with a round step: at most five, up to the first at or above
+// `highest`.
 std::vector<double> linear_ticks(double highest) {
   const double top = highest > 0.0 ? highest : 1.0;
   const double rough = top / 5.0;

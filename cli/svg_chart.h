@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts over a row of categories (layers, positions), as inline SVG. Colours are the classes
-// series-0, series-1, .. of the page's style sheet; every mark says its value when pointed at.
+// Charts over categories (layers, positions), as inline SVG. Colours are the classes series-0,
+// series-1, .. of the page's style sheet; every mark shows its value as a tooltip.
 #pragma once
 
 #include <string>
@@ -8,33 +8,33 @@
 
 namespace twell::cli {
 
-// Text as it may stand in HTML and in attributes.
+// Escapes text for HTML content and attributes.
 std::string html_escape(const std::string& text);
 
 class SvgChart {
  public:
   struct Axis {
     std::string label;
-    bool log = false;  // values below 1 are drawn at 1
-    std::string unit;  // behind every value: "%", "x"
+    bool log = false;  // logarithmic; values below 1 are drawn at 1
+    std::string unit;  // suffix of every value: "%", "x"
   };
-  // `highest` is the largest value that will be drawn; the axis starts at 0, or at 1 when it is
+  // `highest` is the largest value that will be drawn. The axis starts at 0, or at 1 when it is
   // logarithmic.
   SvgChart(std::vector<std::string> categories, std::string category_label, Axis axis,
            double highest);
 
   struct Series {
-    std::string name;            // for the marks and the legend; empty: not in the legend
+    std::string name;            // for tooltips and the legend; empty: not in the legend
     std::vector<double> values;  // one per category
     int color = 0;
   };
-  // Bars side by side. Call it with all series at once.
+  // Draws bars side by side. Call it once with all series.
   void bars(const std::vector<Series>& series);
-  // Vertical bars from `low` to `high`, one per category.
+  // Draws vertical bars from `low` to `high`, one per category.
   void ranges(const Series& low, const Series& high);
   void line(const Series& series, bool faint = false);
   void dots(const Series& series);
-  // A horizontal line at a value that means something.
+  // Draws a labelled horizontal line at a reference value.
   void rule(double value, const std::string& label);
 
   std::string svg() const;

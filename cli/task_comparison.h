@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two models on multiple-choice tasks: the end of `twell train --relufy --tasks`.
+// Compares two models on multiple-choice tasks at the end of `twell train --relufy --tasks`.
 #pragma once
 
 #include <atomic>
@@ -20,23 +20,23 @@
 namespace twell::cli {
 
 struct TaskComparisonOptions {
-  std::string tasks;  // names with commas between; empty: none
+  std::string tasks;  // comma-separated names; empty: none
   std::filesystem::path data;
   int64_t limit = 0;  // items of each task; 0: all
 };
 
 class TaskComparison {
  public:
-  // Reads the items. InputError on a task that is not known, or items that are not there.
+  // Reads the items. InputError on an unknown task or missing items.
   explicit TaskComparison(const TaskComparisonOptions& options);
 
   bool empty() const { return rows_.empty(); }
-  // InputError on an item that this model cannot take.
+  // InputError when an item does not fit this model.
   void check(const ModelConfig& config, const Tokenizer& tokenizer) const;
-  // Both models, on the CPU. False when cancelled.
+  // Runs both models on the CPU. Returns false when cancelled.
   bool run(Context& ctx, const Model& original, const Model& sparse, const Tokenizer& tokenizer,
            const std::atomic<bool>& cancel, ProgressLine& progress);
-  // Of a finished run: acc, or acc_norm where a task has it.
+  // Prints the results of a finished run: acc_norm where a task has it, else acc.
   void print() const;
   nlohmann::json json() const;
 

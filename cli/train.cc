@@ -69,7 +69,7 @@ void print_plan(const TrainOptions& options, const RunPlan& plan) {
              format_count(static_cast<double>(options.tokens)));
 }
 
-// The model's configuration before the tokenizer has its say.
+// The model's configuration before the vocabulary is matched to the tokenizer.
 ModelConfig requested_config(const TrainFlags& flags) {
   if (flags.from.empty()) return model_config(flags.model);
   TWELL_REQUIRE(!flags.model.any(),
@@ -79,7 +79,7 @@ ModelConfig requested_config(const TrainFlags& flags) {
   return config;
 }
 
-// What sparsifying asks for beyond the flags that are options of the run themselves.
+// Adds the options that --relufy implies.
 void add_relufy(const TrainFlags& flags, TrainOptions& options) {
   TWELL_REQUIRE(!flags.from.empty() || (!flags.relufy && options.distill == 0.0),
                 "--relufy and --distill start from a model: add --from DIR");
@@ -92,7 +92,7 @@ void add_relufy(const TrainFlags& flags, TrainOptions& options) {
   TWELL_REQUIRE(flags.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
 }
 
-// Files beside the weights that a chat or a generation with the model needs.
+// Files to copy next to the weights, which chat and generation need.
 std::vector<fs::path> companions(const TrainFlags& flags) {
   std::vector<fs::path> found;
   for (const char* name : {"tokenizer_config.json", "special_tokens_map.json",
@@ -104,7 +104,7 @@ std::vector<fs::path> companions(const TrainFlags& flags) {
   return found;
 }
 
-// A vocabulary that was not asked for is the tokenizer's.
+// Takes the vocabulary size from the tokenizer unless it was given.
 ModelConfig match_tokenizer(const TrainFlags& flags, ModelConfig config,
                             const Tokenizer& tokenizer) {
   if (flags.from.empty()) {
@@ -123,7 +123,7 @@ DataRequest data_request(const TrainFlags& flags, const DataOptions& data,
   return {data, common.data, config.vocab_size, common.seed, common.threads, flags.shards.empty()};
 }
 
-// Shards and their tokenizer; made from --data unless there are some to use as they are.
+// Returns the tokenizer of the shards, after making them from --data unless usable shards exist.
 Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const ModelConfig& config,
                   const fs::path& shards, ProgressLine& progress) {
   const bool as_they_are = flags.resume || common.data.empty();
@@ -178,8 +178,8 @@ void print_summary(const TrainSummary& summary, const TrainOptions& options) {
   fmt::print("checkpoint       {}\n", summary.checkpoint.string());
 }
 
-// The original against what became of it, on held-out text and tasks; kept as
-// OUT/side_by_side.json.
+// Prints the comparison of the original and the sparse model on held-out text and tasks, and saves
+// it as OUT/side_by_side.json.
 void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
                         const fs::path& out) {
   const ModelFigures &a = figures.original, &b = figures.sparse;
@@ -224,7 +224,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   const RunFolder folder(common.out, flags.resume);
   ProgressLine progress(flags.log_interval);
   const Tokenizer tokenizer = prepare(flags, common, config, shards, progress);
-  return_freed_memory();  // tens of MiB of text and tables, not part of the plan
+  return_freed_memory();  // frees tens of MiB of text and tables that the plan does not count
   config = match_tokenizer(flags, config, tokenizer);
   tasks.check(config, tokenizer);
   check_interrupted();
@@ -237,8 +237,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   const LoadOptions load{.allow_non_finite = common.allow_non_finite};
   const auto resume_from =
       flags.resume ? folder.resume_point({flags.resume_from, flags.fall_back}) : std::nullopt;
-  // A warm-up that was not given was derived from the number of steps, which may be another one
-  // now.
+  // A warm-up that was not given was derived from the earlier run's number of steps.
   if (resume_from && requested.warmup_steps < 0) {
     options.warmup_steps = saved_warmup_steps(resume_from->folder);
     options = resolve_options(options, config);
@@ -250,7 +249,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
                   format_count(static_cast<double>(config.parameter_count())), config.layers,
                   config.width, config.ffn, device.name(),
                   resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
-  // The model as it came, to learn from and to be compared with.
+  // A copy of the original model, for distillation and for the comparison.
   const bool original_needed = flags.relufy || options.distill > 0.0;
   const std::unique_ptr<Model> original =
       original_needed ? load_model(ctx, flags.from, load) : nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device that a training run is computed on: chosen by --device, the plan and the engine of it.
+// The device of a training run: chooses it for --device, plans its memory, and makes its engine.
 #pragma once
 
 #include <memory>
@@ -16,17 +16,17 @@ namespace twell::cli {
 
 class TrainDevice {
  public:
-  // Options are resolved. With "auto", a run that the GPU code does not do goes to the CPU, and a
-  // line on stderr says why; with "cuda" that is an InputError.
+  // The options must be resolved. With "auto", a run that the GPU code does not support goes to the
+  // CPU, and a line on stderr gives the reason; with "cuda" it is an InputError.
   TrainDevice(const CommonOptions& common, const ModelConfig& config, const TrainOptions& options);
   ~TrainDevice();
 
   bool on_gpu() const { return gpu_ != nullptr; }
-  std::string name() const;  // "CPU", or that of the GPU
+  std::string name() const;  // "CPU", or the name of the GPU
   RunPlan plan(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) const;
-  // InputError where this memory is not free on the GPU.
+  // InputError when the GPU has less free memory than the plan needs.
   void require_memory(const RunPlan& plan) const;
-  // Everything given must outlive the engine, this device too. teacher: see TrainEngineCpu.
+  // All arguments and this object must outlive the engine. teacher: see TrainEngineCpu.
   std::unique_ptr<TrainEngine> engine(Context& ctx, Model& model, const ShardSet& shards,
                                       const TrainOptions& options, const Model* teacher) const;
 

@@ -151,7 +151,7 @@ void add_sparsity_flags(Command& command, TrainFlags& flags) {
       .choices({"auto", "dense", "hybrid"});
 }
 
-// The flags' names for what config.json calls otherwise.
+// Replaces the names of config.json in a message by those of the flags.
 std::string in_words_of_flags(std::string message) {
   static constexpr std::pair<std::string_view, std::string_view> kNames[] = {
       {"hidden_size", "--width"},

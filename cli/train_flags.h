@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The options of `twell train` and what they amount to: a model configuration and TrainOptions.
+// The options of `twell train`, and the model configuration and TrainOptions made from them.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace twell::cli {
 
-// What is not given comes from the preset.
+// Values that are not given come from the preset.
 struct ModelFlags {
   std::optional<std::string> preset;
   std::optional<int64_t> width, ffn, layers, heads, kv_heads, head_dim, context, vocab_size;
@@ -31,16 +31,16 @@ struct TrainFlags {
   std::filesystem::path shards;
   std::filesystem::path from;
   bool relufy = false;
-  TaskComparisonOptions tasks;  // at the end of sparsifying
+  TaskComparisonOptions tasks;  // evaluated after sparsifying
   bool resume = false;
-  std::optional<int64_t> resume_from;  // step of a checkpoint
+  std::optional<int64_t> resume_from;  // step of the checkpoint to resume from
   bool fall_back = false;
   bool dry_run = false;
   bool tensorboard = false;
   double log_interval = 10.0;  // seconds
   ModelFlags model;
   TrainOptions train;
-  std::optional<int64_t> steps, tokens, batch_tokens;  // those a preset has a say in
+  std::optional<int64_t> steps, tokens, batch_tokens;  // a preset may set these
   std::string l1_reduction = "sum";
   std::string ffn_policy = "auto";
   std::string save_dtype = "f32";
@@ -50,9 +50,9 @@ struct TrainFlags {
 
 void add_train_flags(Command& command, TrainFlags& flags);
 
-// The model that is trained; vocab_size is that of the flags or the preset.
+// The configuration of the model to train; vocab_size is that of the flags or the preset.
 ModelConfig model_config(const ModelFlags& flags);
-// Not resolved yet.
+// The result is not resolved yet.
 TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common);
 
 }  // namespace twell::cli
