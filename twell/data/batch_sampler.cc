@@ -10,10 +10,11 @@
 namespace twell {
 namespace {
 
-constexpr uint64_t kShuffleStream = uint64_t{0x5348} << 48;  // of random numbers; "SH"
-constexpr uint64_t kRounds = 6;  // four make a Feistel network pseudo-random; two to spare
+constexpr uint64_t kShuffleStream = uint64_t{0x5348} << 48;  // random-number stream; "SH"
+constexpr uint64_t kRounds = 6;  // four rounds make a Feistel network pseudo-random; two spare
 
-// A Feistel network over two halves of half_bits bits each: invertible whatever its round function.
+// A Feistel network over two halves of half_bits bits each. It is invertible for any round
+// function.
 uint64_t feistel(uint64_t value, int half_bits, uint64_t seed, uint64_t epoch) {
   const uint64_t mask = (uint64_t{1} << half_bits) - 1;
   uint64_t left = value >> half_bits, right = value & mask;
@@ -32,7 +33,7 @@ uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch) {
   TWELL_CHECK(index < n && n <= uint64_t{1} << 62, "index {} of {}", index, n);
   if (n == 1) return 0;
   const int half_bits = (static_cast<int>(std::bit_width(n - 1)) + 1) / 2;
-  // The network permutes up to 4n values; walking its cycle until it is back below n permutes n.
+  // The network permutes up to 4n values; following its cycle until it is below n permutes n.
   do {
     index = feistel(index, half_bits, seed, epoch);
   } while (index >= n);
@@ -64,7 +65,7 @@ void BatchSampler::sequence(int64_t index, std::span<int32_t> inputs,
               "inputs of {}, targets of {}, length {}", inputs.size(), targets.size(), length_);
   const int64_t begin = window(index) * length_;
   shards_.read(split_, begin, inputs);
-  // All but the last target are inputs too: one pass over the shards does.
+  // All targets but the last are also inputs, so the shards are read only once.
   std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
   shards_.read(split_, begin + length_, targets.last(1));
 }

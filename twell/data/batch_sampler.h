@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training sequences as a pure function of (seed, position): nothing to save for a resumed run.
+// Training sequences as a pure function of (seed, position), so a resumed run needs no saved state.
 //
-// The split's token stream is cut into windows of length + 1 tokens that start length tokens apart:
-// the last target of a window is the first input of the next, so every token but the stream's first
-// is a target exactly once (up to a last window that is not full). With shuffle, every epoch visits
-// all windows once in a fresh pseudo-random order: a keyed permutation, no table.
+// The split's token stream is cut into windows of length + 1 tokens that start length tokens apart.
+// The last target of a window is the first input of the next, so every token but the stream's first
+// is a target exactly once; an incomplete last window is dropped. With shuffle, every epoch visits
+// all windows once in a new pseudo-random order, computed by a keyed permutation without a table.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,9 @@ class BatchSampler {
   // The shards must outlive this. InputError when the split has less than one window.
   BatchSampler(const ShardSet& shards, Split split, int64_t length, uint64_t seed, bool shuffle);
   int64_t windows() const { return windows_; }
-  // Number of the window that sequence `index` reads (0, 1, 2, ... over the whole run).
+  // The window that sequence `index` reads (0, 1, 2, ... over the whole run).
   int64_t window(int64_t index) const;
-  // Fills sequence `index`: inputs [length], targets [length], targets[t] the token after
-  // inputs[t].
+  // Fills sequence `index`: inputs [length] and targets [length]; targets[t] follows inputs[t].
   void sequence(int64_t index, std::span<int32_t> inputs, std::span<int32_t> targets) const;
 
  private:
@@ -34,7 +33,7 @@ class BatchSampler {
   bool shuffle_;
 };
 
-// A permutation of [0, n) for each (seed, epoch), evaluated at one place: the image of `index`.
+// The image of `index` under the permutation of [0, n) that (seed, epoch) selects.
 uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch);
 
 }  // namespace twell

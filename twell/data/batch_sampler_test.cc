@@ -41,7 +41,7 @@ TEST(Permute, DependsOnSeedAndEpoch) {
 }
 
 TEST(Permute, LooksRandom) {
-  // Over many keys every place goes to every other equally often, and neighbours part.
+  // Over many keys each index maps to each place equally often, and neighbours are separated.
   constexpr uint64_t kN = 10, kKeys = 20000;
   std::vector<int64_t> hits(kN * kN);
   int64_t neighbours = 0;
@@ -54,7 +54,7 @@ TEST(Permute, LooksRandom) {
   for (const int64_t count : hits) {
     EXPECT_NEAR(static_cast<double>(count), expected, 5 * std::sqrt(expected));
   }
-  // Each of the n - 1 adjacent pairs is an increasing neighbour with probability 1 / n.
+  // Each of the n - 1 adjacent pairs stays consecutive with probability 1 / n.
   EXPECT_NEAR(static_cast<double>(neighbours) / kKeys, (kN - 1) / static_cast<double>(kN), 0.05);
 }
 
@@ -68,7 +68,7 @@ TEST(Permute, WorksAtAnySize) {
   EXPECT_THROW(permute(5, 5, 0, 0), Error);
 }
 
-// Keeps resumed runs of an older build on their data: the order is part of the format.
+// The order is part of the format: a run resumed with a newer build must see the same data.
 TEST(Permute, StaysTheSame) {
   EXPECT_EQ(order(10, 42, 3), (std::vector<uint64_t>{7, 4, 1, 5, 6, 2, 8, 0, 3, 9}));
 }
@@ -115,7 +115,7 @@ TEST_F(Sampler, TargetsFollowInputs) {
         ++seen[targets[t]];
       }
     }
-    // Every token but the first is a target once, up to the last window that is not full.
+    // Every token but the first is a target once, except those of an incomplete last window.
     EXPECT_EQ(seen[0], 0);
     for (int64_t id = 1; id < 1000; ++id) {
       ASSERT_EQ(seen[id], id <= sampler.windows() * length ? 1 : 0) << length;
@@ -138,7 +138,7 @@ TEST_F(Sampler, EveryEpochIsAFreshOrderOfAllWindows) {
     std::sort(epoch.begin(), epoch.end());
     for (int64_t i = 0; i < n; ++i) ASSERT_EQ(epoch[i], i);
   }
-  // Stateless: any position, at any time, from any instance.
+  // The sampler is stateless: any instance gives any position at any time.
   const BatchSampler again(shards, Split::kTrain, 9, 5, true);
   for (int64_t index = 3 * n - 1; index >= 0; index -= 17) {
     EXPECT_EQ(again.window(index), sampler.window(index));

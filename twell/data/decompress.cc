@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 class FileInput {
  public:
   explicit FileInput(const fs::path& path) : path_(path) {
-    // O_NONBLOCK: opening a pipe must fail the check below, not wait for a writer.
+    // With O_NONBLOCK, opening a pipe fails the check below instead of waiting for a writer.
     fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd_ < 0) fail(std::strerror(errno));
     struct stat info {};
@@ -41,10 +41,10 @@ class FileInput {
     throw InputError(fmt::format("cannot read {}: {}", path_.string(), reason));
   }
 
-  // Unconsumed bytes, after reading on when there are none; empty only at the end of the file.
+  // The unconsumed bytes. An empty buffer is refilled first, so empty means the end of the file.
   std::span<const uint8_t> peek() {
     if (begin_ == end_) {
-      buffer_.resize(kBufferBytes);  // here, because a plain file needs none
+      buffer_.resize(kBufferBytes);  // allocated here because a plain file needs no buffer
       begin_ = 0;
       end_ = read_file(buffer_.data(), buffer_.size());
     }
@@ -52,7 +52,7 @@ class FileInput {
   }
   void consume(size_t count) { begin_ += count; }
 
-  // Reads past the buffer, for plain files.
+  // Reads directly from the file, bypassing the buffer; used for plain files.
   size_t read_file(void* out, size_t size) {
     ssize_t count;
     do {
@@ -118,7 +118,7 @@ class GzipDecoder : public Decoder {
   }
 
  private:
-  // Between members: steps over a byte of padding (false) or starts the next member (true).
+  // Called between members: skips a padding byte (false) or starts the next member (true).
   bool begin_member(uint8_t first_byte) {
     if (first_byte == 0) {
       input_.consume(1);
@@ -132,7 +132,7 @@ class GzipDecoder : public Decoder {
   }
 
   z_stream stream_{};
-  bool in_member_ = true;  // an empty file is a truncated one
+  bool in_member_ = true;  // from the start, so that an empty file counts as truncated
 };
 
 class XzDecoder : public Decoder {
@@ -193,7 +193,7 @@ class ZstdDecoder : public Decoder {
     while (sink.pos == 0) {
       const std::span<const uint8_t> in = input_.peek();
       if (in.empty() && !in_frame_) break;
-      // At the end of the file this still drains what the decoder holds back.
+      // At the end of the file this drains the output that the decoder still holds.
       ZSTD_inBuffer source{in.data(), in.size(), 0};
       const size_t code = ZSTD_decompressStream(stream_, &sink, &source);
       if (ZSTD_isError(code)) {
@@ -208,7 +208,7 @@ class ZstdDecoder : public Decoder {
 
  private:
   ZSTD_DStream* stream_;
-  bool in_frame_ = true;  // an empty file is a truncated one
+  bool in_frame_ = true;  // from the start, so that an empty file counts as truncated
 };
 
 }  // namespace

@@ -21,7 +21,7 @@ std::string read_all(const std::filesystem::path& path, size_t chunk = 65536) {
   ByteReader reader(path);
   std::string text, part(chunk, '\0');
   while (const size_t count = reader.read(part)) text.append(part, 0, count);
-  EXPECT_EQ(reader.read(part), 0u);  // the end stays the end
+  EXPECT_EQ(reader.read(part), 0u);  // reading again at the end still gives 0
   EXPECT_EQ(reader.file_bytes_read(), static_cast<int64_t>(std::filesystem::file_size(path)));
   return text;
 }
@@ -56,7 +56,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, Decompress,
 
 TEST_P(Decompress, ReadsBackInChunksOfAnySize) {
   const TempFolder folder;
-  const std::string text = some_text(500000);  // several times the file buffer once unpacked
+  const std::string text = some_text(500000);  // decompresses to several file buffers
   const auto file = folder.write("a" + GetParam().ending, GetParam().compress(text));
   for (size_t chunk : {7, 1000, 4096, 1 << 20}) EXPECT_EQ(read_all(file, chunk), text);
   EXPECT_EQ(read_all(folder.write("empty" + GetParam().ending, GetParam().compress(""))), "");
@@ -92,7 +92,7 @@ TEST_P(Decompress, RefusesOtherBytes) {
               AllOf(HasSubstr("tail" + ending), HasSubstr("corrupt")));
   std::string altered = packed;
   altered[packed.size() / 2] = static_cast<char>(altered[packed.size() / 2] ^ 0x10);
-  if (ending != ".zst") {  // written without a checksum here, as zstd's library does by default
+  if (ending != ".zst") {  // without a checksum, the zstd library's default
     EXPECT_THAT(fault_of(folder.write("altered" + ending, altered)), HasSubstr("corrupt"));
   }
 }

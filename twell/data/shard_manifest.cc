@@ -14,7 +14,7 @@ using nlohmann::json;
 
 constexpr std::string_view kFormat = "twell-shards";
 constexpr int64_t kVersion = 1;
-// Far above any corpus, and low enough that sums and sizes in bytes cannot overflow.
+// Far above any corpus, yet small enough that sums and sizes in bytes cannot overflow.
 constexpr int64_t kMaxCount = int64_t{1} << 56;
 
 std::string_view dtype_of(const ShardManifest& manifest) {
@@ -40,7 +40,7 @@ class Fields {
   }
   int64_t integer(const char* key, int64_t lowest, int64_t highest) const {
     const json& field = at(key);
-    // A value above the int64 range is unsigned, and wraps to a negative one here.
+    // A value above the int64 range is stored as unsigned and wraps to a negative number here.
     const int64_t value = field.is_number_integer() ? field.get<int64_t>() : -1;
     TWELL_REQUIRE(field.is_number_integer() && value >= lowest && value <= highest,
                   "{}: \"{}\" must be an integer from {} to {}", source_, key, lowest, highest);

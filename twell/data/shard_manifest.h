@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// manifest.json of a shard set: what the shards hold and what they were made with.
+// manifest.json of a shard set: its contents, tokenizer and options.
 //
 //   {"format": "twell-shards", "version": 1,
 //    "tokenizer_hash": "...", "vocab_size": 4096, "dtype": "u16",
@@ -8,8 +8,8 @@
 //    "train":      {"tokens": 1300, "shards": [{"file": "...", "tokens": 1300, "crc64": "..."}]},
 //    "validation": {"tokens": 20,   "shards": [...]}}
 //
-// dtype: "u16" for vocabularies of at most 65,536 tokens, else "u32". A shard file holds its ids
-// and nothing else, little-endian; crc64 is the CRC-64/XZ of its bytes, 16 hex digits.
+// dtype: "u16" for vocabularies of at most 65,536 tokens, else "u32". A shard file holds only its
+// ids, little-endian; crc64 is the CRC-64/XZ of its bytes, 16 hex digits.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ struct ShardCounts {
 };
 
 struct ShardFile {
-  std::string name;  // of a file in the manifest's own folder
+  std::string name;  // file name in the manifest's folder
   int64_t tokens = 0;
   uint64_t crc64 = 0;
 };
@@ -41,7 +41,7 @@ struct ShardManifest {
   uint64_t seed = 0;
   double validation_fraction = 0;
   ShardCounts counts;
-  std::array<std::vector<ShardFile>, kSplits> shards;  // by Split
+  std::array<std::vector<ShardFile>, kSplits> shards;  // indexed by Split
 
   int64_t id_bytes() const { return vocab_size <= 65536 ? 2 : 4; }
   int64_t tokens(Split split) const {
@@ -51,10 +51,9 @@ struct ShardManifest {
 
 std::string to_json(const ShardManifest& manifest);
 
-// InputError, starting with `source` and naming the field, for whatever to_json cannot have
-// written: a missing or mistyped field, a count out of range, counts that do not add up, a file
-// name that is not plain (letters, digits, '.', '_' and '-', not starting with a dot) or comes
-// twice.
+// InputError, starting with `source` and naming the field, for anything to_json never writes: a
+// missing or mistyped field, a count out of range, counts that do not add up, a repeated file name,
+// or one that is not plain (letters, digits, '.', '_' and '-', not starting with a dot).
 ShardManifest parse_shard_manifest(std::string_view json, const std::string& source);
 
 }  // namespace twell

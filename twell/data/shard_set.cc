@@ -15,7 +15,7 @@ ShardManifest read_manifest(const fs::path& folder) {
   TWELL_REQUIRE(fs::exists(path), "{} is not a folder of token shards: it has no manifest.json",
                 folder.string());
   const MappedFile file(path);
-  constexpr size_t kMaxBytes = size_t{64} << 20;  // half a million shards
+  constexpr size_t kMaxBytes = size_t{64} << 20;  // enough for half a million shards
   TWELL_REQUIRE(file.bytes().size() <= kMaxBytes, "{}: larger than {} MiB", path.string(),
                 kMaxBytes >> 20);
   return parse_shard_manifest(

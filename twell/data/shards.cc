@@ -16,10 +16,10 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr uint64_t kSplitStream = 0x53504c4954;  // of random numbers; "SPLIT"
+constexpr uint64_t kSplitStream = 0x53504c4954;  // random-number stream; "SPLIT"
 constexpr int64_t kLeastValidation = 4097;       // two windows of 2,048 tokens and the last target
 
-// Text read but not yet encoded. Bounded in bytes, and in pieces for texts of a few bytes each.
+// Limits on text read but not yet encoded: in bytes, and in pieces, because pieces can be tiny.
 constexpr int64_t kBatchBytesPerThread = int64_t{2} << 20;
 constexpr size_t kBatchPieces = 1 << 16;
 
@@ -28,7 +28,7 @@ bool is_validation(std::string_view text, const TokenizeOptions& options) {
   return uniform(options.seed, kSplitStream, hash) < options.validation_fraction;
 }
 
-// Tokens the validation split should have of `total`, at least one token for each side.
+// Tokens the validation split should have of `total`; each split gets at least one.
 int64_t wanted_validation(int64_t total, double fraction) {
   if (fraction == 0) return 0;
   const auto share = static_cast<int64_t>(std::llround(static_cast<double>(total) * fraction));
@@ -76,8 +76,7 @@ class ShardJob {
     return batch;
   }
 
-  // ids_[i] = ids of batch[i]. Each thread takes the next piece that is left: pieces differ in
-  // cost.
+  // ids_[i] = ids of batch[i]. Threads take pieces one at a time because their costs differ.
   void encode(const std::vector<TextPiece>& batch) {
     ids_.resize(std::max(ids_.size(), batch.size()));
     std::atomic<size_t> next = 0;
@@ -125,7 +124,7 @@ class ShardJob {
     validation_.finish();
   }
 
-  // Returns the bytes of text that the tokens moved stand for.
+  // Returns the bytes of text that the moved tokens represent.
   int64_t move_tail(SplitWriter& from, SplitWriter& to, int64_t count) {
     int64_t bytes = 0;
     from.finish();
@@ -152,7 +151,7 @@ class ShardJob {
   const TokenizeOptions& options_;
   Context ctx_;
   SplitWriter train_, validation_;
-  SplitWriter* document_ = nullptr;  // the split of the document being written
+  SplitWriter* document_ = nullptr;  // split of the document being written
   std::vector<std::vector<int32_t>> ids_;
   ShardCounts counts_;
 };

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tokenized text on disk: a folder with manifest.json (shard_manifest.h) and memory-mapped shards
-// of token ids (little-endian u16 when the vocabulary allows, else u32), EOS after every document.
+// of token ids (little-endian u16 when the vocabulary allows, else u32). EOS ends every document.
 //
-// Train and validation: each document goes whole to one split, picked by a hash of its text (of its
+// Train and validation: each document goes whole to one split, chosen by a hash of its text (its
 // first piece, when it comes in several) and the seed. So the split does not depend on the order of
-// the documents, and copies of a document are on the same side. The share of validation is asked
-// for in documents, wanted in tokens, and documents differ in size: where fewer than half or more
-// than twice the wanted tokens come out (few documents, one giant), the tail of the train stream
-// moves to the end of the validation stream, or the other way round, until the share is exact.
-// Validation is wanted to have at least 4,097 tokens, two windows of 2,048, but no more than a
-// tenth of the text for that reason.
+// the documents, and copies of a document are on the same side. Documents are assigned with
+// probability validation_fraction, but the target is that share of the tokens. If validation gets
+// fewer than half or more than twice its target (few documents, or one giant), the tail of the
+// train stream moves to the end of the validation stream, or the reverse, until the share is exact.
+// The target is at least 4,097 tokens (two windows of 2,048) or a tenth of all, whichever is less.
 #pragma once
 
 #include <array>
@@ -36,34 +35,34 @@ struct TokenizeOptions {
   std::function<void(int64_t bytes_read, int64_t total_bytes, int64_t tokens)> progress;
 };
 
-// What write_shards needs of a tokenizer.
+// What write_shards needs from a tokenizer.
 struct TokenEncoder {
   // Appends the ids of a text; called from several threads at once.
   std::function<void(std::string_view text, std::vector<int32_t>& ids)> encode;
-  std::function<int64_t(int32_t id)> token_bytes;  // bytes of text that a token stands for
+  std::function<int64_t(int32_t id)> token_bytes;  // bytes of text that a token represents
   int32_t eos = -1;
   int64_t vocab_size = 0;
   std::string hash;
 
-  // Special tokens spelled out in the text stay text: a document cannot end itself.
-  static TokenEncoder of(const Tokenizer& tokenizer);  // which must outlive this
+  // Special tokens spelled out in the text stay plain text, so a document cannot contain EOS.
+  static TokenEncoder of(const Tokenizer& tokenizer);  // must outlive the result
 };
 
-// Reads the whole source once, from its start, and writes the shard set atomically: the folder is
-// complete, or as it was before. The result depends on the text, the tokenizer, the seed and the
-// fraction alone. Reads ahead on a thread of its own, so source's log is called from there, but
-// never while `progress` runs. InputError: faults of the source; no tokens for one of the splits;
-// a tokenizer without EOS; a disk that is full.
+// Reads the whole source once, from its start, and writes the shard set atomically: after a
+// failure the folder is unchanged. The result depends only on the text, the tokenizer, the seed and
+// the fraction. A separate thread reads ahead and calls source's log, but never while `progress`
+// runs. InputError: faults of the source; no tokens for one of the splits; a tokenizer without EOS;
+// a full disk.
 ShardCounts write_shards(TextSource& source, const Tokenizer& tokenizer,
                          const std::filesystem::path& folder, const TokenizeOptions& options);
 ShardCounts write_shards(TextSource& source, const TokenEncoder& encoder,
                          const std::filesystem::path& folder, const TokenizeOptions& options);
 
-// The shards of a folder, mapped. Constant; may be read from several threads.
+// The memory-mapped shards of a folder. Immutable; several threads may read at once.
 class ShardSet {
  public:
-  // Checks the manifest, the sizes of the files, and that the tokenizer is the one that made them;
-  // InputError says what does not fit and what to do.
+  // Checks the manifest, the sizes of the files, and that the tokenizer is the one that made them.
+  // InputError says what does not match and what to do.
   ShardSet(const std::filesystem::path& folder, const Tokenizer& tokenizer);
   ShardSet(const std::filesystem::path& folder, const std::string& tokenizer_hash,
            int64_t vocab_size);
@@ -71,7 +70,7 @@ class ShardSet {
   const ShardCounts& counts() const { return manifest_.counts; }
   int64_t tokens(Split split) const { return manifest_.tokens(split); }
   // Copies ids [begin, begin + out.size()) of the split's token stream. InputError when an id is
-  // outside the vocabulary: the file was altered.
+  // outside the vocabulary, which means that the file was altered.
   void read(Split split, int64_t begin, std::span<int32_t> out) const;
   // Reads every file and compares its checksum; InputError names a file that was altered.
   void verify() const;
@@ -79,7 +78,7 @@ class ShardSet {
  private:
   struct Stream {
     std::vector<MappedFile> files;
-    std::vector<int64_t> begins;  // of each file, in the token stream
+    std::vector<int64_t> begins;  // each file's first position in the token stream
   };
   const Stream& stream(Split split) const { return streams_[static_cast<size_t>(split)]; }
   void map(Split split, const std::filesystem::path& folder);

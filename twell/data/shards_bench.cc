@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing shards: everything around the tokenizer (one token per byte), and with a trained one, in
-// bytes of text per second. Reading: one shuffled training sequence, in tokens per second.
+// Writing shards in bytes of text per second, with a trivial tokenizer (one token per byte) and a
+// trained one. Reading one shuffled training sequence in tokens per second.
 #include "twell/data/shards.h"
 
 #include <benchmark/benchmark.h>
@@ -15,7 +15,7 @@
 namespace twell {
 namespace {
 
-// Documents of a few KB, of words drawn from a vocabulary of 30,000.
+// Documents of a few KB; their words are drawn from a vocabulary of 30,000.
 std::string corpus(size_t bytes) {
   std::string text;
   for (uint64_t i = 0; text.size() < bytes; ++i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shard sets from hostile folders. The input is a manifest, a NUL, and bytes that its files repeat;
-// small files are made as large as the manifest claims, so that reading gets behind the size check.
-// A set either is refused with an InputError or gives ids within its vocabulary.
+// small files get the size that the manifest claims, so that reading passes the size check. A set
+// is either refused with an InputError or gives ids within its vocabulary.
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,7 +54,7 @@ void run(std::string_view input) {
   const std::string_view text = input.substr(0, end);
   try {
     const ShardManifest manifest = parse_shard_manifest(text, "manifest");
-    // What was read can be written, and reads back as the same.
+    // A parsed manifest can be written and reads back identical.
     TWELL_CHECK(to_json(parse_shard_manifest(to_json(manifest), "again")) == to_json(manifest),
                 "the manifest does not round-trip");
     const TempFolder folder;

@@ -157,7 +157,7 @@ TEST_F(Shards, DoNotDependOnThreadsShardSizeOrPieces) {
     EXPECT_EQ(ids(open(), Split::kValidation), validation);
     open().verify();
   }
-  // In pieces a document is still one: no EOS within, and its start decides its side.
+  // A document in pieces stays one document: no EOS inside; its first piece decides its split.
   const ShardCounts counts = write(text, options, byte_encoder(), 64);
   EXPECT_EQ(counts.documents, 300);
   EXPECT_EQ(counts.train_tokens + counts.validation_tokens,
@@ -166,7 +166,7 @@ TEST_F(Shards, DoNotDependOnThreadsShardSizeOrPieces) {
 
 TEST_F(Shards, SideOfADocumentDependsOnItsTextAndTheSeed) {
   auto all = some_documents(400);
-  for (int i = 0; i < 400; i += 3) all.push_back(all[static_cast<size_t>(i)]);  // copies
+  for (int i = 0; i < 400; i += 3) all.push_back(all[static_cast<size_t>(i)]);  // repeats
   const TokenizeOptions options{.validation_fraction = 0.2, .seed = 5};
   const auto validation_of = [&](const TokenizeOptions& with) {
     write(joined(all), with);
@@ -207,7 +207,7 @@ TEST_F(Shards, WideVocabulariesTakeFourBytes) {
   for (const int64_t vocab_size : {65536, 65537}) {
     encoder.vocab_size = vocab_size;
     if (vocab_size == 65536) {
-      EXPECT_THROW(write("text", {}, encoder), Error);  // its ids do not fit
+      EXPECT_THROW(write("text", {}, encoder), Error);  // its ids exceed the vocabulary
       EXPECT_FALSE(fs::exists(path_));
       continue;
     }
@@ -235,7 +235,7 @@ TEST_F(Shards, OneDocumentGivesItsTailToValidation) {
   expected.push_back(kEos);
   EXPECT_EQ(all, expected);
   open().verify();
-  // At least two windows of 2,048, but no more than a tenth for that reason.
+  // The target is at least two windows of 2,048 or a tenth of the text, whichever is less.
   EXPECT_EQ(write(text, {.validation_fraction = 0.01}).validation_tokens, 4097);
   EXPECT_EQ(write(text.substr(0, 9999), {}).validation_tokens, 1000);
   EXPECT_EQ(write("abc", {}).validation_tokens, 1);
@@ -244,7 +244,7 @@ TEST_F(Shards, OneDocumentGivesItsTailToValidation) {
 }
 
 TEST_F(Shards, AGiantDocumentDoesNotTakeOverValidation) {
-  // Under some seed the giant is picked for validation; every seed must give the share asked for.
+  // Some seeds put the giant in validation; every seed must still give the requested share.
   const std::string text = joined({std::string(50000, 'g'), "little", "less"});
   int64_t giant_first = 0;
   for (const double fraction : {0.4, 0.7}) {
@@ -299,11 +299,11 @@ TEST_F(Shards, ReportProgress) {
   };
   write(text, {.threads = 1, .progress = progress});
   EXPECT_EQ(last_bytes, static_cast<int64_t>(text.size()));
-  EXPECT_EQ(last_tokens + 1, last_bytes);  // a byte each, NUL became EOS, the last is still to come
+  EXPECT_EQ(last_tokens + 1, last_bytes);  // a token per byte, NUL as EOS; the last EOS is to come
   EXPECT_GE(calls, 3);
 }
 
-// Everything in the folder but the text itself.
+// All files in the folder except the source text.
 std::map<std::string, std::string> contents(const fs::path& folder) {
   std::map<std::string, std::string> files;
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
@@ -338,7 +338,7 @@ TEST_F(Shards, AFullDiskLeavesTheOldFolderWhole) {
   const fs::path file = folder_.write("text", text);
   TextSource source({.paths = {file}});
 
-  // A limit on the size of files stands in for the full disk: write(2) fails in the same way.
+  // A file size limit simulates a full disk: write(2) fails in the same way.
   struct rlimit limit {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
   const rlim_t old_limit = limit.rlim_cur;
@@ -390,7 +390,7 @@ TEST_F(Shards, RefuseDamagedFolders) {
   altered[10] = static_cast<char>(altered[10] ^ 1);
   folder_.write("shards/train-00001.bin", altered);
   EXPECT_THROW(open().verify(), InputError);
-  altered[11] = '\x7F';  // the high byte
+  altered[11] = '\x7F';  // the high byte of an id
   folder_.write("shards/train-00001.bin", altered);
   EXPECT_THROW(ids(open(), Split::kTrain), InputError);
 }

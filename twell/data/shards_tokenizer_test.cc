@@ -23,7 +23,7 @@ Tokenizer golden(const std::string& name) {
   return Tokenizer::load(fs::path(TWELL_SOURCE_DIR) / "tests/golden/tokenizer" / (name + ".json"));
 }
 
-// Lines as code and prose have them: indented, empty, ending in spaces, with all kinds of starts.
+// Lines as in code and prose: indented, empty, ending in spaces, with varied first characters.
 std::string some_lines(uint64_t seed, int count) {
   const char* starts[] = {"",   "",      "  ",  "\t",           "\n",
                           "- ", "1999 ", "'s ", "\u4e2d\u6587", "Caf\u00e9 "};
@@ -76,7 +76,7 @@ TEST_P(ShardsOf, DecodeToTheDocuments) {
     ids.insert(ids.end(), part.begin(), part.end());
     validation_bytes = std::ssize(tokenizer.decode(part, /*skip_special=*/true));
   }
-  // Not the text itself, because the SmolLM2 file has no token for some bytes.
+  // Not compared with the text itself because SmolLM2's file has no token for some bytes.
   EXPECT_EQ(tokenizer.decode(ids, true),
             tokenizer.decode(tokenizer.encode(text, false)) + "second");
   EXPECT_EQ(std::count(ids.begin(), ids.end(), tokenizer.eos_token()), 2);

@@ -116,7 +116,7 @@ void SplitWriter::take_tail(int64_t count,
   tokens_ -= count;
 }
 
-// Writes the shard anew instead of cutting it, because its checksum has to be had anyway.
+// Rewrites the shard instead of truncating the file because its checksum must be recomputed anyway.
 void SplitWriter::truncate_last(int64_t tokens) {
   ShardFile& shard = shards_.back();
   const MappedFile whole(path_of(shard));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One split of a shard set being written: a stream of ids, cut into files of shard_tokens.
+// Writes one split of a shard set: a stream of ids, cut into files of shard_tokens ids.
 #pragma once
 
 #include <lzma.h>
@@ -24,11 +24,11 @@ class SplitWriter {
 
   void append(std::span<const int32_t> ids);  // each in [0, vocab_size)
   int64_t tokens() const { return tokens_; }
-  // Puts what is buffered on the disk; append() then goes on in a new file.
+  // Writes the buffered ids to disk; append() then starts a new file.
   void finish();
   const std::vector<ShardFile>& shards() const { return shards_; }
 
-  // After finish(): takes the last `count` tokens off, handing them to use(ids) in order.
+  // Call after finish(). Removes the last `count` tokens and passes them to use(ids) in order.
   void take_tail(int64_t count, const std::function<void(std::span<const int32_t>)>& use);
 
  private:
@@ -48,13 +48,13 @@ class SplitWriter {
   int64_t id_bytes_;
   int64_t shard_tokens_;
   int64_t tokens_ = 0;
-  std::vector<ShardFile> shards_;  // complete ones
+  std::vector<ShardFile> shards_;  // finished files
   std::unique_ptr<OpenShard> open_;
   std::vector<std::byte> buffer_;  // ids of the open shard, not yet written
 };
 
-// Ids as they stand in a shard, little-endian u16 or u32, to int32. Gives the largest one, as the
-// unsigned number that it is.
+// Converts a shard's ids, little-endian u16 or u32 (id_bytes 2 or 4), to int32. Returns the largest
+// one as an unsigned number.
 uint32_t unpack_ids(const std::byte* packed, int64_t id_bytes, std::span<int32_t> ids);
 
 uint64_t crc64(std::span<const std::byte> bytes, uint64_t before = 0);

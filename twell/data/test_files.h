@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For this room's tests: compressors.
+// Compressors for this folder's tests.
 #pragma once
 
 #include <lzma.h>

@@ -12,7 +12,7 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr size_t kProbeBytes = 8192;  // of a file's start, to tell text from binary
+constexpr size_t kProbeBytes = 8192;  // leading bytes that tell text from binary
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -21,7 +21,7 @@ bool is_control(char c) {
   return (byte < 0x20 && !is_space(c) && c != '\b' && c != '\x1b') || byte == 0x7F;
 }
 
-// The unread part of a file's text: grows by chunks at its end, is consumed at its start.
+// The unread part of a file's text. It grows at its end by chunks and is consumed from its start.
 class StreamBuffer {
  public:
   StreamBuffer(const fs::path& path, size_t chunk_bytes)
@@ -37,8 +37,8 @@ class StreamBuffer {
   std::string_view view() const { return std::string_view(buffer_).substr(begin_); }
   void consume(size_t count) { begin_ += count; }
 
-  // Position of the delimiter among the next `limit` bytes, reading on as needed; npos when it is
-  // not there, and then view() holds `limit` bytes or all that is left.
+  // Position of the delimiter in the next `limit` bytes, reading more as needed. When it returns
+  // npos, view() holds at least `limit` bytes or all that is left.
   size_t find(char delimiter, size_t limit) {
     size_t searched = 0;
     do {
@@ -79,11 +79,11 @@ class StreamBuffer {
   ByteReader reader_;
   size_t chunk_bytes_;
   std::string buffer_;
-  size_t begin_ = 0;    // of the unread part in the buffer
-  size_t dropped_ = 0;  // bytes of the file before the buffer
+  size_t begin_ = 0;    // start of the unread part in buffer_
+  size_t dropped_ = 0;  // bytes of text before buffer_
 };
 
-// A whole text file, or its parts between NUL bytes.
+// The documents of a text file, separated by NUL bytes.
 class TextDocuments : public DocumentReader {
  public:
   TextDocuments(const fs::path& path, const DocumentOptions& options)
@@ -91,7 +91,7 @@ class TextDocuments : public DocumentReader {
 
   bool next(TextPiece& piece) override {
     for (;;) {
-      // One byte more than a piece tells a document that ends here from one that goes on.
+      // The extra byte shows whether the document ends after this piece or continues.
       const size_t end = stream_.find('\0', piece_bytes_ + 1);
       const bool ends = end != std::string_view::npos;
       const std::string_view text = stream_.view().substr(0, ends ? end : piece_bytes_ + 1);
@@ -114,7 +114,7 @@ class TextDocuments : public DocumentReader {
   bool begins_ = true;
 };
 
-// Takes one string out of a JSON object without building the rest of it.
+// Extracts one string from a JSON object without building the rest.
 class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
  public:
   FieldFinder(const std::string& field, std::string& value) : field_(field), value_(value) {}
@@ -152,7 +152,7 @@ class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
  private:
   bool at_field() const { return depth_ == 1 && key_matches_; }
   bool other() {
-    if (at_field()) found_ = false;  // of repeated keys the last one counts
+    if (at_field()) found_ = false;  // the last of repeated keys counts
     return true;
   }
   bool open() {
@@ -171,7 +171,7 @@ class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
   bool key_matches_ = false, is_object_ = false, found_ = false;
 };
 
-// Documents that are in memory whole before they are handed out.
+// Documents that are loaded whole into memory before their pieces are returned.
 class RowDocuments : public DocumentReader {
  public:
   explicit RowDocuments(const DocumentOptions& options) : options_(options) {}
@@ -192,17 +192,17 @@ class RowDocuments : public DocumentReader {
   }
 
  protected:
-  // Puts the next row's text into document_, which is empty; false at the end.
+  // Stores the next row's text in document_, which is empty; false at the end.
   virtual bool read_row() = 0;
 
   DocumentOptions options_;
   std::string document_;  // text of the current row
 
  private:
-  size_t begin_ = 0;  // of the part that has not been handed out
+  size_t begin_ = 0;  // start of the part not yet returned
 };
 
-// One JSON object per line; blank lines are passed over.
+// One JSON object per line; blank lines are skipped.
 class JsonlDocuments : public RowDocuments {
  public:
   JsonlDocuments(const fs::path& path, const DocumentOptions& options)
@@ -268,7 +268,7 @@ size_t piece_length(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text.size();
   size_t cut = 0;
   int cut_rank = 0;
-  // A piece of at least half the limit, so that a search backwards is paid for by what it yields.
+  // Search only the second half: a piece is then at least half the limit, which bounds total cost.
   size_t newline = text.rfind('\n', limit - 1);
   while (newline != std::string_view::npos && newline > limit / 2 && cut_rank < 3) {
     const bool before_word = !is_space(text[newline + 1]);
@@ -288,9 +288,9 @@ std::string_view binary_reason(std::string_view start) {
     return "it is UTF-16; convert it to UTF-8";
   }
   const auto controls = static_cast<size_t>(std::count_if(start.begin(), start.end(), is_control));
-  // The probe may end inside a sequence.
+  // The probe may end inside a UTF-8 sequence.
   const bool is_utf8 = find_invalid_utf8(start) + 4 > start.size();
-  // NUL separates documents; text that is a third control characters has none worth the name.
+  // NUL separates documents, so some controls are fine; over a third of the bytes means binary.
   const bool mostly_controls = controls >= 32 && controls * 3 > start.size();
   if (mostly_controls || (!is_utf8 && controls > 0)) return "it is a binary file";
   return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The documents of one file, in pieces of bounded size.
+// Reads the documents of one file in pieces of bounded size.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace twell {
 
-// A document, or a part of one that is longer than a piece may be.
+// A document, or a part of one that exceeds the piece size.
 struct TextPiece {
   std::string text;  // never empty; UTF-8
   bool begins_document = false;
@@ -21,12 +21,12 @@ struct TextPiece {
 struct DocumentOptions {
   std::string json_field = "text";
   size_t piece_bytes = size_t{1} << 20;
-  size_t chunk_bytes = size_t{256} << 10;   // read at a time
-  size_t max_json_line = size_t{64} << 20;  // a longer one is a fault
+  size_t chunk_bytes = size_t{256} << 10;   // bytes per read
+  size_t max_json_line = size_t{64} << 20;  // a longer line is a fault
 };
 
-// Reads `path` (.parquet, .jsonl, else text; the latter two may be compressed) from its start to
-// its end. Every fault is an InputError naming the file, the reason, and the byte or the line.
+// Reads `path` (.parquet, .jsonl, else text; the latter two may be compressed) from start to
+// end. Every fault is an InputError naming the file, the reason, and the byte or the line.
 class DocumentReader {
  public:
   static std::unique_ptr<DocumentReader> open(const std::filesystem::path& path,
@@ -36,15 +36,15 @@ class DocumentReader {
   virtual int64_t file_bytes_read() const = 0;
 };
 
-// Where to end a piece of at most `limit` bytes (at least 4): all of the text when it is short
-// enough, else after the last newline in its second half that stands between two characters other
-// than white space. Every pre-tokenizer starts a word there, so that the pieces give the same
-// tokens as the whole document. Where there is none: after a newline followed by a character other
-// than white space (the same tokens with most pre-tokenizers), any newline, or between two
-// characters.
+// Length of the first piece of at most `limit` bytes (at least 4). A text within the limit is one
+// piece. Otherwise the piece ends after the last newline in the second half of the limit that has
+// characters other than white space on both sides: every pre-tokenizer starts a word there, so the
+// pieces give the same tokens as the whole document. Without one it ends after a newline followed
+// by a character other than white space (same tokens with most pre-tokenizers), else after any
+// newline, else between two characters.
 size_t piece_length(std::string_view text, size_t limit);
 
-// Why the first bytes of a file say that it is no UTF-8 text; empty when they do not.
+// Why a file that starts with these bytes is not UTF-8 text; empty when it may be.
 std::string_view binary_reason(std::string_view start);
 
 }  // namespace twell

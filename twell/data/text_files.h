@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which files a list of files and folders stands for, in a fixed order.
+// Expands a list of files and folders into files, in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ struct TextFile {
   int64_t bytes = 0;  // on disk
 };
 
-// Paths as given. Of a folder: every regular file below it, each folder's entries sorted by name
-// (bytewise), except hidden files and folders (name starting with a dot). Inside a folder, links to
-// files are followed and links to folders are not, so that no loop can form; pipes, sockets,
-// devices and broken links are passed over. A file reached twice is listed once.
+// Paths keep their order. A folder stands for every regular file below it, each folder's entries
+// sorted by name (bytewise), except hidden files and folders (name starting with a dot). Inside a
+// folder, links to files are followed and links to folders are not, so that no loop can form;
+// pipes, sockets, devices and broken links are skipped. A file reached twice is listed once.
 // InputError: a given path is missing or neither file nor folder; the list would be empty.
 // A subfolder that cannot be listed is reported to on_fault(reason), which may throw.
 std::vector<TextFile> list_text_files(const std::vector<std::filesystem::path>& paths,

@@ -39,7 +39,7 @@ struct TextSource::Impl {
     first_pass = false;
   }
 
-  // The next piece of the current file, of the first file after it that has one.
+  // The next piece: of the current file, or of the next file that has one.
   bool next(TextPiece& piece) {
     while (index < files.size()) {
       const TextFile& file = files[index];
@@ -68,7 +68,7 @@ struct TextSource::Impl {
     piece.text.resize(utf8_prefix(piece.text, static_cast<size_t>(room)));
     text_bytes += static_cast<int64_t>(piece.text.size());
     if (!piece.text.empty()) return true;
-    text_bytes = options.max_bytes;  // no room for one more character
+    text_bytes = options.max_bytes;  // not even one more character fits
     return false;
   }
 
@@ -91,10 +91,10 @@ struct TextSource::Impl {
   int64_t folders_skipped = 0;
   bool first_pass = true;
 
-  size_t index = 0;  // of the current file
+  size_t index = 0;  // the current file
   std::unique_ptr<DocumentReader> reader;
-  int64_t finished_bytes = 0;  // on disk, of the files before the current one
-  int64_t text_bytes = 0;      // handed out
+  int64_t finished_bytes = 0;  // on disk, files before the current one
+  int64_t text_bytes = 0;      // returned so far
   int64_t files_skipped = 0;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of text per second: UTF-8 validation alone, and reading a whole file into pieces.
+// Bytes of text per second of UTF-8 validation alone and of reading a whole file in pieces.
 #include "twell/data/text_source.h"
 
 #include <benchmark/benchmark.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kBytes = size_t{16} << 20;
 
-// Words of the given letters, a space after each, sentences of a dozen words.
+// Words of the given letters, each followed by a space, in sentences of a dozen words.
 std::string words(const std::vector<std::string>& letters, size_t bytes) {
   std::string text;
   text.reserve(bytes + 64);
@@ -59,7 +59,7 @@ std::string json_lines(const std::string& text) {
   return lines;
 }
 
-// Reports bytes of text handed out, not bytes on disk.
+// Reports bytes of text returned, not bytes on disk.
 void read(benchmark::State& state, const std::string& name, const std::string& contents) {
   const TempFolder folder;
   TextSource source({.paths = {folder.write(name, contents)}});

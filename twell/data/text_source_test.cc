@@ -56,10 +56,10 @@ TEST(TextSource, ParquetRowsAreDocuments) {
   const fs::path file = golden / "zstd-v2-dictionary.parquet";
   TextSource source({.paths = {file}, .json_field = "needed"});
   const std::vector<std::string> documents = documents_of(source);
-  ASSERT_EQ(documents.size(), 35u);  // of 40 rows, five without text
+  ASSERT_EQ(documents.size(), 35u);  // five of the 40 rows have no text
   EXPECT_EQ(documents[2], "floats on water");
   EXPECT_EQ(documents[4], "日本語");
-  // Cut into pieces as any document.
+  // A row is cut into pieces like any document.
   TextSource cut({.paths = {file}, .json_field = "needed", .piece_bytes = 4});
   EXPECT_EQ(documents_of(cut, 4), documents);
   EXPECT_THAT(fault_of(file), HasSubstr("row 4 has no text in \"text\""));
@@ -117,7 +117,7 @@ TEST(TextSource, ListsFoldersInAFixedOrder) {
   fs::create_directory(folder.path() / "empty");
   ASSERT_EQ(::mkfifo((folder.path() / "pipe").c_str(), 0600), 0);
   EXPECT_THAT(documents_in(folder.path()), ElementsAre("B", "a/y/x", "a/z", "a.txt", "b.txt"));
-  // As given; a hidden file counts when named, a link to a folder is followed when named.
+  // Paths keep their order. Hidden files and links to folders are read when named explicitly.
   TextSource source({.paths = {folder.path() / "b.txt", folder.path() / ".hidden",
                                folder.path() / "a/loop", folder.path()}});
   EXPECT_THAT(documents_of(source), ElementsAre("b.txt", ".hidden", "a/y/x", "a/z", "B", "a.txt"));
@@ -129,7 +129,7 @@ TEST(TextSource, FollowsLinksToFilesOutside) {
   EXPECT_THAT(documents_in(folder.path()), ElementsAre("text"));
 }
 
-// Text whose characters, line ends and NULs fall on every side of chunk and piece ends.
+// Text whose characters, newlines and NULs occur on both sides of chunk and piece boundaries.
 std::string ragged_text(uint64_t seed, size_t bytes) {
   const char* parts[] = {"a",      " ",  "\n", "\r\n", "\n\n  ",     "word",        "\u00e9",
                          "\u4e2d", "\t", ".",  "\n",   "\U0001F600", "longer words"};
@@ -173,11 +173,11 @@ TEST(PieceLength, PrefersLineStarts) {
   EXPECT_EQ(piece_length("short", 5), 5u);
   EXPECT_EQ(piece_length("one\ntwo\nthree", 10), 8u);  // after "two\n"
   EXPECT_EQ(piece_length("one two\nthree", 8), 8u);    // the newline is the last byte allowed
-  EXPECT_EQ(piece_length("ones two\nb\n\nc \nd\n e", 15), 9u);   // between two words comes first,
-  EXPECT_EQ(piece_length("one two \n\nb", 10), 10u);             // then before a word,
-  EXPECT_EQ(piece_length("a line\n\n  more", 9), 8u);            // then any newline,
-  EXPECT_EQ(piece_length("a\nlong line without end", 12), 12u);  // unless the piece were tiny,
-  EXPECT_EQ(piece_length("no newline \u4e2d\u6587", 12), 11u);   // then between characters
+  EXPECT_EQ(piece_length("ones two\nb\n\nc \nd\n e", 15), 9u);   // a newline between words is best,
+  EXPECT_EQ(piece_length("one two \n\nb", 10), 10u);             // then one before a word,
+  EXPECT_EQ(piece_length("a line\n\n  more", 9), 8u);            // then any other newline,
+  EXPECT_EQ(piece_length("a\nlong line without end", 12), 12u);  // unless the piece would be tiny;
+  EXPECT_EQ(piece_length("no newline \u4e2d\u6587", 12), 11u);   // else between characters
 }
 
 TEST(TextSource, RefusesWhatIsNotThere) {
@@ -250,7 +250,7 @@ TEST(TextSource, UnreadableFileStopsOrIsSkipped) {
 TEST(TextSource, SkipsBadFilesAndSaysSo) {
   const TempFolder folder;
   folder.write("00", "good");
-  // A document that turns bad in its second piece: its start stands, and the next one begins anew.
+  // A document is bad from its second piece on: its first piece is kept, the next begins normally.
   folder.write("01", "first line\nsecond line\n\xFF");
   for (int i = 2; i < 9; ++i) folder.write(fmt::format("0{}.gz", i), "not gzip");
   folder.write("09.jsonl", "{\"text\": \"line\"}\nnot json\n{\"text\": \"never read\"}\n");
@@ -289,7 +289,7 @@ TEST(TextSource, StopsAtTheByteLimit) {
   EXPECT_EQ(text_within(3), "123|");
   EXPECT_EQ(text_within(5), "12345|");
   EXPECT_EQ(text_within(7), "12345|67|");
-  EXPECT_EQ(text_within(8), "12345|67|");  // half a character is none
+  EXPECT_EQ(text_within(8), "12345|67|");  // a character is never cut
   EXPECT_EQ(text_within(9), "12345|67\u00e9|");
   EXPECT_EQ(text_within(1000), "12345|67\u00e989|");
 }

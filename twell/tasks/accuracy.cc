@@ -17,7 +17,7 @@ Accuracy accuracy(int64_t correct, int64_t items) {
   Accuracy out;
   const auto n = static_cast<double>(items);
   out.mean = static_cast<double>(correct) / n;
-  // The squared deviations of `correct` ones and otherwise zeros add up to n p (1 - p).
+  // Scores are 0 or 1, so their squared deviations from the mean p sum to n p (1 - p).
   if (items > 1) out.standard_error = std::sqrt(out.mean * (1.0 - out.mean) / (n - 1.0));
   return out;
 }

@@ -14,7 +14,7 @@ class Batch {
       longest = std::max(longest, group.tokens());
       scores_.emplace_back(group.continuations.size(), 0.0);
     }
-    scorer_.make_cache(std::ssize(groups), longest);  // a slot per group
+    scorer_.make_cache(std::ssize(groups), longest);  // one slot per group
   }
 
   std::vector<std::vector<double>> run() {
@@ -26,7 +26,7 @@ class Batch {
   }
 
  private:
-  // The contexts, and behind each the first token of all of its continuations.
+  // Runs every context and scores the first token of each of its continuations.
   void first_tokens() {
     for (size_t g = 0; g < groups_.size(); ++g) {
       const ChoiceGroup& group = groups_[g];
@@ -38,7 +38,7 @@ class Batch {
     run_batch();
   }
 
-  // The rest of one continuation of each group, in the place of the one before it.
+  // Scores the other tokens of one continuation per group, overwriting the previous one's cache.
   void further_tokens(size_t choice) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       const ChoiceGroup& group = groups_[g];
@@ -59,7 +59,7 @@ class Batch {
     sequences_.push_back({.tokens = std::ssize(ids), .slot = static_cast<int64_t>(group)});
   }
 
-  // Adds the log-likelihood of `target` behind that row of the batch to the score.
+  // Adds to score the log-likelihood of `target` as the token that follows that row of the batch.
   void score_behind(int64_t row, int32_t target, double& score) {
     rows_.push_back(row);
     targets_.push_back(target);
@@ -82,7 +82,7 @@ class Batch {
   Scorer& scorer_;
   std::span<const ChoiceGroup> groups_;
   std::vector<std::vector<double>> scores_;
-  // The batch being made, and whose scores its losses go to.
+  // The batch under construction; receivers_ point to the scores that its losses are added to.
   std::vector<int32_t> ids_, targets_;
   std::vector<ForwardSequence> sequences_;
   std::vector<int64_t> rows_;

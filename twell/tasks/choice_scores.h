@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log-likelihoods of continuations: sum over the continuation's tokens of log p(token | all before
-// it), in nats.
+// Log-likelihoods of continuations: the sum over the continuation's tokens of log p(token | all
+// tokens before it), in nats.
 #pragma once
 
 #include <span>
@@ -11,9 +11,9 @@
 
 namespace twell {
 
-// One batch: every context goes through the model once, its continuations behind it one after the
-// other, those of all groups together. Returns a list per group, in the order of its continuations.
-// Memory for keys and values: groups.size() sequences as long as the longest group.
+// Scores one batch. The model runs once on all contexts, then on the first continuation of every
+// group at once, then the second, and so on. Returns a list per group, in the order of its
+// continuations. The KV cache holds groups.size() sequences as long as the longest group.
 std::vector<std::vector<double>> continuation_scores(Scorer& scorer,
                                                      std::span<const ChoiceGroup> groups);
 

@@ -40,7 +40,7 @@ std::vector<int32_t> random_ids(size_t count, uint64_t seed) {
   return ids;
 }
 
-// One forward without a cache over context and continuation.
+// One forward pass over context and continuation without a cache.
 double reference_score(Context& ctx, const Model& model, const std::vector<int32_t>& context,
                        const std::vector<int32_t>& continuation) {
   std::vector<int32_t> ids = context;
@@ -87,14 +87,14 @@ TEST(ChoiceEncoder, EmptyContextAndTooLongOnes) {
   EXPECT_EQ(of("", "ab")[0].context, std::vector<int32_t>{tokenizer.eos_token()});
   model.bos_token = 7;
   EXPECT_EQ(of("", "ab")[0].context, std::vector<int32_t>{7});
-  // 24 tokens fit, the last of which is not fed.
+  // 24 tokens fit; the last of them is not fed to the model.
   EXPECT_EQ(of(std::string(30, 'a'), "bcd")[0].context.size(), 22u);
   EXPECT_EQ(of(std::string(22, 'a'), "bcd")[0].context.size(), 22u);
   EXPECT_EQ(of("aaaa", std::string(24, 'b'))[0].context.size(), 1u);
   EXPECT_THROW(of("aaaa", std::string(25, 'b')), InputError);
   EXPECT_THROW(of("a", ""), InputError);
   EXPECT_THROW(of(" ", "b"), InputError);
-  // This tokenizer's template has no begin token.
+  // This tokenizer's template has no begin token, so begin_token changes nothing.
   EXPECT_EQ(ChoiceEncoder(tokenizer, model, true).encode(item({{"a", "b"}}), "f")[0].context.size(),
             1u);
 }
@@ -120,7 +120,7 @@ TEST(ContinuationScores, EqualWholeForwardsOneByOne) {
       for (size_t i = 0; i < scores[g].size(); ++i) {
         const double expected =
             reference_score(ctx, model, groups[g].context, groups[g].continuations[i]);
-        // Sums over a few hundred products, per scored token.
+        // The tolerance allows for sums of a few hundred products per scored token.
         const auto tokens = static_cast<double>(groups[g].continuations[i].size());
         EXPECT_NEAR(scores[g][i], expected, 1e-4 * tokens) << g << " " << i;
       }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The choices of an item as tokens.
+// Encodes the choices of an item as tokens.
 //
-// As in lm-evaluation-harness: white space at the end of the context belongs to the continuation;
-// context and continuation are encoded together, and the tokens behind those of the context alone
-// are the continuation's; an empty context becomes the token that texts begin with; what does not
-// fit the model's context is cut off at the left.
+// The rules are those of lm-evaluation-harness. White space at the end of the context moves to the
+// continuation. Context and continuation are encoded together; of the result, the tokens beyond the
+// number that the context alone gives are the continuation's. An empty context becomes the token
+// that starts a text. Tokens that exceed the model's context are dropped on the left.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@
 
 namespace twell {
 
-// Choices with the same context, which goes through the model once.
+// Choices with the same context, which the model therefore reads only once.
 struct ChoiceGroup {
   std::vector<int32_t> context;                     // at least one token
   std::vector<std::vector<int32_t>> continuations;  // at least one token each
-  std::vector<int64_t> choices;                     // of the item, in the same order
+  std::vector<int64_t> choices;                     // their indices in the item, in the same order
 
-  // Of the context and the longest continuation, whose last token is not fed.
+  // Tokens of the context and the longest continuation, less its last token, which is not fed.
   int64_t tokens() const;
 };
 
 class ChoiceEncoder {
  public:
-  // begin_token: put the token that the tokenizer's template begins texts with, where it has one,
-  // in front of every context. The tokenizer must outlive this.
+  // begin_token: put the begin token of the tokenizer's template, if it has one, before every
+  // context. The tokenizer must outlive this.
   ChoiceEncoder(const Tokenizer& tokenizer, const ModelConfig& config, bool begin_token);
 
   // The item's choices in groups of equal context, in the order of their first choice. InputError,
-  // naming `where`, when a continuation has no tokens or more than the model takes.
+  // naming `where`, when a continuation has no tokens or more than the model accepts.
   std::vector<ChoiceGroup> encode(const TaskItem& item, const std::string& where) const;
 
  private:
@@ -46,7 +46,7 @@ class ChoiceEncoder {
   const Tokenizer& tokenizer_;
   int64_t max_tokens_;
   bool begin_token_;
-  int32_t prefix_;  // stands for an empty context; -1: there is none
+  int32_t prefix_;  // replaces an empty context; -1: none
 };
 
 }  // namespace twell

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an evaluation has scored so far, as JSON lines:
-//   {"task": .., "checkpoint": .., ...}                            what the scores are of
-//   {"item": 0, "line": 1, "log_likelihoods": [..], ...}           an item a line, those done
-// Written whole or not at all, so that a killed evaluation leaves a file it can continue from.
+// The scores of an evaluation so far, as JSON lines:
+//   {"task": .., "checkpoint": .., ...}                            the subject: what was scored
+//   {"item": 0, "line": 1, "log_likelihoods": [..], ...}           one line per scored item
+// The file is written atomically, so that a killed evaluation can be continued from it.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace twell {
 
-using ItemScores = std::vector<std::optional<ItemScore>>;  // none: not scored yet
+using ItemScores = std::vector<std::optional<ItemScore>>;  // nullopt: not scored yet
 
 void write_score_log(const std::filesystem::path& path, const nlohmann::ordered_json& subject,
                      const std::vector<TaskItem>& items, const ItemScores& scores);
 
-// No scores when there is no such file. InputError when it is of another subject, naming the first
-// field that differs, or is not as written here.
+// Returns no scores when the file does not exist. InputError when its subject differs, naming the
+// first differing field, or when it is malformed.
 ItemScores read_score_log(const std::filesystem::path& path, const nlohmann::ordered_json& subject,
                           const std::vector<TaskItem>& items);
 

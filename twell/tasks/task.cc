@@ -14,13 +14,13 @@ namespace {
 
 using nlohmann::json;
 
-// A question with labelled choices, which the data sets spell in two ways:
+// A question with labelled choices, which data sets publish in two forms:
 //   authors  {"question": {"stem": Q, "choices": [{"text": .., "label": ..}, ..]}, "answerKey": ..}
 //   hub      {STEM_FIELD: Q, "choices": {"text": [..], "label": [..]}, "answerKey": ..}
 struct Question {
   std::string stem;
   std::vector<std::string> texts, labels;
-  std::string answer;  // a label
+  std::string answer;  // label of the right choice
 
   int64_t gold(const std::string& where) const {
     const auto found = std::find(labels.begin(), labels.end(), answer);
@@ -100,7 +100,7 @@ TaskItem read_commonsense_qa(const json& value, const std::string& where) {
   return multiple_choice(context + "Answer:", letters, question.gold(where));
 }
 
-// An index that may be written as a number or as its digits.
+// An index that is written as a JSON number or as a string of digits.
 int64_t read_index(const JsonPart& item, std::string_view name, int64_t first, int64_t last) {
   const json* field = item.find(name);
   TWELL_REQUIRE(field != nullptr, "{} has no \"{}\"", item.where(), name);
@@ -116,7 +116,7 @@ int64_t read_index(const JsonPart& item, std::string_view name, int64_t first, i
   return index;
 }
 
-// HellaSwag's WikiHow part has marks of its markup in the text.
+// HellaSwag's WikiHow texts contain leftover markup.
 std::string without_markup(std::string_view text) {
   const std::string titled = replace_all(strip(text), " [title]", ". ");
   std::string out;
@@ -148,7 +148,7 @@ TaskItem read_piqa(const json& value, const std::string& where) {
                          read_index(item, "label", 0, 1));
 }
 
-// The options stand in the context, and the end of the sentence, the same for both, is scored.
+// Each context contains one option; the end of the sentence, the same for both, is scored.
 TaskItem read_winogrande(const json& value, const std::string& where) {
   const JsonPart item(value, where);
   const std::string sentence = item.string("sentence");
@@ -165,8 +165,8 @@ TaskItem read_winogrande(const json& value, const std::string& where) {
   return out;
 }
 
-// Folders as a user names them and as a copy of the data set's repository has them; the authors'
-// own files.
+// Folder names: a user's own, then those of a copy of the data set's repository. *Files: the names
+// of the authors' files.
 using Names = std::string_view;
 constexpr std::array<Names, 3> kArcEasy = {"arc_easy", "ARC-Easy", "ai2_arc/ARC-Easy"};
 constexpr std::array<Names, 2> kArcEasyFiles = {"ARC-Easy/ARC-Easy-Test.jsonl",

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Multiple-choice tasks: what a model is asked, item by item.
+// Multiple-choice tasks and their items.
 //
-// Prompts, answers and what acc_norm divides by are those of lm-evaluation-harness (tasks of
-// version 1, without examples in the prompt), so that accuracies compare with published ones:
+// Prompts, answers and acc_norm's divisors are those of lm-evaluation-harness (tasks of version 1,
+// zero-shot), so that accuracies are comparable with published ones:
 //
 //   task            split       context                                    scored
 //   arc_easy        test        "Question: Q\nAnswer:"                     " " + choice
@@ -13,8 +13,8 @@
 //   winogrande      validation  the sentence up to _, and an option        " " + what follows _
 //   commonsense_qa  validation  "Question: Q\nA. .. E. ..\nAnswer:"        " " + letter
 //
-// The choice with the highest log-likelihood is the answer; acc_norm divides it by the number of
-// characters of the choice first.
+// The model's answer is the choice with the highest log-likelihood; acc_norm first divides each
+// log-likelihood by the choice's number of characters.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +29,11 @@ namespace twell {
 struct TaskChoice {
   std::string context;       // may be empty
   std::string continuation;  // its log-likelihood given the context is the choice's score
-  int64_t characters = 0;    // of the choice: what acc_norm divides by
+  int64_t characters = 0;    // of the choice; acc_norm divides by it
 };
 
 struct TaskItem {
-  int64_t line = 0;  // or row of its file, from 1
+  int64_t line = 0;  // line or row of its file, from 1
   std::vector<TaskChoice> choices;
   int64_t gold = 0;  // index of the right choice
 };
@@ -41,18 +41,18 @@ struct TaskItem {
 struct Task {
   std::string_view name;
   bool has_acc_norm = true;
-  std::string_view split;                     // the one that is scored
-  std::span<const std::string_view> folders;  // that may hold the data set as the hub exports it
-  std::span<const std::string_view> files;    // names that the authors gave it, best first
-  // Reads an item in the form in which the data set's authors or the Hugging Face hub publish it;
-  // line is left 0. `where` is named in the InputError about a missing or impossible field.
+  std::string_view split;                     // the split that is scored
+  std::span<const std::string_view> folders;  // folders that may hold the hub's export
+  std::span<const std::string_view> files;    // the authors' file names, in order of preference
+  // Reads an item in the form published by the data set's authors or the Hugging Face hub; leaves
+  // `line` 0. InputError, naming `where`, about a missing or invalid field.
   TaskItem (*read)(const nlohmann::json& item, const std::string& where);
 };
 
 std::span<const Task> all_tasks();
-// InputError lists the names.
+// InputError lists the known names.
 const Task& find_task(std::string_view name);
-// "piqa,winogrande"; InputError on an unknown name, a repeated one, or none.
+// Parses "piqa,winogrande". InputError when a name is unknown or repeated, or the list is empty.
 std::vector<const Task*> parse_task_list(std::string_view names);
 
 }  // namespace twell

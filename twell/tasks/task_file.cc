@@ -21,12 +21,12 @@ constexpr size_t kMaxLine = size_t{16} << 20;
 constexpr int kMaxDepth = 16;
 constexpr std::string_view kLines = ".jsonl", kParquet = ".parquet";
 
-// The lines of a file, decompressed as its name asks.
+// Reads the lines of a file, decompressed by its extension.
 class LineReader {
  public:
   explicit LineReader(const fs::path& path) : path_(path), reader_(path) {}
 
-  // False at the end. The line is valid until the next call.
+  // Returns false at the end. The line is valid until the next call.
   bool next(std::string_view& line) {
     size_t end = 0;
     while ((end = buffer_.find('\n', begin_)) == std::string::npos && grow()) {
@@ -38,7 +38,7 @@ class LineReader {
     if (++number_ == 1 && line.starts_with("\xEF\xBB\xBF")) line.remove_prefix(3);
     return true;
   }
-  int64_t number() const { return number_; }  // of the last line, from 1
+  int64_t number() const { return number_; }  // number of the last line, from 1
 
  private:
   bool grow() {
@@ -64,7 +64,7 @@ class LineReader {
   bool ended_ = false;
 };
 
-// The file itself or a compressed one; empty when there is none.
+// The path of the file or of a compressed version of it; empty when neither exists.
 fs::path existing(const fs::path& path) {
   std::error_code ignored;
   for (const char* ending : {"", ".gz", ".xz", ".zst"}) {
@@ -74,7 +74,7 @@ fs::path existing(const fs::path& path) {
   return {};
 }
 
-// Where a task's items may be, best first.
+// Paths that may hold a task's items, in order of preference.
 std::vector<std::string> candidates(const Task& task) {
   std::vector<std::string> out = {fmt::format("{}{}", task.name, kLines),
                                   fmt::format("{}{}", task.name, kParquet)};
@@ -100,7 +100,7 @@ fs::path find_file(const Task& task, const fs::path& folder) {
       task.split, kParquet, fmt::join(task.folders, ", ")));
 }
 
-// dev.jsonl.gz -> dev-labels.lst
+// Reads the labels beside a file of items: dev-labels.lst for dev.jsonl.gz.
 std::vector<std::string> read_labels(const fs::path& items) {
   const std::string name = items.filename().string();
   const fs::path path = items.parent_path() / (name.substr(0, name.find(kLines)) + "-labels.lst");

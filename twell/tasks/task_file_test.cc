@@ -60,7 +60,7 @@ TEST(TaskFile, ParquetByEveryNameOfTheHub) {
     folder.write(name, file);
     EXPECT_EQ(load_task(find_task("piqa"), folder.path()).items.size(), 3u) << name;
   }
-  // Rows of another data set.
+  // The rows belong to another data set.
   const TempFolder folder;
   folder.write("winogrande.parquet", file);
   try {

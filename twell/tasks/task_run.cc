@@ -14,9 +14,9 @@ namespace twell {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Groups = std::vector<ChoiceGroup>;  // of one item
+using Groups = std::vector<ChoiceGroup>;  // groups of one item
 
-constexpr int64_t kPlannedSequences = 256;  // of a batch; more are found room for when they come
+constexpr int64_t kPlannedSequences = 256;  // per batch; a batch with more allocates when it runs
 
 int64_t longest(const Groups& groups) {
   int64_t tokens = 0;
@@ -33,8 +33,8 @@ int64_t fed_tokens(const Groups& groups) {
   return tokens;
 }
 
-// Items from the longest to the shortest, as many a batch as fit it when all are padded to the
-// longest: memory for keys and values is laid out that way.
+// Fills batches with items from the longest to the shortest. A batch counts every sequence as long
+// as its longest because the KV cache allocates that much for each.
 std::vector<std::vector<size_t>> plan_batches(const std::vector<Groups>& items,
                                               int64_t batch_tokens) {
   std::vector<size_t> order(items.size());
@@ -125,7 +125,7 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
 
   Clock::time_point saved = Clock::now();
   for (const std::vector<size_t>& batch : plan_batches(work.items, options_.batch_tokens)) {
-    // What the first batch does may decide how the others run: then it is run in any case.
+    // When the first batch decides how later ones run, it runs even if its scores exist.
     const bool done = work.done(batch);
     if (done && (started_ || !scorer_.first_batch_decides())) continue;
     run_batch(work, batch);

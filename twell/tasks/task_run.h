@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model on a task: in batches of about equal length, with progress, and able to continue.
+// Runs a model on a task in batches of similar length, with progress reports and resumption.
 #pragma once
 
 #include <atomic>
@@ -20,17 +20,17 @@ namespace twell {
 struct TaskProgress {
   const Task* task = nullptr;
   int64_t items = 0, items_done = 0;
-  int64_t tokens = 0, tokens_done = 0;  // fed to the model
-  int64_t tokens_found = 0;             // of those done, by an earlier run
+  int64_t tokens = 0, tokens_done = 0;  // tokens fed to the model
+  int64_t tokens_found = 0;             // part of tokens_done: by an earlier run
 };
 
 struct TaskRunOptions {
-  // Where <task>.jsonl keeps the scores (score_log.h), written every few seconds and at the end. A
-  // run that finds scores of the same model, tokenizer, items and options there continues them.
+  // Folder of <task>.jsonl, which keeps the scores (score_log.h), saved every save_seconds and at
+  // the end. A run continues scores of the same model, tokenizer, items and options found there.
   std::filesystem::path out;  // empty: scores are not kept
-  // Keys and values are kept for about this many, at least one item; 0: what suits the device.
+  // Tokens that the KV cache holds, about; at least one item. 0: a default for the device.
   int64_t batch_tokens = 0;
-  bool begin_token = true;  // in front of every prompt, where the tokenizer's template has one
+  bool begin_token = true;  // before every prompt, if the tokenizer's template has one
   double save_seconds = 5.0;
   std::function<void(const TaskProgress&)> on_progress;
   const std::atomic<bool>* cancel = nullptr;  // stop after the current batch once it is true
@@ -40,12 +40,11 @@ class TaskRunner {
  public:
   // The scorer and the tokenizer must outlive it. InputError on impossible options.
   TaskRunner(Scorer& scorer, const Tokenizer& tokenizer, const TaskRunOptions& options);
-  // What a scorer on a GPU will be given: about, as an item may have any number of choices.
+  // Estimates the work for a GPU scorer; inexact because items may have any number of choices.
   static ScorerPlan plan(const ModelConfig& config, const TaskRunOptions& options);
 
-  // None when cancelled; what was scored is kept. Which items go through the model together is the
-  // same whatever was scored before, so that a continued run gives the bits of an uninterrupted
-  // one.
+  // Returns nullopt when cancelled; finished scores are kept. Batches do not depend on which items
+  // are already scored, so a continued run is bitwise equal to an uninterrupted one.
   std::optional<TaskAccuracy> run(const Task& task, const TaskData& data);
 
  private:
@@ -57,7 +56,7 @@ class TaskRunner {
   TaskRunOptions options_;
   ChoiceEncoder encoder_;
   std::string model_hash_;
-  bool started_ = false;  // a batch has been scored
+  bool started_ = false;  // whether a batch has been run
 };
 
 }  // namespace twell

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Task scores on the GPU against the CPU, on the same bf16 weights.
+// Compares task scores on the GPU with the CPU's, on the same bf16 weights.
 #include "twell/tasks/task_run.h"
 
 #include <gtest/gtest.h>
@@ -88,12 +88,12 @@ TEST_F(TaskRunCudaTest, ScoresEqualCpu) {
   for (size_t g = 0; g < want.size(); ++g) {
     ASSERT_EQ(got[g].size(), want[g].size());
     for (size_t i = 0; i < want[g].size(); ++i) {
-      // Logits of this size are off by some hundredths of it (session_cuda_test); a few tokens.
+      // Logits differ by some hundredths of their size (session_cuda_test), over a few tokens.
       EXPECT_NEAR(got[g][i], want[g][i], 0.05 * std::abs(want[g][i]) + 0.1) << g << " " << i;
       worst = std::max(worst, std::abs(got[g][i] - want[g][i]));
     }
   }
-  EXPECT_GT(worst, 0.0);  // they were not computed by the same code
+  EXPECT_GT(worst, 0.0);  // the scores come from different code
 }
 
 TEST_F(TaskRunCudaTest, StoppedAndContinuedIsTheSame) {
@@ -109,7 +109,7 @@ TEST_F(TaskRunCudaTest, StoppedAndContinuedIsTheSame) {
   };
   ASSERT_TRUE(run("whole", nullptr).has_value());
   const std::atomic<bool> cancel{true};
-  // Each run does its first batch, the first one again to decide how the layers run, and one more.
+  // Each run repeats the first batch, which decides how the layers run, and adds one more.
   int64_t runs = 0;
   while (!run("part", &cancel).has_value()) ASSERT_LT(++runs, 100);
   EXPECT_GE(runs, 1);

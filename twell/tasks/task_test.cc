@@ -48,7 +48,7 @@ TEST(Task, HellaswagIsCleaned) {
            {"ctx_b", "he IS"},
            {"label", "1"},
            {"endings", {"[a] x  y ", "[open [one] two [title]", "[two\nlines] z", "   gone"}}});
-  // Double spaces become single ones once, so that three leave two.
+  // Double spaces are replaced in a single pass, so that three leave two.
   EXPECT_EQ(item.choices[0].context, "Home:  How. To.  Now He is");
   EXPECT_EQ(item.choices[0].continuation, "  x y");
   EXPECT_EQ(item.choices[1].continuation, "  two. ");

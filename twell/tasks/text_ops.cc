@@ -14,8 +14,7 @@ struct Character {
   size_t bytes = 1;
 };
 
-// The character at the start of a text that is not empty; a byte that begins none stands for
-// itself.
+// The first character of a non-empty text. An invalid first byte gives code -1 and length 1.
 Character first_character(std::string_view text) {
   Character out;
   const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());

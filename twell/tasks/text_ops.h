@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The string operations that prompts and their normalisation are defined by, on UTF-8. They do what
-// Python's str methods do, because published accuracies were made with those.
+// String operations on UTF-8 for prompts and their normalisation. They do what Python's str methods
+// do because published accuracies were computed with those.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +9,18 @@
 
 namespace twell {
 
-// Without white space (Unicode's, as str.isspace counts it) at both ends, at the end.
+// Removes white space (Unicode's, as str.isspace defines it): at both ends, or at the end.
 std::string_view strip(std::string_view text);
 std::string_view strip_end(std::string_view text);
 
-// The first character in title case, the rest in lower case. By the one-to-one mappings of Unicode:
-// characters whose other case is several characters keep theirs, and a sigma has one lower case.
+// Puts the first character in title case and the rest in lower case, by Unicode's one-to-one
+// mappings: characters that would become several are kept, and sigma has a single lower case.
 std::string capitalize(std::string_view text);
 
-// Every `from` replaced, from left to right; `from` is not empty.
+// Replaces every `from`, from left to right; `from` must not be empty.
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
 
-// Unicode characters, not bytes.
+// Counts Unicode characters, not bytes.
 int64_t count_characters(std::string_view text);
 
 }  // namespace twell

@@ -9,8 +9,8 @@ namespace {
 TEST(TextOps, Strip) {
   EXPECT_EQ(strip("  a b \n"), "a b");
   EXPECT_EQ(strip("\xC2\xA0\xE3\x80\x80x\xE2\x80\x83"), "x");  // no-break, ideographic, em space
-  EXPECT_EQ(strip("\x1C\x1Fy\x85"), "y\x85");                  // 0x85 alone is no character
-  EXPECT_EQ(strip("\xE2\x80\x8Bz"), "\xE2\x80\x8Bz");          // zero width space is none
+  EXPECT_EQ(strip("\x1C\x1Fy\x85"), "y\x85");                  // a lone 0x85 is invalid UTF-8
+  EXPECT_EQ(strip("\xE2\x80\x8Bz"), "\xE2\x80\x8Bz");          // U+200B is not white space
   EXPECT_EQ(strip(" \t "), "");
   EXPECT_EQ(strip(""), "");
   EXPECT_EQ(strip_end(" a \r\n"), " a");
@@ -22,7 +22,7 @@ TEST(TextOps, Capitalize) {
   EXPECT_EQ(capitalize("\xC3\xA9T\xC3\x89"), "\xC3\x89t\xC3\xA9");  // éTÉ
   EXPECT_EQ(capitalize("\xC7\x86x"), "\xC7\x85x");  // dž has a title case of its own
   EXPECT_EQ(capitalize("[step] He"), "[step] he");
-  EXPECT_EQ(capitalize("\xFFQ"), "\xFFq");  // not a character: kept
+  EXPECT_EQ(capitalize("\xFFQ"), "\xFFq");  // invalid UTF-8 is kept
   EXPECT_EQ(capitalize(""), "");
 }
 
