@@ -20,7 +20,7 @@ struct GateMultiply {
   int64_t ffn = 0;                   // F, a multiple of 8
   int32_t* row_nnz = nullptr;        // [M] out, or null
   ActivityCuda* counts = nullptr;    // added to, or null
-  int64_t stride = 1;                // every stride-th token only
+  int64_t stride = 1;                // only every stride-th token is processed
 };
 cudaError_t launch_gate_multiply(const GateMultiply& problem, cudaStream_t stream);
 

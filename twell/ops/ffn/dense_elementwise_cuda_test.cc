@@ -34,10 +34,10 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
   TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;
   for (const int64_t tokens : {1, 127, 129}) {
-    constexpr int64_t kFfn = 2088;  // more than a piece per thread, off its multiple
+    constexpr int64_t kFfn = 2088;  // more than one piece per thread, and not a multiple
     auto g = random_bf16(tokens * kFfn, 1, 3.0f);
     const auto u = random_bf16(tokens * kFfn, 2);
-    // Large on either side, where exponentials overflow, and zeros, which do not count.
+    // Large values of both signs, for which exponentials overflow, and zeros, which do not count.
     const float special[] = {0.0f, -0.0f, 60.0f, -60.0f, 200.0f, -200.0f, 3e38f, -3e38f};
     for (size_t i = 0; i < 8; ++i) g[i] = __float2bfloat16(special[i]);
     const auto device_g = upload(g), device_u = upload(u);
@@ -59,7 +59,7 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
       const auto nnz = download(row_nnz);
       unsigned long long total = 0;
       for (int64_t m = 0; m < tokens; ++m) {
-        // Where f is that small, exponentials leave the range of f32 a little sooner or later.
+        // Where f is this small, exponentials may leave the range of f32 slightly earlier or later.
         int32_t at_least = 0, at_most = 0;
         for (int64_t i = m * kFfn; i < (m + 1) * kFfn; ++i) {
           const auto at = static_cast<size_t>(i);

@@ -19,7 +19,7 @@ namespace {
 // scale with their SMs, their clock and their memory.
 constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;
 struct GpuCosts {
-  // Dense: three GEMMs, between whose compute and memory bounds a power mean makes the transition.
+  // Dense: three GEMMs; a power mean joins their compute and memory bounds.
   double dense_flops = 818.7e6 / kFitSms / kFitGhz;
   double dense_bytes = 4.163e6 / kFitBandwidth;
   double dense_mean = 2.871;       // exponent of that mean
@@ -48,7 +48,7 @@ struct GpuCosts {
   // Row-fused, fitted to width 2048 and FFN size 5632 alone.
   double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
   double row_fused = 20.0;                       // lists, and the tail of long rows
-  double bandwidth = 4.0e6 / kFitBandwidth;      // where nothing else is said
+  double bandwidth = 4.0e6 / kFitBandwidth;      // of memory, unless stated otherwise
 };
 constexpr GpuCosts kCosts;
 
@@ -63,9 +63,9 @@ constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM til
 constexpr double kUpNeurons = 192.0;    // neurons of an `up` work item of one SM
 constexpr double kDownColumns = 256.0;  // columns of a `down` work item
 
-// Sparse has to promise this share of the dense cost: the model is off by some percent.
+// A sparse cost must be below this share of the dense cost: the model is off by some percent.
 constexpr double kSparseShare = 0.93;
-// Share of a layer's neurons, active, up to which reading through a screen is faster.
+// Reading through a screen is faster up to this share of active neurons.
 constexpr double kScreenedShare = 1.0 / 80.0;
 
 struct Sizes {
@@ -104,7 +104,7 @@ double packed_gate(const Sizes& s, double density) {
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
   const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.gate_flops * s.ghz);
-  // A last round with work for at most half of the pairs is cut in two.
+  // A last round with work for at most half of the pairs of SMs is cut in two.
   const double rounds = 0.5 * std::ceil(2.0 * tiles / pairs);
   return std::max(rounds * tile * (1.0 + kCosts.spill * density), s.move(2.0 * s.d * s.f));
 }
@@ -113,7 +113,7 @@ double density_of(const Sizes& s, const LayerActivity& activity) {
   return std::min(activity.nnz_per_token / s.f, 1.0);
 }
 
-// Neurons active for at least one of n tokens if they were independent: at most as many are.
+// Neurons active for at least one of n tokens if tokens were independent, which is an upper bound.
 double independent_union(const Sizes& s, const LayerActivity& activity, double n) {
   return s.f * (1.0 - std::pow(1.0 - density_of(s, activity), n));
 }
@@ -134,13 +134,13 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   // `down` fills the gaps of the last round of `up`.
   cost +=
       layer.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kCosts.images;
-  // Unions differ in size: half an item is left to wait for.
+  // Unions differ in size, so half an item's time is waited for at the end.
   const double rounds = std::ceil(tiles * std::ceil(s.d / kDownColumns) / s.sms);
   return cost + (rounds + 0.5) * down_item;
 }
 
-// `workers` CTAs or clusters share out the neurons, of which each takes at most `neurons` in a
-// pass, in whole groups. Of the other weights the rows of neurons active for any token are read.
+// `workers` CTAs or clusters divide the neurons; each takes up to `neurons` in a pass, in whole
+// groups. Of the other weights, the rows of neurons active for any token are read.
 double few_cost(const GpuFfnLayer& layer, const Sizes& s, const LayerActivity& activity,
                 const GpuCosts::Few& costs, double workers, double neurons, double group) {
   const double passes = std::ceil(s.f / (workers * neurons));
@@ -177,7 +177,7 @@ constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max();
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
-// A dense launch is tried before a later one, as is a sparse launch.
+// Dense launches are tried in the order of the table, and so are sparse ones.
 constexpr std::array kTable = {
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseRows,
               .execution = FfnExecution::kDense,
@@ -306,7 +306,7 @@ double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
                 std::ceil(s.m / kChunk) * kMsPerChunk);
 }
 
-// Hybrid has to promise this share of the dense cost: estimates are off by up to 7%.
+// A hybrid cost must be below this share of the dense cost: estimates are off by up to 7%.
 constexpr double kHybridShare = 0.95;
 
 constexpr std::array kTrainTable = {
@@ -403,7 +403,7 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
     return set_by_caller(required(find_row(layer, call, call.policy), call), call);
   }
   const GpuFfnRow& dense = required(dense_row, call);
-  // Its launches are every sparse one; a Hopper GPU has better ones than row-fused.
+  // The tile-union policy names every sparse launch, but row-fused is not chosen on Hopper.
   const GpuFfnRow* sparse = find_row(layer, call, FfnPolicy::kTileUnion);
   const bool portable = layer.device.compute_capability != kHopper;
   if (sparse == nullptr || (sparse->launch == GpuFfnLaunch::kRowFused && !portable)) {
@@ -451,8 +451,8 @@ int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int6
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) {
   if (batch.observed || !batch.cached) return GpuLayersPath::kSingleOps;
   if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens) {
-    // While no CTA attends to more keys of a layer than one segment has. Beyond that, attention is
-    // faster as a kernel of its own.
+    // One kernel is faster while no CTA attends to more than one segment of keys per layer. Beyond
+    // that, attention is faster as a kernel of its own.
     const int64_t sms = layers.ffn.device.multiprocessors;
     const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
     const bool one_segment =

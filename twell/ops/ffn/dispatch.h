@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of how a GPU runs a feed-forward layer: for each way, the calls it takes, what they
-// cost, and what to launch. Callers ask here and decide nothing themselves.
+// The table of how a GPU runs a feed-forward layer: for each launch, the calls it takes, what they
+// cost, and what to run. Callers ask here and decide nothing themselves.
 //
 //   launch        shown as      tokens   GPU          norm of x in front   counts per token
 //   dense rows    dense         1-8      Hopper       yes                  no
@@ -11,9 +11,9 @@
 //   row-fused     row-fused     any      sm_80 on     no                   yes
 //
 // A policy names one or more of these; the first one of the table that takes the call runs. So
-// tile-union and auto run a few tokens as decode rows or a small batch, and the launches in front
-// of a norm are those that compute it. Plain arithmetic without CUDA headers: the choice depends
-// on nothing but its arguments, and its tests need no GPU.
+// tile-union and auto run a few tokens as decode rows or a small batch, and a call with a norm runs
+// a launch that computes it. Plain arithmetic without CUDA headers: the choice depends only on its
+// arguments, and its tests need no GPU.
 #pragma once
 
 #include <cstdint>
@@ -68,8 +68,8 @@ enum class GpuFfnLaunch {
 struct GpuFfnRow {
   GpuFfnLaunch launch;
   FfnExecution execution;  // as logs and metrics name it
-  FfnPolicy policy;        // that names it, beside auto;
-  FfnPolicy other_policy;  // and another one, or the same
+  FfnPolicy policy;        // that selects it, besides auto
+  FfnPolicy other_policy;  // another such policy, or the same
   int64_t least_tokens;    // of a call
   int64_t most_tokens;
   int least_capability;  // GPUs of these compute capabilities
@@ -95,14 +95,14 @@ struct GpuFfnChoice {
   FfnExecution execution = FfnExecution::kDense;
   std::string reason;       // one line with the numbers
   double cost = 0.0;        // estimated microseconds; 0 where nothing is measured
-  double dense_cost = 0.0;  // of the dense execution
+  double dense_cost = 0.0;  // the same for the dense execution
 };
 // Before anything is measured, auto runs a sparse execution, which measures what dense cannot.
 // Row-fused is never what auto runs on Hopper. Error when no launch takes the call.
 GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
                             const LayerActivity& activity);
 
-// Whether a call of so many tokens may have the norm, under every policy.
+// Whether a call of this many tokens may include the norm, under every policy.
 bool gpu_ffn_takes_norm(const GpuFfnLayer& layer, int64_t tokens);
 
 // Whether decoding one sequence is faster when it reads the gate through its 8-bit screen
@@ -122,8 +122,8 @@ struct GpuLayers {
   int64_t head_dim = 0;
   bool qk_norm = false;
   int64_t row_tokens = 8;         // like GpuFfnLayer::row_tokens, of the wider of D and heads * hd
-  int64_t one_kernel_tokens = 0;  // that one kernel of all layers takes here; 0: none
-  int64_t segment_keys = 512;     // that a CTA of that kernel attends to at a time
+  int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
+  int64_t segment_keys = 512;     // keys a CTA of that kernel attends to at a time
 };
 
 struct GpuBatch {
@@ -136,8 +136,8 @@ struct GpuBatch {
   bool one_kernel = false;  // run one kernel however long the sequences are
 };
 
-// Tokens that one kernel of all layers takes of such a model, of `most` that fit into the device;
-// 0 where its layers do not suit it.
+// Most tokens that one kernel of all layers takes for such a model, given that `most` fit into the
+// device; 0 where its layers do not suit that kernel.
 int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int64_t most_layers,
                               int64_t most);
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);

@@ -162,7 +162,7 @@ TEST(GpuFfnCosts, KnowRowFused) {
   }
 }
 
-// A few tokens with random neurons, D and F as above: microseconds dense and sparse.
+// A few tokens with random neurons, with D and F as above: microseconds dense and sparse.
 struct FewTokens {
   int64_t tokens;
   double nnz_per_token, dense, sparse;
@@ -282,8 +282,8 @@ TEST(GpuFfnDispatch, EveryCall) {
               seen.insert(choice.launch);
               for (const GpuFfnRow& row : gpu_ffn_table()) {
                 if (row.launch != choice.launch) continue;
-                // What runs takes the norm, and with it x in the place of y; it counts; and it is
-                // shown as what it is.
+                // The row must take the norm (and with it x as y) and count where asked, and its
+                // name must match.
                 EXPECT_TRUE(row.takes_norm || !norm);
                 EXPECT_TRUE(row.counts_rows || !counts);
                 EXPECT_EQ(row.execution, choice.execution);
@@ -434,7 +434,7 @@ TEST(GpuFfnTrain, FollowsTheActivity) {
   EXPECT_EQ(choose(16384, 713.0, 1718.0), kHybrid);  // few tokens have all neurons active
   EXPECT_EQ(choose(16384, 56.0, 4065.0), kDense);
   EXPECT_EQ(choose(2048, 39.0, 3327.0), kDense);
-  EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
+  EXPECT_EQ(choose(128, 15.0), kDense);  // launches cost more than the GEMMs save
 }
 
 // Every policy on every kind of device and layer, written out without the table's rows.

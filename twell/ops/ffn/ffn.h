@@ -7,7 +7,7 @@
 //   decode-rows  GPU, 1 to 8 tokens: two kernels that read w_gate once, and of w_up and w_down the
 //                rows of active neurons
 //   small-batch  the same for 9 to 64 tokens
-// A policy names what to run; dispatch.h says what it comes to on a GPU. The CPU runs the first
+// A policy names what to run; dispatch.h maps it to launches on a GPU. The CPU runs the first
 // three.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
@@ -35,10 +35,10 @@ std::string_view ffn_execution_name(FfnExecution execution);  // as above
 FfnPolicy parse_ffn_policy(std::string_view name);
 std::string_view ffn_policy_name(FfnPolicy policy);
 
-// What one layer has been seen to do, and what it runs because of it. One per layer and session.
-// kAuto decides anew for each chunk of tokens, from the non-zeros its gate GEMM has just produced
-// (those of a few tokens, where they leave no doubt) and from nothing else, so the same tokens give
-// the same bits whatever came before.
+// The execution of one layer and its measured activity. One per layer and session. kAuto decides
+// anew for each chunk of tokens, only from the non-zeros its gate GEMM has just produced (those of
+// a few tokens, where they leave no doubt), so the same tokens give the same bits whatever came
+// before.
 struct FfnPlan {
   FfnPolicy policy = FfnPolicy::kAuto;
   FfnExecution execution = FfnExecution::kDense;  // of the last chunk of the last call

@@ -17,8 +17,8 @@ constexpr double kRowFusedPair = 15.0;
 constexpr double kTileUnionPair = 6.0;
 constexpr double kTileUnionRow = 25.0;
 
-// Sparse has to promise this share of the dense cost: a machine on which the constants are off by
-// a fifth still loses nothing against dense.
+// A sparse cost must be below this share of the dense cost: a machine on which the constants are
+// off by a fifth still loses nothing against dense.
 constexpr double kSparseShare = 0.8;
 
 }  // namespace

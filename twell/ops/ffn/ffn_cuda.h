@@ -2,10 +2,10 @@
 // The feed-forward layer on the GPU at inference, bf16 with f32 accumulation: runs the execution
 // that dispatch.h chooses. All give the dense result within accumulation order, on every input.
 //
-// The choice follows what a layer has been seen to do. Kernels count on the device;
+// The choice follows the layer's measured activity. Kernels count on the device;
 // FfnPlansCuda::update() fetches the counts, at a point where the caller waits for the device
-// anyway. Between updates the choice depends on the call alone, so runs repeat and calls can be
-// captured in a CUDA graph (with the choice of the time of capture).
+// anyway. Between updates the choice depends on the call alone, so runs repeat, and calls can be
+// captured in a CUDA graph (which keeps the choice made at capture).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,10 +31,10 @@ namespace twell {
 struct FfnPlanCuda {
   FfnPlan plan;
   LayerActivity activity;
-  ActivityCuda* counts = nullptr;  // device memory: since the last update
+  ActivityCuda* counts = nullptr;  // device memory: counts since the last update
 };
 
-// The device of the context, as the table sees it.
+// The context's device, as dispatch.h describes it.
 GpuDevice gpu_device(const CudaContext& ctx);
 
 // Averages of the counts; `before` where nothing was counted.
@@ -50,7 +50,7 @@ class FfnPlansCuda {
   const FfnPlanCuda& operator[](int64_t layer) const { return plans_[static_cast<size_t>(layer)]; }
   int64_t size() const { return static_cast<int64_t>(plans_.size()); }
 
-  // Waits for the stream and takes over what the layers did since the last call.
+  // Waits for the stream and adds the layers' counts since the last call to their plans.
   void update(CudaContext& ctx);
 
  private:
@@ -72,7 +72,7 @@ class FfnWorkspaceCuda {
   int64_t width() const { return layer_.width; }
   int64_t ffn() const { return layer_.ffn; }
   bool gated() const { return layer_.gated; }
-  // As the table sees it, with ReLU.
+  // The layer as dispatch.h describes it, with ReLU.
   const GpuFfnLayer& layer() const { return layer_; }
   int64_t bytes() const;
   // What bytes() will be, less a few MiB of the executions that take little memory.
@@ -108,7 +108,7 @@ struct FfnForwardCuda {
   bool add = false;   // y += instead of =
 };
 
-// Asks the table what a call runs now, of this layer with the plan's policy, and notes it in the
+// Asks the table what a call of this layer runs under the plan's policy, and records it in the
 // plan.
 GpuFfnChoice choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan);
 

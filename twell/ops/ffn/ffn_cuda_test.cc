@@ -46,7 +46,7 @@ std::vector<double> reference_ffn(const std::vector<double>& x, const std::vecto
   for (int64_t m = 0; m < tokens; ++m) {
     const double* row = x.data() + m * width;
     for (int64_t n = 0; n < ffn; ++n) {
-      // The neuron that decides whether it fires is w_gate's, or w_up's without a gate.
+      // The weight that decides whether a neuron fires is w_gate, or w_up without a gate.
       const double fires = dot(row, (gate.empty() ? up : gate).data() + n * width, width);
       if (fires <= 0.0) continue;
       const double h = gate.empty() ? fires : fires * dot(row, up.data() + n * width, width);
@@ -78,7 +78,7 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   auto firing = random_bf16(ffn * width, 1, 0.05f);
   const auto other = random_bf16(ffn * width, 2, 0.05f);
   const auto down = random_bf16(ffn * width, 3, 0.05f);
-  // Neurons differ: every fifth one fires on half of the tokens, the others on none but a few.
+  // Every fifth neuron fires on half of the tokens, the others on none or a few.
   auto biased = x;
   for (int64_t m = 0; m < tokens; ++m) {
     biased[static_cast<size_t>(m * width)] = __float2bfloat16(1.0f);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layers behind their plans: every execution gives the dense result and the same counts, plans
-// learn from the counts, chunks join without a seam, graphs replay.
+// learn from the counts, chunk boundaries do not change results, graphs replay.
 #include <gtest/gtest.h>
 
 #include <cmath>

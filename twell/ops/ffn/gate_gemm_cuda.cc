@@ -95,7 +95,7 @@ GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn)
   using namespace gate_gemm;
   const Schedule schedule(ctx, tokens, ffn);
   GatePhases phases{schedule.clusters * kCluster, {}};
-  // Units before these are packed in each phase; clusters take units by groups of tokens.
+  // Units packed by the end of each phase; clusters take units by groups of tokens.
   const int per_group = kGroup * schedule.n_tiles;
   const int units[] = {schedule.whole - 2 * schedule.clusters, schedule.whole - schedule.clusters,
                        schedule.whole};

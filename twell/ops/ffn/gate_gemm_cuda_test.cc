@@ -137,7 +137,7 @@ INSTANTIATE_TEST_SUITE_P(
                                      Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
                                      Case{64, 1600, 8200, 8, -50, 7},
                                      Case{140, 64, 66000, 8, -15, 9},
-                                     // On 132 multiprocessors 72 cluster tiles, 6 of them halved.
+                                     // On 132 SMs: 72 cluster tiles, 6 of them halved.
                                      Case{2200, 72, 2048, 8, -8, 7},
                                      Case{65537, 64, 264, 8, -12, 331})),
     [](const auto& test) {
@@ -163,7 +163,7 @@ TEST_P(GateGemmPackingTest, TilesAroundCapacity) {
     for (int64_t column = 0; column < shape.cols; ++column) {
       for (int64_t row = 0; row < shape.rows; ++row) {
         const int active = occupancies[(row + column / 256) % 7];
-        // A different run of neurons in each row.
+        // Each row has a different run of neurons.
         const bool fires = (column * 37 + row * 11) % 256 < active;
         w[static_cast<size_t>(column * width + row)] =
             fires ? static_cast<int>(1 + (row + column) % 100) : -3;

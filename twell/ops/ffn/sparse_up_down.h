@@ -4,11 +4,10 @@
 //   non-gated:  y[m] = sum over active n of  h[m, n] * w_down[n]
 // in two orders:
 //   row-fused   token by token; each active neuron's weight rows are read for each token
-//   tile-union  tile of tokens by tile; each weight row of the union of the tile's active neurons
-//   is
+//   tile-union  per tile of tokens; each weight row of the union of the tile's active neurons is
 //               read once and applied to the tokens it is active on
-// Every dot product and every y[m] is accumulated in ascending neurons, so both give the same bits,
-// for any number of threads and any split of the tokens.
+// Every dot product and every y[m] is summed in ascending order of neurons, so both give the same
+// bits for any number of threads and any split of the tokens.
 // Errors: Error when shapes disagree.
 #pragma once
 
@@ -30,8 +29,8 @@ struct SparseUpDown {
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);
 void tile_union_up_down(Context& ctx, const SparseUpDown& problem);
 
-// Tokens per tile of tile_union_up_down: a thread's share, as long as a block of their columns fits
-// into a core's L2 cache.
+// Tokens per tile of tile_union_up_down: a thread's share, limited so that a block of their columns
+// fits into a core's L2 cache.
 int64_t tile_union_tokens(Context& ctx, int64_t tokens, int64_t width);
 
 // The weight rows that tile-union reads: active neurons per tile of tile_union_tokens() consecutive

@@ -10,7 +10,7 @@
 namespace twell {
 namespace {
 
-// The pairs of one tile of tokens, neuron by neuron.
+// The pairs of one tile of tokens, sorted by neuron.
 struct TileUnion {
   int64_t size = 0;            // active neurons
   uint32_t* neuron = nullptr;  // [size] ascending

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Feed-forward layer for 1 to 8 tokens, as two kernels that run side by side.
 //
-// 1. row_gate_up: each SM's CTA computes the gate of up to 48 neurons and h of those that are
-// active. One warp loads rows of the first weight into shared memory with bulk copies, as early as
-// the predecessor still runs if the weights are constant. Only few rows are in flight at a time,
-// because requests of other CTAs queue behind them. Sixteen warps split the width and multiply on
-// mma.sync, weights as the 16-row operand, x in registers. They write partial sums over the weights
-// they have read, which are then added in a fixed order.
-// A sum does not depend on the order of its terms, so the eight values of a 16-byte piece need not
-// be at the k that the instruction assigns to them, as long as both operands agree.
+// 1. row_gate_up: each SM's CTA computes the gate of up to 48 neurons and h of the active ones. One
+// warp loads rows of the first weight into shared memory with bulk TMA copies; if the weights are
+// constant, it starts while the predecessor still runs. It keeps few rows in flight, because
+// requests of other CTAs queue behind them. Sixteen warps split the width and multiply on mma.sync,
+// with weights as the 16-row operand and x in registers. They write partial sums over the weights
+// they have read; the sums are added in a fixed order. A dot product may take k in any order, so
+// the eight values of a 16-byte piece need not be
 //
 // 2. row_down: y = h w_down over active neurons. A CTA computes 16 columns of y and so reads 32
 // bytes of each active neuron's row, which row_gate_up has prefetched into the L2. Each of its
@@ -31,9 +30,9 @@ using namespace sm90;
 namespace row_gate_up {
 namespace {
 
-// x in the registers of the warps that multiply: each warp keeps its part of the width, one segment
-// at a time where rows are wide, in the layout of mma.sync, normalised if the layer begins with a
-// norm.
+// x in the registers of the warps that multiply, in the layout of mma.sync and normalised if the
+// layer begins with a norm. Each warp holds its part of the width, of one segment at a time if rows
+// are wide.
 
 constexpr int kWarps = 16;  // warps that multiply; one more loads
 constexpr int kMultipliers = 32 * kWarps;
@@ -50,11 +49,11 @@ class Tokens {
         segments_((problem.width + kSegment - 1) / kSegment) {}
 
   __device__ __forceinline__ int segments() const { return segments_; }
-  // First value of block b of a segment for this lane; may be past the width.
+  // First column of this lane's values in block b of a segment; may be past the width.
   __device__ __forceinline__ int k(int segment, int b) const {
     return segment * kSegment + (warp_ * kBlocks + b) * kBlock + lane_ % 4 * 8;
   }
-  // Eight values of token lane / 4; zeros past the tokens and the width.
+  // Eight values of token lane / 4 in block b; zeros past the last token and column.
   __device__ __forceinline__ const uint4& operator[](int b) const { return x_[b]; }
 
   // Called once by all warps that multiply.
@@ -77,7 +76,7 @@ class Tokens {
     inverse_ = rsqrtf(total / static_cast<float>(p_.width) + p_.eps);
     if (segments_ == 1) scale(0);
   }
-  // Loads a segment into the registers, where several take turns.
+  // Loads a segment into the registers if x has more than one.
   __device__ __forceinline__ void turn_to(int segment) {
     if (segments_ == 1) return;
     load(segment);
@@ -114,12 +113,13 @@ class Tokens {
   float inverse_ = 0.0f;  // 1 / RMS of the token, for the norm
 };
 
-// Rows of the first weight in shared memory. One warp loads them; the warps that multiply then
-// write their partial sums over the rows they have read.
+// Rows of the first weight in shared memory. One warp loads them; the warps that multiply read them
+// and then overwrite them with partial sums.
 
-constexpr int kGroup = 16;                   // rows per product
-constexpr int kGroups = kMaxRows / kGroup;   // row groups in shared memory
-constexpr int kPitch = kSegment * 2 + 64;    // bytes; lanes that read two rows hit different banks
+constexpr int kGroup = 16;                  // rows per product
+constexpr int kGroups = kMaxRows / kGroup;  // row groups in shared memory
+constexpr int kPitch =
+    kSegment * 2 + 64;  // bytes; padded so that lanes reading two rows hit different banks
 constexpr int kPart = kBlocks * kBlock * 2;  // bytes of a row that one warp multiplies
 constexpr int kQuad = 4;                     // rows that share a barrier
 constexpr int kQuads = kGroup / kQuad;
@@ -185,7 +185,7 @@ class Kernel {
   }
 
  private:
-  // An item is a row group of a segment, in slot item % kGroups. Quads are numbered on across
+  // An item is one row group of one segment, in slot item % kGroups. Quad numbers continue across
   // items.
   __device__ __forceinline__ uint32_t full(int quad) const {
     return smem_address(&shared_.full[quad / kQuads % kGroups][quad % kQuads]);
@@ -218,7 +218,7 @@ class Kernel {
       }
     }
   }
-  // Barriers of rows past the end are completed too.
+  // Completes the barriers of rows past the end too.
   __device__ __forceinline__ void load_quad(const __nv_bfloat16* from, int row, int rows,
                                             uint32_t bytes, int quad) const {
     const int before = quad - kOnTheirWay, here = max(min(rows - row, kQuad), 0);
@@ -231,12 +231,12 @@ class Kernel {
     }
   }
 
-  // A warp's partial sums lie in its part of a row, those of four neighbouring rows in different
-  // banks.
+  // A warp's partial sums lie in its own part of a row; those of four neighbouring rows are in
+  // different banks.
   __device__ __forceinline__ uint32_t sum_place(int place, int token) const {
     return ring_ + place * kPitch + place / 2 % 2 * 32 + token * 4;
   }
-  // Writes the sums of the first `rows` rows of a product to `place` and on.
+  // Writes the sums of the first `rows` rows of a product, starting at `place`.
   __device__ __forceinline__ void leave_sums(const float (&acc)[4], int place, int rows) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -282,7 +282,7 @@ class Kernel {
         const int item = item_++;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) barrier_wait(full(item * kQuads + i), phase(item));
-        // Past the last row the last one is read again, which only affects sums that nobody reads.
+        // Rows past the last are replaced by the last one; only unused sums are affected.
         const int last = min(rows_ - group * kGroup, kGroup) - 1, row = lane_ / 4;
         const uint32_t part =
             ring_ + item % kGroups * (kGroup * kPitch) + warp_ * kPart + lane_ % 4 * 16;
@@ -290,7 +290,7 @@ class Kernel {
         const uint32_t high = part + min(row + 8, last) * kPitch;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          if (x_.k(segment, b) - lane_ % 4 * 8 >= p_.width) break;  // the same for the warp
+          if (x_.k(segment, b) - lane_ % 4 * 8 >= p_.width) break;  // uniform over the warp
           uint4 a{}, c{};  // columns past the width were never loaded
           if (x_.k(segment, b) < p_.width) {
             a = load_shared16(low + b * (kBlock * 2));
@@ -311,7 +311,7 @@ class Kernel {
     if (warp_ * 4 < rows_) finish_gate();
     named_barrier(1, kMultipliers);
   }
-  // Place of the first row of a row group of this pass, after its products.
+  // Where the sums of a row group of this pass begin in shared memory.
   __device__ __forceinline__ int place(int group) const {
     const int groups = (rows_ + kGroup - 1) / kGroup;
     return (item_ - groups + group) % kGroups * kGroup;
@@ -322,7 +322,7 @@ class Kernel {
     const int from = min(row, rows_ - 1);
     const float sum = add_sums(place(from / kGroup) + from % kGroup, token);
     const bool exists = row < rows_ && token < p_.tokens;
-    const uint32_t value = exists ? relu_bf16(sum) : 0;  // NaN stays
+    const uint32_t value = exists ? relu_bf16(sum) : 0;  // NaN passes through
     shared_.gate[row][token] = static_cast<uint16_t>(value);
     const uint32_t fired = __ballot_sync(~0u, value != 0);
     uint32_t rows = 0;
@@ -349,7 +349,7 @@ class Kernel {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       if (i * kGroup >= rows_) break;
-      uint32_t v = shared_.fired[i];  // of warps without rows: undefined and unused
+      uint32_t v = shared_.fired[i];  // undefined, and unused, for warps without rows
       v = (v & 0xf) | (v >> 4 & 0xf0) | (v >> 8 & 0xf00) | (v >> 12 & 0xf000);
       mask |= uint64_t{v & ((1u << min(rows_ - i * kGroup, kGroup)) - 1)} << (kGroup * i);
     }
@@ -407,7 +407,7 @@ class Kernel {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) multiply(acc, a[b], c[b], b);
   }
-  // Stores h of a neuron, one token for each of eight lanes; `place`: of the sums.
+  // Stores h of a neuron, one token for each of eight lanes; its sums are at `place`.
   __device__ __forceinline__ void store(int position, int place) const {
     const int row = shared_.list[warp_][position], token = lane_ % 8;
     const uint32_t gate = shared_.gate[row][token];
@@ -427,7 +427,7 @@ class Kernel {
   const uint32_t ring_;
   const int warp_, lane_;
   Tokens x_;
-  int first_ = 0, rows_ = 0;  // of this pass
+  int first_ = 0, rows_ = 0;  // first neuron of this pass, and how many
   int item_ = 0;              // the next item
 };
 
@@ -447,7 +447,7 @@ cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStre
   const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
   const int bytes = (once ? problem.rows : kMaxRows) * kPitch;
-  // The largest size at every call, because contexts with other sizes may launch at the same time.
+  // Allow the largest size every time: contexts with other sizes may launch at the same time.
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
   if (status == cudaSuccess) {
@@ -475,7 +475,7 @@ constexpr int kPartialPitch = kColumns * 4 + 16;
 static_assert(kRowTokens * kPartialPitch <= kStages * kStage);
 
 struct Shared {
-  uint8_t ring[kWarps][kStages * kStage];  // later the partial results
+  uint8_t ring[kWarps][kStages * kStage];  // reused for the partial results
   uint16_t list[kWarps][kWords * kMaxRows];
 };
 
@@ -501,12 +501,12 @@ class Kernel {
     const int share = (words + kWarps - 1) / kWarps, begin = min(warp_ * share, words),
               end = min(begin + share, words);
     const bool listed = list_early(begin, min(end - begin, kWords));
-    // All words are read once every warp has listed its own.
+    // Once every warp has listed its own words, all words have been read.
     const bool read = share <= kWords && __syncthreads_and(listed) != 0;
     bool last = false;
     if (read && threadIdx.x == 0) last = last_to_read(p_.hidden.arrived);
     wait_for_previous_kernel();
-    // In the end a thread adds four columns of one token.
+    // At the end, each thread adds up four columns of one token.
     const int token = static_cast<int>(threadIdx.x) / 4,
               column = column_ + static_cast<int>(threadIdx.x) % 4 * 4;
     const bool stores = token < p_.tokens && column < p_.width;
@@ -531,7 +531,7 @@ class Kernel {
   }
 
  private:
-  // Before the kernel in front has ended: reads some words and loads the first weights. False when
+  // Runs before the predecessor has ended: reads some words and loads the first weights. False if
   // the words are not published yet.
   __device__ __forceinline__ bool list_early(int word, int words) {
     uint64_t bits = kFiredKnown;
@@ -560,8 +560,8 @@ class Kernel {
     __syncwarp();
   }
 
-  // Loads into a stage the 16 columns of neurons first .. first + 15 of the list, zeros past its
-  // end,
+  // Loads 16 columns of w_down for neurons first .. first + 15 of the list into a stage; zeros past
+  // the end.
   __device__ __forceinline__ void gather_weights(int base, int first, int stage) const {
     if (first >= count_) return;
     const int row = lane_ / 2, piece = lane_ % 2, at = column_ + piece * 8;
@@ -570,7 +570,7 @@ class Kernel {
     if (inside) from += int64_t{base + shared_.list[warp_][first + row]} * p_.width + at;
     gather16(ring_ + stage * kStage + swizzled<2>(row, piece), from, inside);
   }
-  // and their h.
+  // Loads h of the same neurons into the stage.
   __device__ __forceinline__ void gather_hidden(int base, int first, int stage) const {
     if (first >= count_ || lane_ >= kGroup) return;
     const bool valid = first + lane_ < count_;

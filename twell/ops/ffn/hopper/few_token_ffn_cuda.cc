@@ -12,7 +12,7 @@ namespace {
 
 static_assert(kMaxFewTokens == few_token::kSplitTokens);
 
-// Least rows of a CTA for up to 8 tokens: a product has 16 rows in any case.
+// Minimum rows per CTA for up to 8 tokens, because a product always has 16 rows.
 constexpr int kLeastRows = 16;
 
 }  // namespace
@@ -39,7 +39,7 @@ std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnC
     return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
                        problem.ffn);
   }
-  // Neurons and columns are 32-bit in the kernels.
+  // The kernels index neurons and columns with 32 bits.
   constexpr int64_t kMost = int64_t{1} << 24;
   if (problem.width > kMost || problem.ffn > kMost) {
     return fmt::format("width {} and FFN size {}, at most {}", problem.width, problem.ffn, kMost);

@@ -3,8 +3,8 @@
 //   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g is active, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
 // Optionally a residual is added, and for up to 8 tokens the RMS norm of x is computed in front.
-// Reading weights bounds the time of so few tokens: this execution reads the first weight whole,
-// and of the others the rows of neurons active for at least one token.
+// Reading weights bounds the time for so few tokens: this execution reads all of the first weight,
+// and of the others only the rows of neurons active for at least one token.
 // Exact on every input: with every neuron active it reads what the dense layer reads. g is rounded
 // to bf16; h is rounded once, after the product in f32. A NaN in the gate counts as active.
 // Deterministic. Never synchronises; can be captured in a CUDA graph.
@@ -32,7 +32,7 @@ struct FewTokenFfnCuda {
   __nv_bfloat16* y = nullptr;               // [M, D], every element written
   const __nv_bfloat16* norm = nullptr;      // [D] weight of the norm, or null
   float eps = 1e-5f;                        // of the norm
-  const __nv_bfloat16* residual = nullptr;  // [M, D], may be y, as may x; or null
+  const __nv_bfloat16* residual = nullptr;  // [M, D] or null; it and x may be y
   ActivityCuda* activity = nullptr;         // added to: tokens, nnz; may be null
   // The first weight may be read while the predecessor of this call still runs. Only for weights
   // that no earlier work on the stream writes.

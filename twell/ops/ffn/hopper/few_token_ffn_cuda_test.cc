@@ -52,7 +52,7 @@ struct Problem {
     activity = upload(std::vector<ActivityCuda>(1));
   }
 
-  // The layer as the contract words it; counts what fires.
+  // Computes the layer as its contract defines it, and counts active neurons.
   std::vector<float> expected(const std::vector<int8_t>& residual = {}) {
     std::vector<float> y(residual.begin(), residual.end());
     y.resize(x.size());
@@ -164,8 +164,8 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
-// Numbers of active neurons around those at which the kernels switch code paths, varied over each
-// 192 neurons.
+// Counts of active neurons around those at which the kernels switch code paths, in each run of 192
+// neurons.
 TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
   TWELL_HOPPER_TEST();
   constexpr int64_t kEach = 192,
@@ -188,7 +188,7 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
   }
 }
 
-// Back-to-back calls overlap by programmatic launch and share one workspace.
+// Back-to-back calls overlap by programmatic dependent launch and share one workspace.
 TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   TWELL_HOPPER_TEST();
   std::vector<Problem> problems;
@@ -215,8 +215,8 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   }
 }
 
-// Values of x are two to a power that is the same within a token, so that its norm is a sign times
-// the norm's weight.
+// All values of a token of x have the same magnitude, a power of two, so that its norm is a sign
+// times the norm's weight.
 TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
   TWELL_HOPPER_TEST();
   for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {

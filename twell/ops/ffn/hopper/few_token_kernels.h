@@ -21,7 +21,7 @@ inline constexpr int kMaxNeurons = 192;  // most neurons of a cluster at a time
 // Neurons per word of Hidden::fired in a small batch.
 inline constexpr int kWordNeurons = 32;
 
-// What the first kernel hands to the second. Between calls all words are 0, as is `arrived`.
+// What the first kernel passes to the second. All words and `arrived` are 0 between calls.
 struct Hidden {
   __nv_bfloat16* h;   // [F, 8 or 64], written for active neurons; 0 past the tokens
   uint64_t* fired;    // [ceil(F / n)] n neurons per word from bit 0 on (fired_words_sm90.cuh)
@@ -75,8 +75,8 @@ cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStre
 // Number of clusters of the kernel that fit into the device at one time.
 cudaError_t count_gate_up_clusters_sm90(int* clusters);
 cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int clusters, cudaStream_t stream);
-// Launch right after the kernel that makes `hidden` on the same stream; they run beside it. For
-// decode rows, and for small batches.
+// Launch right after the kernel that computes `hidden`, on the same stream; the two run side by
+// side. The first is for decode rows, the second for small batches.
 cudaError_t launch_row_down_sm90(const Down& problem, cudaStream_t stream);
 cudaError_t launch_split_down_sm90(const Down& problem, cudaStream_t stream);
 

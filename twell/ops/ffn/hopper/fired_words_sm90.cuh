@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words through which a gate kernel publishes active neurons to the `down` kernel that runs beside
-// it: known well before h is, they let `down` load rows of w_down by the time the gate kernel ends.
-// A word is a mask of neurons and a bit that says it is valid. The last CTA of `down` that has read
-// all words clears them for the next call, whose gate kernel cannot start writing before this call
-// has ended. Polling only saves time: what is not valid yet is read after the gate kernel has
-// ended.
+// Words in which a gate kernel publishes its active neurons to the `down` kernel that runs beside
+// it. They are known well before h, so `down` has loaded its rows of w_down by the time the gate
+// kernel ends. A word is a mask of neurons and a valid bit. The last CTA of `down` to read all
+// words clears them for the next call, whose gate kernel cannot write before this call has ended.
+// Polling only saves time: words not yet valid are read after the gate kernel has ended.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@ __device__ __forceinline__ void store_fired(uint64_t* word, uint64_t mask) {
 }
 __device__ __forceinline__ bool is_known(uint64_t word) { return (word & kFiredKnown) != 0; }
 
-// Polls the word for at most about 100 us, after which it may still be invalid. Unrolled it is 19
+// Polls the word for at most about 100 us; it may still be invalid then. Unrolled, the loop is 19
 // KB of code, which does not fit into the instruction cache beside the gate kernel of 9 or more
 // tokens; not unrolled, the kernel for up to 8 tokens spills registers.
 template <bool Unrolled>
@@ -46,11 +45,11 @@ __device__ __forceinline__ uint64_t await_fired(const uint64_t* word) {
   return value;
 }
 
-// Says that this CTA has read all words. True in the last CTA, which has to clear them.
+// Signals that this CTA has read all words. True in the last CTA, which has to clear them.
 __device__ __forceinline__ bool last_to_read(uint32_t* arrived) {
   return atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
 }
-// Called by a warp; `last` of its first lane counts.
+// Called by a warp; only the first lane's `last` counts.
 __device__ __forceinline__ void clear_if_last(bool last, uint64_t* fired, int words) {
   if (__shfl_sync(~0u, static_cast<int>(last), 0) == 0) return;
   for (int word = static_cast<int>(threadIdx.x) % 32; word < words; word += 32) fired[word] = 0;

@@ -51,8 +51,8 @@ struct NonzeroMask {
   }
 };
 
-// Stores `word` at base + at and advances `at`, if the half of `pair` that it is made of is not
-// zero. Predicated and not branched: divergence costs more than the few instructions it skips.
+// Stores `word` at base + at and advances `at` if the half of `pair` in `word` is not zero.
+// Predicated rather than branched: divergence costs more than the few instructions it skips.
 template <bool UpperHalf>
 __device__ __forceinline__ void append(uint32_t* base, uint32_t& at, uint32_t pair, uint32_t word) {
   if constexpr (UpperHalf) {
@@ -98,7 +98,7 @@ class PackedTile {
     pairs_ = ~0u;
   }
   __device__ __forceinline__ bool done() const { return pairs_ == 0; }
-  // Runs the next step; nothing once all are done.
+  // Runs the next step; does nothing once all are done.
   __device__ __forceinline__ void advance(const PackTarget& out) {
     if (pairs_ == 0) return;
     if (next_ == Step::kCount) {
@@ -144,8 +144,8 @@ class PackedTile {
     }
   }
 
-  // Writes N columns, from N * part on, of 64 rows to shared memory, from where pack_row packs
-  // them.
+  // Writes N columns of 64 rows, starting at column N * part, to shared memory, where pack_row
+  // reads them.
   template <int N>
   __device__ __forceinline__ void stage(uint32_t staged, int part) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -162,8 +162,8 @@ class PackedTile {
   enum class Step { kCount, kPlace, kStore };
 
   // TMA reads rows past the last token and past the last neuron as zeros, whose products with Inf
-  // or NaN are NaN. Such values must not be stored: they have no place in the output. Both branches
-  // are taken by whole warps, and by those of the last tiles alone.
+  // or NaN are NaN. Such values must not be stored, because the output has no place for them. Whole
+  // warps take each branch, and only in the last tiles.
   __device__ __forceinline__ void clear_outside(const PackTarget& out) {
     if (__any_sync(~0u, row_ + 8 >= out.tokens)) {
 #pragma unroll
@@ -222,7 +222,7 @@ class PackedTile {
     if (total > 0) atomicAdd(out.row_nnz + row, total);
   }
 
-  // Writes an overflowing row whole, zeros too, to its spill slot, and leaves nothing of it to
+  // Writes an overflowing row whole, zeros included, to its spill slot, and leaves nothing of it to
   // pack.
   __device__ __forceinline__ static void spill(uint32_t (&pairs)[32], uint32_t* words,
                                                uint32_t slot, const PackTarget& out) {
@@ -268,7 +268,7 @@ class PackedTile {
   uint32_t pairs_ = 0;   // pairs still to be packed, the same in all lanes
 };
 
-// A warp packs row `row` of the gate, staged as row `r`, of a tile of neurons, in column order.
+// A warp packs one tile of row `row` of the gate in column order; it is staged as row `r`.
 __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int tile,
                                          const PackTarget& out) {
   const uint32_t lane = threadIdx.x % 32, below = (1u << lane) - 1;
@@ -277,7 +277,7 @@ __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int ti
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pairs[j]) : "r"(from + j * 128) : "memory");
-    // Neurons past the last one, see PackedTile::clear_outside.
+    // Clears neurons past the last one; see PackedTile::clear_outside.
     if (tile * kTileN + 64 * j + 2 * static_cast<int>(lane) >= out.ffn) pairs[j] = 0;
   }
   const uint32_t slot = static_cast<uint32_t>(row) * out.tiles + tile;
@@ -354,8 +354,8 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   Producer producer{ring, rank};
   for (int index = blockIdx.x / kCluster; index < order.count(); index += clusters) {
     if (index + clusters >= order.count()) {
-      // This is the last unit. Kernels that start from here on rely on row_nnz being cleared, which
-      // the kernel before this one does.
+      // This is the last unit. Kernels that start from here on rely on our predecessor having
+      // cleared row_nnz.
       sm90::wait_for_previous_kernel();
       sm90::allow_next_kernel();
     }
@@ -365,10 +365,10 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   }
 }
 
-// Signals of a CTA about packed units, for Params::packed. Consumer warps arrive on a barrier per
-// phase, and one more thread waits for the barriers and publishes the phase to the device: so that
-// thread, and not the consumers, waits until the stores are visible. There is no signal per unit,
-// because any more work in the loop over k-steps costs percents of the kernel.
+// Signals of a CTA about packed units, for Params::packed. Consumer warps arrive on one barrier per
+// phase, and one more thread waits for the barriers and publishes the phase to the device, so that
+// only this thread waits until the stores are visible. There is no signal per unit, because more
+// work in the loop over k-steps slows the kernel by several percent.
 struct PackedUnits {
   // Phases: all whole units but the last two, the last but one, the last, and a half unit. A unit
   // that a CTA does not have counts as packed with the phase before.
@@ -393,7 +393,7 @@ struct PackedUnits {
     const int whole = (params.whole - index + clusters - 1) / clusters;
     const bool has[kPhases] = {whole > 1, whole > 0, whole > 0,
                                index + whole * clusters < UnitOrder(params).count()};
-    sm90::wait_for_previous_kernel();  // the counters are cleared
+    sm90::wait_for_previous_kernel();  // by now the counters are cleared
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
       if (has[phase]) sm90::barrier_wait(barriers + phase * 8, 0);
@@ -469,10 +469,10 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
     } else if (index + 2 * clusters >= order.whole) {
       units.arrive(PackedUnits::kEarlier);
     }
-    wait_for_previous_kernel();  // row_nnz is cleared
+    wait_for_previous_kernel();  // by now row_nnz is cleared
   }
-  // A CTA has at most one half unit. Its last unit is packed through the ring's memory, which
-  // nothing writes any more.
+  // A CTA has at most one half unit. Its last unit is packed through the ring buffer's memory,
+  // which nothing writes any more.
   const bool half = index < order.count();
   if (half) {
     consumer.multiply<kTileN / 2>(acc);
@@ -496,8 +496,8 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
   units.arrive(half ? PackedUnits::kHalf : PackedUnits::kLastWhole);
 }
 
-// Launched as a dependent of the kernel that clears row_nnz, which itself starts only after
-// everything before it is complete. So the cleared row_nnz is all this kernel waits for.
+// Launched as a dependent of the kernel that clears row_nnz, which itself starts only after all
+// earlier work is complete. So this kernel waits only for the cleared row_nnz.
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace sm90;

@@ -11,8 +11,8 @@
 
 namespace twell {
 
-// Progress of the gate GEMM, by which the next kernel follows it. Device memory, zeroed before the
-// GEMM starts; words[p] counts the CTAs that have packed everything of phase p (GatePhases).
+// Progress of the gate GEMM, so that the next kernel can start on packed tiles. Device memory,
+// zeroed before the GEMM starts; words[p] counts CTAs that have packed all of phase p (GatePhases).
 struct GateProgress {
   static constexpr int kPhases = 4;
   int32_t* words = nullptr;  // null: not published

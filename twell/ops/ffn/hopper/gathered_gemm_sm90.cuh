@@ -162,7 +162,7 @@ inline constexpr uint32_t kBytesA = kTileTokens * kBlock * 2;
 inline constexpr uint32_t kColumnBlockBytes = kBlock * 128;  // 64 rows by 64 columns
 inline constexpr uint32_t kBytesB = kColumns / 64 * kColumnBlockBytes;
 inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
-// Per warpgroup, for results on their way to global memory: 64 rows of 256 bytes.
+// Per warpgroup, a buffer for results before their store to global memory: 64 rows of 256 bytes.
 inline constexpr uint32_t kOutBytes = 64 * 256;
 inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kConsumerWarpgroups * kOutBytes +
                                          2 * kStages * 8 + ItemFeed::kBytes +
@@ -320,8 +320,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (Overlaps) sm90::wait_for_previous_kernel();
 }
 
-// Overlaps: the kernel starts while its predecessor runs. The problem has wait_for_items() for what
-// load and operands read, and Operands::ready covers what the predecessor writes.
+// Overlaps: the kernel starts while its predecessor runs. The problem's wait_for_items() waits for
+// what load and operands read, and Operands::ready covers what the predecessor writes.
 template <bool Overlaps = false, typename Problem>
 cudaError_t launch(const Problem& problem, int ctas, cudaStream_t stream) {
   const auto kernel = gathered_gemm_sm90_kernel<Overlaps, Problem>;

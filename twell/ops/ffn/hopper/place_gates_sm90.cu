@@ -19,7 +19,7 @@ constexpr int kCtasPerMultiprocessor = 4;
 constexpr int kMinParts = 8, kMaxParts = 32;
 static_assert(kMaxFfn <= kMaxParts * kStaged);
 
-// Spilled tiles of a batch of pairs, which whole warps then read together. They come in bunches,
+// Spilled tiles of a batch of pairs. Whole warps read them together, because they come in bunches
 // and a warp that met many would delay the others.
 struct SpilledTiles {
   int count[2];         // of even and odd batches
@@ -59,7 +59,7 @@ struct Pairs {
       __syncthreads();
       read_spilled(spilled->count[batch], visit);
       __syncthreads();
-      if (threadIdx.x == 0) spilled->count[batch] = 0;  // for the batch after the next
+      if (threadIdx.x == 0) spilled->count[batch] = 0;  // reset for the batch after the next
     }
   }
 
@@ -237,12 +237,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
 
 cudaError_t launch_place_gates(const Gate& gate, const Tiles& tiles, int ctas, cudaStream_t stream,
                                Condition condition) {
-  // As many parts as fill the SMs, and enough for a part to stage one token's values.
+  // Enough parts to fill the SMs, and for a part's values of one token to fit into kStaged.
   const int wave = kCtasPerMultiprocessor * ctas;
   const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
   const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
   const int bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
-  // The largest size for every call: contexts of other sizes may be launching at the same time.
+  // Allow the largest size every time: contexts of other sizes may launch at the same time.
   constexpr int kMostBytes = ((kMaxFfn + 255) / 256 * 8 * 2 + 1) * 4;
   const cudaError_t status = cudaFuncSetAttribute(
       place_gates_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);

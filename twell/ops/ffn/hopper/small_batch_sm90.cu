@@ -9,7 +9,7 @@
 //   up:   slices of active rows of w_up are gathered into the same ring buffer; partial sums as
 //         before; h = gate * up
 // Rows of w_down of active neurons are prefetched into the L2 for the next kernel. Each launch runs
-// its code once, so instruction fetches count: loops are not unrolled where nothing is gained.
+// its code once, so instruction fetches matter: loops are unrolled only where it pays.
 //
 // 2. split_down: y = h w_down over active neurons. A cluster of four CTAs computes 64 columns of y:
 // each CTA takes a quarter of the active neurons, gathers 128 bytes of each one's row and its row
@@ -44,10 +44,10 @@ constexpr int kBlockBytes = 512;  // bytes that a warp sends for 8 columns
 template <int Columns>
 constexpr int kSentBytes = kSplit*(Columns / 8) * kBlockBytes;  // bytes that a CTA receives
 
-// Signals to all CTAs of the cluster that their sums may be written here, on barriers of kSplit
-// arrivals at the same address in all of them. The first warp calls it once its warpgroup no longer
-// uses that memory. The cluster's own barrier does not serve: compute-sanitizer hangs while warps
-// work between arriving at it and waiting.
+// Tells all CTAs of the cluster that they may write their sums here, on barriers of kSplit arrivals
+// at the same address in each of them. The first warp calls it once its warpgroup no longer uses
+// that memory. The cluster barrier is not used, because compute-sanitizer hangs if warps work
+// between arriving at it and waiting.
 __device__ __forceinline__ void tell_room(const uint64_t* barrier) {
   if (threadIdx.x < kSplit) {
     sm90::barrier_arrive_cluster(sm90::smem_address(barrier), threadIdx.x);
@@ -109,14 +109,14 @@ namespace {
 // Shared memory of a CTA of gate_up.
 
 constexpr int kChunk = 64;              // values of k per stage
-constexpr int kRowBytes = kChunk * 2;   // of a stage
+constexpr int kRowBytes = kChunk * 2;   // bytes of a row of a stage
 constexpr int kHalf = kMaxNeurons / 2;  // neurons per stage of the gate's ring buffer
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
 constexpr int kRing = 80 * 1024;
 constexpr int kXChunks = 8;                        // chunks of x that fit at once
 constexpr int kFewRows = 80;                       // rows of w_up gathered at once
-constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of these rows; sums lie behind
+constexpr int kApart = 64 * kRowBytes * kXChunks;  // bytes of 64 of these rows; the sums follow
 constexpr int kXChunk = kSplitTokens * kRowBytes;  // bytes
 constexpr int kBarriers = 8;  // barriers per kind; stages are told apart modulo this
 constexpr int kGatePitch = (kMaxNeurons + 8) * 2;  // bytes per token
@@ -162,11 +162,11 @@ class Kernel {
   struct Shared {
     Barriers barriers;
     uint32_t own[kWords];                       // neurons active for this CTA's tokens
-    uint4 fired[kWords];                        // the same by CTA
+    uint4 fired[kWords];                        // the same for each CTA
     uint16_t list[kMaxNeurons];                 // neurons active for any token, ascending
     __align__(16) uint16_t out[kWarps][8][16];  // [neuron, token]
     int nnz;
-    int released;  // whether the kernel in front has ended
+    int released;  // whether the predecessor has ended
   };
 
   __device__ __forceinline__ Kernel(const SplitGateUp& params, Shared& shared, uint8_t* memory)
@@ -204,7 +204,7 @@ class Kernel {
       } else {
         publish();
       }
-      fence_async_shared();  // the ring buffer goes back to TMA
+      fence_async_shared();  // TMA writes the ring buffer next
       if (pass + clusters < passes) __syncthreads();
       first_pass_ = false;
     }
@@ -286,7 +286,7 @@ class Kernel {
     return ring_ + kGate + token * kGatePitch;
   }
 
-  // Kept up to date by warp 0, for the warp that loads.
+  // Warp 0 keeps it up to date for the warp that loads.
   __device__ __forceinline__ void set_released() {
     if (lane_ == 0) *static_cast<volatile int*>(&shared_.released) = 1;
   }
@@ -305,7 +305,7 @@ class Kernel {
   // --- Gate products: TMA loads this CTA's slice of rows of the first weight into a ring buffer
   // whose stages are one chunk of half of the neurons each.
 
-  // The warp that loads issues the first stages, if the weights are constant, before the CTAs meet.
+  // If the weights are constant, the warp that loads issues the first stages before the CTAs meet.
   __device__ __forceinline__ void begin() {
     if (warp_ != kProducer || !p_.early_weights) return;
     first_ = static_cast<int>(blockIdx.x) / kSplit * q_.neurons;
@@ -314,7 +314,7 @@ class Kernel {
     for (int i = 0; i < begun_; ++i) load_first(i);
   }
 
-  // Stages in flight while the kernel in front still runs. More would delay its loads.
+  // Stages in flight while the predecessor still runs; more would delay its loads.
   static constexpr int kOnTheirWay = 2;
   static constexpr int kTail = 2;
 
@@ -638,7 +638,7 @@ class Kernel {
     }
   }
 
-  // For more rows or wider slices: chunks of them pass a ring buffer.
+  // For more rows or wider slices: chunks of the rows pass through a ring buffer.
   template <int Rows, int Stages>
   __device__ __forceinline__ void up() {
     static_assert(Stages * Rows * kRowBytes <= kRing && Stages <= kBarriers);
@@ -649,8 +649,8 @@ class Kernel {
       multiply_gathered<Rows, Stages>(acc);
     } else {
       gather_chunks<Rows, Stages>();
-      // Prefetches w_down only when the rows of w_up have arrived, so that these do not queue
-      // behind.
+      // Prefetch w_down only once the rows of w_up have arrived, which would otherwise queue behind
+      // it.
       const int last = up_step_ + chunks_ - 1;
       if (chunks_ > 0) barrier_wait(barrier(shared_.barriers.gathered, last), phase(last));
       ask_for_down();
@@ -757,7 +757,7 @@ class Kernel {
       stage = stage + 1 == Stages ? 0 : stage + 1;
     }
   }
-  // Prefetches the rows of w_down, and publishes them to the next kernel.
+  // Prefetches the rows of w_down, and publishes the active neurons to the next kernel.
   __device__ __forceinline__ void ask_for_down() {
     const int at = (static_cast<int>(threadIdx.x) - 128) * kSplit + rank_;
     if (at < total_) {
@@ -827,7 +827,7 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(160)
   Kernel(params, shared, memory).run();
 }
 
-// The next kernel has to fit beside this one, which takes the largest carveout of shared memory.
+// Requests the largest carveout of shared memory, so that the next kernel fits beside this one.
 cudaError_t allow_shared_memory() {
   const auto* kernel = reinterpret_cast<const void*>(gate_up_sm90_kernel);
   const cudaError_t status =
@@ -1015,7 +1015,7 @@ class Kernel {
     };
     int step = step_, first = 0;
     if (step == 0) {
-      // Loads weights before the kernel in front has ended.
+      // Loads weights before the predecessor has ended.
       const int early = min(ceil_div(count_, kRows), kStages);
 #pragma unroll 1
       for (int i = 0; i < early; ++i) each_row(i * kRows, i, ask_weight);
@@ -1042,7 +1042,7 @@ class Kernel {
 
   __device__ __forceinline__ int slot(int stage) const { return (stage + first_slot_) % kStages; }
 
-  // Signals the cluster when slot 0 becomes free, where that is before the end.
+  // Signals the cluster when slot 0 becomes free, if that is before the end.
   __device__ __forceinline__ void multiply(float (&acc)[32]) {
     const int last_three = max(stages_ - kStages + 1, 0) * kRows;  // which have slots 1 to 3
     int step = step_;
@@ -1092,7 +1092,7 @@ class Kernel {
   const int warp_, lane_, rank_, column_;
   const bool adds_;  // this CTA adds up some tokens
   // All neurons are in one segment. Then sums may arrive in slot 0 of the ring buffer while
-  // products are still to be made: the last stages have the last slots.
+  // products are still computed, because the last stages use the last slots.
   const bool one_segment_;
   int step_ = 0;        // stages of earlier segments
   int count_ = 0;       // this CTA's neurons of the segment

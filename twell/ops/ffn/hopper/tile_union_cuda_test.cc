@@ -21,9 +21,9 @@ struct Case {
   int64_t tokens, width, ffn;
   int32_t compression;
   double density;      // of plain rows
-  int64_t full_every;  // each such row fires everywhere; 0: none
+  int64_t full_every;  // every full_every-th row has all neurons active; 0: none
   bool gated = true;
-  int64_t row_step = 1;  // of the comparison
+  int64_t row_step = 1;  // every row_step-th row is compared
 };
 
 // Values as the device sees them: rounded to bf16.
@@ -98,7 +98,7 @@ struct Problem {
     return download(y);
   }
 
-  // Against double precision, within what rounding h and y to bf16 and summing in f32 can cost.
+  // Compares with double precision, within the rounding of h and y to bf16 and of sums in f32.
   void check(const std::vector<__nv_bfloat16>& y) const {
     const auto width = static_cast<size_t>(spec.width);
     std::vector<double> want(width), bound(width);

@@ -364,7 +364,7 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
   }
 }
 
-// k-step by which the stores of the previous item have long been complete.
+// The k-step at which blocks are signalled; the previous item's stores are complete long before.
 constexpr int kTellStep = 4;
 
 // State of a consumer warpgroup, kept across items.
@@ -379,8 +379,8 @@ struct Consumer {
   bool storing = false;
   int stored_tile = -1, stored_blocks = 0;  // stored but not yet signalled to down
 
-  // Every thread releases what it wrote. One thread could do it for all behind the warpgroup's
-  // barrier, but racecheck does not see that.
+  // Every thread releases what it wrote, because racecheck does not recognise a release by one
+  // thread for all behind the warpgroup's barrier.
   __device__ __forceinline__ void finish_store() {
     if (storing) {
       if (thread == 0) sm90::bulk_store_wait_read();
@@ -425,7 +425,7 @@ struct Consumer {
     }
     wgmma_wait<0>();
     ring.release(previous);
-    tell();  // where the item had too few k-steps
+    tell();  // if the item had too few k-steps
   }
 
   // h = g * u in f32, rounded once; or u alone.
@@ -583,8 +583,7 @@ struct DownProblem {
     const bool empty;   // no neuron of the tile is active
     int32_t tokens[8];  // rows of y that this lane writes
 
-    // The row, of its warpgroup's 64, that this lane writes in store i: a warp writes two at a
-    // time.
+    // Row, among its warpgroup's 64, that this lane writes in store i; a warp writes two at a time.
     __device__ __forceinline__ static int stored_row(int i) {
       return threadIdx.x % 128 / 32 * 16 + i * 2 + threadIdx.x % 32 / 16;
     }

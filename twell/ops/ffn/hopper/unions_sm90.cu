@@ -609,7 +609,7 @@ cudaError_t launch(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
   const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
   // Holds masks, neurons below each word and list lengths; in the end the tiles sorted by size.
   const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
-  // The largest size at every call, because contexts with other sizes may launch at the same time.
+  // Allow the largest size every time: contexts with other sizes may launch at the same time.
   constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
   static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
   const auto kernel = find_unions_kernel<Listing>;

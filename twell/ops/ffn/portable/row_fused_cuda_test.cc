@@ -126,9 +126,9 @@ struct Case {
   int64_t tokens, width, ffn;
   int32_t compression;
   float density;       // of plain rows
-  int64_t full_every;  // each such row fires everywhere; 0: none
+  int64_t full_every;  // every full_every-th row has all neurons active; 0: none
   bool gated = true;
-  int64_t row_step = 1;  // of the comparison
+  int64_t row_step = 1;  // every row_step-th row is compared
 };
 
 class RowFusedCudaTest : public testing::TestWithParam<Case> {};
@@ -175,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RowFusedCudaTest,
                            return name;
                          });
 
-// Rows of every size around the limits: of a tile's capacity, and of a light row.
+// Rows of every size around the limits of a tile's capacity and of a light row.
 TEST(RowFusedCuda, TilesAndRowsAroundTheirLimits) {
   TWELL_GPU_TEST();
   for (const int32_t compression : {8, 4, 2}) {
