@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The executions of a feed-forward layer side by side, on one activation pattern each: the gate
-// GEMM for Hopper and the portable one against cuBLASLt's GEMM with ReLU; tile-union and row-fused
-// against dense up and down. Correctness first, then time.
+// Compares the executions of a feed-forward layer on activation patterns: the gate GEMM for Hopper
+// and the portable one against cuBLASLt's GEMM with ReLU; tile-union and row-fused against dense up
+// and down. It checks the results before it times them.
 //   executions_cuda_bench --patterns FILE [--layer N]... [--nnz K]... [--tokens M] [--jsonl FILE]
-// The gate GEMMs run on random operands whose bias gives the mean of the pattern's non-zeros.
+// The gate GEMMs run on random operands with a bias that gives the pattern's mean activity.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -63,7 +63,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   TWELL_CHECK(difference < std::ldexp(1.0, -7), "{}: row-fused differs by {} from dense",
               pattern.name, difference);
 
-  const TwellBuffersCuda made(gate.shape);  // what a gate GEMM writes
+  const TwellBuffersCuda made(gate.shape);  // output of the gate GEMM
   const GateGemmCuda gate_gemm{tokens, width, ffn, x.data(), w_gate.data(), made.view()};
   const bool hopper = gate_gemm_unsupported(ctx, gate_gemm).empty();
   const auto times = time_pieces(

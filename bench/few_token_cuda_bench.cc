@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One feed-forward layer for a few tokens on the GPU, against the dense layer through tuned
-// cuBLASLt in the same run. Correctness first, then time.
+// Times one feed-forward layer for a few tokens on the GPU against the dense layer through tuned
+// cuBLASLt in the same run, after checking the results.
 //   few_token_cuda_bench [--tokens M]... [--nnz K]... [--jsonl FILE]
-// Weights must not stay in the L2, as they do not in decoding, so a CUDA graph holds two passes
-// over
-// --sets copies of them, a layer each; times are per layer. About K random neurons are active per
-// token, because x[:, 0] is 1 and w_gate[:, 0] a bias. The floor is the time to read the gate
-// weight and the rows of up and down of active neurons once, at 4.3 TB/s.
+// As in decoding, the weights must not stay in the L2 cache, so a CUDA graph makes two passes over
+// --sets copies of them, one layer each; times are per layer. About K random neurons are active per
+// token, because x[:, 0] is 1 and w_gate[:, 0] is a bias. The lower bound is the time to read the
+// gate weight and the up and down rows of active neurons once, at 4.3 TB/s.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -78,10 +77,10 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
                               }
                             },
                             [&] { sparse_layers(false); }, [&] { sparse_layers(true); }});
-  for (Timing& t : times) {  // microseconds per layer
+  for (Timing& t : times) {  // to microseconds per layer
     t = {t.median * 1e3 / layers, t.p10 * 1e3 / layers, t.p90 * 1e3 / layers};
   }
-  // Random neurons that are active for at least one token.
+  // Expected number of neurons active for at least one token, if tokens are independent.
   const double density = static_cast<double>(fired.nnz) / static_cast<double>(tokens * ffn);
   const double neurons =
       static_cast<double>(ffn) * (1.0 - std::pow(1.0 - density, static_cast<double>(tokens)));

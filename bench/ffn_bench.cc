@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FFN forward on synthetic patterns from 0.05% to 100% density and from one token up; the time of
-// an iteration is the median of an execution, `speedup` its ratio to dense in the same run.
+// FFN forward on synthetic patterns from 0.05% to 100% density and from one token up. An iteration
+// reports the median time of an execution, `speedup` its ratio to dense in the same run.
 #include <benchmark/benchmark.h>
 
 #include <string>

@@ -43,7 +43,7 @@ void fill_orthonormal(Context& ctx, MatrixF x, uint64_t seed) {
   });
 }
 
-// The layer, and inputs on which its gate gives the pattern.
+// The layer, and inputs for which its gate has the given pattern.
 struct Layer {
   Layer(Context& ctx, const FfnBenchmark& options, const FfnPattern& pattern)
       : tokens(pattern.tokens()),
@@ -56,7 +56,7 @@ struct Layer {
     fill_orthonormal(ctx, x.matrix(tokens, d), options.seed);
     fill_normal(ctx, up, options.seed + 1, 1.0f);
     fill_normal(ctx, down, options.seed + 2, 0.02f);
-    Buffer<float> wanted(tokens * f);  // G, away from 0, so that rounding changes no sign
+    Buffer<float> wanted(tokens * f);  // G; not near 0, so that rounding keeps signs
     fill_normal(ctx, wanted, options.seed + 3, 1.0f);
     for (float& value : wanted.span()) value = -std::abs(value) - 0.05f;
     for (int64_t row = 0, at = 0; row < tokens; ++row) {
@@ -79,7 +79,7 @@ struct Layer {
   FfnWeights weights;
 };
 
-// One policy's output and times.
+// The output and times of one policy.
 struct Subject {
   Subject(FfnPolicy policy, const Layer& layer, int64_t width)
       : y(layer.tokens * width), row_nnz(static_cast<size_t>(layer.tokens)) {
@@ -112,8 +112,8 @@ double squared_norm(const float* a, const float* b, int64_t n) {  // of a - b
   return sum;
 }
 
-// Largest |y - expected| of a token, relative to |expected|, or, where its few terms happen to
-// cancel, to the norm that row_nnz typical terms have.
+// Largest |y - expected| of a token, relative to |expected|, or to the norm of row_nnz typical
+// terms where that is larger, because a few terms can cancel.
 double largest_row_error(MatrixF y, MatrixF expected, std::span<const int32_t> row_nnz) {
   const std::vector<float> zero(static_cast<size_t>(y.cols), 0.0f);
   double total = 0.0;
@@ -128,7 +128,7 @@ double largest_row_error(MatrixF y, MatrixF expected, std::span<const int32_t> r
     const double usual = total / nnz * row_nnz[static_cast<size_t>(row)];
     const double norm = squared_norm(expected.row(row), zero.data(), y.cols);
     const double error = std::sqrt(difference / std::max(norm, usual));
-    if (!(error <= largest)) largest = error;  // true for NaN too
+    if (!(error <= largest)) largest = error;  // also true for NaN
     if (std::isnan(largest)) return largest;
   }
   return largest;
@@ -174,7 +174,7 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
   std::vector<Subject> subjects;
   for (const FfnPolicy policy : kPolicies) subjects.emplace_back(policy, layer, options.width);
 
-  // Correctness first, which is also the warm-up. The tolerance is the rounding of sums of D and F
+  // Check before timing; this also warms up. The tolerance is the rounding of sums of D and F
   // terms.
   const double tolerance = std::numeric_limits<float>::epsilon() *
                            std::sqrt(static_cast<double>(options.width + options.ffn));
@@ -189,7 +189,7 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
     TWELL_CHECK(errors.back() <= tolerance, "{} is off by {} from dense on pattern {}",
                 ffn_execution_name(subject.plan.execution), errors.back(), pattern.name);
   }
-  // Each round starts with another execution, so that the contents of the caches favour none.
+  // Each round starts with another execution, so that cached data favours none.
   for (size_t round = 0; round < static_cast<size_t>(options.repeats); ++round) {
     for (size_t i = 0; i < subjects.size(); ++i) {
       subjects[(i + round) % subjects.size()].run_timed(ctx, layer);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times ffn_forward on a given activation pattern, every execution against dense in the same run.
 //
-// The layer's own gate gives the pattern: x has orthonormal rows, and w_gate solves
-// x w_gate^T = G for a G with the pattern's signs. That needs at most as many tokens as the width.
+// The layer's own gate produces the pattern: x has orthonormal rows, and w_gate solves x w_gate^T =
+// G for a G with the pattern's signs. This requires tokens <= width.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct FfnBenchmark {
 struct FfnBenchmarkRow {
   std::string pattern;
   FfnPolicy policy = FfnPolicy::kDense;
-  FfnExecution execution = FfnExecution::kDense;  // the policy's choice
+  FfnExecution execution = FfnExecution::kDense;  // the execution that the policy chose
   int64_t tokens = 0;
   double nnz_per_token = 0.0;
   int64_t max_row_nnz = 0;
@@ -35,8 +35,8 @@ struct FfnBenchmarkRow {
   Timing time;           // seconds
   double speedup = 1.0;  // median over the rounds of dense time / this time
 };
-// One row per policy: dense, row-fused, tile-union, auto. Error when an execution does not give the
-// dense result, or the gate not the pattern; InputError for a pattern that does not fit the layer.
+// One row per policy: dense, row-fused, tile-union, auto. Error when an execution differs from the
+// dense result or the gate from the pattern; InputError for a pattern that does not fit the layer.
 std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& options,
                                            const FfnPattern& pattern);
 

@@ -14,15 +14,15 @@ namespace {
 
 using Values = DeviceBuffer<__nv_bfloat16>;
 
-constexpr int64_t kL2Copies = 4;  // of the weights for a few tokens
+constexpr int64_t kL2Copies = 4;  // copies of the weights for few tokens
 
-// Operands of one layer: x, and weights of the usual scale.
+// The operands of one layer: x, and weights of the usual scale.
 struct Layer {
   Values x, w_gate, w_up, w_down;
   FfnWeightsCuda weights() const { return {w_gate.data(), w_up.data(), w_down.data()}; }
 };
 
-// The fields that all rows of a pattern share.
+// A row with the fields that all executions of a pattern share.
 FfnCudaRow row_of(const FfnPattern& pattern, FfnExecution execution) {
   FfnCudaRow row;
   row.pattern = pattern.name;
@@ -34,12 +34,12 @@ FfnCudaRow row_of(const FfnPattern& pattern, FfnExecution execution) {
 }
 
 void require_same(const FfnCudaRow& row) {
-  // Each side is within a few bf16 roundings of exact. Written so that NaN fails.
+  // Each result is within a few bf16 roundings of the exact one. NaN fails this comparison.
   TWELL_CHECK(row.error < std::ldexp(1.0, -7), "{}: the {} execution differs by {} from dense",
               row.pattern, ffn_execution_name(row.execution), row.error);
 }
 
-// Fills in what follows from the timings; the first row is dense.
+// Computes the derived fields from the timings; the first row is dense.
 void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector<Piece>& layers,
             double repeats, const GpuFfnChoice& choice, std::vector<FfnCudaRow>& rows) {
   const GpuEnergyMeter meter = energy_meter(ctx);
@@ -62,7 +62,7 @@ GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int6
   return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
 
-// Many tokens: the gate GEMM runs on random operands, the rest of the layer on the given pattern.
+// For many tokens: the gate GEMM runs on random operands, the rest of the layer on the pattern.
 std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
                                  const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
@@ -98,7 +98,7 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
                            .y = y.data(),
                            .activity = counts.data()};
 
-  const TwellBuffersCuda made(gate.shape);  // what the gate GEMM writes
+  const TwellBuffersCuda made(gate.shape);  // output of the gate GEMM
   const GateGemmCuda gate_gemm{tokens, o.width, o.ffn, x, weights.w_gate, made.view()};
   TileUnionWorkspace unions(tokens, o.ffn);
   RowFusedWorkspace rows_workspace(ctx, tokens, o.width);
@@ -120,8 +120,8 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const GpuFfnChoice choice =
       choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
 
-  // Behind the gate GEMM, tile-union takes a tile of the pattern when the GEMM has finished that
-  // tile.
+  // When tile-union follows the gate GEMM, it processes a tile of the pattern once the GEMM has
+  // finished that tile.
   GateGemmCuda followed_gate = gate_gemm;
   followed_gate.progress = unions.progress(tokens);
   SparseUpDownCuda following = up_down;
@@ -149,12 +149,12 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   return rows;
 }
 
-// A layer of few tokens whose own gate gives the pattern. The rows of x are orthogonal up to
-// rounding, of length sqrt(D), so w_gate = G^T x / D.
+// A layer for few tokens whose own gate produces the pattern. The rows of x are orthogonal up to
+// rounding and have length sqrt(D), so w_gate = G^T x / D.
 Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t copy) {
   const auto tokens = pattern.tokens();
   std::vector<float> x(static_cast<size_t>(tokens * o.width));
-  // Gram-Schmidt on random directions.
+  // Gram-Schmidt orthogonalization of random directions.
   for (int64_t m = 0; m < tokens; ++m) {
     float* row = x.data() + m * o.width;
     for (int64_t d = 0; d < o.width; ++d) {

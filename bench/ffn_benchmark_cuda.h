@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times one feed-forward layer on the GPU on a given activation pattern: every execution against
-// the dense one (cuBLASLt, the fastest algorithm it proposes) in the same run, correctness first.
-// Everything is replayed from CUDA graphs, in rounds that run each execution once.
+// the dense one (cuBLASLt, the fastest algorithm it proposes) in the same run, after checking the
+// results. Every measurement replays CUDA graphs; each round runs every execution once.
 //
-// Up to 64 tokens the layer's own gate gives the pattern: x has orthonormal rows, and w_gate solves
-// for a gate of the pattern's signs. Several copies of the weights take turns, so that none stays
-// in the L2. With more tokens than D no weights give a wanted pattern; then the up and down
-// products run on the given pattern with random values, and the gate GEMM on random operands of the
-// same mean activity.
+// Up to 64 tokens the layer's own gate produces the pattern: x has orthonormal rows, and w_gate
+// solves for a gate with the pattern's signs. Passes rotate through copies of the weights that
+// exceed the L2 cache together. For more than D tokens such weights do not exist; then the up and
+// down products run on the given pattern with random values, and the gate GEMM on random operands
+// of the same mean activity.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ namespace twell {
 struct FfnCudaRow {
   std::string pattern;
   FfnExecution execution = FfnExecution::kDense;
-  bool chosen = false;  // the execution that auto runs
-  std::string reason;   // of the choice
+  bool chosen = false;  // whether auto runs this execution
+  std::string reason;   // why auto chose it
   int64_t tokens = 0;
   double nnz_per_token = 0.0;
   int64_t max_row_nnz = 0;
   double error = 0.0;                  // |y - y_dense| / |y_dense| (norms)
-  Timing gate, up_down;                // ms, of its two halves; zero where they run as one
+  Timing gate, up_down;                // ms, of the layer's two halves; zero where they are fused
   Timing layer;                        // ms
   double speedup = 1.0;                // dense median / this median
   double millijoules_per_token = 0.0;  // 0: not measured
@@ -37,11 +37,11 @@ struct FfnCudaRow {
 
 struct FfnCudaBenchmark {
   FfnBenchmark layer;
-  double energy_seconds = 1.0;  // window per execution; 0: do not measure
+  double energy_seconds = 1.0;  // measurement window per execution; 0: do not measure
 };
 
-// Rows: dense, tile-union and row-fused; for up to 64 tokens, dense and what sparse runs of so few
-// (ops/ffn/dispatch.h). Error when an execution does not give the dense result.
+// Rows: dense, tile-union and row-fused; for up to 64 tokens, dense and the sparse execution for
+// few tokens (ops/ffn/dispatch.h). Error when an execution differs from the dense result.
 std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
                                            const FfnPattern& pattern);
 

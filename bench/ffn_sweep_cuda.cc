@@ -11,11 +11,11 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kPeriod = 1024;                     // of captured tokens, at most
-constexpr int64_t kWeightBytes = int64_t{200} << 20;  // of all copies: several times the L2 cache
-constexpr int64_t kShortCalls = 8;                    // timed together, of up to 1,024 tokens
-constexpr int64_t kCopies = 16;                       // of the weights, at most
-constexpr int64_t kBlock = (int64_t{1} << 22) + 3;    // random values drawn on the host
+constexpr int64_t kPeriod = 1024;  // most tokens of a captured pattern before it repeats
+constexpr int64_t kWeightBytes = int64_t{200} << 20;  // all copies together; several times the L2
+constexpr int64_t kShortCalls = 8;                  // calls per measurement for up to 1,024 tokens
+constexpr int64_t kCopies = 16;                     // most copies of the weights
+constexpr int64_t kBlock = (int64_t{1} << 22) + 3;  // random values drawn on the host
 constexpr float kIndicator = 32.0f, kFires = 0.5f, kScale = 0.02f;
 
 using Values = DeviceBuffer<__nv_bfloat16>;
@@ -29,8 +29,8 @@ std::vector<__nv_bfloat16> random_block(uint64_t seed) {
   return values;
 }
 
-// Fills device memory with a block over and over, from another position for every `stream`. The
-// block's odd length puts other values under each other in every row.
+// Fills device memory with repeats of a block, starting at a different offset for every `stream`.
+// The block's length is odd, so that rows differ.
 void fill(const CudaContext& ctx, const Values& block, int64_t stream, __nv_bfloat16* to,
           int64_t count) {
   int64_t from = stream * 999983 % kBlock;
@@ -43,7 +43,7 @@ void fill(const CudaContext& ctx, const Values& block, int64_t stream, __nv_bflo
   }
 }
 
-// Columns [0, cols) of a device matrix [rows, width], from the host.
+// Copies host values to columns [0, cols) of a device matrix [rows, width].
 void set_columns(const CudaContext& ctx, const std::vector<__nv_bfloat16>& host, int64_t rows,
                  int64_t cols, __nv_bfloat16* matrix, int64_t width) {
   const auto bytes = static_cast<size_t>(cols) * 2, stride = static_cast<size_t>(width) * 2;
@@ -53,7 +53,7 @@ void set_columns(const CudaContext& ctx, const std::vector<__nv_bfloat16>& host,
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
 }
 
-// Quantile of the standard normal distribution, by bisection.
+// Inverse of the standard normal distribution function, by bisection.
 double normal_quantile(double p) {
   double low = -10.0, high = 10.0;
   for (int i = 0; i < 60; ++i) {
@@ -75,7 +75,7 @@ struct Blocks {
   }
 };
 
-// Operands of one shape. Weights have `copies` of the layer's matrices behind each other.
+// The operands of one shape. Each weight holds `copies` matrices, one after the other.
 class Operands {
  public:
   Operands(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape, const Blocks& blocks)
@@ -136,7 +136,7 @@ class Operands {
     set_first_columns(gate, period);
   }
 
-  // |y - dense_y| / |dense_y| over up to 256 rows, evenly spaced.
+  // |y - dense_y| / |dense_y| over up to 256 evenly spaced rows.
   double error(int64_t tokens) const {
     const int64_t rows = std::min<int64_t>(tokens, 256), stride = tokens / rows;
     std::vector<__nv_bfloat16> got(static_cast<size_t>(rows * shape_.width)), want(got.size());
@@ -157,8 +157,8 @@ class Operands {
   }
 
  private:
-  // Of the first weight, whose sign decides what is active, in every copy; the columns that an
-  // earlier pattern set are random again.
+  // Sets columns of the first weight, whose sign decides which neurons are active, in every copy.
+  // Columns that an earlier pattern set become random again.
   void set_first_columns(const std::vector<__nv_bfloat16>& host, int64_t cols) {
     const int64_t size = shape_.width * shape_.ffn;
     for (int64_t copy = 0; copy < copies_; ++copy) {
@@ -183,7 +183,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Medians in microseconds of one call, each piece once per round.
+// Median microseconds of one call of each piece; each round runs every piece once.
 std::vector<double> time_pieces(CudaContext& ctx, int rounds, int64_t calls,
                                 const std::vector<std::function<void()>>& pieces) {
   std::vector<CudaGraph> graphs;
@@ -196,7 +196,7 @@ std::vector<double> time_pieces(CudaContext& ctx, int rounds, int64_t calls,
       graphs[i].launch(ctx.stream());
       end.record(ctx.stream());
       end.synchronize();
-      if (round < 0) continue;  // warms up
+      if (round < 0) continue;  // warm-up round
       times[i].push_back(1e3 * end.milliseconds_since(begin) / static_cast<double>(calls));
     }
   }
@@ -205,8 +205,8 @@ std::vector<double> time_pieces(CudaContext& ctx, int rounds, int64_t calls,
   return medians;
 }
 
-// Dense layers of every number of tokens, with the fastest algorithms for these operands, in shared
-// memory for the activations between their products.
+// Dense layers for every number of tokens, with the fastest algorithms for these operands. They
+// share the memory for the activations between the products.
 class DenseLayers {
  public:
   DenseLayers(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape,
@@ -253,14 +253,14 @@ FfnSweepRow measure(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape
               shape.ffn, tokens, pattern, ffn_execution_name(row.sparse), row.error);
   call(automatic, 0);
   automatic.update(ctx);
-  call(automatic, 0);  // decided by now; makes its cuBLASLt plans outside of the capture
+  call(automatic, 0);  // makes the cuBLASLt plans, which a capture must not do
   row.chosen = automatic[0].plan.execution;
   for (const GpuFfnRow& entry : gpu_ffn_table()) {
     const double cost = entry.cost(workspace.layer(), tokens, row.activity);
     if (entry.launch == GpuFfnLaunch::kDenseGemms) row.dense_estimate_us = cost;
     if (entry.execution == row.sparse) row.sparse_estimate_us = cost;
   }
-  // Short calls follow each other, as layers do, so that a graph's launch is a small part.
+  // A graph holds several short calls in sequence, so that its launch time is a small share.
   const int64_t calls = std::max(operands.copies(), tokens <= 1024 ? kShortCalls : int64_t{2});
   const auto each_copy = [&](const std::function<void(int64_t)>& one) {
     return [&operands, calls, one] {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward layer in training on the GPU, forward and backward, dense and hybrid side by
-// side, on one activation pattern each. Errors first, then time.
+// Times the feed-forward layer in training on the GPU, forward and backward, dense against hybrid,
+// on one activation pattern after the other. It checks errors before it times.
 //   ffn_train_cuda_bench [--patterns FILE]... [--layer N]... [--nnz K]... [--full-rows K]...
 //                        [--tokens M]... [--check] [--jsonl FILE]
-// A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and goes on with
-// the pattern; the dense execution runs on operands whose gate has as many non-zeros. Of each file
-// the mean of dense / chosen is printed: what choose_gpu_ffn_train picks from the pattern's counts.
-// --check compares both on the pattern with the same sums in f32, for 4,096 tokens.
+// A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and continues with
+// the pattern; the dense execution runs on operands whose gate has as many non-zeros. For each file
+// it prints the mean of dense / chosen, where choose_gpu_ffn_train chooses from the pattern's
+// counts. --check compares both with f32 sums on the pattern's first 4,096 tokens.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -45,7 +45,7 @@ FfnPattern random_pattern_of(int64_t tokens, int64_t ffn, double nnz) {
                         nnz / static_cast<double>(ffn), /*seed=*/5);
 }
 
-// Every neuron is active on every `stride`-th token, about ten neurons on the others.
+// Every neuron is active on every `stride`-th token, about ten neurons on the other tokens.
 FfnPattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
   const FfnPattern random = random_pattern_of(tokens, ffn, 10.0);
   FfnPattern full{.name = fmt::format("every {} full", stride)};
@@ -66,8 +66,8 @@ FfnPattern full_rows_pattern(int64_t tokens, int64_t ffn, int stride) {
   return full;
 }
 
-// Operands that all patterns share, except for a bias that gives the pattern's activity: column 0
-// of w_gate, where x[:, 0] is 1.
+// Operands that all patterns share, except for a bias in column 0 of w_gate that gives the
+// pattern's activity; x[:, 0] is 1.
 struct Operands {
   FfnTrainShapeCuda shape;
   std::vector<__nv_bfloat16> host_w_gate;
@@ -84,7 +84,7 @@ struct Operands {
     fill_first_column(host_x, shape.width, 1.0f);
     x = upload(host_x);
   }
-  // So that the gate has about nnz non-zeros per token.
+  // Sets the bias so that the gate has about nnz non-zeros per token.
   void set_activity(double nnz) {
     fill_first_column(host_w_gate, shape.width, gate_bias(nnz, shape.ffn, shape.width));
     w_gate = upload(host_w_gate);
@@ -102,7 +102,7 @@ struct Layer {
   TwellBuffersCuda gate;
   double nnz;
 
-  // The pattern has a row per token; its gate is made dense too where that is wanted.
+  // The pattern must have a row per token. `dense`: also store its gate as a dense matrix.
   Layer(Operands& operands_in, const FfnPattern& pattern, bool dense)
       : operands(operands_in),
         shape(operands.shape),
@@ -164,7 +164,7 @@ Results results_of(const Layer& layer) {
           {"d_w_down", download(layer.d_w_down)}};
 }
 
-// A GEMM whose left operand is f32: as three bf16 matrices that add up to it.
+// A GEMM whose left operand is f32, computed as three bf16 matrices that add up to it.
 std::vector<float> product(CudaContext& ctx, MatmulShapeCuda shape, const std::vector<float>& a,
                            const __nv_bfloat16* b, std::vector<float> c = {}) {
   shape.f32_out = true;
@@ -185,7 +185,7 @@ std::vector<float> product(CudaContext& ctx, MatmulShapeCuda shape, const std::v
   return download(out);
 }
 
-// The layer on the pattern in f32.
+// Computes the layer on the pattern with f32 sums.
 Results reference(CudaContext& ctx, const Layer& layer) {
   const auto& [tokens, width, ffn, gated] = layer.shape;
   const Operands& in = layer.operands;
@@ -231,7 +231,7 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const FfnPattern&
   const Results want = reference(ctx, layer);
   FfnSavedCuda saved(ctx, layer.shape);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
-  // The dense execution with the pattern in the place of its gate.
+  // The dense execution, with its gate replaced by the pattern.
   ffn_train_forward_cuda(ctx, layer.forward(false), saved, workspace);
   TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.parts().memory.data(), layer.dense_gate.data(),
                                    static_cast<size_t>(layer.dense_gate.bytes()),
@@ -273,7 +273,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
     ffn_train_forward_cuda(ctx, forward, saved, workspace);
     ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
   };
-  run(dense_forward, dense);  // tunes, allocates
+  run(dense_forward, dense);  // warm-up: tunes and allocates
   run(replay, hybrid);
   stream.synchronize();
   const auto times =
@@ -322,7 +322,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
   return row;
 }
 
-// Patterns whose results are averaged.
+// Patterns over which results are averaged.
 struct PatternGroup {
   std::string name;
   std::vector<FfnPattern> patterns;

@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kHeadTokens = 4096;  // tokens whose logits are made at once
+constexpr int64_t kHeadTokens = 4096;  // tokens per chunk of logits
 constexpr int kFullRuns = 5;
 
 const char* stage_name(ForwardStage stage) {
@@ -73,7 +73,7 @@ Timing ForwardBenchmarkCuda::time_full(const ForwardHooksCuda& hooks) {
     const CudaEvent end = recorded_event(ctx_.stream());
     end.synchronize();
     if (i > 0)
-      seconds.push_back(1e-3 * end.milliseconds_since(begin));  // the first one tunes the head
+      seconds.push_back(1e-3 * end.milliseconds_since(begin));  // the first run only tunes the head
   }
   return summarize(seconds);
 }
@@ -82,7 +82,7 @@ ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const Forwar
   ForwardRunCuda run;
   run.full = time_full(hooks);  // also the warm-up
 
-  // In the window forwards follow each other without a gap: two are in the queue at any time.
+  // Keep two forwards enqueued, so that they run without gaps during the window.
   const Clock::time_point start = Clock::now();
   const double joules = energy_.joules();
   std::vector<CudaEvent> events;
@@ -148,7 +148,7 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
     run.executions.assign(static_cast<size_t>(layers), "tile-union, replayed");
     return run;
   }
-  for (int i = 0; i < 2; ++i) {  // measures, then runs what it chose
+  for (int i = 0; i < 2; ++i) {  // the first pass measures activity, the second runs the choice
     body({});
     forward_.ffn_plans().update(ctx_);
   }

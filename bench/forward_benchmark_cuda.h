@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Time, energy and memory of whole forwards on the GPU, dense and sparse, in one process.
+// Time, energy and memory of forward passes of whole models on the GPU, dense and sparse, in one
+// process.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +17,24 @@
 namespace twell {
 
 struct ForwardRunCuda {
-  Timing body, full;              // seconds: the layers; with the output head for every token
+  Timing body, full;              // seconds: the layers alone; with logits for every token
   double joules_per_token = 0.0;  // of the body over the window; 0 without a counter
   double watts = 0.0;             // mean over the window
-  std::map<std::string, double> stage_seconds;  // of one forward, in sum over the layers
-  std::vector<double> nnz_per_token;            // [L], where counted
+  std::map<std::string, double> stage_seconds;  // of one forward, summed over the layers
+  std::vector<double> nnz_per_token;            // [L]; empty where not counted
   std::vector<std::string> executions;          // [L]
 };
 
 class ForwardBenchmarkCuda {
  public:
-  // ids [B * T]. The model outlives it. Matrix products are tuned (set_matmul_tuning).
+  // ids [B * T]. The model must outlive this object. Turns on matmul tuning (set_matmul_tuning).
   ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& model, std::span<const int32_t> ids,
                        int64_t length);
 
-  // Dense through tuned cuBLASLt.
+  // Runs the dense layers through tuned cuBLASLt.
   ForwardRunCuda dense(double window_seconds);
-  // What the FFN picks from what it measures, or, with a replay, that.
+  // Runs the executions that the FFN chooses from measured activity; with a replay, runs the
+  // replay.
   ForwardRunCuda sparse(double window_seconds, PatternReplayCuda* replay);
   // ||sparse - dense|| / ||dense|| of the final hidden states.
   double sparse_error();
@@ -44,7 +46,7 @@ class ForwardBenchmarkCuda {
   void body(const ForwardHooksCuda& hooks);
   void head();
   Timing time_full(const ForwardHooksCuda& hooks);
-  // Called after the gate and after the rest of an FFN.
+  // Called with true after an FFN's gate and with false after its other products.
   using Done = std::function<void(bool gate)>;
   Done done_ = [](bool) {};
 
@@ -55,7 +57,7 @@ class ForwardBenchmarkCuda {
   ForwardCuda forward_;
   DenseFfnCuda dense_;
   bool dense_tuned_ = false;
-  DeviceBuffer<float> logits_;  // of a chunk of tokens
+  DeviceBuffer<float> logits_;  // of one chunk of tokens
   GpuEnergyMeter energy_;
 };
 

@@ -31,7 +31,7 @@ class Runner {
     forward(ctx_, model_, state_, {.ids = ids_, .sequences = sequences_, .hidden = hidden()});
   }
 
-  // Calls use(logits) for chunk after chunk of tokens.
+  // Calls use(logits) for each chunk of tokens.
   template <typename Use>
   void head(const Use& use) {
     for (int64_t begin = 0; begin < std::ssize(ids_); begin += kHeadTokens) {
@@ -100,7 +100,7 @@ ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<co
 
   ForwardComparison result;
   result.tokens = std::ssize(ids);
-  compare_logits(ctx, model, dense, sparse, result);  // correctness first; also the warm-up
+  compare_logits(ctx, model, dense, sparse, result);  // check before timing; this also warms up
 
   std::vector<double> dense_body, sparse_body, dense_full, sparse_full;
   for (int64_t i = 0; i < options.repeats; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense against sparse execution of one model on one text: speed and agreement, in one run.
+// Compares dense and sparse execution of one model on one text, in speed and results, in one run.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace twell {
 struct ForwardComparisonOptions {
   int64_t sequences = 8;  // B
   int64_t length = 0;     // T; 0: the model's context
-  int64_t repeats = 9;    // timed runs of each, in turn
+  int64_t repeats = 9;    // timed runs of each, alternating
   FfnPolicy sparse = FfnPolicy::kAuto;
 };
 
@@ -29,7 +29,7 @@ struct LayerComparison {
 
 struct ForwardComparison {
   int64_t tokens = 0;  // per run, B * T
-  // Seconds of the layers alone, and of the forward with the output head's logits for every token.
+  // Seconds for the layers alone, and for the forward with logits for every token.
   Timing dense_body, sparse_body, dense_full, sparse_full;
   double max_abs_logit = 0.0;
   double max_abs_logit_diff = 0.0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all benchmarks share: percentiles of times, random tokens, and result rows as JSON lines.
+// Shared by all benchmarks: percentiles of times, random tokens, and result rows as JSON lines.
 #pragma once
 
 #include <cstdint>
@@ -10,23 +10,23 @@
 
 namespace twell {
 
-// In the unit of the samples.
+// Percentiles in the unit of the samples.
 struct Timing {
   double median = 0.0, p10 = 0.0, p90 = 0.0;
 };
 // Percentiles by linear interpolation; InputError when there is no sample.
 Timing summarize(std::vector<double> samples);
 
-// Token ids in [0, vocab), from random streams that no weights are drawn from.
+// Token ids in [0, vocab), from random streams that the weights do not use.
 std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed,
                                    uint64_t stream = 0);
 
 std::string cpu_name();
-// The start of a result row: version, processor, threads, date.
+// The first fields of a result row: version, processor, threads, date.
 nlohmann::json machine_json(int threads);
 // {"median": ..., "p10": ..., "p90": ...}
 nlohmann::json timing_json(const Timing& timing);
-// Appends one JSON line; no file when the path is empty. InputError when it cannot be written.
+// Appends one JSON line; does nothing when the path is empty. InputError when the write fails.
 void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row);
 
 }  // namespace twell

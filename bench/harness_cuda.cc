@@ -14,7 +14,7 @@
 namespace twell {
 namespace {
 
-// Quantile of the standard normal distribution, by bisection.
+// Inverse of the standard normal distribution function, by bisection.
 double normal_quantile(double p) {
   double low = -10.0, high = 10.0;
   for (int i = 0; i < 60; ++i) {
@@ -65,7 +65,7 @@ double relative_difference(const DeviceBuffer<__nv_bfloat16>& a,
 
 float gate_bias(double nnz, int64_t ffn, int64_t width) {
   const double share = std::clamp(nnz / static_cast<double>(ffn), 1e-6, 1.0 - 1e-6);
-  // The other columns give a gate of deviation 0.02 sqrt(D - 1).
+  // The columns other than 0 give a gate of standard deviation 0.02 sqrt(D - 1).
   return static_cast<float>(0.02 * std::sqrt(static_cast<double>(width - 1)) *
                             normal_quantile(share));
 }
@@ -142,8 +142,8 @@ double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const
   const CudaGraph graph(ctx.stream(), piece);
   using Clock = std::chrono::steady_clock;
   int64_t runs = 0;
-  // Keeps the GPU busy until the counter steps, which it does about ten times a second, and returns
-  // its new value. The window begins and ends at such steps.
+  // Keeps the GPU busy until the counter is updated, which happens about ten times a second, and
+  // returns its new value. The window begins and ends at such updates.
   const auto next_step = [&] {
     const double before = meter.joules();
     double now = before;

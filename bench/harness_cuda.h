@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU benchmarks share: operands, patterns in device memory, times from events, energy,
-// and result rows. Device memory is filled on the default stream and waited for.
+// Shared by the GPU benchmarks: operands, patterns in device memory, event timing, energy, and
+// result rows. Functions that fill device memory use the default stream and wait for it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,16 +20,16 @@
 
 namespace twell {
 
-// bf16 from a uniform distribution of the given standard deviation: fast to draw, never zeros.
+// bf16 from a uniform distribution of the given standard deviation: fast to draw, never all zeros.
 std::vector<__nv_bfloat16> random_operand(int64_t n, uint64_t stream, float deviation,
                                           uint64_t seed = 3);
 
-// ||a - b|| / ||b||; NaN where anything is NaN.
+// ||a - b|| / ||b||; NaN when an element is NaN.
 double relative_difference(const DeviceBuffer<__nv_bfloat16>& a,
                            const DeviceBuffer<__nv_bfloat16>& b);
 
-// Operands whose gate is active for about nnz of F neurons per token: x of deviation 1 with 1 in
-// column 0, and w_gate of deviation 0.02 with this bias in column 0.
+// The bias for a gate with about nnz of F active neurons per token. Operands: x of deviation 1 with
+// 1 in column 0, and w_gate of deviation 0.02 with the bias in column 0.
 float gate_bias(double nnz, int64_t ffn, int64_t width);
 void fill_first_column(std::vector<__nv_bfloat16>& matrix, int64_t width, float value);
 
@@ -46,31 +46,31 @@ struct TwellBuffersCuda {
   DeviceBuffer<BF16> spill;
   DeviceBuffer<int32_t> row_nnz;
 };
-// The pattern with the values of pack_pattern. The same gate is written dense, [M, F], to `dense`,
-// unless null.
+// The pattern in device memory, with the values of pack_pattern. If `dense` is not null, the same
+// gate is also written to it as a dense [M, F] matrix.
 TwellBuffersCuda pattern_to_device(const FfnPattern& pattern, int64_t ffn, uint64_t seed,
                                    __nv_bfloat16* dense = nullptr);
 
-// Work that is put on the stream.
+// A function that enqueues work on the stream.
 using Piece = std::function<void()>;
 
-// An event with timing, recorded on the stream.
+// Records an event with timing on the stream.
 inline CudaEvent recorded_event(cudaStream_t stream) {
   CudaEvent event(CudaEvent::Timing::kOn);
   event.record(stream);
   return event;
 }
 
-// Milliseconds of each piece. Every round runs every piece once, as a graph, so that all see the
-// same clocks; two rounds before the timed ones warm up.
+// Milliseconds of each piece. Every round runs every piece once, as a graph, so that all run at the
+// same clocks; two warm-up rounds precede the timed ones.
 std::vector<Timing> time_pieces(cudaStream_t stream, int rounds, const std::vector<Piece>& pieces);
 
-// Times of the named stages of a computation: from the mark before to its own.
+// Times the named stages of a computation: each stage runs from the previous mark to its own.
 class StageClock {
  public:
   explicit StageClock(cudaStream_t stream) : stream_(stream) {}
   void mark(const std::string& name) { marks_.emplace_back(name, recorded_event(stream_)); }
-  // Sums by name, without the first mark's; waits for the last mark.
+  // Waits for the last mark and returns the sums by name, without the first mark's name.
   std::map<std::string, double> seconds() const;
 
  private:
@@ -78,17 +78,17 @@ class StageClock {
   std::vector<std::pair<std::string, CudaEvent>> marks_;
 };
 
-// Of the context's device.
+// The energy meter of the context's device.
 GpuEnergyMeter energy_meter(const CudaContext& ctx);
-// Joules of one run of the piece, over at least `seconds`; 0 without a counter.
+// Joules of one run of the piece, measured over at least `seconds`; 0 without an energy counter.
 double joules_per_run(const CudaContext& ctx, const GpuEnergyMeter& meter, const Piece& piece,
                       double seconds);
 
-// The start of a result row: machine_json, with GPU, driver and runtime in place of threads.
+// The first fields of a result row: machine_json with GPU, driver and runtime instead of threads.
 nlohmann::json device_json(const CudaContext& ctx);
 
-// For the programs: appends rows to a file, unless its name is empty, with the device and the
-// baseline they are compared with.
+// Appends result rows to a file, unless its name is empty, each with the device and the name of the
+// baseline.
 class JsonLines {
  public:
   JsonLines(const CudaContext& ctx, std::string baseline, std::filesystem::path path);
@@ -101,7 +101,8 @@ class JsonLines {
   int driver_ = 0;
 };
 
-// What main of a program returns: runs the benchmark, and reports an error on stderr.
+// The body of a program's main: runs the benchmark, reports an error on stderr, returns the exit
+// code.
 int run_benchmark(const char* program, const std::function<void()>& run);
 
 }  // namespace twell

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captured activation patterns in the place of trained sparsity: the feed-forward layers of a model
-// that was not trained to be sparse run their gate GEMM for real, and up and down on patterns that
-// were captured from a sparse model. The results are not the model's, but the times are.
+// Replays captured activation patterns in a model that was not trained to be sparse: the gate GEMM
+// of each feed-forward layer runs on the model's data, the up and down products on patterns
+// captured from a sparse model. The times are those of a sparse model; the results are meaningless.
 #pragma once
 
 #include <filesystem>
@@ -13,7 +13,7 @@
 
 namespace twell {
 
-// The patterns of a file, spread over a model's layers in order and repeated over `tokens` tokens,
+// The patterns of a file, assigned to a model's layers in order and repeated over `tokens` tokens,
 // as TwELL in device memory. InputError on any fault of the file.
 class PatternsCuda {
  public:
@@ -21,7 +21,8 @@ class PatternsCuda {
 
   TwellPacked of(int64_t layer) const { return packed_[index(layer)].view(); }
   double nnz_per_token(int64_t layer) const { return nnz_per_token_[index(layer)]; }
-  double union_neurons(int64_t layer) const { return union_neurons_[index(layer)]; }  // mean_union
+  // As computed by mean_union.
+  double union_neurons(int64_t layer) const { return union_neurons_[index(layer)]; }
 
  private:
   size_t index(int64_t layer) const {
@@ -37,8 +38,8 @@ class PatternReplayCuda {
   PatternReplayCuda(CudaContext& ctx, const std::filesystem::path& file, const ModelConfig& config,
                     int64_t max_tokens);
 
-  // Runs the layer. done(true) is called after each gate GEMM, done(false) after the up and down
-  // products behind it.
+  // Runs the layer. Calls done(true) after each gate GEMM and done(false) after the up and down
+  // products that follow it.
   void forward(int64_t layer, const FfnForwardCuda& problem,
                const std::function<void(bool gate)>& done);
   double nnz_per_token(int64_t layer) const { return patterns_.nnz_per_token(layer); }
@@ -48,7 +49,7 @@ class PatternReplayCuda {
   int64_t width_, ffn_, chunk_;
   bool gated_;
   PatternsCuda patterns_;
-  TwellBuffersCuda made_;  // the output of the gate GEMM, which is not used
+  TwellBuffersCuda made_;  // receives the gate GEMM's output, which is not used
   TileUnionWorkspace workspace_;
 };
 

@@ -24,7 +24,7 @@ std::vector<uint16_t> read_u16(const SafetensorsFile& file, const std::string& n
   return values;
 }
 
-// Index of each row's first column, and of the end.
+// Index of each row's first column; the last element is the total.
 std::vector<size_t> row_begins(const FfnPattern& pattern) {
   std::vector<size_t> begins(pattern.row_nnz.size() + 1);
   std::inclusive_scan(pattern.row_nnz.begin(), pattern.row_nnz.end(), begins.begin() + 1,
@@ -137,7 +137,7 @@ FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to) 
     for (int32_t i = 0; i < nnz; ++i, ++next) {
       const int64_t neuron = pattern.columns[next];
       TWELL_REQUIRE(neuron < from, "{}: neuron {} of a layer of {}", pattern.name, neuron, from);
-      // The j with floor(j from / to) = neuron.
+      // The neurons j with floor(j from / to) = neuron.
       const int64_t end = ceil_div((neuron + 1) * to, from);
       for (int64_t j = ceil_div(neuron * to, from); j < end; ++j, ++stretched) {
         out.columns.push_back(static_cast<uint32_t>(j));

@@ -29,35 +29,35 @@ struct FfnPattern {
 FfnPattern random_pattern(std::string name, int64_t tokens, int64_t ffn, double density,
                           uint64_t seed);
 
-// Layers that the file has a pattern of. InputError when there is none.
+// Layers for which the file has a pattern. InputError when there is none.
 std::set<int64_t> captured_layers(const SafetensorsFile& file);
-// InputError when the layer is not there, or when its pattern is not that of a layer of `ffn`
-// neurons.
+// InputError when the file has no pattern for the layer or the pattern does not fit `ffn` neurons.
 FfnPattern captured_pattern(const SafetensorsFile& file, int64_t layer, int64_t ffn);
-// Patterns of the given layers, or of all when none are given, named after the end of the file's
-// name and the layer.
+// Patterns of the given layers, or of all layers when none are given. A pattern's name is the
+// file's name behind its last '_', and the layer.
 std::vector<FfnPattern> read_patterns(const std::filesystem::path& path,
                                       const std::vector<int>& layers, int64_t ffn);
 
-// `count` tokens from token `begin` on, which starts again at token 0 after the last one.
-// InputError when token `begin` is not there.
+// `count` tokens starting at token `begin`; after the last token it continues at token 0.
+// InputError when `begin` is not a token of the pattern.
 FfnPattern repeated(const FfnPattern& pattern, int64_t begin, int64_t count);
 
-// The pattern of `from` neurons as one of `to`: neuron j is active where neuron floor(j from / to)
-// was, so that the shares of active neurons, per token and over neighbouring tokens, stay the same.
+// Converts a pattern of `from` neurons to one of `to`: neuron j is active where neuron floor(j from
+// / to) was. This keeps the shares of active neurons, per token and over neighbouring tokens.
 FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to);
 
-// Neurons active on at least one of 128 consecutive tokens, mean.
+// Mean number of neurons active on at least one of 128 consecutive tokens.
 double mean_union(const FfnPattern& pattern);
 
-// TwELL in tiles of 256 with C = 8. Non-zero i has the value 0.05 + uniform(seed, 1, i).
+// A pattern as TwELL in tiles of 256 with C = 8. Non-zero i has the value 0.05 + uniform(seed, 1,
+// i).
 struct PackedPattern {
   TwellShape shape;
   std::vector<uint32_t> words;
-  std::vector<BF16> spill;  // at least one slot
+  std::vector<BF16> spill;  // has at least one slot
 };
 PackedPattern pack_pattern(const FfnPattern& pattern, int64_t ffn, uint64_t seed);
-// The same values dense, [M, F].
+// The values of pack_pattern as a dense [M, F] matrix.
 std::vector<BF16> dense_pattern(const FfnPattern& pattern, int64_t ffn, uint64_t seed);
 
 }  // namespace twell

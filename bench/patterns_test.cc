@@ -81,7 +81,8 @@ class CapturedPattern : public ::testing::Test {
   const TempFolder temp_;
 };
 
-// A column beyond the layer was once read past its weights, where its tile of 256 begins inside it.
+// Regression: a column beyond F in a tile of 256 that begins within F was read past the weights'
+// end.
 TEST_F(CapturedPattern, NeuronsMustBeInTheLayer) {
   EXPECT_EQ(refusal({1, 2}, {5639, 0, 5639}, 5640), "");
   EXPECT_THAT(refusal({1, 2}, {5639, 0, 5640}, 5640),
@@ -97,7 +98,7 @@ TEST_F(CapturedPattern, RowsMustBeWhole) {
 
 TEST(Patterns, PackedEqualsDense) {
   constexpr int64_t kFfn = 520;
-  // Rows that are empty, sparse, and with a full and a spilled tile.
+  // These densities cover empty, sparse, full and spilled tiles.
   for (const double density : {0.0, 0.02, 0.12, 1.0}) {
     const FfnPattern pattern = random_pattern("r", 40, kFfn, density, 1);
     const PackedPattern packed = pack_pattern(pattern, kFfn, 7);

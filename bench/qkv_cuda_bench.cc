@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Query, key and value projection of many tokens on the GPU with the rotation in its epilogue,
-// against cuBLASLt's product alone, and with the rotation behind it, in the same run. Correctness
-// first, then time.
+// Times the query, key and value projection of many tokens on the GPU with the rotation in its
+// epilogue, against cuBLASLt's product alone and followed by a rotation kernel, in the same run,
+// after checking the results.
 //   qkv_cuda_bench [--tokens M]... [--width D] [--heads H] [--kv-heads K] [--head-dim N]
 //                  [--jsonl FILE]
 #include <CLI/CLI.hpp>
@@ -21,7 +21,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kPositions = 2048;  // tokens are sequences of as many
+constexpr int64_t kPositions = 2048;  // tokens per sequence
 
 struct Options {
   std::vector<int64_t> tokens{16384, 131072};

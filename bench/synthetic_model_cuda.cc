@@ -9,11 +9,11 @@ namespace {
 // cudaMemset2D writes a bf16 of two equal bytes: 0xbebe is -0.371.
 constexpr int kBiasByte = 0xbe;
 constexpr double kBias = -0.371;
-// Gates are normal with a standard deviation of init_std * sqrt(D) on inputs of unit size. A bias
-// of -2.58 of these deviations leaves 0.5% of them active.
+// On inputs of unit size, gates are normal with a standard deviation of init_std * sqrt(D). A bias
+// of -2.58 standard deviations leaves 0.5% of them active.
 constexpr double kActiveBeyond = 2.58;
-// The layers' outputs stay small beside embeddings of unit size, so that all layers see the same
-// input.
+// Keeps the layers' outputs small compared to the unit-size embeddings, so that all layers see
+// nearly the same input.
 constexpr float kOutputScale = 0.05f;
 
 }  // namespace
@@ -24,7 +24,7 @@ std::unique_ptr<ModelCuda> synthetic_model(CudaContext& ctx, const ModelConfig& 
   Context cpu;
   init_weights(cpu, model, seed);
   const double width = static_cast<double>(config.width);
-  // The constant c comes out of the norm as c / sqrt(1 + c^2 / D).
+  // The norm turns the constant c into c / sqrt(1 + c^2 / D).
   const double wanted = kActiveBeyond * config.init_std * std::sqrt(width) / -kBias;
   const double constant = wanted / std::sqrt(std::max(1e-3, 1.0 - wanted * wanted / width));
   for (const ParamSpec& spec : model.table) {
@@ -41,7 +41,8 @@ std::unique_ptr<ModelCuda> synthetic_model(CudaContext& ctx, const ModelConfig& 
         if (down || (output && row == 0)) values(row, 0) = 0.0f;
       }
     });
-    // Nothing is added to the constant component: row 0 of o_proj, column 0 of down_proj [F, D].
+    // Layers must not write to the constant component: row 0 of o_proj, column 0 of down_proj [F,
+    // D].
     if (output) std::fill_n(values.row(0), values.cols, 0.0f);
   }
   return std::make_unique<ModelCuda>(ctx, model);

@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kWarmUpSteps = 3;  // for plans, the capture of a graph, and its first replay
+constexpr int64_t kWarmUpSteps = 3;  // for plans, graph capture, first replay
 
 const char* stage_name(TrainingStage stage) {
   switch (stage) {
@@ -105,8 +105,8 @@ int64_t largest_micro_batch(cudaStream_t stream, const ModelConfig& config,
   const CudaContext ctx(stream);
   size_t free = 0, all = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &all));
-  constexpr int64_t kSpare = int64_t{3} << 30;  // captured patterns, and estimates that are off
-  // Automatic recomputation would pick its own level for each size.
+  constexpr int64_t kSpare = int64_t{3} << 30;  // for captured patterns and estimation errors
+  // With automatic recomputation each size would use a different level.
   if (!options.recompute) options.recompute = Recompute{RecomputeLevel::kQkv};
   const auto fits = [&](int64_t micro_batch) {
     options.micro_batch = micro_batch;

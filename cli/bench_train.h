@@ -16,8 +16,7 @@ struct BenchTrain {
   int64_t steps = 10;                             // timed steps
   std::filesystem::path patterns;                 // captured patterns to replay, or empty
   std::vector<std::string> recompute = {"auto"};  // each level runs dense and sparse
-  std::vector<std::string>
-      sparse_recompute;  // levels of additional sparse runs, compared with the first dense run
+  std::vector<std::string> sparse_recompute;      // more sparse runs, against the first dense run
   std::string moment_dtype = "f32";
   std::string policy = "auto";  // of the sparse runs
   bool tune = false;

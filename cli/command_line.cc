@@ -436,8 +436,7 @@ class Parser {
       declare(*app.add_subcommand(below->name_, below->description_)->group("Commands"), *below);
     }
     if (!command.commands_.empty()) app.require_subcommand(1);
-    if (!command.footer_.empty())
-      app.footer(command.footer_);  // set last: subcommands added after it would inherit it
+    if (!command.footer_.empty()) app.footer(command.footer_);  // last: subcommands inherit it
   }
 
   static CLI::Option* declare(CLI::App& app, const Option& option) {

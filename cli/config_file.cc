@@ -42,8 +42,7 @@ nlohmann::json to_json(const toml::node& node) {
   if (const auto* truth = node.as_boolean()) return truth->get();
   if (const auto* number = node.as_floating_point()) {
     if (std::isfinite(number->get())) return number->get();
-    return fmt::format("{}",
-                       number->get());  // inf and nan become text, which options reject like flags
+    return fmt::format("{}", number->get());  // options reject inf and nan like flags
   }
   return nullptr;
 }

@@ -31,9 +31,7 @@ struct InspectArguments {
 };
 
 TensorHealth tensor_health(Context& ctx, const Model& model, const ParamSpec& spec) {
-  constexpr int64_t kPiece =
-      1
-      << 16;  // values per partial sum; fixed, so that sums do not depend on the number of threads
+  constexpr int64_t kPiece = 1 << 16;  // fixed, so that threads do not change a sum
   struct Sum {
     double squares = 0.0, max_abs = 0.0;
     int64_t not_finite = 0;

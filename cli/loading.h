@@ -27,8 +27,7 @@ struct TextOptions {
   std::filesystem::path shards;
   std::string json_field = "text";
   std::string bad_files = "error";
-  bool begin_token =
-      true;  // prepend the begin token of the tokenizer's template, if any, to documents
+  bool begin_token = true;  // documents begin with the template's begin token, if any
 };
 void add_text_options(Command& command, CommonOptions& common, TextOptions& text);
 
