@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# cuDNN's headers and its header-only frontend (scripts/setup.sh fetches the latter). cuDNN itself is
-# loaded when it is first used; without the headers attention runs our own kernels alone.
+# cuDNN's headers and its header-only frontend (fetched by scripts/setup.sh). cuDNN itself is loaded
+# at first use; without the headers, attention uses only our own kernels.
 add_library(twell_cudnn INTERFACE)
 add_library(twell::cudnn ALIAS twell_cudnn)
 if(TWELL_HAVE_CUDA)

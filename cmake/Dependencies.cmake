@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every third-party library, found once, with one target each.
+# Finds every third-party library once and defines one target for each.
 find_package(Threads REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(PkgConfig REQUIRED)
@@ -14,12 +14,12 @@ pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy>=1.0)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)
-# Headers alone; Debian's package file would also link its library.
+# Only the headers: Debian's package configuration would also link the library.
 find_path(TOMLPLUSPLUS_INCLUDE_DIR toml++/toml.h REQUIRED)
 add_library(twell_tomlplusplus INTERFACE)
 add_library(twell::tomlplusplus ALIAS twell_tomlplusplus)
 target_include_directories(twell_tomlplusplus SYSTEM INTERFACE ${TOMLPLUSPLUS_INCLUDE_DIR})
-# Not find_package(dnnl): Debian's package of it asks for OpenCL, which it does not use.
+# Not find_package(dnnl): Debian's package configuration requires OpenCL needlessly.
 find_path(DNNL_INCLUDE_DIR dnnl.hpp REQUIRED)
 find_library(DNNL_LIBRARY dnnl REQUIRED)
 add_library(twell_dnnl INTERFACE)
@@ -27,13 +27,13 @@ add_library(twell::dnnl ALIAS twell_dnnl)
 target_include_directories(twell_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
 target_link_libraries(twell_dnnl INTERFACE ${DNNL_LIBRARY})
 
-# CUDA is optional: without a toolkit the CPU build is complete.
+# CUDA is optional; without a toolkit the build has all CPU features.
 set(TWELL_HAVE_CUDA OFF)
 if(NOT TWELL_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    # Architectures are given per room: sm_90a for the Hopper kernels, sm_80 for the portable path.
+    # Rooms set architectures per file: sm_90a for the Hopper kernels, sm_80 for portable ones.
     set(CMAKE_CUDA_ARCHITECTURES OFF)
     enable_language(CUDA)
     # CMake before 3.26 does not know nvcc's C++20 flag.

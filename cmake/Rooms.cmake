@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# A room is a folder with one public header or a few, its sources, its tests and its benchmarks side
-# by side. File names say what a file is: *_test.cc, *_bench.cc, *_fuzz.cc, *.cu; the rest is library.
+# A room is a folder with a few public headers, its sources, tests and benchmarks. File names give a
+# file's kind: *_test.cc, *_bench.cc, *_fuzz.cc, *.cu; all others belong to the library.
 
 add_library(twell_flags INTERFACE)
 target_include_directories(twell_flags INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_options(twell_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion>
-  # A problem struct is filled by name; what is left out keeps its default.
+  # Problem structs use designated initializers; omitted members keep their defaults.
   $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>)
-# Highway compiles its code once per instruction set. AVX-512, AVX2 and the baseline (NEON on Arm) are
-# worth the time, those in between are not; SVE cannot keep vectors in arrays, as our kernels do.
+# Highway compiles its code once per instruction set. AVX-512, AVX2 and the baseline (NEON on Arm)
+# justify the build time, those in between do not. SVE has no arrays of vectors, as our kernels need.
 target_compile_definitions(twell_flags INTERFACE
   "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
 if(TWELL_WERROR)
@@ -22,8 +22,8 @@ if(TWELL_SANITIZE)
     -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(twell_flags INTERFACE -fsanitize=${TWELL_SANITIZE})
   if(NOT TWELL_FUZZ)
-    # One instruction set, the building machine's own, in place of three: a sanitizer slows the
-    # compilation of Highway's code down most. The release build has, and tests, all of them.
+    # Compile Highway's code for the build machine's instruction set alone, because sanitizers make
+    # it slow to compile. The release build compiles and tests all instruction sets.
     target_compile_options(twell_flags INTERFACE -march=native)
     target_compile_definitions(twell_flags INTERFACE HWY_COMPILE_ONLY_STATIC)
   endif()
@@ -43,9 +43,9 @@ if(TWELL_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 
-# One precompiled header for all tests: GoogleTest and the standard library take longer to read than
-# a test takes to compile. GCC uses it only where macros and options are the same, so every test gets
-# the options of every third-party library.
+# One precompiled header for all tests: parsing GoogleTest and the standard library takes longer
+# than compiling a test. GCC uses it only with identical macros and options, so every test gets the
+# options of every third-party library.
 if(TWELL_TESTS)
   set(twell_test_libraries twell_flags GTest::gtest_main GTest::gmock fmt::fmt OpenMP::OpenMP_CXX
     PkgConfig::hwy PkgConfig::utf8proc twell::cudnn)
@@ -57,12 +57,12 @@ if(TWELL_TESTS)
     <cmath> <filesystem> <functional> <map> <memory> <random> <span> <string> <vector>)
 endif()
 
-# Under sanitizers all CPU tests run. The release build repeats those that optimisation and other
-# instruction sets may change (simd), and runs the command line and the GPU code.
+# All CPU tests run under sanitizers. The release build repeats the tests that optimisation and
+# other instruction sets may affect (simd), and runs the command line and GPU tests.
 add_custom_target(twell_release_tests)
 
-# twell_test(name "labels" "files" library...): one test program, with its CTest labels: cpu, simd,
-# cli; gpu for tests that skip, with the reason, where there is no GPU.
+# twell_test(name "labels" "files" library...): one test program with its CTest labels: cpu, simd,
+# cli, or gpu for tests that skip with a reason when there is no GPU.
 function(twell_test name labels files)
   add_executable(${name} ${files})
   target_link_libraries(${name} PRIVATE ${twell_test_libraries} ${ARGN})
@@ -79,8 +79,8 @@ function(twell_test name labels files)
   endif()
 endfunction()
 
-# twell_room_tests(room "files" library...): the room's tests as one program, <room>_test, and those
-# of its GPU code, *_cuda_test.cc, as another, <room>_cuda_test.
+# twell_room_tests(room "files" library...): the room's tests as one program, <room>_test, and its
+# GPU tests, *_cuda_test.cc, as another, <room>_cuda_test.
 function(twell_room_tests room files)
   set(gpu_files ${files})
   list(FILTER gpu_files INCLUDE REGEX "_cuda_test\\.cc$")
@@ -97,8 +97,8 @@ function(twell_room_tests room files)
   endif()
 endfunction()
 
-# Kernels in *_sm90.cu use instructions of sm_90a alone; other *.cu run on sm_80 and later, with code
-# of their own for sm_90, where dependent launches exist.
+# Kernels in *_sm90.cu require sm_90a instructions. Other *.cu files run on sm_80 and later, with
+# extra code for sm_90, which supports programmatic dependent launch.
 function(twell_cuda_architectures)
   foreach(file ${ARGN})
     if(file MATCHES "_sm90\\.cu$")
@@ -114,8 +114,8 @@ function(twell_cuda_architectures)
 endfunction()
 
 # twell_room(folder DEPS room... LIBS target... CUDA_LIBS target...)
-# Makes the library twell_<folder with _ for />, linked to the rooms it may include from. A room's
-# folders (ops/ffn/hopper) belong to it.
+# Defines the library twell_<folder with _ for />, linked to the rooms whose headers it may include.
+# Subfolders (ops/ffn/hopper) belong to the room.
 function(twell_room folder)
   cmake_parse_arguments(ROOM "" "" "DEPS;LIBS;CUDA_LIBS" ${ARGN})
   string(REPLACE "/" "_" suffix ${folder})

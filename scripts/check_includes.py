@@ -30,7 +30,7 @@ ALLOWED = {
     "cli": LIBRARY | {"bench", "cli"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli|bench)/[^"]+)"', re.MULTILINE)
-# Toolkit headers, and what is compiled only where there is a toolkit.
+# Includes of CUDA toolkit headers, and code that is compiled only with a toolkit.
 TOOLKIT = re.compile(r'^\s*#\s*include\s+<(?:cuda|cublas|cudnn|nvml)[^>]*>', re.MULTILINE)
 GUARDED = re.compile(r"^#if(?:def)? [^\n]*TWELL_HAVE_CUDA.*?^#(?:else|endif)",
                      re.MULTILINE | re.DOTALL)
@@ -95,7 +95,7 @@ def main():
         if not name.endswith((".h", ".cc", ".cu", ".cuh")) or not (root / name).exists():
             continue
         layer, room = layer_and_room(name)
-        # *_cuda*.cc is what a build without the toolkit leaves out (cmake/Rooms.cmake).
+        # A build without the toolkit leaves out *_cuda*.cc (cmake/Rooms.cmake).
         if name.endswith(".cc") and "_cuda" not in pathlib.Path(name).name:
             header = toolkit_header(root, name, set())
             if header:

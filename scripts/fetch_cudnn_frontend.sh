@@ -12,7 +12,7 @@ target=.cache/cudnn-frontend
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-# Any wheel of the version will do: its headers are the same for every platform.
+# Any wheel of this version works, because its headers are the same for every platform.
 "$work/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$work" \
   --python-version 3.11 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
   "nvidia-cudnn-frontend==$version"

@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 out=runs/quickstart
 data=()
 train=()
-# GPU code takes as long to compile as everything else.
+# Compiling the GPU code doubles the build time, so it is off without a GPU.
 cuda=OFF
 [[ -e /dev/nvidiactl ]] && cuda=AUTO
 while [[ $# -gt 0 ]]; do
@@ -58,7 +58,7 @@ cmake --build --preset release --target twell
 twell=build/release/twell
 
 if [[ ${#data[@]} == 0 ]]; then
-  # Text that comes with the build tools: headers, documentation, licences.
+  # Text installed with the build tools: headers, documentation, licences.
   for folder in /usr/include /usr/share/cmake-* /usr/share/doc /usr/share/common-licenses; do
     [[ -d $folder ]] && data+=(--data "$folder")
   done
@@ -66,7 +66,7 @@ fi
 
 step "train"
 if [[ -e $out/options.json ]]; then
-  # The run folder remembers its options; only those given now are passed.
+  # The run folder stores its options, so only those given now are passed.
   "$twell" train --out "$out" --resume "${train[@]}"
 else
   default --bad-files skip

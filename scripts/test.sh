@@ -26,14 +26,14 @@ step "formatting and include directions"
 scripts/check_format.sh
 python3 scripts/check_includes.py
 
-# As many test programs at once as there are processors; each takes as many threads as it likes.
+# One test program per processor; each also uses as many threads as it likes.
 jobs=$(nproc)
 
 if [[ $quick == 0 ]]; then
   step "all CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer"
   cmake --preset asan >/dev/null
   cmake --build --preset asan
-  # OpenMP's thread pool and oneDNN's caches live until exit, so leaks are not looked for.
+  # Leak detection is off, because OpenMP's thread pool and oneDNN's caches live until exit.
   ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi
 

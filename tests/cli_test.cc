@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built command, run as a user runs it: training, resuming, killing, and bad input, each fault
-// of which gives exit code 2 and one line on stderr.
+// The built command, run as a user runs it: training, resuming, killing, and bad input. Every fault
+// must give exit code 2 and one line on stderr.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ class CliTest : public twell::CommandTest {
   static std::string golden(const std::string& part) {
     return std::string(TWELL_SOURCE_DIR) + "/tests/golden/tasks/" + part;
   }
-  // A run of a micro model; later flags win only where these have none.
+  // Arguments of a run of a micro model, followed by `more`.
   static std::vector<std::string> train(const std::string& out,
                                         const std::vector<std::string>& more = {}) {
     std::vector<std::string> words = {"train", "--data",        "text", "--out",
@@ -56,7 +56,7 @@ class CliTest : public twell::CommandTest {
     return words;
   }
 
-  // The first file of tokens in a folder of shards.
+  // The first token file in a folder of shards.
   fs::path shard_file(const std::string& shards) const {
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / shards)) {
       if (entry.path().extension() != ".json") return entry.path();
@@ -67,7 +67,7 @@ class CliTest : public twell::CommandTest {
   std::string weights(const std::string& run) const {
     return slurp(folder_ / run / "checkpoint" / "model.safetensors");
   }
-  // Waits until the run has logged `lines` steps; then `signal`.
+  // Sends `signal` after the run has logged `lines` steps.
   Result signal_after(pid_t child, const std::string& run, int lines, int signal) const {
     for (int i = 0; i < 3000; ++i) {
       const std::string metrics = slurp(folder_ / run / "metrics.jsonl");
@@ -148,7 +148,7 @@ TEST_F(CliTest, OutputFolders) {
   expect_refused(train("text/1.txt", {"--steps", "2"}), "text/1.txt");
   expect_refused(train("", {"--steps", "2"}), "--out");
   EXPECT_EQ(weights("a"), before);
-  // A longer run keeps the warm-up that was derived from the shorter one.
+  // A longer run keeps the warm-up derived from the shorter one.
   ASSERT_EQ(run(train("longer", {"--steps", "20"})).code, 0);
   const Result longer = run({"train", "--out", "longer", "--resume", "--steps", "40"});
   EXPECT_EQ(longer.code, 0) << longer.err;
@@ -254,7 +254,7 @@ TEST_F(CliTest, ConfigFiles) {
     write(name, text);
     expect_refused({"train", "--dry-run", "--config", name}, fault);
   };
-  // In quotes '#' begins no comment and brackets no list.
+  // In quotes, '#' starts no comment and brackets start no list.
   write("#1 [a].txt", "text");
   write("quoted.toml",
         "[run]\ndata = [\"text\", \"#1 [a].txt\"] # both\nout = \"run #1\"\nsteps = 1\n");
@@ -306,7 +306,7 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
            "2", "--layers", "1", "--context", "16", "--steps", "2", "--threads", "1"});
   EXPECT_EQ(trained.code, 0) << trained.err;
 
-  // Another token of the vocabulary: only the checksum can tell.
+  // Replace a token by another valid one: only the checksum can detect this.
   const fs::path shard = shard_file("shards");
   std::string bytes = slurp(shard);
   bytes[0] = static_cast<char>(bytes[0] ^ 1);
@@ -314,7 +314,7 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
   expect_refused({"tokenize", "--verify", "shards"}, shard.filename().string() + " was altered");
 }
 
-// A model with SiLU gates becomes a sparse one, is converted there and back, and answers a message.
+// A model with SiLU gates is sparsified, converted to the other layout and back, and chats.
 TEST_F(CliTest, SparsifyConvertAndChat) {
   auto with_silu =
       train("silu", {"--activation", "silu", "--steps", "2", "--sequence-length", "16"});
@@ -377,7 +377,7 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   EXPECT_EQ(answer.code, 0) << answer.err;
   EXPECT_THAT(answer.out, HasSubstr("\"prompt\":\"s:b u:a \""));
 
-  // A conversation: each line is answered with all before it in view.
+  // Each line of a conversation is answered with all earlier lines as context.
   const auto continued = [this](const std::string& prompt) {
     const Result result = run({"generate", "--checkpoint", "back", "--prompt", prompt,
                                "--max-tokens", "1", "--temperature", "0"});
@@ -401,7 +401,7 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
                  "--system goes with --chat");
 }
 
-// Prompts that are continued together give what each gives alone, in their order.
+// Prompts generated together give the same texts as each alone, in their order.
 TEST_F(CliTest, GeneratesForManyPrompts) {
   ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
   const std::vector<std::string> greedy = {
@@ -435,11 +435,11 @@ TEST_F(CliTest, GeneratesForManyPrompts) {
     }
     EXPECT_EQ(count, texts.size());
   }
-  // A signal ends it with what there is: every prompt has its line.
+  // A signal ends the command with partial results: every prompt still has its line.
   std::string many;
   for (int i = 0; i < 20000; ++i) many += "a\n";
   write("many.txt", many);
-  fs::remove(folder_ / "stdout");  // of the run before
+  fs::remove(folder_ / "stdout");  // from the previous run
   const pid_t child = start({"generate", "--checkpoint", "one/checkpoint", "--prompts", "many.txt",
                              "--batch", "1", "--max-tokens", "12", "--json"});
   while (slurp(folder_ / "stdout").empty()) {
@@ -457,7 +457,7 @@ TEST_F(CliTest, GeneratesForManyPrompts) {
   expect_refused(with({"--prompt", "a", "--batch", "0"}), "--batch must be at least 1");
 }
 
-// A signal leaves nothing of what was being written.
+// A signal leaves no partially written files.
 TEST_F(CliTest, SignalsEndCommandsThatWriteFiles) {
   std::string line(999, 'a');
   for (size_t i = 0; i < line.size(); i += 7) line[i] = ' ';
@@ -513,7 +513,7 @@ TEST_F(CliTest, LostOutputIsAFailure) {
   }
 }
 
-// A line of progress fits the terminal, however narrow.
+// Progress lines are cut to the terminal's width.
 TEST_F(CliTest, ProgressFollowsTheTerminal) {
   winsize size{};
   size.ws_col = 60;
@@ -563,15 +563,15 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
     }
   }
   expect_refused({"bench", "ffn", "stray"}, "unexpected word 'stray' behind 'twell bench ffn'");
-  // One option may take several values; what is refused is that there is no GPU.
+  // One option may take several values; the only error is the missing GPU.
   expect_refused({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "8"},
                  "bench decode needs a GPU");
-  // The last of two values is used, and a line says so.
+  // The last of two values wins, and a log line reports it.
   const Result twice = run({"train", "--dry-run", "--steps", "5", "--steps", "6"});
   EXPECT_EQ(twice.code, 0);
   EXPECT_THAT(twice.err, HasSubstr("--steps was given twice"));
   EXPECT_THAT(twice.out, ContainsRegex("steps +6\n"));
-  // Large numbers in a shorter form.
+  // Large numbers in shorter notations.
   const auto steps = [&](const std::string& text) {
     return run({"train", "--dry-run", "--steps", text}).out;
   };
@@ -607,7 +607,7 @@ TEST_F(CliTest, StandardInputAndRunFolders) {
   write("stdin", slurp(folder_ / "text" / "1.txt") + slurp(folder_ / "text" / "2.txt"));
   const Result tokenized = run({"tokenize", "--data", "-", "--out", "shards", "--vocab-size", "300",
                                 "--val-fraction", "0.5"});
-  // One document cannot be split; that it was read is what counts.
+  // One document cannot be split into training and validation, but it was found and read.
   EXPECT_THAT(tokenized.out + tokenized.err, testing::Not(HasSubstr("no such")));
   ASSERT_EQ(run(train("run", {"--steps", "2"})).code, 0);
   const auto generate = [&](const std::string& checkpoint, const std::string& flag,
@@ -629,7 +629,7 @@ TEST_F(CliTest, StandardInputAndRunFolders) {
             nlohmann::json::parse(named.out)["cross_entropy"]);
 }
 
-// Prompts that do not fit are named; the others are answered.
+// Prompts that do not fit are named, and the others are answered.
 TEST_F(CliTest, APromptThatDoesNotFit) {
   ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
   write("prompts.txt", "a\n" + std::string(200, 'x') + "\nb\n");
@@ -645,7 +645,7 @@ TEST_F(CliTest, APromptThatDoesNotFit) {
   EXPECT_EQ(line["ids"].size(), line["tokens"]);
   EXPECT_FALSE(line.contains("log_probs"));
 
-  // The most likely token is at least as likely as one in 300, and no likelier than certain.
+  // The most likely of at most 300 tokens has a probability between 1/300 and 1.
   const Result scored = run({"generate", "--checkpoint", "one", "--prompt", "a", "--max-tokens",
                              "3", "--temperature", "0", "--json", "--log-probs"});
   ASSERT_EQ(scored.code, 0) << scored.err;
@@ -659,7 +659,7 @@ TEST_F(CliTest, APromptThatDoesNotFit) {
                  "--log-probs needs --json");
 }
 
-// More steps than a finished run had: it goes on, with the warm-up that it began with.
+// A finished run resumed with more steps continues with its original warm-up.
 TEST_F(CliTest, AFinishedRunGoesOnWithMoreSteps) {
   ASSERT_EQ(run(train("a", {"--steps", "10"})).code, 0);
   const Result longer = run({"train", "--out", "a", "--resume", "--steps", "40"});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of every family as transformers saves them, against its logits.
-// Golden values: golden/make_family_golden.py.
+// Checkpoints of every family, saved by transformers, against its logits. Golden values:
+// golden/make_family_golden.py.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -31,12 +31,12 @@ std::vector<T> values(const SafetensorsFile& file, const std::string& name) {
 
 class FamilyGolden : public ::testing::TestWithParam<const char*> {
  protected:
-  // transformers computes rotation angles in float32: position * frequency with as much as eps of
-  // relative error, which turns queries and keys by that angle.
+  // transformers computes rotation angles in float32: position * frequency has a relative error of
+  // up to eps, which rotates queries and keys by that angle.
   double tolerance(int64_t length) const {
     return float_tolerance(model_->config) + static_cast<double>(length) * 0x1p-23;
   }
-  // Logits [T, V], fed in pieces over a cache.
+  // Logits [T, V] of ids that are fed in pieces through a cache.
   Buffer<float> logits_of(std::span<const int32_t> ids, std::span<const int64_t> pieces) {
     ForwardState state(model_->config, FfnPolicy::kAuto);
     KvCache cache(model_->config, 1, std::ssize(ids));

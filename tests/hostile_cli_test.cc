@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoint folders that are wrong or mean harm, as a user meets them: one line, exit code 2, and
-// nothing written.
+// Malformed and malicious checkpoint folders: every command must exit with code 2 and one line on
+// stderr, and write nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ fs::path golden(const std::string& name) {
   return fs::path(TWELL_SOURCE_DIR) / "tests" / "golden" / name;
 }
 
-// A safetensors file from its header and that many bytes of zeros.
+// A safetensors file made of this header and `bytes` zeros.
 std::string safetensors(const std::string& header, size_t bytes) {
   const uint64_t size = header.size();
   std::string out(sizeof(size), '\0');
@@ -34,7 +34,7 @@ std::string safetensors(const std::string& header, size_t bytes) {
 
 class HostileCheckpoint : public CommandTest {
  protected:
-  // A sharded model, and one with a tokenizer.
+  // Creates a sharded model, and a model with a tokenizer.
   void SetUp() override {
     fs::copy(golden("families/llama_linear"), folder_ / "sharded");
     fs::copy(golden("tasks/model"), folder_ / "chat");
@@ -53,7 +53,7 @@ class HostileCheckpoint : public CommandTest {
     refused({"generate", "--checkpoint", "chat", "--chat", "--prompt", "a", "--max-tokens", "1"},
             fault);
   }
-  // Puts another file where the index says that a tensor is.
+  // Changes the file that the index names for a tensor.
   void point(const std::string& file) const {
     const fs::path path = folder_ / "sharded" / "model.safetensors.index.json";
     json index = json::parse(read_file(path));
@@ -92,11 +92,11 @@ TEST_F(HostileCheckpoint, HeadersOfAbsurdSize) {
 }
 
 TEST_F(HostileCheckpoint, ATensorTwice) {
-  // In one header.
+  // A duplicate in one header.
   const std::string entry = R"("a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})";
   write("single/model.safetensors", safetensors("{" + entry + ", " + entry + "}", 4));
   convert_refused("single", "\"a\" appears twice");
-  // In two shards, of which the index names one.
+  // A duplicate in two shards; the index names one of them.
   const fs::path first = folder_ / "sharded" / "model-00001-of-00002.safetensors";
   const fs::path second = folder_ / "sharded" / "model-00002-of-00002.safetensors";
   fs::copy_file(first, second, fs::copy_options::overwrite_existing);
@@ -111,7 +111,7 @@ TEST_F(HostileCheckpoint, TensorsBeyondTheFile) {
   convert_refused("single", "model.safetensors");
 }
 
-// Weights that are not finite are one fault in every command, named with their tensor and index.
+// Every command reports non-finite weights in the same way, with tensor name and index.
 TEST_F(HostileCheckpoint, WeightsThatAreNotFinite) {
   const fs::path path = folder_ / "chat" / "model.safetensors";
   std::map<std::string, std::string> bytes;
@@ -162,7 +162,7 @@ TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {
       "does not come to an end");
 }
 
-// Weights take seconds, and these have a fault of their own that would be named.
+// Reading weights takes seconds. They are non-finite here, so reading them would change the error.
 TEST_F(HostileCheckpoint, WhatIsQuickToCheckIsRefusedBeforeWeightsAreRead) {
   write("chat/model.safetensors", "none");
   for (const std::vector<std::string>& command :

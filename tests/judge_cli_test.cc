@@ -78,7 +78,7 @@ TEST_F(JudgeCli, StoppedTasksContinueToTheSameScores) {
   int stopped = 0;
   for (int i = 0; i < 50; ++i) {
     const pid_t child = start(eval("piqa", ".", {"--out", "part"}));
-    // From when the signal is handled on, until some batches are done.
+    // The delays range from just after the signal handler is installed to after several batches.
     std::this_thread::sleep_for(std::chrono::milliseconds(200 + 100 * i));
     ::kill(child, i % 2 == 0 ? SIGTERM : SIGKILL);
     const Result result = finish(child);

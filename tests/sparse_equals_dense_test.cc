@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse executions of the FFN against the dense one, on the logits of whole models whose
-// neurons are almost never to always active.
+// Sparse against dense execution of the FFN, compared on the logits of whole models whose neurons
+// range from almost never to always active.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -59,8 +59,8 @@ double active_share(const Outcome& out, int64_t ffn) {
 
 struct Density {
   const char* name;
-  float shift;       // of every gate along the direction that all tokens share
-  float down_scale;  // keeps many large activations from swamping that direction
+  float shift;       // added to every gate along the direction that all tokens share
+  float down_scale;  // small enough that many active neurons do not swamp that direction
   double least, most;
 };
 
@@ -75,7 +75,7 @@ TEST_P(SparseEqualsDense, Logits) {
     for (int64_t f = 0; f < config.ffn; ++f) layer.ffn.firing()(f, 0) += density.shift;
     for (int64_t f = 0; f < config.ffn; ++f) {
       for (int64_t d = 0; d < config.width; ++d) layer.ffn.w_down(f, d) *= density.down_scale;
-      // No layer writes to the shared direction, so that it stays shared.
+      // No layer writes to the shared direction, so all layers see it unchanged.
       layer.ffn.w_down(f, 0) = 0.0f;
     }
     std::fill_n(layer.w_o.row(0), layer.w_o.cols, 0.0f);

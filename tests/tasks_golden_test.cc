@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Multiple-choice tasks against values computed with transformers, one pair of texts at a time:
-// golden/make_tasks_golden.py. Also what an evaluation that was stopped leaves and continues from.
+// Multiple-choice tasks against values that transformers computed one pair of texts at a time
+// (golden/make_tasks_golden.py). Also tests stopping and continuing an evaluation.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -51,7 +51,7 @@ class TasksGolden : public testing::Test {
         const json& wanted = values["log_likelihoods"][i];
         ASSERT_EQ(got["log_likelihoods"].size(), wanted.size());
         for (size_t c = 0; c < wanted.size(); ++c) {
-          // Single precision against double: a few hundred roundings of sums of this size.
+          // Single against double precision: a few hundred roundings of sums of this size.
           const double value = wanted[c];
           EXPECT_NEAR(got["log_likelihoods"][c].get<double>(), value,
                       3e-5 * (1.0 + std::abs(value)))
@@ -79,7 +79,7 @@ class TasksGolden : public testing::Test {
 TEST_F(TasksGolden, Plain) { compare("plain", false); }
 TEST_F(TasksGolden, WithABeginToken) { compare("bos", true); }
 
-// As the hub publishes them and as JSON lines: the same items, and so the same scores.
+// The hub's Parquet files and the JSON lines hold the same items and must give the same scores.
 TEST_F(TasksGolden, ParquetHoldsTheSameItems) {
   for (const Task& task : all_tasks()) {
     SCOPED_TRACE(task.name);
@@ -126,7 +126,7 @@ TEST_F(TasksGolden, StoppedAndContinuedIsTheSame) {
   const auto options = [&](const char* name) {
     TaskRunOptions out;
     out.out = folder_.path() / name;
-    out.batch_tokens = 1;  // an item a batch
+    out.batch_tokens = 1;  // one item per batch
     return out;
   };
   ASSERT_TRUE(runner(options("whole")).run(task, items).has_value());
@@ -135,7 +135,7 @@ TEST_F(TasksGolden, StoppedAndContinuedIsTheSame) {
   TaskRunOptions stopped = options("part");
   stopped.cancel = &cancel;
   int64_t fed = 0;
-  for (int64_t run = 0; run < 2; ++run) {  // each does one batch
+  for (int64_t run = 0; run < 2; ++run) {  // each run completes one batch
     stopped.on_progress = [&](const TaskProgress& progress) {
       EXPECT_EQ(progress.items_done, run + 1);
       EXPECT_EQ(progress.tokens_found, fed);
@@ -147,7 +147,7 @@ TEST_F(TasksGolden, StoppedAndContinuedIsTheSame) {
   ASSERT_TRUE(runner(options("part")).run(task, items).has_value());
   EXPECT_EQ(read_file(folder_.path() / "part" / "commonsense_qa.jsonl"),
             read_file(folder_.path() / "whole" / "commonsense_qa.jsonl"));
-  // Everything is there: the model is not run again.
+  // All results are saved, so the model does not run again.
   TaskRunOptions again = options("part");
   again.on_progress = [](const TaskProgress&) { FAIL() << "ran a batch"; };
   EXPECT_TRUE(runner(again).run(task, items).has_value());

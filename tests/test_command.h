@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests of the built command as a user runs it, in a folder that is removed afterwards.
+// Runs the built command in tests as a user runs it, in a folder that is removed afterwards.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -21,7 +21,7 @@
 
 namespace twell {
 
-// Empty when there is no such file.
+// Returns an empty string when the file does not exist.
 inline std::string slurp(const std::filesystem::path& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();
@@ -31,12 +31,12 @@ inline std::string slurp(const std::filesystem::path& path) {
 class CommandTest : public testing::Test {
  protected:
   struct Result {
-    int code = -1;  // exit code; 128 + signal when one ended it
+    int code = -1;  // exit code, or 128 + signal number
     std::string out, err;
   };
 
-  // Its output goes to the files stdout and stderr of the folder, which is also where it runs; its
-  // input is the file stdin there, or nothing. `out_file`: an open file for its output instead.
+  // Runs in the test's folder. Input is the file stdin there, or empty; output goes to the files
+  // stdout and stderr there. `out_file`: an open file that receives stdout instead.
   pid_t start(const std::vector<std::string>& arguments, int out_file = -1) const {
     std::vector<std::string> words = {TWELL_BINARY};
     words.insert(words.end(), arguments.begin(), arguments.end());
@@ -48,7 +48,7 @@ class CommandTest : public testing::Test {
     if (!std::filesystem::exists(in)) in = "/dev/null";
     const pid_t child = ::fork();
     if (child == 0) {
-      // What runs the tests may ignore signals, which a child would inherit.
+      // The test runner may ignore signals; a child process would inherit that.
       for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) std::signal(signal, SIG_DFL);
       if (::chdir(folder_.c_str()) != 0 || std::freopen(in.c_str(), "r", stdin) == nullptr ||
           std::freopen(out.c_str(), "w", stdout) == nullptr ||
@@ -69,8 +69,8 @@ class CommandTest : public testing::Test {
   }
   Result run(const std::vector<std::string>& arguments) const { return finish(start(arguments)); }
 
-  // Exit code 2, one line on stderr that names the fault, and no other output, but of those who
-  // tell their progress until then.
+  // Expects exit code 2 and one line on stderr that names the fault, with no other output except
+  // the progress that some commands print before they fail.
   void expect_refused(const std::vector<std::string>& arguments, const std::string& fault) const {
     const Result result = run(arguments);
     EXPECT_EQ(result.code, 2) << fault << "\n" << result.err;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole training steps against PyTorch: four steps of the recipe from a checkpoint that
-// transformers saved are compared with those of torch.optim.AdamW in double precision. Golden
-// values: golden/make_step_golden.py.
+// Whole training steps against PyTorch: four steps of the recipe, from a checkpoint saved by
+// transformers, are compared with torch.optim.AdamW in double precision. Golden values:
+// golden/make_step_golden.py.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
     std::memcpy(out.data(), info.bytes.data(), info.bytes.size());
     return out;
   }
-  // All parameters, or their gradients, in our memory layout.
+  // All parameters, or their gradients, in the order of our memory layout.
   std::vector<float> flat(const std::string& prefix) const {
     std::vector<float> out(static_cast<size_t>(model_->config.parameter_count()));
     for (const ParamSpec& spec : model_->table) {
@@ -68,9 +68,9 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
     return out;
   }
 
-  // Of the weights' movement. A gradient far below the error d of its neighbours moves its weight
-  // by up to 2 * lr in the wrong direction; for gradients spread around zero with deviation s, a
-  // share of about d / s of the weights is hit, which in norm makes sqrt(2 * d / s).
+  // Tolerance of the weights' movement. A gradient far smaller than the error d can move its weight
+  // by up to 2 * lr in the wrong direction. For gradients spread around zero with deviation s this
+  // affects a share of about d / s of the weights, hence sqrt(2 * d / s) in norm.
   double moved_tolerance() const { return std::sqrt(2.0 * float_tolerance(model_->config)); }
 
   SafetensorsFile file_{golden() / (std::string(GetParam()) + ".safetensors")};
@@ -117,8 +117,8 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
     if (step == 0) {
       EXPECT_LE(relative_error(grad.span(), std::span(expected_grad)), tolerance);
     }
-    // Adam divides a gradient by its own size. An error d of a gradient g moves the weight by at
-    // most lr * d / |g| too much, and so the loss by lr * d per weight and step.
+    // Adam divides a gradient by its own size. An error d of a gradient g thus moves the weight by
+    // up to lr * d / |g| too far, and changes the loss by lr * d per weight and step.
     const double drift = static_cast<double>(step) * kLearningRate * tolerance * norm *
                          std::sqrt(static_cast<double>(size));
     EXPECT_NEAR(result.loss_sum / kTokens, ce[step], tolerance * ce[step] + drift) << step;
