@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elementwise work of a dense feed-forward layer whose activation f is not ReLU, one token's row
-// [F] per call; SIMD, picked at run time. The ReLU layers have rows of their own, which know about
-// zeros.
+// [F] per call; SIMD, chosen at run time. ReLU layers have kernels of their own, which skip zeros.
 //   gated      h = f(x) * u
 //   non-gated  h = f(x), u is null
 // f may be a blend with ReLU. Values are within a few ulp of the definitions in
@@ -15,18 +14,18 @@
 namespace twell {
 
 struct ActivatedRow {
-  // Neurons with f(x) != 0; of a blend with ReLU those with x > 0, which is what the ReLU will
-  // leave.
+  // Neurons with f(x) != 0; for a blend with ReLU those with x > 0, which will remain once it is
+  // pure ReLU.
   int64_t nnz = 0;
   double l1 = 0.0;  // sum of |h|
 };
 
-// h [n] is written, and may be x or u. fired [n], when not null, is set to 1 where nnz counts.
+// h [n] is written, and may be x or u. fired [n], if not null, is set to 1 for each counted neuron.
 ActivatedRow activate_row(const BlendedActivation& f, const float* x, const float* u, float* h,
                           float* fired, int64_t n);
 
-// With d = d_h + l1 * sign(h): h [n] is written again, d_u [n] = d * f(x) (gated), and d_h [n]
-// becomes the gradient of x, d * u * f'(x).
+// With d = d_h + l1 * sign(h): h [n] is recomputed and written, d_u [n] = d * f(x) (gated), and d_h
+// [n] becomes the gradient of x, d * u * f'(x).
 struct ActivationBackwardRow {
   const float* x = nullptr;  // [n]
   const float* u = nullptr;  // [n], null when not gated

@@ -16,15 +16,15 @@ namespace HWY_NAMESPACE {
 namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Every activation here is x * s(x) with a smooth step s from 0 to 1, so that f' = s + x s'.
+// Every activation here is x * s(x) with a smooth step s from 0 to 1, so f' = s + x s'.
 template <class V>
 struct Step {
   V s;
   V slope;
 };
 
-// s = sigmoid(z), slope = s (1 - s). Through exp(-|z|), which cannot overflow and leaves both tails
-// their relative precision.
+// s = sigmoid(z), slope = s (1 - s). Computed from exp(-|z|), which cannot overflow and keeps the
+// relative precision of both tails.
 template <class D, class V = hn::Vec<D>>
 Step<V> sigmoid(D d, V z) {
   const V one = hn::Set(d, 1.0f);
@@ -56,7 +56,7 @@ struct GeluTanh {
   Step<V> operator()(D d, V x) const {
     constexpr float kA = 1.5957691216f;  // 2 sqrt(2 / pi)
     constexpr float kB = 0.044715f * kA;
-    // Beyond 32 the step is exactly 0 or 1; the cube must not overflow.
+    // Beyond 32 the step is exactly 0 or 1, and x is clamped so that the cube cannot overflow.
     const V limit = hn::Set(d, 32.0f);
     const V near = hn::Clamp(x, hn::Neg(limit), limit);
     const V square = hn::Mul(near, near);

@@ -39,7 +39,7 @@ double blended(const BlendedActivation& f, double x) {
   return share * std::max(x, 0.0) + (1.0 - share) * reference(f.kind, x);
 }
 
-// From far below to far above, with both ends and the neighbourhood of zero.
+// Values from far below to far above zero, with both ends and the neighbourhood of zero.
 std::vector<float> arguments(int64_t n) {
   std::vector<float> x = {0.0f, -0.0f, 1e-30f, -1e-30f, 88.0f, -88.0f, 1e4f, -1e4f, 1e30f, -1e30f};
   for (uint64_t i = x.size(); i < static_cast<uint64_t>(n); ++i) {
@@ -64,8 +64,8 @@ TEST_P(ActivationRows, ForwardMatchesTheDefinition) {
       for (size_t i = 0; i < x.size(); ++i) {
         const double v = static_cast<double>(x[i]);
         const double expected = blended(f, v) * static_cast<double>(u[i]);
-        // A few ulp of x times the step in front of it, which is at most 1; where the value is far
-        // smaller than x the step is a tail, whose exponent carries the relative error |x|^2 eps.
+        // A few ulp of x times the step, which is at most 1. Where the value is far smaller than x,
+        // the step is a tail, whose exponent has the relative error |x|^2 eps.
         const double bound = kEps * std::abs(static_cast<double>(u[i])) *
                              (8.0 * std::abs(blended(f, v)) + 2.0 * std::min(std::abs(v), 1.0));
         EXPECT_NEAR(h[i], expected, bound + 1e-38) << v;

@@ -47,7 +47,7 @@ void update_range(const AdamWCoefficients& c, const AdamWParams& p, int64_t begi
   int64_t i = begin;
   for (; i + lanes <= end; i += lanes) update_vector(c, w + i, g + i, m + i, v + i);
   if (i == end) return;
-  // The remainder goes through the same instructions, so that where a range ends changes no bit.
+  // The remainder uses the same instructions, so that range boundaries do not change results.
   const size_t rest = static_cast<size_t>(end - i);
   HWY_ALIGN float tail[4][hn::MaxLanes(d)] = {};
   std::memcpy(tail[0], w + i, rest * sizeof(float));

@@ -8,7 +8,7 @@ namespace twell {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;                      // values of a thread: a 16-byte access of f32
+constexpr int kVector = 4;                      // values per thread: one 16-byte access of f32
 constexpr int64_t kBlock = kThreads * kVector;  // values of a block
 
 struct alignas(8) Bf16Vector {
@@ -50,7 +50,7 @@ __device__ void update(const AdamWCoefficients& c, float decay, float scaled_gra
   w = fmaf(-c.step_size, __fdiv_rn(m, denominator), __fmul_rn(w, decay));
 }
 
-// The last of the runs that begins at or before i.
+// The last run that begins at or before i.
 __device__ int64_t run_of(const AdamWRun* runs, int64_t count, int64_t i) {
   int64_t low = 0, high = count;
   while (high - low > 1) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AdamW on the GPU over the flat arrays of all parameters: the formula of adamw.h, to the bit where
-// the CPU has fused multiply-add, with what changes from step to step read from device memory, so
+// AdamW on the GPU over the flat arrays of all parameters: the formula of adamw.h, bit for bit if
+// the CPU has fused multiply-add. Whatever changes from step to step is read from device memory, so
 // that a captured step can be replayed. Weights are f32 in two halves (split_weight.h).
 #pragma once
 
@@ -19,7 +19,7 @@ struct AdamWRun {
   bool decay = false;  // weight decay applies; else as with weight_decay 0
 };
 
-enum class MomentDType { kF32, kBF16 };  // bf16: stored so, rounded to nearest; f32 arithmetic
+enum class MomentDType { kF32, kBF16 };  // bf16: storage, rounded to nearest; arithmetic is f32
 
 // Device memory throughout. The arrays of parameters are 16-byte aligned.
 struct AdamWCuda {
@@ -27,8 +27,8 @@ struct AdamWCuda {
   const AdamWRun* runs = nullptr;                   // [run_count] ascending, the first begins at 0
   int64_t run_count = 0;                            // at least 1
   const AdamWCoefficients* coefficients = nullptr;  // of this step (adamw_coefficients)
-  // The clipping factor on top of coefficients->grad_scale (GradientNorm::clip_factor), or null: 1.
-  // Where it is NaN the step is skipped: weights and moments stay as they are.
+  // The clipping factor on top of coefficients->grad_scale (GradientNorm::clip_factor); null: 1. If
+  // it is NaN, the step is skipped: weights and moments stay as they are.
   const float* clip_factor = nullptr;
   const float* grad = nullptr;      // [N]
   __nv_bfloat16* weight = nullptr;  // [N] upper halves
@@ -39,8 +39,8 @@ struct AdamWCuda {
 };
 cudaError_t launch_adamw(const AdamWCuda& problem, cudaStream_t stream);
 
-// Euclidean norm of all gradients, summed in double in a fixed order, and the factor that brings it
-// down to clip_norm (1 where it is not above it; NaN where the norm is not finite).
+// Euclidean norm of all gradients, summed in double in a fixed order, and the factor that reduces
+// it to clip_norm (1 if it is not above; NaN if the norm is not finite).
 struct GradientNorm {
   double norm = 0.0;
   float clip_factor = 1.0f;

@@ -93,7 +93,7 @@ TEST(GradientNormCudaTest, SaysWhatIsNotFinite) {
   }
 }
 
-// Parameters of both kinds, in runs that begin anywhere.
+// Parameters with and without decay, in runs that begin anywhere.
 struct State {
   explicit State(int64_t n)
       : weight(random_floats(n, 2)),
@@ -154,7 +154,7 @@ TEST_P(AdamWCudaTest, EqualsCpuOverSteps) {
     state.cpu_step(cpu, options, grad);
   }
   const auto got = weight.values(), got_m = download(exp_avg), got_v = download(exp_avg_sq);
-  // To the bit where the CPU fuses multiplications and additions; elsewhere a few roundings apart.
+  // Bit for bit if the CPU fuses multiplications and additions; otherwise a few roundings apart.
   const float ulps = 4.0f * kSteps * std::numeric_limits<float>::epsilon();
   for (size_t i = 0; i < got.size(); ++i) {
     ASSERT_NEAR(got[i], state.weight[i], ulps * std::max(1.0f, std::abs(state.weight[i]))) << i;
@@ -167,7 +167,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AdamWCudaTest,
                          testing::Values(int64_t{1}, int64_t{127}, int64_t{129}, int64_t{1024},
                                          int64_t{70003}));
 
-// Moments in bf16 are those of the f32 arithmetic, rounded: one step from moments that bf16 holds.
+// bf16 moments are the f32 results, rounded: one step from moments that bf16 represents.
 TEST(AdamWCudaTest, MomentsInBf16) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 1029;

@@ -17,7 +17,7 @@ namespace golden {
 #include "twell/ops/adamw/adamw_golden.inc"
 }
 
-// A float result after a handful of roundings of values of this magnitude.
+// Error of a float result after a handful of roundings of values of this magnitude.
 constexpr double kUlps = 8 * std::numeric_limits<float>::epsilon();
 
 struct State {

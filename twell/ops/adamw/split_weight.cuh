@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// split_weight.h on the values that kernels hold.
+// split_weight.h for the vector types that kernels hold.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An f32 weight in two halves: the nearest bf16 (of two as near the one further from 0), which
-// layers compute with, and what is missing from it, so that the copy for the layers takes no memory
-// of its own and nothing is lost:
+// An f32 weight in two halves: the nearest bf16 (ties away from zero), with which layers compute,
+// and the remainder. So the layers' copy takes no extra memory and no bit is lost:
 //   bits(weight) = 65536 * bits(bf16) + rest, modulo 2^32
 #pragma once
 

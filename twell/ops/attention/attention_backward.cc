@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention backward: for every tile of keys, the weights and their gradient are computed again
-// from logsumexp, a tile of query rows at a time.
+// Attention backward: for every tile of keys, the weights and their gradient are recomputed from
+// logsumexp, one tile of query rows at a time.
 //   P = exp(S - logsumexp)   dP = dOut V^T   dS = P * (dP - delta)   delta = <out, dOut>
 //   dV = P^T dOut            dK = dS^T (scale Q)                     dQ = scale (dS K)
 #include <algorithm>
@@ -60,8 +60,8 @@ namespace twell::attention {
 namespace HWY_NAMESPACE {
 namespace {
 
-// weights [visible] from scores to P, d_scores [visible] from dP to dS; zero from there to the end
-// of the tile.
+// Turns weights [visible] from scores into P, and d_scores [visible] from dP into dS; zeros from
+// there to the end of the tile.
 HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t visible,
                                    float logsumexp, float delta) {
   const Tag d;
@@ -76,8 +76,8 @@ HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t visi
   std::fill(d_scores + visible, d_scores + kTileKeys, 0.0f);
 }
 
-// Adds to d_keys and d_values what query rows [row, row + rows) give them, and to d_q what the tile
-// of keys gives the rows.
+// Adds the contribution of query rows [row, row + rows) to d_keys and d_values, and that of the
+// tile of keys to the rows' d_q.
 HWY_INLINE void backward_tile(const BackwardScratch& w, Tile keys, int64_t head_dim,
                               const CausalTile& causal, int64_t row, int64_t rows, float* d_q) {
   const int64_t width = w.width;

@@ -30,7 +30,7 @@ void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence
   }
 }
 
-// Adds the item, cut along its keys where its sequence has few query rows.
+// Adds the item, split along its keys if its sequence has few query rows.
 void add_split(std::vector<Item>& items, Item item, const AttentionSequence& s, int64_t group) {
   const int64_t keys = s.k.rows - s.q_len + item.begin + item.count;
   if (s.q_len * group <= attention::kSplitRows) {
@@ -40,7 +40,7 @@ void add_split(std::vector<Item>& items, Item item, const AttentionSequence& s, 
   for (item.part = 0; item.part < item.parts; ++item.part) items.push_back(item);
 }
 
-// Items of at most `rows` query rows: whole key/value heads where they fit, else `rows` of one
+// Items of at most `rows` query rows: whole key/value heads where they fit, else `rows` rows of one
 // head.
 std::vector<Item> query_items(const AttentionShape& shape,
                               std::span<const AttentionSequence> sequences, int64_t rows) {
@@ -78,7 +78,7 @@ std::vector<Item> key_items(const AttentionShape& shape,
     for (int64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
       int64_t begin = 0;
       for (int64_t split = 1; begin < length; ++split) {
-        // Keys from x on are seen by a share (1 - x / length)^2 of the pairs.
+        // Keys from x on account for a share (1 - x / length)^2 of the query-key pairs.
         const double share = 1.0 - std::sqrt(std::max(0.0, 1.0 - static_cast<double>(split) /
                                                                      static_cast<double>(splits)));
         const int64_t tile = attention::kTileKeys;
@@ -117,8 +117,8 @@ void add_query_gradient(const AttentionBackward& problem, const Item& item, cons
 void attention_forward(Context& ctx, const AttentionForward& problem) {
   check_shapes(problem.shape, problem.sequences, problem.q, problem.out);
   const int64_t group = problem.shape.heads / problem.shape.kv_heads;
-  // 256 query rows share the packing of each tile of keys, and fit the L2 cache with their output;
-  // fewer when the threads would run short of items. A row's result is the same for any cut.
+  // 256 query rows share the packing of each tile of keys, and fit the L2 cache with their output.
+  // Fewer rows if threads would lack items; a row's result does not depend on it.
   constexpr int64_t kMaxRows = 256, kItemsPerThread = 4;
   int64_t cut = std::max(kMaxRows, group);
   std::vector<Item> items = query_items(problem.shape, problem.sequences, cut);
@@ -161,8 +161,8 @@ void attention_backward(Context& ctx, const AttentionBackward& problem) {
                 s.q_len);
     longest = std::max(longest, s.q_len);
   }
-  // Where sequences and heads are few, the keys are cut too: by their number and not the threads',
-  // so that the order of summation in d_q is the same for any number of threads.
+  // With few sequences and heads, the keys are split too. The split depends on their number, not on
+  // that of the threads, so that d_q is summed in the same order for any number of threads.
   constexpr int64_t kEnoughItems = 16;
   const int64_t heads =
       std::max<int64_t>(1, static_cast<int64_t>(problem.sequences.size()) * problem.shape.kv_heads);

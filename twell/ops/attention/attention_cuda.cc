@@ -6,7 +6,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kSplitKeys = 256;  // at least: fewer make the combination as dear as the split
+constexpr int64_t kSplitKeys = 256;  // minimum: with fewer, combining costs as much as a split
 constexpr int64_t kMaxSplits = 64;   // bounds the workspace for long contexts
 
 AttentionSplits split_keys(int64_t max_sequences, int64_t max_kv_len) {
@@ -33,7 +33,7 @@ AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t he
   splits_.max_sum = partial_.data() + partial_results(splits_, heads) * head_dim;
   splits_.arrived = arrived_.data();
   TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // which our streams do not wait for
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
 }
 
 int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,

@@ -3,9 +3,9 @@
 // meaning as attention.h: head h of the queries reads key/value head h / (H / H_kv); query i of a
 // sequence sees keys 0 .. kv_len - q_len + i.
 //
-// One query per sequence (decode) runs a kernel that reads the cache once, keys cut into splits
-// whose number depends on the workspace alone, so that a sequence gives the same bits in any
-// company. Uniform batches of whole sequences run cuDNN where it is found; all else our own tiled
+// One query per sequence (decode) runs a kernel that reads the cache once. Its number of key splits
+// depends only on the workspace, so a sequence gives the same bits whatever else is in the batch.
+// Uniform batches of whole sequences run cuDNN where it is found; everything else runs our tiled
 // kernel. hd is a multiple of 8, at most 256. Never synchronises.
 #pragma once
 
@@ -43,7 +43,7 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
 // Why this head size cannot run; null when it can.
 const char* attention_unsupported(int64_t head_dim);
 
-// cuDNN's forward for uniform batches; false when cuDNN is not there or does not take the shape.
+// cuDNN's forward for uniform batches; false if cuDNN is missing or does not take the shape.
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& problem);
 // "cuDNN 9.19.0", or why it is not used.
 const char* cudnn_status();

@@ -18,8 +18,8 @@ struct Lengths {
   int64_t q_len, kv_len;
 };
 
-// Sequences over a cache: keys and values of sequence i in rows [i * capacity, i * capacity +
-// kv_len), in random order of the slots; queries packed, in rows wider than H * hd.
+// Sequences over a cache: keys and values of sequence i are rows [i * capacity, i * capacity +
+// kv_len), with slots in random order; queries are packed, in rows wider than H * hd.
 struct Problem {
   Problem(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::vector<Lengths>& lengths,
           bool whole)
@@ -48,7 +48,7 @@ struct Problem {
     }
   }
 
-  // The CPU op on the same values.
+  // The result of the CPU op on the same values.
   std::vector<float> reference() const {
     const std::vector<float> q_f = to_floats(q), k_f = to_floats(k), v_f = to_floats(v);
     const int64_t width = shape.heads * shape.head_dim;
@@ -119,8 +119,8 @@ std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAn
   return to_floats(download(out));
 }
 
-// Weights that sum to one are rounded to bf16, then the result: 2^-9 each of the largest value. f32
-// sums add far less.
+// Weights that sum to one, and then the result, are rounded to bf16: 2^-9 of the largest value
+// each. f32 sums add far less.
 void expect_near(const std::vector<float>& got, const std::vector<float>& want,
                  const Problem& problem) {
   float largest = 0.0f;

@@ -175,7 +175,7 @@ void build(CudaContext& ctx, Plan& plan, const AttentionCuda& p) {
   plan.compile(ctx);
 }
 
-// Sequences that one call of cuDNN takes: a divisor of all of them.
+// Sequences per call of cuDNN: a divisor of their number.
 int64_t sequences_at_once(const AttentionTrainShape& s) {
   const int64_t padded = (s.length + 127) / 128 * 128;
   const int64_t bytes = s.heads * padded * padded * static_cast<int64_t>(sizeof(__nv_bfloat16));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one query per sequence over its cached keys: bound by reading keys and values once.
-// A block takes one split of the keys of one sequence and key/value head, for up to kGroup of the
-// query heads that share it. A few lanes take a key's row together, 16 bytes each. Of the blocks of
-// a split sequence the last to finish adds up the others' results, in their order.
+// A block handles one split of the keys of one sequence and key/value head, for up to kGroup of the
+// query heads that share it. A few lanes read a key's row together, 16 bytes each. The last block
+// of a split sequence to finish adds up all blocks' results in a fixed order.
 #include <cuda_bf16.h>
 
 #include "twell/ops/attention/attention_kernels.h"
@@ -31,7 +31,7 @@ __device__ void unpack(float (&to)[kPiece], const uint4& bits) {
   }
 }
 
-// A softmax-weighted sum of values, as far as it has come.
+// A softmax-weighted sum of values over the keys seen so far.
 struct Partial {
   float top;  // largest score, base 2
   float sum;
@@ -58,7 +58,7 @@ __device__ Partial shuffled(const Partial& from, int offset) {
   return to;
 }
 
-// out of the splits of one (sequence, head), in their order. By a whole block.
+// Writes out from the splits of one (sequence, head), in their order. Called by a whole block.
 __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, int sequence,
                         int64_t head, int used) {
   const int64_t slot = (sequence * p.heads + head) * splits.count;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
         if (key >= end) score[u] = -INFINITY;
         top = fmaxf(top, score[u]);
       }
-      const float top_or_0 = top == -INFINITY ? 0.0f : top;  // this lane has no key yet
+      const float top_or_0 = top == -INFINITY ? 0.0f : top;  // -infinity: this lane has no key yet
       const float shrink = exp2f(partial[g].top - top_or_0);
       partial[g].top = top;
       partial[g].sum *= shrink;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention forward: tiles of keys, softmax with a running maximum and sum, merged where the keys
-// were shared out.
+// Attention forward: tiles of keys, softmax with a running maximum and sum, merged if the keys were
+// split.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,9 +16,9 @@
 #define TWELL_OPS_ATTENTION_FORWARD_SCRATCH_
 namespace twell::attention {
 
-constexpr int64_t kFewRows = 2;  // of a sequence and key/value head, for dot_scores
+constexpr int64_t kFewRows = 2;  // up to this many per key/value head use dot_scores
 
-// The softmax of `rows` query rows over the keys so far. Those of disjoint keys can be merged.
+// The softmax of `rows` query rows over the keys so far; softmaxes of disjoint keys can be merged.
 template <typename T>
 struct RunningSoftmax {
   RunningSoftmax(const AttentionShape& shape, int64_t rows, T* base)
@@ -54,7 +54,7 @@ struct ForwardScratch {
   RunningSoftmax<float> softmax;
 };
 
-// Query rows of an item, and where they stand: all rows of a key/value head, then the next one's.
+// The query rows of an item and their order: all rows of a key/value head, then the next one's.
 struct ItemRows {
   ItemRows(const AttentionForward& p, const Item& item)
       : group(p.shape.heads / p.shape.kv_heads),
@@ -79,8 +79,8 @@ namespace twell::attention {
 namespace HWY_NAMESPACE {
 namespace {
 
-// scores [whole vectors of n] become exp(score - max) with the running max of the row, those past n
-// zero. Returns by how much the row's earlier output and sum shrink.
+// Turns scores [whole vectors of n] into exp(score - max) with the row's running max, and those
+// past n into zero. Returns the factor by which the row's earlier output and sum shrink.
 HWY_INLINE float softmax_row(float* scores, int64_t n, float& running_max, float& running_sum) {
   const Tag d;
   const int64_t whole = n / lanes() * lanes();
@@ -110,8 +110,8 @@ HWY_INLINE float softmax_row(float* scores, int64_t n, float& running_max, float
   return shrink;
 }
 
-// scores [keys] = <k[j], q>: for the row or two of a decoding step, where packing the keys would
-// cost more than it saves.
+// scores [keys] = <k[j], q>, for the one or two rows of a decoding step, where packing the keys
+// would cost more than it saves.
 HWY_INLINE void dot_scores(const float* q, ConstMatrixF k, int64_t keys, float* scores) {
   const Tag d;
   const int64_t whole = k.cols / lanes() * lanes();
@@ -144,7 +144,7 @@ struct KeyTile {
   Tile values;        // [<= kTileKeys, padded hd]
 };
 
-// Rows [row, row + rows) of the item against the tile; keys[i] > 0 of it are visible to row i.
+// Computes rows [row, row + rows) of the item against the tile; row i sees keys[i] > 0 of its keys.
 HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int64_t row,
                               int64_t rows, const int64_t* keys) {
   const int64_t width = w.width, visible = keys[rows - 1];
@@ -165,7 +165,7 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
                        w.softmax.out + row * width, width, rows, width, visible);
 }
 
-// Rows [begin, begin + rows), those of the tile's head.
+// Computes rows [begin, begin + rows), which belong to the tile's head.
 HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, const CausalTile& causal,
                              int64_t begin, int64_t rows) {
   for (int64_t row = causal.first_row(0); row < rows; row += kStripRows) {
@@ -176,7 +176,7 @@ HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, const
   }
 }
 
-// Merges `count` softmaxes of one row, `stride` floats apart: writes the row of the result.
+// Merges `count` softmaxes of one row, `stride` floats apart, and writes the result's row.
 HWY_INLINE void finish_row(const AttentionForward& p, const ItemRows& rows, int64_t row,
                            RunningSoftmax<const float> first, int64_t stride, int64_t count) {
   const int64_t hd = p.shape.head_dim;
@@ -219,7 +219,7 @@ void forward_rows(const AttentionForward& p, const Item& item, float* partial, f
   std::fill_n(w.softmax.max, rows.count, -std::numeric_limits<float>::infinity());
   std::fill_n(w.softmax.sum, rows.count, 0.0f);
 
-  // Tiles of keys outside, heads inside: a decoding step then reads the cache in order.
+  // The outer loop is over tiles of keys, so that a decoding step reads the cache in order.
   const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to the first query
   const int64_t all_keys = first_keys + item.count - 1;
   const int64_t end = item.part + 1 < item.parts ? (item.part + 1) * kSplitKeys : all_keys;

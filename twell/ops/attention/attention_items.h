@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an attention problem is cut into work items, and what the kernels get. Internal to the room.
+// How an attention problem is cut into work items. Internal to this folder.
 //
 // An item is one (sequence, key/value head): all query heads of its group share the packed keys.
-// Its query rows are numbered r = query * group + head within the group, so that a row sees at
-// least the keys of the row before it.
+// Its query rows are numbered r = query * group + head within the group, so each row sees at least
+// the keys of the row before it.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ inline constexpr int64_t kStripRows = 4;
 // Rows of packed operands are padded with zeros to a multiple of the widest vector, 16 floats.
 inline constexpr int64_t kPad = 16;
 
-// A few query rows on many keys, as in decoding, leave threads idle when only heads are shared out.
-// So for up to kSplitRows of them the keys are cut, too, always at multiples of kSplitKeys: the
+// A few query rows on many keys, as in decoding, leave threads idle if only heads are distributed.
+// So for up to kSplitRows rows the keys are split too, always at multiples of kSplitKeys: the
 // result depends on the shape alone, not on the threads.
 inline constexpr int64_t kSplitKeys = 4 * kTileKeys;
 inline constexpr int64_t kSplitRows = 64;
@@ -40,8 +40,8 @@ struct Item {
   int64_t kv_head, kv_heads;  // the first key/value head and how many
   int64_t begin, count;       // queries (forward) or keys (backward) of the sequence
   double cost;                // multiply-adds
-  // Forward: of `parts` items on the same queries this one looks at the keys from
-  // part * kSplitKeys on.
+  // Forward: the item is one of `parts` on the same queries, and covers the keys from part *
+  // kSplitKeys on.
   int64_t part = 0, parts = 1;
 };
 
@@ -56,7 +56,7 @@ template <typename Fn>
 void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
   double total = 0;
   for (const Item& item : items) total += item.cost;
-  // Waking a thread pays from about 64 Ki multiply-adds on, some ten microseconds.
+  // Waking a thread pays off from about 64 Ki multiply-adds on, some ten microseconds.
   const double parts = std::clamp(total * 0x1p-16, 1.0, static_cast<double>(ctx.threads()));
   const int64_t threads = static_cast<int64_t>(parts);
   ctx.parallel_for(threads, 1, [&](int64_t first, int64_t last, int thread) {
@@ -73,8 +73,8 @@ void for_each_item(Context& ctx, std::span<const Item> items, const Fn& fn) {
 // Which keys of a tile the query rows of a key/value head see.
 struct CausalTile {
   int64_t keys;        // in the tile
-  int64_t first_keys;  // of them, by row 0; also beyond the tile, or none and negative
-  int64_t group;       // rows of a query
+  int64_t first_keys;  // seen by row 0; may exceed the tile or be negative (none)
+  int64_t group;       // rows per query
 
   int64_t visible(int64_t row) const { return std::min(keys, first_keys + row / group); }
   // The first row that sees this key, and with it all rows after.
@@ -83,20 +83,20 @@ struct CausalTile {
   }
 };
 
-// forward_scratch and backward_scratch: floats an item of that many query rows needs, all its heads
-// together.
+// forward_scratch and backward_scratch: floats that an item of `rows` query rows needs, for all its
+// heads together.
 int64_t forward_scratch(const AttentionShape& shape, int64_t rows);
-// What one of several parts leaves, partial_size floats, goes to `partial`; an item that is alone
-// has none and writes the result.
+// An item that is one of several parts writes partial_size floats to `partial`; an item that is
+// alone has no partial and writes the result.
 int64_t partial_size(const AttentionShape& shape, int64_t rows);
 void forward_item(const AttentionForward& problem, const Item& item, float* partial,
                   float* scratch);
-// Writes the result of an item from its item.parts partials, one after the other.
+// Writes the result of an item from its item.parts partials, stored one after the other.
 void merge_partials(const AttentionForward& problem, const Item& item, const float* partials);
 
 int64_t backward_scratch(const AttentionShape& shape, int64_t rows);
-// An item is of one key/value head. d_q [q_len * group, padded(head_dim)] is what its keys give,
-// not yet times the softmax scale.
+// An item covers one key/value head. d_q [q_len * group, padded(head_dim)] receives the
+// contribution of its keys, not yet times the softmax scale.
 void backward_item(const AttentionBackward& problem, const Item& item, float* d_q, float* scratch);
 
 }  // namespace twell::attention

@@ -49,7 +49,7 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
 
 double norm(const std::vector<double>& a) { return std::sqrt(dot(a, a)); }
 
-// One head of one sequence in double: everything the kernels never hold at once.
+// One head of one sequence in double, with all weights in memory.
 struct Reference {
   std::vector<std::vector<double>> q, k, v, out;  // [rows][hd]
   std::vector<std::vector<double>> weight;        // [q_len][kv_len], softmax
@@ -165,7 +165,7 @@ TEST(AttentionForward, DecodeOnALongCache) {
   }
 }
 
-// Few query rows on many keys: the keys are cut, at multiples of 256.
+// Few query rows on many keys: the keys are split at multiples of 256.
 TEST(AttentionForward, KeysCutAmongThreads) {
   const std::vector<Lengths> lengths = {{1, 255}, {1, 256}, {1, 257},
                                         {2, 257}, {5, 514}, {1, 2048}};
@@ -293,7 +293,7 @@ void check_backward(const TrainingProblem& p, int threads) {
         for (size_t j = 0; j <= i; ++j) {
           const double d_weight = dot(d_out, ref.v[j]);
           const double d_score = ref.weight[i][j] * (d_weight - delta) * ref.scale();
-          // d_weight - delta may cancel: its error is that of the two dot products.
+          // d_weight - delta may cancel, so its error is that of the two dot products.
           const double bound = ref.weight[i][j] * ref.scale() * 2 * norm(d_out) *
                                (norm(ref.v[j]) + norm(ref.out[i]));
           for (size_t c = 0; c < ref.q[i].size(); ++c) {

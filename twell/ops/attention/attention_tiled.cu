@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiled causal attention with tensor-core instructions of sm_80: a block takes 128 queries of one
-// head and walks over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
+// Tiled causal attention on the tensor cores of sm_80: a block computes 128 queries of one head and
+// loops over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
 #include <cuda_bf16.h>
 
 #include "twell/ops/attention/attention_kernels.h"
@@ -28,7 +28,7 @@ __device__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes, or zeros where `valid` is false.
+// Copies 16 bytes, or writes zeros if `valid` is false.
 __device__ void copy_async(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(valid ? 16 : 0));
@@ -50,7 +50,7 @@ __device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* 
                : "r"(shared_address(p)));
 }
 
-// Rows [begin, begin + kRows) of `from` into a shared tile; zeros from row `end` and column hd on.
+// Copies rows [begin, begin + kRows) to a shared tile; zeros from row `end` and column hd on.
 template <int kHeadDim, int kRows>
 __device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int begin,
                           int end, int head_dim) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int sequence = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
   const int q_len = p.sequences.q_len[sequence], kv_len = p.sequences.kv_len[sequence];
-  // The last tile of queries sees the most keys: it goes first.
+  // The last tile of queries sees the most keys, so it starts first.
   const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kQueries;
   if (first >= q_len) return;
   const int hd = static_cast<int>(p.head_dim), past = kv_len - q_len;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
     }
 
     const int key0 = tile * kKeys + lane % 4 * 2;
-    // Some query of the block may not see some key of the tile.
+    // The causal mask may hide a key of this tile from a query of the block.
     if (tile * kKeys + kKeys - 1 > past + first) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
         sm90::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
-    __syncthreads();  // before this tile's memory is loaded anew
+    __syncthreads();  // before the next load overwrites this tile
   }
 
 #pragma unroll

@@ -5,13 +5,12 @@
 //   qkv, d_qkv [B * S, (H + 2 H_kv) * hd] as [q | k | v]; out, d_out [B * S, H * hd];
 //   logsumexp [B, H, S] f32, of the scaled scores in nats
 //
-// The backward pass is deterministic: cuDNN then stores the gradient of the scores, [H, S, S] bf16
-// for each sequence, instead of adding to d_q atomically. It takes as many sequences at a time as
-// keep that under kMaxScoreBytes (one at least).
+// The backward pass is deterministic: cuDNN stores the gradient of the scores, [H, S, S] bf16 per
+// sequence, instead of adding to d_q atomically. It takes as many sequences at a time as keep that
+// below kMaxScoreBytes (one at least).
 //
-// Error where cuDNN is not found, or has no kernel: it takes heads of a multiple of 8, at most 128
-// (256 on Hopper), and S of at least 2. The first call of a shape allocates; later ones only
-// enqueue.
+// Error if cuDNN is not found or has no kernel: head sizes are multiples of 8, at most 128 (256 on
+// Hopper), and S is at least 2. The first call of a shape allocates; later ones only enqueue.
 #pragma once
 
 #include <cuda_bf16.h>

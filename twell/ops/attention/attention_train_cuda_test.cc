@@ -141,8 +141,8 @@ TEST_P(AttentionTrainCudaTest, EqualsCpu) {
     ASSERT_NEAR(got.logsumexp[i], want.logsumexp[i], 1e-4 * (1.0 + std::abs(want.logsumexp[i])))
         << i;
   }
-  // Weights, out, the gradient of the scores and the result are rounded to bf16, 2^-9 each; what
-  // they make relative to the whole stays below 2^-6.
+  // Weights, out, the gradient of the scores and the result are each rounded to bf16 by 2^-9; the
+  // total relative error stays below 2^-6.
   const double near = std::ldexp(1.0, -6);
   EXPECT_LT(relative_error(got.out, want.out), std::ldexp(1.0, -7));
   const int64_t row = o.shape.row();

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kPiece = 8;      // values in one 16-byte access
-constexpr int64_t kRows = 64;  // of a block
+constexpr int64_t kRows = 64;  // rows per block
 
 struct alignas(16) Piece {
   __nv_bfloat162 pair[kPiece / 2];

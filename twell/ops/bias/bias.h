@@ -7,7 +7,7 @@
 
 namespace twell {
 
-// x += bias, on every row.
+// x += bias on every row.
 void bias_forward(Context& ctx, const float* bias, MatrixF x);
 // d_bias += sum of the rows of d_y. The order of additions does not depend on the threads.
 void bias_backward(Context& ctx, ConstMatrixF d_y, float* d_bias);

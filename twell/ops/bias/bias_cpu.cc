@@ -15,7 +15,7 @@ void bias_forward(Context& ctx, const float* bias, MatrixF x) {
 }
 
 void bias_backward(Context& ctx, ConstMatrixF d_y, float* d_bias) {
-  // A thread owns columns, and sums short runs of rows first, so that many rows lose no bits.
+  // A thread owns columns, and first sums short runs of rows, which keeps precision with many rows.
   constexpr int64_t kColumns = 64, kRows = 64;
   ctx.parallel_for(d_y.cols, kColumns, [&](int64_t begin, int64_t end, int) {
     for (int64_t col = begin; col < end; col += kColumns) {

@@ -18,7 +18,7 @@ struct BiasBackwardCuda {
   float* partial = nullptr;            // [bias_backward_partials(M), N] workspace
 };
 int64_t bias_backward_partials(int64_t tokens);
-// cudaErrorInvalidValue for a width that is no multiple of 8.
+// cudaErrorInvalidValue if the width is not a multiple of 8.
 cudaError_t launch_bias_backward(const BiasBackwardCuda& problem, cudaStream_t stream);
 
 }  // namespace twell

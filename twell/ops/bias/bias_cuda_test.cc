@@ -31,7 +31,7 @@ TEST(BiasBackwardCudaTest, EqualsCpu) {
     EXPECT_EQ(got[0], got[1]);
     std::vector<float> want = before;
     bias_backward(cpu, ConstMatrixF(d_y_f.data(), tokens, width), want.data());
-    // Sums of M normal values in another order.
+    // f32 sums of M normal values, added in a different order.
     const float near = 1e-5f + 1e-7f * static_cast<float>(tokens);
     for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[0][i], want[i], near) << i;
   }

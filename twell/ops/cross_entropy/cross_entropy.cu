@@ -5,7 +5,7 @@
 namespace twell {
 namespace {
 
-// Largest of what was seen, and the sum of exponentials relative to it.
+// The largest value so far, and the sum of exponentials relative to it.
 struct LogSum {
   float top = -INFINITY;
   float sum = 0.0f;
@@ -18,7 +18,7 @@ struct LogSum {
   }
 };
 
-// Over the block, the same bits in every thread.
+// Reduces over the block; every thread gets the same bits.
 template <int kThreads>
 __device__ LogSum block_log_sum(LogSum mine) {
   constexpr int kWarps = kThreads / 32;
@@ -39,8 +39,7 @@ __device__ LogSum block_log_sum(LogSum mine) {
   return total;
 }
 
-// Two blocks fill an SM; the rows that are being worked on then still are in L2 when they are read
-// for the second time.
+// Two blocks fill an SM, so that their rows are still in the L2 when they are read a second time.
 constexpr int kThreads = 1024;
 
 template <int kPiece>
@@ -48,7 +47,7 @@ struct alignas(2 * kPiece) Piece {
   __nv_bfloat16 value[kPiece];
 };
 
-// One block per row. kPiece values in one access, for which V is a multiple of kPiece.
+// One block per row, kPiece values per access; V is a multiple of kPiece.
 template <int kPiece>
 __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradient p) {
   const int64_t pieces = p.vocab / kPiece;
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradi
   const float at_target = __bfloat162float(p.logits[blockIdx.x * p.vocab + target]);
   if (threadIdx.x == 0) p.losses[blockIdx.x] = logf(total.sum) + (total.top - at_target);
   if (!p.gradient) return;
-  __syncthreads();  // the logit of the target has been read by all
+  __syncthreads();  // all threads have read the target's logit
   const float scale = p.grad_scale / total.sum;
   const int64_t target_piece = target / kPiece;
 #pragma unroll 4
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradi
 
 constexpr int kSumThreads = 512;
 
-// One block, in an order that depends on the number of tokens alone.
+// One block sums the losses, in an order that depends only on the number of tokens.
 __global__ void __launch_bounds__(kSumThreads) loss_sum_kernel(LossSum p) {
   __shared__ double of_warp[kSumThreads / 32];
   __shared__ int64_t tokens_of_warp[kSumThreads / 32];

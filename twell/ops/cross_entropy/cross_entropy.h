@@ -28,10 +28,10 @@ struct CrossEntropyResult {
   int64_t tokens = 0;
 };
 CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem);
-// Bytes of scratch memory that it takes, those of its matrix products aside.
+// Bytes of scratch memory needed, without that of the matrix products.
 int64_t cross_entropy_scratch_bytes(int64_t tokens, int64_t vocab);
 
-// -log p(targets[m]) per token, 0 where there is no target: for scoring texts. losses [M].
+// -log p(targets[m]) per token, 0 for a token without a target: for scoring texts. losses [M].
 void token_losses(Context& ctx, ConstMatrixF x, ConstMatrixF weight,
                   std::span<const int32_t> targets, std::span<float> losses);
 

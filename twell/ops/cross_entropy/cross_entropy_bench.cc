@@ -47,7 +47,7 @@ BENCHMARK(forward_backward)
     ->Args({512, 2048, 49152})
     ->Unit(benchmark::kMillisecond);
 
-// The softmax alone, on a row that is in cache.
+// The softmax alone, on a row in the cache.
 void softmax_row(benchmark::State& state) {
   const int64_t vocab = state.range(0);
   std::vector<float> row = random_floats(vocab, 3, 2.0f);

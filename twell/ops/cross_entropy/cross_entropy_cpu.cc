@@ -11,8 +11,8 @@
 namespace twell {
 namespace {
 
-// Tokens per chunk: the logits take at most 32 MiB, and the GEMMs keep at least 256 rows to work on
-// (below that the weight gradient [V, D], rewritten per chunk, would dominate).
+// Tokens per chunk: the logits take at most 32 MiB, but a GEMM has at least 256 rows (with fewer,
+// rewriting the weight gradient [V, D] in each chunk would dominate).
 int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
   constexpr int64_t kMaxLogits = (int64_t{32} << 20) / static_cast<int64_t>(sizeof(float));
   constexpr int64_t kMinTokens = 256;
@@ -44,14 +44,14 @@ void for_each_chunk(Context& ctx, ConstMatrixF x, ConstMatrixF weight, const Fn&
   }
 }
 
-// The loss of one row of logits [V]; exp(logit - max) takes the row's place.
+// Returns the loss of one row of logits [V], and overwrites the row with exp(logit - max).
 double row_loss(float* logits, int64_t vocab, int32_t target, RowSoftmax& softmax) {
   const double at_target = static_cast<double>(logits[target]);
   softmax = exp_row(logits, vocab);
   return std::log(softmax.sum) + static_cast<double>(softmax.max) - at_target;
 }
 
-// The same for a token that may have no target; the row becomes d_logits.
+// The same for a token that may have no target; overwrites the row with d_logits.
 double row_loss_and_gradient(float* logits, int64_t vocab, int32_t target, float grad_scale) {
   if (target < 0) {
     std::fill_n(logits, vocab, 0.0f);

@@ -9,12 +9,12 @@
 namespace twell {
 namespace {
 
-// The logits of a chunk take at most 512 MiB: 4,096 tokens of a vocabulary of 49,152, with which
-// rewriting the weight gradient once per chunk stays small beside its matrix product.
+// The logits of a chunk take at most 512 MiB: 4,096 tokens of a vocabulary of 49,152. Rewriting the
+// weight gradient once per chunk then costs little beside its matrix product.
 constexpr int64_t kMaxLogitBytes = int64_t{512} << 20;
 constexpr int64_t kTile = 128;  // chunks are whole tiles of the matrix products
 
-// As few chunks as fit, of equal size but for the last.
+// The fewest chunks that fit, of equal size but for the last.
 int64_t chunk_tokens(int64_t tokens, int64_t most) {
   const int64_t chunks = std::max<int64_t>(1, (tokens + most - 1) / most);
   const int64_t even = (tokens + chunks - 1) / chunks;

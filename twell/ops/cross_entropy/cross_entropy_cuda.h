@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Output head and cross-entropy on the GPU, with their gradients: the op of cross_entropy.h on
-// bf16. Works through chunks of tokens, so that the [M, V] logits never exist as a whole: the
-// logits of a chunk (bf16), losses and softmax in f32, the gradient of the logits in their place
-// (bf16), then the two matrix products of the backward pass.
+// Output head and cross-entropy on the GPU, with their gradients: the op of cross_entropy.h in
+// bf16. Works through chunks of tokens, so that the [M, V] logits never exist as a whole: it
+// computes a chunk's logits (bf16), its losses and softmax in f32, the gradient of the logits in
+// their place (bf16), then the two matrix products of the backward pass.
 //   x [M, D], weight [V, D] bf16; targets [M] int32 in [0, V), or -1 for a token without a target,
 //   checked by the caller. D is a multiple of 8; V may be anything, a multiple of 8 is fast.
 // Losses are summed in a fixed order.
@@ -50,8 +50,8 @@ class CrossEntropyWorkspaceCuda {
   __nv_bfloat16* logits_;
 };
 
-// Enqueues; never synchronises. Error when the vocabulary is not the workspace's, or one gradient
-// is asked for without the other. Which tokens share a chunk depends on M and the workspace.
+// Enqueues; never synchronises. Error if the vocabulary is not the workspace's, or only one
+// gradient is requested. Which tokens share a chunk depends on M and the workspace.
 void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
                         const CrossEntropyWorkspaceCuda& workspace);
 

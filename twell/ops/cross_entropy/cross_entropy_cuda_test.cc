@@ -37,7 +37,7 @@ struct Results {
 struct Operands {
   explicit Operands(const LossCase& c)
       : shape(c),
-        // Logits of a size near 3.
+        // Logits have a magnitude near 3.
         x(random_bf16(c.tokens * c.width, 1, 3.0f / std::sqrt(static_cast<float>(c.width)))),
         weight(random_bf16(c.vocab * c.width, 2)),
         d_weight(to_floats(random_bf16(c.vocab * c.width, 3, 1e-3f))) {
@@ -112,7 +112,7 @@ TEST_P(CrossEntropyCudaTest, EqualsCpu) {
                           .grad_scale = kGradScale,
                           .d_x = MatrixF(d_x.data(), tokens, width),
                           .d_weight = MatrixF(d_weight.data(), vocab, width)});
-  // A logit is rounded to bf16, by at most 2^-9 of itself; few are above 12.
+  // Each logit is rounded to bf16, by at most 2^-9 of itself; few exceed 12.
   const double near = 15.0 * std::ldexp(1.0, -8);
   for (size_t m = 0; m < losses.size(); ++m) {
     ASSERT_NEAR(got.losses[m], losses[m], near) << m;
@@ -127,7 +127,7 @@ TEST_P(CrossEntropyCudaTest, EqualsCpu) {
   double in_order = 10.0;
   for (const float loss : got.losses) in_order += static_cast<double>(loss);
   EXPECT_NEAR(got.sum.loss_sum, in_order, 1e-9 * in_order);
-  // The rounding of logits, of their gradient and of d_x: 2^-9 each, of logits times their size.
+  // Logits, their gradient and d_x are each rounded by 2^-9; logits by 2^-9 of their size.
   EXPECT_LT(relative_error(got.d_x, d_x), 2e-2);
   std::vector<float> got_change = got.d_weight, change = d_weight;
   for (size_t i = 0; i < change.size(); ++i) {
@@ -158,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropyCudaTest,
                                          LossCase{129, 136, 1000, 40}, LossCase{300, 72, 259, 130},
                                          LossCase{129, 320, 32768, 129}));
 
-// Logits of a thousand, and rows where one logit is all.
+// Logits of a thousand, and rows in which one logit dominates.
 TEST(CrossEntropyCudaTest, LargeLogits) {
   TWELL_SKIP_WITHOUT_GPU();
   const TestStream stream;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches behind cross_entropy_cuda.h, as plain types that nvcc compiles, and the losses of
-// logits that are there already.
+// precomputed logits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,8 +16,8 @@ struct CrossEntropySum {
   int64_t tokens = 0;
 };
 
-// A row of logits each: its loss, and where grad_scale is not 0 the logits become
-// grad_scale * (softmax - one at the target), all 0 without a target.
+// One row of logits per token: computes its loss and, if grad_scale is not 0, replaces the logits
+// by grad_scale * (softmax - one at the target), all 0 without a target.
 struct SoftmaxGradient {
   int64_t tokens = 0;                // M
   int64_t vocab = 0;                 // V

@@ -116,14 +116,14 @@ TEST_P(CrossEntropyShapes, MatchesDoubleReference) {
   const Reference expected = reference(c, widened(c.x), static_cast<double>(kGradScale));
   const Output out = run(ctx, c, kGradScale, kStart);
 
-  // Rounding of a logit: a dot product of width terms; the loss sums a handful of them.
+  // A logit is a dot product of width terms; the loss sums a handful of their rounding errors.
   const double width = static_cast<double>(c.shape.width);
   const double logit_error = kEps * (4.0 + std::sqrt(width)) * (1.0 + expected.max_logit_norm);
   const double tokens = static_cast<double>(c.shape.tokens);
   EXPECT_NEAR(out.result.loss_sum, expected.loss_sum, 2 * logit_error * tokens);
   EXPECT_EQ(out.result.tokens,
             std::count_if(c.targets.begin(), c.targets.end(), [](int32_t t) { return t >= 0; }));
-  // d_logits has norm at most sqrt(2) per token, |w| and |x| bound what it is multiplied with.
+  // d_logits has norm at most sqrt(2) per token; |w| and |x| bound the factors.
   double x_max = 0.0, w_max = 0.0;
   for (const float v : c.x) x_max = std::max(x_max, std::abs(static_cast<double>(v)));
   for (const float v : c.weight) w_max = std::max(w_max, std::abs(static_cast<double>(v)));

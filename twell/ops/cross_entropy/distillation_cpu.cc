@@ -10,7 +10,7 @@
 namespace twell {
 namespace {
 
-// Two matrices of logits a chunk: as many tokens as keep both within 32 MiB, but enough for a GEMM.
+// A chunk has two matrices of logits, at most 32 MiB together, but enough tokens for a GEMM.
 int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
   constexpr int64_t kMaxLogits = (int64_t{16} << 20) / static_cast<int64_t>(sizeof(float));
   constexpr int64_t kMinTokens = 128;
@@ -46,7 +46,7 @@ RowLoss row_loss(const Distillation& p, int32_t target, float* model, float* tea
     std::fill_n(model, vocab, 0.0f);
     return {};
   }
-  // sum p_t (log p_t - log p_m): first the differences of the logits, while they are there.
+  // sum p_t (log p_t - log p_m): first the logit differences, before the logits are overwritten.
   const double at_target = static_cast<double>(model[target]);
   double max_t = -INFINITY, weighted = 0.0, sum_t = 0.0;
   for (int64_t v = 0; v < vocab; ++v) max_t = std::max(max_t, static_cast<double>(teacher[v]));

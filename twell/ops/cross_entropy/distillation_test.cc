@@ -88,7 +88,7 @@ TEST(Distillation, LossesAndGradientsAreThoseOfTheFormula) {
         total += expected * expected;
       }
     }
-    // A logit is off by eps times the sum of its terms' sizes, about 20 here, and so is e^logit.
+    // A logit's error is eps times the sum of its terms' sizes, about 20 here; so is e^logit's.
     const double tolerance = 20.0 * kEps * std::sqrt(kVocab);
     EXPECT_EQ(result.tokens, tokens);
     EXPECT_NEAR(result.ce_sum, ce, tolerance * ce);

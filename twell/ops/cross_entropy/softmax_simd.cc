@@ -59,7 +59,7 @@ float row_max(const float* row, int64_t n) {
   return result;
 }
 
-// The float partial sums are short: 16 additions, then widened.
+// Sums 16 values in float, then widens the partial sum to double.
 double exp_and_sum(float* row, int64_t n, float max) {
   const D d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));

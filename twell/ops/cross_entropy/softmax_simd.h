@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row kernels of the cross-entropy: SIMD, picked for the machine at run time.
+// Row kernels of the cross-entropy: SIMD, chosen at run time.
 #pragma once
 
 #include <cstdint>

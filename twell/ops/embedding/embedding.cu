@@ -7,7 +7,7 @@ namespace twell {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;  // values of a thread: one 16-byte access
+constexpr int kColumns = 8;  // values per thread: one 16-byte access
 
 __global__ void __launch_bounds__(kThreads) embedding_kernel(EmbeddingCuda p) {
   const int64_t pieces = p.width / kColumns;
@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(kThreads) iota_kernel(int64_t n, int32_t* out)
   if (i < n) out[i] = static_cast<int32_t>(i);
 }
 
-// Block (piece, columns). A run of one id inside the piece goes to the table; one that the piece
-// before began, to the piece's first border row; one that the piece after goes on with, to the last
-// (to the first where it does both).
+// Block (piece, columns). A run of one id inside the piece is added to the table. A run that
+// continues from the previous piece goes to the piece's first border row, else one that continues
+// into the next piece to its last border row.
 __global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
   __shared__ int32_t ids[kPiece + 1], tokens[kPiece];
   const int64_t begin = int64_t{blockIdx.x} * kPiece;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
   if (column >= p.width) return;
   float* const borders = p.borders + int64_t{blockIdx.x} * 2 * p.width + column;
 
-  int first = 0;  // of the run
+  int first = 0;  // first token of the run
   Sums sums;
   sums.clear();
   for (int at = 0; at < count; at += kAhead) {
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
   }
 }
 
-// Block (piece, columns): where a piece's last run begins in it and goes on, its sums in the pieces
-// after it are added in their order.
+// Block (piece, columns): if the piece's last run begins in it and continues, adds up its sums over
+// the following pieces in order.
 __global__ void __launch_bounds__(kThreads) border_kernel(EmbeddingSums p) {
-  const int64_t next = (int64_t{blockIdx.x} + 1) * kPiece;  // the piece after begins
+  const int64_t next = (int64_t{blockIdx.x} + 1) * kPiece;  // begin of the next piece
   if (next >= p.tokens) return;
   const int32_t id = p.sorted_ids[next];
   if (p.sorted_ids[next - 1] != id) return;

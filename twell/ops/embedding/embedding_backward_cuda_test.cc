@@ -14,7 +14,7 @@ namespace {
 
 struct BackwardCase {
   int64_t tokens, width, vocab;
-  int64_t common;  // all tokens but every common-th are id 3; 0: ids are random
+  int64_t common;  // every common-th id is random, the others are 3; 0: all are random
 };
 
 class EmbeddingBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
@@ -58,7 +58,7 @@ TEST_P(EmbeddingBackwardCudaTest, EqualsCpu) {
   std::vector<float> want = before;
   embedding_backward(cpu, ids, ConstMatrixF(d_out_f.data(), tokens, width),
                      MatrixF(want.data(), vocab, width));
-  // Sums of normal values in another order.
+  // f32 sums of normal values, added in a different order.
   const float near = 1e-5f + 2e-7f * static_cast<float>(tokens);
   for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], near) << i;
 }

@@ -35,8 +35,8 @@ void embedding_forward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF 
 void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF d_out,
                         MatrixF d_table) {
   check_shapes(ids, d_table, d_out);
-  // An id may occur many times. Splitting the columns, not the tokens, gives every element one
-  // thread and one order of summation, whatever the number of threads.
+  // An id may occur many times. Columns are split, not tokens, so that every element has one thread
+  // and one order of summation for any number of threads.
   const int64_t lines = (d_out.cols + kLine - 1) / kLine;
   ctx.parallel_for(lines, 4, [&](int64_t begin, int64_t end, int) {
     const int64_t first = begin * kLine;

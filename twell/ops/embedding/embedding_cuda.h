@@ -4,7 +4,7 @@
 //   ids [M] in [0, V), checked by the caller; table [V, D], out, d_out [M, D] bf16; d_table [V, D]
 //   f32; D a multiple of 8.
 // Backward sorts the tokens by id and sums fixed pieces of the sorted order, without atomics: the
-// order of additions depends on the ids alone, and a token that occurs everywhere costs no more.
+// order of additions depends on the ids alone, and a very frequent token costs no more.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,7 +42,7 @@ class EmbeddingWorkspaceCuda {
   DeviceBuffer<std::byte> sort_memory_;
 };
 
-// Error when the workspace is too small or D is no multiple of 8. Never synchronises.
+// Error if the workspace is too small or D is not a multiple of 8. Never synchronises.
 void embedding_backward_cuda(CudaContext& ctx, const EmbeddingBackwardCuda& problem,
                              const EmbeddingWorkspaceCuda& workspace);
 

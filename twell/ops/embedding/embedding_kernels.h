@@ -28,7 +28,7 @@ struct TokenSort {
   const int32_t* ids = nullptr;      // [M]
   int32_t* iota = nullptr;           // [M] workspace
   int32_t* sorted_ids = nullptr;     // [M] out
-  int32_t* sorted_tokens = nullptr;  // [M] out: where each id stood; ascending within an id
+  int32_t* sorted_tokens = nullptr;  // [M] out: token of each sorted id, ascending within an id
   void* memory = nullptr;
   size_t memory_bytes = 0;
 };
@@ -42,7 +42,7 @@ struct EmbeddingSums {
   const int32_t* sorted_ids = nullptr;
   const int32_t* sorted_tokens = nullptr;
   const __nv_bfloat16* d_out = nullptr;  // [M, D]
-  float* borders = nullptr;              // [pieces, 2, D]: of a piece's first run, of its last
+  float* borders = nullptr;              // [pieces, 2, D]: of a piece's first and last run
   float* d_table = nullptr;              // [V, D]
 };
 cudaError_t launch_embedding_sums(const EmbeddingSums& problem, cudaStream_t stream);

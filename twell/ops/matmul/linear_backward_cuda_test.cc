@@ -17,7 +17,7 @@ struct BackwardCase {
   bool add;
 };
 
-// What is written reads poison; what is added to starts from random values.
+// Outputs that are written start as NaN; those that are added to start from random values.
 struct Gradients {
   std::vector<__nv_bfloat16> d_x;
   std::vector<float> d_w;
@@ -68,7 +68,7 @@ TEST_P(LinearBackwardCudaTest, EqualsCpu) {
                         .d_x_beta = 1.0f,
                         .d_weight = MatrixF(d_w.data(), cols, inner)});
   // Terms are products of two normal values: f32 sums of n of them are off by a few units in the
-  // last place of n. d_x is rounded to bf16, and so may be what is added to it.
+  // last place of n. d_x is rounded to bf16, and so may be the product added to it.
   const auto got_x = to_floats(got.d_x), before_x = to_floats(d_x_before);
   const float sums_x = std::ldexp(static_cast<float>(cols), -20) + 1e-5f;
   for (size_t i = 0; i < d_x.size(); ++i) {

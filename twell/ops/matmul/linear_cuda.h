@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A linear layer on the GPU, forward and backward: y [M, N] = x [M, K] w^T, w [N, K], all row-major
-// bf16 (y on request f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the
+// bf16 (y optionally f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the
 // weights once at memory speed; more run cuBLASLt, with one plan per shape kept in the context. K
-// is a multiple of 8. Never synchronises, but for a new shape while tuning is on
-// (set_matmul_tuning).
+// is a multiple of 8. Synchronises only for a new shape while tuning is on (set_matmul_tuning).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,9 +29,9 @@ struct LinearCuda {
 };
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem);
 
-// d_x [M, K] = d_y w and d_w [N, K] = d_y^T x; either may be left out. The sums of a weight
-// gradient are f32 and stay so. K is a multiple of 8, M at least 1; N may be anything, a multiple
-// of 8 is fast.
+// d_x [M, K] = d_y w and d_w [N, K] = d_y^T x; either may be left out. Weight gradients are summed
+// and stored in f32. K is a multiple of 8, M at least 1; N may be anything, a multiple of 8 is
+// fast.
 struct LinearBackwardCuda {
   int64_t rows = 0;                    // M
   int64_t cols = 0;                    // N

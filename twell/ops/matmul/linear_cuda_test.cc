@@ -71,7 +71,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LinearCudaTest,
                                          LinearCase{9, 48, 64}, LinearCase{1, 257, 40},
                                          LinearCase{33, 57, 72}, LinearCase{129, 264, 320}));
 
-// What few-row kernels give for a token does not depend on the tokens beside it.
+// The few-row kernels' result for a token does not depend on the tokens beside it.
 TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {
   TWELL_GPU_TEST();
   const int64_t cols = 264, inner = 1032;

@@ -13,8 +13,8 @@ namespace {
 
 enum Kind { kForward, kInputGradient, kWeightGradient };
 
-// Arguments: tokens, inputs and outputs of a linear layer. Enough copies of the weight that they
-// do not stay in the caches between calls, as in a model of many layers.
+// Arguments: tokens, inputs and outputs of a linear layer. Calls rotate over enough copies of the
+// weight that it does not stay in the caches, as in a model of many layers.
 void linear(benchmark::State& state, Kind kind) {
   const int64_t tokens = state.range(0), in = state.range(1), out = state.range(2);
   const int64_t copies = std::max<int64_t>(1, (int64_t{64} << 20) / (in * out * 4));

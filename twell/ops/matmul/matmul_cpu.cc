@@ -14,8 +14,8 @@
 namespace twell {
 namespace {
 
-// Up to here the product is bound by reading the weights, and row_products takes 0.55 (1 row) to
-// 0.9 (16 rows) of oneDNN's time; matmul_bench's decode rows tell. Beyond it oneDNN wins.
+// Up to this many rows, reading the weights bounds the product, and row_products takes 0.55 (1 row)
+// to 0.9 (16 rows) of oneDNN's time (decode rows of matmul_bench). Beyond it oneDNN wins.
 constexpr int64_t kFewRows = 16;
 
 struct Shape {
@@ -23,7 +23,7 @@ struct Shape {
   int64_t a_stride, b_stride, c_stride;
   bool trans_a, trans_b;
   float beta;
-  int64_t part;  // parts that run at the same time need primitives of their own
+  int64_t part;  // parts that run at the same time need separate primitives
 
   bool operator==(const Shape&) const = default;
 };
@@ -86,7 +86,7 @@ struct Primitive {
   }
 };
 
-// The primitives of one Context. Making one generates code (about a millisecond), so they are kept.
+// The primitives of one Context, kept because making one generates code (about a millisecond).
 class PrimitiveCache {
  public:
   Primitive& get(const Shape& shape) {
@@ -94,7 +94,7 @@ class PrimitiveCache {
     if (found != primitives_.end()) return found->second;
     return primitives_.try_emplace(shape, engine_, shape).first->second;
   }
-  // Before the primitives of a product are looked up: none of them may go while it runs.
+  // Call before looking up a product's primitives: none of them may be evicted while it runs.
   void make_room() {
     if (primitives_.size() >= kMaxPrimitives) primitives_.clear();
   }
@@ -107,8 +107,8 @@ class PrimitiveCache {
 };
 
 // oneDNN splits its work over the OpenMP team of the calling thread, whose threads spin for
-// milliseconds after each product and so starve every other program on the same cores. It is given
-// teams of one thread, and Context::parallel_for runs a part of C on each.
+// milliseconds after each product and starve other programs on the same cores. So it gets teams of
+// one thread, and Context::parallel_for runs a part of C on each of ours.
 class OneThread {
  public:
   OneThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
@@ -125,8 +125,8 @@ struct Grid {
   int64_t rows = 1, cols = 1;
 };
 
-// The most blocks that the threads allow, of at least 64 rows each where M has so many: oneDNN is
-// fastest on matrices without gaps, and only a split of the rows leaves B and C such.
+// The most blocks that the threads allow, of at least 64 rows each if M is large enough. Rows are
+// split first: a split of columns leaves gaps in B and C, which slow oneDNN down.
 Grid split(int64_t m, int64_t n, int64_t k, int threads) {
   constexpr int64_t kMinRows = 64, kMinCols = 16;
   constexpr int64_t kMinWork = int64_t{1} << 18;  // multiply-adds: some 10 us, worth a wake-up
@@ -139,7 +139,7 @@ Grid split(int64_t m, int64_t n, int64_t k, int threads) {
   return best;
 }
 
-// Where block `index` of `count` begins on an edge of `size`: on a multiple of 16.
+// First row or column of block `index` of `count` on an edge of `size`: a multiple of 16.
 int64_t block_begin(int64_t size, int64_t index, int64_t count) {
   return index == count ? size : size * index / count / 16 * 16;
 }

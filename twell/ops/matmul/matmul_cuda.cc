@@ -95,7 +95,7 @@ void MatmulPlanCuda::run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bf
 
 void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
                           void* c) {
-  // Repeats would add to c again and again.
+  // Repeated runs would keep adding to c, so they write to a spare buffer.
   const DeviceBuffer<float> spare(shape_.add ? shape_.rows * shape_.cols : 0);
   if (shape_.add) c = spare.data();
   const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);

@@ -23,25 +23,25 @@ struct MatmulShapeCuda {
   bool relu = false;     // applied in the epilogue
   bool f32_out = false;  // c is float, not __nv_bfloat16
   bool trans_a = false;  // a is [K, M]
-  bool add = false;      // c += op(a) op(b), which may be rounded to c's type before
+  bool add = false;      // c += op(a) op(b), with the product possibly rounded to c's type first
 
   auto operator<=>(const MatmulShapeCuda&) const = default;
 };
 
 class MatmulPlanCuda {
  public:
-  // Takes the first algorithm that cuBLASLt proposes. Throws Error where it has none.
+  // Takes the first algorithm that cuBLASLt proposes. Throws Error if there is none.
   MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape);
   ~MatmulPlanCuda();
   MatmulPlanCuda(const MatmulPlanCuda&) = delete;
   MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
 
   // Times every proposed algorithm on these operands and keeps the fastest. Synchronises, and
-  // leaves c with some of its results, or as it was if the plan adds to it.
+  // leaves c with one of the results, or unchanged if the plan adds to it.
   void tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
 
-  // Enqueues; never synchronises. c [M, N] is of the shape's output type. Plans of one context
-  // share a workspace, which the context's stream keeps apart.
+  // Enqueues; never synchronises. c [M, N] has the shape's output type. Plans of one context share
+  // a workspace, which is safe because they run on one stream.
   void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const;
 
  private:
@@ -59,14 +59,14 @@ class MatmulPlanCuda {
   int chosen_ = 0;
 };
 
-// The same with the plan that the context keeps of each shape. The first call of a shape makes the
-// plan, which allocates; later ones can be captured into a graph.
+// The same with the context's plan for the shape. The first call of a shape makes the plan, which
+// allocates; later ones can be captured into a graph.
 void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,
                  const __nv_bfloat16* b, void* c);
 
-// While on, matmul_cuda times every algorithm that cuBLASLt proposes for a shape that it sees for
-// the first time, and synchronises then. A stopwatch chooses, so that another process may round
-// differently: for benchmarks. Off at first.
+// While on, the first matmul_cuda of a shape times every algorithm that cuBLASLt proposes, and
+// synchronises. For benchmarks: the choice depends on timing, so another process may round
+// differently. Off at first.
 void set_matmul_tuning(CudaContext& ctx, bool on);
 
 }  // namespace twell

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GEMMs a [M, K] b [N, K]^T of paired CTAs for Hopper are made of. Persistent; clusters of
-// two CTAs, each CTA an output tile of 128 rows by 256 columns; the two CTAs of a cluster share
-// their columns and load half of b's tile each, multicast to both.
-//   warpgroup 0     one thread feeds a ring of kStages k-steps through the copy engine
+// Building blocks of GEMMs a [M, K] b [N, K]^T on paired CTAs for Hopper. Persistent; clusters of
+// two CTAs, each CTA computes an output tile of 128 rows by 256 columns; the two CTAs of a cluster
+// share their columns and each load half of b's tile, multicast to both.
+//   warpgroup 0     one thread fills a ring buffer of kStages k-steps with TMA
 //   warpgroups 1,2  64 rows each: WGMMA, and between k-steps the last tile's epilogue
 #pragma once
 
@@ -19,11 +19,11 @@ inline constexpr int kConsumers = 2;  // warpgroups
 inline constexpr uint32_t kBytesA = kTileM * kTileK * 2;
 inline constexpr uint32_t kBytesB = kTileN * kTileK * 2;
 inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
-// Ring, its 2 * kStages barriers, and slack for aligning the ring to the 1024-byte swizzle atom.
+// Ring buffer, its 2 * kStages barriers, and slack to align it to the 1024-byte swizzle atom.
 inline constexpr uint32_t kRingBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;
 
 // Cluster tiles in the order they are taken: sweeps over N within a group of row tiles, so that
-// what runs at one time shares few rows of a and few rows of b.
+// concurrent tiles share few rows of a and few rows of b.
 struct TileOrder {
   int m_pairs, n_tiles, group;
   __device__ int count() const { return m_pairs * n_tiles; }
@@ -43,16 +43,16 @@ struct TileOrder {
 };
 
 struct Ring {
-  uint32_t stages;       // of a's tile and b's
+  uint32_t stages;       // of a's and b's tiles
   uint32_t full, empty;  // their barriers
 
-  // In dynamic shared memory of kRingBytes + gap, which is left free in front of the barriers.
+  // In dynamic shared memory of kRingBytes + gap; the gap in front of the barriers is left free.
   __device__ explicit Ring(void* memory, uint32_t gap = 0) {
     stages = (sm90::smem_address(memory) + 1023) & ~1023u;
     full = stages + kStages * kStageBytes + gap;
     empty = full + kStages * 8;
   }
-  // By one thread; then cluster_sync.
+  // Called by one thread; cluster_sync must follow.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       sm90::barrier_init(full + stage * 8, 1);
@@ -62,14 +62,14 @@ struct Ring {
   }
 };
 
-// The thread that feeds the ring, across tiles.
+// The thread that fills the ring buffer, across tiles.
 struct Producer {
   const Ring& ring;
   const uint32_t rank;                     // of the CTA in its cluster
-  sm90::RingCursor<kStages> cursor{0, 1};  // a fresh ring is empty
+  sm90::RingCursor<kStages> cursor{0, 1};  // a new ring buffer is empty
 
-  // All k-steps of a tile: map_a's rows from `row` on, `bytes` of a and b together per k-step.
-  // k_steps is the kernel's parameter itself: of a copy the compiler unrolls the loop.
+  // Loads all k-steps of a tile: map_a's rows from `row` on, `bytes` of a and b together per
+  // k-step. k_steps must be the kernel's own parameter: for a copy the compiler unrolls the loop.
   __device__ __forceinline__ void load(const CUtensorMap& map_a, int row, const CUtensorMap& map_b,
                                        int n_tile, const int& k_steps,
                                        uint32_t bytes = kStageBytes) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uin
   wgmma_commit();
 }
 
-// Of a consumer warpgroup: one thread tells both CTAs, whose copies fill this CTA's slots together.
+// Called by a consumer warpgroup: one thread tells both CTAs, because both fill this CTA's stages.
 __device__ __forceinline__ void release(const Ring& ring, int stage) {
   const int thread = threadIdx.x % 128;
   if (thread < kCluster) sm90::barrier_arrive_cluster(ring.empty + stage * 8, thread);
@@ -111,8 +111,8 @@ struct NoRole {
   __device__ void operator()() const {}
 };
 
-// The body of a kernel of kThreads threads, behind the first cluster_sync: one thread produces,
-// consume(warpgroup) runs on two warpgroups, `beside` on a thread of its own.
+// The body of a kernel of kThreads threads, after the first cluster_sync: one thread produces, two
+// warpgroups run consume(warpgroup), and one more thread runs `beside`.
 template <typename Produce, typename Consume, typename Beside = NoRole>
 __device__ __forceinline__ void run_roles(const Produce& produce, const Consume& consume,
                                           const Beside& beside = {}) {

@@ -2,23 +2,23 @@
 // out [M, N] = a [M, K] b [N, K]^T for Hopper, with an epilogue that runs behind the next tile's
 // products (paired_gemm_loop_sm90.cuh). An Epilogue, kept by every consumer thread, has
 //   Target                        what it writes to, a kernel parameter
-//   kSharedBytes                  shared memory it wants, of all warps together
+//   kSharedBytes                  shared memory it needs, for all warps together
 //   kSpread                       whether its steps are spread as may_spread says, or run in every
 //                                 other k-step: each is cold code and costs a k-step some of its
 //                                 slack, but past the last k-step nothing hides it
 //   take(acc, row, column_tile)   takes over a warpgroup's 64 rows from `row` on
 //   advance(target, shared)       runs its next step: short enough to hide behind one k-step
-//   done()                        nothing is left of what it took; so at the start
-//   finish()                      waits for what is under way; before the kernel ends
+//   done()                        nothing is left of what it took; true at the start
+//   finish()                      waits for pending stores; called before the kernel ends
 #pragma once
 
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 
 namespace twell::paired_gemm {
 
-// Of a tile's k-steps, those in which spread steps run.
+// The k-steps of a tile in which spread steps run: the first, and then every kSpreadEvery-th.
 inline constexpr int kSpreadFirst = 4, kSpreadEvery = 3;
-// Whether as many steps all find a k-step.
+// Whether `steps` steps all find a k-step.
 constexpr bool may_spread(int steps, int k_steps) {
   return kSpreadFirst + kSpreadEvery * (steps - 1) < k_steps;
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void consume(const Operands& operands,
   float acc[128];
   Epilogue pending;
   RingCursor<kStages> cursor;
-  // One round more than there are tiles, without k-steps, for the last one's epilogue.
+  // One round more than tiles, without k-steps, runs the last tile's epilogue.
   for (int tile = blockIdx.x / kCluster;; tile += clusters) {
     const int k_steps = tile < order.count() ? operands.k_steps : 0;
     int previous = 0;

@@ -23,11 +23,11 @@ struct Operands {
   int group;          // cluster tiles along M that share a sweep over N, for L2 reuse
 };
 
-// Of a [M, K] and b [N, K], row-major bf16 in device memory, 16-byte aligned, K a multiple of 8.
-// Throws Error.
+// Operands for a [M, K] and b [N, K], row-major bf16 in device memory, 16-byte aligned, K a
+// multiple of 8. Throws Error.
 Operands make_operands(const __nv_bfloat16* a, const __nv_bfloat16* b, int64_t rows, int64_t cols,
                        int64_t inner);
-// CTAs to launch: at most one per multiprocessor.
+// CTAs to launch: at most one per SM.
 int ctas(const Operands& operands, int multiprocessors);
 
 }  // namespace twell::paired_gemm

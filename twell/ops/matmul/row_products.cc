@@ -17,8 +17,8 @@ namespace {
 using Tag = hn::ScalableTag<float>;
 using Vec = hn::Vec<Tag>;
 
-// 4 x 4 sums, 4 rows of B and one of A: 21 of AVX-512's 32 registers. Four rows of B are also what
-// hides the latency of the multiply-adds when there is a single row of A.
+// 4 x 4 sums, 4 rows of B and one of A take 21 of AVX-512's 32 registers. Four rows of B also hide
+// the latency of the multiply-adds when A has a single row.
 constexpr int64_t kRowsA = 4;
 constexpr int64_t kRowsB = 4;
 
@@ -68,7 +68,7 @@ HWY_INLINE void products(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) 
   if constexpr (kA > 3) store_row(3, s30, s31, s32, s33);
 }
 
-// One product at a time, for the last rows of B.
+// Computes one product at a time, for the last rows of B.
 HWY_INLINE void single_product(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta, int64_t row,
                                int64_t col) {
   const Tag d;
@@ -114,7 +114,7 @@ namespace twell {
 HWY_EXPORT(product_columns);
 
 void row_products(Context& ctx, ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) {
-  // A thread is worth waking for about 64 Ki multiply-adds (some ten microseconds).
+  // Waking a thread pays off from about 64 Ki multiply-adds on (some ten microseconds).
   const int64_t groups = (c.cols + 3) / 4;
   const int64_t grain = (int64_t{1} << 16) / (4 * a.cols * a.rows) + 1;
   ctx.parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// C = A B^T + beta * C for a few rows of A, as decoding has them: dot products of rows, bound by
-// reading B once. Internal to matmul.
+// C = A B^T + beta * C for a few rows of A, as in decoding: dot products of rows, bound by reading
+// B once. Internal to matmul.
 #pragma once
 
 #include "twell/ops/matmul/matmul.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Query, key and value projection of many tokens on a Hopper GPU, with the rotation in the epilogue
-// of the product, so that q and k need no pass of their own:
+// Query, key and value projection of many tokens on a Hopper GPU. The GEMM's epilogue rotates q and
+// k, so that they need no pass of their own:
 //   [q | k | v] = x w^T, rounded to bf16; then q and k rotated as by launch_rope, in place or into
 //   a cache
 // The result is that of linear_cuda and launch_rope, apart from the order of the product's sums.
@@ -28,17 +28,17 @@ struct QkvCuda {
   RopeCuda rope;                     // of M tokens; qkv gets what does not go to a cache
 };
 
-// Whether qkv_cuda takes the problem and is faster than its steps: at least 1,024 tokens on Hopper,
-// heads of 64 or 128, no bias, no inverse rotation, D a multiple of 8.
+// Whether qkv_cuda takes the problem and is faster than separate steps: at least 1,024 tokens on
+// Hopper, heads of 64 or 128, no bias, no inverse rotation, D a multiple of 8.
 bool qkv_is_fused(const CudaContext& ctx, const QkvCuda& problem);
 
-// Throws Error for problems it does not take; the number of tokens may be any.
+// Throws Error for problems it does not take, but takes any number of tokens.
 void qkv_cuda(CudaContext& ctx, const QkvCuda& problem);
 
 // --- What qkv_cuda passes to its kernel ---
 namespace qkv {
 
-inline constexpr int kStoredRows = 16;  // of a box of qkv_map
+inline constexpr int kStoredRows = 16;  // rows of a box of qkv_map
 
 struct Target {
   CUtensorMap qkv_map;        // of qkv

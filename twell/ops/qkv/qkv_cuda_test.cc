@@ -17,8 +17,8 @@ struct QkvCase {
   int64_t tokens, width, heads, kv_heads, head_dim;
 };
 
-// -1, 0 or 1, so that sums of their products are integers of up to 256, exact in bf16: with
-// certainty of 256 products, seven deviations off of the 2,688 used here.
+// -1, 0 or 1, so that sums of their products are small integers, exact in bf16 up to 256: certain
+// with 256 products, and within seven standard deviations with the 2,688 used here.
 std::vector<float> signs(int64_t n, uint64_t stream) {
   std::vector<float> out(static_cast<size_t>(n));
   for (size_t i = 0; i < out.size(); ++i) {
@@ -83,8 +83,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, QkvCudaTest,
                                          QkvCase{1000, 256, 8, 8, 64},
                                          QkvCase{700, 200, 6, 3, 128}));
 
-// More tiles than run at one time, so that a tile is rotated and stored behind the next one's
-// products: in few and in many steps of the width.
+// More tiles than run at one time, so that a tile is rotated and stored during the next tile's
+// products; with few and with many k-steps.
 TEST(QkvCuda, EqualsProductAndRotationOverManyTiles) {
   TWELL_HOPPER_TEST();
   for (const auto& [tokens, width, heads, kv_heads, head_dim] :

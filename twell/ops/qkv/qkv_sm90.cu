@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The projection's kernel: the product of paired_gemm_sm90.cuh with an epilogue that rotates
-// queries and keys in registers and stores all three.
+// The projection's kernel: paired_gemm_sm90.cuh with an epilogue that rotates queries and keys in
+// registers and stores all three.
 #include "twell/ops/matmul/paired_gemm_sm90.cuh"
 #include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
@@ -175,7 +175,7 @@ class RotatedTile {
   uint32_t upper_[32];
   uint32_t lower_[32];
   int row_, column_;
-  int upper_place_, lower_place_;  // this lane's first pair in the tables
+  int upper_place_, lower_place_;  // offset of this lane's first pair in the tables
   int step_ = kSteps;
 };
 

@@ -45,7 +45,7 @@ TEST_P(HeadNormCudaTest, EqualsReference) {
       float* x = want.data() + m * width + head * head_dim;
       double squares = 0.0;
       for (int64_t i = 0; i < head_dim; ++i) {
-        // The sum is rounded, as it is where there is no norm.
+        // The sum is rounded, as it is without a norm.
         const auto at = static_cast<size_t>(head * head_dim + i);
         if (with_bias) x[i] = __bfloat162float(__float2bfloat16(x[i] + __bfloat162float(bias[at])));
         squares += static_cast<double>(x[i]) * x[i];
@@ -60,7 +60,7 @@ TEST_P(HeadNormCudaTest, EqualsReference) {
     }
   }
   for (size_t i = 0; i < want.size(); ++i) {
-    // Rounded to bf16 once; a few f32 roundings may move it to the other side.
+    // One rounding to bf16, which a few f32 roundings may tip to the other side.
     ASSERT_NEAR(got[i], want[i], 1.01 * std::ldexp(std::abs(want[i]), -8)) << i;
   }
 }

@@ -11,8 +11,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPiece = 8;  // values in one 16-byte access
-// From kManyTokens on, a warp works on a row of up to kWarpWidth values alone: each lane then has
-// more loads in flight, and no warp waits for another.
+// From kManyTokens on, one warp handles a row of up to kWarpWidth values: each lane has more loads
+// in flight, and no warp waits for another.
 constexpr int64_t kManyTokens = 1024;
 constexpr int64_t kWarpWidth = 2048;
 
@@ -21,7 +21,7 @@ struct alignas(16) Piece {
 };
 
 // kPassing keeps many rows from filling the caches: 131,072 rows of 2,048 take 0.28 ms in a model,
-// with plain accesses 0.32 ms.
+// against 0.32 ms with plain accesses.
 template <bool kPassing>
 __device__ __forceinline__ Piece load(const Piece* from) {
   if constexpr (kPassing) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
-  if (token >= p.tokens) return;  // whole warps; where a block shares a row, no block gets here
+  if (token >= p.tokens) return;  // whole warps only; never taken if a block shares a row
   const int64_t pieces = p.width / kPiece;
   const int64_t row = token * pieces;
   const int64_t first = threadIdx.x % kRowThreads;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
 
 // Backward.
 
-// Rows of a block at least: with fewer, the partial sums would be more bytes than the gradient.
+// Minimum rows per block: with fewer, the partial sums would have more bytes than the gradient.
 constexpr int64_t kMinRows = 8;
 constexpr int64_t kMaxBlocks = 1024;
 
@@ -120,8 +120,8 @@ int64_t rows_of_block(int64_t tokens) {
   return rows < kMinRows ? kMinRows : rows;
 }
 
-// Sums of both values over the block. Calls alternate between two buffers (turn 0 and 1), so that
-// one barrier per call is enough.
+// Sums both values over the block. Calls alternate between two buffers (turn 0 and 1), so that one
+// barrier per call is enough.
 __device__ float2 block_sums(float2 value, int turn) {
   __shared__ float2 of_warp[2][kWarps];
   value = warp_sum(value);
@@ -136,8 +136,8 @@ __device__ float2 block_sums(float2 value, int turn) {
   return sum;
 }
 
-// A block takes a run of rows, one after the other; each thread keeps its pieces of a row, of the
-// weight and of the block's part of the weight's gradient in registers.
+// A block processes a run of rows in turn; each thread keeps its pieces of the row, of the weight
+// and of the block's part of the weight's gradient in registers.
 //   d_s = d_y * weight * inv - s * inv^3 / D * sum(d_y * weight * s)
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads)
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Heads of queries and keys.
 
-// A warp per head of a token; each lane holds one piece of it.
+// One warp per head of a token; each lane holds one piece of it.
 __global__ void __launch_bounds__(kWarps * 32) head_norm_kernel(HeadNormCuda p, int heads) {
   const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (item >= p.tokens * heads) return;

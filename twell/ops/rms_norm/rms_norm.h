@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm, with the residual addition in front of it fused in.
+// RMSNorm, fused with the residual addition in front of it.
 //   s = x + residual (or x);  y = s * rsqrt(mean(s^2) + eps) * weight
 //   x, residual, sum, y [M, D] f32; weight [D]; inv_rms [M].
 #pragma once

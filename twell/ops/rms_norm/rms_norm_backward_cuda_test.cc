@@ -73,10 +73,10 @@ TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
                           .d_s = MatrixF(d_s.data(), tokens, width),
                           .d_weight = d_weight.data()});
   for (size_t i = 0; i < d_s.size(); ++i) {
-    // The rounding to bf16; f32 terms of at most a few tens that may cancel.
+    // One rounding to bf16, and f32 terms of at most a few tens that may cancel.
     ASSERT_NEAR(got.d_s[i], d_s[i], std::abs(d_s[i]) * std::ldexp(1.0f, -8) + 2e-5f) << i;
   }
-  // Sums of M terms of a size near one.
+  // f32 sums of M terms of magnitude near one.
   const float sums = 1e-5f + 1e-6f * static_cast<float>(tokens);
   for (size_t i = 0; i < d_weight.size(); ++i) {
     ASSERT_NEAR(got.d_weight[i], d_weight[i], sums + 1e-5f * std::abs(d_weight[i])) << i;

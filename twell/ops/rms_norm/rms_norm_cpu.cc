@@ -108,7 +108,7 @@ void forward_rows(const RmsNormForward& p, int64_t begin, int64_t end) {
   }
 }
 
-// d_weight [D] is of these rows alone.
+// d_weight [D] covers these rows only.
 void backward_rows(const RmsNormBackward& p, int64_t begin, int64_t end, float* d_weight) {
   const int64_t width = p.s.cols;
   for (int64_t m = begin; m < end; ++m) {
@@ -130,8 +130,8 @@ HWY_EXPORT(backward_rows);
 
 namespace {
 
-// Rows whose weight gradient is summed before it joins the others'. A constant, so that the order
-// of summation does not depend on the number of threads; 64 keep the partial sums under 2% of s.
+// Rows whose weight gradients form one partial sum. Constant, so that the order of summation does
+// not depend on the number of threads; 64 keep the partial sums under 2% of s.
 constexpr int64_t kChunk = 64;
 
 void check_shape(const char* name, ConstMatrixF matrix, ConstMatrixF like) {

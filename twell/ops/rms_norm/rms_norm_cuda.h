@@ -28,8 +28,8 @@ struct RmsNormCuda {
 cudaError_t launch_rms_norm(const RmsNormCuda& problem, cudaStream_t stream);
 
 // d_s = d_residual + gradient through the norm;  d_weight += sum over tokens of d_y * s / rms
-// 1 / rms is computed again from s, which is read anyway. The order of additions depends on M and D
-// alone.
+// 1 / rms is recomputed from s, which is read anyway. The order of additions depends only on M and
+// D.
 struct RmsNormBackwardCuda {
   int64_t tokens = 0;                         // M
   int64_t width = 0;                          // D
@@ -42,12 +42,12 @@ struct RmsNormBackwardCuda {
   float* partial = nullptr;                   // [rms_norm_backward_partials(M), D] workspace
   float eps = 1e-5f;
 };
-// Rows of partial sums that the weight's gradient goes through; it grows with the tokens.
+// Rows of partial sums for the weight's gradient; it grows with the tokens.
 int64_t rms_norm_backward_partials(int64_t tokens);
 cudaError_t launch_rms_norm_backward(const RmsNormBackwardCuda& problem, cudaStream_t stream);
 
-// RMSNorm of each head of queries and keys, in front of the rotation (Qwen3), in place on the rows
-// [q | k | v] of a fused projection, whose biases are added first.
+// RMSNorm of each head of queries and keys, before the rotation (Qwen3), in place on the rows [q |
+// k | v] of a fused projection, whose biases are added first.
 struct HeadNormCuda {
   int64_t tokens = 0;                     // M
   int64_t heads = 0;                      // H, of queries
@@ -56,10 +56,10 @@ struct HeadNormCuda {
   const __nv_bfloat16* bias = nullptr;    // [(H + 2 H_kv) * hd] or null
   const __nv_bfloat16* q_norm = nullptr;  // [hd]
   const __nv_bfloat16* k_norm = nullptr;  // [hd]
-  __nv_bfloat16* qkv = nullptr;           // [M, (H + 2 H_kv) * hd], in place; of v only the bias
+  __nv_bfloat16* qkv = nullptr;           // [M, (H + 2 H_kv) * hd], in place; v only gets its bias
   float eps = 1e-5f;
 };
-// cudaErrorInvalidValue for a head size that is not supported.
+// cudaErrorInvalidValue if the head size is not supported.
 cudaError_t launch_head_norm(const HeadNormCuda& problem, cudaStream_t stream);
 
 }  // namespace twell

@@ -40,7 +40,7 @@ TEST_P(RmsNormCudaTest, EqualsCpu) {
                                    stream.get()));
   stream.synchronize();
 
-  // The CPU op on the rounded sum.
+  // The result of the CPU op on the rounded sum.
   std::vector<float> s = to_floats(x);
   const std::vector<float> r = to_floats(residual), w = to_floats(weight);
   if (with_residual) {
@@ -57,7 +57,7 @@ TEST_P(RmsNormCudaTest, EqualsCpu) {
                          .eps = 1e-5f});
   const auto got = to_floats(download(y));
   for (size_t i = 0; i < want.size(); ++i) {
-    // The rounding to bf16, and what f32 sums of another order add.
+    // One rounding to bf16, and the error of f32 sums in a different order.
     ASSERT_NEAR(got[i], want[i], std::abs(want[i]) * (std::ldexp(1.0f, -8) + 1e-5f) + 1e-30f) << i;
   }
 }

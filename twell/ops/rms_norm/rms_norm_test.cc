@@ -28,7 +28,7 @@ std::vector<double> row_of(const TestMatrix& x, int64_t m) {
   return {&x.view().row(m)[0], &x.view().row(m)[0] + x.cols()};
 }
 
-// The sum of squares of D terms is off by at most eps * D / lanes; sqrt(D) is its random walk.
+// A sum of D squares is off by at most eps * D / lanes; as a random walk, by eps * sqrt(D).
 double row_tolerance(int64_t width) { return kEps * (4 + std::sqrt(static_cast<double>(width))); }
 
 TEST(RmsNorm, Forward) {
@@ -145,7 +145,7 @@ TEST(RmsNorm, BackwardMatchesFiniteDifferences) {
         row[i] = value;
         const double expected = (up - down) / (2 * step) + d_s0(m, col);
         // The gradient is a difference of terms as large as inv * |d_y * weight|; the central
-        // difference itself is good to 1e-5^2 * the third derivative, inv^3 * |d_y * weight|.
+        // difference itself is off by 1e-5^2 * the third derivative, inv^3 * |d_y * weight|.
         const double tolerance = inv * std::sqrt(norm) * row_tolerance(width) +
                                  1e-9 * std::pow(inv, 3) * std::sqrt(norm) +
                                  kEps * std::abs(expected) + 1e-9;

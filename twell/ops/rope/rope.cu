@@ -11,13 +11,13 @@ struct alignas(2 * kPiece) Piece {
   __nv_bfloat16 value[kPiece];
 };
 
-// One block per token. A thread takes kPiece pairs of one head at a time: both halves' pieces.
+// One block per token. A thread rotates kPiece pairs of one head at a time: a piece of each half.
 template <int kPiece>
 __global__ void __launch_bounds__(kMaxThreads) rope_kernel(RopeCuda p) {
   using P = Piece<kPiece>;
   const int64_t token = blockIdx.x;
   const int half = static_cast<int>(p.head_dim) / 2;
-  const int pieces = half / kPiece;  // of one half of a head
+  const int pieces = half / kPiece;  // per half of a head
   const int heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads);
   const bool cached = p.keys != nullptr;
   const int work = (heads + (cached || p.bias != nullptr ? 2 : 1) * kv_heads) * pieces;

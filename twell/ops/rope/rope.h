@@ -15,7 +15,7 @@ namespace twell {
 // cos and sin [max_positions, hd/2], computed in double.
 struct RopeTable {
   RopeTable(int64_t max_positions, int64_t head_dim, double theta);
-  // With given angles per position [hd/2], and a factor on cos and sin.
+  // The same for given angles per position [hd/2], with a factor on cos and sin.
   RopeTable(int64_t max_positions, std::span<const double> radians, double scale);
   int64_t max_positions;
   int64_t head_dim;

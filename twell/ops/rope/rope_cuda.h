@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary position embedding on the GPU (see rope.h for the convention and the tables), on the rows
-// [q | k | v] of a fused projection; on the way the projection's biases are added, and keys and
-// values written into a cache.
+// [q | k | v] of a fused projection. It also adds the projection's biases and can write keys and
+// values into a cache.
 //   qkv [M, (H + 2 H_kv) * hd] bf16: queries are rotated in place; keys too, or into the cache.
 // inverse rotates back, in place: the backward pass, on [d_q | d_k | d_v], without bias and cache.
 #pragma once

@@ -34,7 +34,7 @@ TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
   const auto got = to_floats(download(in_place));
   const auto cached = o.gathered(to_floats(download(with_cache)));
   for (size_t i = 0; i < want.size(); ++i) {
-    // Half a bf16 unit; the f32 arithmetic adds little to it unless the terms cancel.
+    // Half a bf16 unit; f32 arithmetic adds little unless the terms cancel.
     ASSERT_NEAR(got[i], want[i], std::abs(want[i]) * std::ldexp(1.0f, -8) + 1e-6f) << i;
     ASSERT_EQ(cached[i], got[i]) << i;
   }

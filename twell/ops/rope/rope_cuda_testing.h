@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests: tokens at positions all over a table, whose keys and values go into a cache in another
-// order than their own, on host and device.
+// For tests: tokens at positions across a table, whose keys and values go into a cache in a
+// different order, on host and device.
 #pragma once
 
 #include <vector>
