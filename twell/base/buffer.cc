@@ -15,31 +15,31 @@ namespace {
 
 size_t round_up(size_t bytes, size_t unit = kAlignment) { return (bytes + unit - 1) / unit * unit; }
 
-// Weights and activations span thousands of 4 KiB pages, more than the TLB holds; sparse executions
-// jump between them. Large blocks ask for 2 MiB pages; what is left over at their end stays small.
+// Weights and activations span thousands of 4 KiB pages, more than the TLB holds, and sparse
+// executions jump between them. So large blocks request 2 MiB pages; little is lost at their end.
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kHugeFrom = 8 * kHugePage;
 
 constexpr size_t kMinBlock = size_t{1} << 20;  // 1 MiB, so that small ops share one block
 
-// What munmap of a large block takes: it must end with a page of the smallest size.
+// Bytes to pass to munmap for a large block, which must be whole pages of the smallest size.
 size_t mapped_bytes(size_t bytes) {
   return round_up(bytes, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
 }
 
-// Null when memory is short.
+// Returns null if memory is short.
 void* map_large(size_t bytes) {
   const size_t size = mapped_bytes(bytes), room = size + kHugePage;
   if (size < bytes || room < size) return nullptr;
   void* mapped = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
-  // Cut to the huge pages.
+  // Unmaps what lies before the first huge page and behind the data.
   const size_t before = kHugePage - reinterpret_cast<uintptr_t>(mapped) % kHugePage;
   std::byte* data = static_cast<std::byte*>(mapped) + before;
   ::munmap(mapped, before);
   if (before < kHugePage) ::munmap(data + size, kHugePage - before);
 #ifdef MADV_HUGEPAGE
-  // A hint: without it, or refused, the memory is the same.
+  // Only a hint: the memory works the same if it is refused.
   ::madvise(data, size, MADV_HUGEPAGE);
 #endif
   return data;
@@ -47,7 +47,7 @@ void* map_large(size_t bytes) {
 
 void* allocate_small(size_t bytes) {
   const size_t size = std::max(round_up(bytes), kAlignment);
-  // Not aligned_alloc, which wants the size to be a multiple of the alignment.
+  // aligned_alloc does not serve, because its size must be a multiple of the alignment.
   void* data = nullptr;
   if (::posix_memalign(&data, kAlignment, size) != 0) return nullptr;
   return std::memset(data, 0, size);
@@ -108,7 +108,7 @@ Arena::Scope::Scope(Arena& arena) : arena_(arena), block_(arena.block_), offset_
 Arena::Scope::~Scope() {
   arena_.block_ = block_;
   arena_.offset_ = offset_;
-  // What did not fit made further blocks: from now on one of the peak's size does.
+  // Free a chain of blocks, so that the next use reserves one of the peak's size.
   if (block_ == 0 && offset_ == 0 && arena_.blocks_.size() > 1) arena_.blocks_.clear();
 }
 

@@ -16,8 +16,8 @@ namespace twell {
 inline constexpr size_t kAlignment = 64;  // one cache line, one AVX-512 register
 
 // Zero-filled, aligned; throws Error with the size when memory is short. A large block is fresh
-// pages of the system, zero as they come: whoever writes to them first, on whatever thread, pays
-// for them. Free with aligned_release, which takes the same size.
+// pages of the system, zeroed on first touch: the first thread to write a page pays for it. Free
+// with aligned_release, which takes the same size.
 void* aligned_zeroed(size_t bytes);
 void aligned_release(void* data, size_t bytes);
 
@@ -45,11 +45,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Bump allocator for scratch. Memory is kept between uses, so a steady state allocates nothing, and
-// holds no more than the peak: in one block, where what is in use may grow into further ones.
+// Bump allocator for scratch. Memory is kept between uses, so a steady state allocates nothing and
+// holds no more than the peak, in one block; a use that outgrows the block adds further ones.
 class Arena {
  public:
-  // Makes that much ready at once; Error while anything is in use.
+  // Allocates that many bytes at once; Error while anything is in use.
   void reserve(size_t bytes);
   void* allocate(size_t bytes);
   size_t peak_bytes() const { return peak_; }

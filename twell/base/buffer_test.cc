@@ -26,8 +26,8 @@ TEST(Buffer, IsAlignedAndZero) {
   EXPECT_EQ(unset.data(), nullptr);
 }
 
-// Blocks of whole huge pages, and of a byte more or less; what a block held before it was released
-// must not show in the next one of its size.
+// Blocks of whole huge pages, and of a byte more or less; contents of a released block must not
+// show in the next one of its size.
 TEST(Buffer, LargeOnesAreAlignedToHugePagesAndZero) {
   constexpr int64_t kHuge = int64_t{1} << 21;
   for (const int64_t size : {8 * kHuge - 1, 8 * kHuge, 8 * kHuge + 1, 9 * kHuge - 4097}) {
@@ -70,7 +70,7 @@ TEST(Buffer, Moves) {
 
 TEST(Buffer, TooMuchMemoryIsAnErrorWithTheSize) {
   try {
-    Buffer<char> buffer(-1);  // as a size: all of the address space
+    Buffer<char> buffer(-1);  // as a size, the whole address space
     FAIL() << "allocated 16 EiB";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("18446744073709551615 bytes"), std::string::npos)
@@ -132,7 +132,7 @@ TEST(Arena, HoldsNoMoreThanThePeakBetweenUses) {
     scope.alloc<std::byte>(second);
   };
   constexpr int64_t kMiB = int64_t{1} << 20;
-  use(2 * kMiB, 3 * kMiB);  // in two blocks, of which one remains to be made
+  use(2 * kMiB, 3 * kMiB);  // in two blocks; the next use gets one
   EXPECT_EQ(arena.reserved_bytes(), 0u);
   use(2 * kMiB, 3 * kMiB);
   EXPECT_EQ(arena.reserved_bytes(), static_cast<size_t>(5 * kMiB));
@@ -168,7 +168,7 @@ TEST(Arena, ASteadyStateReservesNothingMore) {
       }
       scope.alloc<float>(700000);
     }
-    if (step == 0) continue;  // in pieces; one block is made of them
+    if (step == 0) continue;  // in several blocks, replaced by one afterwards
     if (step == 1) reserved = arena.reserved_bytes();
     EXPECT_EQ(arena.reserved_bytes(), reserved);
   }

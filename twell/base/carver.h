@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts arrays off one block of memory, one behind the other. Without a block it only counts, so
-// that the same code tells how large the block must be and then hands it out.
+// Allocates arrays one after the other from one block of memory. Without a block it only counts, so
+// that the same code computes the block's size and then hands it out.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace twell {
 
 class Carver {
  public:
-  // block: null, or aligned to `alignment`, which every array is too; in bytes, a power of two.
+  // block: null, or aligned to `alignment`, as is every array; in bytes, a power of two.
   Carver(void* block, int64_t alignment)
       : block_(static_cast<std::byte*>(block)), alignment_(alignment) {}
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second stage of sums over tokens: rows of partial sums are added up, in an order that depends
-// on their number alone.
+// The second stage of sums over tokens: adds up rows of partial sums, in an order that depends only
+// on their number.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace column_sums {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// A warp's width of columns per block, every kWarps-th row per warp.
+// A block sums as many columns as a warp has lanes; each warp takes every kWarps-th row.
 static __global__ void __launch_bounds__(kThreads)
     add_kernel(const float* rows, int64_t count, int64_t width, float* sums) {
   __shared__ float of_warp[kWarps][32];

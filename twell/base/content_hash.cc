@@ -22,7 +22,7 @@ ContentHash::ContentHash() : state_(std::make_unique<State>()) {}
 ContentHash::ContentHash(ContentHash&&) noexcept = default;
 ContentHash::~ContentHash() = default;
 
-// Lengths in front keep two different lists of strings from reading the same.
+// Length prefixes make two different lists of strings hash differently.
 void ContentHash::add_metadata(std::string_view key, std::string_view value) {
   add_text(fmt::format("metadata {} {} {}{}", key.size(), value.size(), key, value));
 }

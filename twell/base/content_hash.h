@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hash of the tensors and metadata of a safetensors file, XXH3-128: fast enough to check on every
-// load. It finds damage, it does not prove authorship.
+// load. It detects damage, but does not prove authorship.
 #pragma once
 
 #include <cstddef>

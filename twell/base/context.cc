@@ -43,9 +43,9 @@ void relax() {
 #endif
 }
 
-// Waits until `ready` holds, for a short while; false when it does not hold by then. The parts of
-// a job end microseconds after each other and the next job follows soon, so that blocking at once
-// would cost more than it saves. After kAlone the core is offered to other threads.
+// Waits briefly until `ready` holds; returns false if it still does not. The parts of a job end
+// within microseconds of each other and the next job follows soon, so blocking at once would cost
+// more than it saves. After kAlone the core is offered to other threads.
 template <typename Ready>
 bool spin(const Ready& ready) {
   using Clock = std::chrono::steady_clock;
@@ -64,20 +64,20 @@ bool spin(const Ready& ready) {
 
 }  // namespace
 
-// The threads that help the caller of parallel_for. Whoever is free claims the next part: on a busy
-// machine, where a helper may not be running, the caller does its parts too instead of waiting for
-// it. Helpers spin for some microseconds between jobs and then sleep.
+// The threads that help the caller of parallel_for. Any free thread claims the next part: on a busy
+// machine, where a helper may not be running, the caller runs its parts instead of waiting for it.
+// Helpers spin for some microseconds between jobs and then sleep.
 class Context::Helpers {
  public:
   explicit Helpers(int count) {
-    // Signals are for the program's own threads.
+    // Helpers block all signals, which are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (int i = 0; i < count; ++i) threads_.emplace_back([this] { help(); });
     } catch (const std::system_error&) {
-      // The system's limit of threads is reached; the work is done by fewer.
+      // The system's thread limit is reached; fewer threads do the work.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -109,7 +109,7 @@ class Context::Helpers {
   }
 
  private:
-  // Both in one word: whoever claims a part of the current job knows that the job is not over.
+  // Both in one word, so that claiming a part of the current job proves that the job is not over.
   struct Claims {
     uint32_t parts = 0;
     uint32_t next = 0;
@@ -185,7 +185,7 @@ void Context::run_parallel(int64_t n, int64_t grain, RangeFn call, const void* f
                 .parts = std::clamp<int64_t>(n / std::max<int64_t>(grain, 1), 1, threads_)};
   if (job.parts == 1) return job.run(0);
   if (!inside_part) {
-    // More threads than cores would only take turns; the parts stay the same.
+    // More threads than cores would only take turns; the split into parts stays the same.
     if (!helpers_) {
       helpers_ = std::make_unique<Helpers>(std::min(threads_, available_threads()) - 1);
     }

@@ -16,7 +16,7 @@ namespace twell {
 class Context {
  public:
   // threads = 0: available_threads() of cpu_limit.h. Results depend on this number and not on the
-  // machine: with fewer cores, fewer threads of the system do the same parts.
+  // machine: with fewer cores, fewer system threads run the same parts.
   explicit Context(int threads = 0);
   ~Context();
   Context(const Context&) = delete;
@@ -54,7 +54,7 @@ class Context {
   int threads_;
   Arena scratch_;
   std::unordered_map<std::type_index, std::shared_ptr<void>> services_;
-  std::unique_ptr<Helpers> helpers_;  // made when first needed
+  std::unique_ptr<Helpers> helpers_;  // created on first use
 };
 
 }  // namespace twell

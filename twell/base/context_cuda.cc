@@ -26,7 +26,7 @@ double CudaEvent::milliseconds_since(const CudaEvent& begin) const {
 }
 
 CudaGraph::Capture::Capture(cudaStream_t stream) : stream_(stream) {
-  // Other threads of the process may allocate meanwhile.
+  // Other threads of the process may allocate during the capture.
   TWELL_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
 }
 
@@ -35,7 +35,7 @@ CudaGraph::Capture::~Capture() {
   cudaGraph_t graph = nullptr;
   cudaStreamEndCapture(stream_, &graph);
   if (graph != nullptr) cudaGraphDestroy(graph);
-  // A capture that was invalidated leaves its error behind for the next check of a launch.
+  // Clears the error of an invalidated capture, which the next launch check would report.
   cudaGetLastError();
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// CPU_COUNT of a mask that is large enough for this machine; 1 when the system does not say.
+// CPU_COUNT of a mask that is large enough for this machine; 1 if the system does not report one.
 int affinity_cores() {
   constexpr size_t kMaxCores = 1 << 16;
   for (size_t cores = CPU_SETSIZE; cores <= kMaxCores; cores *= 2) {
@@ -39,12 +39,12 @@ std::string first_line(const fs::path& file) {
   return line;
 }
 
-// The quota of one group, 0 for none.
+// The quota of one group, 0 if it has none.
 double quota_of(const fs::path& group, bool version2) {
   double quota = 0.0, period = 0.0;
   if (version2) {
     const std::string line = first_line(group / "cpu.max");
-    quota = number(line);  // "max" is no number
+    quota = number(line);  // "max" is not a number
     period = number(line.substr(std::min(line.find(' '), line.size())));
   } else {
     quota = number(first_line(group / "cpu.cfs_quota_us"));
@@ -53,8 +53,8 @@ double quota_of(const fs::path& group, bool version2) {
   return quota > 0.0 && period > 0.0 ? quota / period : 0.0;
 }
 
-// The least quota of a group and those above it. In a container the group's name may be that of the
-// host while only the container's own groups are mounted; folders that are not there are skipped.
+// The least quota of a group and its ancestors. In a container the group's name may be that of the
+// host while only the container's own groups are mounted; missing folders are skipped.
 double least_quota(const fs::path& mount, const std::string& group, bool version2) {
   double least = 0.0;
   for (fs::path path = fs::path(group).relative_path();; path = path.parent_path()) {

@@ -22,7 +22,7 @@ namespace twell {
 void check_cuda(cudaError_t status, const char* call, const char* file, int line);
 
 #define TWELL_CUDA_CHECK(call) ::twell::check_cuda((call), #call, __FILE__, __LINE__)
-// After every kernel launch.
+// Call it after every kernel launch.
 #define TWELL_CUDA_CHECK_LAUNCH(kernel) \
   ::twell::check_cuda(cudaGetLastError(), "launch of " kernel, __FILE__, __LINE__)
 
@@ -56,8 +56,8 @@ class DeviceBuffer {
   int64_t size_ = 0;
 };
 
-// Owned, uninitialised page-locked host memory of n values of T, which copies in the background
-// take. It must outlive the copies that were enqueued on it.
+// Owned, uninitialised page-locked host memory of n values of T, as asynchronous copies need it. It
+// must outlive the copies enqueued on it.
 template <typename T>
 class PinnedBuffer {
  public:
@@ -101,7 +101,7 @@ class CudaStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// A point in the work of a stream. Waiting for an event that was never recorded returns at once.
+// A point in a stream's work. Waiting for an event that was never recorded returns at once.
 class CudaEvent {
  public:
   enum class Timing { kOff, kOn };
@@ -115,14 +115,14 @@ class CudaEvent {
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream) const { TWELL_CUDA_CHECK(cudaEventRecord(event_, stream)); }
   void synchronize() const { TWELL_CUDA_CHECK(cudaEventSynchronize(event_)); }
-  // Both with Timing::kOn, and over.
+  // Both events must be recorded with Timing::kOn and complete.
   double milliseconds_since(const CudaEvent& begin) const;
 
  private:
   cudaEvent_t event_ = nullptr;
 };
 
-// Captured work, to be launched as often as wanted. The memory it works on must outlive it.
+// Captured work that can be launched any number of times. The memory it uses must outlive it.
 class CudaGraph {
  public:
   CudaGraph() = default;
@@ -163,12 +163,12 @@ class CudaGraph {
   cudaGraphExec_t executable_ = nullptr;
 };
 
-// The device and stream that ops run on, what they need to know of the device, and per-context
-// library handles. Ops enqueue on stream() and never synchronise. The stream is the caller's and
-// outlives the context. One context serves one caller thread at a time.
+// The device and stream that ops run on, the device's properties, and per-context library handles.
+// Ops enqueue on stream() and never synchronise. The stream is the caller's and outlives the
+// context. One context serves one caller thread at a time.
 class CudaContext {
  public:
-  // The device is the one current at construction.
+  // Uses the device that is current at construction.
   explicit CudaContext(cudaStream_t stream);
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;

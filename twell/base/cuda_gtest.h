@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How GPU tests begin: they skip, with the reason, where there is no GPU that can run them.
+// Start of GPU tests: they skip, with the reason, if no GPU can run them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,11 +8,11 @@
 
 #include "twell/base/cuda_testing.h"
 
-// In SetUp, or where a test makes no use of a stream of its own.
+// Use in SetUp, or in a test that needs no stream of its own.
 #define TWELL_SKIP_WITHOUT_GPU() \
   if (const std::string why = ::twell::cuda_unavailable(); !why.empty()) GTEST_SKIP() << why
 
-// Leaves a TestStream `stream` and a CudaContext `ctx` on it.
+// Defines a TestStream `stream` and a CudaContext `ctx` on it.
 #define TWELL_GPU_TEST()            \
   TWELL_SKIP_WITHOUT_GPU();         \
   const ::twell::TestStream stream; \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GPU tests and benchmarks share: a stream of their own, and copies between host and device.
+// Shared by GPU tests and benchmarks: a stream of their own, and copies between host and device.
 #pragma once
 
 #include <vector>
@@ -22,8 +22,8 @@ class TestStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Copies and fills run on the default stream, may return before they are done, and a TestStream
-// does not wait for them.
+// Copies and fills run on the default stream and may return before they are done; a TestStream does
+// not wait for them.
 inline void synchronize_default_stream() {
   TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Errors. Every failure is an exception; the library never prints, exits or aborts.
 //
-//   Error       something inside went wrong (a broken contract, a failed system or device call).
+// Error       something inside failed (a broken contract, a failed system or device call).
 //               what() carries the values and the source position. The command line exits with 1.
 //   InputError  what the user gave cannot be used (a file, a flag, a config, a prompt). what() is
 //               one line saying what was given, why it is refused and what to do. Exit code 2.

@@ -52,7 +52,7 @@ void sync_folder(const fs::path& folder) {
 }
 
 // Puts `fresh` in the place of `target`, whose former content ends up under the name of `fresh`.
-// One step where the file system can exchange two names; else there is an instant without `target`.
+// Atomic if the file system can exchange two names; otherwise `target` is missing for an instant.
 void replace_folder(const fs::path& fresh, const fs::path& target) {
   if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) return;
   const fs::path old = fs::path(fresh.string() + ".old");
@@ -71,20 +71,20 @@ fs::path temporary_name(const fs::path& path) {
   return parent_of(path) / fmt::format(".{}.tmp.{}", path.filename().string(), ::getpid());
 }
 
-// Marks a temporary file or folder as in use until the descriptor is closed, by the process's end
-// at the latest. A file system without locks leaves it unmarked.
+// Marks a temporary file or folder as in use until the descriptor is closed, at the latest when the
+// process ends. A file system without locks leaves it unmarked.
 void mark_in_use(int fd) { ::flock(fd, LOCK_EX | LOCK_NB); }
 
-// A process of another machine or container has a number that means nothing here, so the lock has
-// to be free too.
+// The number of a process on another machine or in a container means nothing here, so the lock must
+// be free too.
 bool is_abandoned(const fs::path& temporary, pid_t writer) {
   if (::kill(writer, 0) == 0 || errno != ESRCH) return false;
   const Descriptor fd(temporary, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
   return fd.get() >= 0 && ::flock(fd.get(), LOCK_EX | LOCK_NB) == 0;
 }
 
-// Removes the temporary files and folders of `path` that killed processes left behind. One that
-// cannot be removed is no reason not to write.
+// Removes temporary files and folders of `path` left behind by killed processes. Failing to remove
+// one does not prevent writing.
 void remove_abandoned(const fs::path& path) {
   const std::string prefix = fmt::format(".{}.tmp.", path.filename().string());
   std::error_code error;
@@ -133,12 +133,11 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   return *this;
 }
 
-// Advice only, here and in release: a system that does not take it reads and keeps as it likes.
+// Only advice, here and in release: the system may ignore it.
 void MappedFile::expect_full_read() const {
 #ifdef MADV_HUGEPAGE
-  // Linux then reads 4 MiB ahead whatever the disk is set to (often 128 KiB), into 2 MiB pages
-  // where the file system has them. MADV_WILLNEED would do it in 4 KiB pages, for ten times the CPU
-  // time.
+  // Linux then reads 4 MiB ahead whatever the disk's setting (often 128 KiB), into 2 MiB pages if
+  // the file system has them. MADV_WILLNEED would use 4 KiB pages, for ten times the CPU time.
   if (size_ > 0) ::madvise(const_cast<std::byte*>(data_), size_, MADV_HUGEPAGE);
 #endif
 }
@@ -231,7 +230,7 @@ void write_folder_atomic(const fs::path& path, const std::function<void(const fs
       fail("write", target);
     }
     sync_folder(parent_of(target));
-    fs::remove_all(temporary, ignored);  // after an exchange: the former content
+    fs::remove_all(temporary, ignored);  // holds the former content after an exchange
   } catch (...) {
     fs::remove_all(temporary, ignored);
     throw;

@@ -27,10 +27,10 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return {data_, size_}; }
   const std::filesystem::path& path() const { return path_; }
-  // All of the file will be read, mostly onward: the system may fetch it in large pieces, ahead.
+  // The whole file will be read, mostly forward: the system may fetch large pieces ahead.
   void expect_full_read() const;
-  // The pages that lie wholly within `part` need not stay in memory: a file larger than memory can
-  // be read through. Reading them again reads the file again.
+  // Pages wholly within `part` may leave memory, so that a file larger than memory can be read
+  // through. Reading them again reads the file again.
   void release(std::span<const std::byte> part) const;
 
  private:
@@ -42,7 +42,7 @@ class MappedFile {
 std::string read_file(const std::filesystem::path& path);
 
 // A file being written under a temporary name beside `path`. commit() syncs it and renames it into
-// place; without commit() the destructor removes it and `path` keeps what it had.
+// place; without commit() the destructor removes it and `path` keeps its content.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);

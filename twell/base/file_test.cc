@@ -33,7 +33,7 @@ class File : public ::testing::Test {
   }
   ~File() override { fs::remove_all(folder_); }
 
-  // Names in the folder: what a failed write must not add to.
+  // Names in the folder, to which a failed write must not add.
   std::vector<std::string> names() const {
     std::vector<std::string> result;
     for (const auto& entry : fs::directory_iterator(folder_)) {
@@ -47,7 +47,7 @@ class File : public ::testing::Test {
   fs::path folder_;
 };
 
-// Files beyond `bytes` fail as on a full disk.
+// Makes writes beyond `bytes` fail as on a full disk.
 class SizeLimit {
  public:
   explicit SizeLimit(rlim_t bytes) {

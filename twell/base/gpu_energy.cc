@@ -5,7 +5,7 @@
 
 namespace twell {
 
-// The four functions used, by the signatures of NVML's C interface, which is stable.
+// The four functions used, with the signatures of NVML's C interface, which is stable.
 struct GpuEnergyMeter::Library {
   using Device = void*;
   void* handle = nullptr;

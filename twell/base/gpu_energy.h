@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The energy counter of an NVIDIA GPU, through the driver's management library (NVML), which is
-// looked for at run time: a program that uses this starts anywhere.
+// The energy counter of an NVIDIA GPU, through the driver's management library (NVML). It is loaded
+// at run time, so that a program also starts without it.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace twell {
 
 class GpuEnergyMeter {
  public:
-  // pci_bus_id: as cudaDeviceGetPCIBusId gives it.
+  // pci_bus_id: as returned by cudaDeviceGetPCIBusId.
   explicit GpuEnergyMeter(const std::string& pci_bus_id);
   ~GpuEnergyMeter();
   GpuEnergyMeter(const GpuEnergyMeter&) = delete;
@@ -18,8 +18,8 @@ class GpuEnergyMeter {
 
   // Why it cannot be read; empty when it can.
   const std::string& unavailable() const { return unavailable_; }
-  // Joules since the driver was loaded; steps some tens of milliseconds apart, so differences want
-  // a window of a second or more. 0 when unavailable.
+  // Joules since the driver was loaded. The counter advances every some tens of milliseconds, so
+  // measure differences over a second or more. 0 when unavailable.
   double joules() const;
 
  private:

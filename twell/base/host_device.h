@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Marks small functions that host code and CUDA kernels share; nothing without CUDA.
+// Marks small functions that host code and CUDA kernels share; empty without CUDA.
 #pragma once
 
 #ifdef __CUDACC__

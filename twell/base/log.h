@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages to the user go through a sink that the caller passes in; the library prints nothing.
+// Messages to the user go to a sink that the caller passes in; the library prints nothing.
 #pragma once
 
 #include <functional>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions over a warp, by exchanging values across lanes: every lane gets the same bits, in an
-// order of additions that is always the same. All 32 lanes must call.
+// Reductions over a warp, by exchanging values across lanes: every lane gets the same bits, and the
+// order of additions is fixed. All 32 lanes must call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Of both values.
+// Sums both values.
 __device__ __forceinline__ float2 warp_sum(float2 value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ float2 warp_sum(float2 value) {
   return value;
 }
 
-// Of integers or floats; a NaN loses against any number.
+// Maximum of integers or floats; a NaN loses against any number.
 template <typename T>
 __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer division that rounds up. Of numbers that are not negative, by positive ones.
+// Integer division that rounds up, for non-negative numbers and positive divisors.
 #pragma once
 
 #include <concepts>
@@ -11,7 +11,7 @@ namespace twell {
 TWELL_HOST_DEVICE constexpr auto ceil_div(std::integral auto n, std::integral auto by) {
   return (n + by - 1) / by;
 }
-// To a multiple of `step`.
+// Rounds up to a multiple of `step`.
 TWELL_HOST_DEVICE constexpr auto round_up(std::integral auto n, std::integral auto step) {
   return ceil_div(n, step) * step;
 }

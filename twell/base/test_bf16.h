@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GPU tests share on top of cuda_testing.h: random bf16 values, small ones whose sums are
-// exact, and conversions.
+// Shared by GPU tests, beyond cuda_testing.h: random bf16 values, small ones whose sums are exact,
+// and conversions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +21,7 @@ inline std::vector<__nv_bfloat16> random_bf16(int64_t n, uint64_t stream, float 
   return values;
 }
 
-// -1, 0 or 1.
+// Random values of -1, 0 or 1.
 inline std::vector<int8_t> random_signs(int64_t n, uint64_t stream) {
   std::vector<int8_t> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); i += 4) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the tests: a matrix of normal random values, or of NaN ("poisoned"), with NaN between its
-// rows, so that an op that misses an element or leaves its rows is seen.
+// For tests: a matrix of normal random values, or of NaN ("poisoned"), with NaN between its rows,
+// which reveals an op that misses an element or leaves its rows.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,7 @@ class TestMatrix {
   float& operator()(int64_t r, int64_t c) { return view()(r, c); }
   float operator()(int64_t r, int64_t c) const { return view()(r, c); }
 
-  // Bit for bit, the gaps included.
+  // Equal bit for bit, the gaps included.
   bool same_bits(const TestMatrix& other) const {
     return values_.size() == other.values_.size() &&
            std::memcmp(values_.data(), other.values_.data(), values_.size() * sizeof(float)) == 0;

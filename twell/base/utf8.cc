@@ -28,7 +28,7 @@ const unsigned char* skip_ascii(const unsigned char* p, const unsigned char* end
   return p;
 }
 
-// The next four bytes, the first one lowest; zeros, which continue nothing, stand beyond the end.
+// The next four bytes, the first one lowest. Bytes past the end are 0, which continues no sequence.
 uint32_t load_sequence(const unsigned char* p, const unsigned char* end) {
   const auto byte = [&](int i) { return uint32_t{p[i]} << (8 * i); };
   if (end - p >= 4) return byte(0) | byte(1) | byte(2) | byte(3);
@@ -37,9 +37,9 @@ uint32_t load_sequence(const unsigned char* p, const unsigned char* end) {
   return bytes;
 }
 
-// Length of the well-formed sequence of two to four bytes that starts the word; 0 when there is
-// none. Each form is told by the fixed bits of all its bytes at once; what is left to refuse are
-// overlong forms (no bit set beyond what a shorter form holds), surrogates and too high values.
+// Length of the well-formed sequence of two to four bytes that starts the word; 0 if there is none.
+// Each form is recognised by the fixed bits of all its bytes at once; then overlong forms (no bit
+// set beyond what a shorter form holds), surrogates and too high values are refused.
 size_t sequence_length(uint32_t bytes) {
   if ((bytes & 0x0000C0E0) == 0x000080C0) return (bytes & 0x1E) != 0 ? 2 : 0;
   if ((bytes & 0x00C0C0F0) == 0x008080E0) {
@@ -60,7 +60,7 @@ size_t find_invalid_utf8(std::string_view text) {
   const auto* end = begin + text.size();
   const auto* p = begin;
   while ((p = skip_ascii(p, end)) < end) {
-    // Text of other scripts stays in this loop instead of probing for ASCII after each letter.
+    // Text in other scripts stays in this loop, which does not probe for ASCII after each letter.
     while (p < end && *p >= 0x80) {
       const size_t length = sequence_length(load_sequence(p, end));
       if (length == 0) return static_cast<size_t>(p - begin);
@@ -72,8 +72,8 @@ size_t find_invalid_utf8(std::string_view text) {
 
 size_t utf8_prefix(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text.size();
-  // A sequence has at most three continuation bytes; more of them are invalid wherever they are
-  // cut.
+  // A sequence has at most three continuation bytes; longer runs of them are invalid wherever they
+  // are cut.
   const size_t lowest = limit - std::min<size_t>(limit, 3);
   for (size_t cut = limit; cut > lowest; --cut) {
     if (!is_continuation(static_cast<unsigned char>(text[cut]))) return cut;

@@ -7,8 +7,8 @@
 
 namespace twell {
 
-// Offset of the first byte that does not begin a well-formed sequence lying wholly within text;
-// text.size() when all of it is well formed.
+// Offset of the first byte that does not begin a well-formed sequence within text; text.size() if
+// all of it is well formed.
 size_t find_invalid_utf8(std::string_view text);
 
 // Length of the longest prefix of at most `limit` bytes that does not end inside a sequence.

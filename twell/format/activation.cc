@@ -11,8 +11,8 @@ struct Name {
   Activation activation;
 };
 
-// The first name of each is the one that is written. The variants of transformers differ in how
-// they compute, not in what.
+// The first name of each activation is the one that is written. The variants in transformers
+// compute the same function in different ways.
 constexpr Name kNames[] = {{"relu", Activation::kRelu},
                            {"silu", Activation::kSilu},
                            {"swish", Activation::kSilu},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The function behind the firing projection of a feed-forward layer. Only ReLU makes exact zeros;
-// layers with another one run dense.
+// The activation function of a feed-forward layer. Only ReLU makes exact zeros; layers with another
+// one run dense.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ std::string_view activation_name(Activation activation);
 // Any of transformers' names for the above; InputError names `source` and lists them.
 Activation parse_activation(std::string_view name, const std::string& source);
 
-// relu_share * relu(x) + (1 - relu_share) * kind(x): a layer on its way from one to the other.
+// relu_share * relu(x) + (1 - relu_share) * kind(x): a layer in transition from `kind` to ReLU.
 struct BlendedActivation {
   Activation kind = Activation::kRelu;
   float relu_share = 0.0f;  // in [0, 1]

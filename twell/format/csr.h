@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compressed sparse rows: the non-zeros of a row side by side, whatever their number. The working
-// form of CPU consumers, which gain nothing from fixed-size tiles.
+// Compressed sparse rows: the non-zeros of a row are contiguous, however many there are. CPU code
+// works on this form, because fixed-size tiles gain it nothing.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Csr {
   int64_t row_nnz(int64_t row) const { return row_begin[row + 1] - row_begin[row]; }
 };
 
-// In scratch memory of the scope. `in` must have row_nnz and ascending columns.
+// Allocated in the scope's scratch memory. `in` must have row_nnz and ascending columns.
 Csr csr_from_twell(Context& ctx, Arena::Scope& scope, const TwellWide& in);
 
 }  // namespace twell

@@ -4,7 +4,7 @@
 // Hugging Face stores down_proj as [D, F]; checkpoints are transposed when read and written.
 //   gated:      g = relu(x w_gate^T), u = x w_up^T, h = g * u, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down;  w_gate is empty
-// With another activation in the place of relu nothing is zero, and the layer runs dense.
+// With another activation instead of relu nothing is zero, and the layer runs dense.
 #pragma once
 
 #include "twell/base/matrix.h"

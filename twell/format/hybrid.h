@@ -5,7 +5,7 @@
 // row is stored whole, zeros included, in a dense tail. Heavy rows take tail rows in order.
 //
 // Overflow: a matrix with more heavy rows than the tail holds cannot be stored, and none of its
-// arrays but row_nnz may be used. Packing says so, and the producer stays dense.
+// arrays but row_nnz may be used. Packing reports it, and the producer stays dense.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct HybridShape {
 // Views of the arrays; the memory is the caller's.
 struct HybridF32 {
   HybridShape shape;
-  int64_t tail_rows = 0;         // in use
+  int64_t tail_rows = 0;         // rows of the tail in use
   int32_t* row_nnz = nullptr;    // [M] non-zeros of each row, heavy rows too
   int32_t* tail_slot = nullptr;  // [M] -1: compact; else the row of the tail
   Matrix<uint32_t> index;        // [M, W] columns
@@ -43,9 +43,9 @@ std::string hybrid_unsupported(const HybridShape& shape);
 int64_t hybrid_bytes(const HybridShape& shape, int64_t value_planes = 1);
 
 // The executable specification of the layout. Elements that compare unequal to 0 are kept, NaN too.
-// False when the heavy rows exceed the tail, and then only row_nnz is defined.
+// Returns false if the heavy rows exceed the tail; then only row_nnz is defined.
 [[nodiscard]] bool pack_hybrid(ConstMatrixF dense, HybridF32& hybrid);
-// dense [M, F] is written whole.
+// Writes every element of dense [M, F].
 void unpack_hybrid(const HybridF32& hybrid, MatrixF dense);
 
 struct HybridStats {

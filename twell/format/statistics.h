@@ -25,16 +25,16 @@ struct Pattern {
   }
 };
 
-// Of any order within a tile.
+// Accepts any order within a tile.
 template <typename Word>
 Pattern pattern_from_twell(const Twell<Word>& in);
-// Appends the rows of `from` to `to`, which has as many columns and at least row_begin {0}.
+// Appends the rows of `from` to `to`, which has the same cols and at least row_begin {0}.
 void append_rows(const Pattern& from, Pattern& to);
 Pattern slice_rows(const Pattern& in, int64_t begin, int64_t count);
 
 // Number of different columns active in each whole tile of `tokens` consecutive rows.
 std::vector<int64_t> union_sizes(const Pattern& pattern, int64_t tokens);
-// Mean size of the unions of all tiles, a last tile of fewer rows included.
+// Mean size of the unions of all tiles, including a shorter last one.
 double mean_union(const Pattern& pattern, int64_t tokens);
 
 }  // namespace twell

@@ -18,9 +18,9 @@
 // Overflow. The capacity of a tile is S - 1 non-zeros. A tile with more is spilled: word 0 still
 // holds the true count (that is how a reader sees it), word 1 the index of a spill slot, the rest
 // is unspecified. Slot i is T dense values at spill[i * T], in column order, every one of them
-// written (0 where there is no non-zero, and past column F). Which slot a tile gets carries no
-// meaning: a GPU may hand them out by an atomic counter and results still repeat; a producer that
-// has the dense activations in memory may name their own place. rows * tiles slots always suffice.
+// written (0 where there is no non-zero, and past column F). The choice of slot carries no meaning:
+// a GPU may assign slots with an atomic counter and results still repeat; a producer that has the
+// dense activations in memory may name their own place. rows * tiles slots always suffice.
 #pragma once
 
 #include <bit>
@@ -55,7 +55,7 @@ struct TwellShape {
 template <typename Word>
 std::string twell_unsupported(const TwellShape& shape);
 
-// What a word means. Values are converted by the caller's precision: Value is what is stored.
+// Meaning of a word. Value is the stored type; store and load convert from and to f32.
 template <typename Word>
 struct TwellWord;
 
@@ -124,9 +124,9 @@ struct Twell {
 using TwellPacked = Twell<uint32_t>;  // bf16 values: the GPU, files
 using TwellWide = Twell<uint64_t>;    // f32 values: the CPU
 
-// Executable specification, one element at a time. Elements that compare unequal to 0 are kept
-// (NaN and negative ones too: what fires is the producer's business). pack returns the spill slots
-// it used, numbered from 0 in row and tile order; an Error when they do not suffice.
+// Executable specification, one element at a time. Elements that compare unequal to 0 are kept (NaN
+// and negative ones too: the producer decides what is active). pack returns the number of spill
+// slots it used, numbered from 0 in row and tile order; Error if they do not suffice.
 template <typename Word>
 int64_t twell_pack_reference(ConstMatrixF dense, const Twell<Word>& out);
 template <typename Word>

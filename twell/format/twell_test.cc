@@ -13,7 +13,7 @@
 namespace twell {
 namespace {
 
-// Owns what a Twell view points to; poisoned, so that words nobody wrote are seen.
+// Owns what a Twell view points to; poisoned, so that unwritten words show.
 template <typename Word>
 struct Storage {
   explicit Storage(const TwellShape& shape, int64_t spill_slots)
@@ -94,7 +94,7 @@ TYPED_TEST(TwellTest, ColumnsBeyond65536) {
   for (const size_t column : {0u, 65535u, 65536u, 65537u, 131071u, 131072u, 196608u + 99u}) {
     dense[column] = static_cast<float>(column % 128 + 1);
   }
-  std::fill_n(dense.begin() + 70000, 600, 3.0f);  // overflow past the boundary
+  std::fill_n(dense.begin() + 70000, 600, 3.0f);  // overflow in a tile past column 65,536
   Storage<TypeParam> packed(shape, 4);
   twell_pack_reference(ConstMatrixF(dense.data(), 1, shape.cols), packed.view);
   std::vector<float> back(dense.size(), -1.0f);
@@ -130,7 +130,7 @@ TYPED_TEST(TwellTest, RefusesWhatDoesNotFit) {
   EXPECT_THROW(twell_pack_reference(ConstMatrixF(full.data(), 1, 256), packed.view), Error);
 }
 
-// Words as other implementations write them: count, then column | bf16 << 16.
+// Words as other implementations write them: the count, then column | bf16 << 16.
 TEST(TwellPackedLayout, Fixture) {
   TwellShape shape{1, 512, 256, 8};
   std::vector<float> dense(512, 0.0f);
