@@ -434,7 +434,7 @@ TEST(GpuFfnTrain, FollowsTheActivity) {
   EXPECT_EQ(choose(16384, 713.0, 1718.0), kHybrid);  // few tokens have all neurons active
   EXPECT_EQ(choose(16384, 56.0, 4065.0), kDense);
   EXPECT_EQ(choose(2048, 39.0, 3327.0), kDense);
-  EXPECT_EQ(choose(128, 15.0), kDense);  // launches cost more than the GEMMs save
+  EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
 }
 
 // Every policy on every kind of device and layer, written out without the table's rows.

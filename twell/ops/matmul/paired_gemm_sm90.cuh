@@ -16,7 +16,7 @@
 
 namespace twell::paired_gemm {
 
-// The k-steps of a tile in which spread steps run: the first, and then every kSpreadEvery-th.
+// The k-steps of a tile in which spread steps run: kSpreadFirst, then every kSpreadEvery-th.
 inline constexpr int kSpreadFirst = 4, kSpreadEvery = 3;
 // Whether `steps` steps all find a k-step.
 constexpr bool may_spread(int steps, int k_steps) {

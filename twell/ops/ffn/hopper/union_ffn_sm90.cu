@@ -364,7 +364,7 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
   }
 }
 
-// The k-step at which blocks are signalled; the previous item's stores are complete long before.
+// The k-step that signals the blocks of the previous item, whose stores are long complete by then.
 constexpr int kTellStep = 4;
 
 // State of a consumer warpgroup, kept across items.
