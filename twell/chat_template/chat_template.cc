@@ -11,12 +11,12 @@
 namespace twell {
 namespace fs = std::filesystem;
 using jinja::Value;
-using Json = nlohmann::ordered_json;  // templates see dictionaries in the order of the file
+using Json = nlohmann::ordered_json;  // keeps the file's order of keys, which templates see
 
 struct ChatTemplate::Impl {
   std::string source;
   jinja::Body body;
-  std::map<std::string, Value> variables;  // special tokens
+  std::map<std::string, Value> variables;  // includes the special tokens
   std::string eos_token;
 };
 
@@ -55,7 +55,7 @@ Json parse_config(std::string_view text, const std::string& source) {
   return json;
 }
 
-// A text, or an added token with its text in "content".
+// The text of a token, which is a string or an object with the text in "content".
 std::string token_text(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   return value.is_object() && value.contains("content") && value["content"].is_string()
@@ -116,7 +116,7 @@ ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::s
   if (impl->variables.contains("eos_token")) {
     impl->eos_token = *impl->variables["eos_token"].text();
   }
-  // transformers passes these whether or not there are any.
+  // transformers always passes these, even when there are none.
   impl->variables["tools"] = Value::none();
   impl->variables["documents"] = Value::none();
   return ChatTemplate(std::move(impl));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Templates and conversations out of arbitrary bytes: rendered or refused, never worse.
+// Arbitrary bytes as template and conversation are rendered or give an InputError.
 #include <cstddef>
 #include <cstdint>
 #include <string_view>

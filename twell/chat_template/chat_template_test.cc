@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chat templates against transformers' renderer. Golden values: tests/golden/make_chat_golden.py.
+// Compares with transformers' renderer; golden values: tests/golden/make_chat_golden.py.
 #include "twell/chat_template/chat_template.h"
 
 #include <gmock/gmock.h>
@@ -21,7 +21,7 @@ ChatTemplate make(const std::string& text) {
                              text);
 }
 
-// The text, or the error's.
+// The rendered text, or the error message.
 std::string render(const std::string& text, const std::string& messages = "[]") {
   try {
     return make(text).render_json(messages, false);
@@ -31,7 +31,7 @@ std::string render(const std::string& text, const std::string& messages = "[]") 
 }
 
 TEST(ChatTemplate, RendersAsTransformersDoes) {
-  // In the order of the file: dictionaries keep theirs.
+  // ordered_json, because templates see the file's order of keys.
   const auto golden = nlohmann::ordered_json::parse(
       read_file(std::filesystem::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "chat.json"));
   int64_t compared = 0;
@@ -162,7 +162,7 @@ TEST(ChatTemplate, BytesAreBounded) {
            doubling + "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
            doubling + "{% set n.x = [n.x, n.x] | string %}{% endfor %}",
            doubling + "{% set n.x = [n.x, n.x] | tojson %}{% endfor %}",
-           // A search for half of a text that has it nowhere, and reading on and on.
+           // A failing search for a long text must be linear, and repeated ones must be bounded.
            std::string("{% set x = 'a' * 8000000 %}{{ ('a' * 4000000 ~ 'b') in x }}"
                        "{% for i in range(100000) %}{% if 'b' in x %}{% endif %}{% endfor %}"),
        }) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The template language: values, syntax tree, parser and renderer. Internal to this room.
+// The template language: values, syntax tree, parser and renderer. Internal to this folder.
 //
-// Templates come with downloaded models, so parsing and rendering are bounded: depth of the syntax
-// tree and of values, steps, and bytes read and written in rendering. InputError beyond a bound.
+// Templates come with downloaded models, so these are bounded: the depth of the syntax tree and of
+// values, and the steps and bytes of rendering. InputError beyond a bound.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ struct List;
 struct Dict;
 struct Namespace;
 
-// An immutable value with Python's ideas of truth, text and order; a copy shares its content.
+// An immutable value with Python's truth, text and order; copies share their content.
 struct Value {
   struct None {};
-  // monostate: undefined. The renderer owns namespaces, so that they cannot own each other.
+  // monostate: undefined. The renderer owns namespaces, so they cannot form ownership cycles.
   std::variant<std::monostate, None, bool, int64_t, double, std::shared_ptr<const std::string>,
                std::shared_ptr<const List>, std::shared_ptr<const Dict>, Namespace*>
       data;
@@ -45,7 +45,7 @@ struct Value {
 
   bool undefined() const { return std::holds_alternative<std::monostate>(data); }
   bool is_none() const { return std::holds_alternative<None>(data); }
-  // Null when the value is of another kind.
+  // Null when the value has another type.
   const bool* boolean() const { return std::get_if<bool>(&data); }
   const int64_t* integer() const { return std::get_if<int64_t>(&data); }
   const double* real() const { return std::get_if<double>(&data); }
@@ -65,16 +65,16 @@ struct Value {
   }
 };
 
-// depth: 1 without lists and dictionaries inside.
+// depth: nesting of lists and dictionaries, 1 when none is inside.
 struct List {
   std::vector<Value> items;
   int depth = 1;
 };
 struct Dict {
-  std::vector<std::pair<std::string, Value>> items;  // in the order of insertion, each key once
+  std::vector<std::pair<std::string, Value>> items;  // insertion order, unique keys
   int depth = 1;
 };
-// namespace(): mutable, so that an assignment inside a loop is seen outside.
+// namespace() of Jinja: mutable, so that an assignment inside a loop is visible outside.
 struct Namespace {
   std::map<std::string, Value> fields;
 };
@@ -102,7 +102,7 @@ enum class ExpressionKind {
 struct Expression {
   ExpressionKind kind = ExpressionKind::kLiteral;
   int line = 1;
-  int depth = 1;  // of the tree under it
+  int depth = 1;  // of the tree rooted here
   std::string name;
   Value value;
   std::vector<ExpressionPtr> parts;
@@ -118,18 +118,18 @@ struct Statement {
   StatementKind kind = StatementKind::kText;
   int line = 1;
   std::string text;                // of kText
-  std::vector<std::string> names;  // loop variables; what is set ("ns", "field" for a namespace's)
-  ExpressionPtr expression;        // output, iterated, condition, value set (null: the body's text)
-  ExpressionPtr filter;            // for ... if
+  std::vector<std::string> names;  // loop variables or set targets ("ns", "field" for ns.field)
+  ExpressionPtr expression;        // of output, loop, condition or set (null: body's text)
+  ExpressionPtr filter;            // condition of "for ... if"
   Body body;
-  Body otherwise;  // else, elif
+  Body otherwise;  // of else and elif
 };
 
-// InputError names the source, the line and what is not supported.
+// InputError names the source, the line and the unsupported syntax.
 Body parse_template(std::string_view text, const std::string& source);
 
-// The text that the template writes. InputError names the source, the line, and the filter, test,
-// method or function that is not supported, or says what the template itself raised.
+// Renders the template. InputError names the source, the line, and the unsupported filter, test,
+// method or function, or gives the message that the template raised.
 std::string render(const Body& body, const std::map<std::string, Value>& variables,
                    const std::string& source);
 

@@ -13,15 +13,15 @@ enum class TokenKind { kText, kBeginOutput, kBeginBlock, kEnd, kName, kString, k
 
 struct Token {
   TokenKind kind = TokenKind::kText;
-  std::string text;  // of a string without its quotes and escapes
+  std::string text;  // of a string: unquoted and unescaped
   int line = 1;
 };
 
 bool is_name_char(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
 bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 
-// Cuts a template into text and the tokens of its {{ }} and {% %}. Whitespace control is done here,
-// as transformers sets Jinja up: trim_blocks and lstrip_blocks.
+// Cuts a template into text and the tokens of its {{ }} and {% %}. Also applies whitespace control,
+// with trim_blocks and lstrip_blocks on as in transformers.
 class Lexer {
  public:
   Lexer(std::string_view text, const std::string& source) : text_(text), source_(source) {
@@ -65,7 +65,7 @@ class Lexer {
     return text_.size();
   }
 
-  // lstrip_blocks: blanks between the start of a line and a block.
+  // lstrip_blocks: removes blanks between the start of a line and a block.
   void strip_line_start(std::string& before, size_t open) const {
     const size_t last = before.find_last_not_of(" \t");
     const bool at_start =
@@ -82,7 +82,7 @@ class Lexer {
                                          text_.begin() + static_cast<ptrdiff_t>(at_ + size), '\n'));
   }
 
-  // Behind the end of a tag: '-' takes all blanks away, a block or comment its own newline.
+  // After a tag: strip ('-') removes all white space, trim (block, comment) removes one newline.
   void after(bool strip, bool trim) {
     size_t end = at_;
     if (strip) {
@@ -107,7 +107,7 @@ class Lexer {
     const bool output = kind == '{';
     add(output ? TokenKind::kBeginOutput : TokenKind::kBeginBlock, "");
     const std::string_view close = output ? "}}" : "%}";
-    int depth = 0;  // of brackets: }} may close two dictionaries
+    int depth = 0;  // of brackets, because }} may close two dictionaries
     while (true) {
       while (at_ < text_.size() && is_space(text_[at_])) {
         line_ += text_[at_++] == '\n';
@@ -239,7 +239,7 @@ class Parser {
   };
 
   // ---- statements
-  // Up to a block that begins with one of `ends`, which is left to the caller.
+  // Parses up to a block that begins with one of `ends`; the caller consumes that block.
   Body statements(const std::vector<std::string_view>& ends) {
     const Deeper deeper(*this);
     Body body;
@@ -277,7 +277,7 @@ class Parser {
     } else if (word == "break" || word == "continue") {
       out.kind = word == "break" ? StatementKind::kBreak : StatementKind::kContinue;
       want_end();
-    } else if (word == "generation") {  // marks what an assistant says; writes nothing itself
+    } else if (word == "generation") {  // marks the assistant's text; has no output itself
       want_end();
       for (Statement& statement : statements({"endgeneration"}))
         body.push_back(std::move(statement));
@@ -289,7 +289,7 @@ class Parser {
     body.push_back(std::move(out));
   }
 
-  // {% endfor %} and its kin, of which statements() has seen the word.
+  // Consumes {% endfor %} or a similar block whose word statements() has already checked.
   void end_block() {
     at_ += 2;
     want_end();
@@ -300,7 +300,7 @@ class Parser {
     do out.names.push_back(want_name());
     while (take_sign(","));
     if (!take_word("in")) fail("a loop without 'in'");
-    out.expression = either();  // its own 'if' is the loop's
+    out.expression = either();  // either(), because a following 'if' is the loop's
     if (take_word("if")) out.filter = expression();
     if (is_word("recursive")) fail("recursive loops are not supported");
     want_end();
@@ -322,7 +322,7 @@ class Parser {
     if (word == "elif") {
       at_ += 2;
       Statement next{.line = peek().line};
-      if_block(next);  // takes the endif
+      if_block(next);  // consumes the endif
       out.otherwise.push_back(std::move(next));
       return;
     }
@@ -347,7 +347,7 @@ class Parser {
     end_block();
   }
 
-  // ---- expressions, from the loosest to the tightest
+  // ---- expressions, from lowest to highest precedence
   ExpressionPtr make(ExpressionKind kind, std::string name = "") {
     auto out = std::make_unique<Expression>();
     out->kind = kind;
@@ -355,7 +355,7 @@ class Parser {
     out->name = std::move(name);
     return out;
   }
-  // Appends a part (null: absent), and bounds the tree that it makes deeper.
+  // Appends a part (null: absent) and checks the depth of the tree.
   void add(Expression& out, ExpressionPtr part) {
     if (part) require_depth(out, *part);
     out.parts.push_back(std::move(part));
@@ -509,7 +509,7 @@ class Parser {
     return out;
   }
 
-  // Behind '(': positional ones go to parts.
+  // Parses the arguments after '('; positional ones are appended to parts.
   void arguments(Expression& out) {
     while (!take_sign(")")) {
       const bool named = peek().kind == TokenKind::kName && at_ + 1 < tokens_.size() &&
@@ -549,7 +549,7 @@ class Parser {
     out->value = std::move(value);
     return out;
   }
-  ExpressionPtr strings() {  // neighbours are one
+  ExpressionPtr strings() {  // adjacent strings are concatenated
     std::string text;
     while (peek().kind == TokenKind::kString) text += tokens_[at_++].text;
     return literal(Value::of(std::move(text)));

@@ -17,9 +17,9 @@ namespace twell::jinja {
 namespace {
 
 constexpr std::string_view kBlanks = " \t\n\r\f\v";
-constexpr size_t kTextOverhead = 64;  // bytes of a text's object and allocation
+constexpr size_t kTextOverhead = 64;  // bytes of a text's object and allocation header
 
-// What a rendering may still do. Everything below that loops over content or makes some, asks.
+// The remaining steps and bytes of a rendering; all code that reads or makes content charges it.
 class Budget {
  public:
   void step() {
@@ -72,7 +72,7 @@ class Budget {
 
 // ---- text
 
-// Linear in both sizes, which std::string::find is not.
+// Position of part in text. Linear in both sizes, unlike std::string::find.
 size_t find_text(Budget& budget, std::string_view text, std::string_view part, size_t from = 0) {
   budget.bytes(part.size());
   if (from > text.size()) return std::string::npos;
@@ -87,7 +87,7 @@ size_t find_text(Budget& budget, std::string_view text, std::string_view part, s
 
 bool begins_character(char c) { return (c & 0xc0) != 0x80; }
 
-// Where each character begins. A text that begins inside a character has those bytes as its first.
+// Start of each character. Continuation bytes at the start of the text count as one character.
 std::vector<uint32_t> characters(Budget& budget, const std::string& text) {
   budget.bytes(text.size() * sizeof(uint32_t));
   std::vector<uint32_t> begins;
@@ -102,7 +102,7 @@ std::string_view character(const std::string& text, const std::vector<uint32_t>&
   return std::string_view(text).substr(begins[i], end - begins[i]);
 }
 
-// Python's repr() of a text, for the usual ones.
+// Appends Python's repr() of a text, except for rare characters.
 void append_quoted(Budget& budget, std::string_view text, std::string& out) {
   budget.bytes(2 * text.size() + 2);
   const bool has_single = text.find('\'') != std::string_view::npos;
@@ -131,7 +131,7 @@ std::string number_text(double value) {
 
 void append_repr(Budget& budget, const Value& value, std::string& out);
 
-// What {{ value }} writes: text as it is, the rest as Python's str().
+// Appends what {{ value }} prints: text unchanged, other values as Python's str().
 void append_str(Budget& budget, const Value& value, std::string& out) {
   if (value.undefined()) return;
   if (const std::string* text = value.text()) return budget.append(out, *text);
@@ -173,7 +173,7 @@ std::string to_text(Budget& budget, const Value& value) {
   return out;
 }
 
-// For messages: the beginning of the text, on one line.
+// The beginning of the value's text on one line, for messages.
 std::string shown(Budget& budget, const Value& value) {
   constexpr size_t kShown = 300;
   std::string text = to_text(budget, value);
@@ -184,7 +184,7 @@ std::string shown(Budget& budget, const Value& value) {
   return text;
 }
 
-// A JSON string in UTF-8. Bytes that are not UTF-8 become U+FFFD.
+// Appends a JSON string in UTF-8; invalid bytes become U+FFFD.
 void append_json_text(Budget& budget, std::string_view text, std::string& out) {
   budget.bytes(6 * text.size() + 2);
   out += '"';
@@ -209,7 +209,7 @@ void append_json_text(Budget& budget, std::string_view text, std::string& out) {
   out += '"';
 }
 
-// As Python's json.dumps(ensure_ascii=False). Without an indent all is on one line.
+// Appends what Python's json.dumps(ensure_ascii=False) gives; without an indent, on one line.
 void append_json(Budget& budget, const Value& value, std::optional<int64_t> indent, int64_t depth,
                  std::string& out) {
   budget.step();
@@ -267,7 +267,7 @@ std::string strip(Budget& budget, const std::string& text, std::string_view set,
   return text.substr(begin, end - begin);
 }
 
-// Of ASCII letters; the names that templates change the case of are those of roles.
+// Changes ASCII letters only, which suffices for role names, the usual argument in templates.
 std::string change_case(std::string text, int (*change)(int)) {
   for (char& c : text) c = static_cast<char>(change(static_cast<unsigned char>(c)));
   return text;
@@ -309,7 +309,7 @@ Value split_at_blanks(Budget& budget, std::string_view text) {
   return budget.list(std::move(out));
 }
 
-// limit < 0: at every separator.
+// limit: most splits; negative: no limit.
 Value split(Budget& budget, std::string_view text, std::string_view separator, int64_t limit) {
   TWELL_REQUIRE(!separator.empty(), "split needs a separator");
   std::vector<Value> out;
@@ -362,7 +362,7 @@ const std::string& want_text(Budget& budget, const Value& value, const char* wha
   return *value.text();
 }
 
-// Null without that key.
+// Returns null when the key is missing.
 const Value* find_key(Budget& budget, const Dict& dict, std::string_view key) {
   budget.bytes(key.size() + dict.items.size());
   for (const auto& [name, item] : dict.items) {
@@ -399,7 +399,7 @@ bool equal(Budget& budget, const Value& a, const Value& b) {
   return a.space() == b.space();
 }
 
-// What a loop goes over: a list's items, a dictionary's keys, a text's characters.
+// What a loop iterates over: a list's items, a dictionary's keys, a text's characters.
 std::vector<Value> items_of(Budget& budget, const Value& value) {
   std::vector<Value> items;
   if (const List* list = value.list()) {
@@ -450,7 +450,7 @@ Value join(Budget& budget, const Value& value, const Value& separator) {
   return Value::of(std::move(out));
 }
 
-// As Python cuts lists and texts.
+// Slices a list or a text as Python does.
 Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
             std::optional<int64_t> to, int64_t stride) {
   TWELL_REQUIRE(stride != 0, "a slice needs a step");
@@ -466,7 +466,7 @@ Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
   };
   const int64_t begin = place(from, stride > 0 ? 0 : size - 1);
   const int64_t end = place(to, stride > 0 ? size : -1);
-  // Counted instead of stepped through: begin + stride may be beyond every integer.
+  // Compute the count instead of stepping, because begin + stride may overflow.
   const int64_t span = stride > 0 ? end - begin : begin - end;
   const uint64_t width =
       stride > 0 ? static_cast<uint64_t>(stride) : -static_cast<uint64_t>(stride);
@@ -485,7 +485,7 @@ Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
   return text != nullptr ? Value::of(std::move(cut)) : budget.list(std::move(items));
 }
 
-// object.key and object[key]; undefined where there is none.
+// object.key or object[key]; undefined when it does not exist.
 Value member(Budget& budget, const Value& object, const Value& key) {
   TWELL_REQUIRE(!object.undefined(), "{} of what is undefined", shown(budget, key));
   if (const Namespace* space = object.space()) {
@@ -497,7 +497,7 @@ Value member(Budget& budget, const Value& object, const Value& key) {
     return found == nullptr ? Value{} : *found;
   }
   if (key.integer() == nullptr) return {};
-  const auto place = [&](int64_t size) {  // -1: outside
+  const auto place = [&](int64_t size) {  // -1: out of range
     const int64_t at = *key.integer() < 0 ? *key.integer() + size : *key.integer();
     return at < 0 || at >= size ? -1 : at;
   };
@@ -535,11 +535,11 @@ Value compared(const std::string& sign, int order) {
   return Value::of(sign == "<=" ? order <= 0 : order >= 0);
 }
 
-// Python rounds quotients down and gives the remainder the sign of the divisor.
+// Divides like Python: the quotient is rounded down, the remainder has the divisor's sign.
 Value divided(const std::string& sign, int64_t x, int64_t y) {
   TWELL_REQUIRE(y != 0, "{} {} {} makes no sense", x, sign, y);
   if (sign == "/") return Value::of(static_cast<double>(x) / static_cast<double>(y));
-  if (y == -1) {  // -2^63 / -1 is no int64
+  if (y == -1) {  // -2^63 / -1 overflows int64
     TWELL_REQUIRE(sign == "%" || x != INT64_MIN, "{} {} {} is too large", x, sign, y);
     return Value::of(sign == "%" ? int64_t{0} : -x);
   }
@@ -613,7 +613,7 @@ Value arithmetic(Budget& budget, const std::string& sign, const Value& a, const 
 struct Arguments {
   std::vector<Value> positional;
   std::vector<std::pair<std::string, Value>> named;
-  // The i-th, or the one of that name, or the fallback.
+  // The i-th positional argument, else the one named `name`, else the fallback.
   Value get(size_t i, std::string_view name, Value fallback = {}) const {
     if (i < positional.size()) return positional[i];
     for (const auto& [key, value] : named) {
@@ -770,7 +770,7 @@ Value range(Budget& budget, const Arguments& arguments) {
   const bool one = arguments.positional.size() < 2;
   const int64_t begin = one ? 0 : at(0, 0), end = one ? at(0, 0) : at(1, 0), step = at(2, 1);
   TWELL_REQUIRE(step != 0, "range needs a step");
-  // The distance of two int64 is always a uint64.
+  // Use uint64 because the difference of two int64 always fits.
   const uint64_t low = static_cast<uint64_t>(step > 0 ? begin : end);
   const uint64_t high = static_cast<uint64_t>(step > 0 ? end : begin);
   const uint64_t width = step > 0 ? static_cast<uint64_t>(step) : -static_cast<uint64_t>(step);
@@ -917,7 +917,7 @@ class Renderer {
     return {};
   }
 
-  // Operands first; then line_ is the expression's own again, for the message of what fails.
+  // Evaluates the operands, then resets line_ to this expression's line for error messages.
   Value eval(const Expression& e) {
     line_ = e.line;
     budget_.step();

@@ -36,7 +36,7 @@ std::string encoding_name(int32_t encoding) {
 
 int bits_of(int max_level) { return std::bit_width(static_cast<unsigned>(max_level)); }
 
-// Levels of version 1: their size, then a run.
+// Takes the levels of a version 1 page: their size in bytes, then the data.
 std::span<const std::byte> sized_part(std::span<const std::byte>& bytes, const std::string& where) {
   uint32_t size = 0;
   const bool there = bytes.size() >= sizeof(size);
@@ -48,11 +48,11 @@ std::span<const std::byte> sized_part(std::span<const std::byte>& bytes, const s
   return part;
 }
 
-// ---- the compression of pages
+// ---- page decompression
 
 constexpr int32_t kUncompressed = 0, kSnappy = 1, kGzip = 2, kZstd = 6;
 
-// Bytes written; more than `out` has room for, or anything else when the data is damaged.
+// Returns the bytes written; any number other than out.size() means damaged data.
 size_t unsnappy(std::span<const std::byte> in, std::span<std::byte> out) {
   const auto* source = reinterpret_cast<const char*>(in.data());
   size_t size = 0;
@@ -64,7 +64,7 @@ size_t unsnappy(std::span<const std::byte> in, std::span<std::byte> out) {
   return status == SNAPPY_OK ? size : out.size() + 1;
 }
 
-// Gzip members one after the other.
+// Decompresses consecutive gzip members or zlib streams. Returns as unsnappy does.
 size_t gunzip(std::span<const std::byte> in, std::span<std::byte> out) {
   z_stream stream{};
   constexpr int kGzipOrZlib = 32;
@@ -104,7 +104,7 @@ size_t decompress(int32_t codec, std::span<const std::byte> in, std::span<std::b
   }
 }
 
-// Why pages of the codec (CompressionCodec of parquet.thrift) cannot be read; empty when they can.
+// Why pages of this CompressionCodec (parquet.thrift) cannot be read; empty when they can.
 std::string codec_refusal(int32_t codec) {
   if (codec == kUncompressed || codec == kSnappy || codec == kGzip || codec == kZstd) return {};
   static constexpr std::array<const char*, 8> kNames = {
@@ -114,8 +114,8 @@ std::string codec_refusal(int32_t codec) {
                      index < kNames.size() ? kNames[index] : std::to_string(codec));
 }
 
-// Decompresses `in` into all of `out`. InputError, naming `where`, when `in` is damaged or holds
-// more or less than that.
+// Decompresses `in` into all of `out`. InputError, naming `where`, when `in` is damaged or
+// decompresses to another size.
 void decompress_page(int32_t codec, std::span<const std::byte> in, std::span<std::byte> out,
                      const std::string& where) {
   TWELL_REQUIRE(decompress(codec, in, out) == out.size(),
@@ -293,7 +293,7 @@ void ParquetColumn::load_page() {
     case ParquetPageHeader::kDataV2:
       return begin_page_v2(header, stored);
     default:
-      break;  // an index, which rows are not read from
+      break;  // an index page, which holds no rows
   }
 }
 
@@ -318,7 +318,7 @@ void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
   if (header.encoding != kParquetPlain && header.encoding != kParquetPlainDictionary) {
     fail(fmt::format("a dictionary in encoding {}", header.encoding));
   }
-  // Every value takes four bytes or more, text those of its length, and stands in the chunk.
+  // Every value takes at least four bytes (text has a length field) and occurs in the chunk.
   if (header.values < 0 || header.values > header.bytes / 4 || header.values > chunk_.values) {
     fail(fmt::format("a dictionary of {} values in {} bytes for {} values", header.values,
                      header.bytes, chunk_.values));
@@ -335,7 +335,7 @@ void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
     PlainReader texts(dictionary_, field_, where_);
     for (size_t i = 0; i < values; ++i) {
       text_offsets_.push_back(static_cast<uint32_t>(dictionary_.size() - texts.bytes_left()));
-      texts.next();  // checks that it is there, in UTF-8
+      texts.next();  // checks that the text is complete and UTF-8
     }
   } else if (field_.type != kParquetBoolean) {
     const bool wide = field_.type == kParquetInt64 || field_.type == kParquetDouble;
@@ -358,7 +358,7 @@ void ParquetColumn::begin_page(const ParquetPageHeader& header, std::span<const 
   begin_values(header.encoding, bytes);
 }
 
-// Version 2 keeps its levels outside of what is compressed.
+// Version 2 pages store their levels uncompressed, before the compressed values.
 void ParquetColumn::begin_page_v2(const ParquetPageHeader& header,
                                   std::span<const std::byte> stored) {
   begin_entries(header);
@@ -375,7 +375,7 @@ void ParquetColumn::begin_page_v2(const ParquetPageHeader& header,
                   where_};
   stored = stored.subspan(static_cast<size_t>(levels));
   const auto bytes = static_cast<size_t>(header.bytes - levels);
-  // Where all are null there may be nothing to decompress.
+  // A page of nulls may have no data to decompress.
   const bool packed = header.compressed && !(stored.empty() && bytes == 0);
   begin_values(header.encoding, packed ? unpack(stored, bytes) : stored);
 }
@@ -396,7 +396,7 @@ void ParquetColumn::begin_values(int32_t encoding, std::span<const std::byte> by
     case kParquetPlainDictionary:
     case kParquetRleDictionary: {
       values_ = Values::kDictionary;
-      // The width of the indices, then runs of them; nothing where all are null.
+      // The index width (one byte), then runs of indices; empty in a page of nulls.
       const int width = bytes.empty() ? 0 : static_cast<int>(bytes[0]);
       indices_ = {bytes.empty() ? bytes : bytes.subspan(1), width, where_};
       return;

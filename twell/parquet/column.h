@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of a row group, entry by entry: its levels, and a value where there is one. One page is
-// in memory at a time, and the dictionary's page.
+// Reads a column of a row group entry by entry: its levels, and its value if it has one. Only the
+// current page and the dictionary page are in memory.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,12 @@
 
 namespace twell {
 
-// monostate: null. A text lies in its page, which the column keeps until the next entry is read.
+// monostate: null. A text points into its page and is valid until the next entry is read.
 using ParquetValue =
     std::variant<std::monostate, bool, int64_t, uint64_t, double, std::string_view>;
 
-// What the open columns of a file hold decompressed. Kilobytes may decompress to as much as they
-// claim, so the sum is bounded.
+// Bounds the decompressed bytes that a file's open columns hold, because a few kilobytes can
+// decompress to any size.
 class ParquetMemory {
  public:
   // InputError beyond 1 GiB, before anything is allocated.
@@ -34,13 +34,13 @@ class ParquetMemory {
   size_t held_ = 0;
 };
 
-// Values in PLAIN encoding.
+// Reads values in PLAIN encoding.
 class PlainReader {
  public:
   PlainReader() = default;
   PlainReader(std::span<const std::byte> bytes, const ParquetField& field, const std::string& where)
       : bytes_(bytes), field_(&field), where_(&where) {}
-  // Text is checked to be UTF-8. InputError when the bytes end early.
+  // InputError when the bytes end early or a text is not UTF-8.
   ParquetValue next();
   size_t bytes_left() const { return bytes_.size(); }
 
@@ -52,26 +52,25 @@ class PlainReader {
   std::span<const std::byte> bytes_;
   const ParquetField* field_ = nullptr;
   const std::string* where_ = nullptr;
-  uint32_t bit_ = 0;  // of the first byte, for BOOLEAN
+  uint32_t bit_ = 0;  // for BOOLEAN: next bit of the first byte
 };
 
 class ParquetColumn {
  public:
   // The file's bytes, the chunk, the field and the memory must outlive it; messages begin with
-  // `where`.
-  // InputError on a chunk that lies outside the file, is compressed in a way that is not read, or
-  // is of another type than the schema says.
+  // `where`. InputError when the chunk lies outside the file, has an unsupported compression, or
+  // has another type than the schema says.
   ParquetColumn(std::span<const std::byte> file, const ParquetChunk& chunk,
                 const ParquetField& field, ParquetMemory& memory, std::string where);
   ~ParquetColumn();
   ParquetColumn(const ParquetColumn&) = delete;
   ParquetColumn& operator=(const ParquetColumn&) = delete;
 
-  // Of the entry here, which at_end() says that there is. InputError on damaged pages.
+  // The current entry's levels, valid unless at_end(). InputError on damaged pages.
   bool at_end() const { return left_ == 0; }
   int repetition();
   int definition();
-  // Steps over the entry; its value, null where it has none.
+  // Consumes the entry and returns its value, null if it has none.
   ParquetValue take();
 
   size_t file_position() const { return static_cast<size_t>(rest_.data() - file_.data()); }
@@ -94,19 +93,19 @@ class ParquetColumn {
   const ParquetField& field_;
   ParquetMemory& memory_;
   std::string where_;
-  int64_t left_;           // entries, that here included
-  int64_t page_left_ = 0;  // of those, in the page, that here not included
-  bool loaded_ = false;    // the entry's levels
+  int64_t left_;           // entries, including the current one
+  int64_t page_left_ = 0;  // entries in the page after the current one
+  bool loaded_ = false;    // whether the entry's levels are read
   int repetition_ = 0, definition_ = 0;
   std::unique_ptr<std::byte[]> page_;  // decompressed
   size_t page_bytes_ = 0;
   RleReader repetitions_, definitions_, indices_;
   PlainReader plain_;
   enum class Values { kPlain, kDictionary, kRleBoolean } values_ = Values::kPlain;
-  std::unique_ptr<std::byte[]> dictionary_page_;  // decompressed; values are read where they lie
+  std::unique_ptr<std::byte[]> dictionary_page_;  // decompressed; values are read in place
   std::span<const std::byte> dictionary_;
   size_t dictionary_values_ = 0, dictionary_bytes_ = 0;
-  std::vector<uint32_t> text_offsets_;  // of a dictionary of texts: where each value begins
+  std::vector<uint32_t> text_offsets_;  // for a dictionary of texts: start of each value
 };
 
 }  // namespace twell

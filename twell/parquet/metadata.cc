@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Field numbers are those of parquet.thrift.
+// Parses metadata; the field numbers are those of parquet.thrift.
 #include "twell/parquet/metadata.h"
 
 #include <array>
@@ -25,7 +25,7 @@ void set_annotation(ParquetSchemaElement& out, ParquetAnnotation annotation,
   out.other = other;
 }
 
-// ConvertedType
+// Maps a ConvertedType to an annotation.
 void read_converted_type(int32_t value, ParquetSchemaElement& out) {
   static constexpr std::array<std::string_view, 22> kNames = {"UTF8",
                                                               "MAP",
@@ -64,7 +64,7 @@ void read_converted_type(int32_t value, ParquetSchemaElement& out) {
   }
 }
 
-// LogicalType, a union: one field, whose number says which it is.
+// Reads a LogicalType, a union: the number of its only field says which type it is.
 void read_logical_type(ThriftReader& in, ParquetSchemaElement& out) {
   static constexpr std::array<std::string_view, 17> kNames = {
       "",         "STRING",  "MAP",     "LIST", "ENUM", "DECIMAL", "DATE",    "TIME",   "TIMESTAMP",
@@ -98,7 +98,7 @@ void read_logical_type(ThriftReader& in, ParquetSchemaElement& out) {
 
 ParquetSchemaElement read_schema_element(ThriftReader& in) {
   ParquetSchemaElement out;
-  bool logical = false;  // it says more than the converted type that stands beside it
+  bool logical = false;  // a LogicalType was read; it overrides the ConvertedType
   in.fields([&](int32_t id, Type type) {
     switch (id) {
       case 1:
@@ -164,7 +164,7 @@ ParquetChunk read_chunk(ThriftReader& in) {
       there = true;
       return read_column(in, out);
     }
-    // A path to another file; how the column is encrypted.
+    // Field 1 is a path to another file; field 8 says how the column is encrypted.
     out.elsewhere |= id == 1 || id == 8;
     in.skip(type);
   });
@@ -189,7 +189,7 @@ ParquetRowGroup read_row_group(ThriftReader& in) {
 }  // namespace
 
 ParquetMetadata parse_parquet_metadata(std::span<const std::byte> file, const std::string& source) {
-  constexpr size_t kTail = 8;  // the metadata's size, and the magic again
+  constexpr size_t kTail = 8;  // the metadata's size and the closing magic
   TWELL_REQUIRE(!as_text(file).ends_with(kEncrypted), "{}: encrypted Parquet is not read", source);
   TWELL_REQUIRE(file.size() >= kMagic.size() + kTail && as_text(file).starts_with(kMagic) &&
                     as_text(file).ends_with(kMagic),

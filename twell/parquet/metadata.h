@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Parquet file's metadata (parquet.thrift), as far as rows are read from it.
+// The part of a Parquet file's metadata (parquet.thrift) that is needed to read rows.
 //
-// Numbers and names are the format's; whether they make sense together is for those who use them:
-// here only the encoding is checked.
+// Numbers and names are the format's. Only the encoding is checked here; users of the metadata
+// check that its values are consistent.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ enum class ParquetAnnotation { kNone, kText, kInteger, kUnsigned, kList, kOther 
 
 enum class ParquetRepetition : int32_t { kRequired = 0, kOptional = 1, kRepeated = 2 };
 
-// Physical types.
+// Physical types (Type of parquet.thrift).
 inline constexpr int32_t kParquetBoolean = 0, kParquetInt32 = 1, kParquetInt64 = 2,
                          kParquetFloat = 4, kParquetDouble = 5, kParquetByteArray = 6;
-// Encodings.
+// Encodings (Encoding of parquet.thrift).
 inline constexpr int32_t kParquetPlain = 0, kParquetPlainDictionary = 2, kParquetRle = 3,
                          kParquetRleDictionary = 8;
 
@@ -30,18 +30,19 @@ struct ParquetSchemaElement {
   std::string name;
   int32_t type = -1;  // physical; -1 for groups
   int32_t repetition = 0;
-  int32_t children = 0;  // that follow, each with its own
+  int32_t children = 0;  // number of child elements, which follow depth first
   ParquetAnnotation annotation = ParquetAnnotation::kNone;
-  std::string other;  // the name of an annotation that is not understood
+  std::string other;  // name of an unsupported annotation
 };
 
 struct ParquetChunk {  // the values of a column in a row group
   int32_t type = -1;
   int32_t codec = 0;
-  int64_t values = 0;  // nulls and empty lists included
+  int64_t values = 0;  // entries, including nulls and empty lists
   int64_t compressed_bytes = 0;
-  int64_t data_page_offset = 0, dictionary_page_offset = 0;  // in the file; 0: no dictionary
-  bool elsewhere = false;                                    // in another file, or encrypted
+  int64_t data_page_offset = 0,
+          dictionary_page_offset = 0;  // byte offsets in the file; 0: no dictionary
+  bool elsewhere = false;              // stored in another file, or encrypted
 };
 
 struct ParquetRowGroup {
@@ -51,12 +52,12 @@ struct ParquetRowGroup {
 
 struct ParquetMetadata {
   int64_t rows = 0;
-  std::vector<ParquetSchemaElement> schema;  // depth first, the root at its start
+  std::vector<ParquetSchemaElement> schema;  // depth first, starting with the root
   std::vector<ParquetRowGroup> row_groups;
 };
 
 struct ParquetPageHeader {
-  // Types of pages; others are passed over.
+  // Page types; pages of other types are skipped.
   static constexpr int32_t kData = 0, kDictionary = 2, kDataV2 = 3;
 
   int32_t type = -1;
@@ -69,10 +70,10 @@ struct ParquetPageHeader {
   bool compressed = true;                                                        // version 2
 };
 
-// The metadata at the end of a file's bytes. InputError, naming the source, when there is none.
+// Parses the metadata at the end of a file's bytes. InputError, naming the source, when it fails.
 ParquetMetadata parse_parquet_metadata(std::span<const std::byte> file, const std::string& source);
 
-// The header at the start of the bytes; `size` becomes its length.
+// Parses the header at the start of the bytes; sets `size` to its length in bytes.
 ParquetPageHeader parse_page_header(std::span<const std::byte> bytes, const std::string& source,
                                     size_t& size);
 

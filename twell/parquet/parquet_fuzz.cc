@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parquet files from hostile hands: rows, as JSON that can be written, or an InputError.
+// Reads hostile Parquet files: each gives rows that can be written as JSON, or an InputError.
 #include <cstdint>
 #include <nlohmann/json.hpp>
 
@@ -9,7 +9,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kMaxRows = 2000;  // a few bytes can stand for a great many nulls
+constexpr int64_t kMaxRows = 2000;  // a few bytes can encode millions of nulls
 
 void read(std::span<const std::byte> bytes, const std::vector<std::string>& names) {
   try {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows against files of pyarrow (tests/golden/make_parquet_golden.py), what is refused by name, and
-// damaged files.
+// Tests rows of files from pyarrow (tests/golden/make_parquet_golden.py), refusals of unsupported
+// features, and damaged files.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <zstd.h>
@@ -28,7 +28,7 @@ json read_all(ParquetReader& reader) {
   return rows;
 }
 
-// What the reader says about the bytes; empty when it reads them all.
+// The reader's error message for these bytes; empty when it reads them all.
 std::string fault(std::string_view file, const std::vector<std::string>& names = {}) {
   try {
     ParquetReader reader(std::as_bytes(std::span(file)), "f", names);
@@ -130,13 +130,13 @@ TEST(ParquetReader, FilesThatAreNoParquet) {
   EXPECT_THROW(ParquetReader(golden("missing.parquet")), InputError);
 }
 
-// Thrift's compact protocol, as far as the files below need it.
+// A writer for Thrift's compact protocol, limited to what the files below need.
 std::string varint(uint64_t value) {
   std::string out;
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
   return out + static_cast<char>(value);
 }
-// Fields of a struct by number: numbers as i64, the rest encoded already, with their type.
+// A field of a struct: a number, written as i64, or an encoded value with its type.
 struct Field {
   int id;
   int type;
@@ -161,7 +161,7 @@ Field list(int id, const std::vector<std::string>& structures) {
   return {id, 9, out};
 }
 
-// A required column of a type whose chunk holds nothing but a dictionary: `values` values in
+// A file with a required column of `type` whose chunk holds only a dictionary: `values` values in
 // `bytes` zeros.
 std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries) {
   const std::string zeros(static_cast<size_t>(bytes), '\0');

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists as different writers have described them, and schemas that contradict themselves.
+// Tests the list forms of different writers, and schemas that contradict themselves.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ std::vector<ParquetField> parse(const std::vector<ParquetSchemaElement>& element
   return parse_parquet_schema(metadata, "f");
 }
 
-// "list(value@3)": kinds, and the definition level of each value.
+// Describes a field as "list(value@3)": its kinds and their definition levels.
 std::string shape(const ParquetField& field) {
   if (field.kind == Kind::kValue) return fmt::format("value@{}", field.definition);
   std::string out = field.kind == Kind::kList ? fmt::format("list@{}(", field.definition) : "{";
@@ -52,14 +52,14 @@ std::string shape(const std::vector<ParquetSchemaElement>& elements) {
 
 TEST(ParquetSchema, ListsOfEveryAge) {
   const auto root = group("schema", kRequired, 1);
-  // Three levels, as specified.
+  // The specified form has three levels.
   EXPECT_EQ(
       shape({root, list("a", kOptional), group("list", kRepeated, 1), text("element", kOptional)}),
       "list@1(value@3)");
   EXPECT_EQ(
       shape({root, list("a", kRequired), group("bag", kRepeated, 1), text("item", kRequired)}),
       "list@0(value@1)");
-  // The repeated field is the element.
+  // In this older form the repeated field is the element.
   EXPECT_EQ(shape({root, list("a", kOptional), text("element", kRepeated)}), "list@1(value@2)");
   EXPECT_EQ(shape({root, list("a", kOptional), group("element", kRepeated, 2), text("x", kRequired),
                    text("y", kOptional)}),
@@ -68,10 +68,10 @@ TEST(ParquetSchema, ListsOfEveryAge) {
     EXPECT_EQ(shape({root, list("a", kOptional), group(name, kRepeated, 1), text("x", kRequired)}),
               "list@1({value@2})");
   }
-  // No LIST around it.
+  // A repeated field without a LIST around it is a list.
   EXPECT_EQ(shape({root, text("a", kRepeated)}), "list@0(value@1)");
   EXPECT_EQ(shape({root, group("a", kRepeated, 1), text("x", kOptional)}), "list@0({value@2})");
-  // A list of lists.
+  // This is a list of lists.
   const auto nested =
       parse({root, list("a", kOptional), group("list", kRepeated, 1), list("element", kOptional),
              group("list", kRepeated, 1), text("element", kOptional)});

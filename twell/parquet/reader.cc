@@ -15,7 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kMaxRowBytes = size_t{64} << 20;
-constexpr size_t kValueBytes = 64;  // about what a value takes besides its text
+constexpr size_t kValueBytes = 64;  // approximate memory of a value without its text
 
 int64_t count_columns(const ParquetMetadata& metadata) {
   return std::count_if(metadata.schema.begin(), metadata.schema.end(),
@@ -146,8 +146,8 @@ ParquetColumn& ParquetReader::first_column(const ParquetField& field) {
   return column(*value);
 }
 
-// The levels of every column below a field tell the same about the field itself; the first column's
-// are gone by, those of the others are checked where they are read.
+// All columns below a field must agree on its levels, so the first column decides here and the
+// others are checked when they are read.
 json ParquetReader::read(const ParquetField& field, int repetition) {
   spend(kValueBytes);
   if (field.kind == ParquetField::Kind::kValue) return read_value(field, repetition);
@@ -176,7 +176,7 @@ json ParquetReader::read_list(const ParquetField& field, int repetition) {
   return out;
 }
 
-// Nothing below the field is there: each of its columns has one entry that says so.
+// Reads a null or empty field: each column below it has one entry with the same levels.
 json ParquetReader::read_absent(const ParquetField& field, int repetition) {
   const int definition = first_column(field).definition();
   std::vector<const ParquetField*> values;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of a Parquet file as JSON objects, streamed: a page of each column is in memory at a
-// time.
+// Streams the rows of a Parquet file as JSON objects, with one page of each column in memory.
 //
-// Read are columns of text (BYTE_ARRAY as UTF8), INT32, INT64, FLOAT, DOUBLE and BOOLEAN, in lists
-// and structs of any nesting, with nulls; data pages of versions 1 and 2; the encodings PLAIN and
-// dictionary (and RLE of BOOLEAN); uncompressed, SNAPPY, GZIP and ZSTD. Anything else is refused by
-// name, as is a damaged file, with an InputError that names the file and the column.
+// Supported are columns of text (BYTE_ARRAY as UTF8), INT32, INT64, FLOAT, DOUBLE and BOOLEAN, in
+// lists and structs of any nesting, with nulls; data pages of versions 1 and 2; the encodings PLAIN
+// and dictionary (and RLE of BOOLEAN); uncompressed, SNAPPY, GZIP and ZSTD. Anything else, and a
+// damaged file, gives an InputError that names the file, the column and the reason.
 #pragma once
 
 #include <cstddef>
@@ -26,23 +25,23 @@ namespace twell {
 
 class ParquetReader {
  public:
-  // Maps the file. Of its top-level fields those named are read, all of them when none is named.
+  // Maps the file. Reads the named top-level fields, or all when no names are given.
   explicit ParquetReader(const std::filesystem::path& path,
                          const std::vector<std::string>& names = {});
-  // The file's bytes, which must outlive the reader.
+  // Reads a file's bytes, which must outlive the reader.
   ParquetReader(std::span<const std::byte> bytes, std::string source,
                 const std::vector<std::string>& names = {});
   ParquetReader(const ParquetReader&) = delete;
   ParquetReader& operator=(const ParquetReader&) = delete;
 
-  // Makes `row` the object of the next row; false at the end. Lists are arrays, nulls are null.
+  // Stores the next row in `row` as an object; false at the end. Lists become arrays, nulls null.
   // A row takes at most 64 MiB.
   bool next(nlohmann::json& row);
 
   const std::string& source() const { return source_; }  // for messages
-  int64_t rows() const { return metadata_.rows; }        // of the file
-  int64_t row() const { return row_; }                   // of the last one read, from 1
-  int64_t file_bytes_read() const;                       // about, for progress
+  int64_t rows() const { return metadata_.rows; }        // in the file
+  int64_t row() const { return row_; }                   // number of the last row read, from 1
+  int64_t file_bytes_read() const;                       // approximate, for progress
 
  private:
   void open(const std::vector<std::string>& names);
@@ -62,12 +61,12 @@ class ParquetReader {
   std::span<const std::byte> file_;
   std::string source_;
   ParquetMetadata metadata_;
-  std::vector<ParquetField> fields_;  // those to read
+  std::vector<ParquetField> fields_;  // fields to read
   size_t next_row_group_ = 0;
   int64_t rows_left_ = 0;  // in the current row group
   ParquetMemory memory_;
-  std::deque<ParquetColumn> open_;         // of the current row group, in the fields' order
-  std::vector<ParquetColumn*> by_column_;  // null where it is not read
+  std::deque<ParquetColumn> open_;         // columns of the row group, in the fields' order
+  std::vector<ParquetColumn*> by_column_;  // by column number; null: not read
   int64_t row_ = 0;
   size_t row_bytes_ = 0;
 };

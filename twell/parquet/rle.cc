@@ -35,7 +35,7 @@ void RleReader::begin_run() {
   TWELL_REQUIRE(count > 0, "{}: a damaged page (an empty run)", *where_);
   if (packed_) {
     left_ = count * 8;
-    // Some writers leave out the end of the last group.
+    // Some writers truncate the last group.
     const uint64_t bytes = count * bit_width_;
     groups_ = take(std::min<uint64_t>(bytes, bytes_.size()));
     bit_ = 0;
@@ -54,7 +54,7 @@ uint32_t RleReader::next() {
   const uint64_t first = bit_ / 8, last = (bit_ + bit_width_ + 7) / 8;
   TWELL_REQUIRE(last <= groups_.size(), "{}: a damaged page (levels or indices end early)",
                 *where_);
-  uint64_t window = 0;  // 32 bits from any bit on lie in five bytes
+  uint64_t window = 0;  // 32 bits at any bit offset lie in at most five bytes
   if (last > first) std::memcpy(&window, groups_.data() + first, last - first);
   const uint64_t value = (window >> (bit_ % 8)) & ((uint64_t{1} << bit_width_) - 1);
   bit_ += bit_width_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parquet's hybrid of runs and bit-packed groups, in which levels and dictionary indices stand.
+// Decodes Parquet's hybrid of RLE runs and bit-packed groups (levels and dictionary indices).
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace twell {
 class RleReader {
  public:
   RleReader() = default;
-  // Numbers of bit_width bits, 0 to 32. The bytes and the name of their place must outlive it.
+  // bit_width: bits per number, 0 to 32. The bytes and `where` must outlive the reader.
   RleReader(std::span<const std::byte> bytes, int bit_width, const std::string& where);
 
   // InputError when the bytes end early or are malformed.
@@ -22,14 +22,14 @@ class RleReader {
   void begin_run();
   std::span<const std::byte> take(uint64_t count);
 
-  std::span<const std::byte> bytes_;  // behind the current run
+  std::span<const std::byte> bytes_;  // bytes after the current run
   const std::string* where_ = nullptr;
   uint32_t bit_width_ = 0;
-  uint64_t left_ = 0;  // numbers of the current run
+  uint64_t left_ = 0;  // numbers left in the current run
   bool packed_ = false;
   uint32_t repeated_ = 0;              // the number that an unpacked run repeats
-  std::span<const std::byte> groups_;  // of a packed run
-  uint64_t bit_ = 0;                   // of the next number in them
+  std::span<const std::byte> groups_;  // data of a packed run
+  uint64_t bit_ = 0;                   // bit offset of the next number in groups_
 };
 
 }  // namespace twell

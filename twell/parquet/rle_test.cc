@@ -12,7 +12,7 @@ namespace {
 
 const std::string kWhere = "f";
 
-// The specification, bit by bit: groups of eight, lowest bit first.
+// Packs bit by bit as specified: groups of eight, lowest bit first.
 void append_packed(std::string& out, const std::vector<uint32_t>& values, int width) {
   ASSERT_EQ(values.size() % 8, 0u);
   const size_t groups = values.size() / 8;
@@ -63,7 +63,7 @@ TEST(Rle, PackedGroupsAndRunsOfEveryWidth) {
 TEST(Rle, TheLastGroupMayBeCutShort) {
   std::string bytes;
   append_packed(bytes, {1, 2, 3, 4, 5, 6, 7, 0}, 3);
-  bytes.resize(bytes.size() - 1);  // of 24 bits, 16 are left: five numbers
+  bytes.resize(bytes.size() - 1);  // 16 of 24 bits are left: five numbers
   RleReader reader(std::as_bytes(std::span(bytes)), 3, kWhere);
   for (uint32_t i = 1; i <= 5; ++i) EXPECT_EQ(reader.next(), i);
   EXPECT_THROW(reader.next(), InputError);

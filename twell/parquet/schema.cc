@@ -59,7 +59,7 @@ class SchemaReader {
     return out;
   }
 
-  // A repeated field that no LIST surrounds is a list of its own.
+  // A repeated field outside a LIST is itself a list.
   ParquetField read_field(Levels levels, int depth) {
     const ParquetSchemaElement& element = take();
     const auto repetition = static_cast<ParquetRepetition>(element.repetition);
@@ -85,7 +85,7 @@ class SchemaReader {
     return {.definition = outer.definition + 1, .repetition = outer.repetition + 1};
   }
 
-  // What the element describes, once it is there: `levels` include its own.
+  // Reads what the element describes; `levels` already include the element's own.
   ParquetField read_value(const ParquetSchemaElement& element, Levels levels, int depth) {
     if (element.type < 0 && element.annotation == ParquetAnnotation::kList) {
       return read_list(element, levels, depth);
@@ -108,8 +108,8 @@ class SchemaReader {
     return out;
   }
 
-  // LIST group { repeated group list { element } }, and its older forms in which the repeated field
-  // is the element itself.
+  // Reads LIST group { repeated group list { element } } and the older forms, in which the repeated
+  // field is the element itself.
   ParquetField read_list(const ParquetSchemaElement& group, Levels levels, int depth) {
     require(depth < kMaxDepth, "nested too deeply");
     require(group.children == 1, "with a LIST of several fields");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fields of a Parquet file as a tree of values: what a row looks like, and how the columns'
-// definition and repetition levels say what of it is there.
+// The fields of a Parquet file as a tree: the structure of a row, and the definition and repetition
+// levels that say which parts of it are present.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,30 @@
 
 namespace twell {
 
-// Levels count along the path from the root: an optional field adds a definition level, a repeated
-// one a definition and a repetition level.
+// Levels count from the root down: an optional field adds a definition level; a repeated field adds
+// a definition and a repetition level.
 struct ParquetField {
   enum class Kind { kValue, kObject, kList };
 
   std::string name;
   Kind kind = Kind::kValue;
-  int definition = 0;                  // the field is there, not null, from this level on
-  int element_definition = 0;          // lists: not empty from this level on
-  int repetition = 0;                  // lists: an entry of this level is the list's next element
-  std::vector<ParquetField> children;  // of an object; a list's element
-  // Values: which of the file's columns, counted along the schema; its physical type.
+  int definition = 0;                  // not null at this definition level or above
+  int element_definition = 0;          // lists: not empty at this level or above
+  int repetition = 0;                  // lists: level of an entry that is the next element
+  std::vector<ParquetField> children;  // an object's fields, or a list's element
+  // For values: the column's index in the file, in schema order, and its physical type.
   int64_t column = -1;
   int32_t type = -1;
   bool is_unsigned = false;
-  int max_repetition = 0;  // of the column
-  std::string refusal;     // why a value or what it is in cannot be read; empty when it can
+  int max_repetition = 0;  // for values: of the column
+  std::string refusal;     // why the field cannot be read; empty when it can
 
-  // The columns of the values below, the field itself included, in order.
+  // Appends the value fields at or below this field, in column order.
   void append_columns(std::vector<const ParquetField*>& out) const;
 };
 
-// The top-level fields. Columns of types that are not read, and maps, carry a refusal, so that they
-// can be passed over. InputError, naming the source, when the schema contradicts itself.
+// The top-level fields. Maps and columns of unsupported types carry a refusal, so that files which
+// have them can be read without them. InputError, naming the source, on a contradictory schema.
 std::vector<ParquetField> parse_parquet_schema(const ParquetMetadata& metadata,
                                                const std::string& source);
 

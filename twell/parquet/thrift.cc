@@ -52,7 +52,7 @@ std::pair<int64_t, ThriftType> ThriftReader::list_header() {
   const auto type = static_cast<ThriftType>(head & 0x0F);
   const uint64_t size = (head >> 4) == 15 ? varint() : head >> 4;
   if (type == ThriftType::kStop || type > ThriftType::kStruct) fail("an unknown type");
-  // Every element takes a byte or more.
+  // Every element takes at least one byte.
   if (size > bytes_.size() - position_) fail("a list longer than the data");
   return {static_cast<int64_t>(size), type};
 }
@@ -88,7 +88,7 @@ std::string_view ThriftReader::binary(ThriftType type) {
 }
 
 void ThriftReader::skip(ThriftType type) {
-  // Inside a list or a map, a flag is a byte of its own; as a field it has none.
+  // In a list or a map a boolean takes a byte; as a field it is encoded in the field's type.
   const auto skip_element = [&](ThriftType element) {
     if (element == ThriftType::kTrue || element == ThriftType::kFalse) {
       byte();

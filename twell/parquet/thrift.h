@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thrift's compact protocol, the encoding of Parquet's metadata: a cursor over untrusted bytes.
+// Reads Thrift's compact protocol, the encoding of Parquet's metadata, from untrusted bytes.
 // InputError, naming the source, when they end early, are malformed, or nest too deeply.
 #pragma once
 
@@ -29,12 +29,12 @@ enum class ThriftType : uint8_t {
 
 class ThriftReader {
  public:
-  // The bytes and the name of their source must outlive the reader.
+  // The bytes and `source` must outlive the reader.
   ThriftReader(std::span<const std::byte> bytes, const std::string& source)
       : bytes_(bytes), source_(source) {}
 
-  // Calls on_field(id, type) for each field of the struct here, up to its end. on_field reads the
-  // field's value with what follows, or with skip().
+  // Calls on_field(id, type) for each field of the struct at the cursor. on_field must read the
+  // value with one of the functions below, or skip(type).
   template <typename OnField>
   void fields(const OnField& on_field) {
     enter();
@@ -43,7 +43,7 @@ class ThriftReader {
     while (next_field(id, type)) on_field(id, type);
     --depth_;
   }
-  // The same for the elements of a list: on_element() reads one.
+  // Calls on_element() for each element of the list at the cursor; it must read one element.
   template <typename OnElement>
   void elements(ThriftType type, ThriftType element, const OnElement& on_element) {
     enter();
