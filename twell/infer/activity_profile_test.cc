@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kVocab = 61;
 
-// Neurons that fire, one dot product at a time.
+// Computes the active neurons, one dot product at a time.
 Pattern fired(const FfnWeights& weights, ConstMatrixF x) {
   Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
   for (int64_t m = 0; m < x.rows; ++m) {
@@ -33,7 +33,7 @@ Pattern fired(const FfnWeights& weights, ConstMatrixF x) {
 
 class ActivityProfileTest : public testing::Test {
  protected:
-  // Two sequences; x is what both layers see.
+  // Profiles two sequences; both layers receive the input x.
   void SetUp() override {
     for (int64_t i = 0; i < x_.size(); ++i) x_[i] = static_cast<float>((i * 7919) % 23) - 11.0f;
     profiler_.begin_batch(ids_, sequences_, ids_);
@@ -116,7 +116,7 @@ TEST_F(ActivityProfileTest, ExtremeTokens) {
   }
   for (const int32_t id : most) EXPECT_GE(profile.by_token[static_cast<size_t>(id)].seen, 5);
   EXPECT_GT(profile.nnz_of(most[0]), profile.nnz_of(least[0]));
-  // More than were seen often: all that were seen.
+  // If more tokens are requested than were seen often, all tokens seen are considered.
   EXPECT_EQ(std::ssize(profile.extreme_tokens(1000, true)),
             std::count_if(profile.by_token.begin(), profile.by_token.end(),
                           [](const TokenActivity& token) { return token.seen > 0; }));
@@ -150,7 +150,7 @@ TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
   EXPECT_DOUBLE_EQ(speedups[0], 1.0);
   EXPECT_GT(speedups[1], 1.2);
   EXPECT_GT(speedups[2], speedups[1]);
-  // The gate projection, a third of a gated layer, is always run.
+  // Every execution computes the gate projection, a third of a gated layer.
   EXPECT_LT(speedups[2], 3.0);
 }
 

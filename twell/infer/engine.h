@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model ready to run on one device, the CPU or a GPU.
+// A model that is ready to run on one device, the CPU or a GPU.
 #pragma once
 
 #include <filesystem>
@@ -16,8 +16,8 @@
 
 namespace twell {
 
-// The most that an engine will be asked for, so that what does not fit a GPU is refused before the
-// weights are loaded.
+// Upper bounds of later requests, so that what does not fit a GPU is refused before the weights are
+// loaded.
 struct EnginePlan {
   std::optional<SessionOptions> session;
   std::optional<ScorerPlan> scorer;
@@ -28,10 +28,10 @@ class Engine {
  public:
   virtual ~Engine() = default;
   virtual const ModelConfig& config() const = 0;
-  virtual std::string device() const = 0;  // to be shown: "CPU (8 threads)", "NVIDIA H200"
+  virtual std::string device() const = 0;  // display name: "CPU (8 threads)", "NVIDIA H200"
   virtual std::unique_ptr<Session> session(const SessionOptions& options) = 0;
   virtual std::unique_ptr<Scorer> scorer(FfnPolicy policy) = 0;
-  virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // on its device
+  virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // of this engine's device
 };
 
 class EngineCpu : public Engine {

@@ -9,11 +9,11 @@ namespace twell {
 
 class EngineCuda : public Engine {
  public:
-  // InputError on any fault of the checkpoint, and, before anything is loaded and with the numbers,
-  // when the model and the plan do not fit together.
+  // InputError on any fault of the checkpoint and, before anything is loaded, when the device has
+  // too little memory for the model and the plan; the message gives the numbers.
   EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan,
              const LoadOptions& load = {});
-  // Why the current device cannot run this; empty when it can.
+  // The reason why the current device cannot run this; empty when it can.
   static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan);
 
   const ModelConfig& config() const override { return model_->config(); }

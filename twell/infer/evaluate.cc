@@ -112,7 +112,7 @@ void Evaluator::run_batch() {
   for (const float loss : losses) result_.loss_sum += static_cast<double>(loss);
   result_.tokens += std::ssize(losses);
   for (size_t layer = 0; layer < row_nnz.size(); ++layer) {
-    // A token in several overlapping windows counts in the one that scores it.
+    // A token in several overlapping windows is counted only in the window that scores it.
     for (const int64_t row : rows) {
       const int32_t nnz = row_nnz[layer][static_cast<size_t>(row)];
       ++result_.layers[layer].tokens_with[static_cast<size_t>(nnz)];

@@ -12,28 +12,28 @@
 namespace twell {
 
 struct EvaluateOptions {
-  int64_t length = 0;  // tokens a window sees at most; 0: the model's context
-  // New tokens scored per window; 0: the length, so that windows do not overlap. With fewer, every
-  // token is scored after at least length - stride others.
+  int64_t length = 0;  // most tokens in a window; 0: the model's context
+  // New tokens scored per window; 0: the length, so that windows do not overlap. With a smaller
+  // stride, every token is scored with at least length - stride tokens of context.
   int64_t stride = 0;
-  // Tokens that go through the layers together, at least one window; 0: chosen for the device.
+  // Tokens per pass through the layers, at least one window; 0: chosen for the device.
   int64_t batch_tokens = 0;
-  ActivityProfiler* profiler = nullptr;  // when given, sees every batch
+  ActivityProfiler* profiler = nullptr;  // optional; receives every batch
 };
 
 // Active neurons per token of one layer, as a histogram.
 struct LayerHistogram {
-  std::vector<int64_t> tokens_with;  // [F + 1]: tokens with exactly n active neurons
+  std::vector<int64_t> tokens_with;  // [F + 1] tokens with exactly n active neurons, at index n
 
   int64_t tokens() const;
   double mean() const;
   int64_t max() const;
-  // Smallest n such that a share of at least `quantile` of the tokens has at most n.
+  // Smallest n such that at least a share `quantile` of the tokens has at most n active neurons.
   int64_t quantile(double quantile) const;
 };
 
 struct Evaluation {
-  int64_t tokens = 0;     // scored
+  int64_t tokens = 0;     // number of scored tokens
   double loss_sum = 0.0;  // nats
   std::vector<LayerHistogram> layers;
 
@@ -44,14 +44,14 @@ struct Evaluation {
 
 class Evaluator {
  public:
-  // The scorer must outlive it. InputError on impossible options.
+  // The scorer must outlive this object. InputError on impossible options.
   Evaluator(Scorer& scorer, const EvaluateOptions& options);
-  // The plan of a scorer for these options.
+  // The plan of a scorer that supports these options.
   static ScorerPlan plan(const ModelConfig& config, const EvaluateOptions& options);
 
-  // Scores ids[1..], each after those before it; ids[0] is context only.
+  // Scores ids[1..], each given the tokens before it; ids[0] is only context.
   void add(std::span<const int32_t> ids);
-  // Runs the windows that wait for a full batch, and returns the result.
+  // Runs the windows still waiting for a full batch and returns the result.
   const Evaluation& finish();
   const Evaluation& so_far() const { return result_; }
 
@@ -62,7 +62,7 @@ class Evaluator {
   int64_t length_, stride_, batch_tokens_;
   ActivityProfiler* profiler_;
   std::vector<int32_t> inputs_;
-  std::vector<int32_t> targets_;  // -1: seen as context, scored elsewhere
+  std::vector<int32_t> targets_;  // -1: context only, scored in another window
   std::vector<ForwardSequence> windows_;
   Evaluation result_;
 };

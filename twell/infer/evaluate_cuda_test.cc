@@ -55,8 +55,8 @@ TEST_F(EvaluateCudaTest, FiguresEqualCpu) {
       add_texts(gpu);
       const Evaluation& got = gpu.finish();
       EXPECT_EQ(got.tokens, want.tokens);
-      // The error of a token's loss is about that of a logit, some hundredths (forward_cuda_test);
-      // their mean over more than a thousand tokens is far closer.
+      // The loss of a token has about the error of a logit, a few hundredths (forward_cuda_test);
+      // the mean over more than a thousand tokens is much more accurate.
       EXPECT_NEAR(got.cross_entropy(), want.cross_entropy(), 0.01);
       ASSERT_EQ(got.layers.size(), want.layers.size());
       for (size_t layer = 0; layer < want.layers.size(); ++layer) {
@@ -99,9 +99,9 @@ TEST_F(EvaluateCudaTest, ProfileEqualsCpu) {
       expected += b.fired[neuron];
       difference += std::abs(a.fired[neuron] - b.fired[neuron]);
     }
-    // Few gates are so close to 0 that rounding decides.
+    // Only gates very close to 0 can change sign by rounding, and these are few.
     EXPECT_LE(difference, expected / 50);
-    // The pattern and the counts are of the same gate.
+    // The pattern and the counts come from the same gate.
     EXPECT_NEAR(static_cast<double>(nnz) / static_cast<double>(got.tokens),
                 evaluation.layers[layer].mean(), 0.002 * evaluation.layers[layer].mean());
     EXPECT_GE(a.prompt.speedup(), 1.0);

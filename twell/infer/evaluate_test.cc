@@ -33,7 +33,7 @@ double reference_loss(Context& ctx, const Model& model, const std::vector<int32_
   double total = 0.0;
   const int64_t last = std::ssize(ids) - 1;
   for (int64_t i = 0; i < last; ++i) {
-    // The window that scores position i ends at the first of length, length + stride, ... past it.
+    // The window that scores position i ends at the first of length, length + stride, ... beyond i.
     const int64_t end = i < length ? length : length + (i - length) / stride * stride + stride;
     const int64_t begin = std::max<int64_t>(0, std::min(end, last) - length);
     total += token_loss(ctx, model, ids, begin, i);

@@ -18,7 +18,7 @@ class CpuCosts : public ExecutionCosts {
 
   ExpectedFfn together(const Pattern& fired) const override {
     ExpectedFfn out;
-    // The chunks that ffn_forward makes.
+    // The same chunks as in ffn_forward.
     const int64_t rows = fired.rows();
     const int64_t chunks = (rows + kFfnChunkTokens - 1) / kFfnChunkTokens;
     for (int64_t c = 0; c < chunks; ++c) {
@@ -57,8 +57,8 @@ class CpuCosts : public ExecutionCosts {
     }
   }
 
-  // The unit of the costs is a pair in up and down; the projection before them, which every
-  // execution runs, is one GEMM where they are two, or one where they are one.
+  // Costs are in units of one (token, neuron) pair of the up and down products. Every execution
+  // also runs the gate projection: one GEMM beside two (gated), or one beside one.
   void add(const FfnWork& work, ExpectedFfn& expected) const {
     const FfnExecution execution = cheapest_execution(work);
     const double dense = dense_cost(work);
@@ -85,7 +85,7 @@ class GpuCosts : public ExecutionCosts {
     return expected(activity, fired.rows(), 1);
   }
 
-  // A GPU decides from averages, not token by token.
+  // A GPU chooses from averages, not for each token.
   ExpectedFfn one_by_one(const Pattern& fired) const override {
     return expected(activity_of(fired), 1, fired.rows());
   }

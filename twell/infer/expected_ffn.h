@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a device's cost model expects of a layer's sparsity: the executions it would choose, and the
+// The executions that a device's cost model would choose for a layer's activity, and the expected
 // speed-up over dense.
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace twell {
 
-// The whole FFN of one layer, its gate projection included, as the cost model sees it (ops/ffn).
+// The whole FFN of one layer, including its gate projection, under the cost model of ops/ffn.
 struct ExpectedFfn {
   std::array<int64_t, kFfnExecutions> runs = {};  // how often each FfnExecution is the cheapest
-  double dense_cost = 0.0;                        // of all runs, in a unit of the device
-  double cost = 0.0;                              // with the cheapest execution of each
+  double dense_cost = 0.0;                        // sum over all runs, in a device-specific unit
+  double cost = 0.0;  // the same with the cheapest execution of each run
 
   FfnExecution execution() const;  // the most frequent
   double speedup() const { return cost == 0.0 ? 1.0 : dense_cost / cost; }
@@ -31,14 +31,14 @@ class ExecutionCosts {
  public:
   virtual ~ExecutionCosts() = default;
   virtual std::string_view device() const = 0;  // "CPU", "GPU"
-  // Of the tokens [M] of a batch that goes through the layer, and of each of them by itself.
+  // together: one run for all tokens [M] of a batch; one_by_one: one run per token.
   virtual ExpectedFfn together(const Pattern& fired) const = 0;
   virtual ExpectedFfn one_by_one(const Pattern& fired) const = 0;
 };
 
-// The context must outlive it: its threads are part of the answer.
+// The context must outlive the result; the costs depend on its number of threads.
 std::unique_ptr<ExecutionCosts> cpu_costs(Context& ctx, const ModelConfig& config);
-// Plain arithmetic, needs no GPU.
+// Computed on the host; needs no GPU.
 std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, const GpuDevice& device);
 
 }  // namespace twell

@@ -34,9 +34,9 @@ struct Generator::Request {
   TextStream stream;
   Generation result;
   std::vector<int32_t> prompt;
-  size_t fed = 0;      // tokens of the prompt in the session
-  int64_t slot = -1;   // none while it waits
-  int32_t last = 0;    // drawn last, not fed yet
+  size_t fed = 0;      // prompt tokens already in the session
+  int64_t slot = -1;   // -1 while waiting
+  int32_t last = 0;    // last token drawn, not in the session yet
   uint64_t drawn = 0;  // tokens drawn so far
   bool cancelled = false;
   Clock::time_point decode_start;
@@ -105,8 +105,8 @@ void Generator::cancel(int64_t request) {
 bool Generator::step() {
   end_cancelled();
   const bool growing = !running_.empty();
-  // When no sequence would have to wait, feeds all prompts that there are slots for; texts of a
-  // single token free theirs at once.
+  // Feeds one piece of the prompts; if no sequence is decoding, repeats this for all prompts that
+  // get a slot. A text of a single token frees its slot at once.
   do {
     admit_waiting();
     if (starting_.empty()) break;
@@ -134,7 +134,7 @@ void Generator::end_cancelled() {
 }
 
 Draw Generator::draw_of(const Request& request) const {
-  // Rows of the output head beyond the tokenizer's tokens are padding and never drawn.
+  // The output head can have padding rows beyond the tokenizer's ids; these are never drawn.
   return {.sampler = request.options.sampler,
           .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
           .index = request.drawn};
@@ -150,7 +150,7 @@ void Generator::admit_waiting() {
   }
 }
 
-// Feeds the next piece of the prompts, in the order of their submission.
+// Feeds the next piece of the prompts, in order of submission.
 void Generator::feed_prompts() {
   int64_t room = session_.prefill_tokens();
   std::vector<Prompt> pieces;
@@ -174,7 +174,7 @@ void Generator::feed_prompts() {
     if (i < pieces.size()) {
       request->result.prefill_seconds += std::chrono::duration<double>(now - start).count();
     }
-    // Tokens drawn in the middle of a prompt are ignored.
+    // The draw after an incomplete prompt is ignored.
     if (request->fed < request->prompt.size()) {
       not_through.push_back(std::move(request));
       continue;
@@ -205,7 +205,7 @@ void Generator::grow_running() {
   for (auto& request : ended) end(std::move(request));
 }
 
-// Whether the request continues after this token.
+// Adds the token; returns whether the request continues after it.
 bool Generator::takes(Request& request, int32_t id) {
   Generation& result = request.result;
   ++request.drawn;

@@ -19,13 +19,13 @@
 namespace twell {
 
 struct GenerateOptions {
-  int64_t max_tokens = 256;  // new tokens at most; the context is a limit too
+  int64_t max_tokens = 256;  // most new tokens; the context is also a limit
   SamplerOptions sampler;
-  bool begin_token = true;  // in front of the prompt, where the tokenizer's template has one
+  bool begin_token = true;  // prepend the begin token of the tokenizer's template, if any
   std::vector<std::string> stop_strings;
-  std::vector<int32_t> stop_tokens;                    // besides the tokenizer's end-of-text token
-  std::function<void(std::string_view text)> on_text;  // called as text becomes final
-  const std::atomic<bool>* cancel = nullptr;  // stop after the current token once it is true
+  std::vector<int32_t> stop_tokens;  // in addition to the tokenizer's end-of-text token
+  std::function<void(std::string_view text)> on_text;  // called when more text is final
+  const std::atomic<bool>* cancel = nullptr;           // once true, stops after the current token
 };
 
 enum class StopReason { kEndOfText, kStopString, kMaxTokens, kContextFull, kCancelled };
@@ -36,27 +36,27 @@ struct Generation {
   std::vector<int32_t> ids;  // without the prompt
   int64_t prompt_tokens = 0;
   StopReason reason = StopReason::kMaxTokens;
-  double prefill_seconds = 0.0;  // of the prompts that went through the layers with this one
+  double prefill_seconds = 0.0;  // of the prompts processed in the same passes as this one
   double decode_seconds = 0.0;
 };
 
-// The tokens of a prompt's text, after the token with which the tokenizer's template begins texts
-// unless begin_token is false. A prompt without any token starts from the end-of-text token, as
-// documents do in training. InputError when there is none, or the model has fewer tokens than the
-// tokenizer.
+// The tokens of a prompt, with the begin token of the tokenizer's template in front unless
+// begin_token is false. A prompt without any token starts with the end-of-text token, as documents
+// do in training. InputError when there is no such token, or when the model's vocabulary is smaller
+// than the tokenizer's.
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
                                 std::string_view prompt, bool begin_token = true);
 
-// Generates for many requests over the slots of one session. A request waits for a slot and leaves
-// it as soon as its text ends. Prompts are fed in pieces between the tokens of the other requests.
-// A request draws random numbers from its own seed, so that it gives the same text as alone, except
-// where the order of additions in a batch decides between equal logits.
+// Generates for many requests in the slots of one session. A request waits for a free slot and
+// releases it when its text ends. Prompts are fed in pieces between the decode steps of other
+// requests. Each request draws from its own seed, so it gives the same text as alone, unless a
+// different order of additions in a batch decides between nearly equal logits.
 class Generator {
  public:
-  // Called by step() for each request that has ended; it may submit further ones.
+  // Called by step() for each finished request; it may submit new requests.
   using OnDone = std::function<void(int64_t request, Generation generation)>;
 
-  // The session and the tokenizer must outlive it.
+  // The session and the tokenizer must outlive this object.
   Generator(Session& session, const Tokenizer& tokenizer, OnDone on_done);
   ~Generator();
   Generator(const Generator&) = delete;
@@ -65,12 +65,12 @@ class Generator {
   // Returns the request's number: 0, 1, 2, ... InputError when the options are impossible or the
   // prompt leaves no room for a token.
   int64_t submit(std::string_view prompt, GenerateOptions options);
-  // Ends the request in the next step with the text it has by then; no effect once it has ended.
-  // Only for the thread that calls step(); others set GenerateOptions::cancel.
+  // Ends the request in the next step with the text it has then; no effect on a finished request.
+  // Call it only on the thread that calls step(); other threads set GenerateOptions::cancel.
   void cancel(int64_t request);
-  // Waiting requests take free slots. Prompts are fed, at most Session::prefill_tokens() of their
-  // tokens while others grow, and every sequence whose prompt has been fed grows by a token. False
-  // when no request is left.
+  // Assigns free slots to waiting requests, feeds prompts (at most Session::prefill_tokens() tokens
+  // while other sequences are decoding), and adds a token to every sequence whose prompt is
+  // complete. Returns false when no request is left.
   bool step();
 
  private:
@@ -90,12 +90,12 @@ class Generator {
   OnDone on_done_;
   int64_t submitted_ = 0;
   std::deque<std::unique_ptr<Request>> waiting_;
-  std::vector<std::unique_ptr<Request>> starting_;  // in slots; their prompts are not all fed
+  std::vector<std::unique_ptr<Request>> starting_;  // have a slot; prompts incomplete
   std::vector<std::unique_ptr<Request>> running_;
   std::vector<int64_t> free_slots_;
 };
 
-// One request by itself.
+// Runs a single request.
 Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
                     const GenerateOptions& options);
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Generation on the GPU: many requests over few slots, prompts of any length, and what is left of
-// the device's memory afterwards.
+// Generation on the GPU: many requests in few slots, prompts of any length, and memory leaks.
 #include "twell/infer/generate.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +28,7 @@ int64_t free_bytes() {
   return static_cast<int64_t>(free);
 }
 
-// Letters, which the byte tokenizer takes one by one.
+// Random letters; the byte tokenizer makes one token of each.
 std::string random_text(int64_t length, uint64_t seed) {
   std::string text;
   for (const int32_t id : random_ids(length, 26, seed)) text += static_cast<char>('a' + id);
@@ -53,7 +52,7 @@ class GenerateCudaTest : public testing::Test {
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
   }
 
-  // All requests through one generator, in the order of submission.
+  // Runs all requests through one generator, in order of submission.
   std::vector<Generation> run(Session& session, const std::vector<std::string>& prompts,
                               const std::function<GenerateOptions(size_t)>& options) {
     std::vector<Generation> done(prompts.size());
@@ -105,9 +104,9 @@ TEST_F(GenerateCudaTest, SampledRequestsKeepTheirRandomNumbers) {
   SessionCuda session(*ctx_, *device_model_, {.slots = 7, .capacity = 64});
   SessionCuda alone(*ctx_, *device_model_, {.capacity = 64});
   const std::vector<Generation> done = run(session, prompts, options);
-  // Draws from the flat distributions of this model fall on a boundary within bf16 rounding now and
-  // then, and a text that parts stays parted. Rounding the weights alone leaves the first token of
-  // 35 of these texts as it was and the first two of 30; other random numbers, of 9 and 2.
+  // Some draws from this model's flat distributions lie within bf16 rounding of a boundary, and
+  // texts that differ once stay different. With rounded weights alone, 35 first tokens and 30 pairs
+  // of first two tokens agree; with other random numbers, 9 and 2.
   int64_t first = 0, both = 0;
   for (size_t i = 0; i < prompts.size(); ++i) {
     const std::vector<int32_t>&got = done[i].ids,
@@ -130,7 +129,7 @@ TEST_F(GenerateCudaTest, FillsTheContextAndNoMore) {
   for (const Generation& generation : done) {
     if (generation.reason == StopReason::kEndOfText) continue;
     EXPECT_EQ(generation.reason, StopReason::kContextFull);
-    // The last token is drawn from a full context and never fed.
+    // The last token is drawn from a full context and never enters it.
     EXPECT_EQ(generation.prompt_tokens + std::ssize(generation.ids), kContext + 1);
   }
 }
@@ -186,11 +185,11 @@ TEST_F(GenerateCudaTest, SessionsGiveTheirMemoryBack) {
     run(session, prompts,
         [](size_t i) { return GenerateOptions{.max_tokens = static_cast<int64_t>(3 + i % 5)}; });
   };
-  use(16);  // kernels, library handles and plans are loaded once and stay
+  use(16);  // kernels, library handles and plans are loaded once and stay allocated
   const int64_t before = free_bytes();
   for (int round = 0; round < 4; ++round) use(16);
   EXPECT_EQ(free_bytes(), before);
-  // A session that fails half-way, too.
+  // A session whose construction fails must not leak either.
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
   {
     SessionCuda session(*ctx_, *device_model_, {.slots = 1, .capacity = 64});

@@ -59,7 +59,7 @@ TEST_F(GeneratorTest, SlotsAreTakenAsTheyBecomeFree) {
   std::vector<int64_t> order;
   Generator generator(session, tokenizer_,
                       [&](int64_t request, const Generation&) { order.push_back(request); });
-  // Greedy generation of this model does not end by itself within 20 tokens of these prompts.
+  // With these prompts, greedy generation of this model does not stop within 20 tokens.
   const auto submit = [&](int64_t tokens) {
     return generator.submit("abc", {.max_tokens = tokens, .sampler = {.temperature = 0.0f}});
   };
@@ -73,7 +73,8 @@ TEST_F(GeneratorTest, SlotsAreTakenAsTheyBecomeFree) {
   submit(1);
   int64_t steps = 0;
   while (generator.step()) ++steps;
-  // The second ends first; the third takes its slot, then the fourth: all beside the first.
+  // The second request ends first; its slot goes to the third, then to the fourth, while the first
+  // runs.
   EXPECT_EQ(order, (std::vector<int64_t>{1, 2, 3, 0}));
   EXPECT_EQ(steps, 18);  // two tokens in the first, one in each further one
 }
@@ -88,12 +89,12 @@ TEST_F(GeneratorTest, LongPromptsAreFedInPiecesBetweenTheTokensOfOthers) {
   const GenerateOptions greedy{.max_tokens = 12, .sampler = {.temperature = 0.0f}};
   const std::string long_prompt(22, 'q');
   generator.submit("abc", greedy);
-  generator.step();  // its first two tokens
+  generator.step();  // draws its first two tokens
   generator.submit(long_prompt, greedy);
   generator.submit("xyz", greedy);
   for (int64_t piece = 1; piece <= 5; ++piece) {
     generator.step();
-    EXPECT_EQ(session.length(0), 3 + 1 + piece);  // one token each
+    EXPECT_EQ(session.length(0), 3 + 1 + piece);  // one new token each
     EXPECT_EQ(session.length(1), 4 * piece);
     EXPECT_EQ(session.length(2), 0);
   }
@@ -135,7 +136,7 @@ TEST_F(GeneratorTest, RequestsAreCancelledWhereverTheyAre) {
     EXPECT_EQ(generation.reason, StopReason::kCancelled);
     EXPECT_EQ(generation.ids.size(), request == 0 ? 2u : 0u);
   }
-  generator.cancel(0);  // has ended
+  generator.cancel(0);  // no effect: it has finished
   while (generator.step()) {
   }
   EXPECT_EQ(done.at(3).ids, generate(session, tokenizer_, "abc", greedy).ids);

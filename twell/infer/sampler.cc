@@ -16,7 +16,7 @@ struct Candidate {
   int32_t id;
 };
 
-// Most likely first; equal logits in the order of their ids, so that the choice is reproducible.
+// Sorts by falling logit, then by id, so that the choice is reproducible.
 bool more_likely(const Candidate& a, const Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
@@ -35,7 +35,7 @@ std::vector<Candidate> most_likely(std::span<const float> logits, int64_t count)
   return candidates;
 }
 
-// Probability mass of each candidate relative to the first one's.
+// Probability of each candidate relative to that of the first.
 std::vector<double> relative_weights(const std::vector<Candidate>& candidates, float temperature) {
   std::vector<double> weights;
   weights.reserve(candidates.size());

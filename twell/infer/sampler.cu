@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block per row. What the filters keep is always a prefix of the tokens in falling order of their
-// logits, so nothing is sorted: a prefix is found by radix selection on the logits' bits, by the
-// number of its tokens (top-k) or by its mass (top-p, and the draw itself).
+// One CTA per row. The filters always keep a prefix of the tokens sorted by falling logit. Instead
+// of sorting, radix selection on the logits' bits finds the prefix, by its number of tokens (top-k)
+// or by its probability mass (top-p, and the draw itself).
 #include "twell/infer/sampler_cuda.h"
 
 #include "twell/base/reduce.cuh"
@@ -17,14 +17,14 @@ constexpr int kDigitBits = 4;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr float kOne = 4294967296.0f;  // weight of the most likely token
 
-// Unsigned integers in the order of the floats; 0 and -0 are equal.
+// Maps floats to unsigned integers of the same order; 0 and -0 become equal.
 __device__ uint32_t key_of(float value) {
   const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 
-// A prefix in falling order: all tokens with larger keys than `key`, and the first `ties` of those
-// that have it.
+// A prefix in falling order: all tokens with keys larger than `key`, and the first `ties` of those
+// with this key.
 struct Prefix {
   uint32_t key;
   u64 ties;
@@ -59,7 +59,7 @@ class Row {
     __shared__ u64 tied;
     if (threadIdx.x == 0) tied = 0;
     __syncthreads();
-    if (tie != 0) tied = tie;  // all that are not 0 are the same
+    if (tie != 0) tied = tie;  // all non-zero values are equal
     __syncthreads();
     return sum + prefix.ties * tied;
   }
@@ -68,14 +68,14 @@ class Row {
   template <typename Count>
   __device__ Prefix select(u64 limit, const Count& count) const {
     __shared__ u64 of_digit[kDigits];
-    uint32_t found = 0;  // the digits so far
-    u64 above = 0;       // count of all larger keys
+    uint32_t found = 0;  // the digits found so far
+    u64 above = 0;       // count over all larger keys
     for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
       __syncthreads();
       if (threadIdx.x < kDigits) of_digit[threadIdx.x] = 0;
       __syncthreads();
       u64 mine[kDigits] = {};
-      const int fixed = shift + kDigitBits;  // bits below those found already
+      const int fixed = shift + kDigitBits;  // lowest bit of the digits found already
       for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
         const uint32_t key = key_of(logits_[i]);
         if (fixed < 32 && (key >> fixed) != (found >> fixed)) continue;
@@ -94,7 +94,7 @@ class Row {
       while (digit > 0 && above + of_digit[digit] < limit) above += of_digit[digit--];
       found |= static_cast<uint32_t>(digit) << shift;
     }
-    // All tokens with this key count the same.
+    // All tokens with this key have the same count.
     __shared__ u64 each;
     __syncthreads();
     if (threadIdx.x == 0) each = 1;
@@ -106,7 +106,7 @@ class Row {
     return {found, (limit - above + each - 1) / each};
   }
 
-  // The last token of a prefix: of those with its key, the `ties`-th in the order of ids.
+  // Writes the last token of a prefix: the `ties`-th, by id, of those with its key.
   __device__ void write_last(const Prefix& prefix, int32_t* id) const {
     u64 seen = 0;
     for (int64_t base = 0; base < p_.vocab; base += kThreads) {
@@ -133,7 +133,7 @@ class Row {
   float top_, per_unit_;
 };
 
-// Largest logit; NaN if any is.
+// Largest logit; NaN if any logit is NaN.
 __device__ float largest(const SampleCuda& p, const float* logits) {
   float top = -INFINITY;
   bool nan = false;
@@ -149,9 +149,9 @@ __device__ float largest(const SampleCuda& p, const float* logits) {
   return top;
 }
 
-// The first of the most likely tokens, in one pass.
+// Writes the most likely token (the lowest id among equals), in one pass.
 __device__ void write_most_likely(const SampleCuda& p, const float* logits, int32_t* id) {
-  u64 best = 0;  // key, and below it an id that is the larger the earlier it comes
+  u64 best = 0;  // key above a number that is larger for smaller ids
   bool nan = false;
 #pragma unroll 16
   for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
     return;
   }
   const Row row(p, logits, top);
-  Prefix kept{0, static_cast<u64>(p.vocab)};  // every token: the keys of numbers are above 0
+  Prefix kept{0, static_cast<u64>(p.vocab)};  // all tokens: keys of numbers are above 0
   if (p.top_k > 0 && p.top_k < p.vocab) {
     kept = row.select(static_cast<u64>(p.top_k), [](float) { return u64{1}; });
   }

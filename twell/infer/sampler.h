@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Picks the next token out of one row of logits.
+// Draws the next token from one row of logits.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct SamplerOptions {
   void validate() const;  // InputError with the value
 };
 
-// Filters apply in the order temperature, top-k, top-p, min-p, each on what the one before left.
-// A pure function of its arguments: `stream` tells sequences apart, `index` the tokens of one.
+// Filters apply in the order temperature, top-k, top-p, min-p, each to the result of the previous
+// one. A pure function of its arguments: `stream` identifies the sequence, `index` the token in it.
 // Error when a logit is NaN or none is finite.
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
                uint64_t index);

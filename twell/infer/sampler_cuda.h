@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sampler (sampler.h) on the GPU: the next token of every row of logits, with the same filters,
-// order among equals and random numbers. Probabilities are summed as 32-bit fixed-point numbers, so
-// that a draw repeats; it can differ from the CPU's only where a sum falls on a boundary within
-// rounding.
+// The sampler (sampler.h) on the GPU: draws the next token for every row of logits, with the same
+// filters, tie order and random numbers. Probabilities are summed as 32-bit fixed-point numbers, so
+// that draws are reproducible; they differ from the CPU's only where a sum is within rounding of a
+// boundary.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace twell {
 
 struct SampleCuda {
   int64_t rows = 0;
-  int64_t vocab = 0;                // logits of a row that take part, the first ones
+  int64_t vocab = 0;                // logits used in each row, from its start
   int64_t stride = 0;               // from one row to the next
   const float* logits = nullptr;    // [rows, stride]
   const float* uniforms = nullptr;  // [rows] in [0, 1): uniform(seed, stream, index) of each row

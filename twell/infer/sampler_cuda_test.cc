@@ -47,7 +47,7 @@ TEST_P(SamplerCudaTest, DrawsWhatTheCpuDraws) {
   const int64_t rows = 5, stride = 5003, vocab = 5000;
   std::vector<float> logits(static_cast<size_t>(rows * stride));
   for (size_t i = 0; i < logits.size(); ++i) {
-    // Coarse steps: many ties, at the top too. The last ones of a row do not take part.
+    // Coarse values give many ties, also at the top. The last logits of a row are not used.
     logits[i] = std::round(8.0f * normal(3, 1, i)) / 4.0f;
     if (static_cast<int64_t>(i) % stride >= vocab) logits[i] = 1000.0f;
   }

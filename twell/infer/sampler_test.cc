@@ -70,7 +70,7 @@ TEST(Sampler, SameSeedSameChoices) {
     first.push_back(sample(kLogits, {.seed = 3}, 0, i));
     second.push_back(sample(kLogits, {.seed = 3}, 1, i));
   }
-  EXPECT_NE(first, second);  // another stream draws its own numbers
+  EXPECT_NE(first, second);  // another stream has other random numbers
 }
 
 TEST(Sampler, MinusInfinityIsNeverDrawn) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An inference session over one model: a cache of past tokens, prefill and decode. One interface
-// for all devices; session_cpu.h and session_cuda.h are the two.
+// An inference session with one model: prefill and decode over a cache of past tokens. The
+// interface is the same for all devices; session_cpu.h and session_cuda.h implement it.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,22 @@
 namespace twell {
 
 struct SessionOptions {
-  int64_t slots = 1;           // sequences held at once
+  int64_t slots = 1;           // most sequences at a time
   int64_t capacity = 0;        // tokens per sequence; 0: the model's context
   int64_t prefill_tokens = 0;  // prompt tokens that go through the layers together; 0: what suits
                                // the device
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// How a sequence's next token is drawn: see sample().
+// Parameters of drawing a sequence's next token: see sample().
 struct Draw {
   SamplerOptions sampler;
   int64_t vocab = 0;    // ids below this one; 0: all
-  uint64_t stream = 0;  // which of the seed's random numbers
+  uint64_t stream = 0;  // selects the seed's random numbers
   uint64_t index = 0;
 };
 
-// New tokens of a slot's sequence.
+// New tokens to append to a slot's sequence.
 struct Prompt {
   int64_t slot = 0;
   std::span<const int32_t> ids;
@@ -41,14 +41,15 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // Appends ids to the slot's sequence and returns the logits [V] after the last of them, valid
-  // until the next call. InputError when the sequence would pass the capacity.
+  // Appends ids to the slot's sequence. Returns the logits [V] after the last id, valid until the
+  // next call. InputError when the sequence would exceed the capacity.
   virtual std::span<const float> append(int64_t slot, std::span<const int32_t> ids) = 0;
-  // One token for each of several slots: logits [slots.size(), V], valid until the next call.
+  // Appends one token to each of several slots. Returns logits [slots.size(), V], valid until the
+  // next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // The same for several sequences, and draws the next token of each: on the GPU the logits stay
-  // there. Slots are different ones. Errors as of sample().
+  // The same for several sequences, and draws the next token of each; on the GPU the logits are not
+  // copied to the host. Slots must be distinct. Errors as for sample().
   virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
                                std::span<int32_t> next);
   virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
@@ -58,19 +59,19 @@ class Session {
   virtual int64_t length(int64_t slot) const = 0;
   virtual int64_t slots() const = 0;
   virtual int64_t capacity() const = 0;  // tokens per sequence
-  // Prompt tokens that go through the layers together: calls that append more work in pieces.
+  // Prompt tokens per pass through the layers; calls that append more run several passes.
   virtual int64_t prefill_tokens() const = 0;
   virtual const ModelConfig& config() const = 0;
-  // Active FFN neurons per token and layer, so far.
+  // Mean active FFN neurons per token and layer, so far.
   virtual double nnz_per_token() = 0;
 
  protected:
   Session() = default;
-  // What the options ask for, checked against the model: InputError.
+  // The values that the options request, checked against the model. InputError.
   static int64_t checked_slots(const SessionOptions& options);
   static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
-  // InputError when nothing is appended or it does not fit.
+  // InputError when ids is empty or does not fit.
   void require_room(int64_t slot, std::span<const int32_t> ids) const;
 };
 

@@ -8,7 +8,7 @@
 namespace twell {
 namespace {
 
-// Bounds the activations' memory.
+// Limits the memory for activations.
 constexpr int64_t kPrefillTokens = 512;
 
 }  // namespace

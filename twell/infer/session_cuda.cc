@@ -11,12 +11,12 @@
 namespace twell {
 namespace {
 
-// Enough to fill the device.
+// Enough tokens to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
-// Graphs are kept for this many kinds of steps.
+// The number of graphs kept, one for each kind of step.
 constexpr size_t kMaxGraphs = 32;
 
-// From memory that may be gone when the copy is made: CUDA takes small pageable pieces along.
+// Copies from host memory that may be freed before the copy runs: CUDA stages small pageable data.
 template <typename T>
 void send(CudaContext& ctx, T* to, const std::vector<T>& from) {
   TWELL_CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice,
@@ -32,7 +32,7 @@ std::vector<float> uniforms_of(std::span<const Draw> draws) {
   return out;
 }
 
-// All but the seed, which is in the random number.
+// Whether all parameters but the seed are equal; the seed is already in the random number.
 bool draws_alike(const Draw& a, const Draw& b) {
   return a.vocab == b.vocab && a.sampler.temperature == b.sampler.temperature &&
          a.sampler.top_k == b.sampler.top_k && a.sampler.top_p == b.sampler.top_p &&
@@ -72,7 +72,7 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       last_hidden_(options.slots * model.config().width),
       host_logits_(logits_.size()),
       host_next_(next_.size()) {
-  forward_.make_screens();  // last, of what memory is left
+  forward_.make_screens();  // last, with the memory that is left
 }
 
 SessionCuda::~SessionCuda() { cudaStreamSynchronize(ctx_.stream()); }
@@ -119,12 +119,12 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
   const int64_t width = config().width;
   std::vector<int32_t> ids, last_rows;
   std::vector<ForwardSequence> sequences;
-  int64_t ended = 0;  // prompts whose last token has gone through the layers
+  int64_t ended = 0;  // prompts whose last token has passed the layers
   const auto run = [&] {
     forward_.run(ids, sequences, &cache_);
     if (!last_rows.empty()) {
       send(ctx_, last_rows_.data() + ended, last_rows);
-      // Their hidden states side by side: as rows of a table are looked up.
+      // Gather their hidden states with the embedding kernel.
       TWELL_CUDA_CHECK(launch_embedding({.tokens = std::ssize(last_rows),
                                          .width = width,
                                          .ids = last_rows_.data() + ended,
@@ -194,7 +194,7 @@ ConstMatrixF SessionCuda::read_logits(int64_t rows) {
 void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                            std::span<int32_t> next) {
   const int64_t vocab = config().vocab_size;
-  // Rows that are drawn alike in one launch: mostly all of them.
+  // Draw rows with equal parameters in one launch; usually that is all rows.
   for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
     const Draw& draw = draws[begin];
     while (end < draws.size() && draws_alike(draw, draws[end])) ++end;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A session on the GPU. Decoding a number of sequences runs as a CUDA graph from its second step
-// on. The device is waited for where a result is read, and nowhere else.
+// A session on the GPU. From its second step on, decoding a given number of sequences replays a
+// CUDA graph. The host waits for the device only to read results.
 #pragma once
 
 #include <map>
@@ -10,13 +10,13 @@
 
 namespace twell {
 
-// The model and the context must outlive the session. InputError, with the numbers, when cache and
-// activations do not fit into the device's memory.
+// The model and the context must outlive the session. InputError when cache and activations do not
+// fit into device memory; the message gives the numbers.
 class SessionCuda : public Session {
  public:
   SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options);
   ~SessionCuda() override;
-  // Device memory it takes beside the model, roughly; before it is made.
+  // Estimated device memory that a session takes in addition to the model.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const SessionOptions& options);
 
@@ -37,13 +37,13 @@ class SessionCuda : public Session {
 
  private:
   struct Graph {
-    bool warm = false;  // ran once without capture, which made what is made on first use
+    bool warm = false;  // a first run without capture has initialized everything
     CudaGraph graph;
   };
 
   static ForwardPlanCuda forward_plan(const ModelConfig& config, const SessionOptions& options);
-  // Enqueue the layers and the output head: logits of the last token of each prompt, or of one
-  // token per slot.
+  // Enqueue the layers and the output head, for the last token of each prompt or one token per
+  // slot.
   void enqueue_prompts(std::span<const Prompt> prompts);
   void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                       std::span<const float> uniforms);
@@ -51,11 +51,11 @@ class SessionCuda : public Session {
   // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
   void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
-  // After results were read: chooses the FFN layers' executions anew, each time after twice as many
-  // tokens, so that graphs are captured again a few times only.
+  // Call after reading results. Updates the FFN layers' executions at intervals that double, so
+  // that graphs are captured again only a few times.
   void count_tokens(int64_t new_tokens);
-  // Reads what the FFN layers counted and drops the graphs, which hold the executions chosen
-  // before.
+  // Reads the activity counted by the FFN layers, updates their executions, and drops the graphs,
+  // which contain the previous executions.
   void update_ffn_plans();
 
   CudaContext& ctx_;
@@ -65,14 +65,14 @@ class SessionCuda : public Session {
   KvCacheCuda cache_;
   DeviceBuffer<float> logits_;               // [slots, V]
   DeviceBuffer<int32_t> next_;               // [slots]
-  DeviceBuffer<int32_t> last_rows_;          // [slots] of prompts: rows of their last tokens
-  DeviceBuffer<float> uniforms_;             // [slots] of prompts
-  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] of prompts
+  DeviceBuffer<int32_t> last_rows_;          // [slots] rows of the prompts' last tokens
+  DeviceBuffer<float> uniforms_;             // [slots] for prompts
+  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for prompts
   PinnedBuffer<float> host_logits_;          // [slots, V]
   PinnedBuffer<int32_t> host_next_;          // [slots]
-  // By number of sequences and ForwardCuda::path().
+  // Key: number of sequences, ForwardCuda::path().
   std::map<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
-  int64_t tokens_ = 0;        // since the FFN plans were updated last
+  int64_t tokens_ = 0;        // since the last update of the FFN plans
   int64_t update_after_ = 1;  // tokens until the next update
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session's contract on the GPU, against the CPU's session on the same bf16 weights.
+// Tests the session's contract on the GPU against the CPU session with the same bf16 weights.
 #include "twell/infer/session_cuda.h"
 
 #include <gtest/gtest.h>
@@ -29,8 +29,8 @@ class SessionCudaTest : public testing::Test {
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
   }
 
-  // bf16 roundings of a model of two layers: see forward_cuda_test. Single rows of so narrow a
-  // model vary more than a batch does, by up to a factor of three.
+  // bf16 rounding errors of a two-layer model: see forward_cuda_test. Single rows of such a narrow
+  // model vary up to three times as much as a batch.
   static void expect_close(std::span<const float> got, std::span<const float> want) {
     ASSERT_EQ(got.size(), want.size());
     double error = 0.0, size = 0.0;
@@ -56,7 +56,7 @@ TEST_F(SessionCudaTest, AppendAndDecodeEqualCpu) {
   expect_close(got.append(2, a), want.append(2, a));
   expect_close(got.append(0, b), want.append(0, b));
   expect_close(got.append(2, b), want.append(2, b));
-  // The first step runs as it is, the second one is captured, the others replay it; the order of
+  // The first step runs without a graph, the second is captured, the others replay it; the order of
   // the slots changes.
   for (int32_t step = 0; step < 5; ++step) {
     const std::vector<int64_t> slots =
@@ -90,8 +90,8 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const auto a = random_ids(9, kVocab, 3), b = random_ids(4, kVocab, 4);
   const std::vector<Prompt> prompts = {{0, a}, {1, b}};
   std::vector<int32_t> next(2), other(2);
-  // One prompt at a time, as append() takes them: other kernels round elsewhere, and a draw between
-  // two tokens may go either way.
+  // append() takes one prompt at a time and uses other kernels, so rounding can change a draw that
+  // is close to a boundary.
   const std::vector<Draw> first = draws(0);
   for (size_t i = 0; i < 2; ++i) {
     drawn.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
@@ -125,7 +125,7 @@ TEST_F(SessionCudaTest, RefusesWhatDoesNotFit) {
   session.append(0, random_ids(10, kVocab, 4));
   EXPECT_THROW(session.append(0, random_ids(1, kVocab, 4)), InputError);
   EXPECT_EQ(session.length(0), 10);
-  // A cache of terabytes.
+  // The cache would take terabytes.
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
 }
 

@@ -23,7 +23,7 @@ double max_abs(std::span<const float> values) {
   return result;
 }
 
-// The same sums in another order: a few hundred roundings of logits of this size.
+// The sums differ only in their order: a few hundred roundings of logits of this size.
 void expect_close(std::span<const float> a, std::span<const float> b) {
   ASSERT_EQ(a.size(), b.size());
   const double tolerance = 512 * 1.2e-7 * std::max(max_abs(a), 1.0);
@@ -129,7 +129,7 @@ TEST(Generate, StopsForEachReason) {
   options.sampler = {.top_k = 256, .seed = 11};
   const Generation full = generate(session, tokenizer, "x", options);
   if (full.reason == StopReason::kContextFull) {
-    // The last token is sampled from a full context and never fed.
+    // The last token is sampled from a full context and never enters it.
     EXPECT_EQ(static_cast<int64_t>(full.ids.size()), model->config.context);
   } else {
     EXPECT_EQ(full.reason, StopReason::kEndOfText);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small random model for the tests of this room, and a tokenizer.
+// A small random model and a tokenizer for the tests of this room.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,7 @@ inline std::unique_ptr<Model> test_model(Context& ctx, int64_t vocab_size, uint6
   config.kv_heads = 2;
   config.head_dim = 8;
   config.context = 48;
-  config.init_std = 0.3;  // large enough that logits differ well beyond rounding
+  config.init_std = 0.3;  // large, so that logits differ by far more than rounding
   auto model = std::make_unique<Model>(config);
   init_weights(ctx, *model, seed);
   return model;

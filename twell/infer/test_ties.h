@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Greedy texts of one model that were computed in different orders: the same, but for a first
-// difference where two tokens are nearly as likely. Test code.
+// Test code: compares greedy texts of one model that were computed in different orders. They may
+// differ first only where two tokens are almost equally likely.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,14 +14,15 @@
 
 namespace twell {
 
-// relative: of the difference of two logits that count as equal, to the larger one.
+// relative: two logits count as equal when their difference is at most this share of the larger
+// one.
 inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> prompt,
                                      const std::vector<int32_t>& got,
                                      const std::vector<int32_t>& want, float relative = 0.05f) {
   size_t same = 0;
   while (same < got.size() && same < want.size() && got[same] == want[same]) ++same;
   if (same == got.size() && same == want.size()) return;
-  // One of them may have ended with an end-of-text token, which it does not list.
+  // One text may have ended with an end-of-text token, which its ids do not include.
   std::vector<int32_t> ids(prompt.begin(), prompt.end());
   ids.insert(ids.end(), want.begin(), want.begin() + static_cast<ptrdiff_t>(same));
   judge.clear(0);

@@ -7,7 +7,7 @@
 namespace twell {
 namespace {
 
-// Bytes at the end of text that begin, but do not complete, a UTF-8 character.
+// Number of bytes at the end of text that start an incomplete UTF-8 character.
 size_t incomplete_tail(std::string_view text) {
   const size_t longest = std::min<size_t>(3, text.size());  // a character has at most 4 bytes
   for (size_t n = 1; n <= longest; ++n) {
@@ -19,7 +19,7 @@ size_t incomplete_tail(std::string_view text) {
   return 0;
 }
 
-// Length of the longest end of text that is a proper beginning of stop.
+// Length of the longest suffix of text that is a proper prefix of stop.
 size_t partial_match(std::string_view text, std::string_view stop) {
   for (size_t n = std::min(text.size(), stop.size() - 1); n > 0; --n) {
     if (text.substr(text.size() - n) == stop.substr(0, n)) return n;

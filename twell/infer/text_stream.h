@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns generated tokens into text as they come, without incomplete UTF-8 characters or parts of
+// Converts generated tokens to text incrementally, without incomplete UTF-8 characters or parts of
 // stop strings.
 #pragma once
 
@@ -13,11 +13,11 @@ class TextStream {
  public:
   explicit TextStream(std::vector<std::string> stop_strings);
 
-  // Adds a token's bytes; returns the text that can be shown now.
+  // Adds a token's bytes; returns the text that is final now.
   std::string push(std::string_view bytes);
-  // The text that was held back, at the end of the generation; empty after a stop.
+  // Call at the end of generation: returns the text held back; empty after a stop.
   std::string finish();
-  // Whether a stop string has appeared; it and all text after it are left out.
+  // Whether a stop string has appeared; it and all text after it are omitted.
   bool stopped() const { return stopped_; }
 
  private:

@@ -22,7 +22,7 @@ TEST(TextStream, HoldsBackHalfACharacter) {
   EXPECT_EQ(stream.push("\x82"), "");
   EXPECT_EQ(stream.push("\xAC!"), "\xE2\x82\xAC!");
   EXPECT_EQ(stream.push("\xF0\x9F\x98"), "");
-  EXPECT_EQ(stream.finish(), "\xF0\x9F\x98");  // the model's own bytes, nothing is lost
+  EXPECT_EQ(stream.finish(), "\xF0\x9F\x98");  // the model's bytes are kept
 }
 
 TEST(TextStream, StopStringAcrossTokens) {
