@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activity of the feed-forward layers over one optimizer step: statistics summed over its
-// micro-batches, which neurons were active at all, and the reinitialisation of the others.
+// Activity of the feed-forward layers in one optimizer step: statistics summed over its
+// micro-batches, the neurons that were active, and the reinitialisation of all others.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ class StepActivity {
  public:
   explicit StepActivity(const ModelConfig& config);
   void clear();
-  // Adds one micro-batch's statistics, one per layer.
+  // Adds the statistics [L] of one micro-batch.
   void add(std::span<const FfnTrainStats> layers);
-  // [L][F], 1 where a neuron was active; filled by the forward passes.
+  // [L][F], 1 where a neuron was active; the forward passes fill it.
   std::vector<std::vector<uint8_t>>& active() { return active_; }
   const std::vector<std::vector<uint8_t>>& active() const { return active_; }
   std::vector<LayerMetrics> metrics() const;
@@ -31,12 +31,12 @@ class StepActivity {
   std::vector<FfnTrainStats> totals_;  // [L]
 };
 
-// Random streams of the reinitialisation, one per layer: "reinit" in ASCII, above any index that
-// other uses of the seed count up to.
+// Random streams of the reinitialisation, one per layer: "reinit" in ASCII, larger than any stream
+// index that other users of the seed reach.
 inline constexpr uint64_t kReinitStream = 0x7265'696e'6974'0000;
 
-// For each neuron j without activity, in the projection that decides whether it is active:
-// w[j] <- (1 - strength) w[j] + strength N(0, std^2). A pure function of the seed and the step.
+// For each inactive neuron j, in the projection that decides whether it is active: w[j] <- (1 -
+// strength) w[j] + strength N(0, std^2). A pure function of the seed and the step.
 void reinit_dead_neurons(Context& ctx, const TrainOptions& options, int64_t step,
                          const std::vector<std::vector<uint8_t>>& active, Model& model);
 

@@ -73,7 +73,7 @@ TEST_P(Reinit, MovesDeadNeuronsOnlyAndRepeats) {
       noise += drawn * drawn;
     }
   }
-  EXPECT_GT(noise, 0.25 * static_cast<double>(config.width));  // normal: the width in the mean
+  EXPECT_GT(noise, 0.25 * static_cast<double>(config.width));  // the mean is the width
 
   const size_t bytes = static_cast<size_t>(before.flat.size()) * sizeof(float);
   EXPECT_EQ(std::memcmp(after->flat.data(), reinit(2, 5)->flat.data(), bytes), 0);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The same as normal() of rng.h.
+// Equals normal() of rng.h.
 __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32);
   uint32_t c2 = static_cast<uint32_t>(stream), c3 = static_cast<uint32_t>(stream >> 32);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels on the parameters of a model in training. Internal to train. All pointers are device
-// memory.
+// Kernels that update the parameters of a model in training. Internal to train. All pointers refer
+// to device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,20 +10,20 @@
 
 namespace twell {
 
-// Split f32 weights [n] into halves (split_weight.h), and join them.
+// Splits f32 weights [n] into halves (split_weight.h), and joins halves to f32 weights.
 cudaError_t launch_split_weights(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest,
                                  cudaStream_t stream);
 cudaError_t launch_join_weights(const __nv_bfloat16* upper, const int16_t* rest, int64_t n,
                                 float* to, cudaStream_t stream);
 
-// For each neuron j with active[j] == 0: w[j] <- (1 - strength) w[j] + strength N(0, std_dev^2),
-// in f32, on weights in halves. Element d of neuron j gets random number first_index + j * width +
-// d of the stream (rng.h), up to the last bit of the device's logarithm and cosine.
+// For each neuron j with active[j] == 0: w[j] <- (1 - strength) w[j] + strength N(0, std_dev^2), in
+// f32, on weights in halves. Element d of neuron j uses random number first_index + j * width + d
+// of the stream (rng.h), up to the last bit of the device's logarithm and cosine.
 struct ReinitDead {
   int64_t neurons = 0;                        // F
   int64_t width = 0;                          // D
   const uint8_t* active = nullptr;            // [F]
-  const float* skip_unless_finite = nullptr;  // one value; where it is NaN nothing is changed
+  const float* skip_unless_finite = nullptr;  // one value; otherwise nothing changes
   float strength = 0.0f;
   float std_dev = 0.0f;
   uint64_t seed = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer steps on one device, which holds weights, gradients and moments. All devices have this
-// interface, so that a run can continue on another one. Schedules and checkpoints are the trainer's
-// (trainer.h).
+// Runs optimizer steps on one device, which holds weights, gradients and moments. All devices share
+// this interface, so that a run can continue on another device. Schedules and checkpoints belong to
+// the trainer (trainer.h).
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct StepRequest {
   int64_t step = 0;  // counted from 1
   double learning_rate = 0.0;
   double l1_coeff = 0.0;
-  std::optional<double> relu_share;  // of the activation, while a model is sparsified
-  std::span<const LayerHint> hints;  // [L], or empty when nothing is known
+  std::optional<double> relu_share;  // of ReLU in the activation, during sparsification
+  std::span<const LayerHint> hints;  // [L]; empty when unknown
 };
 
 struct StepOutcome {
@@ -35,22 +35,22 @@ class TrainEngine {
  public:
   virtual ~TrainEngine() = default;
 
-  // The model in host memory. Its weights equal those of the device only within read_state.
+  // The model in host memory. Its weights are up to date only within read_state.
   virtual Model& model() = 0;
-  // Forward, backward and the optimizer over all micro-batches of a step. When the loss or the norm
-  // is not finite, weights and moments stay unchanged.
+  // Runs forward, backward and the optimizer for all micro-batches of a step. When the loss or the
+  // norm is not finite, weights and moments stay unchanged.
   virtual StepOutcome step(const StepRequest& request) = 0;
-  virtual double validate() = 0;  // cross-entropy on the validation split, nats per token
+  virtual double validate() = 0;  // nats per token on the validation split
 
   using StateFn = std::function<void(const OptimizerTensors& state)>;
-  // Calls use() with a host copy of weights and moments.
+  // Calls use() with a host copy of the weights and moments.
   virtual void read_state(const StateFn& use) = 0;
-  // Takes over the weights and moments that fill() writes.
+  // Replaces the weights and moments by those that fill() writes.
   virtual void write_state(const StateFn& fill) = 0;
 
-  // For progress messages; 0 when not known or not limited.
-  virtual double peak_flops() const { return 0.0; }   // of dense bf16 products, per second
-  virtual int64_t device_bytes() const { return 0; }  // of device memory in use
+  // For progress messages; 0 when unknown or unlimited.
+  virtual double peak_flops() const { return 0.0; }   // dense bf16, FLOP/s
+  virtual int64_t device_bytes() const { return 0; }  // in use
 };
 
 }  // namespace twell

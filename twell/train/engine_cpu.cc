@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Tokens of a micro-batch, as sizes of the id buffers.
+// Number of tokens in a micro-batch, the size of the id buffers.
 size_t batch_size(const TrainOptions& options) {
   return static_cast<size_t>(options.micro_batch_tokens());
 }
@@ -43,7 +43,7 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
     teacher_state_.emplace(teacher->config, FfnPolicy::kAuto);
     teacher_hidden_ = Buffer<float>(options.micro_batch_tokens() * teacher->config.width);
   }
-  // Reserved as one block; the ops of the first step would otherwise take pieces of growing size.
+  // One reservation; otherwise the ops of the first step would allocate blocks of growing size.
   ctx.scratch().reserve(static_cast<size_t>(
       TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
 }
@@ -105,7 +105,8 @@ StepOutcome TrainEngineCpu::step(const StepRequest& request) {
 }
 
 double TrainEngineCpu::validate() {
-  // Half a training micro-batch at a time fits into the scratch memory that training has reserved.
+  // Validates half a training micro-batch at a time, which fits into the scratch memory of
+  // training.
   ValidationOptions validation;
   validation.sequences = options_.validation_sequences;
   validation.length = options_.sequence_length;

@@ -20,8 +20,8 @@ namespace twell {
 
 class TrainEngineCpu : public TrainEngine {
  public:
-  // Everything given must outlive the engine; `options` are resolved. The model is
-  // distilled from `teacher`, when not null, with the share that the options name.
+  // All arguments must outlive the engine; `options` must be resolved. If `teacher` is not null,
+  // the model is distilled from it with the share options.distill.
   TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
                  const Model* teacher = nullptr);
 

@@ -19,7 +19,7 @@ const ModelConfig& supported(const ModelConfig& config, const TrainOptions& opti
   return config;
 }
 
-// What changes from step to step, as it is copied to the device.
+// Values that change in every step and are copied to the device.
 struct StepValues {
   AdamWCoefficients adamw{};
   float l1_scale = 0.0f;
@@ -47,7 +47,7 @@ class Mirrored {
 
 }  // namespace
 
-// Cleared at the beginning of a step and copied back at its end.
+// Cleared at the start of a step, copied back at its end.
 struct TrainEngineCuda::Report {
   struct Head {
     CrossEntropySum loss;
@@ -76,12 +76,12 @@ struct TrainEngineCuda::Report {
   Mirrored values;
 };
 
-// Replays micro-batches as a CUDA graph from the second one on. The first one is enqueued op by op,
-// because it plans products, which allocates.
+// Replays micro-batches as a CUDA graph from the second on. The first is enqueued op by op, because
+// it plans matrix products, which allocates memory.
 class TrainEngineCuda::Replay {
  public:
   explicit Replay(CudaContext& ctx) : ctx_(ctx) {}
-  // To be called when executions have changed.
+  // Call it when executions have changed.
   void clear() {
     graph_ = CudaGraph();
     ran_ = false;
@@ -167,7 +167,7 @@ void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
   memory_changed_ = changed;
 }
 
-// Reads a micro-batch into inputs_ and targets_, unless it is there already.
+// Reads a micro-batch into inputs_ and targets_, unless they hold it already.
 void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   if (fixed_batch_ || (read_step_ == step && read_index_ == index)) return;
   TWELL_CHECK(micro_batches_ != nullptr, "step {} has no micro-batches to read", step);
@@ -176,7 +176,7 @@ void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   read_index_ = index;
 }
 
-// The first micro-batch of a step overwrites the gradients, later ones add to them.
+// The first micro-batch of a step overwrites the gradients; later ones add to them.
 void TrainEngineCuda::enqueue_micro_batch(bool first) {
   pass_.add = !first;
   const auto enqueue = [&] { training_.forward_backward(pass_); };
@@ -215,7 +215,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   block.to_host(ctx_.stream());
   if (request.step < options_.steps) next_batch(request.step + 1, 0);
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  // The first pass of an execution allocates workspaces.
+  // The first pass with new executions allocates workspaces.
   if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_device_bytes();
   return outcome();
 }
@@ -226,7 +226,7 @@ StepOutcome TrainEngineCuda::outcome() const {
   StepOutcome outcome;
   outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
   outcome.grad_norm = head.norm.norm;
-  constexpr int64_t kTile = 128;  // tokens; the last tile of a micro-batch may have fewer
+  constexpr int64_t kTile = 128;  // tokens; a micro-batch's last tile may have fewer
   const double tiles = static_cast<double>(options_.micro_batches() *
                                            ((options_.micro_batch_tokens() + kTile - 1) / kTile));
   for (int64_t i = 0; i < report_->layers; ++i) {
@@ -256,7 +256,7 @@ double TrainEngineCuda::validate() {
   for (int64_t begin = 0; begin < sequences; begin += most) {
     const int64_t count = std::min(most, sequences - begin);
     const size_t read = static_cast<size_t>(count) * length;
-    // The rest of the last micro-batch has no targets.
+    // Unused sequences of the last micro-batch have no targets.
     std::fill(inputs.begin(), inputs.end(), 0);
     std::fill(targets.begin(), targets.end(), -1);
     validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read));

@@ -24,8 +24,8 @@ namespace twell {
 
 class TrainEngineCuda : public TrainEngine {
  public:
-  // The arguments must outlive the engine; `options` are resolved. InputError where the run is not
-  // supported, or the device has too little memory. shards may be null for callers of set_batch.
+  // The arguments must outlive the engine; `options` must be resolved. InputError when the run is
+  // not supported or the device has too little memory. shards may be null if set_batch is used.
   // hints: as in plan_run_cuda.
   TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
                   const TrainOptions& options, std::span<const LayerHint> hints = {});
@@ -39,20 +39,20 @@ class TrainEngineCuda : public TrainEngine {
   double peak_flops() const override { return stated_peak_flops(ctx_.device_name()); }
   int64_t device_bytes() const override { return device_bytes_; }
 
-  // For benchmarks: every micro-batch is this one, of micro_batch * sequence_length tokens.
+  // For benchmarks: uses this batch of micro_batch * sequence_length tokens for every micro-batch.
   void set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets);
-  // The host calls them while it enqueues. With an after_stage, passes are not replayed as graphs.
-  // A captured graph keeps what before_ffn did during its capture.
+  // The host calls these while enqueuing. With an after_stage, passes are not replayed as graphs. A
+  // captured graph repeats what before_ffn did during its capture.
   struct Hooks {
     std::function<void(TrainingStage)> after_stage;
     std::function<void(int64_t layer, FfnTrainForwardCuda& problem)> before_ffn;
     std::function<void()> before_pass, after_optimizer;
   };
   void set_hooks(Hooks hooks);
-  int64_t replayed() const;  // micro-batches so far that replayed a graph
+  int64_t replayed() const;  // number of micro-batches so far that replayed a graph
 
  private:
-  // What a step reports, in one block of device memory that is copied back at once.
+  // The results of a step, in one block of device memory that is copied back at once.
   struct Report;
   class Replay;
   void prepare(std::span<const LayerHint> hints);
@@ -69,12 +69,12 @@ class TrainEngineCuda : public TrainEngine {
   TrainingCuda training_;
   OptimizerCuda optimizer_;
   std::unique_ptr<Report> report_;
-  std::array<std::unique_ptr<Replay>, 2> replays_;  // of a step's first micro-batch, of later ones
+  std::array<std::unique_ptr<Replay>, 2> replays_;  // first micro-batch of a step, later ones
   TrainingPassCuda pass_;
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
-  int64_t read_step_ = 0, read_index_ = 0;  // its step and index; step 0: none was read
+  int64_t read_step_ = 0, read_index_ = 0;  // step and index of that batch; step 0: none
   bool fixed_batch_ = false;
-  bool prepared_ = false;        // a step was prepared
+  bool prepared_ = false;        // at least one step was prepared
   bool memory_changed_ = false;  // in this step
   Hooks hooks_;
   int64_t device_bytes_ = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs of a micro model on the GPU: they follow the CPU's, resume bit for bit, change devices, and
-// stop on broken numbers.
+// Runs of a micro model on the GPU: they follow the CPU's runs, resume bit for bit, switch devices,
+// and stop on values that are not finite.
 #include "twell/train/engine_cuda.h"
 
 #include <gmock/gmock.h>
@@ -37,7 +37,7 @@ class TrainEngineCudaTest : public testing::Test {
   TrainOptions options(int64_t steps) const {
     TrainOptions options = micro_options(steps);
     options.validate_every = 1000;
-    options.validation_sequences = 7;  // no multiple of a micro-batch
+    options.validation_sequences = 7;  // not a multiple of a micro-batch
     return resolve_options(options, config());
   }
   std::unique_ptr<Model> fresh_model() {
@@ -49,7 +49,7 @@ class TrainEngineCudaTest : public testing::Test {
     if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data_.shards, options);
     return std::make_unique<TrainEngineCuda>(*device_, model, &data_.shards, options);
   }
-  // The weights after steps [from, to) on a device, from a checkpoint (or anew) into one.
+  // Trains from checkpoint `from` (or anew) to step `to`, saves to `into`, and returns the weights.
   std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,
                            const fs::path& from = {}, const fs::path& into = {}) {
     const auto model = from.empty() ? fresh_model() : load_model(ctx_, from);
@@ -94,7 +94,7 @@ TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
   train(false, options, 40);
   ASSERT_EQ(got.size(), losses_.size());
   EXPECT_LT(got.back(), got.front() - 1.0);
-  // Before the curves can part, the loss differs by rounding: 2^-9 in each of some 30 places.
+  // In the first step losses differ only by rounding: 2^-9 in each of about 30 places.
   EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
 }
@@ -119,8 +119,8 @@ TEST_F(TrainEngineCudaTest, ARunChangesDevices) {
     const fs::path half = temp_.path() / (cuda_first ? "gpu-half" : "cpu-half");
     train(cuda_first, options, 4, {}, half);
     const std::vector<float> both = train(!cuda_first, options, 8, half);
-    // Adam moves every weight by about the learning rate whatever the size of its gradient, so that
-    // those with gradients near nothing go elsewhere; the rest of the way is the same.
+    // Adam moves every weight by about the learning rate regardless of its gradient's size, so
+    // weights with tiny gradients move differently; all other weights move the same way.
     EXPECT_LT(distance(cpu, both), 0.5 * distance(cpu, start));
   }
   EXPECT_GT(distance(cpu, start), 0.1);
@@ -162,7 +162,7 @@ TEST_F(TrainEngineCudaTest, BrokenNumbersStopItWithTheWeightsBefore) {
     Trainer trainer(ctx_, *engine, data_.shards, options, "data");
     trainer.train_step();
     std::vector<float> before = weights(*engine);
-    // A norm's weight: every token meets it.
+    // The weight of a norm affects every token.
     before[static_cast<size_t>(model->flat.size()) - 1] = poison;
     std::vector<float> avg, avg_sq;
     engine->read_state([&](const OptimizerTensors& state) {
@@ -184,7 +184,7 @@ TEST_F(TrainEngineCudaTest, BrokenNumbersStopItWithTheWeightsBefore) {
 TEST_F(TrainEngineCudaTest, DeadNeuronsAreCountedAndMovedAsOnTheCpu) {
   TrainOptions options = this->options(4);
   options.reinit_dead = true;
-  options.learning_rate = 1e-9;  // so that what moves is what was reinitialised
+  options.learning_rate = 1e-9;  // tiny, so that only reinitialisation moves weights
   const auto with_dead_rows = [&] {
     auto model = fresh_model();
     const auto weights = model_matrices<float>(model->config, model->flat.data());
@@ -236,7 +236,7 @@ TEST_F(TrainEngineCudaTest, AWholeRunReportsTheDevice) {
             weights(*engine));
 }
 
-// What hybrid layers need while they work is more than one of them saves.
+// Hybrid layers share a workspace that is larger than the memory a single one of them saves.
 TEST_F(TrainEngineCudaTest, AutoTakesNoMoreMemoryThanDense) {
   const ModelConfig config = preset_config("0.5b");
   TrainOptions options;

@@ -16,13 +16,13 @@
 namespace twell {
 namespace {
 
-// Bytes of the leading whole lines whose step is at most `last_step`.
+// Size in bytes of the leading complete lines whose step is at most `last_step`.
 int64_t valid_prefix(const std::filesystem::path& path, int64_t last_step) {
   if (!std::filesystem::is_regular_file(path)) return 0;
   std::ifstream file(path);
   std::string line;
   int64_t bytes = 0;
-  while (std::getline(file, line) && !file.eof()) {  // eof: the line has no newline, it is torn
+  while (std::getline(file, line) && !file.eof()) {  // eof: the line lacks its newline
     const auto json = nlohmann::json::parse(line, nullptr, false);
     if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer() ||
         json["step"].get<int64_t>() > last_step) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measurements of a training step, as metrics.jsonl (one JSON object per step) and as progress
-// line.
+// Measurements of a training step: the rows of metrics.jsonl (one JSON object per step) and the
+// progress line.
 #pragma once
 
 #include <cstdint>
@@ -15,34 +15,35 @@
 
 namespace twell {
 
-// One layer over the tokens of one optimizer step.
+// One layer's activity over the tokens of one optimizer step.
 struct LayerMetrics {
   double nnz = 0.0;     // active neurons per token, mean
-  int64_t max_nnz = 0;  // of one token
-  // Neurons active on any of 128 consecutive tokens, mean; negative where not counted (CPU).
+  int64_t max_nnz = 0;  // maximum over tokens
+  // Mean number of neurons active on any of 128 consecutive tokens; negative when not counted
+  // (CPU).
   double union_neurons = -1.0;
-  // Micro-batches whose pattern did not fit its memory, so that backward computed it again (GPU).
+  // Micro-batches whose pattern exceeded its memory, so that backward recomputed it (GPU).
   int64_t recomputed = 0;
-  int64_t tail_rows = 0;    // tokens that the hybrid execution kept dense
+  int64_t tail_rows = 0;    // tokens that the hybrid execution stored densely
   double l1 = 0.0;          // sum over neurons of |h|, mean over tokens
-  int64_t dead = 0;         // neurons that no token activated
+  int64_t dead = 0;         // neurons that were active on no token
   double dead_share = 0.0;  // of all neurons
   FfnTrainExecution execution = FfnTrainExecution::kDense;
 };
 
 struct StepMetrics {
-  int64_t step = 0;                  // optimizer steps done; 0: before the first
-  int64_t tokens = 0;                // trained on since the start of the run
+  int64_t step = 0;                  // optimizer steps done; 0: none
+  int64_t tokens = 0;                // trained on since the run's start
   double ce = 0.0;                   // nats per token
-  std::optional<double> kl;          // to the teacher, nats per token
-  std::optional<double> relu_share;  // of the activation, while a model is sparsified
+  std::optional<double> kl;          // KL divergence to the teacher, nats per token
+  std::optional<double> relu_share;  // of ReLU in the activation, during sparsification
   double l1 = 0.0;                   // mean of the layers' l1
   double l1_coeff = 0.0;
   double learning_rate = 0.0;
   double grad_norm = 0.0;  // before clipping
   double seconds = 0.0;    // of this step
   double tokens_per_second = 0.0;
-  std::optional<double> mfu;         // share of the device's peak; dense FLOPs, bf16 products
+  std::optional<double> mfu;         // dense FLOP/s as a share of the device's bf16 peak
   int64_t device_bytes = 0;          // of device memory in use; 0 on the CPU
   std::vector<LayerMetrics> layers;  // empty before the first step
   std::optional<double> validation_ce;
@@ -50,32 +51,33 @@ struct StepMetrics {
   double loss() const { return ce + l1_coeff * l1; }
   double mean_nnz() const;
   double mean_dead_share() const;
-  int64_t hybrid_layers() const;  // that ran the hybrid execution
+  int64_t hybrid_layers() const;  // layers with the hybrid execution
 };
 
-// Tells which layers have changed their execution, once the new one has lasted: a layer near the
-// limit may change it and back for many steps.
+// Reports layers whose execution changed, once the new execution has lasted: a layer near the
+// threshold may switch back and forth for many steps.
 class ExecutionChanges {
  public:
   static constexpr int64_t kSettledSteps = 20;
 
-  // Of the next step: a line for the layers that went from one execution to another at about the
-  // same time; empty where nothing settled. What the first step runs is taken as known.
+  // Takes the metrics of the next step. Returns a line about the layers that changed in the same
+  // way at about the same time, or an empty string when none has settled. The first step's
+  // executions are not reported.
   //   "layers 0, 3: dense -> hybrid since step 39, with 122.8 of 1024 neurons active per token"
   std::vector<std::string> settled(const StepMetrics& metrics, int64_t ffn);
 
  private:
   struct Layer {
     FfnTrainExecution told, now;
-    int64_t since = 0;  // the first step of `now`
+    int64_t since = 0;  // first step with `now`
   };
   std::vector<Layer> layers_;
 };
 
 nlohmann::json metrics_json(const StepMetrics& metrics);
 
-// Appends one line per step. Opening cuts off the lines of steps after `last_kept_step`, which will
-// be done again, and a line that a crash left incomplete.
+// Appends one line per step. Opening a file removes the lines of steps after `last_kept_step`,
+// which will be repeated, and a line left incomplete by a crash.
 class MetricsWriter {
  public:
   MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step);
@@ -89,9 +91,9 @@ class MetricsWriter {
   int fd_ = -1;
 };
 
-// "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  hybrid 6/8  8.1k
-// tok/s  MFU 41%  18.2 GiB  ETA 3m12s". `validation_ce` is the latest one. Unknown values are left
-// out, as is an eta_seconds < 0.
+// Example: "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  hybrid 6/8
+// 8.1k tok/s  MFU 41%  18.2 GiB  ETA 3m12s". `validation_ce` is the latest value. Unknown values
+// and an eta_seconds < 0 are omitted.
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
                             std::optional<double> validation_ce, double eta_seconds);
 std::string format_count(double value);       // 1234567 -> "1.23M"

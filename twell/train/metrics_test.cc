@@ -39,8 +39,7 @@ std::vector<int64_t> steps_in(const std::filesystem::path& path) {
   return steps;
 }
 
-// A layer that changes its execution back and forth is not told of; those that settle are, in one
-// line.
+// A layer that keeps switching its execution is not reported; layers that settle share one line.
 TEST(Metrics, ExecutionChangesAreToldOnceTheyLast) {
   constexpr auto kDense = FfnTrainExecution::kDense, kHybrid = FfnTrainExecution::kHybrid;
   ExecutionChanges changes;
@@ -115,7 +114,7 @@ TEST(Metrics, ResumingCutsOffLaterStepsAndATornLine) {
 TEST(Metrics, AFullDiskIsReported) {
   const TempFolder folder;
   MetricsWriter writer(folder.path() / "metrics.jsonl", 0);
-  // A limit on the size of files fails writes just as a full disk does.
+  // A file size limit makes writes fail like a full disk.
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);

@@ -29,7 +29,8 @@ void ValidationWindows::read(int64_t begin, int64_t count, std::span<int32_t> in
                              std::span<int32_t> targets) const {
   for (int64_t i = 0; i < count; ++i) {
     const size_t at = static_cast<size_t>(i) * length_;
-    // Neighbouring windows come from the same few documents; a stride samples the whole split.
+    // Neighbouring windows come from the same few documents, so sample the whole split with a
+    // stride.
     const int64_t window = (begin + i) * sampler_.windows() / sequences_;
     sampler_.sequence(window, inputs.subspan(at, length_), targets.subspan(at, length_));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The token windows of a run: the sequences of each micro-batch, and those of the validation. Pure
-// functions of the options and the position.
+// The token windows of a run: the sequences of each micro-batch and of the validation. They are
+// pure functions of the options and the position.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,11 @@ namespace twell {
 
 class MicroBatches {
  public:
-  // Options are resolved; the shards outlive this.
+  // The options must be resolved; the shards must outlive this object.
   MicroBatches(const ShardSet& shards, const TrainOptions& options);
 
-  // Micro-batch `index` of step `step` (from 1): inputs, targets [micro_batch * sequence_length].
+  // Reads micro-batch `index` of step `step` (from 1): inputs, targets [micro_batch *
+  // sequence_length].
   void read(int64_t step, int64_t index, std::span<int32_t> inputs,
             std::span<int32_t> targets) const;
 
@@ -28,7 +29,7 @@ class MicroBatches {
 };
 
 struct ValidationOptions {
-  int64_t sequences = 0;  // at most; fewer than the split has are spread over it
+  int64_t sequences = 0;  // at most; if fewer than the split has, spread over it
   int64_t length = 0;     // tokens of a sequence
   int64_t micro_batch = 1;
 };

@@ -17,7 +17,7 @@ class Optimizer {
  public:
   explicit Optimizer(const Model& model);
 
-  // One step, the `step`-th counted from 1, with gradients [N] of global norm `grad_norm`.
+  // Takes step `step`, counted from 1, with gradients [N] of global norm `grad_norm`.
   void step(Context& ctx, const TrainOptions& options, int64_t step, double grad_norm,
             std::span<const float> grads, Model& model);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of a model in training on the GPU, and AdamW over them: f32 weights in two halves,
-// of which layers compute with the upper one (split_weight.h); f32 gradients; moments in f32 or
-// bf16. Each is one flat array laid out by parameter_table. Values that change from step to step
-// are read from device memory.
+// The parameters of a model in training on the GPU, and AdamW for them. Weights are f32 in two
+// halves; layers compute with the upper half (split_weight.h). Gradients are f32, moments f32 or
+// bf16. Each is one flat array laid out by parameter_table. Values that change in every step are
+// read from device memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,22 +20,22 @@ namespace twell {
 
 class OptimizerCuda {
  public:
-  // Starts with the model's weights and moments of zero. Waits for the device.
+  // Starts with the model's weights and zero moments. Waits for the device.
   OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
   static int64_t bytes_needed(int64_t parameters, DType moments);
 
   const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
   float* grads() const { return grads_.data(); }                    // [N] uninitialised at first
 
-  // Enqueues: *norm = norm of the gradients; then AdamW, unless the norm is not finite. Both
-  // pointers are device memory.
+  // Enqueues *norm = norm of the gradients, then AdamW, which is skipped if the norm is not finite.
+  // Both pointers refer to device memory.
   void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
-  // Enqueues reinit_dead_neurons of activity.h, with active [L, F] in device memory, unless the
-  // step was skipped. `step` counts from 1.
+  // Enqueues reinit_dead_neurons of activity.h, skipped together with the step. active [L, F] is
+  // device memory; `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
-  // Between steps: copies to and from host memory, in f32 even of bf16 moments. They wait for the
-  // device, and overwrite the gradients.
+  // For use between steps: copy to and from host memory, always as f32. They wait for the device
+  // and overwrite the gradients.
   void download(const OptimizerTensors& to) const;
   void upload(const OptimizerTensors& from);
 

@@ -13,7 +13,7 @@
 namespace twell {
 namespace {
 
-// More than any run needs, and small enough that products of two such numbers fit 64 bits.
+// Larger than any run needs; small enough that the product of two such numbers fits into 64 bits.
 constexpr int64_t kMaxSteps = 1'000'000'000;
 constexpr int64_t kMaxBatchTokens = int64_t{1} << 32;
 
@@ -25,7 +25,7 @@ void require_integer(const char* name, int64_t value, int64_t low, int64_t high)
                 high, value);
 }
 
-// NaN fails both comparisons.
+// The comparisons are false for NaN.
 void require_real(const char* name, double value, double low, double high) {
   TWELL_REQUIRE(value >= low && value <= high, "{} must be between {} and {}, got {}", name, low,
                 high, value);
@@ -126,7 +126,7 @@ TrainOptions preset_train_options(std::string_view preset) {
   TrainOptions options;
   const ModelConfig config = preset_config(preset);
   if (preset == "tiny") return options;
-  // 10,000 steps for the 8-layer model, and as many more for every further 10 layers.
+  // 10,000 steps for the 8-layer model, and 10,000 more for every 10 additional layers.
   options.steps = 10'000 * (1 + (config.layers - 8) / 10);
   options.batch_tokens = kRecipeBatchTokens;
   return options;
@@ -167,7 +167,7 @@ std::string trajectory_text(const TrainOptions& options) {
       {"ffn-policy", static_cast<int>(options.ffn_policy)},
       {"seed", options.seed},
   };
-  // Left out at their defaults, so that runs saved before these options existed can be resumed.
+  // Omitted at their defaults, so that runs saved before these options existed can be resumed.
   if (options.relufy_from != Activation::kRelu) {
     json["relufy-from"] = activation_name(options.relufy_from);
     json["relufy-steps"] = options.relufy_steps;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every hyper-parameter of a training run, and the schedules that follow from them. Defaults are
-// the published recipe where it names a value; sizes left at 0 are derived by resolve_options.
+// All hyper-parameters of a training run, and the schedules derived from them. Defaults follow the
+// published recipe where it gives a value; resolve_options derives sizes left at 0.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@
 
 namespace twell {
 
-// "none", "norms", "inputs" or "qkv", the last three also for the first layers only, as "qkv:8";
-// "auto" gives no value. InputError for other names.
+// Parses "none", "norms", "inputs" or "qkv"; the last three can be limited to the first layers, as
+// in "qkv:8". "auto" returns no value. InputError for other names.
 std::optional<Recompute> parse_recompute(std::string_view name);
 
-// The L1 term of one layer and token: the sum over hidden units of |h|, or their mean (the sum
-// divided by F).
+// The L1 term of one layer and token: the sum over hidden units of |h|, or their mean (the
+// sum divided by F).
 enum class L1Reduction { kSum, kMean };
 std::string_view l1_reduction_name(L1Reduction reduction);
 L1Reduction parse_l1_reduction(std::string_view name);  // "sum", "mean"; InputError
@@ -30,12 +30,12 @@ struct TrainOptions {
   int64_t steps = 1000;
   int64_t tokens = 0;
 
-  int64_t sequence_length = 0;  // 0: the model's context
-  int64_t micro_batch = 8;      // sequences in memory at a time
-  int64_t batch_tokens = 0;     // of one optimizer step; 0: one micro-batch
+  int64_t sequence_length = 0;  // tokens; 0: the model's context
+  int64_t micro_batch = 8;      // sequences per forward and backward pass
+  int64_t batch_tokens = 0;     // tokens per optimizer step; 0: one micro-batch
 
   double learning_rate = 1e-3;
-  double min_lr_ratio = 0.0;  // the cosine ends at this share of learning_rate
+  double min_lr_ratio = 0.0;  // final learning rate / learning_rate
   int64_t warmup_steps = -1;  // -1: 600, or a tenth of a run shorter than 6,000 steps
   double beta1 = 0.9;
   double beta2 = 0.95;
@@ -45,22 +45,22 @@ struct TrainOptions {
 
   double l1_coeff = 2e-5;
   L1Reduction l1_reduction = L1Reduction::kSum;
-  int64_t l1_zero_steps = 0;  // steps without L1, then
-  int64_t l1_ramp_steps = 0;  // steps of linear growth to l1_coeff
-  // Sparsifying replaces this activation of a model by ReLU, at once or over relufy_steps steps.
+  int64_t l1_zero_steps = 0;  // initial steps without L1
+  int64_t l1_ramp_steps = 0;  // steps of linear growth to l1_coeff after these
+  // Sparsifying replaces this activation by ReLU, at once or gradually over relufy_steps steps.
   // kRelu: nothing is replaced.
   Activation relufy_from = Activation::kRelu;
   int64_t relufy_steps = 0;
   double distill = 0.0;  // share of KL(teacher || model) in the loss; 0: no teacher
-  // After every step, weights of neurons that none of its tokens activated become
+  // After every step, weights of neurons that were active on none of its tokens become
   // (1 - strength) w + strength N(0, std^2).
   bool reinit_dead = false;
   double reinit_strength = 0.1;
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
-  DType moment_dtype = DType::kF32;  // of AdamW's moments in memory: f32, or on the GPU bf16
-  // On the GPU; the CPU recomputes nothing. Without a value: the least that fits the memory.
+  DType moment_dtype = DType::kF32;  // of AdamW's moments; bf16 only on the GPU
+  // GPU only. Without a value: the least recomputation that fits into memory.
   std::optional<Recompute> recompute;
 
   int64_t validate_every = 100;       // steps; 0: never
@@ -75,28 +75,28 @@ struct TrainOptions {
   int64_t batch_sequences() const { return batch_tokens / sequence_length; }
 };
 
-// The recipe of a model preset: its steps and batch; InputError for an unknown name.
+// The recipe's options for a model preset: steps and batch size. InputError for an unknown name.
 TrainOptions preset_train_options(std::string_view preset);
 
-// Fills in derived values and checks every value against its range, the others and the model.
-// InputError says which value is refused and why.
+// Fills in derived values and checks every value against its range, the other options and the
+// model. InputError names the value and the reason.
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config);
 
-// The resolved options that decide what the weights become, without the length of the run, as the
+// The resolved options that determine the trained weights, without the length of the run, as the
 // text of a JSON object.
 std::string trajectory_text(const TrainOptions& options);
 
-// Values that change over a run, as functions of the step, which counts from 0.
+// Schedules: functions of the step, which counts from 0.
 
-// Linear warm-up to learning_rate over warmup_steps, then a cosine down to min_lr_ratio of it.
+// Linear warm-up to learning_rate over warmup_steps, then cosine decay to min_lr_ratio of it.
 double learning_rate_at(const TrainOptions& options, int64_t step);
 
 // The coefficient of (mean over layers, mean over tokens, sum over neurons of |h|): zero for
 // l1_zero_steps, then linear growth over l1_ramp_steps; divided by `ffn` for the mean reduction.
 double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn);
 
-// Share of ReLU in the activation of a model that is being sparsified: it rises over relufy_steps
-// in equal parts, and is 1 from then on.
+// Share of ReLU in the activation of a model being sparsified: it grows in equal parts over
+// relufy_steps and then stays 1.
 double relu_share_at(const TrainOptions& options, int64_t step);
 
 }  // namespace twell

@@ -85,7 +85,7 @@ TEST(Plan, CountsEveryParameterFourTimes) {
   EXPECT_GT(plan.memory_bytes(), 16 * plan.parameters);
   EXPECT_DOUBLE_EQ(plan.flops_per_step, 64 * plan.flops_per_token);
   EXPECT_EQ(plan.mapped_bytes, 0);
-  // A long run reads all of its shards, a short one only the pages around its windows.
+  // A long run maps all of its shards, a short one only the pages around its windows.
   EXPECT_EQ(plan_run(config, options, 1000).mapped_bytes, 1000);
   const RunPlan large = plan_run(config, options, int64_t{1} << 40);
   EXPECT_LT(large.mapped_bytes, int64_t{1} << 24);

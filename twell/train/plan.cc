@@ -6,11 +6,11 @@
 namespace twell {
 namespace {
 
-// Resident memory that is not planned in detail, measured on the smallest preset: 12 MiB of program
-// and libraries, the rest compiled GEMM kernels, the tokenizer, and remains of making shards.
+// Resident memory without an item of its own, measured on the smallest preset: 12 MiB of program
+// and libraries; the rest is compiled GEMM kernels, the tokenizer, and leftovers of making shards.
 constexpr int64_t kProcessBytes = int64_t{32} << 20;
 
-// A read of one page maps up to 16 pages around it on Linux.
+// On Linux a page fault in a mapped file maps up to 16 pages around it.
 constexpr int64_t kReadAroundBytes = int64_t{64} << 10;
 
 int64_t mapped_bytes(const TrainOptions& options, int64_t shard_bytes) {
@@ -60,14 +60,14 @@ RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t
   return plan;
 }
 
-// The backward pass multiplies twice for every multiplication of the forward pass.
+// The backward pass has two multiplications for each one of the forward pass.
 double training_flops_per_token(const ModelConfig& config, const TrainOptions& options) {
   return 3.0 * config.forward_flops_per_token(options.sequence_length);
 }
 
 double stated_peak_flops(std::string_view device_name) {
   struct Row {
-    std::string_view part;  // of the name; the first row that matches counts
+    std::string_view part;  // part of the name; the first match counts
     double teraflops;
   };
   // From the data sheets, without structured sparsity.

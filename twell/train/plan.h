@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory and arithmetic of a run, known before it starts.
+// The memory and FLOPs of a run, computed before it starts.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +14,29 @@ namespace twell {
 
 struct RunPlan {
   int64_t parameters = 0;
-  std::vector<MemoryItem> memory;         // of the host
-  std::vector<MemoryItem> device_memory;  // of the GPU that it trains on; empty on the CPU
+  std::vector<MemoryItem> memory;         // on the host
+  std::vector<MemoryItem> device_memory;  // on the training GPU; empty on the CPU
   // Pages of the mapped token shards that the run will read. They count as resident, but the system
   // can drop them when memory is short.
   int64_t mapped_bytes = 0;
   double flops_per_token = 0.0;  // forward and backward, dense
   double flops_per_step = 0.0;
 
-  int64_t memory_bytes() const;  // of the host, without the mapped
+  int64_t memory_bytes() const;  // host total, without mapped_bytes
   int64_t device_bytes() const;
 };
 
-// On the CPU. Options are resolved. shard_bytes: of all shard files; 0: unknown.
+// For the CPU. The options must be resolved. shard_bytes: size of all shard files; 0: unknown.
 RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes);
 
-// The same without the memory of the computation, which engines on other devices fill in.
+// The same without the memory of the computation, which engines for other devices add.
 RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
                             int64_t shard_bytes);
 
-// Forward and backward, dense; MFU is their rate as a share of the device's peak.
+// FLOPs of forward and backward, dense. MFU is their rate divided by the device's peak.
 double training_flops_per_token(const ModelConfig& config, const TrainOptions& options);
-// The peak in FLOP/s that the maker states for dense bf16 products on a GPU, at its boost clock; 0
-// for a device that is not in the table.
+// The manufacturer's peak in FLOP/s for dense bf16 products at boost clock; 0 for a device that is
+// not in the table.
 double stated_peak_flops(std::string_view device_name);
 
 }  // namespace twell

@@ -35,14 +35,15 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
   TWELL_REQUIRE(no_hybrid.empty() || options.ffn_policy != FfnTrainPolicy::kHybrid,
                 "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::vector<FfnExpectation> expected(static_cast<size_t>(config.layers));
-  // Bytes that hybrid layers need more than dense ones: a larger workspace, less what each saves.
+  // Additional bytes of hybrid layers over dense ones: a larger workspace, less what each layer
+  // saves.
   int64_t missing = FfnTrainWorkspaceCuda::bytes_needed(ctx, shape) -
                     FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false);
   const int64_t dense_bytes =
       FfnSavedCuda::bytes_needed(shape, FfnTrainExecution::kDense, /*nnz=*/-1.0);
   for (size_t layer = 0; layer < expected.size(); ++layer) {
     FfnExpectation& out = expected[layer];
-    // About half of the neurons of an untrained model are active.
+    // About half of the neurons of an untrained model are active: assumed without a hint.
     const LayerHint hint = hints.empty() ? LayerHint{} : hints[layer];
     out.nnz = hint.nnz < 0.0 ? static_cast<double>(config.ffn) / 2.0 : std::max(1.0, hint.nnz);
     out.union_neurons = hint.union_neurons;
@@ -55,7 +56,7 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
       missing -= dense_bytes - TrainingCuda::ffn_saved_bytes(shape, out);
     }
   }
-  // A few hybrid layers among dense ones would take more memory than all dense ones.
+  // If only a few layers are hybrid, their workspace takes more memory than they save.
   if (options.ffn_policy == FfnTrainPolicy::kAuto && missing > 0) {
     for (FfnExpectation& out : expected) out.execution = FfnTrainExecution::kDense;
   }
@@ -72,7 +73,7 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
     plan.recompute = *options.recompute;
     return plan;
   }
-  constexpr int64_t kSpare = int64_t{2} << 30;  // for errors of estimates, and other programs
+  constexpr int64_t kSpare = int64_t{2} << 30;  // for estimation errors and other programs
   const int64_t free = free_device_bytes() - kSpare;
   const auto bytes = [&] {
     int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype);

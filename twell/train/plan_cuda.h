@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory that a run will take on the GPU, and the executions of its layers, before it starts.
+// Plans a run on the GPU before it starts: its memory, and the executions of its layers.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@
 
 namespace twell {
 
-// Why the GPU cannot do this run; empty when it can.
+// The reason why the GPU code cannot do this run; empty when it can.
 std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options);
 
-// In all functions below, hints [L] are the expected activity of the layers; empty: not known.
+// In all functions below, hints [L] are the expected activity of the layers; empty: unknown.
 
-// The execution of each layer for a step. InputError where the options ask for one that this device
-// does not support.
+// The execution of each layer for a step. InputError when the options request an execution that
+// this device does not support.
 std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const ModelConfig& config,
                                                 const TrainOptions& options,
                                                 std::span<const LayerHint> hints);
-// Chooses what backward recomputes so that activations and optimizer fit into the memory that is
+// Chooses what backward recomputes, so that activations and optimizer fit into the memory that is
 // free now.
 TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
                                const TrainOptions& options, std::span<const LayerHint> hints);
-// Device memory and host memory of the run. InputError where it is not supported.
+// Device and host memory of the run. InputError when the run is not supported.
 RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
                       const TrainOptions& options, int64_t shard_bytes,
                       std::span<const LayerHint> hints = {});

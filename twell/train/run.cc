@@ -55,7 +55,7 @@ class Loop {
       saved_step_ = trainer_.steps_done();
     }
     run.folder.begin(run.saved_options);
-    const int64_t kept = run.resume_from ? trainer_.steps_done() : -1;  // metrics of these steps
+    const int64_t kept = run.resume_from ? trainer_.steps_done() : -1;  // last step to keep
     metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), kept);
     if (run.tensorboard) {
       const int64_t first = run.resume_from ? trainer_.steps_done() + 1 : 0;
@@ -104,7 +104,7 @@ class Loop {
     if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
     if (!run_.on_progress) return;
     if (metrics.seconds > 0) {
-      // Exponential average over about the last ten steps.
+      // Exponential average with a time constant of about ten steps.
       step_seconds_ =
           step_seconds_ == 0 ? metrics.seconds : 0.9 * step_seconds_ + 0.1 * metrics.seconds;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training run from its first step, or the step of a checkpoint, to its last: validation,
-// metrics, checkpoints, and a clean stop.
+// A training run from its first step, or from a checkpoint, to its last: validation, metrics,
+// checkpoints, and a clean stop.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@
 
 namespace twell {
 
-// Called after every step, and once before the first when the model is validated then.
+// Passed to on_progress after every step, and once before the first if the model is validated then.
 struct Progress {
   const StepMetrics& metrics;
   int64_t steps = 0;                    // of the whole run
@@ -35,30 +35,30 @@ struct TrainRun {
   const Tokenizer& tokenizer;   // saved with every checkpoint
   const ShardSet& shards;
   const RunFolder& folder;
-  std::string saved_options;  // written to the folder for a resume, once the run can start
-  std::optional<Checkpoint> resume_from;  // the model holds its weights
+  std::string saved_options;              // saved for --resume once the run can start
+  std::optional<Checkpoint> resume_from;  // its weights are already in the model
   bool tensorboard = false;
   const std::atomic<bool>& stop;  // once true: finish the step, save, return
   LogSink log;
   std::function<void(const Progress&)> on_progress;
-  // Files of the model that training started from, copied into every checkpoint: templates,
-  // settings of generation.
+  // Files of the original model that are copied into every checkpoint: templates and generation
+  // settings.
   std::vector<std::filesystem::path> companions;
 };
 
 struct TrainSummary {
-  StepMetrics last;  // of the last step done by this call; step 0 when there was none
+  StepMetrics last;  // last step of this call; step 0: none
   int64_t steps_done = 0;
   bool interrupted = false;
   double seconds = 0.0;
-  std::optional<double> first_validation_ce, last_validation_ce;  // in this call
+  std::optional<double> first_validation_ce, last_validation_ce;  // of this call
   std::filesystem::path checkpoint;                               // the newest
 };
 
 // InputError when training diverges or a file cannot be written; the last good checkpoint stays.
-// `ctx` is of the host.
+// `ctx` is the host context.
 TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run);
-// On the CPU (engine_cpu.h), without a teacher.
+// Runs on the CPU (engine_cpu.h), without a teacher.
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);
 
 }  // namespace twell

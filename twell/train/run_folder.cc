@@ -21,8 +21,8 @@ namespace {
 
 constexpr std::string_view kPrefix = "step-";
 
-// Folders that are being written or removed have names that begin with a dot, so that they are
-// never taken for checkpoints.
+// Folders being written or removed have names that start with a dot, so that they are never
+// mistaken for checkpoints.
 bool is_leftover(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
 std::optional<int64_t> checkpoint_step(const fs::path& folder) {
@@ -35,7 +35,7 @@ std::optional<int64_t> checkpoint_step(const fs::path& folder) {
   return step;
 }
 
-// Oldest first.
+// Sorted from oldest to newest.
 std::vector<Checkpoint> list_checkpoints(const fs::path& folder) {
   std::vector<Checkpoint> found;
   std::error_code missing;
@@ -57,7 +57,8 @@ void remove_leftovers(const fs::path& folder) {
   for (const fs::path& path : leftovers) fs::remove_all(path, ignored);
 }
 
-// Renames the folder first, so that a crash never leaves half a checkpoint under its name.
+// Renames the folder before deleting it, so that a crash never leaves part of a checkpoint under
+// its name.
 void remove_checkpoint(const fs::path& folder) {
   const fs::path hidden = folder.parent_path() / fmt::format(".{}.old", folder.filename().string());
   std::error_code ignored;

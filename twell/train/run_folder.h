@@ -21,8 +21,8 @@ struct Checkpoint {
 };
 
 struct ResumeRequest {
-  std::optional<int64_t> step;  // of the checkpoint to resume from; none: the newest
-  bool fall_back = false;       // pass over damaged checkpoints to the newest intact one
+  std::optional<int64_t> step;  // of the checkpoint to resume from; none: newest
+  bool fall_back = false;       // skip damaged checkpoints and use the newest intact one
 };
 
 class RunFolder {
@@ -39,17 +39,17 @@ class RunFolder {
   std::filesystem::path metrics_path() const { return path_ / "metrics.jsonl"; }
   std::filesystem::path link_path() const { return path_ / "checkpoint"; }
 
-  // Marks the folder as holding a run; `options` is kept for a resume.
+  // Marks the folder as holding a run and saves `options` for resuming.
   void begin(const std::string& options) const;
   std::optional<Checkpoint> latest() const;
-  // The checkpoint to resume from, which is read in full and intact. None when the run was stopped
-  // before its first step. InputError when there is no such checkpoint, and, with the newest intact
-  // one, when it is damaged.
+  // The checkpoint to resume from, after reading it in full and finding it intact. None when the
+  // run was stopped before its first step. InputError when it does not exist or is damaged; the
+  // message then names the newest intact one.
   std::optional<Checkpoint> resume_point(const ResumeRequest& request) const;
-  // Removes the checkpoints of later steps, for a run that continues from an earlier one.
+  // Removes the checkpoints of later steps when a run continues from an earlier one.
   void discard_after(int64_t step) const;
-  // Writes a checkpoint through fill(folder), points the link to it, removes all but the newest
-  // `keep_last`. Any failure leaves the earlier checkpoints and the link as they were.
+  // Writes a checkpoint through fill(folder), points the link to it, and removes all but the newest
+  // `keep_last`. On failure the earlier checkpoints and the link stay unchanged.
   Checkpoint save(int64_t step, int64_t keep_last,
                   const std::function<void(const std::filesystem::path&)>& fill) const;
 
