@@ -48,7 +48,7 @@ void Bpe::merge(std::span<const int32_t> symbols, Scratch& scratch,
 
 void Bpe::merge_short(std::span<const int32_t> symbols, std::vector<int32_t>& out) const {
   std::array<int32_t, kShortWord> ids;
-  std::array<int32_t, kShortWord> ranks;  // of the merge of symbols i and i + 1
+  std::array<int32_t, kShortWord> ranks;  // rank of merging symbols i and i + 1
   size_t size = symbols.size();
   std::copy(symbols.begin(), symbols.end(), ids.begin());
   for (size_t i = 0; i + 1 < size; ++i) ranks[i] = rank_of(ids[i], ids[i + 1]);
@@ -83,7 +83,7 @@ void Bpe::merge_long(std::span<const int32_t> word, Scratch& scratch,
   }
   symbols.back().next = kNoSymbol;
 
-  // Sets the rank of the pair that starts at `position`; its older heap entries become stale.
+  // Sets the rank of the pair that starts at `position`, which makes its older heap entries stale.
   const auto rank_pair = [&](uint32_t position) {
     Scratch::Symbol& symbol = symbols[position];
     symbol.rank = symbol.next == kNoSymbol ? kNoMerge : rank_of(symbol.id, symbols[symbol.next].id);
@@ -91,7 +91,7 @@ void Bpe::merge_long(std::span<const int32_t> word, Scratch& scratch,
     heap.push_back(static_cast<uint64_t>(symbol.rank) << 32 | position);
     return true;
   };
-  // The smallest on top: the lowest rank, of equals the leftmost.
+  // The smallest entry is on top: the lowest rank, and of equal ranks the leftmost pair.
   const std::greater<uint64_t> after;
   for (uint32_t i = 0; i < symbols.size(); ++i) rank_pair(i);
   std::make_heap(heap.begin(), heap.end(), after);

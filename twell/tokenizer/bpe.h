@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// BPE proper: the symbols of one pre-token (the ids of its bytes or characters) become ids by
-// applying the merge of lowest rank, leftmost first, until none applies.
+// Byte pair encoding of one pre-token: starts from its symbols (the ids of its bytes or characters)
+// and applies the merge of lowest rank, leftmost first, until none applies.
 #pragma once
 
 #include <array>
@@ -13,14 +13,14 @@
 
 namespace twell {
 
-// Two adjacent ids become one. A merge's rank is its index in the list of merges.
+// A merge replaces two adjacent ids by one. Its rank is its index in the list of merges.
 struct BpeMerge {
   int32_t left = 0, right = 0, result = 0;
 };
 
 class Bpe {
  public:
-  // byte_ids: id of each single byte; a negative one drops the byte.
+  // byte_ids: id of each single byte; bytes with a negative id are dropped.
   Bpe(const std::array<int32_t, 256>& byte_ids, std::vector<BpeMerge> merges);
 
   const std::vector<BpeMerge>& merges() const { return merges_; }
@@ -29,12 +29,12 @@ class Bpe {
   struct Scratch {
     struct Symbol {
       int32_t id;    // -1 once merged into an earlier symbol
-      int32_t rank;  // of the merge with the next symbol, kNoMerge when there is none
+      int32_t rank;  // of merging with the next symbol, or kNoMerge
       uint32_t previous, next;
     };
-    std::vector<int32_t> ids;  // of the bytes of a word
+    std::vector<int32_t> ids;  // ids of a word's bytes
     std::vector<Symbol> symbols;
-    std::vector<uint64_t> heap;  // rank << 32 | position of the pairs that can be merged
+    std::vector<uint64_t> heap;  // rank << 32 | position of each mergeable pair
   };
 
   // Appends the ids of one pre-token, given as bytes or as symbols (none negative).
@@ -43,7 +43,7 @@ class Bpe {
   void merge(std::span<const int32_t> symbols, Scratch& scratch, std::vector<int32_t>& out) const;
 
  private:
-  static constexpr size_t kShortWord = 32;  // up to here a scan for the minimum beats a heap
+  static constexpr size_t kShortWord = 32;  // in symbols; a linear scan beats a heap up to here
   void merge_short(std::span<const int32_t> symbols, std::vector<int32_t>& out) const;
   void merge_long(std::span<const int32_t> symbols, Scratch& scratch,
                   std::vector<int32_t>& out) const;

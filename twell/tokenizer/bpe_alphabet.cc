@@ -5,7 +5,7 @@ namespace twell {
 namespace {
 
 constexpr int kFirstSubstitute = 0x100;
-constexpr int kSubstitutes = 68;  // bytes that are not printable Latin-1
+constexpr int kSubstitutes = 68;  // number of bytes that are not printable Latin-1
 
 constexpr bool is_printable(int byte) {
   return (byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte <= 0xac) || byte >= 0xae;
@@ -58,7 +58,7 @@ bool alphabet_to_bytes(std::string_view text, std::string& bytes) {
   for (size_t i = 0; i < text.size(); ++i) {
     size_t character = static_cast<uint8_t>(text[i]);
     if (character >= 0x80) {
-      // Every character of the alphabet takes at most two bytes.
+      // Every character of the alphabet takes at most two bytes in UTF-8.
       if ((character & 0xe0) != 0xc0 || i + 1 == text.size()) return false;
       character = (character & 0x1f) << 6 | (static_cast<uint8_t>(text[++i]) & 0x3f);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Open-addressing hash map from a pair of token ids to an index. Insert and look up, no erase.
+// Open-addressing hash map from a pair of token ids to an index, without erasure.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ class BpePairMap {
     return slots_[slot_of(key(left, right))].value;
   }
 
-  // The value of the pair, which becomes `value` when the pair was not there.
+  // Returns the pair's value; a missing pair is first inserted with `value`.
   int32_t find_or_insert(int32_t left, int32_t right, int32_t value) {
     const uint64_t pair = key(left, right);
     Slot& slot = slots_[slot_of(pair)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// BPE against a merge-by-merge reference, on words on both sides of the short-word limit.
+// Compares BPE with a merge-by-merge reference, on words below and above the short-word limit.
 #include "twell/tokenizer/bpe.h"
 
 #include <gtest/gtest.h>
@@ -16,8 +16,7 @@
 namespace twell {
 namespace {
 
-// Applies the merges in the plainest way: find the best pair, merge its leftmost occurrence,
-// repeat.
+// Applies merges naively: find the best pair, merge its leftmost occurrence, repeat.
 std::vector<int32_t> reference(const std::array<int32_t, 256>& byte_ids,
                                const std::vector<BpeMerge>& merges, const std::string& word) {
   std::vector<int32_t> ids;
@@ -42,7 +41,7 @@ std::vector<int32_t> reference(const std::array<int32_t, 256>& byte_ids,
   return ids;
 }
 
-// A word over few letters, so that pairs repeat and overlap.
+// A word of few distinct letters, so that pairs repeat and overlap.
 std::string random_word(uint64_t stream, size_t size, uint64_t letters) {
   std::string word(size, 'a');
   for (size_t i = 0; i < size; ++i) {
@@ -85,7 +84,7 @@ TEST(Bpe, AgreesWithTheReferenceOnRandomModels) {
     const Bpe bpe(model.byte_ids, model.merges);
     Bpe::Scratch scratch;
     for (size_t size = 0; size < 100; ++size) {
-      // "g" has no token: it is dropped and its neighbours meet.
+      // "g" has no token, so it is dropped and its neighbours become adjacent.
       const std::string word = random_word(stream * 100 + size, size, 2 + size % 6);
       std::vector<int32_t> ids;
       bpe.encode(word, scratch, ids);
@@ -123,10 +122,10 @@ TEST(BpeAlphabet, MapsEveryByteToOneCharacterAndBack) {
   }
 }
 
-// Counts every pair anew for each merge.
+// Trains naively: recounts every pair for each merge.
 std::vector<std::string> reference_training(const WordCounts& counts, size_t merges) {
   std::vector<std::string> tokens;
-  std::array<int32_t, 256> rank;  // ties go to the lower ids
+  std::array<int32_t, 256> rank;  // ties are won by the lower ids
   for (const uint8_t byte : byte_alphabet_order()) {
     rank[byte] = static_cast<int32_t>(tokens.size());
     tokens.emplace_back(1, static_cast<char>(byte));
@@ -169,7 +168,7 @@ TEST(LearnMerges, AgreesWithCountingAnew) {
     WordCounts counts;
     for (uint64_t w = 0; w < 40; ++w) {
       const uint64_t size = 1 + uniform_below(4, stream, w, 12);
-      // Few letters and small counts: many ties, and runs of one letter.
+      // Few letters and small counts give many ties and runs of one letter.
       counts[random_word(stream * 1000 + w, size, 1 + w % 4)] +=
           1 + static_cast<int64_t>(uniform_below(5, stream, w, 3));
     }

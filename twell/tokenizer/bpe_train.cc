@@ -31,7 +31,7 @@ class MergeLearner {
       queue_.pop();
       Pair& pair = pairs_[best.pair];
       if (pair.count != best.count) {
-        push(best.pair);  // the count has fallen since
+        push(best.pair);  // its count has changed since it was queued
         continue;
       }
       const int32_t result = result_of(pair);
@@ -44,18 +44,18 @@ class MergeLearner {
 
  private:
   struct Word {
-    size_t begin;   // of its ids in symbols_
-    uint32_t size;  // ids left
+    size_t begin;   // index of its first id in symbols_
+    uint32_t size;  // number of ids, which merges reduce
     int64_t count;
   };
   struct Pair {
     int32_t left, right;
     int64_t count;
-    std::vector<uint32_t> words;  // those that have, or had, the pair
+    std::vector<uint32_t> words;  // words that contain, or contained, the pair
   };
   struct Candidate {
     int64_t count;
-    uint64_t key;  // the pair's ids
+    uint64_t key;  // the pair's ids, for ties
     uint32_t pair;
     bool operator<(const Candidate& other) const {
       return count != other.count ? count < other.count : key > other.key;
@@ -78,7 +78,7 @@ class MergeLearner {
     }
   }
 
-  // Adds to a pair's count; a pair that gains is noted as one of the word's. Returns its index.
+  // Adds `by` to a pair's count; if positive, adds `word` to its words. Returns the pair's index.
   uint32_t change(int32_t left, int32_t right, int64_t by, uint32_t word) {
     const int32_t next = static_cast<int32_t>(pairs_.size());
     const uint32_t index = static_cast<uint32_t>(index_.find_or_insert(left, right, next));
@@ -96,7 +96,7 @@ class MergeLearner {
     }
   }
 
-  // The token that the pair becomes, -1 when it must not be merged.
+  // Returns the token that the pair becomes, or -1 when it must not be merged.
   int32_t result_of(const Pair& pair) {
     std::string bytes =
         tokens_[static_cast<size_t>(pair.left)] + tokens_[static_cast<size_t>(pair.right)];
@@ -118,7 +118,7 @@ class MergeLearner {
   void merge_in(uint32_t index, const BpeMerge& merge) {
     Word& word = words_[index];
     const std::span<int32_t> ids(symbols_.data() + word.begin, word.size);
-    size_t size = 0;  // ids written
+    size_t size = 0;  // number of ids written
     for (size_t i = 0; i < ids.size(); ++i) {
       if (i + 1 == ids.size() || ids[i] != merge.left || ids[i + 1] != merge.right) {
         ids[size++] = ids[i];
@@ -141,13 +141,13 @@ class MergeLearner {
 
   std::vector<std::string>& tokens_;
   size_t first_byte_;
-  std::unordered_map<std::string, int32_t> ids_;  // of tokens_
+  std::unordered_map<std::string, int32_t> ids_;  // ids of tokens_ by their bytes
   std::vector<Word> words_;
   std::vector<int32_t> symbols_;  // the ids of all words
   std::vector<Pair> pairs_;
-  BpePairMap index_;  // into pairs_
+  BpePairMap index_;  // index in pairs_ of each pair
   std::priority_queue<Candidate> queue_;
-  std::vector<uint32_t> gained_;  // pairs that the merge at hand has made more frequent
+  std::vector<uint32_t> gained_;  // pairs that the current merge made more frequent
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learning the merges of a BPE from counted words.
+// Learns the merges of a BPE from counted words.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,17 @@ struct WordHash {
   using is_transparent = void;
   size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }
 };
-// How often each pre-token occurs.
+// Number of occurrences of each pre-token.
 using WordCounts = std::unordered_map<std::string, int64_t, WordHash, std::equal_to<>>;
 
 class WordCounter {
  public:
-  // Pre-tokens beyond this length are counted in pieces: they are seldom words (base64, genomes),
-  // and every merge in them would walk through the whole of them.
+  // Longer pre-tokens are counted in pieces of this many bytes: they are seldom words (base64,
+  // genomes), and every merge in one would scan all of it.
   static constexpr size_t kLongestWord = 1024;
 
   WordCounter(Context& ctx, const PreTokenizer& pre_tokenizer, bool nfc);
-  // Counts the words of a batch of texts, which is split over the context's threads.
+  // Counts the words of a batch of texts on all of the context's threads.
   void add(const std::vector<std::string>& texts);
   WordCounts take();
 
@@ -49,9 +49,10 @@ class WordCounter {
 };
 
 // Merges the most frequent adjacent pair of ids, of equals the one of lower ids, until `tokens` has
-// grown to vocab_size or no pair is left. tokens holds the bytes of each id, from first_byte on the
-// 256 single bytes; what is before them takes no part. A pair whose bytes are a token already is
-// merged into that token (into none when it is before first_byte), without growing tokens.
+// vocab_size entries or no pair is left. tokens holds the bytes of each id, with the 256 single
+// bytes from first_byte on; tokens before first_byte are never merged. A pair whose bytes are
+// already a token is merged into it without growing tokens, or not merged if it is before
+// first_byte.
 std::vector<BpeMerge> learn_merges(const WordCounts& counts, size_t first_byte, size_t vocab_size,
                                    std::vector<std::string>& tokens);
 

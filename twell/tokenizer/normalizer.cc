@@ -18,9 +18,9 @@ namespace {
 struct Range {
   int32_t first, last;
 };
-// Characters that form C leaves alone whatever stands beside them: their combining class is 0,
-// they are no second half of a composition, and they are their own form C. Not all there are, but
-// most of what is written; the rest takes the slow path, which is always right.
+// Characters that form C never changes, whatever their neighbours: their combining class is 0, they
+// are not the second half of a composition, and they are their own form C. The list is incomplete
+// but covers most text; other characters take the slow path, which is always right.
 constexpr std::array<Range, 13> kInert = {{{0x0000, 0x02ff},
                                            {0x0388, 0x0482},
                                            {0x048a, 0x0590},
@@ -35,9 +35,9 @@ constexpr std::array<Range, 13> kInert = {{{0x0000, 0x02ff},
                                            {0x30a1, 0x9fff},
                                            {0xac00, 0xd7a3}}};
 
-// Marks of Unicode 10 and later, and blocks of it in which characters compose. The tables of
-// Hugging Face's `tokenizers` do not know them, so that there they stay where they are and join
-// nothing; utf8proc, whose version depends on the system, would order and compose them.
+// Combining marks of Unicode 10 and later, and blocks in which its characters compose. Hugging
+// Face's `tokenizers` has older tables and neither reorders nor composes them; utf8proc, whose
+// version depends on the system, would.
 constexpr std::array<Range, 42> kNewer = {
     {{0x07fd, 0x07fd},   {0x0897, 0x089f},   {0x08ca, 0x08d3},   {0x09fe, 0x09fe},
      {0x0c3c, 0x0c3c},   {0x0d3b, 0x0d3c},   {0x0eba, 0x0eba},   {0x1715, 0x1715},
@@ -80,7 +80,7 @@ int32_t character_at(std::string_view text, size_t i, size_t& length) {
   return character;
 }
 
-// Appends the form C of a stretch of valid UTF-8.
+// Appends the form C of valid UTF-8.
 void append_nfc(std::string_view text, std::string& out) {
   size_t done = 0;
   for (size_t i = 0, length = 0; i < text.size(); i += length) {
@@ -92,9 +92,9 @@ void append_nfc(std::string_view text, std::string& out) {
   append_mapped(text.substr(done), out);
 }
 
-// The part of valid UTF-8 text that has to be normalized next: from the last ASCII character before
-// the first character that is not inert up to the next ASCII one. ASCII never joins what precedes
-// it, so the parts can be normalized apart. Empty, at the end, when there is none.
+// The next part of valid UTF-8 text to normalize: from the last ASCII character before the first
+// character that is not inert up to the next ASCII one. ASCII never combines with what precedes it,
+// so the parts can be normalized separately. Empty, at the end of the text, when none is left.
 struct Part {
   size_t begin, end;
 };
@@ -123,7 +123,7 @@ bool is_unknown_to_reference(int32_t character) { return is_in(kNewer, character
 
 std::string_view normalize_nfc(std::string_view text, std::string& buffer) {
   buffer.clear();
-  size_t kept = 0;  // text[kept, done) is unchanged and not in the buffer yet
+  size_t kept = 0;  // text[kept, done) is unchanged and not yet in the buffer
   size_t done = 0;
   while (done < text.size()) {
     const Utf8Stretch stretch = next_utf8_stretch(text.substr(done));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Unicode normalization form C, the one normalizer supported. It is lossy: a text that is not in
-// form C comes back in it. Bytes that are not valid UTF-8 pass through. Marks that Hugging Face's
-// `tokenizers` does not know (Unicode 10 and later) stay where they are, as there.
+// Unicode normalization form C, the only supported normalizer. It is lossy: decoding gives form C
+// for any text. Bytes that are not valid UTF-8 are unchanged, as are marks that Hugging Face's
+// `tokenizers` does not know (Unicode 10 and later), because it leaves them alone too.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,10 @@
 
 namespace twell {
 
-// Returns text itself when it is in form C already, else a view of `buffer`, which holds the
-// result.
+// Returns text itself when it is already in form C, else a view of the result in `buffer`.
 std::string_view normalize_nfc(std::string_view text, std::string& buffer);
 
-// Whether the character is one of those.
+// Whether Hugging Face's `tokenizers` does not know this mark (Unicode 10 and later).
 bool is_unknown_to_reference(int32_t character);
 
 }  // namespace twell

@@ -3,7 +3,7 @@
 //
 // The steps apply in order, each to the pieces of the one before. Regular expressions need valid
 // UTF-8, so a text is first cut into maximal valid and invalid stretches: an invalid stretch is one
-// pre-token of raw bytes, and the text on either side of it is treated as a text of its own.
+// pre-token of raw bytes, and the text on either side of it is handled as a separate text.
 #pragma once
 
 #include <cstddef>
@@ -23,15 +23,15 @@ extern const std::string_view kQwen2Pattern;
 struct PreTokenizerStep {
   enum class Kind {
     kGpt2,       // ByteLevel with use_regex: kGpt2Pattern
-    kDigits,     // every numeral (general category N) a piece of its own
-    kDigitRuns,  // every run of numerals a piece
-    kSplit,      // Split, behaviour "Isolated": matches and what is between them
+    kDigits,     // every numeral (general category N) is a piece
+    kDigitRuns,  // every run of numerals is a piece
+    kSplit,      // Split with behaviour "Isolated": matches, and the text between them
   };
   Kind kind = Kind::kGpt2;
-  std::string pattern = {};  // of kSplit, as in tokenizer.json
+  std::string pattern = {};  // for kSplit, as in tokenizer.json
 };
 
-// Length of the stretch at the start of text that is all valid UTF-8 or all invalid bytes.
+// The stretch at the start of text that is all valid UTF-8 or all invalid bytes.
 struct Utf8Stretch {
   size_t size = 0;
   bool valid = true;
@@ -42,10 +42,10 @@ class PreTokenizer {
  public:
   using Scratch = PreTokenizerRegex::Scratch;
 
-  // InputError, naming the construct, for a pattern that is not supported.
+  // InputError, naming the construct, for an unsupported pattern.
   explicit PreTokenizer(const std::vector<PreTokenizerStep>& steps);
 
-  // Calls sink(std::string_view piece) for the pieces of text, in order; together they are text.
+  // Calls sink(std::string_view piece) for the pieces in order; their concatenation is text.
   template <typename Sink>
   void split(std::string_view text, Scratch& scratch, const Sink& sink) const {
     while (!text.empty()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// translate_regex: a scanner over the pattern that copies what Oniguruma and PCRE2 read alike,
-// respells what it can, and refuses the rest.
+// translate_regex scans the pattern: it copies what Oniguruma and PCRE2 interpret alike, rewrites
+// what it can, and refuses the rest.
 #include <array>
 
 #include "twell/base/error.h"
@@ -9,7 +9,7 @@
 namespace twell {
 namespace {
 
-// White_Space of Unicode. PCRE2's own \s has U+180E besides.
+// White_Space of Unicode; PCRE2's \s also matches U+180E.
 constexpr std::string_view kWhiteSpace =
     R"(\t-\r \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000})";
 
@@ -84,7 +84,7 @@ class Translator {
     copy(1);
   }
 
-  // {n}, {n,} and {n,m}. A suffix on them means different things to the two libraries.
+  // Copies {n}, {n,} or {n,m}; a suffix is refused because the libraries interpret it differently.
   void repeat() {
     const size_t close = rest_.find('}');
     const bool plain =
@@ -100,7 +100,7 @@ class Translator {
     if (starts("^")) copy(1);
     if (starts("]")) refuse("a class that begins with ]");
     bool first = true;
-    bool after_set = false;  // the item before was a set (\s, \p{L}), which cannot begin a range
+    bool after_set = false;  // previous item was a set (\s, \p{L}), which cannot begin a range
     while (!starts("]")) {
       if (rest_.empty()) refuse("a class without its ]");
       if (rest_[0] == '[') refuse("a class inside a class");
@@ -119,7 +119,7 @@ class Translator {
     copy(1);
   }
 
-  // A dash at either end of a class is itself; elsewhere it makes a range of two characters.
+  // A dash at either end of a class is literal; elsewhere it makes a range of two characters.
   void dash(bool first, bool after_set) {
     const bool last = rest_.size() > 1 && rest_[1] == ']';
     if (first || last) {
@@ -178,7 +178,8 @@ class Translator {
     return is_ascii_alnum(name) ? std::string(1, name) : "of a character beyond ASCII";
   }
 
-  // \p{L}, \p{Lu}: general categories. Scripts are left out: releases of PCRE2 differ on them.
+  // Copies general categories such as \p{Lu}; scripts are refused because they vary by PCRE2
+  // version.
   void property() {
     const size_t close = rest_.find('}');
     const bool braced = rest_.size() > 2 && rest_[2] == '{' && close != std::string_view::npos;
@@ -190,7 +191,7 @@ class Translator {
     copy(close + 1);
   }
 
-  // \x{H...}, \xHH below 80 (beyond it Oniguruma takes it as a raw byte), \uHHHH.
+  // Reads \x{H...}, \uHHHH, or \xHH below 80 (from 80 on it is a raw byte to Oniguruma).
   void code_point() {
     const bool braced = rest_[1] == 'x' && rest_.size() > 2 && rest_[2] == '{';
     const size_t begin = braced ? 3 : 2;

@@ -11,8 +11,8 @@
 namespace twell {
 namespace {
 
-// A pattern of ordinary tokenizers needs a few steps a byte and no stack beyond the first page;
-// these bound what a hostile one can take.
+// Limits for hostile patterns; those of ordinary tokenizers need a few steps per byte and one page
+// of stack.
 constexpr uint32_t kMatchLimit = 100'000'000;
 constexpr size_t kJitStackFirst = size_t{32} << 10;
 constexpr size_t kJitStackLimit = size_t{4} << 20;
@@ -47,7 +47,7 @@ struct PreTokenizerRegex::Scratch::State {
 PreTokenizerRegex::Scratch::Scratch() : state_(std::make_unique<State>()) {
   if (state_->data == nullptr || state_->context == nullptr) throw std::bad_alloc();
   pcre2_set_match_limit(state_->context, kMatchLimit);
-  // Without JIT support there is no stack, and the interpreter runs instead.
+  // PCRE2 without JIT support gives no stack; its interpreter needs none.
   if (state_->stack) pcre2_jit_stack_assign(state_->context, nullptr, state_->stack);
 }
 
@@ -67,7 +67,7 @@ PreTokenizerRegex::PreTokenizerRegex(std::string_view pattern) {
   uint32_t matches_empty = 0;
   pcre2_pattern_info(code, PCRE2_INFO_MATCHEMPTY, &matches_empty);
   TWELL_REQUIRE(matches_empty == 0, "the regular expression matches the empty text");
-  pcre2_jit_compile(code, PCRE2_JIT_COMPLETE);  // when it cannot, the interpreter does the matching
+  pcre2_jit_compile(code, PCRE2_JIT_COMPLETE);  // when it fails, PCRE2 uses its interpreter
 }
 
 bool PreTokenizerRegex::find(std::string_view text, size_t from, Scratch& scratch,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regular expressions of tokenizer.json, which are written for Oniguruma, run by PCRE2 (JIT).
+// Runs the regular expressions of tokenizer.json, written for Oniguruma, with PCRE2 (JIT).
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace twell {
 
-// The same pattern for PCRE2. InputError, naming the construct, for whatever the two libraries read
-// differently (nested classes, \w, \h, {n,m}+ and so on): a pattern either means the same or is
-// refused. \s becomes Unicode's White_Space, spelled out.
+// Translates a pattern for PCRE2. InputError, naming the construct, for anything that the libraries
+// interpret differently (nested classes, \w, \h, {n,m}+ and so on), so a translated pattern has the
+// same meaning. \s becomes the list of Unicode's White_Space.
 std::string translate_regex(std::string_view pattern);
 
 class PreTokenizerRegex {
@@ -19,7 +19,7 @@ class PreTokenizerRegex {
   struct Match {
     size_t begin = 0, end = 0;
   };
-  // What one thread needs to run any of these expressions.
+  // Working memory of one thread for running any of these expressions.
   class Scratch {
    public:
     Scratch();
@@ -36,8 +36,8 @@ class PreTokenizerRegex {
   // InputError when the pattern does not compile or can match nothing at all.
   explicit PreTokenizerRegex(std::string_view pattern);
 
-  // Finds the first match at or after `from`. text must be valid UTF-8. InputError when PCRE2 gives
-  // up on a pattern that backtracks without end.
+  // Finds the first match that starts at or after `from`. text must be valid UTF-8. InputError when
+  // PCRE2 gives up on a pattern that backtracks without end.
   bool find(std::string_view text, size_t from, Scratch& scratch, Match& match) const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where pre-tokens end, which regular expressions are refused, and NFC against utf8proc. What the
-// reference cuts: tests/golden/make_tokenizer_golden.py.
+// Tests pre-token boundaries, refused regular expressions, and NFC against utf8proc. The
+// reference's pre-tokens come from tests/golden/make_tokenizer_golden.py.
 #include "twell/tokenizer/pre_tokenizer.h"
 
 #include <gmock/gmock.h>
@@ -44,7 +44,7 @@ TEST(PreTokenizer, StepsApplyToThePiecesOfTheStepBefore) {
   EXPECT_THAT(split({{Kind::kGpt2}}, ""), ElementsAre());
 }
 
-// Characters of every script and category; emoji, spaces, digits, marks, code.
+// The texts have characters of every script and category, emoji, spaces, digits, marks and code.
 TEST(PreTokenizer, CutsEveryScriptAsTheReference) {
   const std::filesystem::path folder =
       std::filesystem::path(TWELL_SOURCE_DIR) / "tests/golden/tokenizer";
@@ -73,7 +73,7 @@ TEST(PreTokenizer, WhatDoesNotMatchIsAPieceToo) {
 TEST(PreTokenizer, InvalidBytesArePiecesAndSeparateTheTextAroundThem) {
   EXPECT_THAT(split({{Kind::kGpt2}}, "ab\xff\xfe cd\xc3"),
               ElementsAre("ab", "\xff\xfe", " cd", "\xc3"));
-  // A character cut short, an overlong form, a surrogate, and beyond U+10FFFF.
+  // A truncated character, an overlong form, a surrogate, and a code point beyond U+10FFFF.
   for (const std::string bad : {"\xe2\x82", "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80"}) {
     EXPECT_THAT(split({{Kind::kGpt2}}, "a" + bad + "b"), ElementsAre("a", bad, "b"));
   }
@@ -205,7 +205,7 @@ TEST(Normalizer, RandomTexts) {
       text += parts[uniform_below(11, stream, i, parts.size())];
     }
     ASSERT_EQ(nfc(text), whole_nfc(text)) << text;
-    // Invalid bytes pass through and keep their sides apart.
+    // Invalid bytes are unchanged, and the text on either side is normalized separately.
     ASSERT_EQ(nfc(text + "\xff" + text), whole_nfc(text) + "\xff" + whole_nfc(text));
   }
 }

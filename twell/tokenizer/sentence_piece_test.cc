@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokenizers converted from SentencePiece, against Hugging Face `tokenizers`
+// Compares tokenizers converted from SentencePiece with Hugging Face `tokenizers`
 // (tests/golden/make_sentence_piece_golden.py).
 #include <gtest/gtest.h>
 
@@ -44,7 +44,7 @@ TEST_P(SentencePiece, GivesTheIdsOfTheReference) {
   const nlohmann::json& golden = golden_cases().at(GetParam());
   const Ids expected = golden.at("ids").get<Ids>();
   expect_ids(tokenizer, texts, expected);
-  expect_ids(tokenizer, texts, expected);  // from the cache
+  expect_ids(tokenizer, texts, expected);  // the second time, from the cache
   for (size_t i = 0; i < texts.size(); ++i) {
     EXPECT_EQ(tokenizer.decode(expected[i]), golden.at("decoded")[i].get<std::string>())
         << "text " << i << ": " << texts[i];
@@ -80,7 +80,7 @@ TEST_P(SentencePiece, MetaspaceMarksSpacesAsTheFileSays) {
     const Ids expected = golden_cases().at(scheme).get<Ids>();
     expect_ids(tokenizer, {texts.end() - more, texts.end()}, expected);
     EXPECT_EQ(Tokenizer::parse(tokenizer.to_json(), scheme).hash(), tokenizer.hash());
-    // As older files say it.
+    // Older files write this as add_prefix_space instead of prepend_scheme.
     file["pre_tokenizer"].erase("prepend_scheme");
     file["pre_tokenizer"]["add_prefix_space"] = scheme == std::string("always");
     EXPECT_EQ(Tokenizer::parse(file.dump(), scheme).hash(), tokenizer.hash());
@@ -94,7 +94,7 @@ TEST_P(SentencePiece, BytesWithoutATokenRoundTrip) {
     EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text);
   }
   for (int32_t id = 0; id < tokenizer.vocab_size(); ++id) {
-    if (id == tokenizer.find("<norm>")) continue;  // its text has the mark in front
+    if (id == tokenizer.find("<norm>")) continue;  // its text starts with the mark
     const std::string bytes(tokenizer.token_bytes(id));
     EXPECT_EQ(tokenizer.token_bytes(tokenizer.find(bytes)), bytes);
   }

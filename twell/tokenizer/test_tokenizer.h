@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tokenizer for tests that need one without caring which.
+// A tokenizer for tests that work with any.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace twell {
 
-// The end-of-text token, which has id 0, and the 256 bytes: no merges.
+// The end-of-text token (id 0) and the 256 bytes, without merges.
 inline Tokenizer byte_tokenizer() {
   bool given = false;
   return train_bpe({.vocab_size = 257, .threads = 1}, [&](std::string& text) {

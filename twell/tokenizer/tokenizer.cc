@@ -43,7 +43,7 @@ void replace_all(std::string_view text, std::string_view from, std::string_view 
   out.append(text, done);
 }
 
-// The tokens of a SentencePiece vocabulary as bytes of text.
+// The bytes of text that each token of a SentencePiece vocabulary decodes to.
 std::vector<std::string> decoded_tokens(const TokenizerSpec& spec,
                                         const std::array<int32_t, 256>& bytes) {
   std::vector<std::string> decoded(spec.tokens.size());
@@ -56,7 +56,7 @@ std::vector<std::string> decoded_tokens(const TokenizerSpec& spec,
   return decoded;
 }
 
-// The first character of valid UTF-8; `size` becomes its length.
+// The first character of valid UTF-8; sets `size` to its length in bytes.
 char32_t first_character(std::string_view text, size_t& size) {
   const auto byte = [&](size_t i) { return static_cast<char32_t>(static_cast<uint8_t>(text[i])); };
   const char32_t lead = byte(0);
@@ -66,7 +66,7 @@ char32_t first_character(std::string_view text, size_t& size) {
   return character;
 }
 
-// Length of the character of Unicode's White_Space that the text begins with; 0 without one.
+// Length in bytes of the Unicode White_Space character that starts the text; 0 if none.
 size_t white_space_at_start(std::string_view text) {
   if (text.empty()) return 0;
   const uint8_t first = static_cast<uint8_t>(text[0]);
@@ -89,8 +89,8 @@ size_t white_space_at_end(std::string_view text) {
   return 0;
 }
 
-// Appends the ids of the added tokens in text and calls encode(piece) for what is between them.
-// strips[id]: the white space that the token takes along, 1 for that before it, 2 for that behind.
+// Appends the ids of the added tokens in text and calls encode(piece) for the text between them.
+// strips[id]: bit mask of the white space that the token absorbs, 1 before it, 2 after it.
 template <typename Encode>
 void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>& strips,
                     std::string_view text, std::vector<int32_t>& out, const Encode& encode) {
@@ -120,9 +120,9 @@ std::span<const std::string_view> eos_names() { return kEosNames; }
 struct Tokenizer::Impl {
   explicit Impl(TokenizerSpec spec_in);
 
-  // The text between added tokens as the model gets it.
+  // Normalizes the text between added tokens.
   std::string_view normalized(std::string_view text, TokenizerWorkspace& workspace) const;
-  // at_start: the piece begins where the whole text does.
+  // at_start: whether the piece starts the whole text.
   void encode_piece(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
                     std::vector<int32_t>& out) const;
   void encode_marked(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
@@ -138,15 +138,15 @@ struct Tokenizer::Impl {
   enum class Kind : uint8_t { kPlain, kAdded, kSpecial };
 
   TokenizerSpec spec;
-  IdsByName mergeable;              // plain tokens by TokenizerSpec::tokens
-  IdsByName added;                  // added tokens by their content
+  IdsByName mergeable;              // ids of plain tokens by TokenizerSpec::tokens
+  IdsByName added;                  // ids of added tokens by their content
   std::vector<Kind> kinds;          // by id
   std::vector<uint8_t> strips;      // by id, for split_at_added
-  AddedTokenMatcher as_given;       // added tokens looked for in the text as given
-  AddedTokenMatcher in_normalized;  // and those looked for in the normalized text
+  AddedTokenMatcher as_given;       // finds added tokens in the text as given
+  AddedTokenMatcher in_normalized;  // finds added tokens in the normalized text
   std::array<int32_t, 256> bytes;   // ids of single bytes
   Bpe bpe;
-  // Of SentencePiece tokenizers only.
+  // The following are used by SentencePiece tokenizers only.
   std::vector<int32_t> characters;   // id by code point; -1: none
   std::vector<std::string> decoded;  // bytes of text by id
   PreTokenizer pre_tokenizer;
@@ -226,7 +226,7 @@ void Tokenizer::Impl::encode_marked(std::string_view text, bool at_start,
   if (!text.empty()) encode_word(text, workspace, out);
 }
 
-// A character without a token is spelled in bytes, as are bytes that are not UTF-8.
+// Characters without a token, and bytes that are not UTF-8, become byte tokens.
 void Tokenizer::Impl::append_symbols(std::string_view word, std::vector<int32_t>& symbols) const {
   while (!word.empty()) {
     const Utf8Stretch stretch = next_utf8_stretch(word);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds added tokens in a text: the leftmost, and of those that start there the longest.
+// Finds added tokens in a text: the leftmost match, and the longest of those that start there.
 #pragma once
 
 #include <array>
@@ -20,19 +20,19 @@ class AddedTokenMatcher {
 
   void add(std::string_view content, int32_t id);
   bool empty() const { return nodes_.size() == 1; }
-  // The first match at or after `from`; false when there is none.
+  // Finds the first match at or after `from`; returns false when there is none.
   bool find(std::string_view text, size_t from, Match& match) const;
 
  private:
   // A trie over bytes; node 0 is the root.
   struct Node {
-    int32_t id = -1;                                     // of the token that ends here
+    int32_t id = -1;                                     // id of the token that ends here, or -1
     std::vector<std::pair<uint8_t, uint32_t>> children;  // by byte
   };
-  uint32_t child(uint32_t node, uint8_t byte) const;  // 0 when there is none
+  uint32_t child(uint32_t node, uint8_t byte) const;  // 0 when it does not exist
 
   std::vector<Node> nodes_ = std::vector<Node>(1);
-  std::array<bool, 256> starts_{};  // bytes that some token begins with
+  std::array<bool, 256> starts_{};  // whether some token begins with the byte
 };
 
 }  // namespace twell

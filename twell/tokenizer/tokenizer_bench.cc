@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encoding and training speed on the headers under /usr/include, cut into pieces of 1 MiB.
+// Speed of encoding and training on the headers in /usr/include, cut into pieces of 1 MiB.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>

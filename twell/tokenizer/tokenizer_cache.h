@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ids of the pre-tokens seen lately: natural text repeats its words, and its rules and indents too.
+// Caches the ids of recent pre-tokens, because text repeats its words, ruled lines and indents.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace twell {
 
-// For the words, which are short: a direct-mapped table of cache lines. No allocation, no eviction
-// policy; a collision just replaces.
+// Caches short words in a direct-mapped table of cache lines: no allocation per word, and a
+// colliding word replaces the older one.
 class WordCache {
  public:
   static constexpr size_t kLongestWord = 30;
@@ -26,8 +26,8 @@ class WordCache {
   WordCache() : slots_(kSlots) {}
 
   struct Slot {
-    uint8_t length = 0;  // of the word; 0 for an empty slot
-    uint8_t count = 0;   // of its ids
+    uint8_t length = 0;  // bytes of the word; 0 for an empty slot
+    uint8_t count = 0;   // number of its ids
     std::array<char, kLongestWord> word;
     std::array<int32_t, kMostIds> ids;
 
@@ -43,11 +43,11 @@ class WordCache {
   };
   static_assert(sizeof(Slot) == 64);
 
-  // The slot that this word, of 1 to kLongestWord bytes, is in or would go to.
+  // The slot for this word of 1 to kLongestWord bytes, which may hold another word.
   Slot& slot_of(std::string_view word) { return slots_[hash(word) % kSlots]; }
 
  private:
-  static constexpr size_t kSlots = size_t{1} << 15;  // 2 MiB: stays in a core's own cache
+  static constexpr size_t kSlots = size_t{1} << 15;  // 2 MiB, to stay in a core's private cache
 
   template <typename T>
   static uint64_t load(const char* data) {
@@ -80,12 +80,12 @@ class WordCache {
   std::vector<Slot> slots_;
 };
 
-// For long runs of spaces, dashes and the like, of which a text has few different ones.
+// Caches long words: runs of spaces, dashes and the like, of which a text has few distinct ones.
 class LongWordCache {
  public:
   static constexpr size_t kLongestWord = 512;
 
-  // nullptr when the word is not there.
+  // Returns nullptr when the word is not cached.
   const std::vector<int32_t>* find(std::string_view word) const {
     const auto entry = ids_.find(word);
     return entry == ids_.end() ? nullptr : &entry->second;
@@ -96,7 +96,7 @@ class LongWordCache {
   }
 
  private:
-  static constexpr size_t kMostWords = 4096;  // 10 MiB of ids at most
+  static constexpr size_t kMostWords = 4096;  // at most 10 MiB of ids
   struct Hash {
     using is_transparent = void;
     size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }

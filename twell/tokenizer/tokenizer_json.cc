@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tokenizer.json into a TokenizerSpec and back: the parts around the model (normalizer,
-// pre-tokenizer, post-processor, decoder), each a reader and a writer, then vocabulary, merges and
-// added tokens, then the file.
+// Converts tokenizer.json to a TokenizerSpec and back: first a reader and a writer for each part
+// around the model (normalizer, pre-tokenizer, post-processor, decoder), then vocabulary, merges
+// and added tokens, then the whole file.
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
@@ -22,8 +22,8 @@ using nlohmann::ordered_json;
 using Kind = PreTokenizerStep::Kind;
 using IdsByName = std::unordered_map<std::string, int32_t>;
 
-// ---- normalizer, pre-tokenizer, post-processor, decoder. A reader takes the part's JSON, null
-// when it is null or missing, and refuses by name what is not supported.
+// ---- normalizer, pre-tokenizer, post-processor, decoder. A reader takes the part's JSON, or
+// nullptr when it is null or missing, and refuses unsupported parts by name.
 
 std::string part_name(std::string_view list, size_t index) {
   return fmt::format("{}[{}]", list, index);
@@ -60,7 +60,7 @@ void require_replace(const JsonPart& part, std::string_view from, std::string_vi
   part.finish({"type", "pattern", "content"});
 }
 
-// Reads one member; returns whether it was the ByteLevel that has to come last.
+// Reads one member; returns whether it was ByteLevel, which must come last.
 bool read_step(const json& value, const std::string& where, std::vector<PreTokenizerStep>& steps) {
   const JsonPart part(value, where);
   const std::string type = part.string("type");
@@ -101,7 +101,7 @@ ordered_json write_step(const PreTokenizerStep& step) {
   return {{"type", "Digits"}, {"individual_digits", step.kind == Kind::kDigits}};
 }
 
-// One list of a template, e.g. [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}].
+// Reads one list of a template, e.g. [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}].
 int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
   part.finish({"type", "single", "pair", "special_tokens"});
   const json& pieces = part.array("single");
@@ -125,7 +125,7 @@ int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
   return token->id;
 }
 
-// NFC, and of SentencePiece tokenizers the marks for spaces.
+// Reads NFC or, for SentencePiece tokenizers, a member that sets the marks for spaces.
 void read_normalizer_member(const json& value, const std::string& where, TokenizerSpec& spec) {
   const JsonPart part(value, where);
   const std::string type = part.string("type");
@@ -174,7 +174,7 @@ ordered_json write_normalizer(const TokenizerSpec& spec) {
   return {{"type", "Sequence"}, {"normalizers", members}};
 }
 
-// Metaspace, or nothing.
+// Reads Metaspace; the part may be missing.
 void read_sentence_piece_pre_tokenizer(const json* part, SentencePieceSpec& out) {
   using Metaspace = SentencePieceSpec::Metaspace;
   if (part == nullptr) return;
@@ -185,7 +185,7 @@ void read_sentence_piece_pre_tokenizer(const json* part, SentencePieceSpec& out)
                 excerpt(type));
   TWELL_REQUIRE(object.string("replacement") == kSpaceMark,
                 "pre_tokenizer: Metaspace with another replacement than U+2581 is not supported");
-  // Files before "prepend_scheme" have "add_prefix_space".
+  // Files from before "prepend_scheme" have "add_prefix_space".
   const bool prepend = object.boolean("add_prefix_space", true);
   const std::string scheme = object.find("prepend_scheme") != nullptr
                                  ? object.string("prepend_scheme")
@@ -292,7 +292,7 @@ void read_decoder(const json* part) {
 
 ordered_json write_decoder() { return byte_level(true); }
 
-// A Sequence of Replace, ByteFallback, Fuse, and Strip where a space comes off the start.
+// Reads a Sequence of Replace, ByteFallback, Fuse and, if it strips a leading space, Strip.
 void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
   TWELL_REQUIRE(part != nullptr, "there is no decoder; with byte_fallback a Sequence is needed");
   const JsonPart object(*part, "decoder");
@@ -370,7 +370,7 @@ std::vector<AddedToken> read_added_tokens(const JsonPart& file, const json& voca
   return added;
 }
 
-// Puts a token at its id; ids must come out as 0, 1, ... V - 1, each once.
+// Stores each token at its id; the ids must be 0, 1, ... V - 1, each once.
 class TokenTable {
  public:
   explicit TokenTable(size_t size) : tokens_(size), taken_(size) {}
@@ -391,7 +391,7 @@ class TokenTable {
   std::vector<bool> taken_;
 };
 
-// A name of the file as in TokenizerSpec::tokens; false when it cannot be one.
+// Converts a name of the file to its form in TokenizerSpec::tokens; false when it has none.
 bool spell(const TokenizerSpec& spec, const std::string& name, std::string& out) {
   if (!spec.sentence_piece) return !name.empty() && alphabet_to_bytes(name, out);
   out = name;
@@ -423,7 +423,7 @@ void read_tokens(const json& vocab, TokenizerSpec& spec) {
   spec.tokens = table.take();
 }
 
-// The two tokens of a merge: "a b", or ["a", "b"] as newer files have it.
+// The two tokens of a merge, written "a b" or, in newer files, ["a", "b"].
 std::pair<std::string, std::string> merge_names(const json& value, size_t rank) {
   if (value.is_array() && value.size() == 2 && value[0].is_string() && value[1].is_string()) {
     return {value[0].get<std::string>(), value[1].get<std::string>()};
@@ -468,7 +468,7 @@ std::vector<BpeMerge> read_merges(const json& list, const TokenizerSpec& spec) {
 void read_model(const JsonPart& model, TokenizerSpec& spec) {
   for (const char* option :
        {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk"}) {
-    // With byte_fallback no token is unknown.
+    // With byte_fallback no character is unknown, so fuse_unk has no effect.
     if (spec.sentence_piece && std::string_view(option) == "fuse_unk") continue;
     model.must_be_off(option);
   }
@@ -537,7 +537,7 @@ ordered_json added_tokens(const TokenizerSpec& spec) {
   return list;
 }
 
-// The names of the vocabulary by id; empty for added tokens that are not part of it.
+// The vocabulary's names by id; empty for added tokens outside the vocabulary.
 std::vector<std::string> vocabulary_names(const TokenizerSpec& spec) {
   std::vector<std::string> names;
   names.reserve(spec.tokens.size());
@@ -592,7 +592,7 @@ std::string write_tokenizer_json(const TokenizerSpec& spec) {
   out += field("byte_fallback", marks);
   out += field("ignore_merges", spec.ignore_merges);
 
-  // Written piece by piece: an ordered_json object of 100,000 names would search them all for each.
+  // Writes the names one by one: inserting into an ordered_json object searches all earlier names.
   out += "  \"vocab\": {";
   const char* separator = "\n";
   for (size_t id = 0; id < names.size(); ++id) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer target: any bytes as tokenizer.json are refused with an InputError or give a tokenizer
-// that encodes, decodes, and survives being saved. Seeds: tests/fuzz/tokenizer_json.
+// libFuzzer target: any bytes as tokenizer.json give an InputError or a tokenizer that encodes,
+// decodes, and can be saved and loaded. Seeds: tests/fuzz/tokenizer_json.
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -19,7 +19,7 @@ std::optional<twell::Tokenizer> parse(std::string_view json) {
   try {
     return twell::Tokenizer::parse(json, "fuzz");
   } catch (const twell::InputError&) {
-    return std::nullopt;  // as most inputs are
+    return std::nullopt;  // most inputs are refused
   }
 }
 
@@ -30,7 +30,7 @@ void encode_with_both(const twell::Tokenizer& tokenizer, const twell::Tokenizer&
     try {
       ids = tokenizer.encode(text, allow_special);
     } catch (const twell::InputError&) {
-      return;  // a regular expression that gives up
+      return;  // the regular expression hit its match limit
     }
     const std::string decoded = tokenizer.decode(ids);
     TWELL_CHECK(decoded == text || !tokenizer.lossless(), "the round trip changed the text");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a tokenizer.json may not hold: every refusal is one line that names the part.
+// Tests that every refusal of a tokenizer.json is one line that names the part.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

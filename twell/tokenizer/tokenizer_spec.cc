@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Feeds values into one hash, each with its length, so that no two specs give the same bytes.
+// Hashes values, each preceded by its length, so that different specs never hash the same bytes.
 class SpecHash {
  public:
   void add(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -56,7 +56,7 @@ std::string token_name(const TokenizerSpec& spec, int32_t id) {
 
 std::string hash_tokenizer(const TokenizerSpec& spec) {
   SpecHash hash;
-  hash.add(int64_t{1});  // version of this list
+  hash.add(int64_t{1});  // version of this list of fields
   hash.add(static_cast<int64_t>(spec.tokens.size()));
   for (const std::string& bytes : spec.tokens) hash.add(bytes);
   hash.add(static_cast<int64_t>(spec.added.size()));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tokenizer as plain data: what tokenizer.json says, checked. Reading, writing, hashing and
-// training work on this; Tokenizer is built from it.
+// A tokenizer as plain data: the checked contents of tokenizer.json. Reading, writing, hashing and
+// training work on it; Tokenizer is built from it.
 #pragma once
 
 #include <cstdint>
@@ -17,59 +17,59 @@
 
 namespace twell {
 
-// A token found in the text before anything else is done to it.
+// A token that is searched for in the text before pre-tokenization.
 struct AddedToken {
   int32_t id = -1;
   std::string content = {};
   bool special = false;
-  bool normalized = false;  // looked for in the normalized text instead of the text as given
+  bool normalized = false;  // searched for in the normalized text instead of the given one
   bool in_vocab = false;    // also listed in the model's vocabulary
-  bool lstrip = false, rstrip = false;  // takes the white space before it, behind it
+  bool lstrip = false, rstrip = false;  // absorbs white space before it, after it
 };
 
-// What a BPE converted from SentencePiece (Llama 2, Mistral, TinyLlama) does to a text. Its tokens
-// are spelled in UTF-8 with kSpaceMark for a space, and a character without a token becomes its
-// bytes, which have the tokens <0x00> to <0xFF>.
+// How a BPE converted from SentencePiece (Llama 2, Mistral, TinyLlama) treats a text. Its tokens
+// are spelled in UTF-8 with kSpaceMark for a space. A character without a token is encoded by its
+// bytes as the tokens <0x00> to <0xFF>.
 struct SentencePieceSpec {
   enum class Metaspace { kNone, kNever, kFirst, kAlways };
 
-  bool prepend = false;      // normalizer: a mark before each stretch between added tokens
-  bool replace = false;      // normalizer: a mark for every space
+  bool prepend = false;      // normalizer: puts a mark before each stretch between added tokens
+  bool replace = false;      // normalizer: replaces every space by a mark
   bool split = false;        // pre-tokenizer: cuts before every mark
-  bool strip_space = false;  // decoder: takes one space off the start of a text
-  // Pre-tokenizer: marks for spaces, and one in front of a stretch that has none there: never, at
-  // the start of the text, or always.
+  bool strip_space = false;  // decoder: removes one space at the start of a text
+  // Pre-tokenizer: replaces spaces by marks and puts a mark before a stretch that does not start
+  // with one: never, at the start of the text, or always.
   Metaspace metaspace = Metaspace::kNone;
 };
 inline constexpr std::string_view kSpaceMark = "\u2581";  // "▁"
 
 struct TokenizerSpec {
-  // [V] by id: raw bytes; of an added token, its content; with sentence_piece, the file's spelling.
+  // [V] by id: raw bytes; for added tokens the content; with sentence_piece the file's spelling.
   std::vector<std::string> tokens;
   std::vector<AddedToken> added;  // by id
   std::vector<BpeMerge> merges;   // by rank
-  bool ignore_merges = false;     // a pre-token that is a token is taken whole (Llama-3)
-  int32_t unknown_id = -1;        // for bytes without a token; they are dropped when it is -1
+  bool ignore_merges = false;     // a pre-token that is a token becomes its id (Llama-3)
+  int32_t unknown_id = -1;        // for bytes without a token; -1: drop them
   bool nfc = false;
-  std::optional<SentencePieceSpec> sentence_piece;  // without it, the tokenizer is byte-level
+  std::optional<SentencePieceSpec> sentence_piece;  // nullopt: a byte-level tokenizer
   std::vector<PreTokenizerStep> pre_tokenizer;
-  int32_t bos_id = -1;  // what the post-processor's template puts before a text
+  int32_t bos_id = -1;  // begin token of the post-processor's template; -1: none
 };
 
-// InputError "<source>: ..." in one line for anything malformed, inconsistent or not supported.
+// InputError "<source>: ..." in one line for anything malformed, inconsistent or unsupported.
 TokenizerSpec parse_tokenizer_json(std::string_view json, const std::string& source);
 std::string write_tokenizer_json(const TokenizerSpec& spec);
-// The tokens that merges can start from or make, by TokenizerSpec::tokens: those of the vocabulary.
-// Of a byte-level one those that it lists in the byte alphabet. An added token listed there under
-// its plain text is one of them only when its bytes read the same both ways (as ASCII without
-// spaces does).
+// Ids, by TokenizerSpec::tokens, of the tokens that merges can take or make: those of the
+// vocabulary and, when it is byte-level, only those it lists in the byte alphabet. An added token
+// listed under its plain text counts only if its spelling in the alphabet is the same (ASCII, no
+// spaces).
 std::unordered_map<std::string, int32_t> mergeable_ids(const TokenizerSpec& spec);
-// How the file spells a token.
+// The token's name in the file.
 std::string token_name(const TokenizerSpec& spec, int32_t id);
 // XXH3-128 over everything that changes how text becomes ids.
 std::string hash_tokenizer(const TokenizerSpec& spec);
 
-// What models call the token between documents, in the order in which eos_token() looks for them.
+// Names that models give the token between documents, in the order in which eos_token() tries them.
 std::span<const std::string_view> eos_names();
 
 struct TokenizerAccess {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Golden ids of Hugging Face `tokenizers` (tests/golden/make_tokenizer_golden.py), round trips,
-// saving and threads.
+// Tests golden ids of Hugging Face `tokenizers` (tests/golden/make_tokenizer_golden.py), round
+// trips, saving and threads.
 #include "twell/tokenizer/tokenizer.h"
 
 #include <gmock/gmock.h>
@@ -33,7 +33,7 @@ std::vector<std::string> texts() { return cases().at("texts").get<std::vector<st
 std::string random_bytes(uint64_t stream, size_t size) {
   std::string text(size, '\0');
   for (size_t i = 0; i < size; ++i) {
-    // Mostly ASCII, so that valid stretches, invalid ones and characters cut short all occur.
+    // Mostly ASCII, so that valid stretches, invalid ones and truncated characters all occur.
     const uint64_t draw = uniform_below(1, stream, i, 512);
     text[i] = static_cast<char>(draw < 256 ? draw : ' ' + draw % 90);
   }
@@ -56,7 +56,7 @@ TEST_P(GoldenTokenizer, GivesTheIdsOfTheReference) {
   }
 }
 
-// Emoji sequences, every space, digits of every script, marks, code.
+// The texts have emoji sequences, every space, digits of every script, marks and code.
 TEST_P(GoldenTokenizer, GivesTheIdsOfTheReferenceForRareText) {
   const Tokenizer tokenizer = golden(GetParam());
   const auto texts = cases().at("more_texts").get<std::vector<std::string>>();
@@ -66,8 +66,8 @@ TEST_P(GoldenTokenizer, GivesTheIdsOfTheReferenceForRareText) {
   for (size_t i = 0; i < texts.size(); ++i) EXPECT_EQ(tokenizer.encode(texts[i]), expected[i]) << i;
 }
 
-// The reference takes no invalid UTF-8: its ids for the valid stretches, and its model's for the
-// runs of other bytes between them.
+// The reference rejects invalid UTF-8, so the expected ids are its ids for the valid stretches and
+// its model's ids for the runs of invalid bytes between them.
 TEST_P(GoldenTokenizer, EncodesInvalidBytesByThemselves) {
   const Tokenizer tokenizer = golden(GetParam());
   const auto texts = cases().at("bytes").get<std::vector<std::string>>();
@@ -157,7 +157,7 @@ TEST_P(GoldenTokenizer, LearnsTheMergesOfTheReference) {
     learned.push_back(tokenizer.to_json());
   }
   EXPECT_THAT(learned, testing::Each(learned[0]));
-  if (GetParam() == "llama3") return;  // some merges of this file were taken out by hand
+  if (GetParam() == "llama3") return;  // some merges of this file were removed by hand
 
   const auto merges = nlohmann::json::parse(learned[0]).at("model").at("merges");
   const auto reference =
@@ -201,8 +201,8 @@ TEST(Tokenizer, NormalizesToFormCAndLeavesInvalidBytesAlone) {
             "caf\u00e9 \xff \u00e9\xcc");
 }
 
-// The expected texts are those of normalizers.NFC() of Hugging Face `tokenizers` 0.23.3: marks that
-// came with Unicode 10 to 15 are not ordered before U+0345, and U+11935 U+11930 do not compose.
+// The expected texts are those of normalizers.NFC() of Hugging Face `tokenizers` 0.23.3: marks
+// added in Unicode 10 to 15 are not ordered before U+0345, and U+11935 U+11930 do not compose.
 TEST(Tokenizer, MarksUnknownToTheReferenceStayWhereTheyAre) {
   std::string buffer;
   for (const std::string text :
@@ -243,7 +243,7 @@ TEST(Tokenizer, HashChangesWithWhatChangesIds) {
   add(R"("normalized":true)", R"("normalized":false)");
   EXPECT_EQ(hashes.size(), 6);
   EXPECT_TRUE(hashes.count(golden("qwen2").hash()));
-  // What the token is used for in decoding does not count.
+  // A token's role in decoding does not affect the hash.
   const size_t before = hashes.size();
   add(R"("special":true)", R"("special":false)");
   EXPECT_EQ(hashes.size(), before);

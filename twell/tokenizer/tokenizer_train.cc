@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// train_bpe: from text to a whole tokenizer.
+// train_bpe makes a complete tokenizer from text.
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 using Kind = PreTokenizerStep::Kind;
 
-constexpr size_t kBatchBytes = size_t{16} << 20;  // of text in memory while its words are counted
+constexpr size_t kBatchBytes = size_t{16} << 20;  // of text in memory per batch of word counting
 constexpr int64_t kBytes = 256;
 constexpr int64_t kLargestVocab = int64_t{1} << 24;
 
@@ -51,7 +51,7 @@ void check_special_tokens(const std::vector<std::string>& names) {
     TWELL_REQUIRE(seen.insert(name).second, "special token {} is given twice", excerpt(name));
     TWELL_REQUIRE(name.size() > 1, "special token {} is a single byte, which is a token already",
                   excerpt(name));
-    // In the file it could not be told from the token of those other bytes.
+    // The file could not distinguish this token from the token of those other bytes.
     std::string bytes;
     TWELL_REQUIRE(!alphabet_to_bytes(name, bytes) || bytes == name,
                   "special token {} stands for other bytes in the alphabet of byte-level "

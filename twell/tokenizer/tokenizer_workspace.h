@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one encode() call works with, kept for the next call together with the words it has seen.
+// Working memory and word caches of one encode() call, kept for later calls.
 #pragma once
 
 #include <memory>
@@ -19,11 +19,11 @@ struct TokenizerWorkspace {
   LongWordCache long_words;
   Bpe::Scratch bpe;
   PreTokenizer::Scratch regex;
-  std::string normalized, spaced, marked;  // NFC; with the normalizer's, the pre-tokenizer's marks
-  std::vector<int32_t> symbols;            // of a word of a SentencePiece tokenizer
+  std::string normalized, spaced, marked;  // after NFC, normalizer's, pre-tokenizer's marks
+  std::vector<int32_t> symbols;            // of a word, for SentencePiece tokenizers
 };
 
-// Lends each caller a workspace of its own, so that encode() can run on many threads at once.
+// Lends each caller a separate workspace, so that encode() can run on many threads at once.
 class TokenizerWorkspacePool {
  public:
   class Lease {
