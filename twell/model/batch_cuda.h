@@ -11,18 +11,18 @@
 
 namespace twell {
 
-// Addresses of the arrays, on the host or the device. They depend only on the numbers of tokens and
-// sequences, so that a captured graph can be replayed.
+// Addresses of the arrays on the host or the device. They depend only on the numbers of tokens and
+// sequences, so that a captured graph stays valid.
 struct BatchArrays {
   int32_t* ids = nullptr;         // [M]
   int32_t* positions = nullptr;   // [M]
-  int64_t* cache_rows = nullptr;  // [M] rows of the cache, where there is one
-  int32_t* q_begin = nullptr;     // [S], as the next ones: see AttentionSequencesCuda
+  int64_t* cache_rows = nullptr;  // [M] rows of the cache, if there is one
+  int32_t* q_begin = nullptr;     // [S]; from here on: see AttentionSequencesCuda
   int32_t* q_len = nullptr;
   int32_t* kv_len = nullptr;
   int64_t* kv_begin = nullptr;
   float* uniforms = nullptr;  // [S] random numbers of the sampler
-  size_t bytes = 0;           // of all
+  size_t bytes = 0;           // total size
 };
 
 class BatchCuda {
@@ -32,10 +32,10 @@ class BatchCuda {
   BatchCuda(const BatchCuda&) = delete;
   BatchCuda& operator=(const BatchCuda&) = delete;
 
-  // The page-locked arrays, after waiting for the last copy out of them.
+  // The page-locked arrays, after waiting until the previous copy has read them.
   BatchArrays host(int64_t tokens, int64_t sequences);
   BatchArrays device(int64_t tokens, int64_t sequences) const;
-  // Enqueues the copy. When it is captured, copied() must follow each launch of the graph.
+  // Enqueues the copy. If it is captured, call copied() after each launch of the graph.
   void enqueue_copy(CudaContext& ctx, int64_t tokens, int64_t sequences) const;
   void copied(CudaContext& ctx) const;
 

@@ -11,12 +11,12 @@
 
 namespace twell {
 
-// The family decides the names and keys of a checkpoint. What its layers have stands in the fields
+// The family determines the names and keys of a checkpoint. The features of its layers are fields
 // of ModelConfig.
 enum class Family { kLlama, kMistral, kQwen2, kQwen3 };
 
-// The stretching of rotary frequencies for contexts longer than those of the pretraining:
-// transformers' rope_type and its parameters.
+// Scaling of rotary frequencies for contexts longer than in pretraining: transformers' rope_type
+// and its parameters.
 enum class RopeType {
   kDefault,
   kLinear,   // all frequencies divided by factor
@@ -68,7 +68,7 @@ struct ModelConfig {
   void validate() const;
   int64_t q_width() const { return heads * head_dim; }      // H * hd
   int64_t kv_width() const { return kv_heads * head_dim; }  // H_kv * hd
-  // Longest sequence the model can be given: the context, or the sliding window where shorter.
+  // Longest sequence that the model accepts: the context, or the sliding window if shorter.
   int64_t max_sequence() const {
     return sliding_window > 0 && sliding_window < context ? sliding_window : context;
   }
@@ -79,7 +79,7 @@ struct ModelConfig {
 };
 
 // "tiny", "0.5b", "1b", "1.5b", "2b"; InputError lists the names. A model that is not gated gets a
-// wider FFN, so that both kinds have about the same number of parameters.
+// wider FFN, so that both variants have about the same number of parameters.
 ModelConfig preset_config(std::string_view name, bool gated = true);
 std::vector<std::string> preset_names();
 

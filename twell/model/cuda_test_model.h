@@ -11,7 +11,7 @@
 
 namespace twell {
 
-// Random weights, rounded to bf16, which the GPU holds.
+// A model with random weights, rounded to bf16 as on the GPU.
 inline std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config) {
   auto model = std::make_unique<Model>(config);
   init_weights(ctx, *model, 3);

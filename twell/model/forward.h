@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inference forward of the transformer, over new tokens of one or several sequences, with or
+// Inference forward pass of the transformer over new tokens of one or several sequences, with or
 // without a cache of past tokens.
 #pragma once
 
@@ -16,16 +16,16 @@
 
 namespace twell {
 
-// Per-layer FFN plans and the tables a forward needs; made once per model and session.
+// Per-layer FFN plans and tables of a forward pass; created once per model and session.
 struct ForwardState {
   ForwardState(const ModelConfig& config, FfnPolicy policy);
-  // Positions of the longest sequence so far, or of the cache; grows in forward(). A model's
+  // Covers the longest sequence so far, or the cache's capacity, and grows in forward(). A model's
   // context may be millions of tokens, of which a session uses few.
   RopeTable rope;
   std::vector<FfnPlan> ffn_plans;  // [L]
 };
 
-// One sequence's new tokens. With a cache, they follow cache->length(slot), which is advanced.
+// New tokens of one sequence. With a cache they follow cache->length(slot), which then advances.
 struct ForwardSequence {
   int64_t tokens = 0;  // number of new tokens
   int64_t slot = 0;    // cache slot
@@ -36,12 +36,12 @@ struct Forward {
   std::span<const ForwardSequence> sequences;  // their tokens sum to M
   KvCache* cache = nullptr;                    // null: each sequence starts at position 0
   MatrixF hidden;                              // [M, D] out: after the final norm, before the head
-  // When given, [L][M]: active FFN neurons per layer and token.
+  // Optional: [L][M], active FFN neurons per layer and token.
   std::vector<std::vector<int32_t>>* row_nnz = nullptr;
-  // When given, called with the input [M, D] of each layer's FFN before the FFN runs.
+  // Optional: called with the input [M, D] of each layer's FFN before the FFN runs.
   std::function<void(int64_t layer, ConstMatrixF x)> on_ffn_input;
 };
-// InputError when a sequence would pass the context or the cache's capacity.
+// InputError when a sequence would exceed the context or the cache's capacity.
 void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem);
 
 // logits [M, V] = hidden [M, D] head^T

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inference forward of the transformer on the GPU, over new tokens of one or several sequences,
-// with or without a cache: forward.h's meaning, in bf16. Memory is planned once, for a largest
-// batch; a forward allocates nothing but plans of matrix products of new shapes, and never waits
-// for the device.
+// Inference forward pass of the transformer on the GPU, over new tokens of one or several
+// sequences, with or without a cache: forward.h in bf16. Memory is planned once, for the largest
+// batch. A forward allocates only plans for matrix products of new shapes, and never waits for the
+// device.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,53 +23,53 @@
 namespace twell {
 
 struct ForwardPlanCuda {
-  int64_t max_tokens = 0;     // of one forward, all sequences together
-  int64_t max_sequences = 0;  // of one forward
-  int64_t max_length = 0;     // of a sequence with its past
+  int64_t max_tokens = 0;     // largest batch, summed over sequences
+  int64_t max_sequences = 0;  // most sequences in a batch
+  int64_t max_length = 0;     // longest sequence, including cached tokens
   FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
-// Parts of a layer, for those who time them. kQkv includes the rotation, kOutput and kFfn the sums
-// with the residual stream.
+// Stages of a layer, for timing. kQkv includes the rotation; kOutput and kFfn include the addition
+// to the residual stream.
 enum class ForwardStage { kEmbedding, kNorm, kQkv, kAttention, kOutput, kFfn };
 
-// What a caller may put in the way; for benchmarks and tests.
+// Replacements for parts of the forward pass; for benchmarks and tests.
 struct ForwardHooksCuda {
   std::function<void(ForwardStage stage)> after_stage;
   // Runs a layer's FFN in place of ffn_forward_cuda.
   std::function<void(int64_t layer, const FfnForwardCuda& problem)> ffn;
-  // Runs the layers as one kernel however long the sequences are, and reads gates through screens
-  // however many neurons are active.
+  // Runs the layers as one kernel for any sequence length, and reads gates through screens for any
+  // activity.
   bool one_kernel = false;
 };
 
 class ForwardCuda {
  public:
-  // InputError with the numbers when the device has too little memory. The context and the model
-  // outlive it.
+  // InputError when the device has too little memory; the message gives the numbers. The context
+  // and the model must outlive this object.
   ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan);
-  // Device memory it takes, roughly; before it is made.
+  // Estimated device memory that a ForwardCuda takes.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
 
-  // Makes screens of the gates (ops/decode), with which decoding one sequence reads half of
-  // their bytes, where the model suits them and they take less than half of the memory that is
-  // free; false elsewhere. Results stay the same. The model's weights may not change afterwards.
+  // Creates screens of the gates (ops/decode), which halve the gate bytes read when decoding one
+  // sequence, if the model supports them and they take less than half of the free memory; otherwise
+  // returns false. Results stay the same. The model's weights must not change afterwards.
   bool make_screens();
 
-  // Checks the batch, writes it down for the device and advances the cache. InputError when a
-  // sequence would pass the context or the cache's capacity. uniforms, one per sequence or none, go
-  // to the device with it, for a sampler.
+  // Checks the batch, writes its description to host memory and advances the cache. InputError when
+  // a sequence would exceed the context or the cache's capacity. uniforms, one per sequence or
+  // none, are copied to the device too, for a sampler.
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {});
-  // Enqueues the copy of what was staged and the layers; can be captured in a CUDA graph, which can
-  // be replayed after each stage() of as many sequences of as many tokens each with the same
-  // path(), until ffn_plans() are updated.
-  // row_nnz, when given: device memory [L, M] for the active neurons per layer and token.
+  // Enqueues the copy of the staged batch and the layers. A captured graph can be replayed after
+  // each stage() with the same number of sequences, tokens per sequence and path(), until
+  // ffn_plans() are updated. row_nnz: optional device memory [L, M] for active neurons per layer
+  // and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
-  // How the staged batch passes the layers, unless hooks or row_nnz ask for single ops.
+  // The executions for the staged batch, unless hooks or row_nnz require single ops.
   GpuLayersPath path() const;
-  // After enqueue or the launch of its graph, before the next stage().
+  // Call it after enqueue or the launch of its graph, before the next stage().
   void enqueued() const { batch_.copied(ctx_); }
 
   // stage, enqueue, enqueued.
@@ -88,22 +88,22 @@ class ForwardCuda {
   const ForwardPlanCuda& plan() const { return plan_; }
 
  private:
-  // The batch that was staged last.
+  // The batch staged last.
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
-    int64_t kv_segments = 0;  // of kDecodeSegment keys, all sequences together
-    bool uniform = false;     // whole sequences of one length, without a cache
+    int64_t kv_segments = 0;  // of kDecodeSegment keys, over all sequences
+    bool uniform = false;     // equally long whole sequences, no cache
     KvCacheCuda* cache = nullptr;
   };
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
-  // The ways of GpuLayersPath: one layer each, and all layers.
+  // The alternatives of GpuLayersPath: the first two run one layer, the third all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
   void attention(int64_t layer);
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden
-  // Rows that a matrix product of the batch is run with: few shapes, so few plans.
+  // Padded number of rows in matrix products: few different shapes need few plans.
   int64_t padded_tokens() const;
 
   CudaContext& ctx_;

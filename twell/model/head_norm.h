@@ -8,7 +8,7 @@
 
 namespace twell {
 
-// In place. inv_rms [heads * M], head after head, for the backward pass; null at inference.
+// Works in place. inv_rms [heads * M], head by head, for the backward pass; null for inference.
 void head_norm_forward(Context& ctx, MatrixF x, int64_t head_dim, const float* weight, float eps,
                        float* inv_rms = nullptr);
 

@@ -15,11 +15,11 @@ namespace twell {
 
 class ModelCuda {
  public:
-  // Uninitialised weights. InputError, before anything is allocated, on a model that the GPU code
-  // does not run and, with the numbers, on one that does not fit into the free memory beside
-  // `other_bytes`.
+  // Leaves the weights uninitialised. InputError, before anything is allocated, on a model that the
+  // GPU code does not support or that does not fit into free memory together with `other_bytes`;
+  // the message gives the numbers.
   ModelCuda(const ModelConfig& config, int64_t other_bytes);
-  // Rounds the host model's weights. Waits for the stream.
+  // Copies the host model's weights, rounded to bf16. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
 
   const ModelConfig& config() const { return config_; }
@@ -38,12 +38,12 @@ class ModelCuda {
   ModelMatrices<const BF16> weights_;
 };
 
-// Why the GPU code does not run this model; empty when it does.
+// The reason why the GPU code does not support this model; empty when it does.
 std::string cuda_model_unsupported(const ModelConfig& config);
-// Why the weights and `other_bytes` do not fit the free memory together; empty when they do.
+// The reason why weights and `other_bytes` do not fit into free memory; empty when they do.
 std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes);
 
-// InputError with the numbers when the device has less memory free than `bytes`.
+// InputError with the numbers when less than `bytes` of device memory is free.
 void require_device_memory(int64_t bytes, const std::string& what);
 
 inline const __nv_bfloat16* device_bf16(const BF16* values) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts arrays off one block, or only counts them (base/carver.h), and sums their bytes by name.
+// Cuts arrays from one block, or only counts them (base/carver.h), and sums their bytes by name.
 #pragma once
 
 #include <algorithm>

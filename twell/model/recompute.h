@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which values a training pass computes again in backward instead of storing them. Results are the
-// same bit for bit.
+// Selects the values that a training pass recomputes in backward instead of storing them. Results
+// are bitwise equal.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace twell {
 
-// Each level includes those before it. Each line names the values per layer and token that are not
-// stored, their number, and what is computed instead.
+// Each level includes the previous ones. Each line lists the values per layer and token that are
+// not stored, their number, and what is recomputed.
 enum class RecomputeLevel {
   kNone,
   kNorms,   // the normalised inputs of both blocks: 2 D; a pass over them
@@ -19,7 +19,7 @@ enum class RecomputeLevel {
 
 struct Recompute {
   RecomputeLevel level = RecomputeLevel::kNone;
-  // Layers below this number have `level`, the others one level less.
+  // Layers below this number use `level`, all others one level less.
   int64_t layers = std::numeric_limits<int64_t>::max();
 
   RecomputeLevel of_layer(int64_t layer) const {

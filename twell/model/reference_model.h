@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model in double precision, one token and one neuron at a time. Tests compare the real one
-// with it.
+// The model in double precision, one token and one neuron at a time, as a reference for tests.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +21,7 @@ struct ReferenceResult {
   double ce_sum = 0.0;                        // over tokens with a target
   std::vector<double> l1_sum;                 // [L]
   std::vector<std::vector<int32_t>> row_nnz;  // [L][M]
-  // Distance of the nearest gate to the kink of the ReLU: a smaller change of a gate switches no
-  // neuron.
+  // Distance of the nearest gate to the ReLU's kink: smaller changes of gates switch no neuron.
   double min_gate = std::numeric_limits<double>::infinity();
 };
 
@@ -100,7 +98,7 @@ class ReferenceModel {
     return y;
   }
 
-  // With its bias, where there are biases.
+  // Adds the bias if the model has biases.
   Row project(const Row& x, int64_t layer, const std::string& part, int64_t out) const {
     Row y = linear(x, layer_param(layer, part.c_str()), out);
     if (!config_.qkv_bias) return y;
@@ -171,7 +169,7 @@ class ReferenceModel {
     }
   }
 
-  // One query row over the keys it may see.
+  // Attention of one query row over its visible keys.
   Row attend(const Row& q, std::span<const Row> keys, std::span<const Row> values) const {
     const size_t hd = size(config_.head_dim);
     Row out(q.size(), 0.0);
@@ -234,9 +232,8 @@ double relative_error(std::span<A> values, std::span<B> reference) {
 }
 
 // Bound on the relative error, in norm, of float32 on the longest path through the model and back.
-// A product over K terms adds about eps * sqrt(K); a layer has four products, a softmax and two
-// norms in a row, and as many in its backward pass, and none of them amplifies the error of its
-// input by much.
+// A product over K terms adds about eps * sqrt(K). A layer has four products, a softmax and two
+// norms in sequence, and the same number in backward; none amplifies its input's error by much.
 inline double float_tolerance(const ModelConfig& config) {
   const double eps = static_cast<double>(std::numeric_limits<float>::epsilon());
   const double longest = static_cast<double>(std::max(config.ffn, config.width));
@@ -244,7 +241,7 @@ inline double float_tolerance(const ModelConfig& config) {
   return eps * std::sqrt(longest) * ops;
 }
 
-// A small model whose neurons range from often to never active: all tokens share one direction, and
+// A small model whose neurons range from often to never active: all tokens share a direction, and
 // the gates' weights against it grow up to `aversion`.
 inline Model sparse_model(const ModelConfig& config, uint64_t seed, float aversion) {
   Model model(config);

@@ -12,10 +12,10 @@
 namespace twell {
 namespace {
 
-constexpr int kPasses = 5;  // of each model, in turn
+constexpr int kPasses = 5;  // timed passes of each model, alternating
 constexpr int64_t kTimedSequences = 8;
 
-// Repeated passes of one model over the timed tokens.
+// Times repeated passes of one model over the timed tokens.
 class Runner {
  public:
   Runner(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t length)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares two models on the same held-out tokens: the loss and the speed that sparsifying gives.
+// Compares loss and speed of two models on the same held-out tokens, before and after sparsifying.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ namespace twell {
 
 struct ModelFigures {
   double ce = 0.0;                 // nats per token
-  double active_per_token = 0.0;   // neurons, mean over layers
+  double active_per_token = 0.0;   // active neurons, mean over layers
   double active_share = 0.0;       // of all neurons
-  double tokens_per_second = 0.0;  // of the layers, without the output head; median of passes
+  double tokens_per_second = 0.0;  // in the layers alone, median of passes
 };
 
 struct SideBySide {
@@ -27,7 +27,7 @@ struct SideBySide {
   int64_t timed_tokens = 0;  // per pass
 };
 
-// Each model runs its fastest executions. `options` are those of a validation.
+// Each model runs its fastest executions. `options` are those of the run's validation.
 SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
                                 const ShardSet& shards, const ValidationOptions& options);
 nlohmann::json side_by_side_json(const SideBySide& figures);

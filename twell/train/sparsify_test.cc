@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparsifying: a model with SiLU gates continues as a ReLU model, with and without a teacher.
+// Sparsifying continues a model with SiLU gates as a ReLU model, with or without a teacher.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -53,7 +53,7 @@ TEST_F(SparsifyTest, ReluTakesOverWhileTheModelTrainsOn) {
   EXPECT_EQ(shares, (std::vector<double>{0.25, 0.5, 0.75, 1.0, 1.0, 1.0}));
 }
 
-// The first step of a blend is nearly that of the SiLU model; without a blend it is that of the
+// With a blend the first step is close to that of the SiLU model, without one it equals that of the
 // ReLU model.
 TEST_F(SparsifyTest, TheBlendStartsAtTheOldActivation) {
   const auto first_ce = [&](Activation own, const TrainOptions& options) {

@@ -14,7 +14,7 @@
 namespace twell {
 
 uint32_t crc32c(std::string_view bytes);  // Castagnoli polynomial, reflected
-// One TFRecord frame around `payload`.
+// Returns one TFRecord frame around `payload`.
 std::string tfrecord_frame(std::string_view payload);
 
 class TensorBoardWriter {

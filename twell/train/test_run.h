@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For this room's tests: a micro model and text to train on.
+// A micro model and text to train on, for the tests of this room.
 #pragma once
 
 #include <filesystem>
@@ -42,7 +42,7 @@ inline TrainOptions micro_options(int64_t steps) {
   return options;
 }
 
-// A tokenizer of 300 tokens and shards of a few thousand, written into a folder.
+// Writes a tokenizer of 300 tokens and shards of a few thousand tokens into a folder.
 struct MicroData {
   explicit MicroData(const std::filesystem::path& folder)
       : tokenizer(learn()), shards(write(folder, tokenizer), tokenizer) {}

@@ -15,8 +15,8 @@
 namespace twell {
 namespace {
 
-// Smooths over a few steps, so that a layer near a limit does not change its execution at every
-// step. Negative values are not known.
+// Exponential average over a few steps, so that a layer near the threshold does not switch its
+// execution in every step. Negative values are unknown.
 void smooth(double newest, double& value) {
   constexpr double kNewest = 0.2;
   value = value < 0.0 || newest < 0.0 ? newest : value + kNewest * (newest - value);
@@ -31,7 +31,7 @@ Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
       options_(options),
       data_identity_(std::move(data_identity)),
       flops_per_token_(training_flops_per_token(engine.model().config, options)) {
-  // A validation split without a window is refused now, and not at the first validation.
+  // Refuse a validation split without a window now, not at the first validation.
   if (options.validate_every > 0) {
     BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);
   }
@@ -103,7 +103,7 @@ void Trainer::save(const std::filesystem::path& checkpoint) const {
     }
     save_model(engine_.model(), checkpoint, options_.save_dtype);
     OptimizerTensors tensors = state;
-    if (options_.save_dtype == DType::kF32) tensors.weights = {};  // the model file has them
+    if (options_.save_dtype == DType::kF32) tensors.weights = {};  // model.safetensors has them
     save_trainer_state(checkpoint, {step_, trajectory_text(options_), data_identity_, hints_},
                        tensors);
   });

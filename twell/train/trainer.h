@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One optimizer step at a time: the schedules' values, computed by an engine, and the measurements.
-// Files, checkpoints and the schedule of validation are the run's (run.h).
+// Runs one optimizer step at a time: evaluates the schedules, calls the engine, and collects
+// measurements. The run (run.h) handles files, checkpoints and the times of validation.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace twell {
 
-// The loss or a gradient is not finite; the weights are those before the failed step.
+// The loss or a gradient is not finite. The weights are those before the failed step.
 class DivergenceError : public InputError {
  public:
   using InputError::InputError;
@@ -27,11 +27,11 @@ class DivergenceError : public InputError {
 
 class Trainer {
  public:
-  // Everything given must outlive the trainer; `options` are resolved. `data_identity` names the
-  // token stream: a state saved with another one is refused.
+  // All arguments must outlive the trainer; `options` must be resolved. `data_identity` identifies
+  // the token stream: restore() refuses a state saved with another one.
   Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards, const TrainOptions& options,
           std::string data_identity);
-  // On the CPU (engine_cpu.h).
+  // Runs on the CPU (engine_cpu.h).
   Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
           std::string data_identity, const Model* teacher = nullptr);
 
@@ -40,9 +40,9 @@ class Trainer {
   StepMetrics train_step();  // DivergenceError
   double validate() const { return engine_.validate(); }
 
-  // The model and the trainer's own state, into an existing checkpoint folder.
+  // Saves the model and the trainer's state into an existing checkpoint folder.
   void save(const std::filesystem::path& checkpoint) const;
-  // The trainer's state; the model is loaded from the same checkpoint by the caller.
+  // Restores the trainer's state; the caller loads the model from the same checkpoint.
   void restore(const std::filesystem::path& checkpoint);
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole runs of a micro model: learning, resuming bit for bit, and stopping on broken numbers.
+// Whole runs of a micro model: learning, resuming bit for bit, and stopping on non-finite values.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ class TrainerTest : public testing::Test {
     return model;
   }
 
-  // Runs in `out`, from its newest checkpoint when it has one; returns the model.
+  // Runs in `out`, starting from its newest checkpoint if there is one; returns the model.
   std::unique_ptr<Model> run(const fs::path& out, TrainOptions options,
                              const std::function<void(const Progress&)>& on_progress = {}) {
     const RunFolder folder(out, fs::exists(out));
@@ -134,7 +134,7 @@ TEST_F(TrainerTest, ADamagedCheckpointIsNamedWithTheNewestIntactOne) {
   EXPECT_EQ(refusal({.fall_back = true}), "accepted step 2");
   EXPECT_THAT(refusal({.step = 4}), testing::Not(HasSubstr("json.exception")));
 
-  // The run goes on from there, and the damaged checkpoints are gone.
+  // The run continues from the intact checkpoint, and the damaged ones are removed.
   const Checkpoint from = *folder.resume_point({.fall_back = true});
   const auto model = load_model(ctx_, from.folder);
   options = resolve_options(options, config());
@@ -236,8 +236,7 @@ TEST_F(TrainerTest, ResumeRefusesOtherOptionsAndOtherData) {
 TEST_F(TrainerTest, CountsNeuronsThatNoTokenActivated) {
   const auto model = fresh_model();
   const auto weights = model_matrices<float>(model->config, model->flat.data());
-  // x is the output of a norm, so it has some negative and some positive entries; a zero row of the
-  // gate never fires.
+  // x is the output of a norm and has values of both signs; a zero row of the gate is never active.
   for (int64_t j = 0; j < 10; ++j) {
     float* row = weights.layers[0].ffn.w_gate.row(j);
     std::fill(row, row + model->config.width, 0.0f);

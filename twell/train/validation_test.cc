@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kLength = 16;
 
-// Cross-entropy of every window of the validation split, one at a time.
+// Cross-entropy of every window of the validation split, computed one window at a time.
 std::vector<double> window_losses(Context& ctx, const Model& model, const ShardSet& shards) {
   const BatchSampler sampler(shards, Split::kValidation, kLength, 0, false);
   std::vector<double> losses;
@@ -65,7 +65,7 @@ TEST(Validation, WindowsAreSpreadEvenlyOverTheSplit) {
           << asked << " of " << windows << " windows";
     }
   }
-  // The first windows alone give another value, so that the check above can fail.
+  // The mean over the first windows differs, so the check above can fail.
   EXPECT_GT(std::abs(mean(4, [](int64_t i) { return i; }) -
                      mean(4, [&](int64_t i) { return i * windows / 4; })),
             1e-3);
