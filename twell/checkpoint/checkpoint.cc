@@ -142,7 +142,7 @@ OpenCheckpoint open_checkpoint(const fs::path& folder) {
 
 std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
                                   const LoadOptions& options) {
-  // Whatever the headers show to be wrong is refused before memory is allocated for the model. The
+  // Refuse everything that the headers show to be wrong before allocating memory for the model. The
   // hashes are checked while the values are read.
   const OpenCheckpoint opened = open_with_hashes_unread(folder);
   auto model = std::make_unique<Model>(opened.config);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checkpoint is a folder: config.json, model.safetensors (or shards and their index),
-// tokenizer.json, and, for training, whatever the trainer adds. Hugging Face names and layouts.
+// A checkpoint is a folder with config.json, model.safetensors (or shards and their index),
+// tokenizer.json, and the trainer's files during training. Names and layouts are Hugging Face's.
 // InputError names the file and the fault.
 #pragma once
 
@@ -33,10 +33,10 @@ class CheckpointTensors {
  public:
   explicit CheckpointTensors(const std::filesystem::path& folder);
   const TensorInfo* find(std::string_view name) const;  // null when there is none
-  std::vector<const TensorInfo*> all() const;           // by name
+  std::vector<const TensorInfo*> all() const;           // sorted by name
   const std::map<std::string, SafetensorsFile>& files() const { return files_; }
   void verify_hashes() const;
-  const std::string& source() const { return source_; }  // the file to name in messages
+  const std::string& source() const { return source_; }  // the file that messages name
 
  private:
   void read_shards(const std::filesystem::path& folder);
@@ -47,11 +47,11 @@ class CheckpointTensors {
 };
 
 // A folder whose configuration, tensor names, shapes, dtypes and hashes have been checked. The
-// values are still in the mapped files, and are not checked for being finite.
+// values are still in the mapped files; they may not be finite.
 struct OpenCheckpoint {
   ModelConfig config;
   std::vector<ParamSpec> table;
-  CheckpointTensors tensors;  // has every parameter of the table, in its shape, as floats
+  CheckpointTensors tensors;  // float tensors for every parameter of the table, in its shape
 };
 OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
 

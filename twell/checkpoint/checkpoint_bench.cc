@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loading a bf16 checkpoint of 1.2 GB beside reading its file, from the disk (cold) and from the
-// page cache (warm). Real time of one call each; look at the best of several:
+// Compares loading a bf16 checkpoint of 1.2 GB with reading its file, from disk (cold) and from the
+// page cache (warm). Reports the real time of one call; use the best of several:
 //   --benchmark_repetitions=5 --benchmark_enable_random_interleaving=true
 #include <benchmark/benchmark.h>
 #include <fcntl.h>
@@ -27,7 +27,7 @@ ModelConfig bench_config() {
   return config;
 }
 
-// A checkpoint with a content hash, as save_model writes it, and one without, as others do.
+// A checkpoint with a content hash, as save_model writes it, and one without, as other writers do.
 class Folders {
  public:
   Folders() {
@@ -39,7 +39,7 @@ class Folders {
       fs::create_directory(folder_.path() / name);
       save_model(model, folder_.path() / name, DType::kBF16);
     }
-    // Under another name the hash is metadata like any other.
+    // Under another name the hash is ordinary metadata.
     const fs::path file = path(false) / "model.safetensors";
     std::string header(4096, '\0');
     std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
@@ -84,8 +84,8 @@ class OpenFile {
   int fd_;
 };
 
-// Puts the file out of or into the page cache, and takes as much memory as loading will: a virtual
-// machine gives free memory back to its host, and getting it again takes longer than a load.
+// Evicts the file from the page cache or loads it, and touches as much memory as loading needs: a
+// virtual machine returns free memory to its host, and getting it back takes longer than a load.
 void prepare(const fs::path& file, bool cold) {
   const OpenFile open(file);
   if (cold) open.forget();

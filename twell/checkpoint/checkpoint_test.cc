@@ -51,7 +51,7 @@ class CheckpointTest : public ::testing::Test {
  protected:
   fs::path weights() const { return folder_ / "model.safetensors"; }
 
-  // The tensors of model.safetensors as they are, to be altered and written again.
+  // The tensors of model.safetensors, to be modified and written again.
   std::map<std::string, TensorToWrite> read_tensors() const {
     const SafetensorsFile file(weights());
     std::map<std::string, TensorToWrite> out;
@@ -68,7 +68,7 @@ class CheckpointTest : public ::testing::Test {
     write_safetensors(path, list, {});
   }
 
-  // Overwrites a value of a tensor; the file carries no hash afterwards.
+  // Overwrites a value of a tensor and removes the file's hash.
   void put(const std::string& name, size_t at, const std::string& bytes) const {
     std::map<std::string, TensorToWrite> all = read_tensors();
     const SafetensorsFile file(weights());
@@ -105,7 +105,7 @@ class CheckpointTest : public ::testing::Test {
   const fs::path folder_ = temp_.path();
 };
 
-// Of every dtype, wherever the value stands, in tensors that are stored as they are and transposed.
+// Covers every dtype and position, in tensors that are stored as in memory and transposed.
 TEST_F(CheckpointTest, NamesTheFirstWeightThatIsNotFinite) {
   const Model model = random_model(small_config(), 7);
   const std::string up = "model.layers.1.mlp.up_proj.weight";      // [40, 24]
@@ -196,7 +196,7 @@ TEST_F(CheckpointTest, ReadsFloat16AtAnyAlignment) {
     const auto& shape = tensors.at(spec.name).shape;
     tensors.at(spec.name) = raw_tensor(spec.name, "F16", shape, half);
   }
-  // One odd byte in front of everything, by the name that may be extra.
+  // One odd byte before all other tensors, under a name that may be extra, makes them unaligned.
   tensors.emplace("a.rotary_emb.inv_freq", raw_tensor("a.rotary_emb.inv_freq", "U8", {1}, "x"));
   write_tensors(weights(), tensors);
   expect_equal(*load_model(ctx_, folder_), model);
@@ -347,7 +347,7 @@ TEST_F(ShardedCheckpointTest, AnIndexThatDisagreesIsRefused) {
   EXPECT_THAT(refusal(), HasSubstr("weight_map is missing"));
 }
 
-// A file size limit stands in for a full disk: writes fail half-way through.
+// A file size limit simulates a full disk: writes fail half-way.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {

@@ -9,7 +9,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   try {
     const twell::ModelConfig config = twell::parse_config_text(text, "fuzz");
-    // What is accepted describes a model, and is written as what it was read from.
+    // An accepted configuration describes a valid model and survives a round trip.
     TWELL_CHECK(config.parameter_count() > 0 && config.forward_flops_per_token(1) > 0,
                 "{} parameters", config.parameter_count());
     TWELL_CHECK(twell::parse_config(twell::config_to_json(config), "again") == config,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// config.json: families, fields, keys that are understood, rotary keys, and the other layouts.
+// Reads and writes config.json: families, fields, known keys, rotary keys, and other layouts.
 #include "twell/checkpoint/config_json.h"
 
 #include <algorithm>
@@ -19,13 +19,13 @@ constexpr int kMaxDepth = 16;
 
 // The families.
 
-// What config.json calls a family, what its layers have, and what transformers takes for keys that
-// are absent. All families use Llama's tensor names (parameter_table).
+// A family's names in config.json, the features of its layers, and transformers' defaults for
+// absent keys. All families use Llama's tensor names (parameter_table).
 struct FamilySpec {
   Family family = Family::kLlama;
   std::string_view model_type;    // of config.json
   std::string_view architecture;  // of config.json
-  // A published sparse model: ReLU whatever hidden_act says, sparsity_* keys, tracker tensors.
+  // A published sparse model: ReLU regardless of hidden_act, sparsity_* keys, tracker tensors.
   bool sparse = false;
   bool qkv_bias = false;
   bool qk_norm = false;
@@ -75,7 +75,7 @@ constexpr FamilySpec kFamilies[] = {
      .window_switch = true},
 };
 
-// InputError, naming the source and what is supported.
+// InputError names the source and the supported families.
 const FamilySpec& family_of_model_type(std::string_view model_type, const std::string& source) {
   std::string known;
   for (const FamilySpec& spec : kFamilies) {
@@ -100,8 +100,8 @@ const FamilySpec& family_spec(Family family, bool sparse = false) {
 
 // The fields of a JSON object.
 
-// Typed access to the keys of an object; null counts as absent, as it does in transformers. Every
-// error names the source and the key.
+// Typed access to the keys of an object; null counts as absent, as in transformers. Every error
+// names the source and the key.
 class Fields {
  public:
   Fields(const json& object, const std::string& source) : object_(object), source_(source) {}
@@ -253,7 +253,7 @@ constexpr std::string_view kIgnored[] = {"_attn_implementation",
                                          "use_bfloat16",
                                          "use_cache"};
 
-// Keys that are accepted only with the value that changes nothing.
+// Keys that are accepted only with their neutral value.
 struct Fixed {
   std::string_view key;
   bool value;  // as a number: 1 or 0
@@ -292,8 +292,8 @@ void require_published_layout(const Fields& fields) {
                 fields.source());
 }
 
-// InputError names the first key that is not known, or that asks for what is not computed here: an
-// unknown key might change the model.
+// InputError names the first key that is unknown or requests an unsupported feature: an unknown key
+// might change the model.
 void require_known_keys(const Fields& fields, const FamilySpec& family) {
   TWELL_REQUIRE(fields.find("quantization_config") == nullptr,
                 "{}: quantization_config is not supported; use the unquantized checkpoint",
@@ -365,7 +365,7 @@ void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) 
   if (out.type == RopeType::kDefault) return;
   const bool relative = out.type == RopeType::kLlama3 || out.type == RopeType::kYarn;
   if (relative) {
-    // The key of the configuration itself takes precedence, as in transformers.
+    // The configuration's own key takes precedence, as in transformers.
     const int64_t own = rope.integer("original_max_position_embeddings", config.context);
     out.original_context = out.original_context > 0 ? out.original_context : own;
   }
@@ -390,7 +390,7 @@ void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) 
   }
 }
 
-// Sets rope_theta and rope_scaling of a configuration whose context is set already.
+// Sets rope_theta and rope_scaling of a configuration whose context is already set.
 void read_rope(const Fields& fields, ModelConfig& config) {
   config.rope_theta = fields.number("rope_theta", 10000.0);
   config.rope_scaling = {};
@@ -440,7 +440,7 @@ void require_architecture(const Fields& fields, const FamilySpec& family) {
   if (architectures == nullptr) return;
   const auto supported = [&](const json& name) {
     return name == family.architecture ||
-           // Some published sparse models name the class they were made from.
+           // Some published sparse models name the class from which they were derived.
            (family.sparse && name == family_spec(family.family).architecture);
   };
   TWELL_REQUIRE(
@@ -478,7 +478,7 @@ void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& con
   config.context = fields.integer("max_position_embeddings", family.context);
 }
 
-// Which layers have the window does not matter: no sequence is longer than it.
+// It does not matter which layers have the window, because no sequence is longer than it.
 void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& config) {
   const bool given = fields.given("sliding_window");
   config.sliding_window = fields.integer("sliding_window", given ? 0 : family.window);
@@ -518,7 +518,7 @@ void read_tokens(const Fields& fields, ModelConfig& config) {
   }
 }
 
-// In the published sparse models the sparsity_* keys override those of the FFN.
+// In the published sparse models the sparsity_* keys override the FFN's usual keys.
 void read_sparsity(const Fields& fields, ModelConfig& config) {
   config.gated = fields.boolean("sparsity_gated_mlp", config.gated);
   config.ffn = fields.integer("sparsity_new_intermediate_size", config.ffn);

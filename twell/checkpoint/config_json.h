@@ -18,23 +18,23 @@ namespace twell {
 ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
 ModelConfig parse_config_text(std::string_view text, const std::string& source);
 
-// A configuration that transformers opens with the family's own class. A model that is not gated
-// carries "mlp_gated": false, which only TwELL understands.
+// A configuration that transformers opens with the family's own class. "mlp_gated": false marks a
+// model that is not gated; only TwELL understands this key.
 nlohmann::json config_to_json(const ModelConfig& config);
-// The same as the text of a file, with the dtype of the weights (torch_dtype).
+// The same as file text, with the dtype of the weights (torch_dtype).
 std::string config_to_text(const ModelConfig& config, DType dtype);
 
 enum class CheckpointLayout {
   kKeep,
-  // The family's own class in transformers, without the code, keys and extra tensors of the sparse
-  // models.
+  // The family's own class in transformers, without the sparse models' code, keys and extra
+  // tensors.
   kHuggingFace,
   // llama_sparse_relu or qwen2_sparse_relu, with their sparsity_* keys.
   kSparse,
 };
-// The text of config.json in another layout, or with another dtype of the weights. Keys keep their
-// order; a text in which nothing changes is returned as it is. InputError when the layout cannot
-// express the model.
+// The text of config.json in another layout or with another dtype of the weights. Keys keep their
+// order; a text without changes is returned unmodified. InputError when the layout cannot represent
+// the model.
 std::string convert_config(const std::string& text, const std::string& source,
                            CheckpointLayout layout, std::optional<DType> dtype);
 

@@ -33,7 +33,7 @@ std::string refusal(const json& config) {
   return "";
 }
 
-// The configuration with one key changed must be refused with a message that says both.
+// A configuration with this value of a key must be refused with a message that names both.
 void expect_refused(const char* key, const json& value, const std::string& words) {
   json config = hugging_face_config();
   config[key] = value;
@@ -77,7 +77,7 @@ TEST(Config, ReadsBothPlacesOfRopeTheta) {
   EXPECT_EQ(parse_config(config, "x").rope_theta, 50000.0);
 }
 
-// What each family's files say, shortened.
+// The configuration files of each family, abridged.
 TEST(Config, ReadsTheFamilies) {
   const auto read = [](const char* text) { return parse_config(json::parse(text), "config.json"); };
   const ModelConfig llama = read(R"({"model_type": "llama", "architectures": ["LlamaForCausalLM"],

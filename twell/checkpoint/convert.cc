@@ -128,12 +128,12 @@ class Conversion {
            }});
     }
     std::map<std::string, std::string> metadata = file.metadata();
-    metadata.erase(std::string(kContentHashKey));  // it is that of the old content
+    metadata.erase(std::string(kContentHashKey));  // it belongs to the old content
     write_safetensors(path, list, metadata);
     count(fs::file_size(path));
   }
 
-  // Copies the files beside the weights: tokenizer, templates, settings of generation, licences.
+  // Copies the files next to the weights: tokenizer, templates, generation settings, licences.
   void copy_the_rest(const fs::path& out) {
     for (const fs::directory_entry& entry : fs::directory_iterator(in_)) {
       const fs::path name = entry.path().filename();

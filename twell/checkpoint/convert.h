@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes a checkpoint folder in another layout, Hugging Face's or that of the published sparse
-// models, or with weights of another dtype. Everything that does not change is copied byte for
-// byte, so that converting there and back gives the same files. The files are mapped and copied a
-// piece at a time, so that memory does not grow with the model.
+// Converts a checkpoint folder to another layout (Hugging Face's or that of the published sparse
+// models) or its weights to another dtype. Everything else is copied byte for byte, so that
+// converting there and back restores the files. Files are mapped and copied in pieces, so that
+// memory use does not grow with the model.
 #pragma once
 
 #include <cstdint>
@@ -24,19 +24,19 @@ struct ConvertOptions {
   CheckpointLayout layout = CheckpointLayout::kKeep;
   std::optional<DType> dtype;     // of the weights; none: unchanged
   bool allow_non_finite = false;  // copy weights that are infinite or NaN
-  // Called before every piece that is written; what it throws ends the conversion, and nothing of
-  // `out` is left behind.
+  // Called before every piece is written. An exception from it ends the conversion and leaves
+  // nothing of `out`.
   std::function<void()> on_piece = {};
 };
 
 struct ConvertResult {
   int64_t files = 0;
   int64_t bytes = 0;               // written
-  std::vector<std::string> notes;  // one line each, on what was left out or is not portable
+  std::vector<std::string> notes;  // one line for each omitted or non-portable item
 };
 
-// Writes the folder `out`, which must not exist; it appears whole or not at all. InputError on any
-// fault of the checkpoint (load_model), or when the layout cannot express the model.
+// Writes the folder `out`, which must not exist; it is created complete or not at all. InputError
+// on any fault of the checkpoint (load_model), or when the layout cannot represent the model.
 ConvertResult convert_checkpoint(const std::filesystem::path& in, const std::filesystem::path& out,
                                  const ConvertOptions& options);
 

@@ -37,7 +37,7 @@ Files contents(const fs::path& folder) {
   return out;
 }
 
-// Peak of the memory this process holds, in bytes, since reset_peak().
+// Resets or reads this process's peak resident memory in bytes.
 void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 int64_t status_bytes(const std::string& key) {
   std::ifstream status("/proc/self/status");
@@ -157,7 +157,7 @@ TEST_F(ConvertTest, AFaultyFolderIsRefusedBeforeAnythingIsWritten) {
   EXPECT_THAT(refusal(in, {}), HasSubstr("model-00002-of-00002.safetensors"));
 }
 
-// Three shards of 48 MiB, converted to F32: what is held at once stays far below one of them.
+// Three shards of 48 MiB, converted to F32: peak memory stays far below one shard.
 TEST_F(ConvertTest, MemoryDoesNotGrowWithTheModel) {
   constexpr int64_t kWidth = 1024, kFfn = 8192, kShardBytes = 3 * kWidth * kFfn * 2;
   const fs::path in = folder_ / "in";

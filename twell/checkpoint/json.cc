@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// "line 3, column 14" of a byte, counted from 1.
+// The position of a byte as "line 3, column 14", counted from 1.
 std::string place_of(std::string_view text, size_t byte) {
   const std::string_view before = text.substr(0, byte > 0 ? byte - 1 : 0);
   const auto line = 1 + std::count(before.begin(), before.end(), '\n');

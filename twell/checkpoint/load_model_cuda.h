@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads a checkpoint into GPU memory. Each tensor is read from its mapped file, checked for values
-// that are not finite, rounded to bf16 and, for down_proj, transposed; no copy of the model is made
-// in host memory.
+// that are not finite, rounded to bf16 and, for down_proj, transposed. Host memory holds no copy of
+// the model.
 #pragma once
 
 #include <filesystem>
@@ -12,8 +12,8 @@
 
 namespace twell {
 
-// InputError on any fault of the folder, on a model that the GPU code does not run, and, with the
-// numbers, on one that does not fit into the GPU's memory beside `other_bytes`. Waits for the
+// InputError on any fault of the folder, on a model that the GPU code does not support, and, with
+// the numbers, on one that does not fit into GPU memory together with `other_bytes`. Waits for the
 // stream.
 std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesystem::path& folder,
                                            int64_t other_bytes = 0,

@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Every parameter arrives bit for bit, from either type of file, for every kind of matrix.
+// Every parameter arrives bit for bit, from both kinds of files, for every kind of matrix.
 TEST(LoadModelCuda, EqualsUploadOfTheHostModel) {
   TWELL_GPU_TEST();
   Context cpu(2);

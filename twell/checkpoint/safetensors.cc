@@ -46,7 +46,7 @@ std::optional<uint64_t> to_u64(const json& value) {
   return value.get<uint64_t>();
 }
 
-// One header entry, checked against itself and the size of the data section.
+// One header entry, validated by itself and against the size of the data section.
 class EntryReader {
  public:
   EntryReader(const std::string& source, const std::string& name, std::span<const std::byte> data)
@@ -117,7 +117,7 @@ std::map<std::string, std::string> read_metadata(const json& object, const std::
   return metadata;
 }
 
-// In the order of their bytes; a tensor without bytes comes before the one that shares its place.
+// Sorts tensors by offset; an empty tensor comes before the one at the same offset.
 std::vector<const TensorInfo*> file_order(const SafetensorsContent& content) {
   std::vector<const TensorInfo*> order;
   for (const auto& [name, info] : content.tensors) order.push_back(&info);
@@ -128,7 +128,7 @@ std::vector<const TensorInfo*> file_order(const SafetensorsContent& content) {
   return order;
 }
 
-// The format wants every byte of the data section to belong to exactly one tensor.
+// The format requires that every byte of the data section belongs to exactly one tensor.
 void require_contiguous(const SafetensorsContent& content, std::span<const std::byte> data,
                         const std::string& source) {
   size_t next = 0;
@@ -143,9 +143,9 @@ void require_contiguous(const SafetensorsContent& content, std::span<const std::
                 data.size() - next);
 }
 
-// Writing takes two passes over the tensors, because their hash stands in the header before them.
+// Writing makes two passes over the tensors, because the header in front contains their hash.
 
-// Of the first tensor's bytes, so that mapped files can be used as they are.
+// Alignment of the first tensor, so that mapped files can be used directly.
 constexpr size_t kDataAlignment = 64;
 
 struct Survey {
@@ -194,7 +194,7 @@ std::string make_header(std::span<const TensorToWrite> tensors, const Survey& su
   return std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + text;
 }
 
-// A plain file name in the checkpoint's own folder: without separators it cannot lead out of it.
+// A plain file name without separators cannot refer to a file outside the checkpoint's folder.
 bool is_plain_file_name(const std::string& name) {
   return name.ends_with(".safetensors") && name.find('/') == std::string::npos &&
          name.find('\\') == std::string::npos && name.find('\0') == std::string::npos &&

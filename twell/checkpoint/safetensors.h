@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes;
-// and the index of a checkpoint that is spread over several such files (shards).
+// Safetensors files: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+// Also the index of a checkpoint in several such files (shards).
 #pragma once
 
 #include <cstddef>
@@ -27,8 +27,9 @@ struct TensorInfo {
   std::span<const std::byte> bytes;  // in the mapped file
 };
 
-// The content of a file, its header checked in full: sizes, ranges, overlaps and holes, dtypes,
-// duplicates. The tensors' bytes point into `file`. InputError names the source and the fault.
+// The content of a file whose header has been checked in full: sizes, ranges, overlaps and gaps,
+// dtypes, duplicates. The tensors' bytes point into `file`. InputError names the source and the
+// fault.
 struct SafetensorsContent {
   std::map<std::string, TensorInfo, std::less<>> tensors;
   std::map<std::string, std::string> metadata;
@@ -43,16 +44,16 @@ class SafetensorsFile {
   const auto& metadata() const { return content_.metadata; }
   const std::filesystem::path& path() const { return file_.path(); }
   std::span<const std::byte> bytes() const { return file_.bytes(); }
-  std::vector<const TensorInfo*> file_order() const;  // by the place of their bytes
+  std::vector<const TensorInfo*> file_order() const;  // sorted by the offset of their bytes
   // See MappedFile.
   void expect_full_read() const { file_.expect_full_read(); }
   void release(std::span<const std::byte> part) const { file_.release(part); }
   const TensorInfo& tensor(std::string_view name) const;  // InputError when missing
-  // Reads everything: InputError when the content is not what was hashed when the file was written.
-  // Files from elsewhere carry no hash and pass.
+  // Reads the whole file. InputError when the content does not match the hash stored in the file. A
+  // file without a hash passes.
   void verify_hash() const;
-  // The two parts of verify_hash, for callers that read everything anyway: begin_hash (none when
-  // the file carries no hash) is fed every tensor in name order, each followed by its bytes.
+  // The two parts of verify_hash, for callers that read everything anyway. Pass every tensor to the
+  // result of begin_hash in name order, each followed by its bytes; no value: the file has no hash.
   std::optional<ContentHash> begin_hash() const;
   void require_hash(const ContentHash& hash) const;
 
@@ -61,25 +62,25 @@ class SafetensorsFile {
   SafetensorsContent content_;
 };
 
-// A tensor to be written: `write` produces its bytes in order through the sink it is given. It is
-// called twice, once for the content hash, and must give the same bytes.
+// A tensor to write: `write` sends its bytes in order to the given sink. It is called twice, first
+// for the content hash, and must produce the same bytes.
 struct TensorToWrite {
   std::string name;
   std::string dtype;
   std::vector<int64_t> shape;
   std::function<void(const std::function<void(std::span<const std::byte>)>& sink)> write;
 };
-// Streams the file (never a second copy of all tensors in memory); atomic. Adds the content hash
-// to the metadata.
+// Writes the file atomically, as a stream without a second copy of all tensors in memory, and adds
+// the content hash to the metadata.
 void write_safetensors(const std::filesystem::path& path, std::span<const TensorToWrite> tensors,
                        const std::map<std::string, std::string>& metadata);
 
-// File name of each tensor, from the text of model.safetensors.index.json. InputError on a name
-// that leads out of the folder.
+// The file name of each tensor, from the text of model.safetensors.index.json. InputError on a name
+// that refers to a file outside the folder.
 std::map<std::string, std::string> parse_shard_index(std::string_view text,
                                                      const std::string& source);
-// The index without some tensors, and with another total size in bytes; unchanged text stays as it
-// is.
+// The index without the removed tensors and with a new total size in bytes; an unchanged index
+// keeps its text.
 std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
                                 std::optional<int64_t> total_size);
 

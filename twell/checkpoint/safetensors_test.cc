@@ -22,11 +22,11 @@ std::string file_text(const std::string& header, size_t data_bytes) {
          std::string(data_bytes, '\1');
 }
 
-// Parses from a heap block of exactly this size, so that a sanitizer sees any read beyond it.
+// Parses a heap block of exactly the file's size, so that a sanitizer detects any read beyond it.
 SafetensorsContent parse(const std::string& file) {
   const std::vector<char> exact(file.begin(), file.end());
   SafetensorsContent content = parse_safetensors(std::as_bytes(std::span(exact)), "x.safetensors");
-  for (auto& [name, info] : content.tensors) info.bytes = {};  // do not outlive the block
+  for (auto& [name, info] : content.tensors) info.bytes = {};  // must not outlive the block
   return content;
 }
 
@@ -123,7 +123,7 @@ class SafetensorsFileTest : public ::testing::Test {
     write_safetensors(path_, tensors, metadata);
   }
 
-  // Without the sync of an atomic write, which would take most of the test's time.
+  // Writes without the sync of an atomic write, which would dominate the test's time.
   void overwrite(const std::string& text) const {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << text;
   }
@@ -155,7 +155,7 @@ TEST_F(SafetensorsFileTest, EveryFlippedByteIsFoundOrHarmless) {
     try {
       const SafetensorsFile file(path_);
       file.verify_hash();
-      // Only the name of the hash's own entry is not protected by it.
+      // The name of the hash's own entry is the only part that the hash does not protect.
       EXPECT_FALSE(file.metadata().contains("content_hash")) << "byte " << i;
       EXPECT_EQ(file.metadata().at("note"), "hello") << "byte " << i;
       EXPECT_EQ(std::memcmp(file.tensor("z").bytes.data(), "abc", 3), 0) << "byte " << i;

@@ -53,7 +53,7 @@ struct LoadBF16 {
   }
 };
 
-// Calls use(load) with the load of a dtype.
+// Calls use(load) with the loader of a dtype.
 template <typename Use>
 auto with_load(DType dtype, const Use& use) {
   switch (dtype) {
@@ -74,7 +74,7 @@ bool is_non_finite(const std::byte* in) {
   return (bits & Load::kExponent) == Load::kExponent;
 }
 
-// Values [begin, begin + count) of the tensor.
+// Converts values [begin, begin + count) of the tensor.
 void to_floats(const TensorInfo& info, DType dtype, int64_t begin, int64_t count, float* out) {
   with_load(dtype, [&](auto load) {
     const std::byte* in = info.bytes.data() + begin * load.kBytes;
@@ -89,7 +89,7 @@ uint16_t checked_f16(float value) {
   return bits;
 }
 
-// Sends values in a dtype, through a buffer that is kept between calls.
+// Writes values in a dtype through a buffer that is reused between calls.
 class Encoder {
  public:
   Encoder(DType dtype, const ByteSink& sink) : dtype_(dtype), sink_(sink) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of stored tensors to f32 matrices and back, as they are or transposed; and the check that
-// they are finite.
+// Converts stored tensors to f32 matrices and back, optionally transposed, and checks that values
+// are finite.
 #pragma once
 
 #include <cstddef>
@@ -23,21 +23,21 @@ void require_float(const TensorInfo& info, const std::string& source);
 
 // Index of the first infinite or NaN value among packed values of a float dtype; -1: none.
 int64_t first_non_finite(std::span<const std::byte> values, const std::string& dtype);
-// Throws InputError that names the tensor, the index, of its values in stored order, and the value.
+// Throws InputError with the tensor's name, the index in stored order, and the value.
 [[noreturn]] void refuse_non_finite(const TensorInfo& info, int64_t index,
                                     const std::string& source);
 
-// Fills `count` rows of out [rows, cols], contiguous, from row `begin` on, from a tensor that
-// stores as many values in the same order.
+// Fills `count` rows of out [rows, cols], contiguous, starting at row `begin`, from a tensor that
+// stores the same number of values in the same order.
 void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
 // Fills `count` columns of out from a tensor that stores [cols, rows].
 void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
-// Whether two tensors hold the same values in the same order, whatever their dtypes and shapes.
-// NaNs of the same bits are equal.
+// Whether two tensors hold the same values in the same order; dtypes and shapes may differ. NaNs
+// are equal if their bits are.
 bool equal_values(const TensorInfo& a, const TensorInfo& b);
 
-// Streams values [rows, cols], contiguous, in the given dtype, a piece at a time; write_transposed
-// streams them as [cols, rows]. InputError on a finite value that F16 cannot hold.
+// Streams values [rows, cols], contiguous, in the given dtype, in pieces; write_transposed streams
+// them as [cols, rows]. InputError on a finite value that F16 cannot represent.
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink);
 void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink);
 // Streams the values of a stored tensor, in its order, in another dtype.

@@ -14,15 +14,15 @@
 namespace twell {
 namespace {
 
-// Bytes of a piece: small enough for the L2, large enough to make handing one out cost nothing.
+// Bytes per piece: fits into the L2, and large enough that handing out a piece costs nothing.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// Pieces are multiples of this many rows, so that threads that transpose share no cache line of
-// f32.
+// Pieces are multiples of this many rows, so that threads writing transposed f32 share no cache
+// line.
 constexpr int64_t kLine = 16;
 
-// Pieces read ahead, more than a fast disk's bandwidth times its latency.
+// Pieces to read ahead: more than the bandwidth times latency of a fast disk.
 constexpr size_t kAhead = 16;
-constexpr size_t kPage = 4096;  // the smallest a system maps: one touch in each reads everything
+constexpr size_t kPage = 4096;  // smallest page size; touching one byte per page reads all
 
 // Stored rows [begin, begin + count) of a tensor.
 struct Piece {
@@ -34,14 +34,14 @@ struct Piece {
 };
 
 void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<Piece>& pieces) {
-  // A tensor without a place may have any shape, so its pieces count bytes.
+  // A tensor that is skipped may have any shape, so its pieces count bytes.
   const int64_t bytes = std::ssize(tensor.bytes);
   const int64_t rows = place.out.empty()  ? bytes
                        : place.transposed ? place.out.cols
                                           : place.out.rows;
   const int64_t row_bytes = std::max<int64_t>(1, bytes / std::max<int64_t>(1, rows));
   const int64_t step = std::max(kPieceBytes / row_bytes / kLine * kLine, kLine);
-  // A tensor without bytes is one piece, because its name is hashed.
+  // An empty tensor is one piece, because its name is hashed.
   for (int64_t begin = 0; begin == 0 || begin < rows; begin += step) {
     const int64_t count = std::min(step, rows - begin);
     pieces.push_back({&tensor, place, begin, count,
@@ -94,8 +94,8 @@ class PieceHash {
   size_t next_ = 0;
 };
 
-// Hands out pieces in order. A thread of its own touches the pages of the next pieces, so that the
-// disk is busy while the others convert.
+// Hands out pieces in order. A separate thread touches the pages of the next pieces, so that the
+// disk stays busy during conversion.
 class PieceQueue {
  public:
   explicit PieceQueue(const std::vector<Piece>& pieces)
@@ -108,7 +108,7 @@ class PieceQueue {
   PieceQueue(const PieceQueue&) = delete;
   PieceQueue& operator=(const PieceQueue&) = delete;
 
-  // Index of the next piece; from the number of pieces on, there is none.
+  // Index of the next piece; none is left if it is at least the number of pieces.
   size_t take() {
     const size_t taken = next_.fetch_add(1);
     next_.notify_one();
@@ -120,7 +120,7 @@ class PieceQueue {
     for (size_t i = 0;; ++i) {
       size_t next = next_.load();
       for (; i >= next + kAhead; next = next_.load()) next_.wait(next);
-      i = std::max(i, next);  // pieces already taken are read by their takers
+      i = std::max(i, next);  // threads that took earlier pieces read them
       if (i >= pieces_.size()) return;
       for (size_t at = 0; at < pieces_[i].bytes.size(); at += kPage) touch(pieces_[i].bytes[at]);
     }
@@ -145,7 +145,7 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
     const TensorPlace place = place_of(tensor);
     if (!place.out.empty() || hash) add_pieces(tensor, place, pieces);
   };
-  if (hash) {  // hashed in name order
+  if (hash) {  // the hash needs name order
     for (const auto& [name, tensor] : file.tensors()) add(tensor);
   } else {
     for (const TensorInfo* tensor : file.file_order()) add(*tensor);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the tensors of a mapped file into f32 memory, on all threads. The file is taken in pieces:
-// each is converted, checked and hashed while it is in the caches, and then its pages are released,
-// so that loading takes little memory beside the model.
+// Reads the tensors of a mapped file into f32 memory, on all threads. Each piece of the file is
+// converted, checked and hashed while it is in the caches, then its pages are released, so that
+// loading needs little memory in addition to the model.
 #pragma once
 
 #include <functional>
@@ -18,12 +18,12 @@ struct TensorPlace {
 };
 
 struct LoadOptions {
-  bool allow_non_finite = false;  // take weights that are infinite or NaN as they are
+  bool allow_non_finite = false;  // accept NaN and infinity
 };
 
-// Reads each tensor, of a float dtype, to where place_of puts it; an empty `out` leaves it out.
-// InputError when the content is not what was hashed when the file was written, or, naming tensor
-// and index, when a value that is read is not finite; the places have been written to by then.
+// Reads each tensor of a float dtype to the place that place_of returns; an empty `out` skips it.
+// InputError when the content does not match the file's hash, or, with tensor and index, when a
+// value is not finite; the places have been written to by then.
 void load_tensors(Context& ctx, const SafetensorsFile& file,
                   const std::function<TensorPlace(const TensorInfo&)>& place_of,
                   const LoadOptions& options = {});

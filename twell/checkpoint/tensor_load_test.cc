@@ -37,8 +37,8 @@ struct Shape {
   bool transposed;
 };
 
-// Of one piece, of several, of several and a few rows; rows wider than a piece; a single column.
-// The odd bytes in front leave the rest unaligned.
+// Shapes of one piece, of several, and of several and a few rows; rows wider than a piece; a single
+// column. The odd sizes leave later tensors unaligned.
 constexpr Shape kShapes[] = {
     {"b.small", "F32", 3, 5, false},         {"c.rows", "BF16", 2048, 300, false},
     {"d.ragged", "BF16", 1111, 1003, false}, {"e.half", "F16", 700, 1001, false},
@@ -72,7 +72,7 @@ class TensorLoadTest : public ::testing::Test {
                         }});
   }
 
-  // Loads into poisoned memory and compares every bit; what has no place stays poisoned.
+  // Loads into poisoned memory and compares every bit; memory of skipped tensors stays poisoned.
   void expect_loads(const SafetensorsFile& file, int threads) {
     std::map<std::string, std::vector<float>> out;
     for (const Shape& s : kShapes) {
@@ -105,7 +105,7 @@ class TensorLoadTest : public ::testing::Test {
     }
   }
 
-  // Without its hash, which becomes metadata like any other.
+  // Renames the file's hash entry, so that it is ordinary metadata.
   void make_foreign() const {
     const size_t at = text().find("content_hash");
     std::fstream(path_, std::ios::in | std::ios::out | std::ios::binary).seekp(long(at)) << "no";
