@@ -33,7 +33,7 @@ std::string refusal(const json& config) {
   return "";
 }
 
-// A configuration with this value of a key must be refused with a message that names both.
+// A configuration with this value of a key is refused with a message that contains `words`.
 void expect_refused(const char* key, const json& value, const std::string& words) {
   json config = hugging_face_config();
   config[key] = value;

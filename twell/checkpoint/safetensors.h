@@ -27,9 +27,8 @@ struct TensorInfo {
   std::span<const std::byte> bytes;  // in the mapped file
 };
 
-// The content of a file whose header has been checked in full: sizes, ranges, overlaps and gaps,
-// dtypes, duplicates. The tensors' bytes point into `file`. InputError names the source and the
-// fault.
+// The content of a file, its header checked in full: sizes, ranges, overlaps, gaps, dtypes and
+// duplicates. Tensors' bytes point into `file`. InputError names the source and the fault.
 struct SafetensorsContent {
   std::map<std::string, TensorInfo, std::less<>> tensors;
   std::map<std::string, std::string> metadata;

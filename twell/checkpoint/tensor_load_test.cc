@@ -38,7 +38,7 @@ struct Shape {
 };
 
 // Shapes of one piece, of several, and of several and a few rows; rows wider than a piece; a single
-// column. The odd sizes leave later tensors unaligned.
+// column. The odd bytes in front leave them unaligned.
 constexpr Shape kShapes[] = {
     {"b.small", "F32", 3, 5, false},         {"c.rows", "BF16", 2048, 300, false},
     {"d.ragged", "BF16", 1111, 1003, false}, {"e.half", "F16", 700, 1001, false},

@@ -55,7 +55,7 @@ void require_shape(const ModelConfig& config, MicroBatchShape shape) {
                 "a sequence length of {} does not fit the model's context of {}{}", shape.length,
                 config.max_sequence(),
                 config.max_sequence() < config.context ? " (its sliding_window)" : "");
-  // With this and the limits of a configuration, no size in bytes overflows.
+  // With this bound and the limits of a configuration, no size in bytes overflows.
   constexpr int64_t kMaxTokens = int64_t{1} << 24;
   TWELL_REQUIRE(shape.sequences <= kMaxTokens / shape.length,
                 "a micro-batch of {} sequences of {} tokens is larger than {} tokens; use more "
@@ -97,8 +97,8 @@ TrainingState::TrainingState(const ModelConfig& config, MicroBatchShape shape)
 
 TrainingState::~TrainingState() = default;
 
-// The largest scratch memory of an op, because ops run one after another. A test compares this with
-// what a step takes.
+// The largest scratch memory of any op, because ops run one after another. A test compares it with
+// the actual use of a step.
 int64_t TrainingState::scratch_bytes(const ModelConfig& config, MicroBatchShape shape) {
   // oneDNN packs operands of a product: up to 5.2 MiB on two cores with the tiny preset.
   constexpr int64_t kProductBytes = int64_t{6} << 20;

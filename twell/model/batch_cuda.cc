@@ -6,7 +6,7 @@
 namespace twell {
 namespace {
 
-// The arrays, cut off `base`.
+// The arrays, at consecutive places from `base` on.
 BatchArrays cut(std::byte* base, int64_t tokens, int64_t sequences) {
   BatchArrays arrays;
   Carver carver(base, 8);

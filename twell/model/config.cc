@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Far beyond any model, and small enough that no product of sizes overflows 64 bits.
+// Larger than any model, and small enough that no product of sizes overflows 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 24;
 constexpr int64_t kMaxWidth = int64_t{1} << 20;
 constexpr int64_t kMaxFfn = int64_t{1} << 24;
@@ -78,8 +78,8 @@ ModelConfig published_preset(int64_t layers, bool gated) {
   return config;
 }
 
-// Small enough to learn something in a few minutes on two cores, with an FFN large enough that
-// sparsity pays.
+// Small enough to learn something in a few minutes on two cores, with an FFN large enough for
+// sparsity to pay off.
 ModelConfig tiny_preset(bool gated) {
   ModelConfig config;
   config.vocab_size = 4096;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of all layers (ops/decode) in a whole model, against the CPU: one new token each of a
-// few sequences.
+// The kernel of all layers (ops/decode) in a whole model, compared with the CPU: one new token for
+// each of a few sequences.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -85,7 +85,7 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
                   cache_.get());
     }
   }
-  // The final hidden states of the next token of these slots.
+  // Computes the final hidden states of the next token of these slots.
   std::vector<__nv_bfloat16> step(ForwardCuda& forward, const std::vector<size_t>& slots) {
     std::vector<int32_t> ids;
     std::vector<ForwardSequence> sequences;
@@ -139,8 +139,8 @@ TEST_P(DecodeCudaTest, EqualsCpu) {
         error += (got - want[i]) * (got - want[i]);
         size += double{want[i]} * want[i];
       }
-      // As in forward_cuda_test.cc: ten independent roundings of a relative 2^-9 per layer; twice
-      // that.
+      // Tolerance as in forward_cuda_test.cc: twice ten independent roundings of a relative 2^-9
+      // per layer.
       const double layers = static_cast<double>(model_->config.layers);
       EXPECT_LE(std::sqrt(error / size), 2.0 * std::ldexp(std::sqrt(10.0 * layers + 2.0), -9))
           << "slot " << slot << ", " << ffn_policy_name(policy);
@@ -190,7 +190,7 @@ TEST_P(DecodeCudaTest, AScreenChangesNothing) {
   std::vector<int64_t> nnz[2];
   for (const bool screens : {false, true}) {
     const auto forward = make_forward(FfnPolicy::kRowFused);
-    // Shared memory has room for screens beside the ring buffer up to 2,304 columns.
+    // Up to 2,304 columns, shared memory has room for screens in addition to the ring buffer.
     const int64_t width = model_->config.width;
     if (screens) {
       EXPECT_EQ(forward->make_screens(), width % 64 == 0 && width <= 2304);
@@ -231,7 +231,7 @@ TEST_P(DecodeCudaTest, CountsActiveNeurons) {
       EXPECT_LT(counts[sparse ? 1 : 0].back(), 8 * model_->config.ffn);
     }
   }
-  // Both have the same gate in the first layer; x of the second differs by the order of sums.
+  // Both see the same gate in the first layer; in the second, x differs by the order of sums.
   EXPECT_EQ(counts[0][0], counts[1][0]);
   EXPECT_NEAR(static_cast<double>(counts[0][1]), static_cast<double>(counts[1][1]),
               0.02 * static_cast<double>(counts[0][1]) + 2.0);

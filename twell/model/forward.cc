@@ -36,7 +36,7 @@ int64_t past_tokens(const Forward& problem, const ForwardSequence& sequence) {
 }
 
 // Positions that this forward may reach. With a cache this is its capacity, so that the table is
-// made once and not again for every token.
+// not rebuilt for every token.
 int64_t positions_used(const Forward& problem) {
   int64_t most = problem.cache == nullptr ? 0 : problem.cache->capacity();
   for (const ForwardSequence& sequence : problem.sequences) most = std::max(most, sequence.tokens);
@@ -73,7 +73,7 @@ void copy_rows(Context& ctx, ConstMatrixF from, MatrixF to) {
   });
 }
 
-// One forward pass; everything it needs besides the result is scratch memory.
+// One forward pass; everything except its result is in scratch memory.
 class Pass {
  public:
   Pass(Context& ctx, const Model& model, ForwardState& state, const Forward& problem)
@@ -160,7 +160,7 @@ class Pass {
                              .out = attended_});
   }
 
-  // Copies the new keys and values behind the cached ones, and has the queries read them there.
+  // Appends the new keys and values to the cached ones; the queries then read them from the cache.
   void append_to_cache(int64_t layer) {
     const KvCache& cache = *problem_.cache;
     for (size_t i = 0; i < attention_sequences_.size(); ++i) {
@@ -204,7 +204,7 @@ class Pass {
   const Forward& problem_;
   Arena::Scope scope_;
   MatrixF residual_;  // [M, D] the residual stream
-  MatrixF delta_;     // [M, D] what the last block adds to it
+  MatrixF delta_;     // [M, D] output of the last block, not added yet
   MatrixF normed_;    // [M, D]
   MatrixF qkv_;       // [M, (H + 2 * H_kv) * hd]
   MatrixF attended_;  // [M, H * hd]

@@ -17,9 +17,9 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kRowStep = 128;  // of padded batches
+constexpr int64_t kRowStep = 128;  // padded batches have a multiple of this many rows
 
-// Values of bf16 per token in the buffers of a forward.
+// Number of bf16 values per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
   return 2 * config.width + qkv_width(config) + config.q_width();
 }
@@ -38,7 +38,7 @@ DeviceBuffer<float> to_device(std::span<const float> values) {
   DeviceBuffer<float> buffer(std::ssize(values));
   TWELL_CUDA_CHECK(
       cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // which our streams do not wait for
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
   return buffer;
 }
 
@@ -64,7 +64,7 @@ void require_fits(const ModelConfig& config, const ForwardPlanCuda& plan, const 
               "two sequences share a cache slot");
 }
 
-// The model as the table of executions sees it on this device.
+// The model's properties on this device that the table of executions needs.
 GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
   GpuLayers layers{.ffn = {.width = config.width,
                            .ffn = config.ffn,
@@ -83,7 +83,7 @@ GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
   return layers;
 }
 
-// For the kernel of all layers; without tokens where the model or the device does not suit it.
+// For the kernel of all layers; tokens is 0 when the model or the device does not suit it.
 DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   return {.multiprocessors = ctx.multiprocessors(),

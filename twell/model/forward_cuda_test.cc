@@ -86,8 +86,8 @@ class ForwardCudaTest : public testing::TestWithParam<ModelCase> {
     return download(out);
   }
 
-  // A layer rounds its results to bf16 in about ten places, each a relative 2^-9 at most; errors of
-  // different places are independent, and the norms keep their relative size. Twice that.
+  // Twice the expected error: a layer rounds to bf16 in about ten places, each a relative 2^-9 at
+  // most; errors of different places are independent, and norms keep their relative size.
   void expect_near(const std::vector<float>& got, const std::vector<float>& want) {
     ASSERT_EQ(got.size(), want.size());
     double error = 0.0, size = 0.0;
@@ -140,7 +140,8 @@ TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
   for (const int64_t length : lengths) {
     texts.push_back(random_ids(length, vocab, static_cast<uint64_t>(length)));
   }
-  // All but the last three tokens in ragged pieces, then a token at a time for all together.
+  // Feed all but the last three tokens in ragged pieces, then one token at a time for all
+  // sequences.
   std::vector<int64_t> at = {0, 0, 0};
   std::vector<int32_t> ids;
   std::vector<ForwardSequence> sequences;
@@ -177,8 +178,8 @@ TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
   expect_near(got, want);
 }
 
-// Every policy, with a cache and without, around the limits of the executions of a few tokens:
-// tile-union once ran 8 cached tokens without their norm.
+// Covers every policy, with and without a cache, around the token limits of the executions.
+// Regression: tile-union ran 8 cached tokens without their norm.
 TEST_P(ForwardCudaTest, EveryPolicyEqualsCpu) {
   const int64_t vocab = model_->config.vocab_size;
   for (const int64_t tokens : {1, 5, 8, 9, 64, 65}) {
@@ -191,7 +192,7 @@ TEST_P(ForwardCudaTest, EveryPolicyEqualsCpu) {
                           {.max_tokens = 65, .max_sequences = 1, .max_length = 300, .ffn = policy});
       KvCacheCuda cache(model_->config, 1, 300);
       for (const bool cached : {false, true}) {
-        // The second time auto has measured the layers.
+        // In the second run, auto has measured the layers.
         for (int time = 0; time < 2; ++time) {
           SCOPED_TRACE(testing::Message() << ffn_policy_name(policy) << ", " << tokens
                                           << " tokens, cached " << cached << ", time " << time);
@@ -215,7 +216,7 @@ TEST_P(ForwardCudaTest, CountsActiveNeurons) {
   std::vector<std::vector<int32_t>> want;
   cpu_logits(ids, {{200, 0}}, &want);
   const auto got = download(counts);
-  // The first layer sees the same but for rounding: few gates are that close to 0.
+  // The first layer's inputs differ only by rounding, which changes the sign of few gates.
   int64_t difference = 0, total = 0;
   for (size_t m = 0; m < 200; ++m) {
     difference += std::abs(got[m] - want[0][m]);
@@ -231,7 +232,7 @@ TEST_P(ForwardCudaTest, CountsActiveNeurons) {
 INSTANTIATE_TEST_SUITE_P(Models, ForwardCudaTest, testing::ValuesIn(model_cases()),
                          [](const auto& param) { return std::string(param.param.name); });
 
-// From 1,024 tokens on queries and keys of heads of 64 and 128 are rotated in their product.
+// From 1,024 tokens on, the product rotates queries and keys of heads of 64 and 128.
 class ManyTokensCudaTest : public ForwardCudaTest {};
 
 std::vector<ModelCase> many_tokens_cases() {
@@ -251,7 +252,7 @@ TEST_P(ManyTokensCudaTest, WithAndWithoutCacheEqualsCpu) {
   forward.run(ids, sequences, nullptr);
   expect_near(device_logits(forward, 1290), want);
 
-  // All but the last token of each, then those.
+  // Feed all but the last token of each sequence, then the last ones.
   KvCacheCuda cache(model_->config, 2, 1300);
   std::vector<int32_t> first(ids.begin(), ids.begin() + 1229);
   first.insert(first.end(), ids.begin() + 1230, ids.begin() + 1289);

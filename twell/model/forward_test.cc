@@ -37,7 +37,7 @@ std::vector<int32_t> random_ids(int64_t count, uint64_t seed) {
   return ids;
 }
 
-// Logits and non-zeros of one call, out of memory that held NaN before.
+// Logits and non-zeros of one call whose output memory held NaN before.
 struct Outcome {
   Outcome(Context& ctx, const Model& model, ForwardState& state, std::span<const int32_t> ids,
           std::span<const ForwardSequence> sequences, KvCache* cache = nullptr)
@@ -56,7 +56,7 @@ struct Outcome {
              .row_nnz = &row_nnz});
     logits(ctx, model, hidden_matrix, logit_values.matrix(std::ssize(ids), vocab));
   }
-  // Logits of `count` tokens from the `begin`-th on.
+  // Logits of `count` tokens, starting at token `begin`.
   std::span<const float> rows(int64_t begin, int64_t count) const {
     return logit_values.span().subspan(static_cast<size_t>(begin * vocab),
                                        static_cast<size_t>(count * vocab));
@@ -213,7 +213,7 @@ TEST_F(ForwardTest, RefusesWhatDoesNotFitAndLeavesTheCache) {
   EXPECT_THROW(Outcome(ctx_, model_, state, std::span(ids).first(2), twice, &cache), Error);
 }
 
-// Published configurations name contexts of up to 67,108,864 tokens; a table for them takes 17 GB.
+// Published configurations have contexts of up to 67,108,864 tokens; a table for that takes 17 GB.
 TEST_F(ForwardTest, TablesFollowTheTokensAndNotTheContext) {
   ModelConfig config = config_;
   config.context = int64_t{1} << 26;

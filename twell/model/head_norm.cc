@@ -23,7 +23,7 @@ void head_norm_forward(Context& ctx, MatrixF x, int64_t head_dim, const float* w
                        float* inv_rms) {
   for (int64_t head = 0; head < x.cols / head_dim; ++head) {
     const MatrixF part = head_of(x, head_dim, head);
-    // In place works because a row is squared before it is written.
+    // In place is safe, because a row is squared before it is written.
     rms_norm_forward(ctx, {.x = part,
                            .weight = weight,
                            .y = part,

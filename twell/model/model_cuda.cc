@@ -15,7 +15,7 @@ double gib(int64_t bytes) {
   return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30);
 }
 
-// Why `bytes` do not fit the free memory; empty when they do.
+// The reason why `bytes` do not fit into free memory; empty when they do.
 std::string memory_short(int64_t bytes, const std::string& what) {
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));

@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-// Finds the active neurons on x [M, D], a chunk of tokens at a time.
+// Finds the active neurons for x [M, D], one chunk of tokens at a time.
 Pattern fired_neurons(Context& ctx, const FfnWeights& weights, ConstMatrixF x) {
   Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
   for (int64_t begin = 0; begin < x.rows; begin += kFfnChunkTokens) {

@@ -12,10 +12,10 @@
 namespace twell {
 namespace {
 
-// Numbers of rows of products are multiples of this, so that few plans are made.
+// Products have a multiple of this many rows, so that few plans are needed.
 constexpr int64_t kRowStep = 128;
 
-// A quarter of a GiB of logits keeps the device busy with any vocabulary.
+// 256 MiB of logits keep the device busy for any vocabulary size.
 int64_t head_rows(const ModelConfig& config) {
   constexpr int64_t kLogitBytes = int64_t{256} << 20;
   return std::clamp(kLogitBytes / (4 * config.vocab_size) / kRowStep, int64_t{1}, int64_t{32}) *
@@ -124,7 +124,7 @@ void ScorerCuda::make_cache(int64_t slots, int64_t capacity) {
   cache_.emplace(config(), slots, capacity);
 }
 
-// Replaces a forward that is too small by one that is large enough for this batch and all before.
+// Replaces a forward that is too small by one that fits this batch and all earlier ones.
 void ScorerCuda::make_room(const ScoreBatch& batch) {
   int64_t length = batch.cached ? cache_.value().capacity() : 0;
   for (const ForwardSequence& sequence : batch.sequences) {
@@ -190,7 +190,7 @@ void ScorerCuda::score_rows(const ScoreBatch& batch, std::span<float> losses) {
   copy(ctx_, targets_.data(), batch.targets.data(), count, cudaMemcpyHostToDevice);
   for (int64_t begin = 0; begin < count; begin += head_rows_) {
     const int64_t chunk = std::min(head_rows_, count - begin);
-    // Gathers the rows that are scored with the kernel that looks up embeddings.
+    // Gather the scored rows with the embedding kernel.
     TWELL_CUDA_CHECK(launch_embedding({.tokens = chunk,
                                        .width = width,
                                        .ids = rows_.data() + begin,

@@ -17,8 +17,8 @@
 namespace twell {
 namespace {
 
-// One micro-batch, forward and backward. Each backward function mirrors the forward function of the
-// same name, last line first.
+// Forward and backward of one micro-batch. Each backward function mirrors the forward function of
+// the same name in reverse order.
 class Pass {
  public:
   Pass(Context& ctx, const Model& model, const TrainingBatch& batch,
@@ -57,8 +57,8 @@ class Pass {
                  views_.final_normed, views_.final_inv_rms);
   }
 
-  // The output head is part of the loss, which never holds all logits, so its gradients are
-  // computed here.
+  // The loss includes the output head, because all logits are never stored; hence it also computes
+  // the head's gradients.
   void loss() {
     if (!batch_.teacher_hidden.empty()) return distillation_loss();
     const CrossEntropyResult ce = cross_entropy(ctx_, {.x = views_.final_normed,
@@ -101,7 +101,7 @@ class Pass {
     embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding);
   }
 
-  // The first layer reads the embedding, the others the sum after the layer before.
+  // The first layer reads the embedding, all others the sum after the previous layer.
   void attention_norm_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
     if (layer == 0) {
       rms_norm_forward(ctx_, {.x = a.attention_in,
@@ -127,7 +127,7 @@ class Pass {
                             .eps = eps_});
   }
 
-  // Both terms of a sum have its gradient, so d_residual is passed on to both.
+  // Both terms of a sum have the sum's gradient, so d_residual is passed to both.
   void norm_backward(MatrixF sum, const float* weight, const float* inv_rms, float* d_weight) {
     rms_norm_backward(ctx_, {.s = sum,
                              .weight = weight,

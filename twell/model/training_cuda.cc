@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of training on the GPU: activations, cut from two blocks by functions that the memory
-// plan runs without the memory; executions of the feed-forward layers; micro-batches on their way
-// to the device. The pass itself is training_pass_cuda.cc.
+// The memory of GPU training: activations in two blocks, placed by functions that the memory plan
+// also runs without memory; executions of the feed-forward layers; transfer of micro-batches to the
+// device. The pass itself is in training_pass_cuda.cc.
 #include "twell/model/training_cuda.h"
 
 #include <algorithm>
@@ -18,9 +18,9 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kAlignBytes = 256;  // as cudaMalloc aligns
+constexpr int64_t kAlignBytes = 256;  // the alignment of cudaMalloc
 
-// Whether backward computes this again for some layer.
+// Whether backward recomputes this for some layer.
 bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
   return plan.recompute.of_layer(0) >= of;
 }
@@ -83,14 +83,14 @@ NamedCarver count_activations(const ModelConfig& config, const TrainingPlanCuda&
   return carver;
 }
 
-// Into a block of as many bytes as the plan has. The attention's own are placed below.
+// Places the activations in a block of the planned size. Those of the attention are placed below.
 ActivationViewsCuda place_activations(const ModelConfig& config, const TrainingPlanCuda& plan,
                                       std::byte* block) {
   NamedCarver carver(block, kAlignBytes);
   return carve(config, plan, carver);
 }
 
-// What only the attention of the layer at work needs.
+// Memory that only the attention of the current layer needs.
 int64_t attention_scratch_bytes(const ModelConfig& config, const TrainingPlanCuda& plan) {
   NamedCarver carver(nullptr, kAlignBytes);
   ActivationViewsCuda views;
@@ -108,8 +108,8 @@ void place_attention_scratch(const ModelConfig& config, const TrainingPlanCuda& 
   }
 }
 
-// Memory for this many times the active neurons expected. It is allocated anew when they outgrow
-// it, or half of it would be enough.
+// Memory is allocated for this many times the expected active neurons, and allocated again when it
+// is too small or more than twice too large.
 constexpr double kRoom = 1.25;
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
@@ -120,7 +120,7 @@ FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& p
           .gated = config.gated};
 }
 
-// What cuBLAS and the backward pass of cuDNN's attention allocate: a workspace; gradients of
+// Allocations of cuBLAS and the backward pass of cuDNN's attention: a workspace; gradients of
 // scores, and of queries in f32.
 int64_t library_bytes(const ModelConfig& config, MicroBatchShape shape) {
   constexpr int64_t kCublasBytes = int64_t{32} << 20;
@@ -136,7 +136,7 @@ void require_supported(const ModelConfig& config, MicroBatchShape shape) {
   TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
-// The users of scratch share it, but for the workspace's own bytes.
+// All users share the scratch memory; the workspace's own bytes come on top.
 int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
                       const TrainingPlanCuda& plan, bool hybrid) {
   const int64_t others =
@@ -150,7 +150,7 @@ bool is_hybrid(const FfnExpectation& expected) {
   return expected.execution == FfnTrainExecution::kHybrid;
 }
 
-// Memory made for `room` is enough for `needed`, and not twice too much.
+// Whether memory for `room` neurons suffices for `needed`, and is at most twice the usual amount.
 bool fits(double needed, double room) {
   return needed < 0.0 ? room < 0.0 : needed <= room && room <= 2.0 * kRoom * needed;
 }
@@ -187,7 +187,7 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
 
 void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& config,
                                          const TrainingPlanCuda& plan, bool hybrid) {
-  scratch = {};  // freed first, so that both are never held at once
+  scratch = {};  // free the old block first, so that both never coexist
   scratch = DeviceBuffer<std::byte>(scratch_bytes(ctx, config, plan, hybrid));
   scratch_hybrid = hybrid;
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
@@ -205,7 +205,7 @@ TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,
                                            plan.shape.sequences, plan.shape.length));
   const bool hybrid = std::any_of(plan.ffn.begin(), plan.ffn.end(), is_hybrid);
   buffers_ = std::make_unique<Buffers>(ctx, config_, plan, hybrid);
-  // Layer by layer, so that no more memory is held on the way than at the end.
+  // Go layer by layer, so that the peak memory is that of the end.
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     buffers_->ffn.emplace_back(ctx, ffn_shape(config, plan));
     buffers_->prepared.emplace_back();

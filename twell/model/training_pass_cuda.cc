@@ -12,8 +12,8 @@
 
 namespace twell {
 
-// One micro-batch, forward and backward. Each backward function undoes the forward function of the
-// same name, last line first.
+// Forward and backward of one micro-batch. Each backward function mirrors the forward function of
+// the same name in reverse order.
 class TrainingCuda::Pass {
  public:
   Pass(TrainingCuda& training, const TrainingPassCuda& pass)
@@ -69,7 +69,7 @@ class TrainingCuda::Pass {
     norm_forward(views_.layers.back().ffn_in, views_.final_in, weights_.final_norm, views_.normed);
   }
 
-  // The loss includes the head, never holds all logits, and computes the head's gradients at once.
+  // The loss includes the head, never stores all logits, and also computes the head's gradients.
   void loss(bool backward) {
     cross_entropy_cuda(ctx_,
                        {.tokens = tokens_,
@@ -127,7 +127,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  // y = norm(sum): in front of the first layer, and where backward computes it again.
+  // y = norm(sum), before the first layer and where backward recomputes it.
   void normed_again(const __nv_bfloat16* sum, const BF16* weight, __nv_bfloat16* y) {
     TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
                                       .width = config_.width,
@@ -139,7 +139,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  // Both terms of the sum have its gradient, d_residual.
+  // Both terms of the sum have its gradient d_residual.
   void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
                      float* d_weight) {
     TWELL_CUDA_CHECK(launch_rms_norm_backward({.tokens = tokens_,
@@ -276,8 +276,8 @@ class TrainingCuda::Pass {
                                 .d_w_add = pass_.add});
   }
 
-  // Clears the gradients that ops only add to: all but those of matrix products, which can
-  // overwrite theirs. Where embedding and head are one matrix, the head overwrites it first.
+  // Clears the gradients to which ops only add; matrix products can overwrite theirs. If embedding
+  // and head share a matrix, the head overwrites its gradient first.
   void clear_added_gradients() {
     const auto clear = [&](float* from, int64_t count) {
       if (from == nullptr) return;

@@ -66,8 +66,8 @@ double reference_loss(const ReferenceResult& result, double tokens) {
          tokens;
 }
 
-// Central differences of the reference's loss. The step moves no gate across its kink, and leaves
-// an error of about 1e-9: the square of the step, and double rounding over the step.
+// Central differences of the reference's loss. The step moves no gate across its kink and gives an
+// error of about 1e-9: the square of the step, and double rounding divided by the step.
 std::vector<double> finite_differences(const ReferenceModel& reference, const Data& data,
                                        int64_t length) {
   constexpr double kStep = 1e-6;
@@ -159,7 +159,7 @@ INSTANTIATE_TEST_SUITE_P(Variants, GradientTest,
                                               v.qkv_bias ? "_bias" : "", v.qk_norm ? "_norm" : "");
                          });
 
-// What one call computes, as bits.
+// The results of one call, as bits.
 struct Outcome {
   double loss_sum;
   std::vector<float> grad;
@@ -266,7 +266,7 @@ TEST(MemoryPlan, IsWhatAStepTakes) {
                      grad.span());
     const int64_t taken = allocated + static_cast<int64_t>(ctx.scratch().peak_bytes());
     EXPECT_LE(static_cast<int64_t>(ctx.scratch().peak_bytes()), planned_scratch);
-    // What a product packs of its operands depends on its shape; the plan has room for the most.
+    // The size of packed operands depends on a product's shape; the plan uses the largest.
     constexpr int64_t kProductBytes = int64_t{6} << 20;
     EXPECT_GE(static_cast<double>(taken + kProductBytes), 0.98 * static_cast<double>(total(plan)));
   }

@@ -12,7 +12,7 @@
 namespace twell {
 namespace {
 
-// Keeps these draws apart from those of other users of the same seed: "init" in ASCII.
+// Separates these draws from those of other users of the same seed: "init" in ASCII.
 constexpr uint64_t kInitStream = uint64_t{0x696e6974} << 32;
 
 std::string layer_param(int64_t layer, const char* part) {
@@ -102,7 +102,7 @@ std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     const auto name = [layer](const char* part) { return layer_param(layer, part); };
     table.vector(name("input_layernorm"), width);
-    // These three stay adjacent: w_qkv views them as one matrix.
+    // These three must stay adjacent: w_qkv views them as one matrix.
     table.matrix(name("self_attn.q_proj"), config.q_width(), width);
     table.matrix(name("self_attn.k_proj"), config.kv_width(), width);
     table.matrix(name("self_attn.v_proj"), config.kv_width(), width);
