@@ -51,7 +51,7 @@ def sparse(config):
                   sparsity_new_intermediate_size=None, sparsity_use_hybrid_kernel=False)
 
 
-# name: (config, model, arguments, dtype, what is done to config.json, bytes per shard)
+# name: (config, model, arguments, dtype, changes to config.json, bytes per shard)
 VARIANTS = {
     "llama3": (LlamaConfig, LlamaForCausalLM, dict(
         head_dim=16, hidden_act="silu", tie_word_embeddings=False, eos_token_id=[2, 5],
@@ -119,7 +119,7 @@ def main():
         folder = OUT / name
         model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         (folder / "generation_config.json").unlink(missing_ok=True)
-        # Loaded again: the conversion of the model above rounded its rotary frequencies too.
+        # Load the saved model: converting the one above also rounded its rotary frequencies.
         model = model_class.from_pretrained(folder, dtype=torch.float64,
                                             attn_implementation="eager").eval()
         if edit:

@@ -33,8 +33,8 @@ def build(tied: bool, kv_heads: int, seed: int) -> LlamaForCausalLM:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-        # One direction that all tokens lean to, and gates that dislike it, some more than others:
-        # activations from busy to dead.
+        # All tokens share one direction, and gates have weights of different sizes against it, so
+        # that neurons range from busy to dead.
         model.model.embed_tokens.weight[:, 0] += 0.5
         for layer in model.model.layers:
             layer.mlp.gate_proj.weight[:, 0] -= torch.linspace(-0.2, 1.5, 32)
@@ -77,7 +77,7 @@ def run(model: LlamaForCausalLM, inputs, targets) -> dict:
         out[key] = torch.stack(out[key])
     for name, parameter in parameters.items():
         out["after." + name] = parameter.detach()
-    # No gate so close to the kink of the ReLU that rounding in float32 could switch a neuron.
+    # No gate may be so close to the ReLU's kink that float32 rounding could switch a neuron.
     assert min(gate.abs().min() for gate in gates) > 3e-6, "choose another seed"
     return out
 

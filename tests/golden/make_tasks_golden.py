@@ -34,7 +34,7 @@ def hub_choices(*texts, labels="ABCDE"):
 
 
 DATA = {
-    # As its authors publish it.
+    # The format that its authors publish.
     "ARC-Easy/ARC-Easy-Test.jsonl": [
         {"id": "a1", "answerKey": "B", "question": {
             "stem": "Which of these floats on water?",
@@ -47,7 +47,7 @@ DATA = {
             "choices": authors_choices("It stays liquid.", "It is salty.",
                                        "It is warmer than the air – always – and never moves.")}},
     ],
-    # As the hub exports it.
+    # The hub's export.
     "arc_challenge.jsonl": [
         {"id": "c1", "question": "A ball rolls down a hill. Which energy grows?", "answerKey": "D",
          "choices": hub_choices("heat", "potential energy", "sound", "kinetic energy")},
@@ -239,7 +239,7 @@ def main():
     tokenizer.save(str(HERE / "model/tokenizer.json"), pretty=False)
     build_model(tokenizer).bfloat16().save_pretrained(HERE / "model")
     (HERE / "model/generation_config.json").unlink(missing_ok=True)
-    # Loaded again: the conversion to bfloat16 rounded the rotary frequencies too.
+    # Load the saved model: converting it to bfloat16 also rounded its rotary frequencies.
     model = LlamaForCausalLM.from_pretrained(
         HERE / "model", dtype=torch.float64, attn_implementation="eager").eval()
     golden = {"bos": {}, "plain": {}}

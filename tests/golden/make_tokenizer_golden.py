@@ -60,7 +60,7 @@ TEXTS = [
     "https://example.org/a_b-c?d=e&f=%20#g user@example.org C:\\dir\\file.txt $HOME/.x ~/y `z` **b** _i_",
     "License licensed Licensor Contributor Contribution redistribute Work Works Derivative",
 ]
-# Characters of every general category, as they stood in Unicode 3.2 and still do.
+# Characters of every general category that Unicode 3.2 and later versions classify alike.
 STABLE = [c for c in map(chr, range(0x80, 0x2fa1e))
           if unicodedata.category(c) != "Cs"
           and unicodedata.category(c) == unicodedata.ucd_3_2_0.category(c) != "Cn"]
@@ -93,8 +93,8 @@ MORE = [
     "\\begin{align} \\frac{\\partial f}{\\partial x} &= 0 \\\\ \\end{align}\n@media (max-width: 3em) {.a > b::after{}}\n"
     "def \u03b1(\u03b2_1):\n        return \u03b2_1 ** 2 if not \u03b2_1 else -\u03b2_1\n" + " " * 17 + "#" * 9 + "-" * 40 + "\n\n\n\n",
 ]
-# Not UTF-8: bytes that never occur, characters cut short, too long, surrogates, beyond the last
-# character. A run of them is a piece of its own.
+# Invalid UTF-8: bytes that never occur, truncated and overlong characters, surrogates, and values
+# beyond the last character. A run of them is a piece of its own.
 BYTES = [
     "ff", "80", "61ff62", "c3", "c328", "e282", "e28228a1", "f09f98", "f09f9861", "c0af", "e08080", "eda080",
     "edbfbf", "f4908080", "f8888080", "fffe6100", "6120ff2062", "2020ff2020", "31ff32c3", "0ac30a",
