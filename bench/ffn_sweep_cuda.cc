@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 
+#include "bench/harness_cuda.h"
 #include "twell/base/cuda_testing.h"
 #include "twell/base/rng.h"
 
@@ -53,16 +54,6 @@ void set_columns(const CudaContext& ctx, const std::vector<__nv_bfloat16>& host,
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
 }
 
-// Inverse of the standard normal distribution function, by bisection.
-double normal_quantile(double p) {
-  double low = -10.0, high = 10.0;
-  for (int i = 0; i < 60; ++i) {
-    const double middle = 0.5 * (low + high);
-    (0.5 * std::erfc(-middle / std::sqrt(2.0)) < p ? low : high) = middle;
-  }
-  return low;
-}
-
 // Random values of deviation 1, for x, and of deviation 0.02, for weights.
 struct Blocks {
   Values unit, small;
@@ -106,9 +97,8 @@ class Operands {
 
   void fire_at_random(double density) {
     fill(ctx_, blocks_.unit, 7, x_.data(), x_.size());
-    const double deviation = kScale * std::sqrt(static_cast<double>(shape_.width - 1));
-    const auto bias =
-        static_cast<float>(deviation * normal_quantile(std::clamp(density, 1e-6, 1.0 - 1e-6)));
+    const float bias =
+        gate_bias(density * static_cast<double>(shape_.ffn), shape_.ffn, shape_.width);
     set_columns(ctx_,
                 std::vector<__nv_bfloat16>(static_cast<size_t>(tokens_), __float2bfloat16(1.0f)),
                 tokens_, 1, x_.data(), shape_.width);

@@ -51,7 +51,7 @@ struct TrainingBatch {
   int64_t step_tokens = 0;
   float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
-  // In place of the model's activation, while a model is moved from another one to ReLU.
+  // Replaces the model's activation while a model is moved from another activation to ReLU.
   std::optional<BlendedActivation> activation;
   // Distillation: a teacher's final hidden states of these tokens and its output head. The loss is
   // then (1 - share) * CE + share * KL(teacher || model), and L1.

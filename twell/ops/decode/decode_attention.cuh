@@ -36,7 +36,7 @@ struct BatchShared {
   int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
   float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
 
-  // By all threads; the caller synchronises.
+  // All threads call this; the caller synchronises.
   __device__ __forceinline__ void load(const DecodeLayers& p) {
     const int thread = static_cast<int>(threadIdx.x), half = p.head_dim / 2;
     if (thread < p.tokens) {

@@ -368,7 +368,8 @@ struct AddShare {
   }
 };
 
-// Which of the `count` CTAs first, first + step, ... have a part; waits until they have said so.
+// Waits until the `count` CTAs first, first + step, ... have said whether they have a part, and
+// returns which of them do.
 template <int kMost>
 __device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const DecodeLayers& p,
                                                  uint32_t tag, bool all, int first, int step,

@@ -369,7 +369,7 @@ class Layers {
         screen_(x_ + p.tokens * pitch_, p.width),
         barrier_(p.workspace.state + 1) {}
 
-  // By all threads of the CTA.
+  // All threads of the CTA call this.
   __device__ __forceinline__ void run(uint8_t* memory) {
     RowRing<kStages>::init(s_.ring);
     // The last block of a row may be short. What lies behind it is multiplied by zeros, so that it

@@ -65,7 +65,7 @@ class RowRing {
     uint64_t full[kStages], empty[kStages];
   };
 
-  // By all threads, before any other use; the caller synchronises the CTA afterwards.
+  // All threads call this before any other use; the caller synchronises the CTA afterwards.
   __device__ __forceinline__ static void init(Shared& shared) {
     if (threadIdx.x != 0) return;
     for (int i = 0; i < kStages; ++i) {
@@ -224,7 +224,7 @@ class Product {
     at_ = lane % 4 * 16;
   }
 
-  // Which sums of a batch this thread calls `finish` with, if any.
+  // The sums of a batch that this thread calls `finish` with, if any.
   struct Finisher {
     bool finishes;
     int group, token, pair;  // group within the batch
