@@ -17,7 +17,7 @@ namespace {
 
 const GpuFfnLayer kLayer{.width = 2048, .ffn = 5632};
 
-// What was measured on an H200: the whole layer, tile-union against dense.
+// Measured on an H200: the ratio of the dense layer's time to the tile-union layer's.
 struct Measured {
   const char* pattern;
   int64_t tokens;
@@ -86,8 +86,8 @@ std::vector<SweepRow> sweep() {
   return rows;
 }
 
-// Of ten shapes from D 512, F 2048 to D 8192, F 28672, twenty numbers of tokens from 1 to 65,536,
-// and activity from 0.05% to all.
+// The sweep has ten shapes from D 512, F 2048 to D 8192, F 28672, twenty numbers of tokens from 1
+// to 65,536, and activity from 0.05% to all.
 TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
   const std::vector<SweepRow> rows = sweep();
   ASSERT_EQ(rows.size(), 2800u);

@@ -36,7 +36,7 @@ void dense_backward_step(Context& ctx, const FfnWeights& weights, float l1_scale
 // its GEMMs are so large that adding to the weight gradients once per step costs nothing.
 inline constexpr int64_t kDenseChunk = 512;
 
-// Which neurons fired. Each thread sets flags of its own, so that no two threads write one byte.
+// The neurons that fired. Each thread sets flags of its own, so that no two threads write one byte.
 class FiredFlags {
  public:
   // With an empty `active` every function does nothing.

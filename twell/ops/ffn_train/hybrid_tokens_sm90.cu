@@ -20,7 +20,7 @@ using tile_union::kTileTokens;
 constexpr int kThreads = 256;
 constexpr int kCtasPerMultiprocessor = 5;
 
-// Which tile a block belongs to. Lives in shared memory.
+// The tile that a block belongs to. Lives in shared memory.
 struct BlockIndex {
   int tiles, blocks;
   int first[kMaxChunkTiles];
