@@ -292,16 +292,17 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   Output output(arguments, prompts, log_probs ? &*log_probs : nullptr);
   options.on_text = output.on_text();
   std::vector<size_t> asked;  // prompt index of each request
-  Generator generator(*session, tokenizer, [&](int64_t request, Generation generation) {
+  const auto on_done = [&](int64_t request, Generation generation) {
     output.add(asked[static_cast<size_t>(request)], std::move(generation));
-  });
+  };
+  Scheduler scheduler(*session, tokenizer);
   for (size_t i = 0; i < prompts.size(); ++i) {
     if (!prompts[i].fault.empty()) continue;
-    generator.submit(prompts[i].text, options);
+    scheduler.submit(text_request(config, tokenizer, prompts[i].text, options, on_done));
     asked.push_back(i);
   }
   const auto start = std::chrono::steady_clock::now();
-  while (generator.step()) {
+  while (scheduler.step()) {
   }
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!arguments.json && !arguments.quiet) {

@@ -52,15 +52,22 @@ class GenerateCudaTest : public testing::Test {
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
   }
 
-  // Runs all requests through one generator, in order of submission.
+  int64_t submit(Scheduler& scheduler, const OnDone& on_done, const std::string& prompt,
+                 const GenerateOptions& options) {
+    return scheduler.submit(text_request(model_->config, tokenizer_, prompt, options, on_done))
+        .value();
+  }
+
+  // Runs all requests through one scheduler, in order of submission.
   std::vector<Generation> run(Session& session, const std::vector<std::string>& prompts,
                               const std::function<GenerateOptions(size_t)>& options) {
     std::vector<Generation> done(prompts.size());
-    Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+    const OnDone on_done = [&](int64_t request, Generation generation) {
       done[static_cast<size_t>(request)] = std::move(generation);
-    });
-    for (size_t i = 0; i < prompts.size(); ++i) generator.submit(prompts[i], options(i));
-    while (generator.step()) {
+    };
+    Scheduler scheduler(session, tokenizer_);
+    for (size_t i = 0; i < prompts.size(); ++i) submit(scheduler, on_done, prompts[i], options(i));
+    while (scheduler.step()) {
     }
     return done;
   }
@@ -121,8 +128,9 @@ TEST_F(GenerateCudaTest, SampledRequestsKeepTheirRandomNumbers) {
 
 TEST_F(GenerateCudaTest, FillsTheContextAndNoMore) {
   SessionCuda session(*ctx_, *device_model_, {.slots = 2});
-  Generator generator(session, tokenizer_, {});
-  EXPECT_THROW(generator.submit(random_text(kContext, 1), {}), InputError);
+  const OnDone on_done;
+  Scheduler scheduler(session, tokenizer_);
+  EXPECT_THROW(submit(scheduler, on_done, random_text(kContext, 1), {}), InputError);
   const std::vector<Generation> done =
       run(session, {random_text(kContext - 1, 1), random_text(kContext - 3, 2)},
           [](size_t) { return GenerateOptions{.sampler = {.top_k = 26}}; });
@@ -153,15 +161,16 @@ TEST_F(GenerateCudaTest, EveryBatchUpTo256) {
 TEST_F(GenerateCudaTest, CancelledRequestsLeaveTheirSlots) {
   SessionCuda session(*ctx_, *device_model_, {.slots = 2, .capacity = 256});
   std::map<int64_t, Generation> done;
-  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+  const OnDone on_done = [&](int64_t request, Generation generation) {
     done.emplace(request, std::move(generation));
-  });
+  };
+  Scheduler scheduler(session, tokenizer_);
   const GenerateOptions greedy{.max_tokens = 30, .sampler = {.temperature = 0.0f}};
-  for (uint64_t i = 0; i < 4; ++i) generator.submit(random_text(10, i), greedy);
-  for (int step = 0; step < 3; ++step) generator.step();
-  generator.cancel(0);
-  generator.cancel(2);
-  while (generator.step()) {
+  for (uint64_t i = 0; i < 4; ++i) submit(scheduler, on_done, random_text(10, i), greedy);
+  for (int step = 0; step < 3; ++step) scheduler.step();
+  scheduler.cancel(0);
+  scheduler.cancel(2);
+  while (scheduler.step()) {
   }
   ASSERT_EQ(done.size(), 4u);
   EXPECT_EQ(done.at(0).reason, StopReason::kCancelled);

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kVocab = 257;
 
-class GeneratorTest : public testing::Test {
+class GenerateTest : public testing::Test {
  protected:
   static std::string prompt(size_t i) {
     return std::string(1 + i * 5 % 17, static_cast<char>('a' + i));
@@ -24,25 +24,32 @@ class GeneratorTest : public testing::Test {
             .sampler = {.temperature = i % 3 == 0 ? 0.0f : 0.9f, .top_k = 40, .seed = i}};
   }
 
+  int64_t submit(Scheduler& scheduler, const OnDone& on_done, const std::string& prompt,
+                 const GenerateOptions& options) {
+    return scheduler.submit(text_request(model_->config, tokenizer_, prompt, options, on_done))
+        .value();
+  }
+
   Context ctx_{2};
   std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
   Tokenizer tokenizer_ = byte_tokenizer();
 };
 
-TEST_F(GeneratorTest, EachRequestGivesWhatItGivesAlone) {
+TEST_F(GenerateTest, EachRequestGivesWhatItGivesAlone) {
   SessionCpu alone(ctx_, *model_, {});
   SessionCpu session(ctx_, *model_, {.slots = 3});
   std::map<int64_t, Generation> done;
-  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+  const OnDone on_done = [&](int64_t request, Generation generation) {
     EXPECT_TRUE(done.emplace(request, std::move(generation)).second);
-  });
+  };
+  Scheduler scheduler(session, tokenizer_);
   constexpr size_t kRequests = 11;
   for (size_t i = 0; i < kRequests; ++i) {
-    EXPECT_EQ(generator.submit(prompt(i), options(i)), static_cast<int64_t>(i));
+    EXPECT_EQ(submit(scheduler, on_done, prompt(i), options(i)), static_cast<int64_t>(i));
   }
-  while (generator.step()) {
+  while (scheduler.step()) {
   }
-  EXPECT_FALSE(generator.step());
+  EXPECT_FALSE(scheduler.step());
   ASSERT_EQ(done.size(), kRequests);
   for (size_t i = 0; i < kRequests; ++i) {
     const Generation expected = generate(alone, tokenizer_, prompt(i), options(i));
@@ -54,90 +61,93 @@ TEST_F(GeneratorTest, EachRequestGivesWhatItGivesAlone) {
   }
 }
 
-TEST_F(GeneratorTest, SlotsAreTakenAsTheyBecomeFree) {
+TEST_F(GenerateTest, SlotsAreTakenAsTheyBecomeFree) {
   SessionCpu session(ctx_, *model_, {.slots = 2});
   std::vector<int64_t> order;
-  Generator generator(session, tokenizer_,
-                      [&](int64_t request, const Generation&) { order.push_back(request); });
+  const OnDone on_done = [&](int64_t request, const Generation&) { order.push_back(request); };
+  Scheduler scheduler(session, tokenizer_);
   // With these prompts, greedy generation of this model does not stop within 20 tokens.
-  const auto submit = [&](int64_t tokens) {
-    return generator.submit("abc", {.max_tokens = tokens, .sampler = {.temperature = 0.0f}});
+  const auto ask = [&](int64_t tokens) {
+    return submit(scheduler, on_done, "abc",
+                  {.max_tokens = tokens, .sampler = {.temperature = 0.0f}});
   };
   ASSERT_EQ(
       generate(session, tokenizer_, "abc", {.max_tokens = 20, .sampler = {.temperature = 0.0f}})
           .ids.size(),
       20u);
-  submit(20);
-  submit(3);
-  submit(4);
-  submit(1);
+  ask(20);
+  ask(3);
+  ask(4);
+  ask(1);
   int64_t steps = 0;
-  while (generator.step()) ++steps;
+  while (scheduler.step()) ++steps;
   // The second request ends first; its slot goes to the third, then to the fourth, while the first
   // runs.
   EXPECT_EQ(order, (std::vector<int64_t>{1, 2, 3, 0}));
   EXPECT_EQ(steps, 18);  // two tokens in the first, one in each further one
 }
 
-TEST_F(GeneratorTest, LongPromptsAreFedInPiecesBetweenTheTokensOfOthers) {
+TEST_F(GenerateTest, LongPromptsAreFedInPiecesBetweenTheTokensOfOthers) {
   SessionCpu alone(ctx_, *model_, {});
   SessionCpu session(ctx_, *model_, {.slots = 3, .prefill_tokens = 4});
   std::map<int64_t, Generation> done;
-  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+  const OnDone on_done = [&](int64_t request, Generation generation) {
     EXPECT_TRUE(done.emplace(request, std::move(generation)).second);
-  });
+  };
+  Scheduler scheduler(session, tokenizer_);
   const GenerateOptions greedy{.max_tokens = 12, .sampler = {.temperature = 0.0f}};
   const std::string long_prompt(22, 'q');
-  generator.submit("abc", greedy);
-  generator.step();  // draws its first two tokens
-  generator.submit(long_prompt, greedy);
-  generator.submit("xyz", greedy);
+  submit(scheduler, on_done, "abc", greedy);
+  scheduler.step();  // draws its first two tokens
+  submit(scheduler, on_done, long_prompt, greedy);
+  submit(scheduler, on_done, "xyz", greedy);
   for (int64_t piece = 1; piece <= 5; ++piece) {
-    generator.step();
+    scheduler.step();
     EXPECT_EQ(session.length(0), 3 + 1 + piece);  // one new token each
     EXPECT_EQ(session.length(1), 4 * piece);
     EXPECT_EQ(session.length(2), 0);
   }
-  generator.step();  // the last 2 tokens of the one, the first 2 of the other
+  scheduler.step();  // the last 2 tokens of the one, the first 2 of the other
   EXPECT_EQ(session.length(1), 22 + 1);
   EXPECT_EQ(session.length(2), 2);
-  generator.cancel(2);
-  generator.step();
+  scheduler.cancel(2);
+  scheduler.step();
   ASSERT_EQ(done.size(), 1u);
   EXPECT_EQ(done.at(2).reason, StopReason::kCancelled);
   EXPECT_TRUE(done.at(2).ids.empty());
-  while (generator.step()) {
+  while (scheduler.step()) {
   }
   EXPECT_EQ(done.at(0).ids, generate(alone, tokenizer_, "abc", greedy).ids);
   EXPECT_EQ(done.at(1).ids, generate(alone, tokenizer_, long_prompt, greedy).ids);
 }
 
-TEST_F(GeneratorTest, RequestsAreCancelledWhereverTheyAre) {
+TEST_F(GenerateTest, RequestsAreCancelledWhereverTheyAre) {
   SessionCpu session(ctx_, *model_, {.slots = 1});
   std::map<int64_t, Generation> done;
-  Generator generator(session, tokenizer_, [&](int64_t request, Generation generation) {
+  const OnDone on_done = [&](int64_t request, Generation generation) {
     done.emplace(request, std::move(generation));
-  });
+  };
+  Scheduler scheduler(session, tokenizer_);
   std::atomic<bool> flag{false};
   const GenerateOptions greedy{.max_tokens = 20, .sampler = {.temperature = 0.0f}};
   GenerateOptions flagged = greedy;
   flagged.cancel = &flag;
-  generator.submit("abc", greedy);
-  generator.submit("abc", greedy);
-  generator.submit("abc", flagged);
-  generator.submit("abc", greedy);
-  generator.step();
-  generator.cancel(0);  // running
-  generator.cancel(1);  // waiting
+  submit(scheduler, on_done, "abc", greedy);
+  submit(scheduler, on_done, "abc", greedy);
+  submit(scheduler, on_done, "abc", flagged);
+  submit(scheduler, on_done, "abc", greedy);
+  scheduler.step();
+  scheduler.cancel(0);  // running
+  scheduler.cancel(1);  // waiting
   flag = true;
-  generator.step();
+  scheduler.step();
   ASSERT_EQ(done.size(), 3u);
   for (const auto& [request, generation] : done) {
     EXPECT_EQ(generation.reason, StopReason::kCancelled);
     EXPECT_EQ(generation.ids.size(), request == 0 ? 2u : 0u);
   }
-  generator.cancel(0);  // no effect: it has finished
-  while (generator.step()) {
+  scheduler.cancel(0);  // no effect: it has finished
+  while (scheduler.step()) {
   }
   EXPECT_EQ(done.at(3).ids, generate(session, tokenizer_, "abc", greedy).ids);
 }
@@ -159,13 +169,14 @@ TEST(PromptIds, FollowTheTemplateOfTheTokenizer) {
   EXPECT_EQ(prompt_ids(config, byte_tokenizer(), "ab"), byte_tokenizer().encode("ab"));
 }
 
-TEST_F(GeneratorTest, RefusesAtOnce) {
+TEST_F(GenerateTest, RefusesAtOnce) {
   SessionCpu session(ctx_, *model_, {.slots = 2, .capacity = 10});
-  Generator generator(session, tokenizer_, {});
-  EXPECT_THROW(generator.submit(std::string(10, 'x'), {}), InputError);
-  EXPECT_THROW(generator.submit("x", {.max_tokens = 0}), InputError);
-  EXPECT_THROW(generator.submit("x", {.sampler = {.top_p = 0.0f}}), InputError);
-  EXPECT_FALSE(generator.step());
+  const OnDone on_done;
+  Scheduler scheduler(session, tokenizer_);
+  EXPECT_THROW(submit(scheduler, on_done, std::string(10, 'x'), {}), InputError);
+  EXPECT_THROW(submit(scheduler, on_done, "x", {.max_tokens = 0}), InputError);
+  EXPECT_THROW(submit(scheduler, on_done, "x", {.sampler = {.top_p = 0.0f}}), InputError);
+  EXPECT_FALSE(scheduler.step());
 }
 
 }  // namespace

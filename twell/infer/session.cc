@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/infer/session.h"
 
+#include <limits>
+
 #include "twell/base/error.h"
 
 namespace twell {
@@ -32,24 +34,24 @@ void Session::require_room(int64_t slot, std::span<const int32_t> ids) const {
                 total, capacity());
 }
 
-void Session::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                              std::span<int32_t> next) {
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    const std::span<const float> logits = append(prompts[i].slot, prompts[i].ids);
-    const size_t vocab = draws[i].vocab == 0 ? logits.size() : static_cast<size_t>(draws[i].vocab);
-    next[i] = sample(logits.first(vocab), draws[i].sampler, draws[i].stream, draws[i].index);
-  }
+int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
+  const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
+  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index);
 }
 
-void Session::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                              std::span<const Draw> draws, std::span<int32_t> next) {
-  const ConstMatrixF logits = decode(slots, ids);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const Draw& draw = draws[i];
-    const auto vocab = static_cast<size_t>(draw.vocab == 0 ? logits.cols : draw.vocab);
-    next[i] =
-        sample({logits.row(static_cast<int64_t>(i)), vocab}, draw.sampler, draw.stream, draw.index);
-  }
+int64_t Session::start(int64_t slot, std::span<const int32_t>) {
+  clear(slot);
+  return 0;
+}
+
+bool Session::reserve(int64_t slot, int64_t tokens) { return length(slot) + tokens <= capacity(); }
+
+int64_t Session::free_tokens() const { return std::numeric_limits<int64_t>::max(); }
+
+CacheUse Session::cache_use() const {
+  CacheUse use{.block_tokens = capacity(), .blocks = slots()};
+  for (int64_t slot = 0; slot < slots(); ++slot) use.used += length(slot) > 0;
+  return use;
 }
 
 }  // namespace twell

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <vector>
 
 #include "twell/base/matrix.h"
 #include "twell/infer/sampler.h"
@@ -35,6 +37,21 @@ struct Prompt {
   std::span<const int32_t> ids;
 };
 
+// Use of the cache of keys and values, in blocks of tokens. A session without blocks has one block
+// per slot, as long as the capacity.
+struct CacheUse {
+  int64_t block_tokens = 0;
+  int64_t blocks = 0;  // in all
+  int64_t used = 0;    // held by sequences
+  int64_t cached = 0;  // held by none, kept for prompts that begin with the same tokens
+};
+
+// Activity of one layer's FFN.
+struct ActiveNeurons {
+  double per_token = 0.0;  // mean so far
+  bool sparse = false;     // the last execution was a sparse one
+};
+
 class Session {
  public:
   virtual ~Session() = default;
@@ -51,9 +68,32 @@ class Session {
   // The same for several sequences, and draws the next token of each; on the GPU the logits are not
   // copied to the host. Slots must be distinct. Errors as for sample().
   virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                               std::span<int32_t> next);
+                               std::span<int32_t> next) = 0;
   virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                               std::span<const Draw> draws, std::span<int32_t> next);
+                               std::span<const Draw> draws, std::span<int32_t> next) = 0;
+
+  // Appends ids to the slot's sequence like append(), and passes on the logits after every one of
+  // them: rows [n, V] after ids first, first + 1, ..., valid during the call. On the GPU they are
+  // copied to the host.
+  using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
+  virtual void append_scored(int64_t slot, std::span<const int32_t> ids,
+                             const OnLogits& on_logits) = 0;
+  // The logits [V] that the last append_and_draw or decode_and_draw drew entry `row` of `next`
+  // from, valid until the next call. On the GPU they are copied to the host now.
+  virtual std::span<const float> drawn_from(int64_t row) = 0;
+
+  // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them
+  // the cache already holds, fewer than all; the caller appends the rest.
+  virtual int64_t start(int64_t slot, std::span<const int32_t> ids);
+  // Makes room for so many more tokens of the slot's sequence. False when the cache is full;
+  // nothing has changed then. Appending without it makes room too, and throws InputError when there
+  // is none.
+  virtual bool reserve(int64_t slot, int64_t tokens);
+  // Tokens for which reserve() can still make room, over all slots together.
+  virtual int64_t free_tokens() const;
+  virtual CacheUse cache_use() const;
+  // [L] without waiting for the device: on the GPU as of the last update of its counts.
+  virtual std::vector<ActiveNeurons> active_neurons() const = 0;
 
   virtual void clear(int64_t slot) = 0;  // forget the sequence
   virtual int64_t length(int64_t slot) const = 0;
@@ -71,6 +111,7 @@ class Session {
   static int64_t checked_slots(const SessionOptions& options);
   static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
+  static int32_t draw_from(std::span<const float> logits, const Draw& draw);
   // InputError when ids is empty or does not fit.
   void require_room(int64_t slot, std::span<const int32_t> ids) const;
 };

@@ -23,24 +23,83 @@ SessionCpu::SessionCpu(Context& ctx, const Model& model, const SessionOptions& o
               model.config.width),
       logits_(options.slots * model.config.vocab_size) {}
 
-std::span<const float> SessionCpu::append(int64_t slot, std::span<const int32_t> ids) {
+MatrixF SessionCpu::run_piece(int64_t slot, std::span<const int32_t> piece) {
+  const ForwardSequence sequence{.tokens = std::ssize(piece), .slot = slot};
+  const MatrixF hidden = hidden_.matrix(std::ssize(piece), model_.config.width);
+  forward(ctx_, model_, state_,
+          {.ids = piece, .sequences = {&sequence, 1}, .cache = &cache_, .hidden = hidden});
+  return hidden;
+}
+
+std::span<float> SessionCpu::logits_row(int64_t row) const {
+  const int64_t vocab = model_.config.vocab_size;
+  return {logits_.data() + row * vocab, static_cast<size_t>(vocab)};
+}
+
+std::span<const float> SessionCpu::append_to(int64_t row, int64_t slot,
+                                             std::span<const int32_t> ids) {
   require_room(slot, ids);
-  int64_t last = 0;  // tokens in the last piece
+  MatrixF hidden;
   const auto most = static_cast<size_t>(prefill_tokens_);
   for (size_t begin = 0; begin < ids.size(); begin += most) {
-    const auto piece = ids.subspan(begin, std::min(most, ids.size() - begin));
-    last = std::ssize(piece);
-    const ForwardSequence sequence{.tokens = last, .slot = slot};
-    forward(ctx_, model_, state_,
-            {.ids = piece,
-             .sequences = {&sequence, 1},
-             .cache = &cache_,
-             .hidden = hidden_.matrix(last, model_.config.width)});
+    hidden = run_piece(slot, ids.subspan(begin, std::min(most, ids.size() - begin)));
   }
-  const MatrixF hidden = hidden_.matrix(last, model_.config.width);
-  const MatrixF out = logits_.matrix(1, model_.config.vocab_size);
-  logits(ctx_, model_, hidden.slice_rows(last - 1, 1), out);
-  return {out.data, static_cast<size_t>(out.cols)};
+  const std::span<float> out = logits_row(row);
+  logits(ctx_, model_, hidden.slice_rows(hidden.rows - 1, 1), {out.data(), 1, std::ssize(out)});
+  return out;
+}
+
+std::span<const float> SessionCpu::append(int64_t slot, std::span<const int32_t> ids) {
+  return append_to(0, slot, ids);
+}
+
+void SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
+                                 std::span<int32_t> next) {
+  TWELL_CHECK(std::ssize(prompts) <= slots(), "{} prompts for {} sequences", prompts.size(),
+              slots());
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const auto row = static_cast<int64_t>(i);
+    next[i] = draw_from(append_to(row, prompts[i].slot, prompts[i].ids), draws[i]);
+  }
+}
+
+void SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                                 std::span<const Draw> draws, std::span<int32_t> next) {
+  decode(slots, ids);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    next[i] = draw_from(logits_row(static_cast<int64_t>(i)), draws[i]);
+  }
+}
+
+void SessionCpu::append_scored(int64_t slot, std::span<const int32_t> ids,
+                               const OnLogits& on_logits) {
+  require_room(slot, ids);
+  // As many rows at a time as decoding would take, but enough for the output head to be a matrix
+  // product.
+  constexpr int64_t kLogitRows = 64;
+  Buffer<float> rows(kLogitRows * model_.config.vocab_size);
+  for (int64_t begin = 0; begin < std::ssize(ids); begin += prefill_tokens_) {
+    const int64_t count = std::min(prefill_tokens_, std::ssize(ids) - begin);
+    const MatrixF hidden =
+        run_piece(slot, ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)));
+    for (int64_t row = 0; row < count; row += kLogitRows) {
+      const int64_t some = std::min(kLogitRows, count - row);
+      const MatrixF out = rows.matrix(some, model_.config.vocab_size);
+      logits(ctx_, model_, hidden.slice_rows(row, some), out);
+      on_logits(begin + row, out);
+    }
+  }
+}
+
+std::span<const float> SessionCpu::drawn_from(int64_t row) { return logits_row(row); }
+
+std::vector<ActiveNeurons> SessionCpu::active_neurons() const {
+  std::vector<ActiveNeurons> layers;
+  for (const FfnPlan& plan : state_.ffn_plans) {
+    layers.push_back(
+        {.per_token = plan.nnz_per_token(), .sparse = plan.execution != FfnExecution::kDense});
+  }
+  return layers;
 }
 
 ConstMatrixF SessionCpu::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {

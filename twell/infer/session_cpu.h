@@ -17,6 +17,14 @@ class SessionCpu : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
+  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
+                       std::span<int32_t> next) override;
+  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                       std::span<const Draw> draws, std::span<int32_t> next) override;
+  void append_scored(int64_t slot, std::span<const int32_t> ids,
+                     const OnLogits& on_logits) override;
+  std::span<const float> drawn_from(int64_t row) override;
+  std::vector<ActiveNeurons> active_neurons() const override;
   void clear(int64_t slot) override { cache_.set_length(slot, 0); }
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
   int64_t slots() const override { return cache_.slots(); }
@@ -27,6 +35,12 @@ class SessionCpu : public Session {
   const ForwardState& state() const { return state_; }
 
  private:
+  // Logits after the last id, in row `row` of logits_.
+  std::span<const float> append_to(int64_t row, int64_t slot, std::span<const int32_t> ids);
+  // Runs the piece [ids.size() <= prefill tokens] through the layers; returns hidden_'s rows.
+  MatrixF run_piece(int64_t slot, std::span<const int32_t> piece);
+  std::span<float> logits_row(int64_t row) const;
+
   Context& ctx_;
   const Model& model_;
   ForwardState state_;

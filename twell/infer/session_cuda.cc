@@ -111,6 +111,46 @@ void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<cons
   count_tokens(count);
 }
 
+void SessionCuda::append_scored(int64_t slot, std::span<const int32_t> ids,
+                                const OnLogits& on_logits) {
+  require_room(slot, ids);
+  const int64_t most = std::min(prefill_tokens_, forward_.plan().max_tokens);
+  for (int64_t begin = 0; begin < std::ssize(ids); begin += most) {
+    const int64_t count = std::min(most, std::ssize(ids) - begin);
+    const ForwardSequence sequence{.tokens = count, .slot = slot};
+    forward_.run(ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)),
+                 {&sequence, 1}, &cache_);
+    // As many rows at a time as logits_ holds.
+    for (int64_t row = 0; row < count; row += slots()) {
+      const int64_t some = std::min(slots(), count - row);
+      forward_.logits(forward_.hidden() + row * config().width, some, logits_.data());
+      on_logits(begin + row, read_logits(some));
+    }
+  }
+  count_tokens(std::ssize(ids));
+}
+
+std::span<const float> SessionCuda::drawn_from(int64_t row) {
+  const int64_t vocab = config().vocab_size;
+  float* const to = host_logits_.data() + row * vocab;
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(to, logits_.data() + row * vocab,
+                                   static_cast<size_t>(vocab) * sizeof(float),
+                                   cudaMemcpyDeviceToHost, ctx_.stream()));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  return {to, static_cast<size_t>(vocab)};
+}
+
+std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
+  std::vector<ActiveNeurons> layers;
+  const FfnPlansCuda& plans = forward_.ffn_plans();
+  for (int64_t layer = 0; layer < plans.size(); ++layer) {
+    const FfnPlan& plan = plans[layer].plan;
+    layers.push_back(
+        {.per_token = plan.nnz_per_token(), .sparse = plan.execution != FfnExecution::kDense});
+  }
+  return layers;
+}
+
 void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
   TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= cache_.slots(),
               "{} prompts for {} sequences", prompts.size(), cache_.slots());

@@ -27,6 +27,10 @@ class SessionCuda : public Session {
                        std::span<int32_t> next) override;
   void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
                        std::span<const Draw> draws, std::span<int32_t> next) override;
+  void append_scored(int64_t slot, std::span<const int32_t> ids,
+                     const OnLogits& on_logits) override;
+  std::span<const float> drawn_from(int64_t row) override;
+  std::vector<ActiveNeurons> active_neurons() const override;
   void clear(int64_t slot) override { cache_.set_length(slot, 0); }
   int64_t length(int64_t slot) const override { return cache_.length(slot); }
   int64_t slots() const override { return cache_.slots(); }

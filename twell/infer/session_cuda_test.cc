@@ -85,8 +85,12 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
     for (const SamplerOptions& sampler : samplers) out.push_back({sampler, kVocab - 1, 0, index});
     return out;
   };
+  const auto drawn = [](std::span<const float> logits, const Draw& draw) {
+    return sample(logits.first(static_cast<size_t>(draw.vocab)), draw.sampler, draw.stream,
+                  draw.index);
+  };
   SessionCuda logits_read(*ctx_, *device_model_, {.slots = 2});
-  SessionCuda drawn(*ctx_, *device_model_, {.slots = 2});
+  SessionCuda on_device(*ctx_, *device_model_, {.slots = 2});
   const auto a = random_ids(9, kVocab, 3), b = random_ids(4, kVocab, 4);
   const std::vector<Prompt> prompts = {{0, a}, {1, b}};
   std::vector<int32_t> next(2), other(2);
@@ -94,15 +98,19 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   // is close to a boundary.
   const std::vector<Draw> first = draws(0);
   for (size_t i = 0; i < 2; ++i) {
-    drawn.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
-    logits_read.Session::append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&other[i], 1});
+    on_device.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
+    other[i] = drawn(logits_read.append(prompts[i].slot, prompts[i].ids), first[i]);
   }
   EXPECT_EQ(next, other);
   const std::vector<int64_t> slots = {0, 1};
   for (uint64_t step = 1; step < 10; ++step) {
     const std::vector<int32_t> ids = next;
-    drawn.decode_and_draw(slots, ids, draws(step), next);
-    logits_read.Session::decode_and_draw(slots, ids, draws(step), other);
+    on_device.decode_and_draw(slots, ids, draws(step), next);
+    const ConstMatrixF logits = logits_read.decode(slots, ids);
+    for (size_t i = 0; i < 2; ++i) {
+      other[i] =
+          drawn({logits.row(static_cast<int64_t>(i)), static_cast<size_t>(kVocab)}, draws(step)[i]);
+    }
     ASSERT_EQ(next, other) << step;
   }
 }

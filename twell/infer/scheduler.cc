@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/infer/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "twell/base/error.h"
+#include "twell/infer/text_stream.h"
+
+namespace twell {
+namespace {
+
+double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+// 1, 2.5, 5 of each power of ten from a millisecond to some minutes.
+std::vector<double> second_bounds() {
+  return {0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,   0.25, 0.5,
+          1.0,   2.5,    5.0,   10.0, 25.0,  50.0, 100.0, 250.0};
+}
+
+void check_log_probs(const std::optional<int64_t>& count) {
+  TWELL_REQUIRE(!count || (*count >= 0 && *count <= kMostLogProbs),
+                "log-probabilities are given of at most {} tokens, got {}", kMostLogProbs, *count);
+}
+
+}  // namespace
+
+std::string_view stop_reason_name(StopReason reason) {
+  switch (reason) {
+    case StopReason::kEndOfText:
+      return "end of text";
+    case StopReason::kStopString:
+      return "stop string";
+    case StopReason::kMaxTokens:
+      return "token limit";
+    case StopReason::kContextFull:
+      return "context full";
+    case StopReason::kCancelled:
+      return "cancelled";
+    case StopReason::kFailed:
+      return "failed";
+  }
+  TWELL_CHECK(false, "unknown stop reason {}", static_cast<int>(reason));
+}
+
+void Histogram::add(double value) {
+  const auto bound = std::lower_bound(bounds.begin(), bounds.end(), value);
+  ++counts[static_cast<size_t>(bound - bounds.begin())];
+  sum += value;
+}
+
+int64_t Histogram::count() const {
+  int64_t total = 0;
+  for (const int64_t some : counts) total += some;
+  return total;
+}
+
+struct Scheduler::Request {
+  explicit Request(GenerationRequest asked_in)
+      : asked(std::move(asked_in)), context(asked.prompt), stream(asked.stop_strings) {}
+
+  bool is_cancelled() const {
+    return cancelled.load() || (asked.cancel != nullptr && asked.cancel->load());
+  }
+  int64_t prompt_tokens() const { return std::ssize(asked.prompt); }
+  int64_t left() const { return std::ssize(context) - fed; }
+  // Whether the logits after prompt tokens are still wanted.
+  bool wants_prompt_scores() const {
+    return asked.prompt_log_probs && std::ssize(prompt_log_probs) < prompt_tokens() - 1;
+  }
+  bool only_scores() const { return asked.max_tokens == 0; }
+
+  int64_t number = 0;
+  GenerationRequest asked;
+  std::vector<int32_t> context;  // the prompt and every token drawn
+  int64_t fed = 0;               // tokens of the context that are in the session
+  int64_t slot = -1;             // -1 while waiting
+  uint64_t drawn = 0;            // tokens drawn so far
+  TextStream stream;
+  std::vector<TokenLogProbs> prompt_log_probs;  // so far
+  bool prompt_reported = false;                 // an event has delivered them
+  int32_t new_token = -1;                       // of the next event; -1: none
+  std::string new_text;                         // of the next event
+  std::optional<TokenLogProbs> log_probs;       // of the last token
+  std::atomic<bool> cancelled = false;
+  Usage usage;
+  Clock::time_point submitted = Clock::now();
+  std::optional<Clock::time_point> admitted, last_token;
+  Clock::time_point decode_start;
+};
+
+struct Scheduler::Ended {
+  std::unique_ptr<Request> request;
+  StopReason reason;
+};
+
+Scheduler::Scheduler(Session& session, const Tokenizer& tokenizer, const SchedulerOptions& options)
+    : session_(session), tokenizer_(tokenizer), options_(options) {
+  TWELL_REQUIRE(options.max_waiting >= 0, "at most {} waiting requests make no sense",
+                options.max_waiting);
+  TWELL_REQUIRE(options.prefill_tokens >= 0,
+                "prompts go through the layers in pieces of a positive number of tokens, got {}",
+                options.prefill_tokens);
+  if (options_.prefill_tokens == 0) options_.prefill_tokens = session.prefill_tokens();
+  for (int64_t slot = session.slots(); slot > 0; --slot) free_slots_.push_back(slot - 1);
+  for (Histogram* histogram :
+       {&counts_.first_token_seconds, &counts_.between_tokens_seconds, &counts_.request_seconds}) {
+    *histogram = Histogram(second_bounds());
+  }
+  publish();
+}
+
+Scheduler::~Scheduler() = default;
+
+std::optional<int64_t> Scheduler::submit(GenerationRequest asked) {
+  TWELL_REQUIRE(!asked.prompt.empty(), "a prompt needs at least one token");
+  for (const int32_t id : asked.prompt) {
+    TWELL_REQUIRE(id >= 0 && id < session_.config().vocab_size,
+                  "the prompt has token {}, but the model has {} tokens", id,
+                  session_.config().vocab_size);
+  }
+  TWELL_REQUIRE(asked.max_tokens > 0 || (asked.max_tokens == 0 && asked.prompt_log_probs),
+                "the number of tokens to generate must be positive, got {}", asked.max_tokens);
+  const int64_t new_tokens = asked.max_tokens == 0 ? 0 : 1;
+  TWELL_REQUIRE(std::ssize(asked.prompt) + new_tokens <= session_.capacity(),
+                "the prompt has {} tokens; the context of {} leaves no room for a new one",
+                asked.prompt.size(), session_.capacity());
+  asked.sampler.validate();
+  check_log_probs(asked.log_probs);
+  check_log_probs(asked.prompt_log_probs);
+  auto request = std::make_unique<Request>(std::move(asked));
+  request->usage.prompt_tokens = request->prompt_tokens();
+
+  const std::lock_guard lock(mutex_);
+  const bool full = options_.max_waiting > 0 && std::ssize(waiting_) >= options_.max_waiting;
+  if (full || draining_) {
+    ++refused_;
+    return std::nullopt;
+  }
+  request->number = submitted_++;
+  const int64_t number = request->number;
+  live_.emplace(number, request.get());
+  waiting_.push_back(std::move(request));
+  changed_.notify_all();
+  return number;
+}
+
+void Scheduler::cancel(int64_t request) {
+  const std::lock_guard lock(mutex_);
+  if (const auto it = live_.find(request); it != live_.end()) it->second->cancelled = true;
+}
+
+void Scheduler::cancel_all() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [number, request] : live_) request->cancelled = true;
+}
+
+void Scheduler::drain() {
+  const std::lock_guard lock(mutex_);
+  draining_ = true;
+  changed_.notify_all();
+}
+
+SchedulerStats Scheduler::stats() const {
+  const std::lock_guard lock(mutex_);
+  SchedulerStats stats = stats_;
+  stats.submitted = submitted_;
+  stats.refused = refused_;
+  stats.waiting = std::ssize(waiting_);
+  stats.running = std::ssize(live_) - stats.waiting;
+  return stats;
+}
+
+void Scheduler::publish() {
+  counts_.cache = session_.cache_use();
+  counts_.layers = session_.active_neurons();
+  const std::lock_guard lock(mutex_);
+  stats_ = counts_;
+}
+
+void Scheduler::run() {
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return draining_ || !live_.empty(); });
+      if (live_.empty()) return;
+    }
+    step();
+  }
+}
+
+bool Scheduler::step() {
+  try {
+    return advance();
+  } catch (...) {
+    end_all(StopReason::kFailed);
+    publish();
+    throw;
+  }
+}
+
+bool Scheduler::advance() {
+  ++counts_.steps;
+  end_cancelled();
+  admit_waiting();
+  if (!starting_.empty()) feed_prompts();
+  end_cancelled();
+  if (!running_.empty()) grow_running();
+  publish();
+  const std::lock_guard lock(mutex_);
+  return !live_.empty();
+}
+
+void Scheduler::end_cancelled() {
+  Requests ended;
+  const auto take_out = [&](auto& requests) {
+    std::erase_if(requests, [&](std::unique_ptr<Request>& request) {
+      if (!request->is_cancelled()) return false;
+      ended.push_back(std::move(request));
+      return true;
+    });
+  };
+  take_out(running_);
+  take_out(starting_);
+  {
+    const std::lock_guard lock(mutex_);
+    take_out(waiting_);
+  }
+  for (auto& request : ended) end(std::move(request), StopReason::kCancelled);
+}
+
+void Scheduler::end_all(StopReason reason) {
+  Requests ended = std::move(running_);
+  for (auto& request : starting_) ended.push_back(std::move(request));
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& request : waiting_) ended.push_back(std::move(request));
+    waiting_.clear();
+  }
+  running_.clear();
+  starting_.clear();
+  for (auto& request : ended) end(std::move(request), reason);
+}
+
+Draw Scheduler::draw_of(const Request& request) const {
+  // The output head can have padding rows beyond the tokenizer's ids; these are never drawn.
+  return {.sampler = request.asked.sampler,
+          .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
+          .index = request.drawn};
+}
+
+// The first request in the queue waits until the cache has room for its prompt and for a further
+// block of each sequence that grows, so that it is not preempted at once; nobody overtakes it.
+void Scheduler::admit_waiting() {
+  const int64_t block = session_.cache_use().block_tokens;
+  while (!free_slots_.empty()) {
+    std::unique_ptr<Request> request;
+    {
+      const std::lock_guard lock(mutex_);
+      if (waiting_.empty()) return;
+      int64_t promised = std::ssize(waiting_.front()->context);
+      for (const auto& starting : starting_) promised += starting->left();
+      const int64_t active = std::ssize(running_) + std::ssize(starting_);
+      if (active > 0 && session_.free_tokens() < promised + active * block) return;
+      request = std::move(waiting_.front());
+      waiting_.pop_front();
+    }
+    request->slot = free_slots_.back();
+    free_slots_.pop_back();
+    // Prompts whose scores are wanted go through the layers as a whole.
+    const std::span<const int32_t> shared =
+        request->wants_prompt_scores() ? std::span<const int32_t>() : request->context;
+    request->fed = session_.start(request->slot, shared);
+    if (!request->admitted) {
+      request->admitted = Clock::now();
+      request->usage.queue_seconds = seconds(*request->admitted - request->submitted);
+      request->usage.cached_tokens = request->fed;
+      counts_.cached_tokens += request->fed;
+    }
+    starting_.push_back(std::move(request));
+  }
+}
+
+// Takes the slot of the request that arrived last; it waits in front of all others and is computed
+// again.
+void Scheduler::preempt_youngest() {
+  Requests& from = starting_.empty() ? running_ : starting_;
+  std::unique_ptr<Request> request = std::move(from.back());
+  from.pop_back();
+  session_.clear(request->slot);
+  free_slots_.push_back(std::exchange(request->slot, -1));
+  request->fed = 0;
+  ++counts_.preemptions;
+  const std::lock_guard lock(mutex_);
+  waiting_.push_front(std::move(request));
+}
+
+// Makes room for tokens of the request, at the cost of those that arrived after it. False when it
+// has arrived last itself.
+bool Scheduler::reserve_or_preempt(const Request& request, int64_t tokens) {
+  while (!session_.reserve(request.slot, tokens)) {
+    const Requests& youngest = starting_.empty() ? running_ : starting_;
+    if (youngest.back().get() == &request) return false;
+    preempt_youngest();
+  }
+  return true;
+}
+
+// Feeds the next piece of the prompts, in order of arrival: the rest of some, part of one more.
+void Scheduler::feed_prompts() {
+  const Clock::time_point start = Clock::now();
+  int64_t room = options_.prefill_tokens;
+  struct Piece {
+    std::span<const int32_t> ids;
+    int32_t next = -1;  // drawn after the last of them
+  };
+  std::vector<Piece> pieces;  // of the first requests in starting_
+  for (size_t i = 0; i < starting_.size() && room > 0; ++i) {
+    const Request& request = *starting_[i];
+    const int64_t count = std::min(request.left(), room);
+    if (!reserve_or_preempt(request, count)) break;
+    pieces.push_back({std::span(request.context)
+                          .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))});
+    room -= count;
+  }
+  TWELL_CHECK(!pieces.empty() || !running_.empty(),
+              "the cache has no room for the only sequence, of {} tokens",
+              starting_.front()->context.size());
+
+  std::vector<Prompt> prompts;
+  std::vector<Draw> draws;
+  std::vector<size_t> piece_of;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    Request& request = *starting_[i];
+    if (request.wants_prompt_scores()) {
+      pieces[i].next = feed_scored(request, pieces[i].ids);
+      continue;
+    }
+    prompts.push_back({.slot = request.slot, .ids = pieces[i].ids});
+    draws.push_back(draw_of(request));
+    piece_of.push_back(i);
+  }
+  if (!prompts.empty()) {
+    std::vector<int32_t> next(prompts.size());
+    session_.append_and_draw(prompts, draws, next);
+    for (size_t i = 0; i < next.size(); ++i) {
+      Request& request = *starting_[piece_of[i]];
+      // The draw after an incomplete prompt is ignored.
+      if (request.left() > std::ssize(prompts[i].ids)) continue;
+      pieces[piece_of[i]].next = next[i];
+      if (request.asked.log_probs && !request.only_scores()) {
+        note_log_probs(request, next[i], session_.drawn_from(static_cast<int64_t>(i)));
+      }
+    }
+  }
+
+  const Clock::time_point now = Clock::now();
+  Requests not_through;
+  std::vector<Ended> ended;
+  for (size_t i = 0; i < starting_.size(); ++i) {
+    std::unique_ptr<Request>& request = starting_[i];
+    if (i < pieces.size()) {
+      request->fed += std::ssize(pieces[i].ids);
+      counts_.prompt_tokens += std::ssize(pieces[i].ids);
+      request->usage.prefill_seconds += seconds(now - start);
+    }
+    if (request->left() > 0) {
+      not_through.push_back(std::move(request));
+      continue;
+    }
+    if (request->drawn == 0) request->decode_start = now;
+    const std::optional<StopReason> stop =
+        request->only_scores() ? StopReason::kMaxTokens : take(*request, pieces[i].next);
+    if (stop) {
+      ended.push_back({std::move(request), *stop});
+    } else {
+      running_.push_back(std::move(request));
+    }
+  }
+  starting_ = std::move(not_through);
+  for (Ended& one : ended) end(std::move(one.request), one.reason);
+}
+
+// Feeds a piece and notes the log-probabilities of the prompt's tokens after it. Returns the token
+// drawn after a complete prompt.
+int32_t Scheduler::feed_scored(Request& request, std::span<const int32_t> piece) {
+  int32_t next = -1;
+  const Draw draw = draw_of(request);
+  session_.append_scored(request.slot, piece, [&](int64_t first, ConstMatrixF logits) {
+    for (int64_t row = 0; row < logits.rows; ++row) {
+      const std::span<const float> values(logits.row(row), static_cast<size_t>(logits.cols));
+      const int64_t position = request.fed + first + row;
+      if (position + 1 < request.prompt_tokens()) {
+        // After a preemption, the first ones are known already.
+        if (position < std::ssize(request.prompt_log_probs)) continue;
+        request.prompt_log_probs.push_back(
+            token_log_probs(values, request.asked.prompt[static_cast<size_t>(position + 1)],
+                            *request.asked.prompt_log_probs, draw.vocab));
+      } else if (!request.only_scores()) {
+        next = sample(values.first(static_cast<size_t>(draw.vocab)), draw.sampler, draw.stream,
+                      draw.index);
+        if (request.asked.log_probs) note_log_probs(request, next, values);
+      }
+    }
+  });
+  return next;
+}
+
+void Scheduler::grow_running() {
+  // In order of arrival, so that the oldest are never preempted.
+  for (size_t i = 0; i < running_.size(); ++i) {
+    if (!reserve_or_preempt(*running_[i], 1)) preempt_youngest();
+  }
+  if (running_.empty()) return;
+  std::vector<int64_t> slots;
+  std::vector<int32_t> ids;
+  std::vector<Draw> draws;
+  for (const auto& request : running_) {
+    slots.push_back(request->slot);
+    ids.push_back(request->context.back());
+    draws.push_back(draw_of(*request));
+  }
+  std::vector<int32_t> next(slots.size());
+  session_.decode_and_draw(slots, ids, draws, next);
+  for (size_t i = 0; i < next.size(); ++i) {
+    if (!running_[i]->asked.log_probs) continue;
+    note_log_probs(*running_[i], next[i], session_.drawn_from(static_cast<int64_t>(i)));
+  }
+  Requests going_on;
+  std::vector<Ended> ended;
+  for (size_t i = 0; i < next.size(); ++i) {
+    ++running_[i]->fed;
+    if (const std::optional<StopReason> stop = take(*running_[i], next[i])) {
+      ended.push_back({std::move(running_[i]), *stop});
+    } else {
+      going_on.push_back(std::move(running_[i]));
+    }
+  }
+  running_ = std::move(going_on);
+  for (Ended& one : ended) end(std::move(one.request), one.reason);
+}
+
+void Scheduler::note_log_probs(Request& request, int32_t id, std::span<const float> logits) {
+  request.log_probs = token_log_probs(logits, id, *request.asked.log_probs, draw_of(request).vocab);
+}
+
+// Adds the token. Returns why the request ends with it; its last event is then left to end().
+std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
+  const GenerationRequest& asked = request.asked;
+  ++request.drawn;
+  request.context.push_back(id);
+  const auto& stop_tokens = asked.stop_tokens;
+  if ((asked.stop_at_end_of_text && id == tokenizer_.eos_token()) ||
+      std::find(stop_tokens.begin(), stop_tokens.end(), id) != stop_tokens.end()) {
+    return StopReason::kEndOfText;
+  }
+  const Clock::time_point now = Clock::now();
+  if (request.last_token) {
+    counts_.between_tokens_seconds.add(seconds(now - *request.last_token));
+  } else {
+    counts_.first_token_seconds.add(seconds(now - request.submitted));
+  }
+  request.last_token = now;
+  ++request.usage.tokens;
+  ++counts_.tokens;
+  request.new_token = id;
+  request.new_text = request.stream.push(tokenizer_.token_bytes(id));
+  if (request.stream.stopped()) return StopReason::kStopString;
+  if (request.is_cancelled()) return StopReason::kCancelled;
+  if (request.usage.tokens == asked.max_tokens) return StopReason::kMaxTokens;
+  if (session_.length(request.slot) == session_.capacity()) return StopReason::kContextFull;
+  emit(request, {});
+  return {};
+}
+
+// Reports the new token, if there is one, and the end, if there is a reason.
+void Scheduler::emit(Request& request, std::optional<StopReason> stop) {
+  const int32_t token = std::exchange(request.new_token, -1);
+  const std::string text = std::exchange(request.new_text, {});
+  if (request.last_token)
+    request.usage.decode_seconds = seconds(Clock::now() - request.decode_start);
+  if (!request.asked.on_event) return;
+  GenerationEvent event{.request = request.number,
+                        .token = token,
+                        .text = text,
+                        .stop = stop,
+                        .usage = request.usage};
+  if (token >= 0 && request.log_probs) event.log_probs = &*request.log_probs;
+  if (!std::exchange(request.prompt_reported, true)) {
+    event.prompt_log_probs = request.prompt_log_probs;
+  }
+  request.asked.on_event(event);
+}
+
+void Scheduler::end(std::unique_ptr<Request> request, StopReason reason) {
+  request->new_text += request->stream.finish();
+  if (request->slot >= 0) {
+    session_.clear(request->slot);
+    free_slots_.push_back(request->slot);
+  }
+  ++counts_.ended[static_cast<size_t>(reason)];
+  counts_.request_seconds.add(seconds(Clock::now() - request->submitted));
+  {
+    const std::lock_guard lock(mutex_);
+    live_.erase(request->number);
+  }
+  emit(*request, reason);
+}
+
+}  // namespace twell

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs any number of requests on one session with continuous batching: prompts go through the
+// layers in pieces between the tokens of other requests, first come, first served.
+//
+// In: token ids of prompts. Out: events on the engine thread, one per new token. One thread, the
+// engine thread, calls step() or run(); submit(), cancel(), cancel_all(), drain() and stats() may
+// be called from any thread, also from within an event. The session and the tokenizer must not be
+// used by others meanwhile, except for the tokenizer's const functions.
+//
+// Each request draws from its own seed, so it gives the same tokens as alone, unless a different
+// order of additions in a batch decides between nearly equal logits. A request that loses its place
+// in a short cache (preemption) is computed again and gives the same tokens.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "twell/infer/log_probs.h"
+#include "twell/infer/sampler.h"
+#include "twell/infer/session.h"
+#include "twell/tokenizer/tokenizer.h"
+
+namespace twell {
+
+enum class StopReason { kEndOfText, kStopString, kMaxTokens, kContextFull, kCancelled, kFailed };
+inline constexpr size_t kStopReasons = 6;
+std::string_view stop_reason_name(StopReason reason);
+
+// Of one request.
+struct Usage {
+  int64_t prompt_tokens = 0;
+  int64_t cached_tokens = 0;     // prompt tokens whose keys and values were already in the cache
+  int64_t tokens = 0;            // new tokens, without the end-of-text or stop token
+  double queue_seconds = 0.0;    // from submit() to the first piece of the prompt
+  double prefill_seconds = 0.0;  // of the passes that took pieces of the prompt
+  double decode_seconds = 0.0;   // from the first token to the end
+};
+
+struct GenerationEvent {
+  int64_t request = 0;
+  int32_t token = -1;     // the new token; -1: none
+  std::string_view text;  // that is final now: no incomplete character, no part of a stop string
+  const TokenLogProbs* log_probs = nullptr;  // of `token`, if asked for
+  // In the first event after the prompt, if asked for: entry i belongs to prompt token i + 1.
+  std::span<const TokenLogProbs> prompt_log_probs;
+  std::optional<StopReason> stop;  // set in the request's last event and only there
+  Usage usage;                     // so far
+};
+
+struct GenerationRequest {
+  std::vector<int32_t> prompt;  // at least one token
+  SamplerOptions sampler;
+  // Most new tokens; the context is also a limit. 0 only with prompt_log_probs: the prompt is
+  // scored and no token is drawn.
+  int64_t max_tokens = 256;
+  bool stop_at_end_of_text = true;        // at the tokenizer's end-of-text token
+  std::vector<int32_t> stop_tokens;       // in addition
+  std::vector<std::string> stop_strings;  // the text ends in front of the first of them
+  std::optional<int64_t> log_probs;       // of new tokens, and of so many most likely ones (0..20)
+  std::optional<int64_t> prompt_log_probs;  // of the prompt's tokens from the second on, likewise
+  // Called on the engine thread, which waits for it: it must neither block nor throw. The event is
+  // valid during the call.
+  std::function<void(const GenerationEvent& event)> on_event;
+  const std::atomic<bool>* cancel = nullptr;  // optional; once true, cancels like cancel()
+};
+inline constexpr int64_t kMostLogProbs = 20;
+
+// Counts of values by upper bound, as Prometheus shows them.
+struct Histogram {
+  explicit Histogram(std::vector<double> upper_bounds = {})
+      : bounds(std::move(upper_bounds)), counts(bounds.size() + 1) {}
+  void add(double value);
+  int64_t count() const;
+
+  std::vector<double> bounds;   // ascending
+  std::vector<int64_t> counts;  // [bounds + 1] not cumulative; the last: beyond all bounds
+  double sum = 0.0;
+};
+
+struct SchedulerStats {
+  int64_t waiting = 0;  // without a slot
+  int64_t running = 0;  // with a slot, their prompt complete or not
+  int64_t submitted = 0;
+  int64_t refused = 0;  // by submit(), for want of room or draining
+  std::vector<int64_t> ended = std::vector<int64_t>(kStopReasons);  // by StopReason
+  int64_t steps = 0;
+  int64_t prompt_tokens = 0;  // that went through the layers, again after a preemption
+  int64_t cached_tokens = 0;  // prompt tokens taken from the cache instead
+  int64_t tokens = 0;         // new tokens
+  int64_t preemptions = 0;
+  CacheUse cache;
+  std::vector<ActiveNeurons> layers;  // [L] as of the session's last update
+  Histogram first_token_seconds;      // from submit() to the first token
+  Histogram between_tokens_seconds;
+  Histogram request_seconds;  // from submit() to the end
+};
+
+struct SchedulerOptions {
+  int64_t max_waiting = 0;  // requests without a slot; 0: any number
+  // Prompt tokens per step, which bound the time between two tokens of other requests; 0: what
+  // suits the device.
+  int64_t prefill_tokens = 0;
+};
+
+class Scheduler {
+ public:
+  // The session and the tokenizer must outlive this object. InputError on impossible options.
+  Scheduler(Session& session, const Tokenizer& tokenizer, const SchedulerOptions& options = {});
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Returns the request's number (0, 1, 2, ...), or nothing when the queue is full or the scheduler
+  // drains. InputError when the request is impossible, or when its prompt leaves no room for a
+  // token.
+  std::optional<int64_t> submit(GenerationRequest request);
+  // Ends the request in the next step, at the latest after the token being computed; its last event
+  // says kCancelled. No effect on a request that has ended.
+  void cancel(int64_t request);
+  void cancel_all();
+  // From now on submit() refuses; run() returns once every request has ended.
+  void drain();
+  // As of the end of the last step, waiting and running requests as of now.
+  SchedulerStats stats() const;
+
+  // Assigns free slots to waiting requests, feeds a piece of the prompts, and adds a token to every
+  // sequence whose prompt is complete. Returns false when no request is left. When the session
+  // throws, every request ends with kFailed, and the exception is passed on.
+  bool step();
+  // Steps, and waits for requests when there is none, until drained. Throws what step() throws.
+  void run();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Request;
+  struct Ended;
+  using Requests = std::vector<std::unique_ptr<Request>>;
+
+  bool advance();
+  void end_cancelled();
+  void admit_waiting();
+  bool reserve_or_preempt(const Request& request, int64_t tokens);
+  void preempt_youngest();
+  void feed_prompts();
+  int32_t feed_scored(Request& request, std::span<const int32_t> piece);
+  void grow_running();
+  std::optional<StopReason> take(Request& request, int32_t id);
+  void note_log_probs(Request& request, int32_t id, std::span<const float> logits);
+  void emit(Request& request, std::optional<StopReason> stop);
+  void end(std::unique_ptr<Request> request, StopReason reason);
+  void end_all(StopReason reason);
+  Draw draw_of(const Request& request) const;
+  void publish();
+
+  Session& session_;
+  const Tokenizer& tokenizer_;
+  SchedulerOptions options_;
+
+  // Of the engine thread. Requests are in order of arrival, and those in running_ arrived before
+  // those in starting_.
+  Requests starting_;  // have a slot; prompts incomplete
+  Requests running_;
+  std::vector<int64_t> free_slots_;
+  SchedulerStats counts_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<std::unique_ptr<Request>> waiting_;
+  std::unordered_map<int64_t, Request*> live_;  // every request that has not ended
+  int64_t submitted_ = 0, refused_ = 0;
+  bool draining_ = false;
+  SchedulerStats stats_;
+};
+
+}  // namespace twell
