@@ -26,6 +26,13 @@ add_library(twell_dnnl INTERFACE)
 add_library(twell::dnnl ALIAS twell_dnnl)
 target_include_directories(twell_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
 target_link_libraries(twell_dnnl INTERFACE ${DNNL_LIBRARY})
+# Collectives between ranks. Debian's package configuration needs no more than this either.
+find_path(GLOO_INCLUDE_DIR gloo/context.h REQUIRED)
+find_library(GLOO_LIBRARY gloo REQUIRED)
+add_library(twell_gloo INTERFACE)
+add_library(twell::gloo ALIAS twell_gloo)
+target_include_directories(twell_gloo SYSTEM INTERFACE ${GLOO_INCLUDE_DIR})
+target_link_libraries(twell_gloo INTERFACE ${GLOO_LIBRARY} Threads::Threads)
 
 # CUDA is optional; without a toolkit the build has all CPU features.
 set(TWELL_HAVE_CUDA OFF)

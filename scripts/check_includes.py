@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: base <- {format, sm90, parquet, tokenizer, chat_template} <-
+"""Dependencies point one way: base <- {dist, format, sm90, parquet, tokenizer, chat_template} <-
 {ops, data} <- model <- checkpoint <- {train, infer, tasks} <- bench <- cli. Nothing outside of CUDA
 sources needs the CUDA toolkit. Reads every #include of the tree and the DEPS of
 twell/CMakeLists.txt."""
@@ -10,10 +10,11 @@ import re
 import subprocess
 import sys
 
-GROUND = {"base", "format", "sm90", "parquet", "tokenizer", "chat_template"}
+GROUND = {"base", "dist", "format", "sm90", "parquet", "tokenizer", "chat_template"}
 LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks"}
 ALLOWED = {
     "base": set(),
+    "dist": {"base"},
     "format": {"base"},
     "sm90": {"base", "format"},
     "parquet": {"base"},
@@ -23,7 +24,7 @@ ALLOWED = {
     "ops": {"base", "format", "sm90", "ops"},
     "model": {"base", "format", "ops"},
     "checkpoint": {"base", "format", "ops", "model"},
-    "train": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "train": {"base", "dist", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
     "infer": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
     "tasks": {"base", "format", "parquet", "tokenizer", "data", "ops", "model", "checkpoint"},
     "bench": LIBRARY | {"bench"},

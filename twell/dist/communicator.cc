@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/dist/communicator.h"
+
+#include <algorithm>
+
+namespace twell {
+
+PieceRange piece_of(int64_t size, int ranks, int rank) {
+  constexpr int64_t kUnit = 8;
+  const int64_t units = (size + kUnit - 1) / kUnit;
+  const int64_t piece = (units + ranks - 1) / ranks * kUnit;
+  return {std::min(size, piece * rank), std::min(size, piece * (rank + 1))};
+}
+
+std::vector<double> Communicator::all_gather_values(std::span<const double> mine) {
+  std::vector<double> all(mine.size() * static_cast<size_t>(size()));
+  all_gather_bytes(std::as_bytes(mine), std::as_writable_bytes(std::span(all)));
+  return all;
+}
+
+std::string Communicator::broadcast_text(std::string text, int root) {
+  uint64_t length = text.size();
+  broadcast(std::as_writable_bytes(std::span(&length, 1)), root);
+  text.resize(length);
+  if (length > 0) broadcast(std::as_writable_bytes(std::span(text)), root);
+  return text;
+}
+
+std::vector<std::string> Communicator::all_gather_texts(const std::string& mine) {
+  const double length = static_cast<double>(mine.size());
+  const std::vector<double> lengths = all_gather_values(std::span(&length, 1));
+  const auto longest = static_cast<size_t>(*std::max_element(lengths.begin(), lengths.end()));
+  std::vector<std::string> texts(lengths.size());
+  if (longest == 0) return texts;
+  std::string padded = mine, all(longest * lengths.size(), '\0');
+  padded.resize(longest);
+  all_gather_bytes(std::as_bytes(std::span(padded)), std::as_writable_bytes(std::span(all)));
+  for (size_t i = 0; i < texts.size(); ++i) {
+    texts[i] = all.substr(i * longest, static_cast<size_t>(lengths[i]));
+  }
+  return texts;
+}
+
+}  // namespace twell
