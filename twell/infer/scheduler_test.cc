@@ -47,6 +47,7 @@ class SchedulerTest : public testing::Test {
     return {.prompt = std::move(prompt),
             .sampler = {.temperature = 0.0f},
             .max_tokens = max_tokens,
+            .stop_at_end_of_text = false,
             .on_event = [&heard](const GenerationEvent& event) { heard.hear(event); }};
   }
   static void finish(Scheduler& scheduler) {
