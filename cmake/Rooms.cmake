@@ -12,6 +12,12 @@ target_compile_options(twell_flags INTERFACE
 # justify the build time, those in between do not. SVE has no arrays of vectors, as our kernels need.
 target_compile_definitions(twell_flags INTERFACE
   "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
+# fmt switches constexpr off under nvcc, and then its headers do not compile as C++20. Older nvcc
+# cannot check format strings at compile time.
+target_compile_definitions(twell_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:FMT_USE_CONSTEXPR=1>
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<VERSION_LESS:${CMAKE_CUDA_COMPILER_VERSION}.0,13>>:FMT_CONSTEVAL=>)
+# nvcc warns of a conversion to the same type although its `requires` rules that out (matrix.h).
+target_compile_options(twell_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-diag-suppress=554>)
 if(TWELL_WERROR)
   target_compile_options(twell_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-Werror>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA runtime as the rest of the project sees it: checked calls, owned memory, streams, events
 // and graphs, and a context that carries the device and the stream. Failures are Error. Only for
-// sources built with a CUDA toolkit; nvcc does not compile it.
+// sources built with a CUDA toolkit.
 #pragma once
 
 #include <cuda_runtime.h>

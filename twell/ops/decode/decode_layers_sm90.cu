@@ -17,15 +17,810 @@
 #include <type_traits>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/decode/decode_attention.cuh"
-#include "twell/ops/decode/decode_feed_forward.cuh"
 #include "twell/ops/decode/decode_layers.h"
+#include "twell/ops/decode/skinny_gemm.cuh"
+#include "twell/sm90/tagged.cuh"
 
 namespace twell {
 namespace decode {
 namespace {
 
+using namespace skinny_gemm;
+using sm90::bf16x2;
 using sm90::scaled;
+using sm90::to_floats;
+
+// --- Attention ---
+// The work is cut into items:
+// one head's query over one segment of its sequence's keys. CTAs take items round-robin; within
+// one, warps share the keys, and kLanes lanes read a key's row together, 16 bytes each. A sequence
+// of one segment gives the attended values at once; the partial results of a longer one are merged
+// by the CTAs that read them for the output projection.
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+template <int kLanes>
+struct AttendShared {
+  alignas(16) __nv_bfloat16 token[3][kLanes * 8];  // the new token's query, key and value
+  float top[kWarps], sum[kWarps];
+  float value[kWarps][kLanes * 8];
+};
+
+// One head of one token, over one segment of keys.
+struct AttendItem {
+  int token, head, kv_head, segment;
+};
+
+// The sequences of a call, in shared memory.
+struct BatchShared {
+  int32_t positions[kMaxDecodeTokens], kv_len[kMaxDecodeTokens];
+  int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
+  float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
+
+  // All threads call this; the caller synchronises.
+  __device__ __forceinline__ void load(const DecodeLayers& p) {
+    const int thread = static_cast<int>(threadIdx.x), half = p.head_dim / 2;
+    if (thread < p.tokens) {
+      positions[thread] = p.positions[thread];
+      kv_len[thread] = p.kv_len[thread];
+      cache_rows[thread] = p.cache_rows[thread];
+      kv_begin[thread] = p.kv_begin[thread];
+    }
+    for (int i = thread; i < p.tokens * half; i += static_cast<int>(blockDim.x)) {
+      const int64_t at = int64_t{p.positions[i / half]} * half + i % half;
+      cos[i / half][i % half] = p.cos[at];
+      sin[i / half][i % half] = p.sin[at];
+    }
+  }
+
+  // Calls what(item, kv_len, kv_begin) for the items of this CTA, assigned round-robin over all
+  // sequences. kv_share: query heads per key head.
+  template <typename What>
+  __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
+                                            const What& what) const {
+    int item = static_cast<int>(blockIdx.x);
+    for (int token = 0; token < p.tokens; ++token) {
+      const int keys = kv_len[token];
+      const auto segments = static_cast<int>(decode_segments(keys));
+      const int items = p.heads * segments;
+      for (; item < items; item += static_cast<int>(gridDim.x)) {
+        const int head = segments == 1 ? item : item / segments;
+        what(
+            AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
+            keys, kv_begin[token]);
+      }
+      item -= items;
+    }
+  }
+};
+
+__device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
+  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = to_floats(pairs[i]);
+    to[2 * i] = v.x;
+    to[2 * i + 1] = v.y;
+  }
+}
+
+// Prefetches the item's keys and values into the L2 cache; by one warp.
+__device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
+                                         const AttendItem& item, int kv_len, int64_t kv_begin) {
+  const int begin = item.segment * static_cast<int>(kDecodeSegment);
+  const int end = min(kv_len - 1, begin + static_cast<int>(kDecodeSegment));
+  // By sectors, not by TMA, which would take as long for a row of 128 bytes as for a long one,
+  // while the weights wait.
+  constexpr int kSector = 16;  // values
+  const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int i = lane; i < (end - begin) * sectors; i += 32) {
+    const int key = begin + i / sectors;
+    const int64_t from =
+        ((kv_begin + key) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
+    sm90::prefetch_around(layer.keys + from);
+    sm90::prefetch_around(layer.values + from);
+  }
+}
+
+// Waits for the item's query and the new token's key and value, and copies them to shared memory.
+template <int kLanes>
+__device__ __forceinline__ void fetch_token(const DecodeLayers& p, uint32_t tag,
+                                            const AttendItem& item, AttendShared<kLanes>& shared) {
+  constexpr int kTeam = kLanes * 4;  // threads that copy one of the three
+  const int half = p.head_dim / 2, part = static_cast<int>(threadIdx.x) / kTeam;
+  const int i = static_cast<int>(threadIdx.x) % kTeam;
+  if (part < 3 && i < half) {
+    const int head = part == 0 ? item.head : p.heads + (part - 1) * p.kv_heads + item.kv_head;
+    const sm90::Tagged* word =
+        p.workspace.qkv + (item.token * (p.heads + 2 * p.kv_heads) + head) * half + i;
+    const uint32_t v = sm90::wait_tagged(sm90::load_tagged(word), word, tag);
+    shared.token[part][i] = __ushort_as_bfloat16(static_cast<unsigned short>(v & 0xffff));
+    shared.token[part][i + half] = __ushort_as_bfloat16(static_cast<unsigned short>(v >> 16));
+  }
+  sync_threads();
+}
+
+template <int kLanes>
+__device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer& layer,
+                                       uint32_t tag, const AttendItem& item, int kv_len,
+                                       int64_t kv_begin, AttendShared<kLanes>& shared) {
+  constexpr int kInFlight = 6;  // keys that a lane loads ahead
+  constexpr int kKeysPerWarp = 32 / kLanes, kStep = kWarps * kKeysPerWarp;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int at = lane % kLanes * 8;
+  const bool inside = at < p.head_dim;
+  const int begin = item.segment * static_cast<int>(kDecodeSegment);
+  const int end = min(kv_len, begin + static_cast<int>(kDecodeSegment));
+  const int64_t stride = int64_t{p.kv_heads} * p.head_dim;
+  const int64_t first_value = kv_begin * stride + int64_t{item.kv_head} * p.head_dim + at;
+  const int newest = kv_len - 1;
+  uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const int key = first + u * kStep;
+      if (!inside || key >= end || key == newest) continue;
+      k_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.keys + first_value + key * stride));
+      v_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.values + first_value + key * stride));
+    }
+  };
+  const int lane_key = warp * kKeysPerWarp + lane / kLanes;
+  load(begin + lane_key);  // issued before the wait for the query, to hide its latency
+  fetch_token<kLanes>(p, tag, item, shared);
+  float q[8] = {};
+  if (inside) unpack(q, *reinterpret_cast<const uint4*>(&shared.token[0][at]));
+  const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) q[i] *= scale;
+
+  float top = -INFINITY, sum = 0.0f, value[8] = {};
+#pragma unroll 1
+  for (int base = begin; base < end; base += kStep * kInFlight) {
+    const int first = base + lane_key;
+    if (base > begin) load(first);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (first + u * kStep != newest || !inside) continue;
+      k_bits[u] = *reinterpret_cast<const uint4*>(&shared.token[1][at]);
+      v_bits[u] = *reinterpret_cast<const uint4*>(&shared.token[2][at]);
+    }
+    float score[kInFlight], new_top = top;
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      float k[8];
+      unpack(k, k_bits[u]);
+      score[u] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) score[u] = fmaf(q[i], k[i], score[u]);
+    }
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (float& of_key : score) {
+        of_key += __shfl_xor_sync(~0u, of_key, offset);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (first + u * kStep >= end) score[u] = -INFINITY;
+      new_top = fmaxf(new_top, score[u]);
+    }
+    const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // no key so far
+    const float shrink = exp2f(top - top_or_0);
+    top = new_top;
+    sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] *= shrink;
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const float weight = exp2f(score[u] - top_or_0);
+      float v[8];
+      unpack(v, v_bits[u]);
+      sum += weight;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[i] = fmaf(weight, v[i], value[i]);
+    }
+  }
+
+  // Merges the lanes of a warp that hold the same columns, then the warps, in a fixed order.
+  float warp_top = top;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, offset));
+  }
+  const float shrink = warp_top == -INFINITY ? 0.0f : exp2f(top - warp_top);
+  sum *= shrink;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] *= shrink;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, offset);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] += __shfl_xor_sync(~0u, value[i], offset);
+  }
+  if (lane < kLanes) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) shared.value[warp][lane * 8 + i] = value[i];
+  }
+  if (lane == 0) {
+    shared.top[warp] = warp_top;
+    shared.sum[warp] = sum;
+  }
+  sync_threads();
+  if (const int i = static_cast<int>(threadIdx.x); i < p.head_dim / 2) {
+    float all_top = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) all_top = fmaxf(all_top, shared.top[w]);
+    float all_sum = 0.0f, low = 0.0f, high = 0.0f;  // of two columns
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = exp2f(shared.top[w] - all_top);
+      all_sum = fmaf(weight, shared.sum[w], all_sum);
+      low = fmaf(weight, shared.value[w][i * 2], low);
+      high = fmaf(weight, shared.value[w][i * 2 + 1], high);
+    }
+    const int64_t head = int64_t{item.token} * p.heads + item.head;
+    const DecodeWorkspace& w = p.workspace;
+    if (kv_len <= kDecodeSegment) {
+      sm90::store_tagged(w.attended + head * (p.head_dim / 2) + i,
+                         bf16x2(low / all_sum, high / all_sum), tag);
+    } else {
+      const int64_t slot = head * w.segments + item.segment;
+      sm90::store_tagged(w.segment_values + slot * p.head_dim + i * 2, __float_as_uint(low),
+                         __float_as_uint(high), tag);
+      if (i == 0) {
+        sm90::store_tagged(w.segment_sums + slot * 2, __float_as_uint(all_top),
+                           __float_as_uint(all_sum), tag);
+      }
+    }
+  }
+  sync_threads();  // the next item overwrites `shared`
+}
+
+// Merges the segments of a long sequence: four values of a head, from `column` on.
+__device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32_t tag,
+                                                int segments, int64_t head, int head_dim,
+                                                int column) {
+  constexpr int kAtOnce = 2, kPairsEach = 3;
+  const sm90::Tagged* sums = w.segment_sums + head * w.segments * 2;
+  const sm90::Tagged* values = w.segment_values + head * w.segments * head_dim + column;
+  const auto floats = [](const sm90::TaggedPair& pair) {
+    const uint2 v = sm90::values(pair);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+  };
+  float top = -INFINITY, sum = 0.0f, value[4] = {};
+#pragma unroll 1
+  for (int base = 0; base < segments; base += kAtOnce) {
+    sm90::TaggedPair seen[kAtOnce * kPairsEach];
+    const auto from = [&](int i) {
+      const int s = base + i / kPairsEach, piece = i % kPairsEach;
+      return piece == 0 ? sums + s * 2 : values + s * head_dim + (piece - 1) * 2;
+    };
+    const int count = min(segments - base, kAtOnce) * kPairsEach;
+    sm90::wait_tagged(seen, count, from, tag);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i * kPairsEach >= count) break;
+      const float2 top_sum = floats(seen[i * kPairsEach]);
+      const float2 a = floats(seen[i * kPairsEach + 1]), b = floats(seen[i * kPairsEach + 2]);
+      const float new_top = fmaxf(top, top_sum.x);
+      const float shrink = exp2f(top - new_top), weight = exp2f(top_sum.x - new_top);
+      top = new_top;
+      sum = sum * shrink + weight * top_sum.y;
+      const float part[4] = {a.x, a.y, b.x, b.y};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[k] = value[k] * shrink + weight * part[k];
+    }
+  }
+  return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
+}
+
+// Waits for the attended values of all heads and stores them in x_shared, padded with zeros to a
+// whole block. All threads that multiply call it.
+template <int kTokens>
+__device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
+                                               const int32_t* kv_len, uint8_t* x_shared,
+                                               int pitch) {
+  constexpr int kTeam = kThreads / kTokens, kAtOnce = kTokens == 1 ? 2 : 8;
+  const int token = static_cast<int>(threadIdx.x) / kTeam;
+  const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
+  if (token < p.tokens) {
+    const auto segments = static_cast<int>(decode_segments(kv_len[token]));
+    const sm90::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
+    const auto store = [&](int at, const uint2& v) {
+      *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) = v;
+    };
+    const int first = static_cast<int>(threadIdx.x) % kTeam;
+    for (int base = first; base < padded; base += kTeam * kAtOnce) {
+      sm90::TaggedPair seen[kAtOnce];
+      const auto from = [&](int i) { return words + (base + i * kTeam) * 2; };
+      if (segments == 1 && base < quads) {
+        sm90::wait_tagged(seen, min((quads - base - 1) / kTeam + 1, kAtOnce), from, tag);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = base + i * kTeam;
+        if (at >= padded) break;
+        if (at >= quads) {
+          store(at, uint2{});
+        } else if (segments == 1) {
+          store(at, sm90::values(seen[i]));
+        } else {
+          store(at, merge_segments(p.workspace, tag, segments,
+                                   int64_t{token} * p.heads + at * 4 / p.head_dim, p.head_dim,
+                                   at * 4 % p.head_dim));
+        }
+      }
+    }
+  }
+  sync_threads();
+}
+
+// --- The feed-forward block behind its gate ---
+// A CTA owns the same neurons in every layer: h stays in its shared memory, and what leaves it is
+// its part of y, a sum over its neurons. All parts are then added in a fixed order.
+
+// The neurons this CTA owns.
+struct Neurons {
+  int begin, count;
+  __device__ explicit Neurons(int ffn) {
+    const auto first = [&](int64_t cta) { return static_cast<int>(cta * ffn / gridDim.x); };
+    begin = first(blockIdx.x);
+    count = first(blockIdx.x + 1) - begin;
+  }
+};
+
+// In a dense gated layer, a group is eight neurons: low rows of w_gate, high rows of w_up. In
+// others it is 16 neurons' rows of w_gate, or of w_up without a gate.
+__device__ __forceinline__ bool paired(const DecodeLayer& layer) {
+  return layer.w_gate != nullptr && !layer.sparse;
+}
+__device__ __forceinline__ bool screened(const DecodeLayers& p, const DecodeLayer& layer) {
+  return p.tokens == 1 && layer.sparse && layer.screen.rows != nullptr;
+}
+__device__ __forceinline__ int ffn_step(const DecodeLayer& layer) {
+  return paired(layer) ? kPairs : kGroup;
+}
+
+__host__ __device__ inline int down_pitch(int columns) {
+  return (columns * 2 + 127) / 128 * 128 + 16;
+}
+
+// The residual stream of all tokens, which other CTAs may still be writing.
+struct Residual {
+  sm90::Tagged* words;  // [M, D / 2]
+  uint32_t tag;
+
+  // Waits for `count` quads (four values): first, first + step, ...
+  template <int kMost>
+  __device__ __forceinline__ void wait_quads(uint2 (&v)[kMost], int count, int first,
+                                             int step) const {
+    sm90::TaggedPair seen[kMost];
+    sm90::wait_tagged(
+        seen, count, [&](int i) { return words + (first + i * step) * 2; }, tag);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) v[i] = i < count ? sm90::values(seen[i]) : uint2{};
+  }
+  __device__ __forceinline__ sm90::Tagged load_pair(int at) const {
+    return sm90::load_tagged(words + at);
+  }
+  __device__ __forceinline__ uint32_t wait_pair(sm90::Tagged seen, int at) const {
+    return sm90::wait_tagged(seen, words + at, tag);
+  }
+};
+
+inline constexpr int kMaxNeurons = 256;  // of a CTA
+
+// max(0, value); NaN stays NaN.
+__device__ __forceinline__ float relu(float value) { return value < 0.0f ? 0.0f : value; }
+
+template <int kTokens>
+struct HiddenShared {
+  // The gate, then gate * up, of the CTA's neurons; 0 past them. Padded against bank conflicts.
+  alignas(16) __nv_bfloat16 h[kTokens][kMaxNeurons + 8];
+  alignas(16) uint8_t zeros[16];  // read in place of rows that do not exist
+  uint16_t list[kMaxNeurons];     // active neurons, or those that may be
+  float errors[kMaxNeurons];      // bounds of the screen
+  int warp_counts[kMaxNeurons / 32];
+};
+
+// Where a CTA stores its part of y: tagged words for a single token, plain numbers for more tokens,
+// behind which the grid has to synchronise.
+template <int kTokens>
+class Part {
+ public:
+  __device__ __forceinline__ Part(const DecodeLayers& p, uint32_t tag)
+      : words_(p.workspace.tagged_parts + int64_t{blockIdx.x} * p.width),
+        plain_(p.workspace.parts + int64_t{blockIdx.x} * p.tokens * p.width),
+        tokens_(p.tokens),
+        width_(p.width),
+        tag_(tag) {}
+
+  __device__ __forceinline__ void store(int token, int column, float value) const {
+    if (token >= tokens_ || column >= width_) return;
+    if constexpr (kTokens == 1) {
+      sm90::store_tagged(words_ + column, __float_as_uint(value), tag_);
+    } else {
+      plain_[int64_t{token} * width_ + column] = value;
+    }
+  }
+  // Columns `column` and the next.
+  __device__ __forceinline__ void store2(int token, int column, float first, float second) const {
+    if (token >= tokens_) return;
+    if constexpr (kTokens == 1) {
+      sm90::store_tagged(words_ + column, __float_as_uint(first), __float_as_uint(second), tag_);
+    } else {
+      *reinterpret_cast<float2*>(plain_ + int64_t{token} * width_ + column) =
+          make_float2(first, second);
+    }
+  }
+
+ private:
+  sm90::Tagged* words_;
+  float* plain_;
+  int tokens_, width_;
+  uint32_t tag_;
+};
+
+// The CTA's part of y = h w_down in a dense layer, with all its rows of w_down from the ring
+// buffer. Warps split the columns; 16 columns are the 16-row operand, transposed by ldmatrix.
+template <int kTokens, int kStages>
+__device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons& neurons,
+                                           RowRing<kStages>& ring,
+                                           const HiddenShared<kTokens>& hidden,
+                                           const Part<kTokens>& part) {
+  constexpr int kTile = 16, kTiles = kChunk / kTile / kWarps;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  // The row of an 8 x 8 matrix whose address this lane gives. The four matrices are neurons 0-7,
+  // 0-7, 8-15, 8-15 by columns 0-7, 8-15, 0-7, 8-15.
+  const int row = lane / 16 * 8 + lane % 8, at = (warp * kTiles * kTile + lane / 8 % 2 * 8) * 2;
+  const uint32_t zeros = sm90::smem_address(hidden.zeros);
+#pragma unroll 1
+  for (int column = 0; column < p.width; column += kChunk) {
+    const int columns = min(kChunk, p.width - column);
+    const uint32_t row_at = static_cast<uint32_t>(row * down_pitch(columns) + at);
+    float acc[kTiles][4] = {};
+#pragma unroll 1
+    for (int base = 0; base < neurons.count; base += kGroup) {
+      const uint32_t rows = ring.take();
+      const bool exists = base + row < neurons.count;
+      uint32_t h[2] = {};
+      if (lane / 4 < kTokens) {
+        const __nv_bfloat16* from = &hidden.h[lane / 4 % kTokens][base + lane % 4 * 2];
+        h[0] = *reinterpret_cast<const uint32_t*>(from);
+        h[1] = *reinterpret_cast<const uint32_t*>(from + 8);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int tile_at = tile * kTile;
+        if (warp * kTiles * kTile + tile_at >= columns) break;
+        // The last tile may reach past the end of the row; those columns are not stored.
+        uint32_t w[4];
+        sm90::load_matrices_transposed(
+            w, exists ? rows + row_at + static_cast<uint32_t>(tile_at * 2) : zeros);
+        sm90::mma_16x8x16(acc[tile], w[0], w[1], w[2], w[3], h[0], h[1]);
+      }
+      ring.release();
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = lane % 4 * 2 + i % 2;
+        const int of_chunk = (warp * kTiles + tile) * kTile + lane / 4 + i / 2 * 8;
+        if (token < kTokens && of_chunk < columns) {
+          part.store(token, column + of_chunk, acc[tile][i]);
+        }
+      }
+    }
+  }
+}
+
+// The CTA's part of y in a sparse layer. Reads rows of w_up and w_down of active neurons only,
+// directly from memory. With a screen, it reads the rows of all neurons that the screen let
+// through, those of w_gate too.
+template <int kTokens>
+class FiredNeurons {
+ public:
+  // Lists the neurons whose h is not 0, and tells all CTAs whether this one will have a part.
+  __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
+                                          uint32_t tag, const Neurons& neurons,
+                                          HiddenShared<kTokens>& hidden)
+      : p_(p), layer_(layer), neurons_(neurons), hidden_(hidden) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    bool fires = false;
+    if (thread < neurons.count) {
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) fires = fires || !(value(m, thread) == 0.0f);
+    }
+    const uint32_t ballot = __ballot_sync(~0u, fires);
+    if (lane == 0 && warp < kMaxNeurons / 32) hidden_.warp_counts[warp] = __popc(ballot);
+    sync_threads();
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < kMaxNeurons / 32; ++w) {
+      if (w < warp) before += hidden_.warp_counts[w];
+      count_ += hidden_.warp_counts[w];
+    }
+    if (fires) {
+      hidden_.list[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<uint16_t>(thread);
+    }
+    if constexpr (kTokens == 1) {
+      if (thread == 0) sm90::store_tagged(p.workspace.fired + blockIdx.x, count_ > 0, tag);
+    }
+    sync_threads();
+  }
+
+  // Adds the active neurons not yet counted (of those the screen let through) to nnz.
+  __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part,
+                                          int& nnz) {
+    if (kTokens == 1 && count_ == 0) return;  // no CTA waits for a part
+    const int first_column = static_cast<int>(threadIdx.x) * 2;
+    Columns w[kAtOnce];
+    load(w, first_column, 0);  // issued before w_up's rows, to hide the latency
+    if (kTokens == 1 && screened(p_, layer_)) {
+      gate_up(product, nnz);
+    } else if (count_ > 0 && layer_.w_gate != nullptr) {
+      up(product);
+    }
+#pragma unroll 1
+    for (int column = first_column; column < p_.width; column += kStep * kPairsOwn) {
+      float2 y[kTokens][kPairsOwn] = {};
+#pragma unroll 1
+      for (int i = 0; i < count_; i += kAtOnce) {
+        if (i > 0 || column != first_column) load(w, column, i);
+#pragma unroll
+        for (int a = 0; a < kAtOnce; ++a) {
+          if (i + a < count_) add_row(y, w[a], hidden_.list[i + a]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kPairsOwn; ++j) {
+        if (column + j * kStep >= p_.width) break;
+#pragma unroll
+        for (int m = 0; m < kTokens; ++m) part.store2(m, column + j * kStep, y[m][j].x, y[m][j].y);
+      }
+    }
+  }
+
+ private:
+  // A thread has pairs of columns kStep apart, so that a warp reads whole lines.
+  static constexpr int kStep = kThreads * 2, kPairsOwn = 4;
+  static constexpr int kAtOnce = 4;  // rows of w_down that a thread loads ahead
+  struct Columns {
+    uint32_t pair[kPairsOwn];
+  };
+
+  __device__ __forceinline__ float value(int token, int neuron) const {
+    return __bfloat162float(hidden_.h[token][neuron]);
+  }
+  __device__ __forceinline__ void load(Columns (&w)[kAtOnce], int column, int first) const {
+#pragma unroll
+    for (int a = 0; a < kAtOnce; ++a) {
+      w[a] = Columns{};
+      if (first + a >= count_) continue;
+      const __nv_bfloat16* row =
+          layer_.w_down + int64_t{neurons_.begin + hidden_.list[first + a]} * p_.width;
+#pragma unroll
+      for (int j = 0; j < kPairsOwn; ++j) {
+        const int at = column + j * kStep;
+        if (at < p_.width) w[a].pair[j] = __ldcs(reinterpret_cast<const uint32_t*>(row + at));
+      }
+    }
+  }
+  __device__ __forceinline__ void add_row(float2 (&y)[kTokens][kPairsOwn], const Columns& w,
+                                          int neuron) const {
+#pragma unroll
+    for (int j = 0; j < kPairsOwn; ++j) {
+      const float2 row = to_floats(w.pair[j]);
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) {
+        const float h = value(m, neuron);
+        y[m][j].x = fmaf(h, row.x, y[m][j].x);
+        y[m][j].y = fmaf(h, row.y, y[m][j].y);
+      }
+    }
+  }
+
+  // The i-th listed neuron's row, or null past the list.
+  __device__ __forceinline__ const __nv_bfloat16* row(const __nv_bfloat16* weight, int i) const {
+    if (i >= count_) return nullptr;
+    return weight + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
+  }
+
+  // With a screen: h = relu(gate) * up of the listed neurons, or relu(up) without a gate. A group
+  // is eight neurons' rows of w_gate and w_up, or 16 neurons' rows of w_up.
+  __device__ __forceinline__ void gate_up(Product<kTokens>& product, int& nnz) {
+    const bool gated = layer_.w_gate != nullptr;
+    const int step = gated ? kPairs : kGroup;
+    const auto store = [&](int i, int token, float gate, float up) {
+      if (i >= count_) return;
+      const __nv_bfloat16 g = __float2bfloat16(relu(gate));
+      const bool fires = !(__bfloat162float(g) == 0.0f);
+      nnz += fires;
+      hidden_.h[token][hidden_.list[i]] =
+          gated && fires ? __float2bfloat16(__bfloat162float(g) * up) : g;
+    };
+    product.loaded_groups((count_ + step - 1) / step, p_.width,
+                          [&](int group, int pair) {
+                            const int i = group * step + pair;
+                            return gated ? Rows{row(layer_.w_gate, i), row(layer_.w_up, i)}
+                                         : Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                          },
+                          [&](int group, int token, int pair, float low, float high) {
+                            const int i = group * step + pair;
+                            store(i, token, low, high);
+                            if (!gated) store(i + kPairs, token, high, 0.0f);
+                          });
+    sync_threads();
+  }
+
+  // Without a screen, h holds the gate: h *= up.
+  __device__ __forceinline__ void up(Product<kTokens>& product) {
+    const auto multiply = [&](int i, int token, float up) {
+      if (i >= count_) return;
+      __nv_bfloat16& h = hidden_.h[token][hidden_.list[i]];
+      const float gate = __bfloat162float(h);
+      if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
+    };
+    product.loaded_groups((count_ + kGroup - 1) / kGroup, p_.width,
+                          [&](int group, int pair) {
+                            const int i = group * kGroup + pair;
+                            return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                          },
+                          [&](int group, int token, int pair, float low, float high) {
+                            multiply(group * kGroup + pair, token, low);
+                            multiply(group * kGroup + pair + kPairs, token, high);
+                          });
+    sync_threads();
+  }
+
+  const DecodeLayers& p_;
+  const DecodeLayer& layer_;
+  const Neurons& neurons_;
+  HiddenShared<kTokens>& hidden_;
+  int count_ = 0;
+};
+
+// Adds the active neurons that this thread counted, and the tokens, to the layer's activity.
+__device__ __forceinline__ void count_fired(const DecodeLayers& p, const DecodeLayer& l, int nnz) {
+  if (l.activity == nullptr) return;
+  const int total = __reduce_add_sync(~0u, nnz);
+  if (threadIdx.x % 32 != 0) return;
+  if (total > 0) atomicAdd(&l.activity->nnz, static_cast<unsigned long long>(total));
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(&l.activity->tokens, static_cast<unsigned long long>(p.tokens));
+  }
+}
+
+// --- x += the CTAs' parts of y ---
+// A CTA adds a share of the columns. Teams of kAddPairs lanes take the parts of CTAs round-robin;
+// then a warp's four teams are added, then the warps: one order for any number of tokens.
+inline constexpr int kAddPairs = 8;  // lanes, each with two columns of a token
+
+template <int kTokens>
+struct AddShared {
+  static constexpr int kAtOnce = kTokens == 1 ? 1 : 4;  // tokens at a time
+  float2 sums[kWarps][kAtOnce * kAddPairs];
+};
+
+// The columns this CTA adds, in pairs.
+struct AddShare {
+  int begin, end;
+  __device__ explicit AddShare(int width) {
+    const auto first = [&](int64_t cta) { return static_cast<int>(cta * (width / 2) / gridDim.x); };
+    begin = first(blockIdx.x);
+    end = first(blockIdx.x + 1);
+  }
+};
+
+// Waits until the `count` CTAs first, first + step, ... have said whether they have a part, and
+// returns which of them do.
+template <int kMost>
+__device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const DecodeLayers& p,
+                                                 uint32_t tag, bool all, int first, int step,
+                                                 int count) {
+  if (all) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) has[i] = i < count;
+    return;
+  }
+  sm90::Tagged seen[kMost];
+  sm90::wait_all_tagged(
+      seen, [&](int i) { return i < count; },
+      [&](int i) { return sm90::load_tagged(p.workspace.fired + first + i * step); }, tag);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) has[i] = i < count && static_cast<uint32_t>(seen[i]) != 0;
+}
+
+// before: x before the FFN. Calls done(index of the pair in x, its two values) for each pair of
+// columns. all: every CTA has a part; otherwise those that say so in workspace.fired (one token).
+template <int kTokens, typename Done>
+__device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, bool all,
+                                          const AddShare& share, const Residual& before,
+                                          AddShared<kTokens>& shared, const Done& done) {
+  constexpr int kAtOnce = AddShared<kTokens>::kAtOnce, kTeams = kThreads / kAddPairs;
+  constexpr int kParts = 5;  // loaded ahead
+  const int thread = static_cast<int>(threadIdx.x), ctas = static_cast<int>(gridDim.x);
+  const int team = thread / kAddPairs, lane = thread % kAddPairs, pairs = p.width / 2;
+  for (int base = share.begin; base < share.end; base += kAddPairs) {
+    const int pair = base + lane;
+    const bool inside = pair < share.end;
+    for (int token = 0; token < p.tokens; token += kAtOnce) {
+      const int finished = token + team;  // the token whose sum this thread stores
+      const bool finishes = inside && team < kAtOnce && finished < p.tokens;
+      const int at = finished * pairs + pair;
+      sm90::Tagged x{};
+      if (finishes) x = before.load_pair(at);
+      float2 sums[kAtOnce] = {};
+      for (int first = team; first < ctas; first += kTeams * kParts) {
+        if constexpr (kTokens == 1) {
+          const sm90::Tagged* words = p.workspace.tagged_parts + pair * 2;
+          sm90::TaggedPair seen[kParts];
+          const int count = inside ? min((ctas - first - 1) / kTeams + 1, kParts) : 0;
+          bool has[kParts];
+          which_have_parts(has, p, tag, all, first, kTeams, count);
+          sm90::wait_all_tagged(
+              seen, [&](int i) { return has[i]; },
+              [&](int i) { return sm90::load_tagged_pair(words + (first + i * kTeams) * p.width); },
+              tag);
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            if (!has[i]) continue;
+            const uint2 v = sm90::values(seen[i]);
+            sums[0].x += __uint_as_float(v.x);
+            sums[0].y += __uint_as_float(v.y);
+          }
+        } else {
+          const auto* parts = reinterpret_cast<const float2*>(p.workspace.parts) + pair;
+          float2 part[kParts][kAtOnce] = {};
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            const int cta = first + i * kTeams;
+#pragma unroll
+            for (int t = 0; t < kAtOnce; ++t) {
+              if (cta >= ctas || !inside || token + t >= p.tokens) break;
+              part[i][t] = __ldcg(parts + int64_t{cta * p.tokens + token + t} * pairs);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            if (first + i * kTeams >= ctas) break;
+#pragma unroll
+            for (int t = 0; t < kAtOnce; ++t) {
+              sums[t].x += part[i][t].x;
+              sums[t].y += part[i][t].y;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+#pragma unroll
+        for (int offset = kAddPairs; offset < 32; offset *= 2) {
+          sums[t].x += __shfl_xor_sync(~0u, sums[t].x, offset);
+          sums[t].y += __shfl_xor_sync(~0u, sums[t].y, offset);
+        }
+        if (thread % 32 < kAddPairs) shared.sums[thread / 32][t * kAddPairs + lane] = sums[t];
+      }
+      sync_threads();
+      if (finishes) {
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          sum.x += shared.sums[w][thread].x;
+          sum.y += shared.sums[w][thread].y;
+        }
+        const float2 was = to_floats(before.wait_pair(x, at));
+        done(at, bf16x2(was.x + sum.x, was.y + sum.y));
+      }
+      sync_threads();
+    }
+  }
+}
+
+// --- All layers ---
 
 // The warp that reads is in a warpgroup of its own, whose registers go to the warps that multiply:
 // a spilled register that is read back would wait behind the weights.

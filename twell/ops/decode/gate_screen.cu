@@ -1,24 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp makes a row of a screen, a block of columns at a time, two columns per lane.
+#include "twell/base/reduce.cuh"
 #include "twell/ops/decode/decode_layers.h"
 
 namespace twell {
 namespace {
 
 constexpr int kWarps = 8;
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
-  }
-  return value;
-}
 
 __device__ __forceinline__ int quantised(float weight, float scale) {
   const float steps = scale > 0.0f ? rintf(__fdiv_rn(weight, scale)) : 0.0f;

@@ -58,7 +58,7 @@ class DenseFfnCuda {
 
  private:
   void activate(CudaContext& ctx, const __nv_bfloat16* g, const __nv_bfloat16* u,
-                const DenseCountsCuda& counts) const;
+                const DenseCountsCuda& counts, int64_t stride = 1) const;
 
   int64_t tokens_;
   int64_t ffn_;
@@ -69,5 +69,20 @@ class DenseFfnCuda {
   __nv_bfloat16* gate_ = nullptr;      // [M, F]
   __nv_bfloat16* hidden_ = nullptr;    // [M, F]
 };
+
+// The elementwise step between the products of a dense layer, which also counts active neurons:
+// h = f(g) * u, or f(g) without u. f is computed in f32, see format/activation.h.
+struct ActivateMultiply {
+  Activation activation = Activation::kRelu;
+  const __nv_bfloat16* g = nullptr;  // [M, F] before or, for ReLU, after the activation
+  const __nv_bfloat16* u = nullptr;  // [M, F], or null: no gate
+  __nv_bfloat16* h = nullptr;        // [M, F] out; may be either input; null: only count
+  int64_t tokens = 0;                // M
+  int64_t ffn = 0;                   // F, a multiple of 8
+  int32_t* row_nnz = nullptr;        // [M] out: neurons with f(g) != 0, or null
+  ActivityCuda* counts = nullptr;    // added to, or null
+  int64_t stride = 1;                // only every stride-th token is processed
+};
+cudaError_t launch_activate_multiply(const ActivateMultiply& problem, cudaStream_t stream);
 
 }  // namespace twell

@@ -12,9 +12,21 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/twell.h"
-#include "twell/ops/ffn/hopper/gate_gemm_sm90.h"
 
 namespace twell {
+
+// Progress of the gate GEMM, so that the next kernel can start on packed tiles. Device memory,
+// zeroed before the GEMM starts; words[p] counts CTAs that have packed all of phase p (GatePhases).
+struct GateProgress {
+  static constexpr int kPhases = 4;
+  int32_t* words = nullptr;  // null: not published
+  int64_t size = 0;          // at least kPhases; the rest belongs to the caller
+};
+struct GatePhases {
+  int ctas;
+  int tokens[GateProgress::kPhases];  // once words[p] is `ctas`, all tokens below are packed; the
+                                      // last one is M
+};
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct GateGemmCuda {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "twell/base/reduce.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::ffn_train {
@@ -62,7 +63,7 @@ inline constexpr uint32_t kOnes = 0x3f803f80u;
 template <int Threads>
 __device__ __forceinline__ double block_sum(double value) {
   __shared__ double of_warp[Threads / 32];
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  value = warp_sum(value);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   double sum = 0.0;

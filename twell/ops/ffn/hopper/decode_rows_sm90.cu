@@ -15,8 +15,10 @@
 // its own ring buffer, and multiplies on mma.sync with columns as the 16-row operand and tokens as
 // the 8-column one. The eight partial results are added in a fixed order. Which neurons are active
 // is known before h is, so the weights are loaded by the time row_gate_up ends.
-#include "twell/ops/ffn/hopper/few_token_kernels.h"
-#include "twell/ops/ffn/hopper/fired_words_sm90.cuh"
+#include <algorithm>
+
+#include "twell/base/rounding.h"
+#include "twell/ops/ffn/hopper/few_token_sm90.cuh"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
@@ -26,6 +28,27 @@
 namespace twell::few_token {
 
 using namespace sm90;
+
+namespace {
+
+constexpr int kMaxRows = 48;  // most rows of a CTA at a time
+
+// The first weight is w_gate, or w_up without a gate.
+struct RowGateUp {
+  const __nv_bfloat16* x;      // [M, D]
+  const __nv_bfloat16* norm;   // [D] weight of the norm of x, or null
+  const __nv_bfloat16* first;  // [F, D]
+  const __nv_bfloat16* up;     // [F, D], null without a gate
+  const __nv_bfloat16* down;   // [F, D] rows of active neurons are prefetched into the L2
+  Hidden hidden;               // `rows` neurons per word
+  ActivityCuda* activity;      // counts, or null
+  float eps;                   // of the norm
+  int tokens, width, ffn;
+  int rows;            // neurons of a CTA at a time, at most kMaxRows
+  bool early_weights;  // the first weight may be read before the predecessor has finished
+};
+
+}  // namespace
 
 namespace row_gate_up {
 namespace {
@@ -439,11 +462,8 @@ __global__ void __maxnreg__(96) row_gate_up_sm90_kernel(const __grid_constant__ 
   Kernel(problem, shared, memory).run();
 }
 
-}  // namespace
-}  // namespace row_gate_up
-
-cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStream_t stream) {
-  using namespace row_gate_up;
+// One CTA per word of `fired`, at most `ctas`.
+cudaError_t launch(const RowGateUp& problem, int ctas, cudaStream_t stream) {
   const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
   const int bytes = (once ? problem.rows : kMaxRows) * kPitch;
@@ -457,6 +477,9 @@ cudaError_t launch_row_gate_up_sm90(const RowGateUp& problem, int ctas, cudaStre
   return launch_dependent(row_gate_up_sm90_kernel, dim3(static_cast<unsigned>(ctas)), kThreads,
                           static_cast<uint32_t>(bytes), stream, problem);
 }
+
+}  // namespace
+}  // namespace row_gate_up
 
 namespace row_down {
 namespace {
@@ -648,11 +671,7 @@ __global__ void __maxnreg__(48) row_down_sm90_kernel(const __grid_constant__ Dow
   Kernel(problem, *reinterpret_cast<Shared*>(dynamic)).run();
 }
 
-}  // namespace
-}  // namespace row_down
-
-cudaError_t launch_row_down_sm90(const Down& problem, cudaStream_t stream) {
-  using namespace row_down;
+cudaError_t launch(const Down& problem, cudaStream_t stream) {
   constexpr int kShared = sizeof(Shared);
   const auto* kernel = reinterpret_cast<const void*>(row_down_sm90_kernel);
   cudaError_t status =
@@ -663,6 +682,43 @@ cudaError_t launch_row_down_sm90(const Down& problem, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   return launch_dependent(row_down_sm90_kernel, dim3((problem.width + kColumns - 1) / kColumns),
                           kThreads, kShared, stream, problem);
+}
+
+}  // namespace
+}  // namespace row_down
+
+cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
+                               cudaStream_t stream) {
+  const bool gated = problem.w_gate != nullptr;
+  const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
+             ffn = static_cast<int>(problem.ffn);
+  // The fewest rows at a time that give all CTAs the same number of passes.
+  const int passes = ceil_div(ffn, ctas * kMaxRows);
+  const int rows = std::max(ceil_div(ffn, ctas * passes), kLeastRows);
+  const cudaError_t status = row_gate_up::launch({.x = problem.x,
+                                                  .norm = problem.norm,
+                                                  .first = gated ? problem.w_gate : problem.w_up,
+                                                  .up = gated ? problem.w_up : nullptr,
+                                                  .down = problem.w_down,
+                                                  .hidden = hidden,
+                                                  .activity = problem.activity,
+                                                  .eps = problem.eps,
+                                                  .tokens = tokens,
+                                                  .width = width,
+                                                  .ffn = ffn,
+                                                  .rows = rows,
+                                                  .early_weights = problem.weights_are_constant},
+                                                 std::min(ctas, ceil_div(ffn, rows)), stream);
+  if (status != cudaSuccess) return status;
+  return row_down::launch({.hidden = hidden,
+                           .weight = problem.w_down,
+                           .residual = problem.residual,
+                           .y = problem.y,
+                           .tokens = tokens,
+                           .width = width,
+                           .ffn = ffn,
+                           .word_neurons = rows},
+                          stream);
 }
 
 }  // namespace twell::few_token

@@ -7,14 +7,48 @@
 // that round is cut in two, of 64 tokens per CTA, and each warpgroup computes half of the neurons.
 #include <algorithm>
 
-#include "twell/ops/ffn/hopper/gate_gemm_sm90.h"
+#include "twell/base/rounding.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 
-namespace twell::gate_gemm {
+namespace twell {
+namespace gate_gemm {
 namespace {
+
+using paired_gemm::kCluster;
+using paired_gemm::kTileK;
+using paired_gemm::kTileM;
+using paired_gemm::kTileN;  // the TwELL tile
+
+// Output: a TwellPacked with T = 256, with derived sizes that save divisions in the kernel.
+struct PackTarget {
+  uint32_t* words;   // [M, tiles, slots]
+  uint32_t* spill;   // [M * tiles, 128] pairs of bf16
+  int32_t* row_nnz;  // [M]
+  int tokens;        // M
+  int ffn;           // F
+  int tiles;
+  int slots;  // words per tile
+};
+
+struct Params {
+  CUtensorMap map_x;       // [M, D], boxes of kTileM rows
+  CUtensorMap map_x_half;  // the same, boxes of kTileM / 2 rows
+  CUtensorMap map_w;       // [F, D], boxes of kTileN / kCluster rows
+  PackTarget out;
+  int k_steps;               // ceil(D / kTileK)
+  int m_pairs;               // cluster tiles along M
+  int n_tiles;               // along F
+  int whole;                 // cluster tiles computed whole; later ones are cut in two, and
+                             // and then a cluster has at most one half
+  int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
+  const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
+  int32_t* packed;           // GateProgress::words
+};
 
 // Packs one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
 // registers in steps behind the next tile's GEMM, or through shared memory where no tile follows.
@@ -536,10 +570,8 @@ __global__ void __launch_bounds__(kClearThreads)
   if (i < progress_words) progress[i] = 0;
 }
 
-}  // namespace
-
-cudaError_t launch_gate_gemm_sm90(const Params& params, int64_t progress_words, int ctas,
-                                  cudaStream_t stream) {
+// Clears row_nnz and the words of params.packed first. ctas is a multiple of kCluster.
+cudaError_t launch(const Params& params, int64_t progress_words, int ctas, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(
       gate_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
@@ -553,4 +585,105 @@ cudaError_t launch_gate_gemm_sm90(const Params& params, int64_t progress_words, 
                                 params);
 }
 
-}  // namespace twell::gate_gemm
+// Groups of 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters
+// run at one time: 8 MiB of each, well within the L2.
+constexpr int kGroup = 8;
+
+struct Schedule {
+  int m_pairs, n_tiles, whole;
+  int clusters;  // clusters to launch
+
+  Schedule(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
+    m_pairs = static_cast<int>(ceil_div(tokens, kTileM * kCluster));
+    n_tiles = static_cast<int>(ceil_div(ffn, kTileN));
+    // If the last round has tiles for at most half of the clusters, they are cut in two and take
+    // half as long.
+    const int tiles = m_pairs * n_tiles, most = ctx.multiprocessors() / kCluster;
+    const int rest = tiles % most;
+    whole = 2 * rest <= most ? tiles - rest : tiles;
+    clusters = std::min(most, whole + 2 * (tiles - whole));
+  }
+};
+
+}  // namespace
+}  // namespace gate_gemm
+
+std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.out.shape;
+  if (shape.tile != gate_gemm::kTileN || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
+                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
+                       gate_gemm::kTileN);
+  }
+  if (problem.out.spill_slots < shape.max_spill_slots()) {
+    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
+                       shape.max_spill_slots());
+  }
+  // Rows and spill slots are 32-bit in the kernel.
+  if (shape.max_spill_slots() > int64_t{1} << 31) {
+    return fmt::format("{} tokens in {} tiles: at most 2^31 (row, tile) pairs per call",
+                       problem.tokens, shape.tiles());
+  }
+  return {};
+}
+
+void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
+  using namespace gate_gemm;
+  const std::string unsupported = gate_gemm_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  if (problem.tokens == 0) return;
+  const Schedule schedule(ctx, problem.tokens, problem.ffn);
+  Params params;
+  params.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
+  params.map_x_half = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM / 2);
+  params.map_w =
+      sm90::matrix_tensor_map(problem.w_gate, problem.ffn, problem.width, kTileN / kCluster);
+  params.out = {problem.out.words,
+                reinterpret_cast<uint32_t*>(problem.out.spill),
+                problem.out.row_nnz,
+                static_cast<int>(problem.tokens),
+                static_cast<int>(problem.ffn),
+                static_cast<int>(problem.out.shape.tiles()),
+                problem.out.shape.slots()};
+  params.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
+  params.m_pairs = schedule.m_pairs;
+  params.n_tiles = schedule.n_tiles;
+  params.whole = schedule.whole;
+  params.group = kGroup;
+  params.condition = problem.condition;
+  params.packed = problem.progress.words;
+  TWELL_CUDA_CHECK(
+      launch(params, problem.progress.size, schedule.clusters * kCluster, ctx.stream()));
+}
+
+GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
+  using namespace gate_gemm;
+  const Schedule schedule(ctx, tokens, ffn);
+  GatePhases phases{schedule.clusters * kCluster, {}};
+  // Units packed by the end of each phase; clusters take units by groups of tokens.
+  const int per_group = kGroup * schedule.n_tiles;
+  const int units[] = {schedule.whole - 2 * schedule.clusters, schedule.whole - schedule.clusters,
+                       schedule.whole};
+  static_assert(GateProgress::kPhases == 4);
+  for (int phase = 0; phase < 3; ++phase) {
+    const int groups = std::max(units[phase], 0) / per_group;
+    phases.tokens[phase] =
+        static_cast<int>(std::min<int64_t>(int64_t{groups} * kGroup * kTileM * kCluster, tokens));
+  }
+  if (schedule.whole == schedule.m_pairs * schedule.n_tiles) {
+    phases.tokens[2] = static_cast<int>(tokens);
+  }
+  phases.tokens[3] = static_cast<int>(tokens);
+  return phases;
+}
+
+}  // namespace twell

@@ -14,7 +14,7 @@
 //                                 memory) afterwards
 #pragma once
 
-#include "twell/ops/ffn/tile_union.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"

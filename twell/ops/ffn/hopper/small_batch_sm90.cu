@@ -19,12 +19,12 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/ffn/hopper/few_token_kernels.h"
-#include "twell/ops/ffn/hopper/fired_words_sm90.cuh"
+#include "twell/ops/ffn/hopper/few_token_sm90.cuh"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 #include "twell/sm90/wgmma.cuh"
 
@@ -33,6 +33,29 @@ namespace twell::few_token {
 using namespace sm90;
 
 namespace {
+
+constexpr int kSplitTokens = 64;  // most tokens
+constexpr int kMaxNeurons = 192;  // most neurons of a cluster at a time
+constexpr int kWordNeurons = 32;  // neurons per word of Hidden::fired
+static_assert(kMaxFewTokens == kSplitTokens);
+
+struct GateUp {
+  const __nv_bfloat16* up;    // [F, D], null without a gate
+  const __nv_bfloat16* down;  // [F, D] rows of active neurons are prefetched into the L2
+  Hidden hidden;              // kWordNeurons per word
+  ActivityCuda* activity;     // counts, or null
+  int tokens, width, ffn;
+  bool early_weights;  // the first weight may be read before the predecessor has finished
+};
+
+// The first weight is w_gate, or w_up without a gate.
+struct SplitGateUp {
+  CUtensorMap map_x;      // [M, D] in boxes of 64 rows
+  CUtensorMap map_first;  // [F, D] in boxes of neurons / 2 rows
+  GateUp problem;
+  int neurons;       // neurons of a cluster at a time: a multiple of 64, at most kMaxNeurons
+  int slice_chunks;  // chunks of 64 columns per CTA of a cluster: a quarter of the width
+};
 
 // Reduction over a cluster. Each of four CTAs computes a part of the terms of a product of 64
 // tokens, and then adds up the partial sums of 16 tokens, in the order of the CTAs. A warp's
@@ -836,11 +859,8 @@ cudaError_t allow_shared_memory() {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
 }
 
-}  // namespace
-}  // namespace gate_up
-
-cudaError_t count_gate_up_clusters_sm90(int* clusters) {
-  using namespace gate_up;
+// Number of clusters that fit into the device at one time.
+cudaError_t count_clusters(int* clusters) {
   const cudaError_t status = allow_shared_memory();
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
@@ -855,13 +875,15 @@ cudaError_t count_gate_up_clusters_sm90(int* clusters) {
   return cudaOccupancyMaxActiveClusters(clusters, gate_up_sm90_kernel, &config);
 }
 
-cudaError_t launch_gate_up_sm90(const SplitGateUp& params, int clusters, cudaStream_t stream) {
-  using namespace gate_up;
+cudaError_t launch(const SplitGateUp& params, int clusters, cudaStream_t stream) {
   const cudaError_t status = allow_shared_memory();
   if (status != cudaSuccess) return status;
   return launch_dependent(gate_up_sm90_kernel, dim3(clusters * kSplit), kThreads, kBytes, stream,
                           params);
 }
+
+}  // namespace
+}  // namespace gate_up
 
 namespace split_down {
 namespace {
@@ -1108,11 +1130,7 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
   Kernel(problem, shared, memory).run();
 }
 
-}  // namespace
-}  // namespace split_down
-
-cudaError_t launch_split_down_sm90(const Down& problem, cudaStream_t stream) {
-  using namespace split_down;
+cudaError_t launch(const Down& problem, cudaStream_t stream) {
   const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel);
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -1124,4 +1142,104 @@ cudaError_t launch_split_down_sm90(const Down& problem, cudaStream_t stream) {
                           kThreads, kBytes, stream, problem);
 }
 
+}  // namespace
+}  // namespace split_down
+
+namespace {
+
+// Both kernels. clusters: as many as fit into the device at one time.
+cudaError_t launch_small_batch(const FewTokenFfnCuda& problem, const Hidden& hidden, int clusters,
+                               cudaStream_t stream) {
+  const bool gated = problem.w_gate != nullptr;
+  const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
+             ffn = static_cast<int>(problem.ffn);
+  // The fewest neurons at a time that give all clusters the same number of passes.
+  const int passes = ceil_div(ffn, clusters * kMaxNeurons);
+  const int neurons = ceil_div(ceil_div(ffn, clusters * passes), 64) * 64;
+  const SplitGateUp params{.map_x = matrix_tensor_map(problem.x, tokens, width, kSplitTokens),
+                           .map_first = matrix_tensor_map(gated ? problem.w_gate : problem.w_up,
+                                                          ffn, width, neurons / 2),
+                           .problem = {.up = gated ? problem.w_up : nullptr,
+                                       .down = problem.w_down,
+                                       .hidden = hidden,
+                                       .activity = problem.activity,
+                                       .tokens = tokens,
+                                       .width = width,
+                                       .ffn = ffn,
+                                       .early_weights = problem.weights_are_constant},
+                           .neurons = neurons,
+                           .slice_chunks = ceil_div(width, 4 * 64)};
+  const cudaError_t status =
+      gate_up::launch(params, std::min(clusters, ceil_div(ffn, neurons)), stream);
+  if (status != cudaSuccess) return status;
+  return split_down::launch({.hidden = hidden,
+                             .weight = problem.w_down,
+                             .residual = problem.residual,
+                             .y = problem.y,
+                             .tokens = tokens,
+                             .width = width,
+                             .ffn = ffn,
+                             .word_neurons = kWordNeurons},
+                            stream);
+}
+
+}  // namespace
 }  // namespace twell::few_token
+
+namespace twell {
+
+FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn)
+    : max_ffn_(max_ffn),
+      hidden_(max_ffn * kMaxFewTokens),
+      fired_(max_ffn / few_token::kLeastRows + 1),
+      arrived_(1) {
+  TWELL_CUDA_CHECK(cudaMemset(fired_.data(), 0, static_cast<size_t>(fired_.bytes())));
+  TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+}
+
+std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (problem.tokens < 0 || problem.tokens > kMaxFewTokens) {
+    return fmt::format("{} tokens, at most {}", problem.tokens, kMaxFewTokens);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  // The kernels index neurons and columns with 32 bits.
+  constexpr int64_t kMost = int64_t{1} << 24;
+  if (problem.width > kMost || problem.ffn > kMost) {
+    return fmt::format("width {} and FFN size {}, at most {}", problem.width, problem.ffn, kMost);
+  }
+  return {};
+}
+
+void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
+                        FewTokenWorkspace& workspace) {
+  const std::string unsupported = few_token_ffn_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "few-token FFN: {}", unsupported);
+  TWELL_CHECK(problem.ffn <= workspace.max_ffn(),
+              "few-token FFN: FFN size {} in a workspace for {}", problem.ffn, workspace.max_ffn());
+  if (problem.tokens == 0) return;
+  TWELL_CHECK(problem.tokens <= few_token::kRowTokens || problem.norm == nullptr,
+              "few-token FFN: norm as part of {} tokens", problem.tokens);
+  const few_token::Hidden hidden{workspace.hidden_.data(), workspace.fired_.data(),
+                                 workspace.arrived_.data()};
+  if (problem.tokens <= few_token::kRowTokens) {
+    TWELL_CUDA_CHECK(
+        few_token::launch_decode_rows(problem, hidden, ctx.multiprocessors(), ctx.stream()));
+    return;
+  }
+  int& at_once = workspace.clusters_;
+  if (at_once == 0) {
+    TWELL_CUDA_CHECK(few_token::gate_up::count_clusters(&at_once));
+    TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
+  }
+  TWELL_CUDA_CHECK(few_token::launch_small_batch(problem, hidden, at_once, ctx.stream()));
+}
+
+}  // namespace twell

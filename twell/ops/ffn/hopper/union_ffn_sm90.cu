@@ -17,12 +17,15 @@
 // 2. down: y[tile tokens] = activations[tile] w_down[union], or the sum of two such products for
 // backward. A work item is 128 tokens by 256 columns of y; its k-steps are the blocks of 64 neurons
 // of the tile's union, none for a tile without non-zeros.
+#include <algorithm>
 #include <cstdint>
 
+#include "twell/base/rounding.h"
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
-#include "twell/ops/ffn/tile_union.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/tensor_map.h"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell::tile_union {
@@ -667,3 +670,162 @@ cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
 }
 
 }  // namespace twell::tile_union
+
+namespace twell {
+
+using namespace tile_union;
+
+namespace {
+
+// Offsets, in 32-bit words, of what must be 0 at the start of a call.
+struct ProgressLayout {
+  int64_t tiles, up_items;
+  // The gate GEMM's own words come first. Then:
+  int64_t counts, marked, ready, items, words;
+
+  ProgressLayout(int64_t tokens, int64_t ffn)
+      : tiles(TileUnionWorkspace::max_tiles(tokens)),
+        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks)),
+        counts(GateProgress::kPhases),
+        marked(counts + int64_t{sizeof(Counts) / sizeof(int32_t)}),
+        ready(marked + tiles),
+        items(ceil_div(ready + tiles, 2) * 2),
+        words(items + 2 * up_items) {}
+};
+
+}  // namespace
+
+int64_t TileUnionWorkspace::max_tiles(int64_t tokens) {
+  return ceil_div(tokens, kTileTokens) + ceil_div(tokens / kHeavyFactor, kTileTokens);
+}
+
+TileUnionWorkspace::TileUnionWorkspace(int64_t max_tokens, int64_t ffn)
+    : max_tokens_(max_tokens), ffn_(ffn) {
+  const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
+  tile_tokens_ = DeviceBuffer<int32_t>(tiles * kTileTokens);
+  mask_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * 8);
+  before_ = DeviceBuffer<uint32_t>(mask_.size());
+  union_size_ = DeviceBuffer<int32_t>(tiles);
+  heavy_ = DeviceBuffer<uint4>(tiles);
+  progress_ = DeviceBuffer<int32_t>(ProgressLayout(max_tokens, ffn).words);
+  entries_ = DeviceBuffer<uint32_t>(tiles * ceil_div(ffn, 256) * kListed);
+  listed_ = DeviceBuffer<int32_t>(tiles * ceil_div(ffn, 256));
+  first_block_ = DeviceBuffer<int32_t>(tiles);
+  union_ids_ = DeviceBuffer<int32_t>(tiles * blocks * kBlock);
+  activations_ = DeviceBuffer<__nv_bfloat16>(tiles * blocks * kTileTokens * kBlock);
+  tile_order_ = DeviceBuffer<int32_t>(tiles);
+}
+
+int64_t TileUnionWorkspace::bytes_needed(int64_t max_tokens, int64_t ffn) {
+  const int64_t tiles = max_tiles(max_tokens), blocks = ceil_div(ffn, kBlock);
+  constexpr int64_t kWord = sizeof(int32_t);
+  // Per tile: tokens, mask and prefix counts, non-zeros and their number, neurons and values, heavy
+  // rows, size, first block and order.
+  return tiles * (kTileTokens * kWord + ceil_div(ffn, 256) * (16 + kListed + 1) * kWord +
+                  blocks * kBlock * kWord +
+                  blocks * kBlock * kTileTokens * int64_t{sizeof(__nv_bfloat16)} +
+                  int64_t{sizeof(uint4)} + 3 * kWord) +
+         ProgressLayout(max_tokens, ffn).words * kWord;
+}
+
+int64_t TileUnionWorkspace::bytes() const {
+  return tile_tokens_.bytes() + mask_.bytes() + before_.bytes() + union_size_.bytes() +
+         first_block_.bytes() + heavy_.bytes() + progress_.bytes() + entries_.bytes() +
+         listed_.bytes() + union_ids_.bytes() + activations_.bytes() + tile_order_.bytes();
+}
+
+GateProgress TileUnionWorkspace::progress(int64_t tokens) const {
+  return {progress_.data(), ProgressLayout(tokens, ffn_).words};
+}
+
+std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
+    return misshaped;
+  }
+  if (problem.ffn > tile_union::kMaxFfn) {
+    return fmt::format("FFN size {}, at most {}", problem.ffn, tile_union::kMaxFfn);
+  }
+  // Kernels count 16-byte pieces of x and of a weight in 32 bits.
+  constexpr int64_t kMaxPieces = int64_t{1} << 32;
+  const int64_t pieces = std::max(problem.tokens, problem.ffn) * (problem.width / 8);
+  if (pieces >= kMaxPieces || problem.tokens > int64_t{1} << 30) {
+    return fmt::format("[{}, {}] with FFN size {} is too large for one call", problem.tokens,
+                       problem.width, problem.ffn);
+  }
+  return {};
+}
+
+void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
+                             TileUnionWorkspace& workspace) {
+  const std::string unsupported = tile_union_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "tile-union: {}", unsupported);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.ffn <= workspace.ffn(),
+              "tile-union: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              workspace.max_tokens(), workspace.ffn());
+  if (problem.tokens == 0) return;
+  Tiles tiles{};
+  tiles.tokens = workspace.tile_tokens_.data();
+  tiles.mask = workspace.mask_.data();
+  tiles.union_size = workspace.union_size_.data();
+  tiles.first_block = workspace.first_block_.data();
+  tiles.union_ids = workspace.union_ids_.data();
+  tiles.activations = workspace.activations_.data();
+  tiles.order = workspace.tile_order_.data();
+  const GateProgress progress = workspace.progress(problem.tokens);
+  const ProgressLayout layout(problem.tokens, workspace.ffn());
+  tiles.up_items = reinterpret_cast<int2*>(progress.words + layout.items);
+  tiles.counts = reinterpret_cast<Counts*>(progress.words + layout.counts);
+  tiles.blocks = static_cast<int>(ceil_div(problem.ffn, kBlock));
+  tiles.max_tiles = static_cast<int>(layout.tiles);
+  tiles.max_up_items = static_cast<int>(layout.up_items);
+
+  const TwellPacked& packed = problem.gate;
+  const Gate gate{packed.words,
+                  reinterpret_cast<const uint4*>(packed.spill),
+                  packed.row_nnz,
+                  static_cast<int>(problem.tokens),
+                  static_cast<int>(packed.shape.tiles()),
+                  packed.shape.slots(),
+                  problem.follows_gate ? progress.words : nullptr,
+                  gate_gemm_phases(ctx, problem.tokens, problem.ffn)};
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  const auto width = static_cast<int>(problem.width);
+  const bool gated = problem.w_up != nullptr;
+  tiles.before = workspace.before_.data();
+  tiles.heavy = workspace.heavy_.data();
+  tiles.marked = progress.words + layout.marked;
+  if (gated) {
+    tiles.ready = progress.words + layout.ready;
+    tiles.entries = workspace.entries_.data();
+    tiles.listed = workspace.listed_.data();
+  }
+  TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
+                                      ctas, stream));
+  if (gated) {
+    Up up{};
+    up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+    up.tiles = tiles;
+    up.gate = gate;
+    up.x = problem.x;
+    up.weight = problem.w_up;
+    up.taken = &tiles.counts->up_taken;
+    up.width = width;
+    TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
+  } else {
+    TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
+  }
+  const Down down{.tiles = tiles,
+                  .weight = problem.w_down,
+                  .y = problem.y,
+                  .taken = &tiles.counts->down_taken,
+                  .width = width,
+                  .add = problem.add};
+  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+}
+
+}  // namespace twell

@@ -4,11 +4,26 @@
 // are then written to the ring buffer's memory as bf16, and each warp packs a row at a time: each
 // lane holds eight neighbouring columns, so that a prefix sum over the warp gives ascending order.
 // Takes 96 KiB of shared memory, which every GPU of compute capability 8.0 to 9.0 has.
-#include "twell/ops/ffn/portable/gate_gemm_sm80.h"
+#include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 
-namespace twell::gate_gemm_sm80 {
+namespace twell {
+namespace gate_gemm_sm80 {
 namespace {
+
+constexpr int kTileM = 128;
+constexpr int kTileN = 256;  // the TwELL tile
+
+struct Params {
+  const __nv_bfloat16* x;  // [M, D]
+  const __nv_bfloat16* w;  // [F, D]
+  uint32_t* words;         // [M, tiles, slots]
+  uint4* spill;            // [M * tiles, 32] eight bf16 each
+  int32_t* row_nnz;        // [M], starts at 0
+  int tokens, width, ffn;
+  int m_tiles, n_tiles;  // n_tiles: also TwELL's per row
+  int slots;             // words per (row, tile)
+};
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
@@ -207,9 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-}  // namespace
-
-cudaError_t launch_gate_gemm_sm80(const Params& params, cudaStream_t stream) {
+cudaError_t launch(const Params& params, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(
       gate_gemm_sm80_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
@@ -218,4 +231,57 @@ cudaError_t launch_gate_gemm_sm80(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace twell::gate_gemm_sm80
+}  // namespace
+}  // namespace gate_gemm_sm80
+
+std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
+  if (ctx.compute_capability() < 80) {
+    return fmt::format("needs a GPU of compute capability 8.0 or later, {} is {}.{}",
+                       ctx.device_name(), ctx.compute_capability() / 10,
+                       ctx.compute_capability() % 10);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.out.shape;
+  if (shape.tile != gate_gemm_sm80::kTileN || shape.slots() < 2 || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
+                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
+                       gate_gemm_sm80::kTileN);
+  }
+  if (problem.out.spill_slots < shape.max_spill_slots()) {
+    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
+                       shape.max_spill_slots());
+  }
+  // TwELL words hold 32-bit spill slots, and a grid holds fewer than 2^31 output tiles.
+  if (shape.max_spill_slots() > int64_t{1} << 31 || problem.width > int64_t{1} << 30) {
+    return fmt::format("{} tokens of width {} in {} tiles: at most 2^31 (row, tile) pairs per call",
+                       problem.tokens, problem.width, shape.tiles());
+  }
+  return {};
+}
+
+void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
+  using namespace gate_gemm_sm80;
+  const std::string unsupported = gate_gemm_sm80_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  if (problem.tokens == 0) return;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(
+      problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
+  const Params params{problem.x,
+                      problem.w_gate,
+                      problem.out.words,
+                      reinterpret_cast<uint4*>(problem.out.spill),
+                      problem.out.row_nnz,
+                      static_cast<int>(problem.tokens),
+                      static_cast<int>(problem.width),
+                      static_cast<int>(problem.ffn),
+                      static_cast<int>((problem.tokens + kTileM - 1) / kTileM),
+                      static_cast<int>(problem.out.shape.tiles()),
+                      problem.out.shape.slots()};
+  TWELL_CUDA_CHECK(launch(params, ctx.stream()));
+}
+
+}  // namespace twell

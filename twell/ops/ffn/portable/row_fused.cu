@@ -1,15 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of the row-fused execution (sparse_up_down_cuda.h), in launch order:
 //   light_rows  one warp per row; lists the heavy rows
-//   heavy_rows  a heavy row's tiles are spread over the warps of several CTAs
-//   count_rows  adds the rows' counts to the layer's, where wanted
+//   heavy_rows  a heavy row's tiles are spread over the warps of several CTAs; counts all rows
 #include <algorithm>
 #include <type_traits>
 
-#include "twell/ops/ffn/portable/row_fused.h"
+#include "twell/base/error.h"
+#include "twell/base/reduce.cuh"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
-namespace twell::row_fused {
+namespace twell {
+namespace row_fused {
 namespace {
+
+// A warp lists this many non-zeros at a time; a row with more is heavy.
+constexpr int kListed = 64;
+// Columns that a warp accumulates: 64 f32 per lane. A wider y is computed in chunks, each of which
+// computes h again.
+constexpr int kChunk = 2048;
+// With fewer heavy rows than this, rows are split into parts, so that about as many CTAs have work.
+constexpr int kSplitTarget = 264;
+constexpr int kMaxParts = 16;
+// Parts of all split rows together: ceil(kSplitTarget / n) * n < kSplitTarget + n, n <
+// kSplitTarget.
+constexpr int kMaxPartials = 2 * kSplitTarget;
+
+struct Counters {
+  int32_t heavy_rows;  // 0 between calls
+  int32_t ctas_done;   // 0 between calls
+};
+
+struct Problem {
+  const uint32_t* words;   // TwELL [M, col_tiles, slots], T = 256
+  const uint16_t* spill;   // [spill slots, 256]
+  const int32_t* row_nnz;  // [M]
+  int64_t rows;            // M
+  int col_tiles;
+  int slots;
+  const __nv_bfloat16* x;       // [M, D]
+  const __nv_bfloat16* w_up;    // [F, D], null without a gate
+  const __nv_bfloat16* w_down;  // [F, D]
+  __nv_bfloat16* y;             // [M, D]
+  int width;                    // D
+  int chunks;                   // ceil(D / kChunk)
+  int32_t* heavy_rows;          // [M]
+  Counters* counters;
+  int32_t* parts_done;     // [kSplitTarget * chunks], 0 between calls
+  float* partials;         // [kMaxPartials, D]
+  bool add;                // y += instead of =
+  ActivityCuda* activity;  // added to; may be null
+};
 
 // Non-zeros of one warp, in shared memory. The value is first the gate's, then h.
 struct NonzeroList {
@@ -392,6 +432,26 @@ __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int 
   }
 }
 
+// Adds the counts of the rows that this CTA takes, in turn with the others, to the layer's.
+__device__ void count_rows(const Problem& problem) {
+  unsigned long long sum = 0;
+  int most = 0;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < problem.rows;
+       row += int64_t{gridDim.x} * blockDim.x) {
+    sum += static_cast<unsigned long long>(problem.row_nnz[row]);
+    most = max(most, problem.row_nnz[row]);
+  }
+  sum = warp_sum(sum);
+  most = __reduce_max_sync(~0u, most);
+  if (lane_id() == 0 && most > 0) {
+    atomicAdd(&problem.activity->nnz, sum);
+    atomicMax(&problem.activity->max_row_nnz, static_cast<unsigned long long>(most));
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(&problem.activity->tokens, static_cast<unsigned long long>(problem.rows));
+  }
+}
+
 // One CTA per (heavy row, part, chunk); its warps take quarters of tiles in turn.
 template <int Pieces>
 __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Problem problem) {
@@ -399,6 +459,7 @@ __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Prob
   extern __shared__ __align__(16) uint8_t rings[];  // later the buffer of reduce_warps
   using Rows = WeightRows<Pieces, kHeavyDepth>;
   static_assert(kHeavyWarps * Rows::kRingBytes >= kHeavyWarps / 2 * Pieces * 1024);
+  if (problem.activity != nullptr) count_rows(problem);
   const int count = problem.counters->heavy_rows;
   const int warp = threadIdx.x / 32;
   const int units = problem.col_tiles * kQuarters;
@@ -452,31 +513,6 @@ cudaError_t dispatch(int width, const Launch& launch) {
 }
 static_assert(kChunk == 8 * 256);
 
-constexpr int kCountThreads = 256;
-constexpr int64_t kMaxCountCtas = 128;
-
-__global__ void __launch_bounds__(kCountThreads)
-    count_rows_kernel(const int32_t* row_nnz, int64_t tokens, ActivityCuda* activity) {
-  unsigned long long sum = 0;
-  int most = 0;
-  for (int64_t row = int64_t{blockIdx.x} * kCountThreads + threadIdx.x; row < tokens;
-       row += int64_t{gridDim.x} * kCountThreads) {
-    sum += static_cast<unsigned long long>(row_nnz[row]);
-    most = max(most, row_nnz[row]);
-  }
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0) {
-    atomicAdd(&activity->nnz, sum);
-    atomicMax(&activity->max_row_nnz, static_cast<unsigned long long>(most));
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    atomicAdd(&activity->tokens, static_cast<unsigned long long>(tokens));
-  }
-}
-
-}  // namespace
-
 cudaError_t launch_light_rows(const Problem& problem, cudaStream_t stream) {
   return dispatch(problem.width, [&](auto pieces) {
     const dim3 grid(static_cast<unsigned>((problem.rows + kLightWarps - 1) / kLightWarps),
@@ -503,12 +539,91 @@ cudaError_t launch_heavy_rows(const Problem& problem, int multiprocessors, cudaS
   });
 }
 
-cudaError_t launch_count_rows(const int32_t* row_nnz, int64_t tokens, ActivityCuda* activity,
-                              cudaStream_t stream) {
-  const int64_t ctas = std::min((tokens + kCountThreads - 1) / kCountThreads, kMaxCountCtas);
-  count_rows_kernel<<<static_cast<unsigned>(ctas), kCountThreads, 0, stream>>>(row_nnz, tokens,
-                                                                               activity);
-  return cudaGetLastError();
+constexpr int64_t kCounterWords = sizeof(Counters) / sizeof(int32_t);
+
+int64_t chunk_count(int64_t width) { return (width + kChunk - 1) / kChunk; }
+
+}  // namespace
+}  // namespace row_fused
+
+using row_fused::chunk_count;
+using row_fused::kCounterWords;
+
+// Why no execution takes the problem's sizes or its gate's TwELL; empty when they fit.
+std::string sparse_up_down_misshaped(const SparseUpDownCuda& problem) {
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.gate.shape;
+  if (shape.tile != 256 || shape.slots() < 4 || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format(
+        "TwELL of [{}, {}] in tiles of {} with {} words, expected [{}, {}] in tiles of 256 with at "
+        "least 4",
+        shape.rows, shape.cols, shape.tile, shape.slots(), problem.tokens, problem.ffn);
+  }
+  return {};
 }
 
-}  // namespace twell::row_fused
+RowFusedWorkspace::RowFusedWorkspace(CudaContext& ctx, int64_t max_tokens, int64_t max_width)
+    : max_tokens_(max_tokens),
+      max_width_(max_width),
+      heavy_rows_(max_tokens),
+      counters_(kCounterWords + row_fused::kSplitTarget * chunk_count(max_width)),
+      partials_(row_fused::kMaxPartials * max_width) {
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(counters_.data(), 0, static_cast<size_t>(counters_.bytes()), ctx.stream()));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+}
+
+std::string row_fused_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
+  if (ctx.compute_capability() < 80) {
+    return fmt::format("needs a GPU of compute capability 8.0 or later, {} is {}.{}",
+                       ctx.device_name(), ctx.compute_capability() / 10,
+                       ctx.compute_capability() % 10);
+  }
+  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
+    return misshaped;
+  }
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (problem.tokens > kMost || problem.ffn > kMost || problem.width > int64_t{1} << 24) {
+    return fmt::format("[{}, {}] with FFN size {} is too large for one call", problem.tokens,
+                       problem.width, problem.ffn);
+  }
+  return {};
+}
+
+void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
+                            RowFusedWorkspace& workspace) {
+  const std::string unsupported = row_fused_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "row-fused: {}", unsupported);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.width <= workspace.max_width(),
+              "row-fused: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.width,
+              workspace.max_tokens(), workspace.max_width());
+  if (problem.tokens == 0) return;
+  const TwellPacked& packed = problem.gate;
+  int32_t* counters = workspace.counters_.data();
+  const row_fused::Problem kernels{packed.words,
+                                   reinterpret_cast<const uint16_t*>(packed.spill),
+                                   packed.row_nnz,
+                                   problem.tokens,
+                                   static_cast<int>(packed.shape.tiles()),
+                                   packed.shape.slots(),
+                                   problem.x,
+                                   problem.w_up,
+                                   problem.w_down,
+                                   problem.y,
+                                   static_cast<int>(problem.width),
+                                   static_cast<int>(chunk_count(problem.width)),
+                                   workspace.heavy_rows_.data(),
+                                   reinterpret_cast<row_fused::Counters*>(counters),
+                                   counters + kCounterWords,
+                                   workspace.partials_.data(),
+                                   problem.add,
+                                   problem.activity};
+  TWELL_CUDA_CHECK(row_fused::launch_light_rows(kernels, ctx.stream()));
+  TWELL_CUDA_CHECK(row_fused::launch_heavy_rows(kernels, ctx.multiprocessors(), ctx.stream()));
+}
+
+}  // namespace twell

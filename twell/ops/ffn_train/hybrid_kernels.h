@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the feed-forward layer in training on the GPU, the data they hand to each other, and
+// Kernels of the hybrid execution in training on the GPU, the data they hand to each other, and
 // their launches. Internal to ffn_train. All pointers are device memory.
-// Dense execution: two elementwise kernels between cuBLASLt products.
-// Hybrid execution, per chunk of tokens, beside the kernels of unions (ops/ffn/tile_union.h):
+// Per chunk of tokens, beside the kernels of unions (ops/ffn/sparse_up_down_cuda.h):
 //   forward   gate GEMM, find_unions, place_gates; up: u on the unions; keep; down
 //   backward  up with d_y and w_down: d_h on the unions; expand; down with two products: d_x;
 //             then by neuron: rank, neuron_unions, transpose, weight_grads
@@ -16,53 +15,10 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/ffn/tile_union.h"
-#include "twell/ops/ffn_train/ffn_train_counts_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn_train/ffn_train_cuda.h"
 
 namespace twell::ffn_train {
-
-// --- Dense ---
-
-// A sum of doubles over CTAs, in a fixed order: each CTA writes its part, and the CTA that finishes
-// last adds them up.
-struct OrderedSum {
-  double* parts;     // [CTAs]
-  uint32_t* ticket;  // 0 before and after
-};
-inline constexpr int64_t kHiddenRows = 8;  // tokens per CTA of the forward kernel
-inline int64_t hidden_ctas(int64_t tokens) { return (tokens + kHiddenRows - 1) / kHiddenRows; }
-inline constexpr int64_t kUnionTokens = 128;
-// Words of a mask of the neurons that are active in tiles of kUnionTokens tokens.
-inline int64_t union_mask_words(int64_t tokens, int64_t ffn) {
-  return (tokens + kUnionTokens - 1) / kUnionTokens * ((ffn + 31) / 32);
-}
-
-// h = g * u, and the layer's activity. Without a gate only its activity: u and h are null, and g is
-// the hidden activations.
-struct HiddenForward {
-  const __nv_bfloat16* g = nullptr;      // [M, F], 0 where a neuron does not fire
-  const __nv_bfloat16* u = nullptr;      // [M, F]
-  __nv_bfloat16* h = nullptr;            // [M, F]
-  int64_t tokens = 0;                    // M
-  int64_t ffn = 0;                       // F, a multiple of 8
-  FfnTrainCountsCuda* counts = nullptr;  // added to, or null
-  uint8_t* active = nullptr;             // [F], or null
-  uint32_t* union_mask = nullptr;        // [union_mask_words(M, F)], must be 0 before
-  OrderedSum sum;                        // [hidden_ctas(M)]
-};
-cudaError_t launch_hidden_forward(const HiddenForward& problem, cudaStream_t stream);
-
-// First d_h += l1_scale * sign(h). Then g becomes d_g = d_h * u, u becomes d_u = d_h * g, both zero
-// where the neuron did not fire, and d_h becomes h. Without a gate (u null) g stays as it is, and
-// d_h becomes zero where the neuron did not fire.
-struct HiddenBackward {
-  __nv_bfloat16* d_h = nullptr;     // [M, F]
-  __nv_bfloat16* g = nullptr;       // [M, F]
-  __nv_bfloat16* u = nullptr;       // [M, F]
-  int64_t size = 0;                 // M F, a multiple of 8
-  const float* l1_scale = nullptr;  // one, in device memory
-};
-cudaError_t launch_hidden_backward(const HiddenBackward& problem, cudaStream_t stream);
 
 // --- Hybrid: tiles of tokens ---
 

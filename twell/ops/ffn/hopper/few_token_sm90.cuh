@@ -1,15 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
+// What the kernels for decode rows (1 to 8 tokens) and small batches (9 to 64) share: what the gate
+// kernel passes to the `down` kernel that runs beside it.
+#pragma once
+
+#include <cstdint>
+
+#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+
+namespace twell::few_token {
+
+inline constexpr int kRowTokens = 8;   // most tokens of decode rows
+inline constexpr int kLeastRows = 16;  // neurons of a CTA of decode rows at a time, at least,
+                                       // because a product always has 16 rows
+// What the first kernel passes to the second. All words and `arrived` are 0 between calls.
+struct Hidden {
+  __nv_bfloat16* h;   // [F, 8 or 64], written for active neurons; 0 past the tokens
+  uint64_t* fired;    // [ceil(F / n)] n neurons per word from bit 0 on
+  uint32_t* arrived;  // CTAs that have read all words
+};
+
+struct Down {
+  Hidden hidden;
+  const __nv_bfloat16* weight;    // [F, D]
+  const __nv_bfloat16* residual;  // [M, D], may be y; or null
+  __nv_bfloat16* y;               // [M, D]
+  int tokens, width, ffn;
+  int word_neurons;  // neurons per word of hidden.fired
+};
+
+// Both kernels of decode rows, for at most kRowTokens tokens. ctas: one per SM.
+cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
+                               cudaStream_t stream);
+
 // Words in which a gate kernel publishes its active neurons to the `down` kernel that runs beside
 // it. They are known well before h, so `down` has loaded its rows of w_down by the time the gate
 // kernel ends. A word is a mask of neurons and a valid bit. The last CTA of `down` to read all
 // words clears them for the next call, whose gate kernel cannot write before this call has ended.
 // Polling only saves time: words not yet valid are read after the gate kernel has ended.
-#pragma once
-
-#include <cstdint>
-
-namespace twell::few_token {
-
 inline constexpr uint64_t kFiredKnown = uint64_t{1} << 63;
 
 __device__ __forceinline__ uint64_t load_fired(const uint64_t* word) {
