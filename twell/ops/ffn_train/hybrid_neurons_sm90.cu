@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
-#include "twell/ops/ffn_train/hybrid_kernels.h"
+#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/sm90/block_scan.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 

@@ -5,8 +5,8 @@
 // all images, then with 32 tokens of one neuron per thread.
 #include <cstdint>
 
+#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
-#include "twell/ops/ffn_train/hybrid_kernels.h"
 #include "twell/sm90/block_scan.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 

@@ -7,7 +7,6 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
-#include "twell/ops/ffn_train/hybrid_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/sm90/tensor_map.h"
 
