@@ -239,7 +239,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
       flags.resume ? folder.resume_point({flags.resume_from, flags.fall_back}) : std::nullopt;
   // A warm-up that was not given was derived from the earlier run's number of steps.
   if (resume_from && requested.warmup_steps < 0) {
-    options.warmup_steps = saved_warmup_steps(resume_from->folder);
+    options.warmup_steps = saved_option(resume_from->folder, "warmup-steps");
     options = resolve_options(options, config);
   }
   const std::unique_ptr<Model> model =

@@ -26,19 +26,4 @@ std::string Communicator::broadcast_text(std::string text, int root) {
   return text;
 }
 
-std::vector<std::string> Communicator::all_gather_texts(const std::string& mine) {
-  const double length = static_cast<double>(mine.size());
-  const std::vector<double> lengths = all_gather_values(std::span(&length, 1));
-  const auto longest = static_cast<size_t>(*std::max_element(lengths.begin(), lengths.end()));
-  std::vector<std::string> texts(lengths.size());
-  if (longest == 0) return texts;
-  std::string padded = mine, all(longest * lengths.size(), '\0');
-  padded.resize(longest);
-  all_gather_bytes(std::as_bytes(std::span(padded)), std::as_writable_bytes(std::span(all)));
-  for (size_t i = 0; i < texts.size(); ++i) {
-    texts[i] = all.substr(i * longest, static_cast<size_t>(lengths[i]));
-  }
-  return texts;
-}
-
 }  // namespace twell

@@ -52,8 +52,6 @@ class Communicator {
   // On top of the calls above.
   std::vector<double> all_gather_values(std::span<const double> mine);  // [size() * mine.size()]
   std::string broadcast_text(std::string text, int root);
-  // The texts of all ranks.
-  std::vector<std::string> all_gather_texts(const std::string& mine);
 };
 
 // Connects all ranks with each other. The rendezvous must outlive the communicator.

@@ -75,11 +75,11 @@ TEST(Communicator, SmallValues) {
     all.all_reduce_max(flags);
     EXPECT_EQ(flags, (std::vector<uint8_t>{0, 1, 0}));
     EXPECT_EQ(all.broadcast_text(all.rank() == 1 ? "from one" : "other", 1), "from one");
-    EXPECT_EQ(all.all_gather_texts(all.rank() == 1 ? "x" : ""),
-              (std::vector<std::string>{"", "x", ""}));
     all.barrier();
     if (all.rank() == 0) all.rendezvous().put("key", "value");
     EXPECT_EQ(all.rendezvous().get("key"), "value");
+    EXPECT_EQ(all.rendezvous().agree(""), "");
+    EXPECT_EQ(all.rendezvous().agree(all.rank() > 0 ? "no" : ""), "rank 1: no");
   });
   EXPECT_THAT(errors, Each(StrEq("")));
 }

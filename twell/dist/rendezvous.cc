@@ -745,6 +745,22 @@ std::chrono::milliseconds Rendezvous::timeout() const { return client_->timeout(
 const std::string& Rendezvous::address() const { return client_->address(); }
 void Rendezvous::put(std::string_view key, std::string_view value) { client_->put(key, value); }
 std::string Rendezvous::get(std::string_view key) { return client_->get(std::string(key)); }
+std::string Rendezvous::agree(std::string_view mine) {
+  const auto key = [number = agreements_++](int rank) {
+    return fmt::format("agree/{}/{}", number, rank);
+  };
+  constexpr int kVerdict = -1;
+  put(key(identity().rank), mine);
+  if (identity().rank == 0) {
+    std::string verdict;
+    for (int rank = 0; rank < identity().size; ++rank) {
+      const std::string text = get(key(rank));
+      if (verdict.empty() && !text.empty()) verdict = fmt::format("rank {}: {}", rank, text);
+    }
+    put(key(kVerdict), verdict);
+  }
+  return get(key(kVerdict));
+}
 void Rendezvous::set_step(int64_t step) { client_->set_step(step); }
 void Rendezvous::enter_call() { client_->enter_call(); }
 void Rendezvous::fail(std::string_view why) { client_->fail(why); }

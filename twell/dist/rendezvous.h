@@ -48,6 +48,11 @@ class Rendezvous {
   void put(std::string_view key, std::string_view value);
   std::string get(std::string_view key);
 
+  // Waits, like get(), until every rank has called it. Returns the first text that is not empty, as
+  // "rank R: text", the same to all; empty when all are. For work without a known duration, such as
+  // writing files. All ranks call it in the same order.
+  std::string agree(std::string_view mine);
+
   // What the signs of life report: the step being computed, and the number of collective calls that
   // this rank has entered.
   void set_step(int64_t step);
@@ -69,6 +74,7 @@ class Rendezvous {
   class Client;
   std::unique_ptr<Server> server_;  // on rank 0
   std::unique_ptr<Client> client_;
+  int64_t agreements_ = 0;
 };
 
 }  // namespace twell

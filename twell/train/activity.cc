@@ -28,6 +28,17 @@ void StepActivity::add(std::span<const FfnTrainStats> layers) {
   }
 }
 
+void StepActivity::merge_active(Communicator& ranks) {
+  std::vector<uint8_t> flat;
+  for (const auto& layer : active_) flat.insert(flat.end(), layer.begin(), layer.end());
+  ranks.all_reduce_max(flat);
+  auto from = flat.begin();
+  for (auto& layer : active_) {
+    std::copy_n(from, layer.size(), layer.begin());
+    from += std::ssize(layer);
+  }
+}
+
 std::vector<LayerMetrics> StepActivity::metrics() const {
   std::vector<LayerMetrics> result;
   for (size_t i = 0; i < totals_.size(); ++i) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "twell/base/context.h"
+#include "twell/dist/communicator.h"
 #include "twell/model/weights.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 #include "twell/train/metrics.h"
@@ -24,6 +25,8 @@ class StepActivity {
   // [L][F], 1 where a neuron was active; the forward passes fill it.
   std::vector<std::vector<uint8_t>>& active() { return active_; }
   const std::vector<std::vector<uint8_t>>& active() const { return active_; }
+  // A neuron counts as active where it was on any rank. Collective.
+  void merge_active(Communicator& ranks);
   std::vector<LayerMetrics> metrics() const;
 
  private:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs optimizer steps on one device, which holds weights, gradients and moments. All devices share
+// Runs optimizer steps on one device, which holds weights, gradients and moments, together with the
+// engines of the other ranks if there are several. All devices share
 // this interface, so that a run can continue on another device. Schedules and checkpoints belong to
 // the trainer (trainer.h).
 #pragma once
@@ -12,6 +13,7 @@
 
 #include "twell/model/weights.h"
 #include "twell/train/metrics.h"
+#include "twell/train/shard_layout.h"
 #include "twell/train/trainer_state.h"
 
 namespace twell {
@@ -24,10 +26,12 @@ struct StepRequest {
   std::span<const LayerHint> hints;  // [L]; empty when unknown
 };
 
+// Over all ranks.
 struct StepOutcome {
   double ce = 0.0;  // means over the tokens of the step
   double kl = 0.0;
-  double grad_norm = 0.0;            // before clipping
+  double grad_norm = 0.0;  // before clipping
+  int culprit = -1;        // the rank whose loss or gradients are not finite; -1: not known
   std::vector<LayerMetrics> layers;  // [L]
 };
 
@@ -37,10 +41,15 @@ class TrainEngine {
 
   // The model in host memory. Its weights are up to date only within read_state.
   virtual Model& model() = 0;
-  // Runs forward, backward and the optimizer for all micro-batches of a step. When the loss or the
-  // norm is not finite, weights and moments stay unchanged.
+  // Runs forward, backward and the optimizer for all micro-batches of a step, of which each rank
+  // takes its share. When the loss or the norm is not finite, weights and moments stay unchanged.
+  // This and the functions below are collective: all ranks call them.
   virtual StepOutcome step(const StepRequest& request) = 0;
   virtual double validate() = 0;  // nats per token on the validation split
+
+  // The other ranks; null for a run of a single one.
+  virtual Communicator* ranks() const { return nullptr; }
+  virtual const ShardLayout& layout() const = 0;
 
   using StateFn = std::function<void(const OptimizerTensors& state)>;
   // Calls use() with a host copy of the weights and moments.

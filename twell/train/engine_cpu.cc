@@ -6,6 +6,7 @@
 
 #include "twell/base/error.h"
 #include "twell/ops/adamw/adamw.h"
+#include "twell/train/rank_outcome.h"
 #include "twell/train/validation.h"
 
 namespace twell {
@@ -16,17 +17,25 @@ size_t batch_size(const TrainOptions& options) {
   return static_cast<size_t>(options.micro_batch_tokens());
 }
 
+std::span<float> bucket_of(std::span<float> flat, const GradientBucket& bucket) {
+  return flat.subspan(static_cast<size_t>(bucket.begin),
+                      static_cast<size_t>(bucket.end - bucket.begin));
+}
+
 }  // namespace
 
 TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards,
-                               const TrainOptions& options, const Model* teacher)
+                               const TrainOptions& options, const Model* teacher,
+                               Communicator* ranks)
     : ctx_(ctx),
       model_(model),
       shards_(shards),
       options_(options),
+      ranks_(ranks),
+      layout_(model, ranks == nullptr ? 1 : ranks->size(), ranks == nullptr ? 0 : ranks->rank()),
       micro_batches_(shards, options),
       state_(model.config, {options.micro_batch, options.sequence_length}),
-      optimizer_(model),
+      optimizer_(model, layout_),
       activity_(model.config),
       grads_(model.flat.size()),
       inputs_(batch_size(options)),
@@ -60,13 +69,13 @@ void TrainEngineCpu::ask_teacher(TrainingBatch& batch) {
   batch.teacher_share = static_cast<float>(options_.distill);
 }
 
-void TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcome& outcome) {
+int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcome& outcome) {
   ctx_.parallel_for(grads_.size(), 1 << 16, [&](int64_t begin, int64_t end, int) {
     std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
   });
   activity_.clear();
   int64_t tokens = 0;
-  for (int64_t i = 0; i < options_.micro_batches(); ++i) {
+  for (int64_t i = layout_.rank(); i < options_.micro_batches(); i += layout_.ranks()) {
     micro_batches_.read(request.step, i, inputs_, targets_);
     TrainingBatch batch;
     batch.inputs = inputs_;
@@ -89,15 +98,40 @@ void TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcom
   const double count = static_cast<double>(std::max<int64_t>(tokens, 1));
   outcome.ce /= count;
   outcome.kl /= count;
+  return tokens;
+}
+
+double TrainEngineCpu::reduce_gradients(StepOutcome& outcome) {
+  if (ranks_ == nullptr) return global_norm(ctx_, grads_.span());
+  double squares = 0.0;  // of this rank's pieces
+  for (size_t i = 0; i < layout_.buckets().size(); ++i) {
+    ranks_->reduce_scatter_sum(bucket_of(grads_.span(), layout_.buckets()[i]));
+    const ShardPiece& piece = layout_.pieces()[i];
+    const double norm = global_norm(ctx_, grads_.span().subspan(static_cast<size_t>(piece.begin),
+                                                                static_cast<size_t>(piece.size)));
+    squares += norm * norm;
+  }
+  ranks_->all_reduce_sum(std::span(&squares, 1));
+  if (!std::isfinite(squares) && outcome.culprit < 0) {
+    outcome.culprit = first_culprit(*ranks_, finite_outside_pieces(grads_.span(), layout_));
+  }
+  return std::sqrt(squares);
 }
 
 StepOutcome TrainEngineCpu::step(const StepRequest& request) {
   StepOutcome outcome;
-  accumulate_gradients(request, outcome);
-  outcome.grad_norm = global_norm(ctx_, grads_.span());
+  const int64_t tokens = accumulate_gradients(request, outcome);
+  if (ranks_ != nullptr) activity_.merge_active(*ranks_);
   outcome.layers = activity_.metrics();
+  if (ranks_ != nullptr) combine_outcomes(*ranks_, static_cast<double>(tokens), outcome);
+  outcome.grad_norm = reduce_gradients(outcome);
   if (!std::isfinite(outcome.ce) || !std::isfinite(outcome.grad_norm)) return outcome;
   optimizer_.step(ctx_, options_, request.step, outcome.grad_norm, grads_.span(), model_);
+  if (ranks_ != nullptr) {
+    for (const GradientBucket& bucket : layout_.buckets()) {
+      ranks_->all_gather(bucket_of(model_.flat.span(), bucket));
+    }
+  }
   if (options_.reinit_dead) {
     reinit_dead_neurons(ctx_, options_, request.step, activity_.active(), model_);
   }
@@ -111,7 +145,7 @@ double TrainEngineCpu::validate() {
   validation.sequences = options_.validation_sequences;
   validation.length = options_.sequence_length;
   validation.micro_batch = std::max<int64_t>(1, options_.micro_batch / 2);
-  return validation_cross_entropy(ctx_, model_, shards_, validation);
+  return validation_cross_entropy(ctx_, model_, shards_, validation, ranks_);
 }
 
 }  // namespace twell

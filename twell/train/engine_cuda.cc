@@ -111,6 +111,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
     : ctx_(ctx),
       model_(model),
       options_(options),
+      layout_(model),
       free_at_start_(free_device_bytes()),
       training_(ctx, supported(model.config, options),
                 training_plan(ctx, model.config, options, hints),

@@ -38,12 +38,18 @@ void resolve_batch(TrainOptions& options, const ModelConfig& config) {
                 options.sequence_length, config.max_sequence());
   require_integer("micro-batch", options.micro_batch, 1, 65536);
   const int64_t micro_tokens = options.micro_batch_tokens();
-  if (options.batch_tokens == 0) options.batch_tokens = micro_tokens;
+  require_integer("ranks", options.ranks, 1, 65536);
+  if (options.batch_tokens == 0) options.batch_tokens = micro_tokens * options.ranks;
   require_integer("batch tokens", options.batch_tokens, 1, kMaxBatchTokens);
   TWELL_REQUIRE(options.batch_tokens % micro_tokens == 0,
                 "batch tokens {} is not a multiple of a micro-batch: {} sequences of {} tokens "
                 "make {}",
                 options.batch_tokens, options.micro_batch, options.sequence_length, micro_tokens);
+  TWELL_REQUIRE(options.micro_batches() >= options.ranks,
+                "batch tokens {} make {} micro-batches of {} x {}, too few for {} ranks; take "
+                "smaller micro-batches or more batch tokens",
+                options.batch_tokens, options.micro_batches(), options.micro_batch,
+                options.sequence_length, options.ranks);
 }
 
 void resolve_length(TrainOptions& options) {

@@ -32,7 +32,9 @@ struct TrainOptions {
 
   int64_t sequence_length = 0;  // tokens; 0: the model's context
   int64_t micro_batch = 8;      // sequences per forward and backward pass
-  int64_t batch_tokens = 0;     // tokens per optimizer step; 0: one micro-batch
+  int64_t batch_tokens = 0;     // tokens per optimizer step; 0: one micro-batch per rank
+  // Processes that share the micro-batches of each step: rank r takes r, r + ranks, ...
+  int64_t ranks = 1;
 
   double learning_rate = 1e-3;
   double min_lr_ratio = 0.0;  // final learning rate / learning_rate

@@ -46,9 +46,12 @@ RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& optio
 RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) {
   RunPlan plan = plan_without_engine(config, options, shard_bytes);
   const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
-  std::vector<MemoryItem> items = {{"weights (f32)", flat_bytes},
-                                   {"gradients (f32)", flat_bytes},
-                                   {"AdamW moments (2 x f32)", 2 * flat_bytes}};
+  std::vector<MemoryItem> items = {
+      {"weights (f32)", flat_bytes},
+      {"gradients (f32)", flat_bytes},
+      {options.ranks == 1 ? "AdamW moments (2 x f32)"
+                          : "AdamW moments (2 x f32), this rank's shard",
+       2 * flat_bytes / options.ranks}};
   const auto activations =
       TrainingState::memory_plan(config, {options.micro_batch, options.sequence_length});
   items.insert(items.end(), activations.begin(), activations.end());

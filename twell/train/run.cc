@@ -2,6 +2,7 @@
 #include "twell/train/run.h"
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -46,14 +47,17 @@ class Loop {
  public:
   Loop(Context& ctx, TrainEngine& engine, const TrainRun& run)
       : run_(run),
+        ranks_(engine.ranks()),
+        first_(ranks_ == nullptr || ranks_->rank() == 0),
         ffn_(engine.model().config.ffn),
         trainer_(ctx, engine, run.shards, run.options, data_identity(run)) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
-      run.folder.discard_after(trainer_.steps_done());
       summary_.checkpoint = run.resume_from->folder;
       saved_step_ = trainer_.steps_done();
     }
+    if (!first_) return;
+    if (run.resume_from) run.folder.discard_after(trainer_.steps_done());
     run.folder.begin(run.saved_options);
     const int64_t kept = run.resume_from ? trainer_.steps_done() : -1;  // last step to keep
     metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), kept);
@@ -70,7 +74,7 @@ class Loop {
       validate(before);
       report(before);
     }
-    while (!trainer_.finished() && !run_.stop.load()) step();
+    while (!trainer_.finished() && !stop_requested()) step();
     summary_.interrupted = !trainer_.finished();
     if (saved_step_ != trainer_.steps_done()) save();
     summary_.steps_done = trainer_.steps_done();
@@ -80,6 +84,12 @@ class Loop {
   }
 
  private:
+  bool stop_requested() {
+    uint8_t stop = run_.stop.load() ? 1 : 0;
+    if (ranks_ != nullptr) ranks_->all_reduce_max(std::span(&stop, 1));
+    return stop != 0;
+  }
+
   void step() {
     const TrainOptions& options = run_.options;
     StepMetrics metrics = trainer_.train_step();
@@ -100,6 +110,7 @@ class Loop {
   }
 
   void report(const StepMetrics& metrics) {
+    if (!first_) return;
     metrics_->write(metrics);
     if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
     if (!run_.on_progress) return;
@@ -114,25 +125,53 @@ class Loop {
   }
 
   void save() {
+    saved_step_ = trainer_.steps_done();
+    // Rank 0 makes the folder and gives it its name once all ranks have written their parts.
+    if (!first_) return write_parts(ranks_->broadcast_text({}, 0));
     const Checkpoint saved = run_.folder.save(
-        trainer_.steps_done(), run_.options.keep_last, [this](const std::filesystem::path& folder) {
-          trainer_.save(folder);
-          run_.tokenizer.save(folder / "tokenizer.json");
-          for (const auto& file : run_.companions) {
-            write_file_atomic(folder / file.filename(), read_file(file));
-          }
+        saved_step_, run_.options.keep_last, [this](const std::filesystem::path& folder) {
+          write_parts(ranks_ == nullptr ? folder.string()
+                                        : ranks_->broadcast_text(folder.string(), 0));
         });
-    saved_step_ = saved.step;
     summary_.checkpoint = saved.folder;
+  }
+
+  void write_parts(const std::filesystem::path& folder) {
+    if (ranks_ == nullptr) return write_part(folder);
+    std::string fault;
+    std::exception_ptr thrown;
+    try {
+      write_part(folder);
+    } catch (const RankFault&) {
+      throw;
+    } catch (const std::exception& error) {
+      fault = error.what();
+      thrown = std::current_exception();
+    }
+    const std::string verdict = ranks_->rendezvous().agree(fault);
+    if (thrown) std::rethrow_exception(thrown);
+    TWELL_REQUIRE(verdict.empty(), "the checkpoint of step {} could not be saved: {}",
+                  trainer_.steps_done(), verdict);
+  }
+
+  void write_part(const std::filesystem::path& folder) {
+    trainer_.save(folder);
+    if (!first_) return;
+    run_.tokenizer.save(folder / "tokenizer.json");
+    for (const auto& file : run_.companions) {
+      write_file_atomic(folder / file.filename(), read_file(file));
+    }
   }
 
   void log_changed_executions(const StepMetrics& metrics) {
     for (const std::string& line : changes_.settled(metrics, ffn_)) {
-      if (run_.log) run_.log(LogLevel::kInfo, line);
+      if (first_ && run_.log) run_.log(LogLevel::kInfo, line);
     }
   }
 
   const TrainRun& run_;
+  Communicator* ranks_;
+  bool first_;
   int64_t ffn_;
   ExecutionChanges changes_;
   Trainer trainer_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A training run from its first step, or from a checkpoint, to its last: validation, metrics,
-// checkpoints, and a clean stop.
+// checkpoints, and a clean stop. With several ranks, all call run_training; rank 0 has the folder's
+// lock, writes and reports, and the others write their shards of checkpoints only.
 #pragma once
 
 #include <atomic>
@@ -36,9 +37,9 @@ struct TrainRun {
   const ShardSet& shards;
   const RunFolder& folder;
   std::string saved_options;              // saved for --resume once the run can start
-  std::optional<Checkpoint> resume_from;  // its weights are already in the model
+  std::optional<Checkpoint> resume_from;  // the same on all ranks; its weights are in the model
   bool tensorboard = false;
-  const std::atomic<bool>& stop;  // once true: finish the step, save, return
+  const std::atomic<bool>& stop;  // once true on any rank: finish the step, save, return
   LogSink log;
   std::function<void(const Progress&)> on_progress;
   // Files of the original model that are copied into every checkpoint: templates and generation
@@ -52,7 +53,7 @@ struct TrainSummary {
   bool interrupted = false;
   double seconds = 0.0;
   std::optional<double> first_validation_ce, last_validation_ce;  // of this call
-  std::filesystem::path checkpoint;                               // the newest
+  std::filesystem::path checkpoint;                               // the newest, on rank 0
 };
 
 // InputError when training diverges or a file cannot be written; the last good checkpoint stays.

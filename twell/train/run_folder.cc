@@ -107,7 +107,9 @@ RunFolder::RunFolder(const fs::path& path, bool resume) : path_(path) {
   remove_leftovers(path / "checkpoints");
 }
 
-RunFolder::~RunFolder() { ::close(lock_); }
+RunFolder::~RunFolder() {
+  if (lock_ >= 0) ::close(lock_);
+}
 
 void RunFolder::begin(const std::string& options) const {
   write_file_atomic(options_path(), options);

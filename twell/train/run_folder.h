@@ -30,6 +30,8 @@ class RunFolder {
   // Creates the folder and takes its lock. InputError when another process holds it; when the
   // folder holds a run and `resume` is false; when it holds none and `resume` is true.
   RunFolder(const std::filesystem::path& path, bool resume);
+  // For ranks other than the first, which owns the folder: takes no lock and only reads.
+  explicit RunFolder(const std::filesystem::path& path) : path_(path) {}
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;

@@ -50,6 +50,7 @@ Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const Train
 
 StepMetrics Trainer::train_step() {
   const auto start = std::chrono::steady_clock::now();
+  Communicator* const ranks = engine_.ranks();
   StepMetrics metrics;
   metrics.step = step_ + 1;
   metrics.tokens = metrics.step * options_.batch_tokens;
@@ -58,17 +59,21 @@ StepMetrics Trainer::train_step() {
   if (options_.relufy_from != Activation::kRelu) {
     metrics.relu_share = relu_share_at(options_, step_);
   }
+  if (ranks != nullptr) ranks->rendezvous().set_step(metrics.step);
   const StepOutcome outcome = engine_.step({.step = metrics.step,
                                             .learning_rate = metrics.learning_rate,
                                             .l1_coeff = metrics.l1_coeff,
                                             .relu_share = metrics.relu_share,
                                             .hints = hints_});
+  const std::string whose =
+      outcome.culprit < 0 ? std::string() : fmt::format(" on rank {}", outcome.culprit);
   if (!std::isfinite(outcome.ce)) {
-    throw DivergenceError(fmt::format("the loss is {} at step {}", outcome.ce, metrics.step));
+    throw DivergenceError(
+        fmt::format("the loss is {} at step {}{}", outcome.ce, metrics.step, whose));
   }
   if (!std::isfinite(outcome.grad_norm)) {
-    throw DivergenceError(
-        fmt::format("the gradient's norm is {} at step {}", outcome.grad_norm, metrics.step));
+    throw DivergenceError(fmt::format("the gradient's norm is {} at step {}{}", outcome.grad_norm,
+                                      metrics.step, whose));
   }
   ++step_;
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
@@ -91,7 +96,8 @@ void Trainer::measure(const StepOutcome& outcome, double seconds, StepMetrics& m
   metrics.seconds = seconds;
   metrics.tokens_per_second = static_cast<double>(options_.batch_tokens) / seconds;
   if (engine_.peak_flops() > 0.0) {
-    metrics.mfu = metrics.tokens_per_second * flops_per_token_ / engine_.peak_flops();
+    metrics.mfu = metrics.tokens_per_second * flops_per_token_ /
+                  (engine_.peak_flops() * engine_.layout().ranks());
   }
   metrics.device_bytes = engine_.device_bytes();
 }
@@ -101,18 +107,19 @@ void Trainer::save(const std::filesystem::path& checkpoint) const {
     if (!std::isfinite(global_norm(ctx_, state.weights))) {
       throw DivergenceError(fmt::format("a weight is not a finite number after step {}", step_));
     }
-    save_model(engine_.model(), checkpoint, options_.save_dtype);
+    const ShardLayout& layout = engine_.layout();
+    if (layout.rank() == 0) save_model(engine_.model(), checkpoint, options_.save_dtype);
     OptimizerTensors tensors = state;
     if (options_.save_dtype == DType::kF32) tensors.weights = {};  // model.safetensors has them
     save_trainer_state(checkpoint, {step_, trajectory_text(options_), data_identity_, hints_},
-                       tensors);
+                       tensors, layout);
   });
 }
 
 void Trainer::restore(const std::filesystem::path& checkpoint) {
   TrainerState saved;
   engine_.write_state([&](const OptimizerTensors& state) {
-    saved = load_trainer_state(checkpoint, state);
+    saved = load_trainer_state(checkpoint, state, engine_.layout());
     require_same_trajectory(saved.trajectory, trajectory_text(options_));
     TWELL_REQUIRE(saved.data == data_identity_,
                   "cannot resume on other data: the run was trained on tokens '{}', these are '{}'",

@@ -40,7 +40,8 @@ class Trainer {
   StepMetrics train_step();  // DivergenceError
   double validate() const { return engine_.validate(); }
 
-  // Saves the model and the trainer's state into an existing checkpoint folder.
+  // Saves the model (rank 0) and the trainer's state (each rank its shard) into an existing
+  // checkpoint folder. Collective.
   void save(const std::filesystem::path& checkpoint) const;
   // Restores the trainer's state; the caller loads the model from the same checkpoint.
   void restore(const std::filesystem::path& checkpoint);

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The state that a trainer needs in addition to the model to continue bit for bit, in the folder
 // `trainer/` of a checkpoint: state.json (step, options, data, hints) and optimizer.safetensors
-// (moments, and the f32 weights when the model file has lower precision). The data position and the
-// random numbers are pure functions of the seed and the step, so only the step is saved.
+// (moments, and the f32 weights when the model file has lower precision). Several ranks write a
+// file each, optimizer-RRRRR-of-WWWWW.safetensors, with their pieces of the flat arrays one after
+// another and the table of these pieces (`pieces`, I64 [n, 2]: begin in the flat array, size); any
+// number of ranks can read them. The data position and the random numbers are pure functions of the
+// seed and the step, so only the step is saved.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +13,8 @@
 #include <span>
 #include <string>
 #include <vector>
+
+#include "twell/train/shard_layout.h"
 
 namespace twell {
 
@@ -25,23 +30,26 @@ struct TrainerState {
   std::string trajectory;        // trajectory_text of the options
   std::string data;              // identity of the token stream
   std::vector<LayerHint> hints;  // [L]; empty before the first step
+  int ranks = 1;                 // that wrote the optimizer's state; set by reading
 };
 
-// Every array is flat [N], in the order of the model's parameter table.
 struct OptimizerTensors {
-  std::span<float> exp_avg;
-  std::span<float> exp_avg_sq;
-  std::span<float> weights;  // written when not empty; read when the file has them
+  std::span<float> exp_avg;     // [S], a rank's shard (shard_layout.h)
+  std::span<float> exp_avg_sq;  // [S]
+  // [N], in the order of the model's parameter table. Written when not empty (each rank its
+  // pieces); read when the files have them.
+  std::span<float> weights;
 };
 
+// Every rank writes its file, and rank 0 state.json as well.
 void save_trainer_state(const std::filesystem::path& checkpoint, const TrainerState& state,
-                        const OptimizerTensors& tensors);
+                        const OptimizerTensors& tensors, const ShardLayout& layout);
 // InputError when anything is missing, damaged or of a different size.
 TrainerState load_trainer_state(const std::filesystem::path& checkpoint,
-                                const OptimizerTensors& tensors);
+                                const OptimizerTensors& tensors, const ShardLayout& layout);
 
-// The number of warm-up steps of the run that saved the checkpoint.
-int64_t saved_warmup_steps(const std::filesystem::path& checkpoint);
+// An integer among the options of the run that saved the checkpoint (trajectory_text).
+int64_t saved_option(const std::filesystem::path& checkpoint, const char* name);
 // Reads all of a training checkpoint, model and trainer state, and describes the first fault; empty
 // when it is intact.
 std::string checkpoint_fault(const std::filesystem::path& checkpoint);

@@ -11,13 +11,14 @@
 namespace twell {
 
 double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
-                                const ValidationOptions& options) {
+                                const ValidationOptions& options, Communicator* ranks) {
   const ValidationWindows windows(shards, options);
   const int64_t sequences = windows.sequences();
   ForwardState state(model.config, FfnPolicy::kAuto);
-  double loss = 0.0;
-  int64_t tokens = 0;
-  for (int64_t begin = 0; begin < sequences; begin += options.micro_batch) {
+  double loss = 0.0, tokens = 0.0;
+  const int64_t rank = ranks == nullptr ? 0 : ranks->rank();
+  const int64_t stride = options.micro_batch * (ranks == nullptr ? 1 : ranks->size());
+  for (int64_t begin = rank * options.micro_batch; begin < sequences; begin += stride) {
     const int64_t count = std::min(options.micro_batch, sequences - begin);
     const int64_t rows = count * options.length;
     std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
@@ -32,10 +33,16 @@ double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet
     head.targets = targets;
     const CrossEntropyResult result = cross_entropy(ctx, head);
     loss += result.loss_sum;
-    tokens += result.tokens;
+    tokens += static_cast<double>(result.tokens);
   }
-  TWELL_CHECK(tokens > 0, "no validation tokens in {} sequences", sequences);
-  return loss / static_cast<double>(tokens);
+  if (ranks != nullptr) {
+    double sums[] = {loss, tokens};
+    ranks->all_reduce_sum(sums);
+    loss = sums[0];
+    tokens = sums[1];
+  }
+  TWELL_CHECK(tokens > 0.0, "no validation tokens in {} sequences", sequences);
+  return loss / tokens;
 }
 
 }  // namespace twell

@@ -6,13 +6,14 @@
 
 #include "twell/base/context.h"
 #include "twell/data/shards.h"
+#include "twell/dist/communicator.h"
 #include "twell/model/weights.h"
 #include "twell/train/micro_batches.h"
 
 namespace twell {
 
-// Mean in nats per token.
+// Mean in nats per token. Ranks share the sequences and have the same result.
 double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
-                                const ValidationOptions& options);
+                                const ValidationOptions& options, Communicator* ranks = nullptr);
 
 }  // namespace twell

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs of several ranks, which are threads here: the same curve as one rank, the same bits every
+// time, checkpoints that any number of ranks continues, and failures that name the rank.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/dist/test_ranks.h"
+#include "twell/train/engine_cpu.h"
+#include "twell/train/run.h"
+#include "twell/train/test_run.h"
+#include "twell/train/trainer_state.h"
+
+namespace twell {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::Each;
+using testing::HasSubstr;
+using testing::StrEq;
+
+class RanksTest : public testing::Test {
+ protected:
+  struct Curve {
+    std::vector<double> ce, validation;
+    std::vector<int64_t> dead;
+  };
+  using Weights = std::vector<std::vector<float>>;  // of each rank
+  struct Poison {
+    int rank = -1;
+    int64_t after_step = 0;
+  };
+
+  ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+
+  // Four micro-batches a step; dead neurons are reinitialised, gradients clipped.
+  static TrainOptions options(int64_t steps) {
+    TrainOptions options = micro_options(steps);
+    options.batch_tokens = 128;
+    options.reinit_dead = true;
+    options.clip_norm = 0.5;
+    options.validate_every = 4;
+    options.validation_sequences = 7;
+    return options;
+  }
+
+  // Runs in `out`, from its newest checkpoint if there is one. Returns the error of each rank.
+  std::vector<std::string> run(int ranks, const fs::path& out, TrainOptions options,
+                               int64_t stop_after = -1) {
+    curve_ = {};
+    weights_.assign(static_cast<size_t>(ranks), {});
+    options.ranks = ranks;
+    options = resolve_options(options, config());
+    const bool resume = fs::exists(out);
+    fs::create_directories(out);
+    const RunFolder first(out, resume);
+    const RunFolder follower(out);
+    const auto resume_from = first.latest();
+    return run_rendezvous(ranks, [&](Rendezvous& rendezvous) {
+      const auto all = ranks > 1 ? gloo_communicator(rendezvous) : nullptr;
+      const int rank = rendezvous.identity().rank;
+      Context ctx(1);
+      std::unique_ptr<Model> model;
+      if (resume_from) {
+        model = load_model(ctx, resume_from->folder);
+      } else {
+        model = std::make_unique<Model>(config());
+        init_weights(ctx, *model, 3);
+      }
+      std::atomic<bool> stop{false};
+      TrainRun training{options,      data_.tokenizer,
+                        data_.shards, rank == 0 ? first : follower,
+                        "{}",         resume_from,
+                        false,        stop,
+                        {},           {}};
+      TrainEngineCpu engine(ctx, *model, data_.shards, options, nullptr, all.get());
+      Watched watched(engine, [&](int64_t step) {
+        if (poison_.rank == rank && poison_.after_step == step) {
+          model->flat[model->flat.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+        }
+        // The last rank alone asks to stop.
+        if (rank == ranks - 1 && step == stop_after) stop = true;
+      });
+      training.on_progress = [&](const Progress& now) {
+        if (now.metrics.validation_ce) curve_.validation.push_back(*now.metrics.validation_ce);
+        if (now.metrics.step == 0) return;
+        curve_.ce.push_back(now.metrics.ce);
+        curve_.dead.push_back(now.metrics.layers[0].dead);
+      };
+      const TrainSummary summary = run_training(ctx, watched, training);
+      EXPECT_EQ(summary.interrupted, stop_after >= 0);
+      const auto flat = model->flat.span();
+      weights_[static_cast<size_t>(rank)].assign(flat.begin(), flat.end());
+    });
+  }
+
+  // Calls after_step on every rank, where on_progress is called on the first only.
+  class Watched : public TrainEngine {
+   public:
+    Watched(TrainEngine& engine, std::function<void(int64_t step)> after_step)
+        : engine_(engine), after_step_(std::move(after_step)) {}
+    Model& model() override { return engine_.model(); }
+    StepOutcome step(const StepRequest& request) override {
+      StepOutcome outcome = engine_.step(request);
+      after_step_(request.step);
+      return outcome;
+    }
+    double validate() override { return engine_.validate(); }
+    Communicator* ranks() const override { return engine_.ranks(); }
+    const ShardLayout& layout() const override { return engine_.layout(); }
+    void read_state(const StateFn& use) override { engine_.read_state(use); }
+    void write_state(const StateFn& fill) override { engine_.write_state(fill); }
+
+   private:
+    TrainEngine& engine_;
+    std::function<void(int64_t step)> after_step_;
+  };
+
+  static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double difference = 0.0, norm = 0.0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      difference += std::pow(a[i] - b[i], 2.0);
+      norm += std::pow(a[i], 2.0);
+    }
+    return std::sqrt(difference / norm);
+  }
+  static bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  }
+  fs::path out(const std::string& name) const { return temp_.path() / name; }
+
+  TempFolder temp_;
+  MicroData data_{temp_.path()};
+  Curve curve_;
+  Weights weights_;
+  Poison poison_;
+};
+
+TEST_F(RanksTest, TheCurveIsThatOfOneRankAndRepeatsBitForBit) {
+  EXPECT_THAT(run(1, out("1"), options(12)), Each(StrEq("")));
+  const Curve one = curve_;
+  const std::vector<float> weights = weights_[0];
+  for (const int ranks : {2, 3, 4}) {
+    EXPECT_THAT(run(ranks, out(std::to_string(ranks)), options(12)), Each(StrEq("")));
+    ASSERT_EQ(curve_.ce.size(), one.ce.size());
+    ASSERT_EQ(curve_.validation.size(), one.validation.size());
+    // The first loss differs by the order of a sum of doubles; later ones by weights that differ
+    // in their last bits, which AdamW's division by the root of v amplifies.
+    EXPECT_NEAR(curve_.ce[0], one.ce[0], 1e-12);
+    for (size_t i = 0; i < one.ce.size(); ++i) EXPECT_NEAR(curve_.ce[i], one.ce[i], 1e-4) << i;
+    for (size_t i = 0; i < one.validation.size(); ++i) {
+      EXPECT_NEAR(curve_.validation[i], one.validation[i], 1e-4) << i;
+    }
+    EXPECT_EQ(curve_.dead, one.dead);
+    EXPECT_LT(distance(weights_[0], weights), 1e-4);
+    for (const std::vector<float>& of_rank : weights_) EXPECT_TRUE(same(of_rank, weights_[0]));
+    const Curve first = curve_;
+    const std::vector<float> before = weights_[0];
+    run(ranks, out(std::to_string(ranks) + "-again"), options(12));
+    EXPECT_EQ(curve_.ce, first.ce);
+    EXPECT_EQ(curve_.validation, first.validation);
+    EXPECT_TRUE(same(weights_[0], before));
+  }
+}
+
+TEST_F(RanksTest, AnyNumberOfRanksContinuesARun) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const std::string name = dtype == DType::kF32 ? "f32" : "bf16";
+    TrainOptions given = options(9);
+    given.save_dtype = dtype;
+    given.validate_every = 0;
+    run(4, out(name + "-straight"), given);
+    const std::vector<float> straight = weights_[0];
+    // Four ranks, stopped by the last one, and four again: the same bits.
+    EXPECT_THAT(run(4, out(name), given, 3), Each(StrEq("")));
+    EXPECT_EQ(curve_.ce.size(), 3u);
+    fs::copy(out(name), out(name + "-other"),
+             fs::copy_options::recursive | fs::copy_options::copy_symlinks);
+    EXPECT_THAT(run(4, out(name), given), Each(StrEq("")));
+    EXPECT_EQ(curve_.ce.size(), 6u);
+    EXPECT_TRUE(same(weights_[0], straight));
+    // Three, one and two ranks continue: the same curve.
+    EXPECT_THAT(run(3, out(name + "-other"), given, 5), Each(StrEq("")));
+    EXPECT_THAT(run(1, out(name + "-other"), given, 7), Each(StrEq("")));
+    EXPECT_THAT(run(2, out(name + "-other"), given), Each(StrEq("")));
+    EXPECT_EQ(curve_.ce.size(), 2u);
+    EXPECT_LT(distance(weights_[0], straight), 1e-4);
+  }
+}
+
+TEST_F(RanksTest, ADamagedShardIsNoticed) {
+  run(2, out("run"), options(4));
+  const fs::path checkpoint = out("run") / "checkpoint";
+  EXPECT_EQ(checkpoint_fault(checkpoint), "");
+  const fs::path shard = checkpoint / "trainer" / "optimizer-00001-of-00002.safetensors";
+  fs::resize_file(shard, fs::file_size(shard) - 8);
+  EXPECT_THAT(checkpoint_fault(checkpoint), HasSubstr("optimizer-00001-of-00002"));
+  fs::remove(shard);
+  EXPECT_THAT(checkpoint_fault(checkpoint), HasSubstr("optimizer-00001-of-00002"));
+}
+
+TEST_F(RanksTest, ANonFiniteNumberNamesItsRankAndStep) {
+  TrainOptions given = options(6);
+  given.save_every = 2;
+  given.validate_every = 0;
+  poison_ = {.rank = 1, .after_step = 3};
+  const auto errors = run(3, out("run"), given);
+  for (const std::string& error : errors) {
+    EXPECT_THAT(error, HasSubstr("at step 4 on rank 1"));
+    EXPECT_THAT(error, HasSubstr("step-000002"));
+  }
+  EXPECT_EQ(checkpoint_fault(out("run") / "checkpoint"), "");
+  EXPECT_EQ(RunFolder(out("run")).latest()->step, 2);
+}
+
+TEST_F(RanksTest, ACheckpointThatOneRankCannotWriteIsNotKept) {
+  TrainOptions given = options(4);
+  given.save_every = 2;
+  given.validate_every = 0;
+  poison_ = {.rank = 1, .after_step = 4};  // its weights are not saved
+  const auto errors = run(2, out("run"), given);
+  EXPECT_THAT(errors[0], HasSubstr("step 4"));
+  EXPECT_THAT(errors[1], HasSubstr("step 4"));
+  EXPECT_EQ(RunFolder(out("run")).latest()->step, 2);
+}
+
+TEST_F(RanksTest, TooFewMicroBatchesForTheRanks) {
+  TrainOptions given = options(4);
+  given.ranks = 5;
+  try {
+    resolve_options(given, config());
+    FAIL() << "accepted";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("too few for 5 ranks"));
+  }
+  given.batch_tokens = 0;
+  EXPECT_EQ(resolve_options(given, config()).micro_batches(), 5);
+}
+
+TEST_F(RanksTest, BucketsAndPiecesCoverTheParametersOnce) {
+  const Model model(config());
+  for (const int ranks : {1, 2, 3, 5}) {
+    std::vector<int> covered(static_cast<size_t>(model.flat.size()));
+    for (int rank = 0; rank < ranks; ++rank) {
+      const ShardLayout layout(model, ranks, rank);
+      int64_t local = 0;
+      for (const ShardPiece& piece : layout.pieces()) {
+        EXPECT_EQ(piece.local, local);
+        local += piece.size;
+        for (int64_t i = 0; i < piece.size; ++i) ++covered[static_cast<size_t>(piece.begin + i)];
+      }
+      EXPECT_EQ(local, layout.size());
+    }
+    EXPECT_THAT(covered, Each(1)) << ranks;
+  }
+}
+
+}  // namespace
+}  // namespace twell
