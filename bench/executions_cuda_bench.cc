@@ -31,7 +31,7 @@ struct Options {
   std::string jsonl;
 };
 
-nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
                        const FfnPattern& pattern) {
   const auto tokens = pattern.tokens();
   const int64_t width = options.width, ffn = options.ffn;
@@ -107,7 +107,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
 }
 
 void run(const Options& options) {
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   JsonLines lines(ctx, "cuBLASLt, fastest proposal", options.jsonl);
   std::vector<FfnPattern> patterns;

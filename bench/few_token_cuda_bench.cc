@@ -38,7 +38,7 @@ struct WeightSet {
   FfnWeightsCuda view() const { return {gate.data(), up.data(), down.data()}; }
 };
 
-nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
                        const std::vector<WeightSet>& sets, const __nv_bfloat16* x, int64_t tokens,
                        double nnz) {
   const int64_t width = options.width, ffn = options.ffn;
@@ -119,7 +119,7 @@ void run(const Options& options) {
     TWELL_REQUIRE(tokens > 0 && tokens <= kMaxFewTokens, "--tokens {}: 1 to {}", tokens,
                   kMaxFewTokens);
   }
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const int64_t width = options.width, ffn = options.ffn;
   auto host_x = random_operand(kMaxFewTokens * width, 1, 1.0f);

@@ -262,7 +262,7 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const FfnPattern&
   return row;
 }
 
-nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
                        const FfnPattern& pattern, Operands& operands) {
   Layer layer(operands, repeated(pattern, 0, operands.shape.max_tokens), /*dense=*/false);
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
@@ -348,7 +348,7 @@ std::vector<PatternGroup> all_patterns(const Options& options) {
 }
 
 void run(const Options& options) {
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   set_matmul_tuning(ctx, true);
   JsonLines lines(ctx, "dense execution, cuBLASLt, fastest proposals", options.jsonl);

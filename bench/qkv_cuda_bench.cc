@@ -30,7 +30,7 @@ struct Options {
   std::string jsonl;
 };
 
-nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options& options,
+nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
                        const RopeTable& table, int64_t tokens) {
   const int64_t columns = (options.heads + 2 * options.kv_heads) * options.head_dim;
   const auto x = upload(random_operand(tokens * options.width, 1, 1.0f));
@@ -105,7 +105,7 @@ nlohmann::json measure(CudaContext& ctx, const TestStream& stream, const Options
 
 void run(const Options& options) {
   TWELL_REQUIRE(options.rounds > 0, "--rounds {}: at least 1", options.rounds);
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   for (const int64_t tokens : options.tokens) {
     const QkvCuda problem{.width = options.width,

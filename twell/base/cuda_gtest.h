@@ -12,10 +12,10 @@
 #define TWELL_SKIP_WITHOUT_GPU() \
   if (const std::string why = ::twell::cuda_unavailable(); !why.empty()) GTEST_SKIP() << why
 
-// Defines a TestStream `stream` and a CudaContext `ctx` on it.
+// Defines a CudaStream `stream` and a CudaContext `ctx` on it.
 #define TWELL_GPU_TEST()            \
   TWELL_SKIP_WITHOUT_GPU();         \
-  const ::twell::TestStream stream; \
+  const ::twell::CudaStream stream; \
   ::twell::CudaContext ctx(stream.get())
 
 // The same for kernels of compute capability 9.0.

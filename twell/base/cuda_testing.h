@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared by GPU tests and benchmarks: a stream of their own, and copies between host and device.
+// Shared by GPU tests and benchmarks: copies between host and device, and graphs.
 #pragma once
 
 #include <vector>
@@ -8,21 +8,7 @@
 
 namespace twell {
 
-// A stream that does not synchronise with the default stream.
-class TestStream {
- public:
-  TestStream() { TWELL_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~TestStream() { cudaStreamDestroy(stream_); }
-  TestStream(const TestStream&) = delete;
-  TestStream& operator=(const TestStream&) = delete;
-  cudaStream_t get() const { return stream_; }
-  void synchronize() const { TWELL_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-// Copies and fills run on the default stream and may return before they are done; a TestStream does
+// Copies and fills run on the default stream and may return before they are done; a CudaStream does
 // not wait for them.
 inline void synchronize_default_stream() {
   TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
@@ -56,7 +42,7 @@ DeviceBuffer<T> poisoned(int64_t n) {
 
 // Captures what `enqueue` puts on the stream into a graph and replays it `times` times.
 template <typename Enqueue>
-void replay_as_graph(const TestStream& stream, int times, const Enqueue& enqueue) {
+void replay_as_graph(const CudaStream& stream, int times, const Enqueue& enqueue) {
   const CudaGraph graph(stream.get(), enqueue);
   for (int i = 0; i < times; ++i) graph.launch(stream.get());
   stream.synchronize();

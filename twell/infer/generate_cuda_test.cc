@@ -39,7 +39,7 @@ class GenerateCudaTest : public testing::Test {
  protected:
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     ModelConfig config = test_model(cpu_, kVocab)->config;
     config.context = kContext;
@@ -74,7 +74,7 @@ class GenerateCudaTest : public testing::Test {
 
   Context cpu_{2};
   Tokenizer tokenizer_ = byte_tokenizer();
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> ctx_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<ModelCuda> device_model_;

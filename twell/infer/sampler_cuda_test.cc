@@ -15,7 +15,7 @@ namespace {
 
 std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, int64_t vocab,
                                const SamplerOptions& options, uint64_t index) {
-  const TestStream stream;
+  const CudaStream stream;
   const auto device_logits = upload(logits);
   std::vector<float> uniforms;
   for (int64_t row = 0; row < rows; ++row) {

@@ -22,7 +22,7 @@ class SessionCudaTest : public testing::Test {
  protected:
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = test_model(cpu_, kVocab);
     for (float& value : model_->flat.span()) value = to_float(to_bf16(value));
@@ -43,7 +43,7 @@ class SessionCudaTest : public testing::Test {
   }
 
   Context cpu_{2};
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> ctx_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<ModelCuda> device_model_;

@@ -59,7 +59,7 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
     const ModelConfig& config = GetParam().config;
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = rounded_model(cpu_, config);
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
@@ -116,7 +116,7 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
   static constexpr int64_t kSteps = 2;
   const std::vector<size_t> all_ = {0, 1, 2, 3, 4, 5, 6, 7};
   Context cpu_{2};
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> ctx_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<ModelCuda> device_model_;

@@ -60,7 +60,7 @@ class ForwardCudaTest : public testing::TestWithParam<ModelCase> {
  protected:
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     model_ = rounded_model(cpu_, GetParam().config);
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
@@ -101,7 +101,7 @@ class ForwardCudaTest : public testing::TestWithParam<ModelCase> {
   }
 
   Context cpu_{2};
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> ctx_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<ModelCuda> device_model_;

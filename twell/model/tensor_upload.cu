@@ -3,6 +3,10 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
+#include "twell/base/for_each.cuh"
+
 namespace twell {
 namespace {
 
@@ -14,10 +18,11 @@ __device__ __nv_bfloat16 to_bf16(__half value) { return __float2bfloat16(__half2
 __device__ __nv_bfloat16 to_bf16(__nv_bfloat16 value) { return value; }
 
 template <typename T>
-__global__ void convert_kernel(const T* from, int64_t n, __nv_bfloat16* to) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) to[i] = to_bf16(from[i]);
-}
+struct Convert {
+  const T* from;
+  __nv_bfloat16* to;
+  __device__ void operator()(int64_t i) const { to[i] = to_bf16(from[i]); }
+};
 
 template <typename T>
 __global__ void convert_transposed_kernel(const T* from, int64_t rows, int64_t cols,
@@ -39,7 +44,7 @@ __global__ void convert_transposed_kernel(const T* from, int64_t rows, int64_t c
 
 // Calls use(pointer of the stored type).
 template <typename Use>
-void with_type(const void* from, StoredFloat type, const Use& use) {
+cudaError_t with_type(const void* from, StoredFloat type, const Use& use) {
   switch (type) {
     case StoredFloat::kF32:
       return use(static_cast<const float*>(from));
@@ -48,16 +53,17 @@ void with_type(const void* from, StoredFloat type, const Use& use) {
     case StoredFloat::kBF16:
       return use(static_cast<const __nv_bfloat16*>(from));
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t launch_convert(const void* from, StoredFloat type, int64_t n, __nv_bfloat16* to,
                            cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>((n + kThreads - 1) / kThreads);
-  with_type(from, type,
-            [&](auto* values) { convert_kernel<<<blocks, kThreads, 0, stream>>>(values, n, to); });
-  return cudaGetLastError();
+  return with_type(from, type, [&](auto* values) {
+    using T = std::remove_cv_t<std::remove_pointer_t<decltype(values)>>;
+    return launch_for_each(n, Convert<T>{values, to}, stream);
+  });
 }
 
 cudaError_t launch_convert_transposed(const void* from, StoredFloat type, int64_t rows,
@@ -65,11 +71,11 @@ cudaError_t launch_convert_transposed(const void* from, StoredFloat type, int64_
                                       cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((cols + kTile - 1) / kTile),
                   static_cast<unsigned>((rows + kTile - 1) / kTile));
-  with_type(from, type, [&](auto* values) {
+  return with_type(from, type, [&](auto* values) {
     convert_transposed_kernel<<<grid, dim3(kTile, kThreads / kTile), 0, stream>>>(
         values, rows, cols, to, to_stride);
+    return cudaGetLastError();
   });
-  return cudaGetLastError();
 }
 
 }  // namespace twell

@@ -156,7 +156,7 @@ class Device {
     return download(loss)[0];
   }
 
-  TestStream stream;
+  CudaStream stream;
   CudaContext ctx{stream.get()};
   std::unique_ptr<TrainingCuda> training;
 
@@ -356,7 +356,7 @@ TEST(TrainingCudaRefusals, NameTheReason) {
   EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("QK-norm"));
   config.qk_norm = false;
   EXPECT_THAT(cuda_training_unsupported(config, 1), testing::HasSubstr("at least 2"));
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto huge = [&] { TrainingCuda(ctx, preset_config("2b"), {.shape = {512, 2048}}); };
   EXPECT_THAT(huge, testing::ThrowsMessage<InputError>(testing::HasSubstr("GiB")));

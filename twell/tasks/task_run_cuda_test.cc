@@ -59,7 +59,7 @@ class TaskRunCudaTest : public testing::Test {
  protected:
   void SetUp() override {
     TWELL_SKIP_WITHOUT_GPU();
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     ctx_ = std::make_unique<CudaContext>(stream_->get());
     init_weights(cpu_, model_, 1);
     for (float& value : model_.flat.span()) value = to_float(to_bf16(value));
@@ -69,7 +69,7 @@ class TaskRunCudaTest : public testing::Test {
   Context cpu_{2};
   Tokenizer tokenizer_ = byte_tokenizer();
   Model model_{config()};
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> ctx_;
   std::unique_ptr<ModelCuda> device_model_;
 };

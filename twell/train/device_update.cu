@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/device_update.h"
 
+#include "twell/base/for_each.cuh"
 #include "twell/ops/adamw/split_weight.cuh"
 
 namespace twell {
@@ -28,19 +29,19 @@ __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   return static_cast<float>(sqrt(-2.0 * log(u1)) * cospi(2.0 * u2));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    split_kernel(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) split(from[i], upper[i], rest[i]);
-}
+struct Split {
+  const float* from;
+  __nv_bfloat16* upper;
+  int16_t* rest;
+  __device__ void operator()(int64_t i) const { split(from[i], upper[i], rest[i]); }
+};
 
-__global__ void __launch_bounds__(kThreads)
-    join_kernel(const __nv_bfloat16* upper, const int16_t* rest, int64_t n, float* to) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) to[i] = join(upper[i], rest[i]);
-}
-
-unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
+struct Join {
+  const __nv_bfloat16* upper;
+  const int16_t* rest;
+  float* to;
+  __device__ void operator()(int64_t i) const { to[i] = join(upper[i], rest[i]); }
+};
 
 // One CTA per neuron.
 __global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
@@ -59,16 +60,12 @@ __global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
 
 cudaError_t launch_split_weights(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest,
                                  cudaStream_t stream) {
-  if (n == 0) return cudaSuccess;
-  split_kernel<<<blocks_for(n), kThreads, 0, stream>>>(from, n, upper, rest);
-  return cudaGetLastError();
+  return launch_for_each(n, Split{from, upper, rest}, stream);
 }
 
 cudaError_t launch_join_weights(const __nv_bfloat16* upper, const int16_t* rest, int64_t n,
                                 float* to, cudaStream_t stream) {
-  if (n == 0) return cudaSuccess;
-  join_kernel<<<blocks_for(n), kThreads, 0, stream>>>(upper, rest, n, to);
-  return cudaGetLastError();
+  return launch_for_each(n, Join{upper, rest, to}, stream);
 }
 
 cudaError_t launch_reinit_dead(const ReinitDead& p, cudaStream_t stream) {

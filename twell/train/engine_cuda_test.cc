@@ -30,7 +30,7 @@ class TrainEngineCudaTest : public testing::Test {
     TWELL_SKIP_WITHOUT_GPU();
     const std::string why = cuda_run_unsupported(config(), options(8));
     if (!why.empty()) GTEST_SKIP() << why;
-    stream_ = std::make_unique<TestStream>();
+    stream_ = std::make_unique<CudaStream>();
     device_ = std::make_unique<CudaContext>(stream_->get());
   }
   ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
@@ -82,7 +82,7 @@ class TrainEngineCudaTest : public testing::Test {
   TempFolder temp_;
   MicroData data_{temp_.path()};
   Context ctx_{1};
-  std::unique_ptr<TestStream> stream_;
+  std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> device_;
   std::vector<double> losses_;
 };

@@ -50,7 +50,7 @@ struct Weights {
   DeviceBuffer<int16_t> rest;
 };
 
-GradientNorm norm_on_device(const TestStream& stream, const DeviceBuffer<float>& grad,
+GradientNorm norm_on_device(const CudaStream& stream, const DeviceBuffer<float>& grad,
                             double clip_norm, const DeviceBuffer<GradientNorm>& result) {
   const auto partial = poisoned<double>(std::max<int64_t>(1, gradient_norm_partials(grad.size())));
   TWELL_CUDA_CHECK(launch_gradient_norm(
@@ -61,7 +61,7 @@ GradientNorm norm_on_device(const TestStream& stream, const DeviceBuffer<float>&
 
 TEST(GradientNormCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   Context cpu(1);
   for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{16385}, int64_t{9000001}}) {
     const std::vector<float> grad = random_floats(n, 1);
@@ -79,7 +79,7 @@ TEST(GradientNormCudaTest, EqualsCpu) {
 
 TEST(GradientNormCudaTest, SaysWhatIsNotFinite) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   const auto result = poisoned<GradientNorm>(1);
   const GradientNorm huge =
       norm_on_device(stream, upload(std::vector<float>(100, 3e38f)), 1.0, result);
@@ -124,7 +124,7 @@ class AdamWCudaTest : public testing::TestWithParam<int64_t> {};
 TEST_P(AdamWCudaTest, EqualsCpuOverSteps) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   Context cpu(1);
   State state(n);
   const Weights weight(state.weight);
@@ -171,7 +171,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AdamWCudaTest,
 TEST(AdamWCudaTest, MomentsInBf16) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 1029;
-  const TestStream stream;
+  const CudaStream stream;
   const std::vector<float> grad = random_floats(n, 3), weight = random_floats(n, 4);
   const auto m = random_bf16(n, 5);
   auto v = random_bf16(n, 6);
@@ -214,7 +214,7 @@ TEST(AdamWCudaTest, MomentsInBf16) {
 TEST(AdamWCudaTest, SkipsAStepThatIsNotFinite) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 129;
-  const TestStream stream;
+  const CudaStream stream;
   const std::vector<float> weight = random_floats(n, 1), moments = random_floats(n, 2);
   const Weights device_weight(weight);
   const auto m = upload(moments), v = upload(moments),

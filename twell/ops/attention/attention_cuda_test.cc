@@ -85,7 +85,7 @@ struct Problem {
 enum class Kernel { kAny, kTiled, kCudnn };
 
 std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAny) {
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto q = upload(problem.q), k = upload(problem.k), v = upload(problem.v);
   const auto q_begin = upload(problem.q_begin), q_len = upload(problem.q_len),

@@ -39,7 +39,7 @@ struct Operands {
 };
 
 Results on_device(const Operands& o, bool graph = false) {
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto qkv = upload(o.qkv), d_out = upload(o.d_out);
   const auto out = poisoned<__nv_bfloat16>(o.tokens * o.width);
@@ -175,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(AttentionTrainRefusalTest, Shapes) {
   if (const std::string why = no_cudnn(); !why.empty()) GTEST_SKIP() << why;
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   for (const AttentionTrainShape& shape :
        {AttentionTrainShape{2, 1, 2, 2, 64}, AttentionTrainShape{2, 64, 3, 2, 64}}) {

@@ -12,7 +12,7 @@ namespace {
 
 TEST(BiasBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   Context cpu(1);
   for (const auto& [tokens, width] :
        {std::pair<int64_t, int64_t>{1, 8}, {127, 264}, {129, 2056}, {5000, 40}}) {

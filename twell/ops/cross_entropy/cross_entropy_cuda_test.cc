@@ -56,7 +56,7 @@ struct Operands {
 constexpr float kGradScale = 1e-3f;
 
 Results on_device(const Operands& o, bool gradients, bool graph = false, bool add = true) {
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto [tokens, width, vocab, workspace_tokens] = o.shape;
   const auto x = upload(o.x), weight = upload(o.weight);
@@ -161,7 +161,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropyCudaTest,
 // Logits of a thousand, and rows in which one logit dominates.
 TEST(CrossEntropyCudaTest, LargeLogits) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   const int64_t tokens = 3, vocab = 24;
   std::vector<float> logits(static_cast<size_t>(tokens * vocab), -1000.0f);
   logits[5] = 1024.0f;       // the target of token 0

@@ -13,7 +13,7 @@ namespace {
 
 TEST(TokenLossesCudaTest, EqualsDoublePrecision) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   const int64_t tokens = 67;
   for (const int64_t vocab : {int64_t{3}, int64_t{257}, int64_t{5000}}) {
     std::vector<float> logits(static_cast<size_t>(tokens * vocab));

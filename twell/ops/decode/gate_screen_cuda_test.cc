@@ -16,7 +16,7 @@ class GateScreenCudaTest : public testing::TestWithParam<int64_t> {};
 TEST_P(GateScreenCudaTest, IsTheReference) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t width = GetParam(), ffn = 37, layers = 2;
-  const TestStream stream;
+  const CudaStream stream;
   const int64_t row_bytes = screen_row_bytes(width);
   const auto all_rows = poisoned<uint8_t>(layers * ffn * row_bytes);
   const auto all_errors = poisoned<float>(layers * ffn);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "twell/base/reduce.cuh"
 #include "twell/ops/decode/skinny_gemm.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 
@@ -58,8 +59,7 @@ __device__ __forceinline__ void stage_x(const Input& input, Shared& shared, uint
       for (int at = thread + kThreads; at < pieces; at += kThreads) {
         squares += sm90::sum_of_squares(x[m * pieces + at]);
       }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+      squares = warp_sum(squares);
       if (thread % 32 == 0) shared.squares[thread / 32][m] = squares;
     }
     __syncthreads();

@@ -99,7 +99,7 @@ TEST_P(LayerOpsCuda, LinearWithNormAndResidual) {
   const auto w = random_bf16(cols * width, 3), residual = random_bf16(tokens * cols, 4);
   const auto device_w = upload(w), device_residual = upload(residual);
   const auto y = poisoned<float>(tokens * cols);
-  const TestStream stream;
+  const CudaStream stream;
   for (const bool with_norm : {false, true}) {
     TWELL_CUDA_CHECK(launch_linear({.input = operands.input(with_norm),
                                     .cols = cols,
@@ -124,7 +124,7 @@ TEST_P(LayerOpsCuda, TokensDoNotDependOnEachOther) {
   const Operands operands(GetParam());
   const auto w = upload(random_bf16(cols * width, 3));
   const auto together = poisoned<float>(tokens * cols), apart = poisoned<float>(tokens * cols);
-  const TestStream stream;
+  const CudaStream stream;
   const auto run = [&](int64_t first, int64_t count, float* y) {
     Input input = operands.input(true);
     input.x += first * width;
@@ -168,7 +168,7 @@ TEST_P(LayerOpsCuda, GateUp) {
   const auto device_gate = upload(w_gate), device_up = upload(w_up);
   const Products up = products(operands.normed, to_floats(w_up), tokens, ffn, width);
   const Products gate = products(operands.normed, to_floats(w_gate), tokens, ffn, width);
-  const TestStream stream;
+  const CudaStream stream;
   for (const bool gated : {false, true}) {
     const Hidden want = hidden(gated ? &gate : nullptr, up);
     const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
@@ -234,7 +234,7 @@ TEST_P(LayerOpsQkvCuda, RotatesAndFillsTheCache) {
   const auto q = poisoned<__nv_bfloat16>(tokens * q_stride);
   const auto keys = poisoned<__nv_bfloat16>(rows * kv_heads * head_dim),
              values = poisoned<__nv_bfloat16>(rows * kv_heads * head_dim);
-  const TestStream stream;
+  const CudaStream stream;
   TWELL_CUDA_CHECK(launch_qkv({.input = operands.input(true),
                                .heads = heads,
                                .kv_heads = kv_heads,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cub/device/device_radix_sort.cuh>
 
+#include "twell/base/for_each.cuh"
 #include "twell/ops/embedding/embedding_kernels.h"
 
 namespace twell {
@@ -9,14 +10,16 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kColumns = 8;  // values per thread: one 16-byte access
 
-__global__ void __launch_bounds__(kThreads) embedding_kernel(EmbeddingCuda p) {
-  const int64_t pieces = p.width / kColumns;
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= p.tokens * pieces) return;
-  const int64_t row = int64_t{p.ids[i / pieces]};
-  reinterpret_cast<uint4*>(p.out)[i] =
-      reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
-}
+// One 16-byte piece of a row.
+struct CopyPiece {
+  EmbeddingCuda p;
+  __device__ void operator()(int64_t i) const {
+    const int64_t pieces = p.width / kColumns;
+    const int64_t row = int64_t{p.ids[i / pieces]};
+    reinterpret_cast<uint4*>(p.out)[i] =
+        reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
+  }
+};
 
 // Backward.
 
@@ -59,10 +62,10 @@ struct Sums {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) iota_kernel(int64_t n, int32_t* out) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < n) out[i] = static_cast<int32_t>(i);
-}
+struct Iota {
+  int32_t* out;
+  __device__ void operator()(int64_t i) const { out[i] = static_cast<int32_t>(i); }
+};
 
 // Block (piece, columns). A run of one id inside the piece is added to the table. A run that
 // continues from the previous piece goes to the piece's first border row, else one that continues
@@ -141,11 +144,7 @@ int bits_of(int64_t values) {
 }  // namespace
 
 cudaError_t launch_embedding(const EmbeddingCuda& p, cudaStream_t stream) {
-  const int64_t pieces = p.tokens * (p.width / kColumns);
-  if (pieces == 0) return cudaSuccess;
-  embedding_kernel<<<static_cast<unsigned>((pieces + kThreads - 1) / kThreads), kThreads, 0,
-                     stream>>>(p);
-  return cudaGetLastError();
+  return launch_for_each(p.tokens * (p.width / kColumns), CopyPiece{p}, stream);
 }
 
 cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes) {
@@ -155,9 +154,8 @@ cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes) {
 }
 
 cudaError_t launch_token_sort(const TokenSort& p, cudaStream_t stream) {
-  iota_kernel<<<static_cast<unsigned>((p.tokens + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
-      p.tokens, p.iota);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const cudaError_t error = launch_for_each(p.tokens, Iota{p.iota}, stream);
+  if (error != cudaSuccess) return error;
   size_t bytes = p.memory_bytes;
   return cub::DeviceRadixSort::SortPairs(p.memory, bytes, p.ids, p.sorted_ids,
                                          static_cast<const int32_t*>(p.iota), p.sorted_tokens,

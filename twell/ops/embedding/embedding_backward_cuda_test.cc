@@ -22,7 +22,7 @@ class EmbeddingBackwardCudaTest : public testing::TestWithParam<BackwardCase> {}
 TEST_P(EmbeddingBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, vocab, common] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   std::vector<int32_t> ids(static_cast<size_t>(tokens));
   for (size_t i = 0; i < ids.size(); ++i) {

@@ -11,7 +11,7 @@ namespace {
 
 TEST(EmbeddingCudaTest, CopiesRows) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 8}, {129, 264}, {3, 2048}}) {
     const int64_t vocab = 57;
     const auto table = random_bf16(vocab * width, 1);

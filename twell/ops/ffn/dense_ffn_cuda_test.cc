@@ -32,7 +32,7 @@ class ActivateMultiplyTest : public testing::TestWithParam<Activation> {};
 
 TEST_P(ActivateMultiplyTest, EqualsReference) {
   TWELL_SKIP_WITHOUT_GPU();
-  const TestStream stream;
+  const CudaStream stream;
   for (const int64_t tokens : {1, 127, 129}) {
     constexpr int64_t kFfn = 2088;  // more than one piece per thread, and not a multiple
     auto g = random_bf16(tokens * kFfn, 1, 3.0f);

@@ -54,7 +54,7 @@ struct Outcome {
   LayerActivity activity;
 };
 
-Outcome run(CudaContext& ctx, const TestStream& stream, const Layer& layer, FfnPolicy policy,
+Outcome run(CudaContext& ctx, const CudaStream& stream, const Layer& layer, FfnPolicy policy,
             bool count_rows, int graph_replays = 0,
             const std::vector<__nv_bfloat16>& residual = {}) {
   FfnPlansCuda plans(ctx, 2, layer.ffn, policy);

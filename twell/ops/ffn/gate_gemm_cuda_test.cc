@@ -41,7 +41,7 @@ struct PackedGate {
   std::vector<int32_t> row_nnz;
   TwellPacked packed;  // of the host copies
 
-  PackedGate(const Implementation& gate_gemm, CudaContext& ctx, const TestStream& stream,
+  PackedGate(const Implementation& gate_gemm, CudaContext& ctx, const CudaStream& stream,
              const TwellShape& shape_in, int64_t width, const std::vector<int>& x,
              const std::vector<int>& w, int graph_replays = 0)
       : shape(shape_in) {

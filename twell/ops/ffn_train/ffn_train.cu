@@ -4,6 +4,7 @@
 // checks.
 #include <algorithm>
 
+#include "twell/base/for_each.cuh"
 #include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/ffn_train/hidden_pairs.cuh"
 #include "twell/ops/matmul/linear_cuda.h"
@@ -137,24 +138,22 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) hidden_backward_kernel(HiddenBackward problem) {
-  const int64_t pieces = problem.size / 8;
-  const bool gated = problem.u != nullptr;
-  const float l1_scale = *problem.l1_scale;
-  const uint4 ones{kOnes, kOnes, kOnes, kOnes};
-  auto* d_h = reinterpret_cast<uint4*>(problem.d_h);
-  auto* g = reinterpret_cast<uint4*>(problem.g);
-  auto* u = reinterpret_cast<uint4*>(problem.u);
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < pieces;
-       i += int64_t{gridDim.x} * kThreads) {
-    uint4 d = d_h[i], gate = g[i], up = gated ? u[i] : ones;
-    backward_eight(d, gate, up, l1_scale);
+// Eight values, i.e. 16 bytes of each array.
+struct BackwardEight {
+  HiddenBackward problem;
+  __device__ void operator()(int64_t i) const {
+    const bool gated = problem.u != nullptr;
+    auto* d_h = reinterpret_cast<uint4*>(problem.d_h);
+    auto* g = reinterpret_cast<uint4*>(problem.g);
+    auto* u = reinterpret_cast<uint4*>(problem.u);
+    uint4 d = d_h[i], gate = g[i], up = gated ? u[i] : uint4{kOnes, kOnes, kOnes, kOnes};
+    backward_eight(d, gate, up, *problem.l1_scale);
     d_h[i] = gated ? d : gate;
-    if (!gated) continue;
+    if (!gated) return;
     g[i] = gate;
     u[i] = up;
   }
-}
+};
 
 cudaError_t launch_hidden_forward(const HiddenForward& problem, cudaStream_t stream) {
   const auto ctas = static_cast<unsigned>(hidden_ctas(problem.tokens));
@@ -163,10 +162,7 @@ cudaError_t launch_hidden_forward(const HiddenForward& problem, cudaStream_t str
 }
 
 cudaError_t launch_hidden_backward(const HiddenBackward& problem, cudaStream_t stream) {
-  const int64_t ctas = (problem.size / 8 + kThreads - 1) / kThreads;
-  hidden_backward_kernel<<<static_cast<unsigned>(std::min(ctas, int64_t{1} << 20)), kThreads, 0,
-                           stream>>>(problem);
-  return cudaGetLastError();
+  return launch_for_each(problem.size / 8, BackwardEight{problem}, stream);
 }
 
 struct SavedDense {

@@ -244,7 +244,7 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
   const auto& [c, gated] = GetParam();
   const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   LayerCuda layer(ctx, p);
   const LayerResult dense = layer.run(FfnTrainExecution::kDense, -1.0);
@@ -274,7 +274,7 @@ TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
   const auto& [c, gated] = GetParam();
   const Problem p = problem_of(c, gated);
   const reference::Result expected = reference::run(p);
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   LayerCuda layer(ctx, p);
   layer.add = false;

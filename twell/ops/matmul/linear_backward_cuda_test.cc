@@ -28,7 +28,7 @@ class LinearBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 TEST_P(LinearBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [rows, cols, inner, add] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto x = random_bf16(rows * inner, 1), w = random_bf16(cols * inner, 2),
              d_y = random_bf16(rows * cols, 3), d_x_before = random_bf16(rows * inner, 4);

@@ -21,7 +21,7 @@ class LinearCudaTest : public testing::TestWithParam<LinearCase> {};
 TEST_P(LinearCudaTest, EqualsDoublePrecision) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [rows, cols, inner] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   CudaContext ctx(stream.get());
   const auto x = random_bf16(rows * inner, 1), w = random_bf16(cols * inner, 2);
   const auto device_x = upload(x), device_w = upload(w);

@@ -21,7 +21,7 @@ class HeadNormCudaTest : public testing::TestWithParam<Case> {};
 TEST_P(HeadNormCudaTest, EqualsReference) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim, with_bias] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   const int64_t width = (heads + 2 * kv_heads) * head_dim;
   const auto qkv = random_bf16(tokens * width, 1, 2.0f), bias = random_bf16(width, 2),
              q_norm = random_bf16(head_dim, 3), k_norm = random_bf16(head_dim, 4);

@@ -26,7 +26,7 @@ class RmsNormBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, with_residual] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   const auto s = random_bf16(tokens * width, 1, 2.0f), weight = random_bf16(width, 2),
              d_y = random_bf16(tokens * width, 3), residual = random_bf16(tokens * width, 4);
   const auto device_s = upload(s), device_weight = upload(weight), device_d_y = upload(d_y),

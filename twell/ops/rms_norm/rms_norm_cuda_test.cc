@@ -22,7 +22,7 @@ class RmsNormCudaTest : public testing::TestWithParam<NormCase> {};
 TEST_P(RmsNormCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, with_residual] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   const auto x = random_bf16(tokens * width, 1, 2.0f), residual = random_bf16(tokens * width, 2),
              weight = random_bf16(width, 3);
   const auto device_x = upload(x), device_residual = upload(residual),

@@ -20,7 +20,7 @@ class RopeCudaTest : public testing::TestWithParam<RopeCase> {};
 TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   Context ctx(1);
   const RopeOperands o(tokens, heads, kv_heads, head_dim);
   const auto qkv = random_bf16(tokens * o.columns, 1);
@@ -43,7 +43,7 @@ TEST_P(RopeCudaTest, EqualsCpuWithAndWithoutCache) {
 TEST_P(RopeCudaTest, InverseEqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, heads, kv_heads, head_dim] = GetParam();
-  const TestStream stream;
+  const CudaStream stream;
   Context ctx(1);
   const RopeOperands o(tokens, heads, kv_heads, head_dim);
   const auto d_qkv = random_bf16(tokens * o.columns, 2);

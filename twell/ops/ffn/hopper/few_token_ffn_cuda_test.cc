@@ -90,7 +90,7 @@ struct Problem {
             activity.data()};
   }
 
-  std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
                                  FewTokenWorkspace& workspace) const {
     const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
     few_token_ffn_cuda(ctx, problem(y.data()), workspace);

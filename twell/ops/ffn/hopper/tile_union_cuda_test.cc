@@ -75,7 +75,7 @@ struct Problem {
     device_down = upload(to_bf16s(w_down));
   }
 
-  std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
                                  TileUnionWorkspace& workspace, int graph_replays = 0) {
     const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
     SparseUpDownCuda problem;

@@ -198,12 +198,6 @@ struct RowPiece {
   }
 };
 
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-
 // The weight rows of a list of non-zeros, in order of use: rows of w_up, a chunk of columns at a
 // time, then one chunk of rows of w_down. They are loaded Depth rows ahead, also across the change
 // from w_up to w_down, into a ring buffer in shared memory, since registers would not hold them.

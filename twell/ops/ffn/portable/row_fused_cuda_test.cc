@@ -72,7 +72,7 @@ struct Problem {
             y};
   }
 
-  std::vector<__nv_bfloat16> run(CudaContext& ctx, const TestStream& stream,
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
                                  RowFusedWorkspace& workspace, int graph_replays = 0) const {
     const auto y = poisoned<__nv_bfloat16>(tokens * width);
     const auto call = [&] { row_fused_up_down_cuda(ctx, problem(y.data()), workspace); };
