@@ -87,7 +87,8 @@ struct Scheduler::Request {
   std::atomic<bool> cancelled = false;
   Usage usage;
   Clock::time_point submitted = Clock::now();
-  std::optional<Clock::time_point> admitted, last_token;
+  bool admitted = false;  // has had a slot
+  std::optional<Clock::time_point> last_token;
   Clock::time_point decode_start;
 };
 
@@ -251,8 +252,9 @@ Draw Scheduler::draw_of(const Request& request) const {
           .index = request.drawn};
 }
 
-// The first request in the queue waits until the cache has room for its prompt and for a further
-// block of each sequence that grows, so that it is not preempted at once; nobody overtakes it.
+// The first request in the queue waits until the cache has room for the rest of its prompt and for
+// a further block of each sequence that grows, so that it is not preempted at once; nobody
+// overtakes it.
 void Scheduler::admit_waiting() {
   const int64_t block = session_.cache_use().block_tokens;
   while (!free_slots_.empty()) {
@@ -260,22 +262,29 @@ void Scheduler::admit_waiting() {
     {
       const std::lock_guard lock(mutex_);
       if (waiting_.empty()) return;
-      int64_t promised = std::ssize(waiting_.front()->context);
-      for (const auto& starting : starting_) promised += starting->left();
-      const int64_t active = std::ssize(running_) + std::ssize(starting_);
-      if (active > 0 && session_.free_tokens() < promised + active * block) return;
       request = std::move(waiting_.front());
       waiting_.pop_front();
     }
-    request->slot = free_slots_.back();
-    free_slots_.pop_back();
+    const int64_t slot = free_slots_.back();
     // Prompts whose scores are wanted go through the layers as a whole.
     const std::span<const int32_t> shared =
         request->wants_prompt_scores() ? std::span<const int32_t>() : request->context;
-    request->fed = session_.start(request->slot, shared);
+    request->fed = session_.start(slot, shared);
+    int64_t promised = request->left();
+    for (const auto& starting : starting_) promised += starting->left();
+    const int64_t active = std::ssize(running_) + std::ssize(starting_);
+    if (active > 0 && session_.free_tokens() < promised + active * block) {
+      session_.clear(slot);
+      request->fed = 0;
+      const std::lock_guard lock(mutex_);
+      waiting_.push_front(std::move(request));
+      return;
+    }
+    request->slot = slot;
+    free_slots_.pop_back();
     if (!request->admitted) {
-      request->admitted = Clock::now();
-      request->usage.queue_seconds = seconds(*request->admitted - request->submitted);
+      request->admitted = true;
+      request->usage.queue_seconds = seconds(Clock::now() - request->submitted);
       request->usage.cached_tokens = request->fed;
       counts_.cached_tokens += request->fed;
     }

@@ -19,6 +19,11 @@ int64_t Session::checked_capacity(const SessionOptions& options, const ModelConf
   return options.capacity == 0 ? config.max_sequence() : options.capacity;
 }
 
+int64_t Session::checked_cache_bytes(const SessionOptions& options) {
+  TWELL_REQUIRE(options.cache_bytes >= 0, "a cache of {} bytes", options.cache_bytes);
+  return options.cache_bytes;
+}
+
 int64_t Session::checked_prefill_tokens(const SessionOptions& options, int64_t suits) {
   TWELL_REQUIRE(options.prefill_tokens >= 0,
                 "prompts go through the layers in pieces of a positive number of tokens, got {}",

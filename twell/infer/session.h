@@ -21,6 +21,11 @@ struct SessionOptions {
   int64_t prefill_tokens = 0;  // prompt tokens that go through the layers together; 0: what suits
                                // the device
   FfnPolicy ffn = FfnPolicy::kAuto;
+  // Memory for keys and values; 0: what all slots need at full capacity. With less, sequences share
+  // it, and capacity is at most what one of them can have alone. On the GPU, where every slot has
+  // its own, only an upper bound.
+  int64_t cache_bytes = 0;
+  int64_t block_tokens = 0;  // of the cache: see AttentionSequence; 0: what suits the device
 };
 
 // Parameters of drawing a sequence's next token: see sample().
@@ -110,6 +115,7 @@ class Session {
   // The values that the options request, checked against the model. InputError.
   static int64_t checked_slots(const SessionOptions& options);
   static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
+  static int64_t checked_cache_bytes(const SessionOptions& options);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   static int32_t draw_from(std::span<const float> logits, const Draw& draw);
   // InputError when ids is empty or does not fit.

@@ -44,6 +44,11 @@ bool draws_alike(const Draw& a, const Draw& b) {
 ForwardPlanCuda SessionCuda::forward_plan(const ModelConfig& config,
                                           const SessionOptions& options) {
   const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
+  const int64_t bytes = KvCacheCuda::bytes(config, slots, capacity);
+  TWELL_REQUIRE(checked_cache_bytes(options) == 0 || bytes <= options.cache_bytes,
+                "keys and values of {} sequences of {} tokens take {} bytes, more than the {} "
+                "given: run fewer sequences at a time or shorter ones",
+                slots, capacity, bytes, options.cache_bytes);
   const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
   return {.max_tokens = std::max(std::min(prefill, capacity * slots), slots),
           .max_sequences = slots,

@@ -65,14 +65,6 @@ void require_fits(const ModelConfig& config, const Forward& problem) {
               "two sequences share a cache slot");
 }
 
-void copy_rows(Context& ctx, ConstMatrixF from, MatrixF to) {
-  ctx.parallel_for(from.rows, 64, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      std::copy_n(from.row(row), from.cols, to.row(row));
-    }
-  });
-}
-
 // One forward pass; everything except its result is in scratch memory.
 class Pass {
  public:
@@ -167,13 +159,18 @@ class Pass {
       AttentionSequence& sequence = attention_sequences_[i];
       const int64_t slot = problem_.sequences[i].slot;
       const int64_t past = cache.length(slot);
-      const MatrixF keys = cache.keys(layer, slot), values = cache.values(layer, slot);
-      copy_rows(ctx_, views_.k.slice_rows(sequence.q_begin, sequence.q_len),
-                keys.slice_rows(past, sequence.q_len));
-      copy_rows(ctx_, views_.v.slice_rows(sequence.q_begin, sequence.q_len),
-                values.slice_rows(past, sequence.q_len));
-      sequence.k = keys.slice_rows(0, past + sequence.q_len);
-      sequence.v = values.slice_rows(0, past + sequence.q_len);
+      const MatrixF keys = cache.keys(layer), values = cache.values(layer);
+      ctx_.parallel_for(sequence.q_len, 64, [&](int64_t begin, int64_t end, int) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t to = cache.row(slot, past + row);
+          std::copy_n(views_.k.row(sequence.q_begin + row), keys.cols, keys.row(to));
+          std::copy_n(views_.v.row(sequence.q_begin + row), values.cols, values.row(to));
+        }
+      });
+      sequence.k = {keys.data, past + sequence.q_len, keys.cols};
+      sequence.v = {values.data, past + sequence.q_len, values.cols};
+      sequence.blocks = cache.table(slot).data();
+      sequence.block_rows = cache.block_tokens();
     }
   }
 

@@ -144,12 +144,28 @@ TEST(Weights, RefusesAnImpossibleModel) {
 
 TEST(KvCache, SlotsDoNotOverlap) {
   const ModelConfig config = small_config();
-  const KvCache cache(config, 3, 10);
-  EXPECT_EQ(KvCache::bytes(config, 3, 10), 2 * 2 * 3 * 10 * 12 * 4);
-  EXPECT_EQ(cache.keys(0, 1).data, cache.keys(0, 0).data + 10 * 12);
-  EXPECT_EQ(cache.keys(1, 0).data, cache.keys(0, 2).data + 10 * 12);
-  EXPECT_EQ(cache.values(1, 2).rows, 10);
-  EXPECT_EQ(cache.values(1, 2).cols, 12);
+  const KvCache cache(config, 3, 20, 16);
+  EXPECT_EQ(KvCache::bytes(config, 3, 20, 16), 2 * 2 * 3 * 32 * 12 * 4);
+  EXPECT_EQ(cache.keys(1).data, cache.keys(0).data + 3 * 32 * 12);
+  EXPECT_EQ(cache.values(1).rows, 3 * 32);
+  EXPECT_EQ(cache.values(1).cols, 12);
+  for (int64_t slot = 0; slot < 3; ++slot) {
+    for (int64_t position = 0; position < 20; ++position) {
+      EXPECT_EQ(cache.row(slot, position), slot * 32 + position);
+    }
+  }
+}
+
+TEST(KvCache, FollowsTheTablesItIsGiven) {
+  const ModelConfig config = small_config();
+  KvCache cache(config, 2, 40, 16, 5);
+  EXPECT_TRUE(cache.table(1).empty());
+  cache.set_table(1, std::vector<int32_t>{4, 0});
+  EXPECT_EQ(cache.row(1, 3), 4 * 16 + 3);
+  EXPECT_EQ(cache.row(1, 18), 2);
+  EXPECT_THROW(cache.set_table(1, std::vector<int32_t>{5}), Error);
+  EXPECT_THROW(cache.set_table(2, std::vector<int32_t>{1}), Error);
+  EXPECT_THROW(KvCache(config, 2, 40, 24), InputError);
 }
 
 TEST(KvCache, ChecksItsBounds) {

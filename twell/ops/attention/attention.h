@@ -25,7 +25,17 @@ struct AttentionSequence {
   int64_t q_len = 0;
   ConstMatrixF k;  // [kv_len, H_kv * hd], kv_len >= q_len
   ConstMatrixF v;  // [kv_len, H_kv * hd]
+  // Forward only: the keys and values are in blocks of block_rows rows. Key j of the sequence is
+  // then row blocks[j / block_rows] * block_rows + j % block_rows of k and v; k.rows and v.rows are
+  // still kv_len. Null: key j is row j. The result is the same to the bit.
+  const int32_t* blocks = nullptr;
+  int64_t block_rows = 0;
 };
+// Whether block_rows is possible: 16, 32 or a multiple of 64, so that no block straddles two tiles
+// of keys, or a tile more than four blocks.
+inline bool is_attention_block(int64_t block_rows) {
+  return block_rows == 16 || block_rows == 32 || (block_rows > 0 && block_rows % 64 == 0);
+}
 
 struct AttentionForward {
   AttentionShape shape;

@@ -27,6 +27,8 @@ void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence
                     s.k.rows >= s.q_len,
                 "attention: k [{}, {}] and v [{}, {}] for {} queries, {} heads of {}", s.k.rows,
                 s.k.cols, s.v.rows, s.v.cols, s.q_len, kv_heads, head_dim);
+    TWELL_CHECK(s.blocks == nullptr || is_attention_block(s.block_rows),
+                "attention: keys in blocks of {} rows", s.block_rows);
   }
 }
 
@@ -157,8 +159,9 @@ void attention_backward(Context& ctx, const AttentionBackward& problem) {
   check_shapes(problem.shape, problem.sequences, problem.q, problem.out);
   int64_t longest = 0;
   for (const AttentionSequence& s : problem.sequences) {
-    TWELL_CHECK(s.k.rows == s.q_len, "attention backward: {} keys for {} queries", s.k.rows,
-                s.q_len);
+    TWELL_CHECK(s.k.rows == s.q_len && s.blocks == nullptr,
+                "attention backward: {} keys for {} queries, in one piece of memory: {}", s.k.rows,
+                s.q_len, s.blocks == nullptr);
     longest = std::max(longest, s.q_len);
   }
   // With few sequences and heads, the keys are split too. The split depends on their number, not on

@@ -137,12 +137,42 @@ HWY_INLINE void dot_scores(const float* q, ConstMatrixF k, int64_t keys, float* 
   for (; j < keys; ++j) scores[j] = dot_row(q, k.row(j), k.cols);
 }
 
-// Keys and values of one key/value head.
+// Keys and values of one key/value head, in runs of `run` rows that lie one after the other in
+// memory; the last run may be shorter.
 struct KeyTile {
-  ConstMatrixF keys;  // [<= kTileKeys, hd]
-  bool packed;        // the keys are in the scratch too, transposed
-  Tile values;        // [<= kTileKeys, padded hd]
+  int64_t count;  // keys, at most kTileKeys
+  int64_t run;    // kTileKeys, unless the keys are in smaller blocks
+  int64_t hd;
+  int64_t k_stride, v_stride;
+  const float* keys[kTileRuns];    // [run, hd] each
+  const float* values[kTileRuns];  // [run, padded hd] each
+  bool packed;                     // the keys are in the scratch too, transposed
 };
+
+HWY_INLINE KeyTile key_tile(const AttentionSequence& s, int64_t begin, int64_t count, int64_t at,
+                            int64_t hd, bool packed, const ForwardScratch& w) {
+  KeyTile tile;
+  tile.count = count;
+  tile.run = s.blocks == nullptr ? kTileKeys : std::min(kTileKeys, s.block_rows);
+  tile.hd = hd;
+  tile.k_stride = s.k.stride;
+  tile.packed = packed;
+  for (int64_t i = 0; i * tile.run < count; ++i) {
+    const int64_t first = i * tile.run, rows = std::min(tile.run, count - first);
+    int64_t row = begin + first;
+    if (s.blocks != nullptr) row = s.blocks[row / s.block_rows] * s.block_rows + row % s.block_rows;
+    tile.keys[i] = s.k.row(row) + at;
+    if (packed) {
+      const int64_t end = first + rows == count ? kTileKeys - first : rows;
+      pack_transposed(tile.keys[i], s.k.stride, rows, hd, w.keys + first, end);
+    }
+    const Tile values =
+        padded_tile(s.v.row(row) + at, s.v.stride, rows, hd, w.values + first * w.width);
+    tile.values[i] = values.data;
+    tile.v_stride = values.stride;
+  }
+  return tile;
+}
 
 // Computes rows [row, row + rows) of the item against the tile; row i sees keys[i] > 0 of its keys.
 HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int64_t row,
@@ -151,18 +181,25 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
   const float* q = w.q + row * width;
   if (tile.packed) {
     multiply_strip<false>({q, width, 1}, w.keys, kTileKeys, w.scores, kTileKeys, rows,
-                          whole_vectors(visible), tile.keys.cols);
+                          whole_vectors(visible), tile.hd);
   }
   for (int64_t i = 0; i < rows; ++i) {
     float* scores = w.scores + i * kTileKeys;
-    if (!tile.packed) dot_scores(q + i * width, tile.keys, keys[i], scores);
+    for (int64_t j = 0; !tile.packed && j < keys[i]; j += tile.run) {
+      const int64_t some = std::min(tile.run, keys[i] - j);
+      dot_scores(q + i * width, {tile.keys[j / tile.run], some, tile.hd, tile.k_stride}, some,
+                 scores + j);
+    }
     const float shrink =
         softmax_row(scores, keys[i], w.softmax.max[row + i], w.softmax.sum[row + i]);
     if (shrink != 1.0f) scale_row(w.softmax.out + (row + i) * width, shrink, width);
     std::fill(scores + keys[i], scores + visible, 0.0f);
   }
-  multiply_strip<true>({w.scores, kTileKeys, 1}, tile.values.data, tile.values.stride,
-                       w.softmax.out + row * width, width, rows, width, visible);
+  for (int64_t j = 0; j < visible; j += tile.run) {
+    multiply_strip<true>({w.scores + j, kTileKeys, 1}, tile.values[j / tile.run], tile.v_stride,
+                         w.softmax.out + row * width, width, rows, width,
+                         std::min(tile.run, visible - j));
+  }
 }
 
 // Computes rows [begin, begin + rows), which belong to the tile's head.
@@ -228,11 +265,8 @@ void forward_rows(const AttentionForward& p, const Item& item, float* partial, f
     const int64_t count = std::min(kTileKeys, end - tile);
     for (int64_t kv = 0; kv < item.kv_heads; ++kv) {
       const int64_t at = (item.kv_head + kv) * hd;
-      const ConstMatrixF keys(s.k.row(tile) + at, count, hd, s.k.stride);
-      if (packed) pack_transposed(keys.data, keys.stride, count, hd, w.keys);
-      const Tile values = padded_tile(s.v.row(tile) + at, s.v.stride, count, hd, w.values);
-      forward_tile(w, {keys, packed, values}, {count, first_keys - tile, rows.group},
-                   kv * rows.per_head, rows.per_head);
+      forward_tile(w, key_tile(s, tile, count, at, hd, packed, w),
+                   {count, first_keys - tile, rows.group}, kv * rows.per_head, rows.per_head);
     }
   }
   if (partial == nullptr) finish_rows(p, item, w.softmax.out);

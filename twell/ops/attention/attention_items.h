@@ -19,6 +19,8 @@ namespace twell::attention {
 // Keys in a tile. A transposed key tile and a value tile of 64 x 64 floats fill 32 of the 48 KiB of
 // a current L1 cache.
 inline constexpr int64_t kTileKeys = 64;
+// Pieces of memory in which the keys of a tile may lie: blocks have at least 16 rows.
+inline constexpr int64_t kTileRuns = 4;
 // Query rows multiplied at a time; see the register budget in attention_tiles-inl.h.
 inline constexpr int64_t kStripRows = 4;
 // Rows of packed operands are padded with zeros to a multiple of the widest vector, 16 floats.

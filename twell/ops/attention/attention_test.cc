@@ -198,6 +198,41 @@ TEST(AttentionForward, WithoutLogsumexp) {
   EXPECT_TRUE(out.same_bits(run_forward(p, 2).out));
 }
 
+// Keys and values in blocks of a common memory, in any order, give the bits of those in one piece.
+TEST(AttentionForward, BlocksChangeNothing) {
+  const AttentionShape shapes[] = {{4, 2, 64}, {2, 1, 17}, {8, 1, 128}, {3, 3, 40}};
+  for (const AttentionShape& shape : shapes) {
+    const Problem p(shape, {{1, 300}, {2, 65}, {70, 200}, {64, 64}, {1, 1030}, {129, 131}});
+    for (const int64_t rows : {16, 32, 64, 128}) {
+      SCOPED_TRACE(::testing::Message() << "heads of " << shape.head_dim << ", blocks of " << rows);
+      constexpr int64_t kBlocks = 131;  // a prime, so that 17 i visits every block
+      const int64_t width = shape.kv_heads * shape.head_dim;
+      TestMatrix keys(kBlocks * rows, width, 0), values(kBlocks * rows, width, 0);
+      std::vector<std::vector<int32_t>> tables;
+      int64_t taken = 0;
+      Problem paged = p;
+      for (AttentionSequence& s : paged.sequences) {
+        std::vector<int32_t>& table = tables.emplace_back();
+        for (int64_t j = 0; j < s.k.rows; ++j) {
+          if (j % rows == 0) table.push_back(static_cast<int32_t>(++taken * 17 % kBlocks));
+          const int64_t to = table.back() * rows + j % rows;
+          std::copy_n(s.k.row(j), width, keys.view().row(to));
+          std::copy_n(s.v.row(j), width, values.view().row(to));
+        }
+        ASSERT_LT(taken, kBlocks);
+        const int64_t length = s.k.rows;
+        s.k = ConstMatrixF(keys.view().data, length, width, keys.view().stride);
+        s.v = ConstMatrixF(values.view().data, length, width, values.view().stride);
+        s.block_rows = rows;
+      }
+      for (size_t i = 0; i < tables.size(); ++i) paged.sequences[i].blocks = tables[i].data();
+      const ForwardResult want = run_forward(p, 2), got = run_forward(paged, 2);
+      EXPECT_TRUE(got.out.same_bits(want.out));
+      EXPECT_TRUE(got.logsumexp.same_bits(want.logsumexp));
+    }
+  }
+}
+
 TEST(AttentionForward, LaterKeysChangeNothing) {
   Problem p({2, 1, 64}, {{90, 90}});
   const ForwardResult whole = run_forward(p, 2);

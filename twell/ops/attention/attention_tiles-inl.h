@@ -120,9 +120,9 @@ HWY_NOINLINE void multiply_strip(Left a, const float* b, int64_t b_stride, float
   }
 }
 
-// to [cols, kTileKeys] = transpose of from [rows <= kTileKeys, cols]; missing rows become zero.
+// to [cols, end of kTileKeys] = transpose of from [rows <= end, cols]; missing rows become zero.
 inline HWY_NOINLINE void pack_transposed(const float* from, int64_t stride, int64_t rows,
-                                         int64_t cols, float* to) {
+                                         int64_t cols, float* to, int64_t end = kTileKeys) {
   int64_t r = 0;
 #if HWY_TARGET != HWY_SCALAR
   // 4 x 4 values at a time, in one 128-bit block per row.
@@ -152,7 +152,7 @@ inline HWY_NOINLINE void pack_transposed(const float* from, int64_t stride, int6
 #endif
   for (int64_t c = 0; c < cols; ++c) {
     for (int64_t i = r; i < rows; ++i) to[c * kTileKeys + i] = from[i * stride + c];
-    std::fill(to + c * kTileKeys + rows, to + (c + 1) * kTileKeys, 0.0f);
+    std::fill(to + c * kTileKeys + rows, to + c * kTileKeys + end, 0.0f);
   }
 }
 
