@@ -8,6 +8,7 @@ namespace twell::cli {
 
 void add_train_command(Command& root, CommonOptions& common);
 void add_generate_command(Command& root, CommonOptions& common);
+void add_serve_command(Command& root, CommonOptions& common);
 void add_eval_command(Command& root, CommonOptions& common);
 void add_inspect_command(Command& root, CommonOptions& common);
 void add_bench_command(Command& root, CommonOptions& common);

@@ -39,6 +39,7 @@ int run(int argc, char** argv) {
   CommonOptions common;
   add_train_command(root, common);
   add_generate_command(root, common);
+  add_serve_command(root, common);
   add_eval_command(root, common);
   add_inspect_command(root, common);
   add_bench_command(root, common);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: base <- {dist, format, sm90, parquet, tokenizer, chat_template} <-
-{ops, data} <- model <- checkpoint <- {train, infer, tasks} <- bench <- cli. Nothing outside of CUDA
+{ops, data} <- model <- checkpoint <- {train, infer, tasks} <- serve <- bench <- cli. Nothing outside of CUDA
 sources needs the CUDA toolkit. Reads every #include of the tree and the DEPS of
 twell/CMakeLists.txt."""
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 GROUND = {"base", "dist", "format", "sm90", "parquet", "tokenizer", "chat_template"}
-LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks"}
+LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks", "serve"}
 ALLOWED = {
     "base": set(),
     "dist": {"base"},
@@ -27,6 +27,7 @@ ALLOWED = {
     "train": {"base", "dist", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
     "infer": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
     "tasks": {"base", "format", "parquet", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "serve": {"base", "tokenizer", "chat_template", "ops", "model", "checkpoint", "infer"},
     "bench": LIBRARY | {"bench"},
     "cli": LIBRARY | {"bench", "cli"},
 }

@@ -12,6 +12,7 @@ packages=(
   g++ cmake ninja-build pkg-config
   libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libsnappy-dev libxxhash-dev zlib1g-dev libgloo-dev
+  libcpp-httplib-dev
 )
 cuda=0
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
@@ -19,11 +20,12 @@ if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   packages+=(python3 python3-venv)
 fi
 recommends=--no-install-recommends
-if [[ ${1:-} == --fuzz ]]; then
+option=${1:-}
+if [[ $option == --fuzz ]]; then
   packages+=(clang libomp-dev)
   recommends=--install-recommends  # clang's sanitizer runtime is one, or part of clang
-elif [[ ${1:-} == --test ]]; then
-  packages+=(libgtest-dev libgmock-dev python3 clang-format-14 git)
+elif [[ $option == --test ]]; then
+  packages+=(libgtest-dev libgmock-dev python3 python3-venv clang-format-14 git)
 fi
 
 missing=()
@@ -34,6 +36,20 @@ done
 fetch() {
   [[ $cuda == 0 ]] || "$(dirname "$0")/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
+  [[ $option != --test ]] || openai_client ||
+    echo "setup: the openai client could not be fetched; tests of the server are skipped" >&2
+}
+# The client that tests the server: pinned packages of PyPI in a virtual environment.
+openai_client() {
+  local root folder
+  root=$(cd "$(dirname "$0")/.." && pwd)
+  folder=$root/.cache/openai-client
+  cmp -s "$root/tests/serve_requirements.txt" "$folder/installed" && return
+  rm -rf "$folder"
+  python3 -m venv "$folder" &&
+    "$folder/bin/pip" install -q --disable-pip-version-check --no-deps \
+      -r "$root/tests/serve_requirements.txt" &&
+    cp "$root/tests/serve_requirements.txt" "$folder/installed"
 }
 if [[ ${#missing[@]} == 0 ]]; then
   fetch

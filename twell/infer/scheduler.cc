@@ -496,7 +496,8 @@ void Scheduler::emit(Request& request, std::optional<StopReason> stop) {
                         .text = text,
                         .stop = stop,
                         .usage = request.usage};
-  if (token >= 0 && request.log_probs) event.log_probs = &*request.log_probs;
+  const bool drew = token >= 0 || stop == StopReason::kEndOfText;
+  if (drew && request.log_probs) event.log_probs = &*request.log_probs;
   if (!std::exchange(request.prompt_reported, true)) {
     event.prompt_log_probs = request.prompt_log_probs;
   }

@@ -52,7 +52,8 @@ struct GenerationEvent {
   int64_t request = 0;
   int32_t token = -1;     // the new token; -1: none
   std::string_view text;  // that is final now: no incomplete character, no part of a stop string
-  const TokenLogProbs* log_probs = nullptr;  // of `token`, if asked for
+  // If asked for, of `token`, or of the token that ended the text.
+  const TokenLogProbs* log_probs = nullptr;
   // In the first event after the prompt, if asked for: entry i belongs to prompt token i + 1.
   std::span<const TokenLogProbs> prompt_log_probs;
   std::optional<StopReason> stop;  // set in the request's last event and only there

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// twell serve: OpenAI's API over HTTP for one model.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <optional>
+
+#include "cli/chat.h"
+#include "cli/commands.h"
+#include "cli/device.h"
+#include "cli/loading.h"
+#include "cli/process.h"
+#include "twell/base/error.h"
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/serve/server.h"
+
+namespace twell::cli {
+namespace {
+
+struct ServeArguments {
+  std::string host = "127.0.0.1";
+  int64_t port = 8000;
+  std::filesystem::path api_key_file;
+  std::string model_name;
+  int64_t batch = 32;
+  int64_t context = 0;
+  int64_t max_waiting = 1024;
+  int64_t prefill_tokens = 0;
+  int64_t max_connections = 512;
+  int64_t max_body = int64_t{4} << 20;
+  int64_t request_seconds = 30;
+  int64_t write_seconds = 20;
+  int64_t drain_seconds = 30;
+  std::string ffn = "auto";
+};
+
+// The longest conversation that the server holds unless --context says otherwise; a model's context
+// can be far longer than memory allows.
+constexpr int64_t kDefaultContext = 16384;
+
+// The folder's name, or for the checkpoint of a run the run's name.
+std::string default_model_name(const std::filesystem::path& checkpoint) {
+  std::filesystem::path folder = std::filesystem::absolute(checkpoint).lexically_normal();
+  if (folder.filename().empty()) folder = folder.parent_path();
+  if (folder.filename() == "checkpoint") folder = folder.parent_path();
+  return folder.filename().string();
+}
+
+std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& checkpoint) {
+  try {
+    return ChatTemplate::load(checkpoint);
+  } catch (const InputError& error) {
+    fmt::print(stderr, "twell: no /v1/chat/completions: {}\n", error.what());
+    return std::nullopt;
+  }
+}
+
+int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
+  ServerOptions options;
+  if (!arguments.api_key_file.empty()) options.keys = ApiKeys::load(arguments.api_key_file);
+  const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
+  const ModelConfig config = load_config(common.checkpoint);
+  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint);
+  options.model =
+      arguments.model_name.empty() ? default_model_name(common.checkpoint) : arguments.model_name;
+  options.stop_tokens = stop_tokens(config, tokenizer, nullptr);
+  options.chat_stop_tokens = stop_tokens(config, tokenizer, chat ? &*chat : nullptr);
+  options.http.connections = arguments.max_connections;
+  options.http.body_bytes = arguments.max_body;
+  options.http.read = std::chrono::seconds(arguments.request_seconds);
+  options.http.write = std::chrono::seconds(arguments.write_seconds);
+  options.max_waiting = arguments.max_waiting;
+  options.prefill_tokens = arguments.prefill_tokens;
+  options.drain = std::chrono::seconds(arguments.drain_seconds);
+
+  const int64_t context = config.max_sequence();
+  TWELL_REQUIRE(arguments.context <= context,
+                "--context {} is longer than the model's context of {} tokens", arguments.context,
+                context);
+  const SessionOptions planned{
+      .slots = arguments.batch,
+      .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
+      .ffn = policy};
+  const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
+  const std::unique_ptr<Session> session = engine->session(planned);
+
+  Server server(*session, tokenizer, chat ? &*chat : nullptr, options);
+  const int port = server.bind(arguments.host, static_cast<int>(arguments.port));
+  const std::atomic<bool>& stop = stop_on_signals();
+  const bool ipv6 = arguments.host.find(':') != std::string::npos;
+  write_out(fmt::format("serving {} on http://{}{}{}:{} ({}; {} sequences of up to {} tokens)\n",
+                        options.model, ipv6 ? "[" : "", arguments.host, ipv6 ? "]" : "", port,
+                        engine->device(), session->slots(), session->capacity()));
+  server.run(stop);
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_serve_command(Command& root, CommonOptions& common) {
+  auto arguments = std::make_shared<ServeArguments>();
+  Command& command = root.add("serve", "Serve a model over HTTP with OpenAI's API");
+  command.runs([&common, arguments] { return run_serve(common, *arguments); });
+  add_checkpoint_option(command, common);
+  command.value("--host", &arguments->host, "ADDRESS",
+                "Address to listen on; the default takes connections of this machine only");
+  command.value("--port", &arguments->port, "N", "Port to listen on; 0: any free one")
+      .range(0, 65535);
+  command.value("--api-key-file", &arguments->api_key_file, "FILE",
+                "Keys that clients must send, a line each; without it everyone is served");
+  command.value("--model-name", &arguments->model_name, "NAME",
+                "The model's name in requests and replies; by default the folder's name");
+  command.value("--ffn", &arguments->ffn, "NAME",
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+  command.group("Limits");
+  command
+      .value("--batch", &arguments->batch, "N",
+             "Sequences continued at once: bounds memory; the others wait")
+      .range(1, 65536);
+  command
+      .value("--context", &arguments->context, "N",
+             "Tokens of a sequence, its prompt included: bounds memory; 0: the model's context, "
+             "at most 16384")
+      .at_least(0);
+  command
+      .value("--max-waiting", &arguments->max_waiting, "N",
+             "Sequences that wait; further requests are answered with 503")
+      .range(1, 1 << 20);
+  command
+      .value("--prefill-tokens", &arguments->prefill_tokens, "N",
+             "Prompt tokens computed between two tokens of other sequences; 0: what suits the "
+             "device")
+      .at_least(0);
+  command
+      .value("--max-connections", &arguments->max_connections, "N",
+             "Connections at once; further ones are answered with 503")
+      .range(1, 900);
+  command.value("--max-body", &arguments->max_body, "BYTES", "Size of a request's body")
+      .range(1024, 1 << 30);
+  command
+      .value("--request-seconds", &arguments->request_seconds, "N",
+             "Time from the first byte of a request to its last")
+      .range(1, 3600);
+  command
+      .value("--write-seconds", &arguments->write_seconds, "N",
+             "Time for a client to read what it was sent, 64 KiB at a time")
+      .range(1, 3600);
+  command
+      .value("--drain-seconds", &arguments->drain_seconds, "N",
+             "Time for running requests to finish once SIGTERM or SIGINT arrives")
+      .range(0, 86400);
+  add_compute_options(command, common);
+  command.footer(
+      "Example:\n  twell serve --checkpoint runs/first --port 8000\n"
+      "  curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+      "-d '{\"prompt\": \"Once\", \"max_tokens\": 20}'\n"
+      "docs/serving.md describes the endpoints; http://localhost:8000/ is a page to chat on.");
+}
+
+}  // namespace twell::cli

@@ -1,0 +1,571 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`twell serve` as its clients see it: the openai client, raw sockets, hostile requests.
+
+Run: serve_client_test.py TWELL [unittest arguments]. Exits with 77 (skipped) where the openai client is
+not installed; scripts/setup.sh --test installs it into .cache/openai-client. TWELL_MUTATIONS is the
+number of hostile bodies."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from serve_testing import Connection, ROOT, Served, in_threads, request_bytes
+
+try:
+    import openai
+except ImportError:
+    installed = ROOT / ".cache/openai-client/bin/python"
+    if installed.exists() and sys.executable != str(installed):
+        os.execv(installed, [str(installed), *sys.argv])
+    print("skipped: the openai client is not installed (scripts/setup.sh --test)")
+    sys.exit(77)
+
+BINARY = sys.argv.pop(1)
+MUTATIONS = int(os.environ.get("TWELL_MUTATIONS", "1000"))
+
+
+class ServeTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.served = Served(BINARY, "--request-seconds", "2", "--write-seconds", "2",
+                            "--max-body", "100000", "--batch", "8", "--max-waiting", "64")
+        cls.openai = openai.OpenAI(base_url=cls.served.url + "/v1", api_key="none", max_retries=0)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.openai.close()
+        assert cls.served.stop() == 0, "the server did not end with exit code 0"
+
+    def setUp(self):
+        self.connection = Connection(self.served)
+
+    def tearDown(self):
+        self.connection.close()
+        self.assertIsNone(self.served.process.poll(), "the server has ended")
+
+    def post(self, path, body):
+        return self.connection.post(path, body)
+
+    def metric(self, name):
+        text = self.connection.get("/metrics")[1]
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE).group(1))
+
+    def wait_for_metric(self, name, value, seconds=5.0):
+        deadline = time.monotonic() + seconds
+        while self.metric(name) != value:
+            self.assertLess(time.monotonic(), deadline, f"{name} did not become {value}")
+            time.sleep(0.02)
+
+    # The openai client.
+
+    def test_completion_equals_generate(self):
+        for temperature in (0.0, 0.9):
+            expected = self.served.generate("The cork", "--max-tokens", 24, "--seed", 7,
+                                            "--temperature", temperature)
+            answer = self.openai.completions.create(
+                model="model", prompt="The cork", max_tokens=24, seed=7, temperature=temperature)
+            self.assertEqual(answer.choices[0].text, expected["text"])
+            self.assertEqual(answer.object, "text_completion")
+            self.assertEqual(answer.usage.prompt_tokens, expected["prompt_tokens"])
+            self.assertEqual(answer.usage.completion_tokens, expected["tokens"])
+            self.assertEqual(answer.choices[0].finish_reason,
+                             "stop" if expected["stop"] == "end of text" else "length")
+            stream = self.openai.completions.create(
+                model="model", prompt="The cork", max_tokens=24, seed=7, temperature=temperature,
+                stream=True, stream_options={"include_usage": True})
+            chunks = list(stream)
+            text = "".join(c.text for chunk in chunks for c in chunk.choices)
+            self.assertEqual(text, expected["text"])
+            self.assertEqual(chunks[-1].usage, answer.usage)
+            self.assertEqual(chunks[-1].choices, [])
+            self.assertEqual(len({chunk.id for chunk in chunks}), 1)
+
+    def test_prompts_and_choices_keep_their_order(self):
+        prompts = ["One", "Two stones", "A river"]
+        answer = self.openai.completions.create(model="model", prompt=prompts, n=2, seed=3,
+                                                max_tokens=8, temperature=1.0)
+        self.assertEqual([c.index for c in answer.choices], list(range(6)))
+        for i, choice in enumerate(answer.choices):
+            expected = self.served.generate(prompts[i // 2], "--max-tokens", 8,
+                                            "--seed", 3 + i % 2)
+            self.assertEqual(choice.text, expected["text"])
+        chunks = self.openai.completions.create(model="model", prompt=prompts, n=2, seed=3,
+                                                max_tokens=8, temperature=1.0, stream=True)
+        texts, ends = [""] * 6, [None] * 6
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                ends[choice.index] = choice.finish_reason or ends[choice.index]
+        self.assertEqual(texts, [c.text for c in answer.choices])
+        self.assertEqual(ends, [c.finish_reason for c in answer.choices])
+
+    def test_token_ids_as_prompts(self):
+        ids = self.post("/tokenize", {"prompt": "A river"})[1]["tokens"]
+        by_text, by_ids, by_list = (self.post("/v1/completions", {
+            "prompt": prompt, "temperature": 0, "max_tokens": 6})[1]["choices"][0]
+            for prompt in ("A river", ids, [ids]))
+        self.assertEqual(by_text, by_ids)
+        self.assertEqual(by_text, by_list)
+
+    def test_stop_strings(self):
+        whole = self.served.generate("Where", "--max-tokens", 30, "--temperature", 0)["text"]
+        stop = whole[4:7]
+        for stream in (False, True):
+            answer = self.openai.completions.create(model="model", prompt="Where", max_tokens=30,
+                                                    temperature=0, stop=[stop], stream=stream)
+            chunks = list(answer) if stream else [answer]
+            self.assertEqual("".join(c.choices[0].text for c in chunks), whole.split(stop)[0])
+            self.assertEqual(chunks[-1].choices[0].finish_reason, "stop")
+
+    def test_chat(self):
+        messages = [{"role": "system", "content": "s"},
+                    {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+        expected = self.served.generate("s:s\nu:Hi\na:", "--no-bos", "--max-tokens", 12,
+                                        "--seed", 5)
+        answer = self.openai.chat.completions.create(
+            model="model", messages=messages, seed=5, max_completion_tokens=12, logprobs=True,
+            top_logprobs=3)
+        choice = answer.choices[0]
+        self.assertEqual(choice.message.content, expected["text"])
+        self.assertEqual(choice.message.role, "assistant")
+        self.assertEqual(answer.usage.prompt_tokens, expected["prompt_tokens"])
+        for token in choice.logprobs.content:
+            self.assertEqual(len(token.top_logprobs), 3)
+            self.assertLessEqual(token.logprob, token.top_logprobs[0].logprob)
+            self.assertGreaterEqual(token.top_logprobs[0].logprob, token.top_logprobs[1].logprob)
+        stream = self.openai.chat.completions.create(
+            model="model", messages=messages, seed=5, max_completion_tokens=12, logprobs=True,
+            top_logprobs=3, stream=True, stream_options={"include_usage": True})
+        chunks = list(stream)
+        self.assertEqual(chunks[0].choices[0].delta.role, "assistant")
+        self.assertEqual("".join(c.choices[0].delta.content or "" for c in chunks[:-1]),
+                         expected["text"])
+        self.assertEqual([t for c in chunks[:-1] for t in c.choices[0].logprobs.content],
+                         choice.logprobs.content)
+        self.assertEqual(chunks[-1].usage, answer.usage)
+
+    def test_errors_of_the_client(self):
+        create = self.openai.completions.create
+        with self.assertRaises(openai.NotFoundError) as raised:
+            create(model="other", prompt="a")
+        self.assertEqual(raised.exception.code, "model_not_found")
+        for fields, word in (({"temperature": -1}, "temperature"), ({"n": 0}, "n"),
+                             ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"),
+                             ({"presence_penalty": 1}, "penalties"), ({"best_of": 3}, "best_of"),
+                             ({"extra_body": {"temprature": 1}}, "temprature"),
+                             ({"prompt": [1, 400]}, "token 400"), ({"prompt": []}, "prompt"),
+                             ({"prompt": "a " * 100}, "too long"), ({"n": 65}, "64"),
+                             ({"stop": [""]}, "stop"), ({"max_tokens": 0}, "max_tokens")):
+            with self.assertRaises(openai.BadRequestError) as raised:
+                create(**{"model": "model", "prompt": "a", **fields})
+            self.assertIn(word, raised.exception.message)
+            self.assertEqual(raised.exception.type, "invalid_request_error")
+        with self.assertRaises(openai.BadRequestError):
+            self.openai.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "a"}],
+                tools=[{"type": "function", "function": {"name": "f"}}])
+
+    def test_models(self):
+        self.assertEqual([m.id for m in self.openai.models.list()], ["model"])
+        self.assertEqual(self.openai.models.retrieve("model").id, "model")
+        with self.assertRaises(openai.NotFoundError):
+            self.openai.models.retrieve("no/such")
+
+    # Log-probabilities.
+
+    def test_log_probabilities(self):
+        generated = self.served.generate("The cork", "--max-tokens", 8, "--temperature", 0,
+                                         "--log-probs")
+        body = {"prompt": "The cork", "max_tokens": 8, "temperature": 0, "logprobs": 2}
+        choice = self.post("/v1/completions", body)[1]["choices"][0]
+        values = choice["logprobs"]
+        for got, expected in zip(values["token_logprobs"], generated["log_probs"], strict=False):
+            self.assertAlmostEqual(got, expected, delta=1e-3)
+        names = values["tokens"][:len(generated["ids"])]
+        text = b"".join(bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:")
+                        else name.encode() for name in names)
+        self.assertEqual(text.decode(errors="replace"), choice["text"])
+        for top, token, value in zip(values["top_logprobs"], values["tokens"],
+                                     values["token_logprobs"], strict=True):
+            self.assertEqual(top[token], value)
+            self.assertEqual(max(top.values()), value)
+            self.assertGreaterEqual(len(top), 2)
+        echoed = self.post("/v1/completions", {**body, "echo": True})[1]["choices"][0]
+        self.assertEqual(echoed["text"], "The cork" + choice["text"])
+        self.assertIsNone(echoed["logprobs"]["token_logprobs"][0])
+        self.assertEqual(echoed["logprobs"]["tokens"][-len(values["tokens"]):], values["tokens"])
+        offsets = echoed["logprobs"]["text_offset"]
+        self.assertEqual(offsets, sorted(offsets))
+        only_prompt = self.post("/v1/completions", {**body, "echo": True, "max_tokens": 0})[1]
+        count = len(echoed["logprobs"]["tokens"]) - len(values["tokens"])
+        self.assertEqual(only_prompt["choices"][0]["logprobs"]["tokens"],
+                         echoed["logprobs"]["tokens"][:count])
+        self.assertEqual(only_prompt["usage"]["completion_tokens"], 0)
+
+    def test_log_likelihoods_equal_eval(self):
+        """The requests of lm-evaluation-harness's local-completions."""
+        scores = self.served.folder / "scores"
+        subprocess.run([BINARY, "eval", "--checkpoint", self.served.checkpoint, "--tasks",
+                        "arc_challenge", "--task-data", ROOT / "tests/golden/tasks/data", "--out",
+                        scores, "--device", "cpu", "--threads", "1"], check=True,
+                       capture_output=True)
+        lines = (scores / "arc_challenge.jsonl").read_text().splitlines()[1:]
+        items = (ROOT / "tests/golden/tasks/data/arc_challenge.jsonl").read_text().splitlines()
+        compared = 0
+        for line, item in zip(lines, map(json.loads, items), strict=True):
+            expected = json.loads(line)["log_likelihoods"]
+            context = f"Question: {item['question']}\nAnswer:"
+            context_length = self.post("/tokenize", {"prompt": context})[1]["count"]
+            prompts = [self.post("/tokenize", {"prompt": f"{context} {text}"})[1]["tokens"]
+                       for text in item["choices"]["text"]]
+            if max(map(len, prompts)) > 95:
+                continue  # the harness and eval cut such a prompt differently
+            for max_tokens in (0, 1):
+                status, answer = self.post("/v1/completions", {
+                    "model": "model", "prompt": prompts, "temperature": 0, "echo": True,
+                    "max_tokens": max_tokens, "logprobs": 1, "seed": 1234})
+                self.assertEqual(status, 200, answer)
+                for choice, value in zip(answer["choices"], expected, strict=True):
+                    values = choice["logprobs"]["token_logprobs"]
+                    end = len(values) - max_tokens
+                    self.assertAlmostEqual(sum(values[context_length:end]), value, delta=1e-3)
+                    compared += 1
+        self.assertGreaterEqual(compared, 16)
+
+    # Other endpoints.
+
+    def test_tokenize_and_back(self):
+        text = "The river \u2013 4 \u00b0C\n"
+        status, answer = self.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        self.assertEqual((status, answer["count"], answer["max_model_len"]),
+                         (200, len(answer["tokens"]), 96))
+        self.assertEqual(self.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"], text)
+        with_begin = self.post("/tokenize", {"prompt": text})[1]["tokens"]
+        self.assertEqual(with_begin[1:], answer["tokens"])
+        chat = self.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]
+        self.assertEqual(self.post("/detokenize", {"tokens": chat["tokens"]})[1]["prompt"],
+                         "u:Hi\na:")
+        self.assertEqual(self.post("/detokenize", {"tokens": [-1]})[0], 400)
+        self.assertEqual(self.post("/detokenize", {"tokens": [400]})[0], 400)
+
+    def test_health_metrics_activity_page(self):
+        self.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+        self.assertEqual(self.connection.get("/health"), (200, '{"status":"ok"}'))
+        text = self.connection.get("/metrics")[1]
+        for line in text.splitlines():
+            self.assertRegex(line, r'^(# (HELP|TYPE) twell_\w+ .+|twell_\w+(\{.*\})? [-+0-9.e]+)$')
+        self.assertGreaterEqual(self.metric("twell_generated_tokens_total"), 3)
+        self.assertGreater(self.metric('twell_active_neurons{layer="1"}'), 0)
+        self.assertGreater(self.metric('twell_time_to_first_token_seconds_bucket{le="+Inf"}'), 0)
+        self.assertEqual(self.metric('twell_cache_tokens{use="free"}'), 8 * 96)
+        activity = json.loads(self.connection.get("/activity")[1])
+        self.assertEqual(len(activity["layers"]), 2)
+        self.assertEqual(self.connection.get("/")[1],
+                         (ROOT / "twell/serve/page.html").read_text())
+
+    def test_other_paths_and_methods(self):
+        for method, path, status in (("GET", "/nothing", 404), ("POST", "/health", 405),
+                                     ("GET", "/v1/completions", 405), ("PUT", "/metrics", 405),
+                                     ("OPTIONS", "/v1/completions", 405),
+                                     ("GET", "/../../etc/passwd", 404)):
+            connection = Connection(self.served)
+            connection.send(request_bytes(method, path))
+            got, headers, body = connection.reply()
+            self.assertEqual(got, status, path)
+            self.assertIn("message", json.loads(body)["error"])
+            self.assertEqual(connection.head()[0], None)  # closed
+            connection.close()
+        self.connection.send(b"POST /v1/completions HTTP/1.1\r\nContent-Type: text/plain\r\n"
+                             b"Content-Length: 2\r\n\r\n{}")
+        self.assertEqual(self.connection.reply()[0], 415)
+
+    # Limits.
+
+    def test_limits_of_sizes(self):
+        big = b'{"prompt": "' + b"a" * 200000 + b'"}'
+        connection = Connection(self.served)
+        connection.send(request_bytes("POST", "/v1/completions", big))
+        self.assertEqual(connection.reply()[0], 413)
+        connection.close()
+        connection = Connection(self.served)  # the same without a length
+        connection.send(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+                        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" %
+                        (len(big), big))
+        self.assertEqual(connection.reply()[0], 413)
+        connection.close()
+        connection = Connection(self.served)
+        connection.send(b"GET /health HTTP/1.1\r\n" + b"X-Flood: 1\r\n" * 100000)
+        self.assertIn(connection.head()[0], (400, None))
+        connection.close()
+        self.assertEqual(self.connection.get("/health")[0], 200)
+
+    def test_compressed_bomb(self):
+        import gzip
+        bomb = gzip.compress(b'{"prompt": "' + b"a" * 50_000_000 + b'"}')
+        self.assertLess(len(bomb), 100000)
+        self.connection.send(request_bytes("POST", "/v1/completions", bomb,
+                                           ["Content-Encoding: gzip"]))
+        self.assertEqual(self.connection.reply()[0], 413)
+
+    def test_slow_clients(self):
+        """A request that comes byte by byte ends after --request-seconds."""
+        slow = Connection(self.served)
+        start = time.monotonic()
+        try:
+            for byte in request_bytes("GET", "/health") * 100:
+                slow.send(bytes([byte]))
+                time.sleep(0.1)
+        except OSError:
+            pass
+        self.assertLess(time.monotonic() - start, 6)
+        slow.close()
+        self.assertEqual(self.connection.get("/health")[0], 200)
+
+    def test_clients_that_do_not_read(self):
+        """The connection ends --write-seconds after the client stopped reading a long answer."""
+        connection = Connection(self.served)
+        connection.send(request_bytes("POST", "/v1/completions", {
+            "prompt": ["a"] * 64, "max_tokens": 90, "ignore_eos": True, "stream": True,
+            "logprobs": 20}))
+        connection.head()
+        self.wait_for_metric("twell_requests_running", 0, seconds=60)
+        time.sleep(3)
+        data = b"".join(iter(lambda: connection.file.read1(1 << 20), b""))
+        self.assertNotIn(b"[DONE]", data)
+        connection.close()
+
+    def test_too_many_sequences(self):
+        status, answer = self.post("/v1/completions", {"prompt": ["a"] * 64, "n": 2})
+        self.assertEqual(status, 400)
+        statuses = []
+
+        def work(_):
+            connection = Connection(self.served)
+            statuses.append(connection.post("/v1/completions", {
+                "prompt": ["a"] * 40, "max_tokens": 60, "ignore_eos": True})[0])
+            connection.close()
+
+        in_threads(8, work)
+        self.assertEqual(set(statuses), {200, 503})
+        self.wait_for_metric("twell_requests_running", 0)
+        self.assertEqual(self.metric("twell_requests_waiting"), 0)
+
+    # A closed connection.
+
+    def test_closed_connections_cancel(self):
+        for stream in (True, False):
+            cancelled = self.metric('twell_requests_ended_total{reason="cancelled"}')
+            connections = []
+            for _ in range(8):
+                connection = Connection(self.served)
+                connection.send(request_bytes("POST", "/v1/completions", {
+                    "prompt": ["a"] * 8, "max_tokens": 90, "ignore_eos": True,
+                    "stream": stream}))
+                connections.append(connection)
+            if stream:
+                connections[0].head()
+                next(connections[0].pieces())
+            for connection in connections:
+                connection.close()
+            self.wait_for_metric("twell_requests_running", 0)
+            self.wait_for_metric("twell_requests_waiting", 0)
+            self.assertGreater(self.metric('twell_requests_ended_total{reason="cancelled"}'),
+                               cancelled)
+
+    def test_random_cancellations_cross_no_answers(self):
+        """Beside requests that are dropped, every other one gets its own answer."""
+        seeds = range(6)
+        expected = [self.served.generate("The", "--max-tokens", 20, "--seed", seed)["text"]
+                    for seed in seeds]
+
+        def work(i):
+            rng = random.Random(i)
+            for _ in range(12):
+                seed = rng.choice(seeds)
+                connection = Connection(self.served)
+                body = {"prompt": "The", "max_tokens": 20, "seed": seed,
+                        "stream": rng.random() < 0.5}
+                connection.send(request_bytes("POST", "/v1/completions", body))
+                if rng.random() < 0.4:
+                    time.sleep(rng.random() * 0.02)
+                    connection.close()
+                    continue
+                status, _, text = connection.reply()
+                connection.close()
+                self.assertEqual(status, 200)
+                if body["stream"]:
+                    events = [line[6:] for line in text.decode().split("\n\n") if line]
+                    self.assertEqual(events.pop(), "[DONE]")
+                    got = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+                else:
+                    got = json.loads(text)["choices"][0]["text"]
+                self.assertEqual(got, expected[seed])
+
+        in_threads(8, work)
+
+    # Hostile bodies.
+
+    def test_mutated_bodies(self):
+        """Every mutated body is answered with 4xx or a valid answer."""
+        rng = random.Random(11)
+        paths = {
+            "/v1/completions": [
+                {"prompt": "The river", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9,
+                 "seed": 1, "stop": ["x"], "logprobs": 1, "echo": True, "n": 2, "stream": False},
+                {"prompt": [[3, 4, 5], [6, 7]], "max_tokens": 1, "stream": True,
+                 "stream_options": {"include_usage": True}, "top_k": 4, "min_p": 0.1}],
+            "/v1/chat/completions": [
+                {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2,
+                 "logprobs": True, "top_logprobs": 2, "stream": False}],
+            "/tokenize": [{"prompt": "abc", "add_special_tokens": True}],
+            "/detokenize": [{"tokens": [1, 2, 3]}],
+        }
+        values = ["null", "-1", "1e999", "18446744073709551616", '"\\ud800"', "[]", "{}", "0.5",
+                  "[[[[[[[[]]]]]]]]", "true", '"a"', "9" * 40, "[1e400]", "\"" + "z" * 3000 + "\""]
+        pieces = [b"\x00", b"\xff", b"{", b"}", b"[" * 500, b'"', b",", b":", b"\\", b"e",
+                  b"nan", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80"]
+        statuses = {}
+        connection = Connection(self.served)
+        for _ in range(MUTATIONS):
+            path = rng.choice(list(paths))
+            body = dict(rng.choice(paths[path]))
+            if rng.random() < 0.5:  # another value in a field
+                field = rng.choice(list(body))
+                text = json.dumps({**body, field: "@"}).replace('"@"', rng.choice(values))
+                mutated = text.encode("utf-8", "surrogatepass")
+            else:  # other bytes
+                mutated = bytearray(json.dumps(body).encode())
+                for _ in range(rng.randint(1, 4)):
+                    at = rng.randrange(len(mutated) + 1)
+                    kind = rng.random()
+                    if kind < 0.4:
+                        mutated[at:at + rng.randint(0, 9)] = rng.choice(pieces)
+                    elif kind < 0.7:
+                        del mutated[at:at + rng.randint(1, 9)]
+                    elif at < len(mutated):
+                        mutated[at] ^= 1 << rng.randrange(8)
+                mutated = bytes(mutated)
+            connection.send(request_bytes("POST", path, mutated))
+            status, headers, reply = connection.reply()
+            statuses[status] = statuses.get(status, 0) + 1
+            self.assertTrue(status == 200 or status in (400, 404), (status, path, mutated, reply))
+            if headers["content-type"].startswith("application/json"):
+                answer = json.loads(reply)
+                self.assertEqual("error" in answer, status != 200)
+        connection.close()
+        print(f"{MUTATIONS} mutated bodies, replies by status: {statuses}")
+        self.assertEqual(self.metric("twell_requests_running"), 0)
+
+    def test_mutated_requests(self):
+        """Every mutated request line or header is answered or the connection closed."""
+        rng = random.Random(12)
+        whole = request_bytes("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1},
+                              ["Range: bytes=0-1", "Expect: 100-continue", "Accept: */*",
+                               "Connection: keep-alive"])
+        for _ in range(MUTATIONS // 5):
+            mutated = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                at = rng.randrange(whole.index(b"\r\n\r\n") + 4)
+                mutated[at:at + rng.randint(0, 5)] = bytes(
+                    rng.randrange(256) for _ in range(rng.randint(0, 5)))
+            connection = Connection(self.served)
+            connection.send(bytes(mutated))
+            connection.socket.shutdown(1)
+            self.assertIn(connection.head()[0], (None, 100, 200, 400, 404, 405, 413, 414, 415, 416,
+                                                 417, 499), mutated)
+            connection.close()
+        self.assertEqual(self.connection.get("/health")[0], 200)
+
+
+class OtherServersTest(unittest.TestCase):
+    def test_api_keys(self):
+        keys = pathlib.Path(tempfile.mkdtemp(prefix="twell-keys-")) / "keys"
+        keys.write_text("# of the tests\nfirst-key\nsecond-key\n")
+        served = Served(BINARY, "--api-key-file", keys)
+        connection = Connection(served)
+        for key, status in ((None, 401), ("", 401), ("first", 401), ("first-keyy", 401),
+                            ("second-key", 200)):
+            headers = [] if key is None else [f"Authorization: Bearer {key}"]
+            self.assertEqual(connection.get("/v1/models", headers)[0], status, key)
+            if status != 200:
+                connection.close()
+                connection = Connection(served)
+        self.assertEqual(connection.get("/health")[0], 200)
+        self.assertEqual(connection.get("/")[0], 200)
+        self.assertEqual(connection.get("/metrics")[0], 401)
+        connection.close()
+        with openai.OpenAI(base_url=served.url + "/v1", api_key="wrong") as client:
+            with self.assertRaises(openai.AuthenticationError):
+                client.models.list()
+        shutil.rmtree(keys.parent)
+        self.assertEqual(served.stop(), 0)
+
+    def test_sigterm_finishes_what_runs(self):
+        served = Served(BINARY)
+        connections = [Connection(served) for _ in range(4)]
+        for connection in connections:
+            connection.send(request_bytes("POST", "/v1/completions", {
+                "prompt": ["The"] * 8, "max_tokens": 80, "ignore_eos": True, "stream": True}))
+            self.assertEqual(connection.head()[0], 200)
+        served.terminate()
+        for connection in connections:
+            text = b"".join(connection.pieces()).decode()
+            self.assertEqual(text.count('"finish_reason":"length"'), 8)
+            self.assertTrue(text.endswith("data: [DONE]\n\n"))
+            connection.close()
+        self.assertEqual(served.wait(), 0)
+
+    def test_sigterm_has_a_limit(self):
+        served = Served(BINARY, "--drain-seconds", "0", "--batch", "1")
+        connection = Connection(served)
+        connection.send(request_bytes("POST", "/v1/completions", {
+            "prompt": ["The"] * 500, "max_tokens": 80, "ignore_eos": True, "stream": True}))
+        connection.head()
+        served.terminate()
+        text = b"".join(connection.pieces()).decode()
+        self.assertIn("the server is stopping", text)
+        connection.close()
+        self.assertEqual(served.wait(timeout=10), 0)
+
+    def test_too_many_connections(self):
+        served = Served(BINARY, "--max-connections", "2")
+        connections = [Connection(served) for _ in range(3)]
+        for connection in connections[:2]:
+            self.assertEqual(connection.get("/health")[0], 200)
+        self.assertEqual(connections[2].head()[0], 503)
+        for connection in connections:
+            connection.close()
+        self.assertEqual(served.stop(), 0)
+
+    def test_refused_starts(self):
+        served = Served(BINARY)
+        model = str(served.checkpoint)
+        empty = served.folder / "keys"
+        empty.write_text("# none\n")
+        for options, fault in ((["--port", str(served.port)], "Address already in use"),
+                               (["--port", "70000"], "65535"),
+                               (["--host", "192.0.2.1"], "192.0.2.1"),
+                               (["--api-key-file", "/no/such/file"], "/no/such/file"),
+                               (["--api-key-file", model + "/config.json"], "line 2"),
+                               (["--api-key-file", str(empty)], "no key in it"),
+                               (["--context", "97"], "97"), (["--ffn", "fast"], "fast"),
+                               (["--batch", "0"], "batch")):
+            out = subprocess.run([BINARY, "serve", "--checkpoint", model, "--device", "cpu",
+                                  *options], capture_output=True, text=True, timeout=60)
+            self.assertEqual(out.returncode, 2, (options, out.stderr))
+            self.assertIn(fault, out.stderr)
+            self.assertEqual(out.stderr.count("\n"), 1, out.stderr)
+        self.assertEqual(served.stop(), 0)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

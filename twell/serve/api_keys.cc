@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/serve/api_keys.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+
+namespace twell {
+namespace {
+
+// Whether the texts are equal. Every byte of `given` is compared with a byte of `key`, so the time
+// depends on the lengths alone.
+bool equal_in_constant_time(std::string_view given, std::string_view key) {
+  size_t difference = given.size() ^ key.size();
+  for (size_t i = 0; i < given.size(); ++i) {
+    difference |= static_cast<size_t>(static_cast<unsigned char>(given[i]) ^
+                                      static_cast<unsigned char>(key[i % key.size()]));
+  }
+  const volatile size_t result = difference;
+  return result == 0;
+}
+
+}  // namespace
+
+ApiKeys ApiKeys::load(const std::filesystem::path& file) {
+  std::vector<std::string> keys;
+  std::istringstream text(read_file(file));
+  int64_t number = 0;
+  for (std::string line; std::getline(text, line);) {
+    ++number;
+    if (line.ends_with('\r')) line.pop_back();
+    if (line.empty() || line.starts_with('#')) continue;
+    TWELL_REQUIRE(std::all_of(line.begin(), line.end(), [](char c) { return c > ' ' && c < 0x7f; }),
+                  "{} line {}: a key must be printable ASCII without spaces", file.string(),
+                  number);
+    keys.push_back(line);
+  }
+  TWELL_REQUIRE(!keys.empty(), "{}: no key in it; write a key per line", file.string());
+  return ApiKeys(std::move(keys));
+}
+
+bool ApiKeys::allow(std::string_view authorization) const {
+  if (keys_.empty()) return true;
+  constexpr std::string_view kScheme = "Bearer ";
+  if (!authorization.starts_with(kScheme)) return false;
+  const std::string_view given = authorization.substr(kScheme.size());
+  bool found = false;
+  for (const std::string& key : keys_) found |= equal_in_constant_time(given, key);
+  return found;
+}
+
+}  // namespace twell

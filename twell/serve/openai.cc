@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/serve/openai.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "twell/base/error.h"
+#include "twell/base/utf8.h"
+#include "twell/checkpoint/json.h"
+
+namespace twell {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+constexpr int kMaxDepth = 32;  // of nested lists and objects in a body
+constexpr int64_t kMaxStops = 16;
+constexpr size_t kMaxStopBytes = 1024;
+// JSON has no infinity, so an impossible token gets this log-probability, as in OpenAI's API.
+constexpr double kImpossible = -9999.0;
+
+// Fields that change nothing about an answer of this server.
+const std::set<std::string>& ignored_fields() {
+  static const std::set<std::string> fields = {"user",
+                                               "metadata",
+                                               "store",
+                                               "service_tier",
+                                               "safety_identifier",
+                                               "model",
+                                               "prompt_cache_key",
+                                               "prompt_cache_retention"};
+  return fields;
+}
+
+std::string shown(const json& value) {
+  std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
+  constexpr size_t kMost = 60;
+  if (text.size() > kMost) text = text.substr(0, kMost) + "...";
+  return text;
+}
+
+[[noreturn]] void refuse(const std::string& field, const std::string& why) {
+  throw ApiError(400, fmt::format("{}: {}", field, why), field);
+}
+
+// The fields of a request's object. Each is read once; finish() refuses those that nobody read. A
+// field with the value null counts as absent.
+class Fields {
+ public:
+  explicit Fields(std::string_view body) {
+    try {
+      object_ = parse_json(body, "the body", kMaxDepth);
+    } catch (const InputError& error) {
+      throw ApiError(400, error.what());
+    }
+    if (!object_.is_object()) throw ApiError(400, "the body is not a JSON object");
+  }
+  Fields(json object, std::string name) : object_(std::move(object)), name_(std::move(name)) {
+    if (!object_.is_object()) refuse(name_, "expected an object, got " + shown(object_));
+  }
+
+  const json* find(const std::string& field) {
+    read_.insert(field);
+    const auto found = object_.find(field);
+    return found == object_.end() || found->is_null() ? nullptr : &*found;
+  }
+  std::string text(const std::string& field) {
+    const json* value = find(field);
+    if (value == nullptr) return {};
+    if (!value->is_string()) refuse(full(field), "expected a text, got " + shown(*value));
+    return value->get<std::string>();
+  }
+  bool flag(const std::string& field, bool absent) {
+    const json* value = find(field);
+    if (value == nullptr) return absent;
+    if (!value->is_boolean()) refuse(full(field), "expected true or false, got " + shown(*value));
+    return value->get<bool>();
+  }
+  std::optional<int64_t> whole(const std::string& field, int64_t lowest, int64_t highest) {
+    const json* value = find(field);
+    if (value == nullptr) return std::nullopt;
+    const bool fits = value->is_number_integer() &&
+                      !(value->is_number_unsigned() && value->get<uint64_t>() > INT64_MAX);
+    if (!fits || value->get<int64_t>() < lowest || value->get<int64_t>() > highest) {
+      refuse(full(field), fmt::format("expected a whole number from {} to {}, got {}", lowest,
+                                      highest, shown(*value)));
+    }
+    return value->get<int64_t>();
+  }
+  float real(const std::string& field, float absent, double lowest, double highest) {
+    const json* value = find(field);
+    if (value == nullptr) return absent;
+    if (!value->is_number() || !(value->get<double>() >= lowest) ||
+        !(value->get<double>() <= highest)) {
+      refuse(full(field), fmt::format("expected a number from {} to {}, got {}", lowest, highest,
+                                      shown(*value)));
+    }
+    return static_cast<float>(value->get<double>());
+  }
+  // Refuses a field that is present with another value than the one that means "off".
+  void unsupported(const std::string& field, const json& off, const std::string& why) {
+    const json* value = find(field);
+    if (value != nullptr && *value != off) refuse(full(field), why);
+  }
+  void finish() const {
+    for (const auto& [field, value] : object_.items()) {
+      if (!read_.contains(field) && !(name_.empty() && ignored_fields().contains(field))) {
+        refuse(full(field), "this server knows no such field");
+      }
+    }
+  }
+
+ private:
+  std::string full(const std::string& field) const {
+    return name_.empty() ? field : name_ + "." + field;
+  }
+
+  json object_;
+  std::string name_;
+  std::set<std::string> read_;
+};
+
+std::vector<std::string> parse_stop(Fields& fields) {
+  const json* value = fields.find("stop");
+  std::vector<std::string> stops;
+  if (value == nullptr) return stops;
+  const json list = value->is_array() ? *value : json::array({*value});
+  if (std::ssize(list) > kMaxStops) refuse("stop", fmt::format("more than {} texts", kMaxStops));
+  for (const json& stop : list) {
+    if (!stop.is_string() || stop.get_ref<const std::string&>().empty() ||
+        stop.get_ref<const std::string&>().size() > kMaxStopBytes) {
+      refuse("stop", fmt::format("expected a text of 1 to {} bytes or a list of them, got {}",
+                                 kMaxStopBytes, shown(stop)));
+    }
+    stops.push_back(stop.get<std::string>());
+  }
+  return stops;
+}
+
+AnswerOptions parse_options(Fields& fields) {
+  AnswerOptions options;
+  options.model = fields.text("model");
+  SamplerOptions& sampler = options.sampler;
+  sampler.temperature = fields.real("temperature", 1.0f, 0.0, 100.0);
+  sampler.top_p = fields.real("top_p", 1.0f, 0.0, 1.0);
+  if (sampler.top_p == 0.0f) sampler.temperature = 0.0f;  // only the most likely token is left
+  if (sampler.top_p == 0.0f) sampler.top_p = 1.0f;
+  sampler.min_p = fields.real("min_p", 0.0f, 0.0, 1.0);
+  sampler.top_k = std::max<int64_t>(fields.whole("top_k", -1, INT32_MAX).value_or(0), 0);
+  const std::optional<int64_t> seed = fields.whole("seed", INT64_MIN, INT64_MAX);
+  options.seeded = seed.has_value();
+  sampler.seed = static_cast<uint64_t>(seed.value_or(0));
+  options.stop = parse_stop(fields);
+  options.choices = fields.whole("n", 1, INT32_MAX).value_or(1);
+  options.ignore_end_of_text = fields.flag("ignore_eos", false);
+  options.stream = fields.flag("stream", false);
+  if (const json* stream_options = fields.find("stream_options"); stream_options != nullptr) {
+    Fields inner(*stream_options, "stream_options");
+    options.stream_usage = inner.flag("include_usage", false);
+    options.stream_continuous_usage = inner.flag("continuous_usage_stats", false);
+    inner.flag("include_obfuscation", false);
+    inner.finish();
+    if (!options.stream) refuse("stream_options", "goes with \"stream\": true only");
+  }
+  fields.unsupported("presence_penalty", 0, "penalties are not supported; leave it out");
+  fields.unsupported("frequency_penalty", 0, "penalties are not supported; leave it out");
+  fields.unsupported("repetition_penalty", 1, "penalties are not supported; leave it out");
+  fields.unsupported("logit_bias", json::object(), "not supported; leave it out");
+  return options;
+}
+
+void check_sequences(int64_t prompts, const AnswerOptions& options, int64_t most) {
+  if (options.choices > most / prompts) {
+    refuse("n", fmt::format("{} prompts with {} choices each are more than the {} sequences that "
+                            "this server takes at once",
+                            prompts, options.choices, most));
+  }
+}
+
+std::vector<int32_t> parse_ids(const json& list, const std::string& field) {
+  std::vector<int32_t> ids;
+  ids.reserve(list.size());
+  for (const json& id : list) {
+    if (!id.is_number_integer() || id < 0 || id > INT32_MAX) {
+      refuse(field, "expected token ids, got " + shown(id));
+    }
+    ids.push_back(id.get<int32_t>());
+  }
+  return ids;
+}
+
+// A text, a list of texts, token ids, or a list of lists of token ids.
+void parse_prompts(Fields& fields, CompletionRequest& request) {
+  const json* value = fields.find("prompt");
+  const std::string expected = "expected a text, token ids, or a list of one of them";
+  if (value == nullptr) refuse("prompt", "missing; " + expected);
+  if (value->is_string()) {
+    request.prompts.emplace_back(value->get<std::string>());
+    return;
+  }
+  if (!value->is_array() || value->empty()) refuse("prompt", expected + ", got " + shown(*value));
+  if (value->front().is_number()) {
+    request.prompts.emplace_back(parse_ids(*value, "prompt"));
+    return;
+  }
+  for (const json& prompt : *value) {
+    if (prompt.is_string()) {
+      request.prompts.emplace_back(prompt.get<std::string>());
+    } else if (prompt.is_array() && !prompt.empty()) {
+      request.prompts.emplace_back(parse_ids(prompt, "prompt"));
+    } else {
+      refuse("prompt", expected + ", got " + shown(prompt));
+    }
+  }
+}
+
+// Messages with their contents as texts. Parts of a content that are texts are joined.
+std::string normalized_messages(Fields& fields) {
+  const json* value = fields.find("messages");
+  if (value == nullptr || !value->is_array() || value->empty()) {
+    refuse("messages", "expected a list of at least one message");
+  }
+  ordered_json out = ordered_json::array();
+  for (size_t i = 0; i < value->size(); ++i) {
+    const std::string name = fmt::format("messages[{}]", i);
+    Fields message((*value)[i], name);
+    const std::string role = message.text("role");
+    if (role.empty()) refuse(name + ".role", "missing");
+    std::string content;
+    if (const json* given = message.find("content"); given == nullptr) {
+      refuse(name + ".content", "missing");
+    } else if (given->is_string()) {
+      content = given->get<std::string>();
+    } else if (given->is_array()) {
+      for (const json& part : *given) {
+        const bool is_text = part.is_object() && part.contains("type") && part["type"] == "text" &&
+                             part.contains("text") && part["text"].is_string();
+        if (!is_text) refuse(name + ".content", "only parts of type \"text\" are supported");
+        content += part["text"].get_ref<const std::string&>();
+      }
+    } else {
+      refuse(name + ".content", "expected a text, got " + shown(*given));
+    }
+    ordered_json normalized = {{"role", role}, {"content", content}};
+    if (const std::string author = message.text("name"); !author.empty()) {
+      normalized["name"] = author;
+    }
+    message.unsupported("tool_calls", json::array(), "tools are not supported");
+    message.unsupported("refusal", nullptr, "not supported");
+    message.finish();
+    out.push_back(std::move(normalized));
+  }
+  return out.dump();
+}
+
+// A token's text as JSON shows it. Where the bytes are no UTF-8 by themselves, their values, so
+// that different tokens keep different names.
+std::string token_name(const Tokenizer& tokenizer, int32_t id) {
+  if (id >= tokenizer.vocab_size()) return fmt::format("token:{}", id);
+  const std::string_view bytes = tokenizer.token_bytes(id);
+  if (find_invalid_utf8(bytes) == bytes.size()) return std::string(bytes);
+  std::string name = "bytes:";
+  for (const char byte : bytes) name += fmt::format("\\x{:02x}", static_cast<unsigned char>(byte));
+  return name;
+}
+
+double finite(float log_prob) {
+  return std::isfinite(log_prob) ? static_cast<double>(log_prob) : kImpossible;
+}
+
+}  // namespace
+
+ordered_json error_json(const ApiError& error) {
+  const auto or_null = [](const std::string& text) {
+    return text.empty() ? ordered_json() : ordered_json(text);
+  };
+  const char* type = error.status == 401   ? "authentication_error"
+                     : error.status == 404 ? "not_found_error"
+                     : error.status == 503 ? "overloaded_error"
+                     : error.status >= 500 ? "server_error"
+                                           : "invalid_request_error";
+  return {{"error",
+           {{"message", error.what()},
+            {"type", type},
+            {"param", or_null(error.param)},
+            {"code", or_null(error.code)}}}};
+}
+
+CompletionRequest parse_completion(std::string_view body, int64_t most_sequences) {
+  Fields fields(body);
+  CompletionRequest request;
+  request.options = parse_options(fields);
+  AnswerOptions& options = request.options;
+  parse_prompts(fields, request);
+  check_sequences(std::ssize(request.prompts), options, most_sequences);
+  request.echo = fields.flag("echo", false);
+  request.begin_token = fields.flag("add_special_tokens", true);
+  options.max_tokens = fields.whole("max_tokens", request.echo ? 0 : 1, INT32_MAX);
+  options.log_probs = fields.whole("logprobs", 0, kMostLogProbs);
+  fields.unsupported("suffix", "", "text in front of a suffix cannot be filled in; leave it out");
+  fields.unsupported("best_of", options.choices, "only n choices are drawn; leave it out");
+  fields.finish();
+  return request;
+}
+
+ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
+  Fields fields(body);
+  ChatRequest request;
+  request.options = parse_options(fields);
+  AnswerOptions& options = request.options;
+  check_sequences(1, options, most_sequences);
+  request.messages_json = normalized_messages(fields);
+  const std::optional<int64_t> older = fields.whole("max_tokens", 1, INT32_MAX);
+  options.max_tokens = fields.whole("max_completion_tokens", 1, INT32_MAX);
+  if (!options.max_tokens) options.max_tokens = older;
+  const bool log_probs = fields.flag("logprobs", false);
+  const std::optional<int64_t> top = fields.whole("top_logprobs", 0, kMostLogProbs);
+  if (top && !log_probs) refuse("top_logprobs", "goes with \"logprobs\": true only");
+  if (log_probs) options.log_probs = top.value_or(0);
+  fields.unsupported("response_format", json{{"type", "text"}},
+                     "only {\"type\": \"text\"} is supported");
+  fields.unsupported("tools", json::array(), "tools are not supported; leave it out");
+  fields.unsupported("tool_choice", "none", "tools are not supported; leave it out");
+  fields.unsupported("functions", json::array(), "functions are not supported; leave it out");
+  fields.unsupported("modalities", json::array({"text"}), "only [\"text\"] is supported");
+  fields.flag("parallel_tool_calls", true);
+  fields.finish();
+  return request;
+}
+
+TokenizeRequest parse_tokenize(std::string_view body) {
+  Fields fields(body);
+  TokenizeRequest request;
+  request.model = fields.text("model");
+  const bool chat = fields.find("messages") != nullptr;
+  if (chat == (fields.find("prompt") != nullptr)) {
+    throw ApiError(400, "expected either \"prompt\" or \"messages\"", "prompt");
+  }
+  if (chat) {
+    request.messages_json = normalized_messages(fields);
+  } else {
+    request.prompt = fields.text("prompt");
+  }
+  request.begin_token = fields.flag("add_special_tokens", !chat);
+  fields.finish();
+  return request;
+}
+
+std::vector<int32_t> parse_detokenize(std::string_view body) {
+  Fields fields(body);
+  const json* tokens = fields.find("tokens");
+  if (tokens == nullptr || !tokens->is_array()) refuse("tokens", "expected a list of token ids");
+  std::vector<int32_t> ids = parse_ids(*tokens, "tokens");
+  fields.finish();
+  return ids;
+}
+
+void CompletionLogProbs::add_token(int32_t id) {
+  tokens_.push_back(token_name(tokenizer_, id));
+  offsets_.push_back(offset_);
+  if (id >= tokenizer_.vocab_size()) return;
+  for (const char byte : tokenizer_.token_bytes(id)) {
+    offset_ += (static_cast<unsigned char>(byte) & 0xc0) != 0x80;  // first bytes of characters
+  }
+}
+
+void CompletionLogProbs::add_first(int32_t id) {
+  add_token(id);
+  values_.push_back(nullptr);
+  tops_.push_back(nullptr);
+}
+
+void CompletionLogProbs::add(const TokenLogProbs& token) {
+  add_token(token.token.id);
+  values_.push_back(finite(token.token.log_prob));
+  ordered_json top = ordered_json::object();
+  top[token_name(tokenizer_, token.token.id)] = finite(token.token.log_prob);
+  for (const TokenLogProb& other : token.top) {
+    top[token_name(tokenizer_, other.id)] = finite(other.log_prob);
+  }
+  tops_.push_back(std::move(top));
+}
+
+ordered_json CompletionLogProbs::take() {
+  ordered_json taken = {{"tokens", std::move(tokens_)},
+                        {"token_logprobs", std::move(values_)},
+                        {"top_logprobs", std::move(tops_)},
+                        {"text_offset", std::move(offsets_)}};
+  tokens_ = values_ = tops_ = offsets_ = ordered_json::array();
+  return taken;
+}
+
+ordered_json chat_log_prob(const Tokenizer& tokenizer, const TokenLogProbs& token) {
+  const auto entry = [&](const TokenLogProb& one) {
+    ordered_json bytes = ordered_json::array();
+    if (one.id < tokenizer.vocab_size()) {
+      for (const char byte : tokenizer.token_bytes(one.id)) {
+        bytes.push_back(static_cast<unsigned char>(byte));
+      }
+    }
+    return ordered_json{{"token", token_name(tokenizer, one.id)},
+                        {"logprob", finite(one.log_prob)},
+                        {"bytes", std::move(bytes)}};
+  };
+  ordered_json out = entry(token.token);
+  out["top_logprobs"] = ordered_json::array();
+  for (const TokenLogProb& other : token.top) out["top_logprobs"].push_back(entry(other));
+  return out;
+}
+
+ordered_json finish_reason(const std::optional<StopReason>& stop) {
+  if (!stop) return nullptr;
+  return *stop == StopReason::kEndOfText || *stop == StopReason::kStopString ? "stop" : "length";
+}
+
+ordered_json usage_json(int64_t prompt_tokens, int64_t tokens, int64_t cached_tokens) {
+  return {{"prompt_tokens", prompt_tokens},
+          {"completion_tokens", tokens},
+          {"total_tokens", prompt_tokens + tokens},
+          {"prompt_tokens_details", {{"cached_tokens", cached_tokens}}}};
+}
+
+std::string to_text(const ordered_json& json) {
+  return json.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+}
+
+}  // namespace twell

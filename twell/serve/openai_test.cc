@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/serve/openai.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "twell/tokenizer/test_tokenizer.h"
+
+namespace twell {
+namespace {
+
+using nlohmann::ordered_json;
+using testing::HasSubstr;
+
+constexpr int64_t kMost = 64;
+
+// Calls parse(body) and returns the error; its status is 0 when there is none.
+template <typename Parse>
+ApiError error_of(const Parse& parse) {
+  try {
+    parse();
+  } catch (const ApiError& error) {
+    return error;
+  }
+  return {0, "no error"};
+}
+
+ApiError completion_error(const std::string& body) {
+  return error_of([&] { parse_completion(body, kMost); });
+}
+ApiError chat_error(const std::string& body) {
+  return error_of([&] { parse_chat(body, kMost); });
+}
+
+TEST(OpenAi, CompletionDefaults) {
+  const CompletionRequest request = parse_completion(R"({"prompt": "Once"})", kMost);
+  ASSERT_EQ(request.prompts.size(), 1u);
+  EXPECT_EQ(std::get<std::string>(request.prompts[0]), "Once");
+  EXPECT_FALSE(request.echo);
+  EXPECT_TRUE(request.begin_token);
+  const AnswerOptions& options = request.options;
+  EXPECT_EQ(options.sampler.temperature, 1.0f);
+  EXPECT_EQ(options.sampler.top_p, 1.0f);
+  EXPECT_EQ(options.sampler.top_k, 0);
+  EXPECT_EQ(options.choices, 1);
+  EXPECT_FALSE(options.seeded || options.stream || options.max_tokens || options.log_probs);
+}
+
+TEST(OpenAi, CompletionFields) {
+  const CompletionRequest request = parse_completion(
+      R"({"model": "m", "prompt": ["a", "b"], "max_tokens": 0, "echo": true, "logprobs": 20,
+          "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": -1, "n": 2,
+          "stop": "end", "stream": true, "stream_options": {"include_usage": true},
+          "ignore_eos": true, "add_special_tokens": false, "best_of": 2, "suffix": null,
+          "presence_penalty": 0.0, "logit_bias": {}, "user": "someone"})",
+      kMost);
+  EXPECT_EQ(request.prompts.size(), 2u);
+  EXPECT_TRUE(request.echo);
+  EXPECT_FALSE(request.begin_token);
+  const AnswerOptions& options = request.options;
+  EXPECT_EQ(options.model, "m");
+  EXPECT_EQ(options.max_tokens, 0);
+  EXPECT_EQ(options.log_probs, 20);
+  EXPECT_EQ(options.sampler.top_k, 0);
+  EXPECT_EQ(options.sampler.min_p, 0.1f);
+  EXPECT_EQ(options.sampler.seed, std::numeric_limits<uint64_t>::max());
+  EXPECT_TRUE(options.seeded && options.stream && options.stream_usage);
+  EXPECT_TRUE(options.ignore_end_of_text);
+  EXPECT_EQ(options.stop, std::vector<std::string>{"end"});
+  EXPECT_EQ(options.choices, 2);
+}
+
+TEST(OpenAi, PromptsOfTokenIds) {
+  using Ids = std::vector<int32_t>;
+  const auto one = parse_completion(R"({"prompt": [1, 2]})", kMost).prompts;
+  ASSERT_EQ(one.size(), 1u);
+  EXPECT_EQ(std::get<Ids>(one[0]), (Ids{1, 2}));
+  const auto two = parse_completion(R"({"prompt": [[1], [2, 3]]})", kMost).prompts;
+  ASSERT_EQ(two.size(), 2u);
+  EXPECT_EQ(std::get<Ids>(two[1]), (Ids{2, 3}));
+}
+
+TEST(OpenAi, RefusedFieldsAreNamedWithTheirValue) {
+  const struct {
+    const char *body, *param, *message;
+  } cases[] = {
+      {R"({"prompt": "a", "temperature": -0.5})", "temperature", "-0.5"},
+      {R"({"prompt": "a", "temperature": "hot"})", "temperature", "hot"},
+      {R"({"prompt": "a", "max_tokens": 0})", "max_tokens", "from 1"},
+      {R"({"prompt": "a", "max_tokens": 1.5})", "max_tokens", "1.5"},
+      {R"({"prompt": "a", "max_tokens": 18446744073709551615})", "max_tokens", "whole number"},
+      {R"({"prompt": "a", "n": 65})", "n", "64"},
+      {R"({"prompt": "a", "logprobs": 21})", "logprobs", "21"},
+      {R"({"prompt": "a", "suffix": "b"})", "suffix", "suffix"},
+      {R"({"prompt": "a", "stop": [1]})", "stop", "1"},
+      {R"({"prompt": "a", "stop": ""})", "stop", "bytes"},
+      {R"({"prompt": "a", "echo": 1})", "echo", "true or false"},
+      {R"({"prompt": "a", "temprature": 1})", "temprature", "no such field"},
+      {R"({"prompt": "a", "stream_options": {}})", "stream_options", "stream"},
+      {R"({"prompt": "a", "stream": true, "stream_options": {"x": 1}})", "stream_options.x", "x"},
+      {R"({"prompt": "a", "frequency_penalty": 0.1})", "frequency_penalty", "penalties"},
+      {R"({"prompt": {}})", "prompt", "expected"},
+      {R"({"prompt": []})", "prompt", "expected"},
+      {R"({"prompt": ["a", 1]})", "prompt", "expected"},
+      {R"({"prompt": [1, "a"]})", "prompt", "token ids"},
+      {R"({"prompt": [1, -1]})", "prompt", "-1"},
+      {R"({"prompt": [[]]})", "prompt", "expected"},
+      {"{}", "prompt", "missing"},
+  };
+  for (const auto& one : cases) {
+    const ApiError error = completion_error(one.body);
+    EXPECT_EQ(error.status, 400) << one.body;
+    EXPECT_EQ(error.param, one.param) << one.body;
+    EXPECT_THAT(error.what(), HasSubstr(one.message)) << one.body;
+  }
+}
+
+TEST(OpenAi, BodiesThatAreNoObjects) {
+  for (const std::string& body :
+       {std::string(), std::string("[]"), std::string("{"), std::string("{\"a\": 1, \"a\": 2}"),
+        std::string("{\"prompt\": \"\xff\"}"), std::string(100000, '['),
+        std::string("{\"temperature\": 1e999}")}) {
+    EXPECT_EQ(completion_error(body).status, 400) << body.substr(0, 40);
+    EXPECT_EQ(chat_error(body).status, 400) << body.substr(0, 40);
+    EXPECT_EQ(error_of([&] { parse_tokenize(body); }).status, 400);
+    EXPECT_EQ(error_of([&] { parse_detokenize(body); }).status, 400);
+  }
+}
+
+TEST(OpenAi, ChatMessagesBecomeTexts) {
+  const ChatRequest request = parse_chat(
+      R"({"messages": [{"role": "system", "content": "s"},
+                       {"role": "user", "name": "u", "content": [{"type": "text", "text": "a"},
+                                                                 {"type": "text", "text": "b"}]}],
+          "max_tokens": 3, "max_completion_tokens": 4, "logprobs": true, "tools": []})",
+      kMost);
+  EXPECT_EQ(request.messages_json,
+            R"([{"role":"system","content":"s"},{"role":"user","content":"ab","name":"u"}])");
+  EXPECT_EQ(request.options.max_tokens, 4);
+  EXPECT_EQ(request.options.log_probs, 0);
+}
+
+TEST(OpenAi, RefusedChats) {
+  const std::string user = R"("messages": [{"role": "user", "content": "a"}])";
+  const struct {
+    std::string body, param;
+  } cases[] = {
+      {"{}", "messages"},
+      {R"({"messages": []})", "messages"},
+      {R"({"messages": ["a"]})", "messages[0]"},
+      {R"({"messages": [{"content": "a"}]})", "messages[0].role"},
+      {R"({"messages": [{"role": "user"}]})", "messages[0].content"},
+      {R"({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})",
+       "messages[0].content"},
+      {R"({"messages": [{"role": "user", "content": "a", "extra": 1}]})", "messages[0].extra"},
+      {"{" + user + R"(, "top_logprobs": 2})", "top_logprobs"},
+      {"{" + user + R"(, "tools": [{}]})", "tools"},
+      {"{" + user + R"(, "response_format": {"type": "json_object"}})", "response_format"},
+      {"{" + user + R"(, "echo": true})", "echo"},
+  };
+  for (const auto& one : cases) {
+    const ApiError error = chat_error(one.body);
+    EXPECT_EQ(error.status, 400) << one.body;
+    EXPECT_EQ(error.param, one.param) << one.body;
+  }
+}
+
+TEST(OpenAi, ErrorsHaveOpenAisForm) {
+  EXPECT_EQ(to_text(error_json(ApiError(404, "no \"m\"", "model", "model_not_found"))),
+            R"({"error":{"message":"no \"m\"","type":"not_found_error","param":"model",)"
+            R"("code":"model_not_found"}})");
+  EXPECT_EQ(error_json(ApiError(400, "bad"))["error"]["param"], nullptr);
+}
+
+TEST(OpenAi, LogProbsOfTokensThatAreNotUtf8) {
+  const Tokenizer tokenizer = byte_tokenizer();
+  const int32_t letter = tokenizer.find("a"), byte = tokenizer.find("\xc3");
+  ASSERT_GE(letter, 0);
+  ASSERT_GE(byte, 0);
+  CompletionLogProbs log_probs(tokenizer);
+  log_probs.add_first(letter);
+  const float never = -std::numeric_limits<float>::infinity();
+  log_probs.add({.token = {byte, never}, .top = {{letter, -0.5f}}});
+  log_probs.add({.token = {letter, -1.0f}, .top = {}});
+  EXPECT_EQ(to_text(log_probs.take()),
+            R"({"tokens":["a","bytes:\\xc3","a"],"token_logprobs":[null,-9999.0,-1.0],)"
+            R"("top_logprobs":[null,{"bytes:\\xc3":-9999.0,"a":-0.5},{"a":-1.0}],)"
+            R"("text_offset":[0,1,2]})");
+  log_probs.add({.token = {letter, -1.0f}, .top = {}});
+  EXPECT_EQ(log_probs.take()["text_offset"][0], 3);
+  EXPECT_EQ(to_text(chat_log_prob(tokenizer, {.token = {byte, -1.0f}, .top = {{letter, 0.0f}}})),
+            R"({"token":"bytes:\\xc3","logprob":-1.0,"bytes":[195],)"
+            R"("top_logprobs":[{"token":"a","logprob":0.0,"bytes":[97]}]})");
+}
+
+}  // namespace
+}  // namespace twell
