@@ -34,10 +34,11 @@ std::string cut_to_width(std::string_view line, size_t columns) {
 
 ProgressLine::ProgressLine(double plain_interval_seconds, std::FILE* stream)
     : stream_(stream),
-      terminal_(::isatty(::fileno(stream)) != 0),
+      terminal_(stream != nullptr && ::isatty(::fileno(stream)) != 0),
       interval_(plain_interval_seconds) {}
 
 void ProgressLine::put(std::string_view text) const {
+  if (stream_ == nullptr) return;
   std::fwrite(text.data(), 1, text.size(), stream_);
   std::fflush(stream_);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Progress on stdout, or on stderr where stdout carries results. A terminal shows one live line,
 // cut to its width; other outputs get a line every few seconds. Write errors are ignored, so that a
-// run outlives the reader of its output.
+// run outlives the reader of its output. Without a stream nothing is shown.
 #pragma once
 
 #include <chrono>

@@ -10,9 +10,11 @@
 #include "cli/config_file.h"
 #include "cli/process.h"
 #include "cli/progress_line.h"
+#include "cli/ranks.h"
 #include "cli/train_device.h"
 #include "cli/train_flags.h"
 #include "twell/base/context.h"
+#include "twell/base/cpu_limit.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
@@ -36,6 +38,8 @@ Examples:
   twell train --out runs/sparse --resume
   twell train --from SmolLM2-135M --relufy --l1 1e-4 --l1-ramp-steps 500 --data docs/ --out runs/sm
   twell train --preset 0.5b --data docs/ --out runs/half --device cuda
+  twell train --preset 0.5b --data docs/ --out runs/eight --gpus 8 --max-restarts 3
+  torchrun --nnodes 2 --nproc-per-node 8 ... --no-python twell train --config run.toml
   twell train --preset 0.5b --dry-run)";
 
 void print_plan(const TrainOptions& options, const RunPlan& plan) {
@@ -196,6 +200,48 @@ void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
   write_file_atomic(out / "side_by_side.json", json.dump(1) + "\n");
 }
 
+// What one rank of the run does after all have connected. `requested`: the options before they were
+// resolved.
+int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& common,
+               ModelConfig config, const TrainOptions& requested, TaskComparison& tasks,
+               const TrainDevice& device, const RankGroup& ranks);
+
+// The ranks that this command is to start; 0: it is a rank itself, or the only one.
+int64_t ranks_to_start(const TrainFlags& flags, const CommonOptions& common,
+                       const RankIdentity& identity) {
+  const int64_t asked = std::max(flags.gpus, flags.ranks);
+  TWELL_REQUIRE(asked > 1 || flags.max_restarts == 0, "--max-restarts goes with --gpus or --ranks");
+  if (asked <= 1 || started_by_launch_ranks()) return 0;
+  TWELL_REQUIRE(identity.size == 1,
+                "a launcher started this as rank {} of {}: leave --gpus and --ranks out",
+                identity.rank, identity.size);
+  for (const fs::path& path : common.data) {
+    TWELL_REQUIRE(!path.string().starts_with("/proc/self/fd/"),
+                  "--data - is read by one process: put the text into a file");
+  }
+  return asked;
+}
+
+// Ranks of a machine share its cores, unless --threads says otherwise.
+void share_threads(const RankIdentity& identity, CommonOptions& common) {
+  if (common.threads > 0 || identity.local_size == 1) return;
+  common.threads = std::max(1, available_threads() / identity.local_size);
+}
+
+// Rank 0 prepares the shards, which takes any time, and decides which checkpoint to resume from.
+std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const TrainFlags& flags,
+                                              const RunFolder& folder) {
+  std::optional<Checkpoint> point;
+  if (ranks.first() && flags.resume) {
+    point = folder.resume_point({flags.resume_from, flags.fall_back});
+  }
+  const std::string text = ranks.from_first(
+      "resume", point ? fmt::format("{} {}", point->step, point->folder.string()) : "");
+  if (ranks.first() || text.empty()) return point;
+  const size_t space = text.find(' ');
+  return Checkpoint{std::stoll(text.substr(0, space)), text.substr(space + 1)};
+}
+
 int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   flags.resume = flags.resume || flags.resume_from || flags.fall_back;
   TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
@@ -208,22 +254,61 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
   TaskComparison tasks(flags.tasks);
-  TrainOptions options = resolve_options(requested, config);
+  const RankIdentity identity = process_identity();
+  if (flags.gpus > 0) common.device = "cuda";
+  if (flags.ranks > 0) common.device = "cpu";
+  const int64_t to_start = ranks_to_start(flags, common, identity);
+  requested.ranks = to_start > 0 ? to_start : identity.size;
+  const TrainOptions options = resolve_options(requested, config);
+  if (to_start > 0 && !flags.dry_run) {
+    return launch_ranks({to_start, flags.max_restarts, common.out});
+  }
+  share_threads(identity, common);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
-  const TrainDevice device(common, config, options);
+  const TrainDevice device(common, config, options, identity.local_rank);
   const RunPlan plan = device.plan(
       config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
   if (flags.dry_run) {
     print_plan(options, plan);
     return kExitOk;
   }
-  require_memory(plan.memory_bytes());
+  require_memory(plan.memory_bytes() * (device.on_gpu() ? 1 : identity.local_size));
   device.require_memory(plan);
+  stop_on_signals();
+  const auto timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(flags.collective_timeout * 1000.0));
+  const RankGroup ranks(identity, timeout);
+  try {
+    return train_rank(command, flags, common, config, requested, tasks, device, ranks);
+  } catch (const RankFault& fault) {
+    const auto good = RunFolder(common.out).latest();
+    throw RankFault(fmt::format(
+        "{} ({})", fault.what(),
+        good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
+  } catch (const Interrupted&) {
+    ranks.fail("it was interrupted");
+    throw;
+  } catch (const std::exception& error) {
+    ranks.fail(error.what());
+    throw;
+  }
+}
+
+int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& common,
+               ModelConfig config, const TrainOptions& requested, TaskComparison& tasks,
+               const TrainDevice& device, const RankGroup& ranks) {
   const std::atomic<bool>& stop = stop_on_signals();
+  TrainOptions options = resolve_options(requested, config);
+  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   Context ctx(common.threads);
-  const RunFolder folder(common.out, flags.resume);
-  ProgressLine progress(flags.log_interval);
-  const Tokenizer tokenizer = prepare(flags, common, config, shards, progress);
+  const std::unique_ptr<RunFolder> folder =
+      ranks.first() ? std::make_unique<RunFolder>(common.out, flags.resume)
+                    : std::make_unique<RunFolder>(common.out);
+  ProgressLine progress(flags.log_interval, ranks.first() ? stdout : nullptr);
+  std::optional<Tokenizer> made;
+  if (ranks.first()) made = prepare(flags, common, config, shards, progress);
+  ranks.wait_for_all();
+  const Tokenizer tokenizer = made ? std::move(*made) : Tokenizer::load(shards / "tokenizer.json");
   return_freed_memory();  // frees tens of MiB of text and tables that the plan does not count
   config = match_tokenizer(flags, config, tokenizer);
   tasks.check(config, tokenizer);
@@ -235,20 +320,26 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
                   format_count(static_cast<double>(shard_set.tokens(Split::kValidation)))));
 
   const LoadOptions load{.allow_non_finite = common.allow_non_finite};
-  const auto resume_from =
-      flags.resume ? folder.resume_point({flags.resume_from, flags.fall_back}) : std::nullopt;
-  // A warm-up that was not given was derived from the earlier run's number of steps.
-  if (resume_from && requested.warmup_steps < 0) {
-    options.warmup_steps = saved_option(resume_from->folder, "warmup-steps");
-    options = resolve_options(options, config);
+  const auto resume_from = agreed_resume_point(ranks, flags, *folder);
+  // A warm-up that was not given was derived from the earlier run's number of steps, and a batch
+  // from its number of ranks.
+  if (resume_from) {
+    TrainOptions saved = requested;
+    if (saved.warmup_steps < 0) {
+      saved.warmup_steps = saved_option(resume_from->folder, "warmup-steps");
+    }
+    if (saved.batch_tokens == 0) {
+      saved.batch_tokens = saved_option(resume_from->folder, "batch-tokens");
+    }
+    options = resolve_options(saved, config);
   }
   const std::unique_ptr<Model> model =
       make_model(ctx, flags, load, config, options.seed, resume_from);
-  progress.print(
-      fmt::format("model: {} parameters, {} layers, width {}, FFN {}, on {}{}",
-                  format_count(static_cast<double>(config.parameter_count())), config.layers,
-                  config.width, config.ffn, device.name(),
-                  resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  progress.print(fmt::format(
+      "model: {} parameters, {} layers, width {}, FFN {}, on {}{}{}",
+      format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
+      config.ffn, options.ranks == 1 ? "" : fmt::format("{} ranks, ", options.ranks), device.name(),
+      resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
   // A copy of the original model, for distillation and for the comparison.
   const bool original_needed = flags.relufy || options.distill > 0.0;
   const std::unique_ptr<Model> original =
@@ -257,7 +348,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
       options,
       tokenizer,
       shard_set,
-      folder,
+      *folder,
       given_options_json(command, {"data", "shards", "tokenizer", "from", "task-data", "out"}),
       resume_from,
       flags.tensorboard,
@@ -274,9 +365,11 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
                     now.metrics.validation_ce.has_value());
   };
   const Model* const teacher = options.distill > 0.0 ? original.get() : nullptr;
-  const auto engine = device.engine(ctx, *model, shard_set, options, teacher);
+  const auto engine = device.engine(ctx, *model, shard_set, options, teacher, ranks.communicator());
+  ranks.wait_for_all();  // reading a checkpoint takes any time
   const TrainSummary summary = run_training(ctx, *engine, run);
   progress.finish();
+  if (!ranks.first()) return summary.interrupted ? interrupted_exit_code() : kExitOk;
   print_summary(summary, options);
   if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
     const ValidationOptions held_out{.sequences = options.validation_sequences,

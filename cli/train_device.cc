@@ -24,7 +24,8 @@ struct TrainDevice::Gpu {};
 #endif
 
 TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const ModelConfig& config,
-                         [[maybe_unused]] const TrainOptions& options) {
+                         [[maybe_unused]] const TrainOptions& options,
+                         [[maybe_unused]] int local_rank) {
   if (!use_cuda(common)) return;
 #ifdef TWELL_HAVE_CUDA
   const std::string why = cuda_run_unsupported(config, options);
@@ -33,6 +34,13 @@ TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const Mod
     return;
   }
   TWELL_REQUIRE(why.empty(), "--device cuda: {}", why);
+  int devices = 0;
+  TWELL_CUDA_CHECK(cudaGetDeviceCount(&devices));
+  // A launcher may show each rank its own GPU alone.
+  const int device = devices == 1 ? 0 : local_rank;
+  TWELL_REQUIRE(device < devices, "rank {} of this machine needs a GPU of its own; it has {}",
+                local_rank, devices);
+  TWELL_CUDA_CHECK(cudaSetDevice(device));
   gpu_ = std::make_unique<Gpu>();
 #endif
 }
@@ -53,9 +61,11 @@ void TrainDevice::require_memory(const RunPlan& plan) const {
 }
 
 std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
-                                                 const TrainOptions& options,
-                                                 const Model* teacher) const {
-  if (!on_gpu()) return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher);
+                                                 const TrainOptions& options, const Model* teacher,
+                                                 Communicator* ranks) const {
+  if (!on_gpu())
+    return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
+  TWELL_REQUIRE(ranks == nullptr, "several processes train on the CPU alone: add --device cpu");
   return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options);
 }
 #else
@@ -69,9 +79,9 @@ RunPlan TrainDevice::plan(const ModelConfig& config, const TrainOptions& options
 void TrainDevice::require_memory(const RunPlan&) const {}
 
 std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
-                                                 const TrainOptions& options,
-                                                 const Model* teacher) const {
-  return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher);
+                                                 const TrainOptions& options, const Model* teacher,
+                                                 Communicator* ranks) const {
+  return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include "cli/options.h"
 #include "twell/base/context.h"
 #include "twell/data/shards.h"
+#include "twell/dist/communicator.h"
 #include "twell/train/engine.h"
 #include "twell/train/options.h"
 #include "twell/train/plan.h"
@@ -17,8 +18,10 @@ namespace twell::cli {
 class TrainDevice {
  public:
   // The options must be resolved. With "auto", a run that the GPU code does not support goes to the
-  // CPU, and a line on stderr gives the reason; with "cuda" it is an InputError.
-  TrainDevice(const CommonOptions& common, const ModelConfig& config, const TrainOptions& options);
+  // CPU, and a line on stderr gives the reason; with "cuda" it is an InputError. local_rank: the
+  // number of the GPU to use.
+  TrainDevice(const CommonOptions& common, const ModelConfig& config, const TrainOptions& options,
+              int local_rank = 0);
   ~TrainDevice();
 
   bool on_gpu() const { return gpu_ != nullptr; }
@@ -26,9 +29,10 @@ class TrainDevice {
   RunPlan plan(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes) const;
   // InputError when the GPU has less free memory than the plan needs.
   void require_memory(const RunPlan& plan) const;
-  // All arguments and this object must outlive the engine. teacher: see TrainEngineCpu.
+  // All arguments and this object must outlive the engine. teacher, ranks: see TrainEngineCpu.
   std::unique_ptr<TrainEngine> engine(Context& ctx, Model& model, const ShardSet& shards,
-                                      const TrainOptions& options, const Model* teacher) const;
+                                      const TrainOptions& options, const Model* teacher,
+                                      Communicator* ranks) const;
 
  private:
   struct Gpu;

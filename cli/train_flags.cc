@@ -55,6 +55,32 @@ void add_run_flags(Command& command, TrainFlags& flags) {
       .range(0, 1e6);
 }
 
+void add_rank_flags(Command& command, TrainFlags& flags) {
+  command.group("Several processes (docs/distributed.md)");
+  Option& gpus =
+      command
+          .value("--gpus", &flags.gpus, "N",
+                 "Train on N GPUs of this machine, with a process for each; torchrun, srun and "
+                 "mpirun start processes on several machines")
+          .range(1, 1024)
+          .hide_default()
+          .not_in_files();
+  command.value("--ranks", &flags.ranks, "N", "Train with N processes on this machine's CPU")
+      .range(1, 1024)
+      .hide_default()
+      .not_in_files()
+      .excludes(gpus);
+  command
+      .value("--collective-timeout", &flags.collective_timeout, "SECONDS",
+             "A process that is silent for this long ends the run")
+      .range(1, 86400);
+  command
+      .value("--max-restarts", &flags.max_restarts, "N",
+             "With --gpus or --ranks: resume this many times when a process is lost")
+      .range(0, 1e6)
+      .not_in_files();
+}
+
 void add_model_flags(Command& command, ModelFlags& flags) {
   command.group("Model (default: the preset's)");
   command.value("--preset", &flags.preset, "NAME",
@@ -90,8 +116,9 @@ void add_optimizer_flags(Command& command, TrainFlags& flags) {
   command.value("--sequence-length", &train.sequence_length, "T",
                 "Tokens of a sequence; 0: the context");
   command.value("--micro-batch", &train.micro_batch, "N", "Sequences in memory at a time");
-  command.value("--batch-tokens", &flags.batch_tokens, "N",
-                "Tokens of an optimizer step, gathered over micro-batches (default: one)");
+  command.value(
+      "--batch-tokens", &flags.batch_tokens, "N",
+      "Tokens of an optimizer step, gathered over micro-batches (default: one per process)");
   command.value(
       "--recompute", &flags.recompute, "auto|none|norms[:N]|inputs[:N]|qkv[:N]",
       "GPU: what backward makes again to save memory: the blocks' normalised inputs (norms), the "
@@ -193,6 +220,7 @@ bool ModelFlags::any() const {
 
 void add_train_flags(Command& command, TrainFlags& flags) {
   add_run_flags(command, flags);
+  add_rank_flags(command, flags);
   add_source_options(command, flags.data);
   add_tokenizer_options(command, flags.data);
   command.value("--shards", &flags.shards, "DIR",

@@ -37,7 +37,10 @@ struct TrainFlags {
   bool fall_back = false;
   bool dry_run = false;
   bool tensorboard = false;
-  double log_interval = 10.0;  // seconds
+  double log_interval = 10.0;         // seconds
+  int64_t gpus = 0, ranks = 0;        // ranks to start on this machine; 0: none
+  double collective_timeout = 120.0;  // seconds
+  int64_t max_restarts = 0;
   ModelFlags model;
   TrainOptions train;
   std::optional<int64_t> steps, tokens, batch_tokens;  // a preset may set these

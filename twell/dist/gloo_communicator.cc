@@ -71,10 +71,10 @@ class GlooCommunicator : public Communicator {
       context_->setTimeout(rendezvous.timeout());
       connect_mesh(*context_, std::make_shared<AddressStore>(rendezvous), device);
     });
-    rendezvous.on_fault([this] { abort(); });
+    rendezvous.on_fault(this, [this] { abort(); });
   }
 
-  ~GlooCommunicator() override { rendezvous_.on_fault({}); }
+  ~GlooCommunicator() override { rendezvous_.on_fault(this, {}); }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }

@@ -566,11 +566,12 @@ class Rendezvous::Client {
     return fault_;
   }
 
-  void on_fault(std::function<void()> call) {
+  void on_fault(const void* owner, std::function<void()> call) {
     const std::lock_guard calling(calling_);
-    const bool already = !fault().empty();
-    if (already && call) call();
-    call_ = already ? nullptr : std::move(call);
+    calls_on_fault_.erase(owner);
+    if (!call) return;
+    if (!fault().empty()) return call();
+    calls_on_fault_[owner] = std::move(call);
   }
 
   [[noreturn]] void raise(std::string_view what) {
@@ -701,7 +702,8 @@ class Rendezvous::Client {
       changed_.notify_all();
     }
     const std::lock_guard calling(calling_);
-    if (const auto call = std::exchange(call_, nullptr)) call();
+    for (const auto& [owner, call] : calls_on_fault_) call();
+    calls_on_fault_.clear();
   }
 
   const RankIdentity identity_;
@@ -714,8 +716,8 @@ class Rendezvous::Client {
   std::atomic<int64_t> step_{0}, calls_{0};
   Clock::time_point last_heard_;
   std::mutex sending_;
-  std::mutex calling_;  // held while call_ runs
-  std::function<void()> call_;
+  std::mutex calling_;  // of the functions, held while they run
+  std::map<const void*, std::function<void()>> calls_on_fault_;
   mutable std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
@@ -768,7 +770,9 @@ std::string Rendezvous::fault() const { return client_->fault(); }
 void Rendezvous::check() const {
   if (const std::string known = fault(); !known.empty()) throw RankFault(known);
 }
-void Rendezvous::on_fault(std::function<void()> call) { client_->on_fault(std::move(call)); }
+void Rendezvous::on_fault(const void* owner, std::function<void()> call) {
+  client_->on_fault(owner, std::move(call));
+}
 void Rendezvous::raise(std::string_view what) { client_->raise(what); }
 
 }  // namespace twell

@@ -62,9 +62,9 @@ class Rendezvous {
   void fail(std::string_view why);
   std::string fault() const;  // empty while all ranks are alive
   void check() const;         // RankFault once there is a fault
-  // Called once, on another thread, when there is a fault (at once if there is one already). An
-  // empty function ends that; no call is running afterwards.
-  void on_fault(std::function<void()> call);
+  // Called once, on another thread, when there is a fault (at once if there is one already). Each
+  // owner has one function; an empty one removes it, and no call is running afterwards.
+  void on_fault(const void* owner, std::function<void()> call);
   // A collective call has failed. Throws RankFault with the fault, which it awaits for a moment;
   // without one it names the rank that is behind the others.
   [[noreturn]] void raise(std::string_view what);

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/ranks.h"
+
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "cli/options.h"
+#include "cli/process.h"
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+
+extern char** environ;
+
+namespace twell::cli {
+namespace fs = std::filesystem;
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kListener = "TWELL_LISTENER";
+
+// Time for the other ranks to end once one has failed; they learn of it at once, but may be in the
+// middle of a step.
+constexpr std::chrono::seconds kPatience{30};
+// Time that a rank has to end by itself after a fault, for instance while the GPU waits for data
+// that will never come.
+constexpr std::chrono::seconds kLastResort{20};
+
+std::vector<std::string> own_arguments() {
+  std::vector<std::string> words;
+  const std::string all = [] {
+    std::string text;
+    char piece[4096];
+    std::FILE* const file = std::fopen("/proc/self/cmdline", "rb");
+    TWELL_REQUIRE(file != nullptr, "cannot read /proc/self/cmdline: {}", std::strerror(errno));
+    while (const size_t count = std::fread(piece, 1, sizeof(piece), file))
+      text.append(piece, count);
+    std::fclose(file);
+    return text;
+  }();
+  for (size_t at = 0; at < all.size();) {
+    const size_t end = std::min(all.find('\0', at), all.size());
+    words.push_back(all.substr(at, end - at));
+    at = end + 1;
+  }
+  return words;
+}
+
+// The same command, continuing the run where its last checkpoint left it.
+std::vector<std::string> resuming(std::vector<std::string> words) {
+  for (size_t i = 1; i < words.size(); ++i) {
+    if (words[i] == "--resume-from" && i + 1 < words.size()) {
+      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i),
+                  words.begin() + static_cast<std::ptrdiff_t>(i) + 2);
+    } else if (words[i].starts_with("--resume-from=")) {
+      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      continue;
+    }
+    --i;
+  }
+  if (std::find(words.begin(), words.end(), "--resume") == words.end()) words.push_back("--resume");
+  return words;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& words) {
+  std::vector<char*> out;
+  for (std::string& word : words) out.push_back(word.data());
+  out.push_back(nullptr);
+  return out;
+}
+
+// The environment of a rank, with torchrun's variables.
+std::vector<std::string> environment_of(int64_t rank, int64_t ranks,
+                                        const LocalListener& listener) {
+  const std::vector<std::pair<std::string, std::string>> own = {
+      {"RANK", std::to_string(rank)},        {"LOCAL_RANK", std::to_string(rank)},
+      {"WORLD_SIZE", std::to_string(ranks)}, {"LOCAL_WORLD_SIZE", std::to_string(ranks)},
+      {"MASTER_ADDR", "127.0.0.1"},          {"MASTER_PORT", std::to_string(listener.port)},
+      {"TORCHELASTIC_RUN_ID", ""},           {kListener, std::to_string(listener.socket)}};
+  std::vector<std::string> out;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const bool replaced = std::any_of(own.begin(), own.end(), [&](const auto& variable) {
+      return text.substr(0, text.find('=')) == variable.first;
+    });
+    if (!replaced) out.emplace_back(text);
+  }
+  for (const auto& [name, value] : own) {
+    if (name != "TORCHELASTIC_RUN_ID") out.push_back(name + "=" + value);
+  }
+  return out;
+}
+
+// The ranks of one attempt.
+class Processes {
+ public:
+  Processes(std::vector<std::string> words, int64_t ranks) {
+    const LocalListener listener;
+    ::fcntl(listener.socket, F_SETFD, 0);  // rank 0 inherits it; the others close it
+    std::vector<char*> argv = pointers(words);
+    std::fflush(nullptr);
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      std::vector<std::string> environment = environment_of(rank, ranks, listener);
+      const pid_t child = start(argv, pointers(environment), rank == 0 ? -1 : listener.socket);
+      processes_.push_back({.id = child});
+    }
+  }
+  // An exception leaves no rank behind.
+  ~Processes() {
+    send(SIGKILL);
+    for (const Process& process : processes_) {
+      if (process.running) ::waitpid(process.id, nullptr, 0);
+    }
+  }
+  Processes(const Processes&) = delete;
+  Processes& operator=(const Processes&) = delete;
+
+  std::vector<pid_t> ids() const {
+    std::vector<pid_t> out;
+    for (const Process& process : processes_) out.push_back(process.id);
+    return out;
+  }
+
+  struct Ending {
+    bool signalled = false;  // the launcher received a signal
+    bool failed = false;
+    bool input_error = false;  // a rank ended with exit code 2
+  };
+  Ending wait() {
+    Ending ending;
+    std::optional<Clock::time_point> kill_at;
+    const std::atomic<bool>& stop = stop_on_signals();
+    while (collect(ending)) {
+      if (stop && !ending.signalled) {
+        ending.signalled = true;
+        send(interrupted_exit_code() - 128);
+      }
+      if (ending.failed && !kill_at) kill_at = Clock::now() + kPatience;
+      if (kill_at && (Clock::now() > *kill_at || only_stopped_left())) send(SIGKILL);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    return ending;
+  }
+
+ private:
+  struct Process {
+    pid_t id = -1;
+    bool running = true;
+    bool stopped = false;
+  };
+
+  static pid_t start(const std::vector<char*>& argv, const std::vector<char*>& environment,
+                     int close_in_child) {
+    const pid_t parent = ::getpid();
+    const pid_t child = ::fork();
+    TWELL_REQUIRE(child >= 0, "cannot start a process: {}", std::strerror(errno));
+    if (child > 0) return child;
+    // A group of its own: the terminal's Ctrl-C reaches the launcher alone, which passes it on.
+    ::setpgid(0, 0);
+    ::prctl(PR_SET_PDEATHSIG, SIGTERM);
+    if (::getppid() != parent) ::_exit(kExitFailure);
+    if (close_in_child >= 0) ::close(close_in_child);
+    ::execve("/proc/self/exe", argv.data(), environment.data());
+    ::_exit(127);
+  }
+
+  // Takes note of ranks that ended, stopped or continued. False when none is left.
+  bool collect(Ending& ending) {
+    bool running = false;
+    for (size_t rank = 0; rank < processes_.size(); ++rank) {
+      Process& process = processes_[rank];
+      int status = 0;
+      while (process.running &&
+             ::waitpid(process.id, &status, WNOHANG | WUNTRACED | WCONTINUED) > 0) {
+        process.stopped = WIFSTOPPED(status);
+        if (WIFSTOPPED(status) || WIFCONTINUED(status)) continue;
+        process.running = false;
+        const bool interrupted =
+            ending.signalled && WIFEXITED(status) && WEXITSTATUS(status) == interrupted_exit_code();
+        if (interrupted || (WIFEXITED(status) && WEXITSTATUS(status) == kExitOk)) continue;
+        ending.failed = true;
+        if (WIFEXITED(status) && WEXITSTATUS(status) == kExitInput) ending.input_error = true;
+        if (WIFSIGNALED(status)) {
+          fmt::print(stderr, "twell: rank {} was ended by signal {} ({})\n", rank, WTERMSIG(status),
+                     ::strsignal(WTERMSIG(status)));
+        }
+      }
+      running = running || process.running;
+    }
+    return running;
+  }
+
+  bool only_stopped_left() const {
+    return std::all_of(processes_.begin(), processes_.end(),
+                       [](const Process& p) { return !p.running || p.stopped; });
+  }
+
+  void send(int signal) const {
+    for (const Process& process : processes_) {
+      if (process.running) ::kill(process.id, signal);
+    }
+  }
+
+  std::vector<Process> processes_;
+};
+
+bool has_checkpoint(const fs::path& out) {
+  std::error_code missing;
+  return fs::exists(out / "checkpoint", missing);
+}
+
+}  // namespace
+
+RankIdentity process_identity() {
+  return rank_identity([](const char* name) { return std::getenv(name); }).value_or(RankIdentity{});
+}
+
+bool started_by_launch_ranks() { return std::getenv(kListener) != nullptr; }
+
+int launch_ranks(const Launch& launch) {
+  std::vector<std::string> words = own_arguments();
+  for (int64_t restarts = 0;; ++restarts) {
+    Processes processes(words, launch.ranks);
+    fmt::print("ranks: {} processes, {}\n", launch.ranks, fmt::join(processes.ids(), " "));
+    std::fflush(stdout);
+    const auto ending = processes.wait();
+    if (ending.signalled && !ending.input_error) return interrupted_exit_code();
+    if (!ending.failed) return kExitOk;
+    if (ending.input_error) return kExitInput;
+    if (restarts == launch.max_restarts) return kExitFailure;
+    if (fs::exists(launch.out / "options.json")) {
+      words = resuming(std::move(words));
+      // Nothing was saved yet: the run starts over.
+      std::error_code missing;
+      if (!has_checkpoint(launch.out)) fs::resize_file(launch.out / "metrics.jsonl", 0, missing);
+    }
+    fmt::print(stderr, "twell: restart {} of {}\n", restarts + 1, launch.max_restarts);
+  }
+}
+
+RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds timeout)
+    : identity_(identity) {
+  if (identity.size == 1) return;
+  rendezvous_ = std::make_unique<Rendezvous>(identity, timeout);
+  communicator_ = gloo_communicator(*rendezvous_);
+  rendezvous_->on_fault(this, [rendezvous = rendezvous_.get()] {
+    std::thread([text = rendezvous->fault()] {
+      std::this_thread::sleep_for(kLastResort);
+      fmt::print(stderr, "twell: error: {}\n", text);
+      ::_exit(kExitFailure);
+    }).detach();
+  });
+}
+
+RankGroup::~RankGroup() = default;
+
+std::string RankGroup::from_first(std::string_view key, const std::string& text) const {
+  if (rendezvous_ == nullptr) return text;
+  if (first()) rendezvous_->put(key, text);
+  return rendezvous_->get(key);
+}
+
+void RankGroup::wait_for_all() const {
+  if (rendezvous_ != nullptr) rendezvous_->agree({});
+}
+
+void RankGroup::fail(std::string_view why) const {
+  if (rendezvous_ != nullptr) rendezvous_->fail(why);
+}
+
+}  // namespace twell::cli
