@@ -7,6 +7,7 @@
 #include "twell/base/rounding.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
+#include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
@@ -295,6 +296,27 @@ void ForwardCuda::project(int64_t layer) {
       .width = config_.width, .x = hidden_.data(), .w = device_bf16(w.w_qkv.data), .rope = rope};
   if (!config_.qk_norm && qkv_is_fused(ctx_, fused)) {
     qkv_cuda(ctx_, fused);
+    return;
+  }
+  const batch_ops::Qkv few{.input = {.tokens = staged_.tokens,
+                                     .width = config_.width,
+                                     .x = hidden_.data(),
+                                     .constant_weights = true},
+                           .heads = config_.heads,
+                           .kv_heads = config_.kv_heads,
+                           .head_dim = config_.head_dim,
+                           .w = device_bf16(w.w_qkv.data),
+                           .bias = device_bf16(w.b_qkv),
+                           .cos = cos_.data(),
+                           .sin = sin_.data(),
+                           .positions = batch.positions,
+                           .cache_rows = batch.cache_rows,
+                           .q = qkv_.data(),
+                           .q_stride = qkv_width(config_),
+                           .keys = rope.keys,
+                           .values = rope.values};
+  if (cached && !config_.qk_norm && ctx_.compute_capability() == 90 && batch_ops::takes(few)) {
+    TWELL_CUDA_CHECK(batch_ops::launch_qkv(few, ctx_.stream()));
     return;
   }
   linear_cuda(ctx_, {.rows = padded_tokens(),

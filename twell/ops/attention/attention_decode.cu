@@ -11,10 +11,8 @@
 namespace twell {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
 constexpr int kPiece = 8;     // values in one 16-byte load
-constexpr int kInFlight = 8;  // keys a lane loads before it uses the first
+constexpr int kInFlight = 4;  // keys a lane loads before it uses the first
 constexpr float kLog2E = 1.4426950408889634f;
 
 __device__ uint4 load_bits(const __nv_bfloat16* from) {
@@ -59,6 +57,7 @@ __device__ Partial shuffled(const Partial& from, int offset) {
 }
 
 // Writes out from the splits of one (sequence, head), in their order. Called by a whole block.
+template <int kThreads>
 __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, int sequence,
                         int64_t head, int used) {
   const int64_t slot = (sequence * p.heads + head) * splits.count;
@@ -77,9 +76,10 @@ __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, i
 }
 
 // kLanes lanes per key, kLanes * 8 >= hd.
-template <int kLanes, int kGroup>
-__global__ void __launch_bounds__(kThreads)
+template <int kLanes, int kGroup, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
     attention_decode_kernel(AttentionCuda p, AttentionSplits splits) {
+  constexpr int kThreads = 32 * kWarps;
   const int group = static_cast<int>(p.heads / p.kv_heads);
   const int groups = (group + kGroup - 1) / kGroup;  // blocks that share a key/value head
   const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
@@ -207,27 +207,47 @@ __global__ void __launch_bounds__(kThreads)
   if (!last) return;
   __threadfence();
   for (int g = 0; g < kGroup && head_in_group + g < group; ++g) {
-    combine(p, splits, sequence, kv_head * group + head_in_group + g, used);
+    combine<kThreads>(p, splits, sequence, kv_head * group + head_in_group + g, used);
   }
 }
 
-template <int kLanes, int kGroup>
+template <int kLanes, int kGroup, int kWarps>
 cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
   const dim3 grid(static_cast<unsigned>(splits.count),
                   static_cast<unsigned>(p.kv_heads * ((group + kGroup - 1) / kGroup)),
                   static_cast<unsigned>(p.sequences.count));
-  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup>, grid, kThreads, 0, stream,
-                                p, splits);
+  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup, kWarps>, grid, 32 * kWarps,
+                                0, stream, p, splits);
+}
+
+// Warps of a CTA: the fewer CTAs there are per SM, the more each has to have in flight. With many,
+// one warp each is fastest, because none waits for another.
+template <int kLanes, int kGroup>
+cudaError_t launch_warps(const AttentionCuda& p, const AttentionSplits& splits,
+                         cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (status != cudaSuccess) return status;
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t ctas = p.sequences.count * p.kv_heads * ((group + kGroup - 1) / kGroup);
+  if (ctas <= 8 * multiprocessors) return launch<kLanes, kGroup, 4>(p, splits, stream);
+  if (ctas <= 15 * multiprocessors || kGroup > 2) {
+    return launch<kLanes, kGroup, 2>(p, splits, stream);
+  }
+  return launch<kLanes, kGroup, 1>(p, splits, stream);
 }
 
 template <int kLanes>
 cudaError_t launch_lanes(const AttentionCuda& p, const AttentionSplits& splits,
                          cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
-  if (group == 1) return launch<kLanes, 1>(p, splits, stream);
-  if (group == 2) return launch<kLanes, 2>(p, splits, stream);
-  return launch<kLanes, 4>(p, splits, stream);
+  if (group == 1) return launch_warps<kLanes, 1>(p, splits, stream);
+  if (group == 2) return launch_warps<kLanes, 2>(p, splits, stream);
+  return launch_warps<kLanes, 4>(p, splits, stream);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 //
 //   launch        shown as      tokens   GPU          norm of x in front   counts per token
 //   dense rows    dense         1-8      Hopper       yes                  no
+//   dense batch   dense         9-64     Hopper       no                   no
 //   dense GEMMs   dense         any      any          no                   yes
 //   decode rows   decode-rows   1-8      Hopper       yes                  no
 //   small batch   small-batch   9-64     Hopper       no                   no
@@ -58,6 +59,7 @@ struct LayerActivity {
 
 enum class GpuFfnLaunch {
   kDenseRows,
+  kDenseBatch,
   kDenseGemms,
   kDecodeRows,
   kSmallBatch,

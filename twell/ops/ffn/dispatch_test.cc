@@ -216,9 +216,11 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   if (call.norm && (!hopper || !relu || !few || !fits || call.counts_rows)) {
     return {GpuFfnLaunch::kDenseGemms, true};
   }
-  const GpuFfnLaunch dense = hopper && relu && few && fits && !call.counts_rows
-                                 ? GpuFfnLaunch::kDenseRows
-                                 : GpuFfnLaunch::kDenseGemms;
+  const GpuFfnLaunch dense =
+      hopper && relu && few && fits && !call.counts_rows ? GpuFfnLaunch::kDenseRows
+      : hopper && relu && call.tokens >= 9 && call.tokens <= 64 && !call.counts_rows
+          ? GpuFfnLaunch::kDenseBatch
+          : GpuFfnLaunch::kDenseGemms;
   if (!relu || call.policy == FfnPolicy::kDense) return {dense};
   const bool measured = activity.nnz_per_token >= 0.0;
   if (call.policy == FfnPolicy::kAuto && measured && dense_is_cheaper) return {dense};

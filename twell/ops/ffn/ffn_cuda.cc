@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
+#include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -139,6 +140,41 @@ class FfnCallCuda {
                  .inner = workspace_.ffn(),
                  .add = chunk_.add},
                 workspace_.gate_.data(), chunk_.weights.w_down, chunk_.y);
+  }
+
+  // 9 to 64 tokens: gate and up as one kernel, down as another.
+  void dense_batch() const {
+    const batch_ops::Input x{.tokens = chunk_.tokens,
+                             .width = workspace_.width(),
+                             .x = chunk_.x,
+                             .constant_weights = true};
+    __nv_bfloat16* h = workspace_.gate_.data();
+    if (workspace_.gated()) {
+      TWELL_CUDA_CHECK(batch_ops::launch_gate_up({.input = x,
+                                                  .ffn = workspace_.ffn(),
+                                                  .w_gate = chunk_.weights.w_gate,
+                                                  .w_up = chunk_.weights.w_up,
+                                                  .h = h,
+                                                  .activity = plan_.counts},
+                                                 ctx_.stream()));
+    } else {
+      TWELL_CUDA_CHECK(batch_ops::launch_linear({.input = x,
+                                                 .cols = workspace_.ffn(),
+                                                 .w = chunk_.weights.w_up,
+                                                 .y = h,
+                                                 .relu = true,
+                                                 .activity = plan_.counts},
+                                                ctx_.stream()));
+    }
+    TWELL_CUDA_CHECK(batch_ops::launch_down({.input = {.tokens = chunk_.tokens,
+                                                       .width = workspace_.ffn(),
+                                                       .x = h,
+                                                       .constant_weights = true},
+                                             .cols = workspace_.width(),
+                                             .w = chunk_.weights.w_down,
+                                             .residual = residual(),
+                                             .y = chunk_.y},
+                                            ctx_.stream()));
   }
 
   void dense_gemms() const {
@@ -279,6 +315,9 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     switch (choice.launch) {
       case GpuFfnLaunch::kDenseRows:
         call.dense_rows();
+        break;
+      case GpuFfnLaunch::kDenseBatch:
+        call.dense_batch();
         break;
       case GpuFfnLaunch::kDenseGemms:
         call.dense_gemms();

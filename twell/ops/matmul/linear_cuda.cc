@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
+#include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -23,6 +24,17 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
                                   .y = y,
                                   .f32_out = f32_out},
                                  ctx.stream()));
+    return;
+  }
+  if (rows <= batch_ops::kMaxTokens && cols % 8 == 0 && ctx.compute_capability() == 90) {
+    TWELL_CUDA_CHECK(batch_ops::launch_linear(
+        {.input = {.tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights},
+         .cols = cols,
+         .w = w,
+         .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
+         .y = y,
+         .f32_out = f32_out},
+        ctx.stream()));
     return;
   }
   matmul_cuda(

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A linear layer on the GPU, forward and backward: y [M, N] = x [M, K] w^T, w [N, K], all row-major
-// bf16 (y optionally f32), f32 accumulation. Up to kFewRows tokens run a kernel that reads the
-// weights once at memory speed; more run cuBLASLt, with one plan per shape kept in the context. K
+// bf16 (y optionally f32), f32 accumulation. Up to kFewRows tokens, and on Hopper up to
+// 64, run kernels that read the weights once at memory speed; more run cuBLASLt, with one plan per
+// shape kept in the context. K
 // is a multiple of 8. Synchronises only for a new shape while tuning is on (set_matmul_tuning).
 #pragma once
 
