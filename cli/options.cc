@@ -82,13 +82,18 @@ void add_threads_option(Command& command, CommonOptions& common) {
       .range(0, 4096);
 }
 
-void add_compute_options(Command& command, CommonOptions& common) {
-  add_seed_option(command, common);
-  add_threads_option(command, common);
+void add_device_option(Command& command, CommonOptions& common) {
+  command.group(kMachine);
   command
       .value("--device", &common.device, "NAME",
              "Device to compute on: cpu, cuda, or auto, a GPU where there is one")
       .choices({"cpu", "cuda", "auto"});
+}
+
+void add_compute_options(Command& command, CommonOptions& common) {
+  add_seed_option(command, common);
+  add_threads_option(command, common);
+  add_device_option(command, common);
 }
 
 }  // namespace twell::cli

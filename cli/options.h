@@ -40,7 +40,8 @@ Option& add_out_option(Command& command, CommonOptions& common, std::string help
 // The options below appear under the heading "Machine".
 void add_seed_option(Command& command, CommonOptions& common);
 void add_threads_option(Command& command, CommonOptions& common);
-// Declares --seed, --threads and --device (see device.h).
+void add_device_option(Command& command, CommonOptions& common);  // --device: see device.h
+// Declares --seed, --threads and --device.
 void add_compute_options(Command& command, CommonOptions& common);
 
 }  // namespace twell::cli

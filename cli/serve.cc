@@ -27,6 +27,7 @@ struct ServeArguments {
   std::string model_name;
   int64_t batch = 32;
   int64_t context = 0;
+  int64_t cache_bytes = 0;
   int64_t max_waiting = 1024;
   int64_t prefill_tokens = 0;
   int64_t max_connections = 512;
@@ -84,9 +85,11 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
   const SessionOptions planned{
       .slots = arguments.batch,
       .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
-      .ffn = policy};
+      .ffn = policy,
+      .cache_bytes = arguments.cache_bytes};
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
+  options.joules = engine->joules();
 
   Server server(*session, tokenizer, chat ? &*chat : nullptr, options);
   const int port = server.bind(arguments.host, static_cast<int>(arguments.port));
@@ -127,6 +130,10 @@ void add_serve_command(Command& root, CommonOptions& common) {
              "at most 16384")
       .at_least(0);
   command
+      .value("--cache-bytes", &arguments->cache_bytes, "BYTES",
+             "Memory for keys and values, which sequences share; 0: what all need at full length")
+      .at_least(0);
+  command
       .value("--max-waiting", &arguments->max_waiting, "N",
              "Sequences that wait; further requests are answered with 503")
       .range(1, 1 << 20);
@@ -153,7 +160,8 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .value("--drain-seconds", &arguments->drain_seconds, "N",
              "Time for running requests to finish once SIGTERM or SIGINT arrives")
       .range(0, 86400);
-  add_compute_options(command, common);
+  add_threads_option(command, common);
+  add_device_option(command, common);
   command.footer(
       "Example:\n  twell serve --checkpoint runs/first --port 8000\n"
       "  curl localhost:8000/v1/completions -H 'Content-Type: application/json' "

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +33,9 @@ class Engine {
   virtual std::unique_ptr<Session> session(const SessionOptions& options) = 0;
   virtual std::unique_ptr<Scorer> scorer(FfnPolicy policy) = 0;
   virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // of this engine's device
+  // Gives the joules that the device has used since some moment in the past, for any thread and
+  // also after this engine's end. Empty where that is unknown.
+  virtual std::function<double()> joules() const { return {}; }
 };
 
 class EngineCpu : public Engine {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/infer/engine_cuda.h"
 
+#include "twell/base/gpu_energy.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/session_cuda.h"
@@ -41,6 +42,14 @@ std::unique_ptr<Scorer> EngineCuda::scorer(FfnPolicy policy) {
 
 std::unique_ptr<ExecutionCosts> EngineCuda::costs() {
   return gpu_costs(config(), gpu_device(ctx_));
+}
+
+std::function<double()> EngineCuda::joules() const {
+  char bus_id[32] = {};
+  TWELL_CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), ctx_.device()));
+  const auto meter = std::make_shared<GpuEnergyMeter>(bus_id);
+  if (!meter->unavailable().empty()) return {};
+  return [meter] { return meter->joules(); };
 }
 
 }  // namespace twell

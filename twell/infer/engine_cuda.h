@@ -21,6 +21,7 @@ class EngineCuda : public Engine {
   std::unique_ptr<Session> session(const SessionOptions& options) override;
   std::unique_ptr<Scorer> scorer(FfnPolicy policy) override;
   std::unique_ptr<ExecutionCosts> costs() override;
+  std::function<double()> joules() const override;
 
  private:
   CudaStream stream_;

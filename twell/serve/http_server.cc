@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <set>
 #include <thread>
@@ -68,8 +69,8 @@ class Connection final : public httplib::Stream {
   // with unread input would discard the reply.
   void close() {
     ::shutdown(socket_, SHUT_WR);
-    deadline_ = Clock::now() + milliseconds(500);
-    bytes_left_ = limits_.header_bytes;
+    deadline_ = Clock::now() + std::chrono::seconds(1);
+    bytes_left_ = limits_.body_bytes;
     while (bytes_left_ > 0 && fill()) bytes_left_ -= static_cast<int64_t>(end_);
     ::close(socket_);
   }
@@ -187,8 +188,9 @@ struct HttpServer::Impl : httplib::Server {
     new_task_queue = [this] {
       return new httplib::ThreadPool(static_cast<size_t>(limits.connections + kRefusingThreads));
     };
-    set_tcp_nodelay(true);  // a token is sent at once
-    set_keep_alive_timeout(limits.keep_alive.count());
+    set_tcp_nodelay(true);                              // a token is sent at once
+    set_keep_alive_timeout(limits.keep_alive.count());  // as replies promise it
+    set_keep_alive_max_count(std::numeric_limits<int32_t>::max());
     set_payload_max_length(static_cast<size_t>(limits.body_bytes));
     // The library's default would let a second server share the port.
     set_socket_options([](socket_t socket) {
