@@ -3,6 +3,8 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
+
 #include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
@@ -24,14 +26,24 @@ std::string gpu_unavailable() {
 #endif
 }
 
-// Checks host memory before loading. Weights are f32 on the CPU, whatever the checkpoint's dtype.
+// Weights are f32 on the CPU, whatever the checkpoint's dtype.
+int64_t host_weight_bytes(const ModelConfig& config) {
+  return config.parameter_count() * int64_t{sizeof(float)};
+}
+
+// Of the cache on the CPU, if its size is not limited.
+int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& options) {
+  const int64_t capacity = options.capacity == 0 ? config.max_sequence() : options.capacity;
+  return KvCache::bytes(config, options.slots, capacity);
+}
+
+// Checks host memory before loading.
 void require_host_memory(const ModelConfig& config, const EnginePlan& plan) {
-  const int64_t weights = config.parameter_count() * int64_t{sizeof(float)};
+  const int64_t weights = host_weight_bytes(config);
   int64_t cache = 0;
   if (plan.session) {
-    const int64_t capacity =
-        plan.session->capacity == 0 ? config.max_sequence() : plan.session->capacity;
-    cache = KvCache::bytes(config, plan.session->slots, capacity);
+    cache = host_cache_bytes(config, *plan.session);
+    if (plan.session->cache_bytes > 0) cache = std::min(cache, plan.session->cache_bytes);
   }
   const int64_t limit = memory_limit_bytes();
   TWELL_REQUIRE(weights + cache <= limit,
@@ -49,6 +61,18 @@ bool use_cuda(const CommonOptions& common) {
   TWELL_REQUIRE(why.empty() || common.device == "auto",
                 "--device cuda: no GPU can be used here: {}", why);
   return why.empty();
+}
+
+SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config,
+                          SessionOptions options, int64_t cache_bytes) {
+  options.cache_bytes = cache_bytes;
+  if (cache_bytes > 0 || use_cuda(common)) return options;
+  // A fifth of what the weights leave stays for activations and for other programs.
+  const int64_t free = (memory_limit_bytes() - host_weight_bytes(config)) / 5 * 4;
+  if (free < host_cache_bytes(config, options) && free >= KvCache::block_bytes(config)) {
+    options.cache_bytes = free;
+  }
+  return options;
 }
 
 std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,

@@ -13,6 +13,11 @@ namespace twell::cli {
 // the reason when "cuda" was requested but no GPU is usable.
 bool use_cuda(const CommonOptions& common);
 
+// The session with a cache of at most cache_bytes. 0: as much as its sequences need; on the CPU not
+// more than the memory that the weights leave, which the sequences then share.
+SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config,
+                          SessionOptions options, int64_t cache_bytes = 0);
+
 // Loads the checkpoint of --checkpoint on the device of --device. With "auto", a model that the GPU
 // code does not support or that does not fit into its memory runs on the CPU, and a line on stderr
 // gives the reason. host_model: the same checkpoint, if already loaded; the CPU engine uses it.

@@ -276,9 +276,11 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   // Validate all input before loading the weights.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned{.slots = std::min(arguments.batch, std::ssize(prompts)),
-                               .capacity = session_capacity(config, tokenizer, prompts, options),
-                               .ffn = policy};
+  const SessionOptions planned =
+      plan_cache(common, config,
+                 {.slots = std::min(arguments.batch, std::ssize(prompts)),
+                  .capacity = session_capacity(config, tokenizer, prompts, options),
+                  .ffn = policy});
   EnginePlan plan{.session = planned, .scorer = std::nullopt};
   if (arguments.log_probs) plan.scorer = LogProbs::plan(planned.capacity);
   const std::unique_ptr<Engine> engine = load_engine(common, plan);

@@ -27,7 +27,7 @@ struct ServeArguments {
   std::string model_name;
   int64_t batch = 32;
   int64_t context = 0;
-  int64_t cache_bytes = 0;
+  int64_t cache_mib = 0;
   int64_t max_waiting = 1024;
   int64_t prefill_tokens = 0;
   int64_t max_connections = 512;
@@ -82,11 +82,12 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
   TWELL_REQUIRE(arguments.context <= context,
                 "--context {} is longer than the model's context of {} tokens", arguments.context,
                 context);
-  const SessionOptions planned{
-      .slots = arguments.batch,
-      .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
-      .ffn = policy,
-      .cache_bytes = arguments.cache_bytes};
+  const SessionOptions planned = plan_cache(
+      common, config,
+      {.slots = arguments.batch,
+       .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
+       .ffn = policy},
+      arguments.cache_mib << 20);
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
   options.joules = engine->joules();
@@ -130,9 +131,11 @@ void add_serve_command(Command& root, CommonOptions& common) {
              "at most 16384")
       .at_least(0);
   command
-      .value("--cache-bytes", &arguments->cache_bytes, "BYTES",
-             "Memory for keys and values, which sequences share; 0: what all need at full length")
-      .at_least(0);
+      .value("--cache-mib", &arguments->cache_mib, "N",
+             "Memory for keys and values in MiB. On the CPU sequences share it, and when it is "
+             "short the youngest waits and is computed again; 0: what all sequences need, if there "
+             "is so much")
+      .range(0, 1 << 30);
   command
       .value("--max-waiting", &arguments->max_waiting, "N",
              "Sequences that wait; further requests are answered with 503")

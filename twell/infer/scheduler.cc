@@ -170,11 +170,11 @@ SchedulerStats Scheduler::stats() const {
   stats.submitted = submitted_;
   stats.refused = refused_;
   stats.waiting = std::ssize(waiting_);
-  stats.running = std::ssize(live_) - stats.waiting;
   return stats;
 }
 
 void Scheduler::publish() {
+  counts_.running = std::ssize(running_) + std::ssize(starting_);
   counts_.cache = session_.cache_use();
   counts_.layers = session_.active_neurons();
   const std::lock_guard lock(mutex_);

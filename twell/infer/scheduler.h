@@ -133,7 +133,7 @@ class Scheduler {
   void cancel_all();
   // From now on submit() refuses; run() returns once every request has ended.
   void drain();
-  // As of the end of the last step, waiting and running requests as of now.
+  // As of the end of the last step; waiting, submitted and refused requests as of now.
   SchedulerStats stats() const;
 
   // Assigns free slots to waiting requests, feeds a piece of the prompts, and adds a token to every

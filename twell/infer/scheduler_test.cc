@@ -1,40 +1,134 @@
 // SPDX-License-Identifier: Apache-2.0
+// The scheduler's policy on a session without a model, whose next token is a function of the
+// sequence alone.
 #include "twell/infer/scheduler.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
+#include <random>
 #include <thread>
 
 #include "twell/base/error.h"
-#include "twell/infer/generate.h"
-#include "twell/infer/session_cpu.h"
-#include "twell/infer/test_model.h"
-#include "twell/model/scorer_cpu.h"
+#include "twell/base/rng.h"
+#include "twell/infer/block_manager.h"
+#include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
+constexpr int32_t kVocab = 256;
 
-// What a request's events told.
+// What follows these tokens.
+int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
+  uint64_t hash = draw.sampler.seed;
+  for (const int32_t id : ids) hash = hash * 31 + static_cast<uint64_t>(id);
+  return static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kVocab));
+}
+
+// Keeps the tokens themselves in the blocks of its cache, and reads them back for every draw.
+class FakeSession : public Session {
+ public:
+  FakeSession(int64_t slots, int64_t capacity, int64_t blocks, int64_t block_tokens,
+              int64_t prefill_tokens)
+      : manager_(blocks, block_tokens, slots),
+        memory_(static_cast<size_t>(blocks * block_tokens), -1),
+        slots_(slots),
+        capacity_(capacity),
+        prefill_tokens_(prefill_tokens) {
+    config_.vocab_size = kVocab;
+    config_.context = capacity;
+  }
+
+  std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override {
+    write(slot, ids);
+    return logits_;
+  }
+  ConstMatrixF decode(std::span<const int64_t>, std::span<const int32_t>) override { return {}; }
+  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
+                       std::span<int32_t> next) override {
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      fed += std::ssize(prompts[i].ids);
+      write(prompts[i].slot, prompts[i].ids);
+      next[i] = next_of(read(prompts[i].slot), draws[i]);
+    }
+    if (fail_after >= 0 && fail_after-- == 0) throw Error("the device is gone");
+  }
+  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                       std::span<const Draw> draws, std::span<int32_t> next) override {
+    decoded += std::ssize(slots);
+    for (size_t i = 0; i < slots.size(); ++i) {
+      write(slots[i], ids.subspan(i, 1));
+      next[i] = next_of(read(slots[i]), draws[i]);
+    }
+  }
+  void append_scored(int64_t slot, std::span<const int32_t> ids,
+                     const OnLogits& on_logits) override {
+    fed += std::ssize(ids);
+    write(slot, ids);
+    const std::vector<float> rows(ids.size() * kVocab);
+    on_logits(0, {rows.data(), std::ssize(ids), kVocab});
+  }
+  std::span<const float> drawn_from(int64_t) override { return logits_; }
+  int64_t start(int64_t slot, std::span<const int32_t> ids) override {
+    clear(slot);
+    return manager_.start(slot, ids);
+  }
+  bool reserve(int64_t slot, int64_t tokens) override {
+    return length(slot) + tokens <= capacity_ && manager_.reserve(slot, tokens);
+  }
+  int64_t free_tokens() const override { return manager_.available() * manager_.block_tokens(); }
+  CacheUse cache_use() const override {
+    return {manager_.block_tokens(), manager_.blocks(), manager_.used(), manager_.cached()};
+  }
+  std::vector<ActiveNeurons> active_neurons() const override { return {}; }
+  void clear(int64_t slot) override { manager_.release(slot); }
+  int64_t length(int64_t slot) const override { return manager_.length(slot); }
+  int64_t slots() const override { return slots_; }
+  int64_t capacity() const override { return capacity_; }
+  int64_t prefill_tokens() const override { return prefill_tokens_; }
+  const ModelConfig& config() const override { return config_; }
+  double nnz_per_token() override { return 0.0; }
+
+  int64_t fed = 0, decoded = 0;  // tokens
+  int64_t fail_after = -1;       // calls of append_and_draw; negative: never
+
+ private:
+  int32_t& at(int64_t slot, int64_t position) {
+    const int64_t block_tokens = manager_.block_tokens();
+    const int32_t block = manager_.table(slot)[static_cast<size_t>(position / block_tokens)];
+    return memory_[static_cast<size_t>(block * block_tokens + position % block_tokens)];
+  }
+  void write(int64_t slot, std::span<const int32_t> ids) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      at(slot, length(slot) + static_cast<int64_t>(i)) = ids[i];
+    }
+    manager_.append(slot, ids);
+  }
+  std::vector<int32_t> read(int64_t slot) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < length(slot); ++i) ids.push_back(at(slot, i));
+    return ids;
+  }
+
+  BlockManager manager_;
+  std::vector<int32_t> memory_;
+  ModelConfig config_;
+  int64_t slots_, capacity_, prefill_tokens_;
+  std::vector<float> logits_ = std::vector<float>(kVocab);
+};
+
 struct Heard {
   std::vector<int32_t> ids;
-  std::string text;
-  std::vector<TokenLogProbs> log_probs, prompt_log_probs;
   std::optional<StopReason> stop;
   Usage usage;
-  int64_t ends = 0;
+  int64_t ends = 0, first_at = -1;  // first_at: step of the first token
 
-  void hear(const GenerationEvent& event) {
+  void hear(const GenerationEvent& event, int64_t time) {
     EXPECT_EQ(ends, 0) << "an event after the last";
+    if (event.token >= 0 && first_at < 0) first_at = time;
     if (event.token >= 0) ids.push_back(event.token);
-    text += event.text;
-    if (event.log_probs != nullptr) log_probs.push_back(*event.log_probs);
-    prompt_log_probs.insert(prompt_log_probs.end(), event.prompt_log_probs.begin(),
-                            event.prompt_log_probs.end());
     usage = event.usage;
     stop = event.stop;
     ends += event.stop.has_value();
@@ -43,180 +137,225 @@ struct Heard {
 
 class SchedulerTest : public testing::Test {
  protected:
-  static GenerationRequest request(std::vector<int32_t> prompt, int64_t max_tokens, Heard& heard) {
-    return {.prompt = std::move(prompt),
-            .sampler = {.temperature = 0.0f},
-            .max_tokens = max_tokens,
-            .stop_at_end_of_text = false,
-            .on_event = [&heard](const GenerationEvent& event) { heard.hear(event); }};
+  GenerationRequest request(std::vector<int32_t> prompt, int64_t max_tokens, Heard& heard,
+                            uint64_t seed = 0) {
+    return {
+        .prompt = std::move(prompt),
+        .sampler = {.seed = seed},
+        .max_tokens = max_tokens,
+        .stop_at_end_of_text = false,
+        .on_event = [this, &heard](const GenerationEvent& event) { heard.hear(event, steps_); }};
   }
-  static void finish(Scheduler& scheduler) {
-    while (scheduler.step()) {
+  // What the request gives alone.
+  static std::vector<int32_t> expected(const GenerationRequest& asked, int64_t capacity) {
+    std::vector<int32_t> ids = asked.prompt, out;
+    while (std::ssize(out) < asked.max_tokens && std::ssize(ids) <= capacity) {
+      out.push_back(next_of(ids, {.sampler = asked.sampler, .index = out.size()}));
+      ids.push_back(out.back());
     }
+    return out;
+  }
+  static std::vector<int32_t> counting(int32_t first, int64_t count) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < count; ++i) ids.push_back((first + static_cast<int32_t>(i)) % kVocab);
+    return ids;
   }
 
-  Context ctx_{2};
-  std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
   Tokenizer tokenizer_ = byte_tokenizer();
+  int64_t steps_ = 0;  // counted by the tests that compare times
 };
 
-TEST_F(SchedulerTest, LogProbsEqualTheScorers) {
-  SessionCpu session(ctx_, *model_, {.slots = 2, .prefill_tokens = 5});
-  Scheduler scheduler(session, tokenizer_);
-  const std::vector<int32_t> prompt = random_ids(17, kVocab, 1);
-  Heard heard, other;
-  GenerationRequest asked = request(prompt, 8, heard);
-  asked.log_probs = 20;
-  asked.prompt_log_probs = 3;
-  scheduler.submit(asked);
-  scheduler.submit(request(random_ids(9, kVocab, 2), 8, other));
-  finish(scheduler);
-  ASSERT_EQ(heard.log_probs.size(), heard.ids.size());
-  ASSERT_EQ(heard.prompt_log_probs.size(), prompt.size() - 1);
-
-  std::vector<int32_t> ids = prompt;
-  ids.insert(ids.end(), heard.ids.begin(), heard.ids.end());
-  const std::vector<int32_t> targets(ids.begin() + 1, ids.end());
-  ids.pop_back();
-  std::vector<int64_t> rows(ids.size());
-  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
-  ScorerCpu scorer(ctx_, *model_);
-  std::vector<float> losses(ids.size());
-  const ForwardSequence sequence{.tokens = std::ssize(ids)};
-  scorer.score({.ids = ids, .sequences = {&sequence, 1}, .rows = rows, .targets = targets}, losses);
-  std::vector<TokenLogProbs> got = heard.prompt_log_probs;
-  got.insert(got.end(), heard.log_probs.begin(), heard.log_probs.end());
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_EQ(got[i].token.id, targets[i]);
-    EXPECT_NEAR(got[i].token.log_prob, -losses[i], 1e-4) << i;
-    const size_t top = i + 1 < prompt.size() ? 3 : 20;
-    ASSERT_EQ(got[i].top.size(), top);
-    for (size_t j = 1; j < top; ++j) EXPECT_LE(got[i].top[j].log_prob, got[i].top[j - 1].log_prob);
-    if (top == 20) {
-      EXPECT_EQ(got[i].top[0].id, targets[i]);  // greedy
+// Requests of all lengths with common beginnings, in caches that are too small for them, some of
+// them cancelled: every answer is the one that the request gives alone.
+TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
+  int64_t preemptions = 0, cached = 0, cancelled = 0;
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const auto below = [&](int64_t n) {
+      return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+    };
+    const int64_t block = 1 + below(6), capacity = 20 + below(40);
+    const int64_t least = (capacity + block - 1) / block;
+    FakeSession session(1 + below(8), capacity, least + below(2 * least), block, 1 + below(20));
+    Scheduler scheduler(session, tokenizer_);
+    constexpr size_t kRequests = 80;
+    std::vector<Heard> heard(kRequests);
+    std::vector<GenerationRequest> asked;
+    size_t submitted = 0;
+    bool going = true;
+    while (submitted < kRequests || going) {
+      for (int64_t i = below(4); i > 0 && submitted < kRequests; --i, ++submitted) {
+        std::vector<int32_t> prompt = counting(static_cast<int32_t>(below(2)), below(capacity - 1));
+        prompt.push_back(static_cast<int32_t>(below(kVocab)));
+        asked.push_back(request(prompt, 1 + below(30), heard[submitted], submitted));
+        EXPECT_EQ(scheduler.submit(asked.back()), static_cast<int64_t>(submitted));
+      }
+      if (below(10) == 0) scheduler.cancel(below(kRequests));
+      going = scheduler.step();
+      ++steps_;
     }
+    EXPECT_FALSE(scheduler.step());
+    int64_t last_first = -1;
+    for (size_t i = 0; i < kRequests; ++i) {
+      ASSERT_EQ(heard[i].ends, 1) << i;
+      const std::vector<int32_t> want = expected(asked[i], capacity);
+      if (heard[i].stop == StopReason::kCancelled) {
+        ++cancelled;
+        ASSERT_LE(heard[i].ids.size(), want.size());
+        EXPECT_TRUE(std::equal(heard[i].ids.begin(), heard[i].ids.end(), want.begin()));
+      } else {
+        EXPECT_EQ(heard[i].ids, want) << i;
+        EXPECT_EQ(heard[i].stop, std::ssize(want) == asked[i].max_tokens
+                                     ? StopReason::kMaxTokens
+                                     : StopReason::kContextFull);
+        // Nobody overtakes: first tokens come in order of arrival.
+        EXPECT_GE(heard[i].first_at, last_first) << i;
+        last_first = heard[i].first_at;
+      }
+    }
+    const SchedulerStats stats = scheduler.stats();
+    EXPECT_EQ(stats.cache.used, 0);
+    EXPECT_EQ(stats.waiting + stats.running, 0);
+    EXPECT_EQ(stats.prompt_tokens, session.fed);
+    preemptions += stats.preemptions;
+    cached += stats.cached_tokens;
   }
-
-  // Scoring alone draws nothing, even where the prompt fills the context.
-  Heard scored;
-  GenerationRequest echo = request(random_ids(model_->config.context, kVocab, 1), 0, scored);
-  echo.prompt_log_probs = 0;
-  scheduler.submit(echo);
-  finish(scheduler);
-  EXPECT_TRUE(scored.ids.empty());
-  EXPECT_EQ(scored.stop, StopReason::kMaxTokens);
-  ASSERT_EQ(std::ssize(scored.prompt_log_probs), model_->config.context - 1);
-  for (size_t i = 0; i + 1 < prompt.size(); ++i) {
-    EXPECT_NEAR(scored.prompt_log_probs[i].token.log_prob, got[i].token.log_prob, 1e-4);
-    EXPECT_TRUE(scored.prompt_log_probs[i].top.empty());
-  }
+  EXPECT_GT(preemptions, 100);
+  EXPECT_GT(cached, 1000);
+  EXPECT_GT(cancelled, 50);
 }
 
-TEST_F(SchedulerTest, StopsAtStringsAndTokensWithoutReportingThem) {
-  SessionCpu session(ctx_, *model_, {});
+TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {
+  FakeSession session(4, 1000, 100, 16, 512);
+  Scheduler scheduler(session, tokenizer_, {.prefill_tokens = 32});
+  Heard running[2], big;
+  for (Heard& heard : running) scheduler.submit(request(counting(3, 5), 100, heard));
+  scheduler.step();
+  EXPECT_EQ(session.decoded, 2);
+  scheduler.submit(request(counting(7, 500), 3, big));
+  for (int64_t step = 1; step <= 16; ++step) {
+    const int64_t fed = session.fed, decoded = session.decoded;
+    scheduler.step();
+    EXPECT_EQ(session.fed - fed, step < 16 ? 32 : 500 - 15 * 32);
+    EXPECT_EQ(session.decoded - decoded, step < 16 ? 2 : 3);
+    EXPECT_EQ(std::ssize(running[0].ids), 2 + step);
+  }
+  EXPECT_EQ(big.ids.size(), 2u);
+}
+
+TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
+  FakeSession session(3, 40, 10, 4, 64);
   Scheduler scheduler(session, tokenizer_);
-  Heard all, cut, stopped;
-  scheduler.submit(request({1, 2, 3}, 12, all));
-  finish(scheduler);
-  ASSERT_EQ(all.ids.size(), 12u);
-  GenerationRequest asked = request({1, 2, 3}, 12, stopped);
-  asked.stop_tokens = {all.ids[7]};
-  scheduler.submit(asked);
-  finish(scheduler);
-  const auto first = std::find(all.ids.begin(), all.ids.end(), all.ids[7]);
-  EXPECT_EQ(stopped.ids, std::vector<int32_t>(all.ids.begin(), first));
-  EXPECT_EQ(stopped.stop, StopReason::kEndOfText);
-  asked = request({1, 2, 3}, 12, cut);
-  asked.stop_strings = {all.text.substr(all.text.size() / 2, 2)};
-  scheduler.submit(asked);
-  finish(scheduler);
-  EXPECT_EQ(cut.text, all.text.substr(0, all.text.find(asked.stop_strings[0])));
-  EXPECT_EQ(cut.stop, StopReason::kStopString);
+  Heard oldest, youngest, waiting;
+  std::vector<GenerationRequest> asked = {request(counting(1, 8), 30, oldest),
+                                          request(counting(100, 8), 16, youngest),
+                                          request(counting(200, 8), 2, waiting)};
+  scheduler.submit(asked[0]);
+  scheduler.submit(asked[1]);
+  int64_t steps = 0;
+  while (scheduler.stats().preemptions == 0) {
+    scheduler.step();
+    ASSERT_EQ(std::ssize(oldest.ids), ++steps + 1);  // never delayed
+  }
+  EXPECT_EQ(youngest.ends, 0);
+  EXPECT_EQ(scheduler.stats().waiting, 1);
+  scheduler.submit(asked[2]);  // behind the preempted one, though it would fit
+  while (scheduler.step()) {
+    EXPECT_TRUE(waiting.ids.empty() || youngest.ids.size() == 16u || youngest.ids.size() > 10u);
+  }
+  EXPECT_EQ(oldest.ids, expected(asked[0], 40));
+  EXPECT_EQ(youngest.ids, expected(asked[1], 40));
+  EXPECT_EQ(waiting.ids, expected(asked[2], 40));
 }
 
-TEST_F(SchedulerTest, RefusesWhatItCannotTake) {
-  SessionCpu session(ctx_, *model_, {.slots = 1, .capacity = 10});
-  Scheduler scheduler(session, tokenizer_, {.max_waiting = 2});
+TEST_F(SchedulerTest, CancellingTakesEffectWithinAStep) {
+  FakeSession session(2, 64, 32, 4, 64);
+  Scheduler scheduler(session, tokenizer_);
+  Heard heard, other;
+  GenerationRequest asked = request(counting(1, 4), 50, heard);
+  const auto inner = asked.on_event;
+  asked.on_event = [&](const GenerationEvent& event) {
+    inner(event);
+    if (heard.ids.size() == 5) scheduler.cancel(event.request);  // as a closed connection would
+  };
+  scheduler.submit(asked);
+  scheduler.submit(request(counting(1, 4), 20, other));
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(heard.stop, StopReason::kCancelled);
+  EXPECT_EQ(heard.ids.size(), 5u);
+  EXPECT_EQ(other.ids.size(), 20u);
+  scheduler.cancel(0);   // has ended
+  scheduler.cancel(77);  // never was
+}
+
+TEST_F(SchedulerTest, AFailureOfTheSessionEndsEveryRequest) {
+  FakeSession session(2, 64, 32, 4, 64);
+  Scheduler scheduler(session, tokenizer_);
   Heard heard[4];
-  EXPECT_EQ(scheduler.submit(request({1}, 3, heard[0])), 0);
-  scheduler.step();  // takes the slot
-  EXPECT_EQ(scheduler.submit(request({1}, 3, heard[1])), 1);
-  EXPECT_EQ(scheduler.submit(request({1}, 3, heard[2])), 2);
-  EXPECT_EQ(scheduler.submit(request({1}, 3, heard[3])), std::nullopt);
-  EXPECT_EQ(scheduler.stats().waiting, 2);
-  EXPECT_EQ(scheduler.stats().running, 1);
-  EXPECT_EQ(scheduler.stats().refused, 1);
-  finish(scheduler);
-  EXPECT_THROW(scheduler.submit(request({}, 3, heard[3])), InputError);
-  EXPECT_THROW(scheduler.submit(request({kVocab}, 3, heard[3])), InputError);
-  EXPECT_THROW(scheduler.submit(request({-1}, 3, heard[3])), InputError);
-  EXPECT_THROW(scheduler.submit(request({1}, 0, heard[3])), InputError);
-  EXPECT_THROW(scheduler.submit(request(random_ids(10, kVocab, 1), 1, heard[3])), InputError);
-  GenerationRequest asked = request({1}, 1, heard[3]);
-  asked.log_probs = 21;
-  EXPECT_THROW(scheduler.submit(asked), InputError);
-  scheduler.drain();
-  EXPECT_EQ(scheduler.submit(request({1}, 3, heard[3])), std::nullopt);
-  EXPECT_EQ(heard[3].ends, 0);
-  const SchedulerStats stats = scheduler.stats();
-  EXPECT_EQ(stats.submitted, 3);
-  EXPECT_EQ(stats.tokens, heard[0].usage.tokens + heard[1].usage.tokens + heard[2].usage.tokens);
-  EXPECT_EQ(stats.prompt_tokens, 3);
-  EXPECT_EQ(stats.first_token_seconds.count(), 3);
-  EXPECT_EQ(stats.request_seconds.count(), 3);
-  EXPECT_EQ(stats.layers.size(), 2u);
+  for (Heard& one : heard) scheduler.submit(request(counting(1, 4), 5, one));
+  session.fail_after = 1;
+  EXPECT_THROW(while (scheduler.step()){}, Error);
+  for (const Heard& one : heard) EXPECT_EQ(one.ends, 1);
+  EXPECT_EQ(heard[3].stop, StopReason::kFailed);
+  EXPECT_EQ(scheduler.stats().running + scheduler.stats().waiting, 0);
+  EXPECT_EQ(session.cache_use().used, 0);
+  Heard after;
+  scheduler.submit(request(counting(1, 4), 5, after));  // what works again is used again
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(after.ids.size(), 5u);
 }
 
-// Threads submit and cancel while the engine thread runs; every answer that was not cancelled is
-// the one that generate() gives.
-TEST_F(SchedulerTest, AnswersThreadsWithWhatEachGivesAlone) {
-  constexpr int kThreads = 4, kEach = 12;
-  SessionCpu session(ctx_, *model_, {.slots = 3, .prefill_tokens = 7});
-  Scheduler scheduler(session, tokenizer_);
+// Threads submit, cancel and look at the statistics while the engine thread runs.
+TEST_F(SchedulerTest, ThreadsGetTheirOwnAnswers) {
+  constexpr int kThreads = 6, kEach = 200;
+  FakeSession session(5, 60, 30, 4, 16);
+  Scheduler scheduler(session, tokenizer_, {.max_waiting = 40});
   std::thread engine([&] { scheduler.run(); });
   std::vector<Heard> heard(kThreads * kEach);
-  const auto asked_of = [&](int i) {
-    GenerationRequest asked = request(random_ids(1 + i * 5 % 29, kVocab, static_cast<uint64_t>(i)),
-                                      1 + i * 7 % 15, heard[static_cast<size_t>(i)]);
-    asked.sampler = {
-        .temperature = i % 3 == 0 ? 0.0f : 0.9f, .top_k = 40, .seed = static_cast<uint64_t>(i)};
-    return asked;
-  };
+  std::vector<GenerationRequest> asked(heard.size());
+  std::atomic<int64_t> refused = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (int i = t * kEach; i < (t + 1) * kEach; ++i) {
-        const int64_t number = scheduler.submit(asked_of(i)).value();
-        if (i % 5 == 1) scheduler.cancel(number);
-        EXPECT_GE(scheduler.stats().submitted, i - t * kEach);
+        const auto at = static_cast<size_t>(i);
+        asked[at] =
+            request(counting(i % 3, 1 + i % 50), 1 + i % 20, heard[at], static_cast<uint64_t>(i));
+        std::optional<int64_t> number;
+        while (!(number = scheduler.submit(asked[at]))) {
+          ++refused;
+          std::this_thread::yield();
+        }
+        if (i % 7 == 0) scheduler.cancel(*number);
+        const SchedulerStats stats = scheduler.stats();
+        EXPECT_LE(stats.running, 5);
+        EXPECT_LE(stats.waiting, 46);  // 40, and those preempted
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   scheduler.drain();
   engine.join();
-  const std::vector<Heard> crowd = std::move(heard);
-  heard.assign(crowd.size(), {});
-  SessionCpu alone(ctx_, *model_, {});
-  int64_t cancelled = 0;
-  for (int i = 0; i < kThreads * kEach; ++i) {
-    Scheduler one(alone, tokenizer_);
-    one.submit(asked_of(i));
-    finish(one);
-    const Heard &got = crowd[static_cast<size_t>(i)], &want = heard[static_cast<size_t>(i)];
-    EXPECT_EQ(got.ends, 1);
-    if (got.stop == StopReason::kCancelled) {
-      ++cancelled;
-      EXPECT_EQ(i % 5, 1);
-      ASSERT_LE(got.ids.size(), want.ids.size());
-      EXPECT_TRUE(std::equal(got.ids.begin(), got.ids.end(), want.ids.begin()));
+  EXPECT_EQ(scheduler.stats().refused, refused);
+  for (size_t i = 0; i < heard.size(); ++i) {
+    ASSERT_EQ(heard[i].ends, 1) << i;
+    if (heard[i].stop == StopReason::kCancelled) {
+      EXPECT_EQ(i % 7, 0u);
     } else {
-      EXPECT_EQ(got.ids, want.ids) << i;
-      EXPECT_EQ(got.text, want.text);
-      EXPECT_EQ(got.stop, want.stop);
+      EXPECT_EQ(heard[i].ids, expected(asked[i], 60)) << i;
     }
   }
-  EXPECT_EQ(scheduler.stats().ended[static_cast<size_t>(StopReason::kCancelled)], cancelled);
+}
+
+TEST(Histogram, CountsByUpperBound) {
+  Histogram histogram({1.0, 2.0});
+  for (const double value : {0.5, 1.0, 1.5, 9.0}) histogram.add(value);
+  EXPECT_EQ(histogram.counts, (std::vector<int64_t>{2, 1, 1}));
+  EXPECT_EQ(histogram.count(), 4);
+  EXPECT_DOUBLE_EQ(histogram.sum, 12.0);
 }
 
 }  // namespace

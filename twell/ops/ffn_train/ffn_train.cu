@@ -173,7 +173,7 @@ struct SavedDense {
       : gate(carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
         up(carver.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
   static SavedDense of(const FfnSavedCuda::Parts& saved) {
-    Carver carver = device_carver(saved.memory.data());
+    Carver carver = device_carver(saved.memory);
     return {saved.shape, carver};
   }
 };
@@ -320,12 +320,22 @@ FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
   parts_->shape = shape;
   prepare(ctx, FfnTrainExecution::kDense, -1.0);
 }
+FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
+                           FfnTrainExecution execution, double nnz, double union_neurons,
+                           std::byte* memory, int64_t saved_tokens)
+    : parts_(std::make_unique<Parts>()) {
+  check_shape(shape);
+  parts_->shape = shape;
+  plan(ctx, execution, nnz, union_neurons);
+  parts_->tokens = saved_tokens;
+  parts_->memory = memory;
+}
 FfnSavedCuda::~FfnSavedCuda() = default;
 FfnSavedCuda::FfnSavedCuda(FfnSavedCuda&&) noexcept = default;
 FfnSavedCuda& FfnSavedCuda::operator=(FfnSavedCuda&&) noexcept = default;
 
-void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
-                           double union_neurons) {
+void FfnSavedCuda::plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz,
+                        double union_neurons) {
   const bool hybrid = execution == FfnTrainExecution::kHybrid;
   if (hybrid) {
     const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_->shape);
@@ -335,16 +345,24 @@ void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double
   parts_->capacity = {};
   if (hybrid) parts_->capacity = ffn_train::hybrid_capacity(parts_->shape, nnz, union_neurons);
   parts_->tokens = 0;
+}
+
+void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
+                           double union_neurons) {
+  TWELL_CHECK(parts_->memory == parts_->owned.data(),
+              "saved activations in the caller's memory cannot be prepared again");
+  plan(ctx, execution, nnz, union_neurons);
   const int64_t bytes = bytes_needed(parts_->shape, execution, nnz, union_neurons);
-  if (parts_->memory.bytes() == bytes) return;
+  if (parts_->owned.bytes() == bytes) return;
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-  parts_->memory = {};  // freed first, so that both are never held at once
-  parts_->memory = DeviceBuffer<std::byte>(bytes);
+  parts_->owned = {};  // freed first, so that both are never held at once
+  parts_->owned = DeviceBuffer<std::byte>(bytes);
+  parts_->memory = parts_->owned.data();
 }
 
 FfnTrainExecution FfnSavedCuda::execution() const { return parts_->execution; }
 
-int64_t FfnSavedCuda::bytes() const { return parts_->memory.bytes(); }
+int64_t FfnSavedCuda::bytes() const { return parts_->owned.bytes(); }
 
 int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                                    double nnz, double union_neurons) {

@@ -39,11 +39,13 @@ struct FfnTrainStats {
   double l1_sum = 0.0;    // sum over tokens and neurons of |h|
 };
 
-// Saved activations of one layer for one micro-batch. Allocated once, in the size that the dense
-// execution needs, which the hybrid one never exceeds.
+// Saved activations of one layer for one micro-batch, in the size that the dense execution needs,
+// which the hybrid one never exceeds.
 class FfnSaved {
  public:
   FfnSaved(int64_t max_tokens, int64_t ffn, bool gated);
+  // In bytes() bytes of the caller's memory, aligned to kAlignment.
+  FfnSaved(int64_t max_tokens, int64_t ffn, bool gated, float* memory);
   static int64_t bytes(int64_t max_tokens, int64_t ffn, bool gated);  // for the memory plan
 
   int64_t max_tokens() const { return max_tokens_; }
@@ -69,7 +71,8 @@ class FfnSaved {
   int64_t max_tokens_;
   int64_t ffn_;
   bool gated_;
-  Buffer<float> storage_;
+  Buffer<float> owned_;
+  float* memory_;  // of owned_, or the caller's
 };
 
 // The execution that kAuto picks. nnz_hint is the mean number of active neurons per token in this

@@ -107,10 +107,13 @@ void ffn_train_backward(Context& ctx, const FfnTrainBackward& problem, FfnSaved&
 }
 
 FfnSaved::FfnSaved(int64_t max_tokens, int64_t ffn, bool gated)
-    : max_tokens_(max_tokens),
-      ffn_(ffn),
-      gated_(gated),
-      storage_(dense_words(max_tokens, ffn, gated)) {
+    : FfnSaved(max_tokens, ffn, gated, nullptr) {
+  owned_ = Buffer<float>(dense_words(max_tokens, ffn, gated));
+  memory_ = owned_.data();
+}
+
+FfnSaved::FfnSaved(int64_t max_tokens, int64_t ffn, bool gated, float* memory)
+    : max_tokens_(max_tokens), ffn_(ffn), gated_(gated), memory_(memory) {
   TWELL_CHECK(max_tokens > 0 && ffn > 0, "saved activations of {} tokens and {} neurons",
               max_tokens, ffn);
 }
@@ -119,11 +122,9 @@ int64_t FfnSaved::bytes(int64_t max_tokens, int64_t ffn, bool gated) {
   return dense_words(max_tokens, ffn, gated) * static_cast<int64_t>(sizeof(float));
 }
 
-MatrixF FfnSaved::dense_gate(int64_t m) const { return {storage_.data(), m, ffn_}; }
+MatrixF FfnSaved::dense_gate(int64_t m) const { return {memory_, m, ffn_}; }
 
-MatrixF FfnSaved::dense_up(int64_t m) const {
-  return {storage_.data() + aligned(m * ffn_), m, ffn_};
-}
+MatrixF FfnSaved::dense_up(int64_t m) const { return {memory_ + aligned(m * ffn_), m, ffn_}; }
 
 bool FfnSaved::plan_hybrid(int64_t m) {
   const int64_t planes = gated_ ? 2 : 1;
@@ -136,7 +137,7 @@ bool FfnSaved::plan_hybrid(int64_t m) {
   int64_t capacity = std::min(m, (budget - compact - padding) / (planes * ffn_));
   if (capacity > 0) capacity -= capacity % tail_granularity(capacity);
 
-  Carver carver(storage_.data(), static_cast<int64_t>(kAlignment));
+  Carver carver(memory_, static_cast<int64_t>(kAlignment));
   hybrid = {.shape = {m, ffn_, width, capacity},
             .row_nnz = carver.take<int32_t>(m),
             .tail_slot = carver.take<int32_t>(m),

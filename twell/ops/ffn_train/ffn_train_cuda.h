@@ -14,6 +14,7 @@
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -49,17 +50,21 @@ struct FfnTrainShapeCuda {
 class FfnSavedCuda {
  public:
   FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
+  // For one execution, in bytes_needed() bytes of the caller's device memory, aligned to 256.
+  // saved_tokens: of the forward that filled this memory, or 0.
+  FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
+               double nnz, double union_neurons, std::byte* memory, int64_t saved_tokens);
   ~FfnSavedCuda();
   FfnSavedCuda(FfnSavedCuda&&) noexcept;
   FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
-  // Between steps: allocates memory for calls of this execution, and waits for the stream. The
-  // hybrid one expects nnz active neurons per token, and union_neurons in a tile of 128 tokens
-  // (negative: unknown, so as many as nnz allows). These are hints and no limits: backward computes
-  // again what did not fit. Error where the execution is not supported.
+  // Between steps, where the memory is its own: allocates memory for calls of this execution, and
+  // waits for the stream. The hybrid one expects nnz active neurons per token, and union_neurons in
+  // a tile of 128 tokens (negative: unknown, so as many as nnz allows). These are hints and no
+  // limits: backward computes again what did not fit. Error where the execution is not supported.
   void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
                double union_neurons = -1.0);
   FfnTrainExecution execution() const;
-  int64_t bytes() const;
+  int64_t bytes() const;  // of its own memory
   static int64_t bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                               double nnz, double union_neurons = -1.0);
 
@@ -67,6 +72,8 @@ class FfnSavedCuda {
   Parts& parts() { return *parts_; }
 
  private:
+  void plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz, double union_neurons);
+
   std::unique_ptr<Parts> parts_;
 };
 

@@ -31,9 +31,10 @@ struct FfnSavedCuda::Parts {
   FfnTrainShapeCuda shape;
   FfnTrainExecution execution = FfnTrainExecution::kDense;
   ffn_train::HybridCapacity capacity;
-  int64_t tokens = 0;  // of the forward whose activations are saved, or 0
-  TwellPacked replay;  // of that forward
-  DeviceBuffer<std::byte> memory;
+  int64_t tokens = 0;           // of the forward whose activations are saved, or 0
+  TwellPacked replay;           // of that forward
+  std::byte* memory = nullptr;  // of `owned`, or the caller's
+  DeviceBuffer<std::byte> owned;
 };
 
 struct FfnTrainWorkspaceCuda::Parts {

@@ -142,7 +142,7 @@ struct HybridChunk {
   HybridChunk(const FfnSavedCuda::Parts& saved, const HybridWorkspace& work, int64_t index,
               int64_t all_tokens, const TwellPacked& replay)
       : begin(index * kChunkTokens), tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)) {
-    Carver carver = device_carver(saved.memory.data());
+    Carver carver = device_carver(saved.memory);
     for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, carver);
     const SavedChunk own(saved.shape, saved.capacity, carver);
     tiles = own.tiles;

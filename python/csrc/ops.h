@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU and the CUDA kernels of the PyTorch ops share: checks of their operands, and the
+// size of the tensor that forward keeps for backward.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "python/csrc/plan.h"
+
+namespace twell::python {
+
+inline constexpr int64_t kCounts = 4;  // int64: tokens, nnz, union neurons, most of one token
+
+// Shape of the layer and the call. InputError in one line where operands do not fit together:
+// x [M, D], weights [F, D], all of `dtype` and on one device.
+LayerShape check_layer(const torch::stable::Tensor& x,
+                       const std::optional<torch::stable::Tensor>& w_gate,
+                       const torch::stable::Tensor& w_up, const torch::stable::Tensor& w_down,
+                       const std::string& activation, torch::headeronly::ScalarType dtype);
+void check_gradients(const torch::stable::Tensor& d_y,
+                     const std::optional<torch::stable::Tensor>& d_l1,
+                     const torch::stable::Tensor& x);
+
+// Bytes that forward keeps for backward. nnz, union_neurons: what the GPU's hybrid execution
+// expects per token and per tile of 128 tokens (negative: unknown); the others ignore them.
+int64_t saved_bytes(const LayerShape& shape, bool cuda, int64_t execution, int64_t nnz,
+                    int64_t union_neurons);
+int64_t saved_bytes_cuda(const LayerShape& shape, int64_t execution, int64_t nnz,
+                         int64_t union_neurons);
+
+}  // namespace twell::python

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA kernels of torch.ops.twell.*: PyTorch's current device and stream, PyTorch's allocator
+// for results, saved activations and the workspace of a training call. The workspaces of inference
+// belong to the runtime of the plan, one per stream and shape of layer. Nothing synchronises but
+// fetch_cuda_counts. Calls can be captured: the memory that a captured call uses stays until its
+// plans are released.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "python/csrc/ops.h"
+#include "python/csrc/plan.h"
+#include "python/csrc/totals.h"
+#include "twell/base/cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/ffn_train/ffn_train_cuda.h"
+
+namespace twell::python {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Allows this thread to allocate device memory while a stream is being captured. The library's
+// allocations are for memory that lives on, not for nodes of the graph.
+class AllowAllocation {
+ public:
+  AllowAllocation() { TWELL_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~AllowAllocation() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowAllocation(const AllowAllocation&) = delete;
+  AllowAllocation& operator=(const AllowAllocation&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Device memory of zeros, not part of a graph that is being captured.
+template <typename T>
+DeviceBuffer<T> zeroed(int64_t n) {
+  DeviceBuffer<T> buffer(n);
+  const CudaStream stream;
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(buffer.data(), 0, static_cast<size_t>(buffer.bytes()), stream.get()));
+  stream.synchronize();
+  return buffer;
+}
+
+struct WorkspaceOf {
+  std::unique_ptr<FfnWorkspaceCuda> workspace;
+  bool captured = false;  // a graph may use it
+};
+
+using LayerKey = std::tuple<int64_t, int64_t, bool>;  // D, F, gated
+
+}  // namespace
+
+struct RuntimeCuda {
+  struct OnStream {
+    explicit OnStream(cudaStream_t stream) : ctx(stream) {}
+    CudaContext ctx;
+    std::map<LayerKey, WorkspaceOf> workspaces;
+    std::vector<WorkspaceOf> outgrown;  // that graphs may still use
+  };
+  std::map<std::pair<int, cudaStream_t>, OnStream> streams;
+};
+
+struct PlanCuda {
+  // What one layer counts on one stream.
+  struct OnStream {
+    OnStream(CudaContext& ctx, int64_t ffn, FfnPolicy policy)
+        : train(zeroed<FfnTrainCountsCuda>(2)),
+          active(zeroed<uint8_t>(ffn)),
+          inference(ctx, 1, ffn, policy) {}
+    DeviceBuffer<FfnTrainCountsCuda> train;  // of the call in flight; since the last update
+    DeviceBuffer<uint8_t> active;            // [F]
+    FfnPlansCuda inference;
+  };
+  std::map<std::pair<int, cudaStream_t>, OnStream> streams;
+};
+
+std::shared_ptr<RuntimeCuda> make_runtime_cuda() { return std::make_shared<RuntimeCuda>(); }
+std::shared_ptr<PlanCuda> make_plan_cuda() { return std::make_shared<PlanCuda>(); }
+
+namespace {
+
+// A call: the plan's lock, the device of x, and its current stream.
+class Call {
+ public:
+  Call(int64_t handle, const Tensor& x)
+      : plan_(find_plan(handle)),
+        lock_(plan_->runtime->mutex),
+        guard_(x.get_device_index()),
+        device_(x.get_device_index()) {
+    TWELL_CUDA_CHECK(cudaSetDevice(device_));
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+    auto& streams = plan_->runtime->cuda->streams;
+    runtime_ = &streams.try_emplace({device_, stream_}, stream_).first->second;
+  }
+
+  CudaContext& ctx() { return runtime_->ctx; }
+  Plan& plan() { return *plan_; }
+  PlanCuda::OnStream& counted(int64_t ffn) {
+    auto& streams = plan_->cuda->streams;
+    return streams.try_emplace({device_, stream_}, ctx(), ffn, plan_->policy).first->second;
+  }
+
+  FfnWorkspaceCuda& workspace(const LayerShape& shape) {
+    WorkspaceOf& slot = runtime_->workspaces[{shape.width, shape.ffn, shape.gated}];
+    if (!slot.workspace || slot.workspace->max_tokens() < shape.tokens) {
+      if (slot.captured) runtime_->outgrown.push_back(std::move(slot));
+      slot = {};  // freed before the next one is allocated
+      int64_t tokens = 64;
+      while (tokens < shape.tokens) tokens *= 2;
+      slot.workspace =
+          std::make_unique<FfnWorkspaceCuda>(ctx(), tokens, shape.width, shape.ffn, shape.gated);
+    }
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    TWELL_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    if (status != cudaStreamCaptureStatusNone) slot.captured = true;
+    return *slot.workspace;
+  }
+
+ private:
+  std::shared_ptr<Plan> plan_;
+  std::lock_guard<std::mutex> lock_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  AllowAllocation allow_;
+  int device_;
+  cudaStream_t stream_ = nullptr;
+  RuntimeCuda::OnStream* runtime_ = nullptr;
+};
+
+Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, {size.begin(), size.size()}, dtype);
+}
+const __nv_bfloat16* bf16(const Tensor& t) {
+  return static_cast<const __nv_bfloat16*>(t.const_data_ptr());
+}
+__nv_bfloat16* bf16_out(const Tensor& t) {
+  return static_cast<__nv_bfloat16*>(t.mutable_data_ptr());
+}
+std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.mutable_data_ptr()); }
+
+// Contiguous weights, which own the memory of the engine's view.
+struct Weights {
+  std::optional<Tensor> gate;
+  Tensor up, down;
+
+  Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down)
+      : up(row_major(w_up)), down(row_major(w_down)) {
+    if (w_gate) gate = row_major(*w_gate);
+  }
+  const __nv_bfloat16* gate_data() const { return gate ? bf16(*gate) : nullptr; }
+  FfnTrainWeightsCuda train() const { return {gate_data(), bf16(up), bf16(down)}; }
+};
+
+FfnTrainShapeCuda train_shape(const LayerShape& shape) {
+  return {shape.tokens, shape.width, shape.ffn, shape.gated};
+}
+
+FfnTrainWorkspaceCuda train_workspace(Call& call, const LayerShape& shape, bool hybrid,
+                                      const Tensor& memory) {
+  return {call.ctx(), train_shape(shape), hybrid, bytes_of(memory)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::optional<Tensor> w_gate,
+                                                          Tensor w_up, Tensor w_down,
+                                                          std::string activation, int64_t handle,
+                                                          int64_t execution, int64_t nnz,
+                                                          int64_t union_neurons) {
+  const LayerShape shape =
+      check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
+  Call call(handle, x_in);
+  const Tensor x = row_major(x_in);
+  const Weights weights(w_gate, w_up, w_down);
+  Tensor y = torch::stable::empty_like(x);
+  Tensor l1 = empty(x, {}, ScalarType::Float);
+  Tensor counts = empty(x, {kCounts}, ScalarType::Long);
+  Tensor saved =
+      empty(x, {saved_bytes(shape, true, execution, nnz, union_neurons)}, ScalarType::Byte);
+  PlanCuda::OnStream& counted = call.counted(shape.ffn);
+  if (shape.tokens > 0) {
+    call.plan().last = shape;
+    const bool hybrid = execution != 0;
+    const Tensor memory =
+        empty(x, {FfnTrainWorkspaceCuda::bytes_needed(call.ctx(), train_shape(shape), hybrid)},
+              ScalarType::Byte);
+    FfnTrainWorkspaceCuda workspace = train_workspace(call, shape, hybrid, memory);
+    FfnSavedCuda kept(call.ctx(), train_shape(shape), static_cast<FfnTrainExecution>(execution),
+                      static_cast<double>(nnz), static_cast<double>(union_neurons), bytes_of(saved),
+                      0);
+    ffn_train_forward_cuda(call.ctx(),
+                           {.tokens = shape.tokens,
+                            .weights = weights.train(),
+                            .x = bf16(x),
+                            .y = bf16_out(y),
+                            .counts = counted.train.data(),
+                            .active = counted.active.data()},
+                           kept, workspace);
+  }
+  launch_report_call({.call = counted.train.data(),
+                      .totals = counted.train.data() + 1,
+                      .counts = static_cast<int64_t*>(counts.mutable_data_ptr()),
+                      .l1 = static_cast<float*>(l1.mutable_data_ptr())},
+                     call.ctx().stream());
+  return {y, l1, counts, saved};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
+    Tensor d_y_in, std::optional<Tensor> d_l1, Tensor x_in, std::optional<Tensor> w_gate,
+    Tensor w_up, Tensor w_down, Tensor saved, std::string activation, int64_t handle,
+    int64_t execution, int64_t nnz, int64_t union_neurons) {
+  const LayerShape shape =
+      check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
+  check_gradients(d_y_in, d_l1, x_in);
+  TWELL_CHECK(saved.numel() == saved_bytes(shape, true, execution, nnz, union_neurons),
+              "{} bytes of saved activations, expected {}", saved.numel(),
+              saved_bytes(shape, true, execution, nnz, union_neurons));
+  Call call(handle, x_in);
+  const Tensor x = row_major(x_in);
+  const Tensor d_y = row_major(d_y_in);
+  const Weights weights(w_gate, w_up, w_down);
+  Tensor d_x = torch::stable::empty_like(x);
+  if (shape.tokens == 0) {
+    const auto none = [&](const Tensor& w) {
+      return torch::stable::new_zeros(w, w.sizes(), ScalarType::BFloat16);
+    };
+    return {d_x, w_gate ? none(*w_gate) : empty(x, {0}, ScalarType::BFloat16), none(w_up),
+            none(w_down)};
+  }
+  const Tensor gate = empty(x, {w_gate ? shape.ffn : 0, shape.width}, ScalarType::Float);
+  const Tensor up = empty(x, {shape.ffn, shape.width}, ScalarType::Float);
+  const Tensor down = empty(x, {shape.ffn, shape.width}, ScalarType::Float);
+  const Tensor no_l1 = d_l1 ? *d_l1 : torch::stable::new_zeros(x, {}, ScalarType::Float);
+  {
+    const bool hybrid = execution != 0;
+    const Tensor memory =
+        empty(x, {FfnTrainWorkspaceCuda::bytes_needed(call.ctx(), train_shape(shape), hybrid)},
+              ScalarType::Byte);
+    FfnTrainWorkspaceCuda workspace = train_workspace(call, shape, hybrid, memory);
+    FfnSavedCuda kept(call.ctx(), train_shape(shape), static_cast<FfnTrainExecution>(execution),
+                      static_cast<double>(nnz), static_cast<double>(union_neurons), bytes_of(saved),
+                      shape.tokens);
+    const auto grad = [](const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); };
+    ffn_train_backward_cuda(call.ctx(),
+                            {.tokens = shape.tokens,
+                             .weights = weights.train(),
+                             .x = bf16(x),
+                             .d_y = bf16(d_y),
+                             .l1_scale = static_cast<const float*>(no_l1.const_data_ptr()),
+                             .d_x = bf16_out(d_x),
+                             .grads = {.w_gate = w_gate ? grad(gate) : nullptr,
+                                       .w_up = grad(up),
+                                       .w_down = grad(down),
+                                       .add = false}},
+                            kept, workspace);
+  }
+  const auto rounded = [](const Tensor& t) { return torch::stable::to(t, ScalarType::BFloat16); };
+  return {d_x, w_gate ? rounded(gate) : empty(x, {0}, ScalarType::BFloat16), rounded(up),
+          rounded(down)};
+}
+
+Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w_down,
+                std::string activation, int64_t handle) {
+  const LayerShape shape =
+      check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
+  Call call(handle, x_in);
+  const Tensor x = row_major(x_in);
+  const Weights weights(w_gate, w_up, w_down);
+  Tensor y = torch::stable::empty_like(x);
+  if (shape.tokens == 0) return y;
+  FfnPlanCuda& plan = call.counted(shape.ffn).inference[0];
+  plan.plan.policy = call.plan().policy;
+  ffn_forward_cuda(call.ctx(),
+                   {.tokens = shape.tokens,
+                    .weights = {weights.gate_data(), bf16(weights.up), bf16(weights.down)},
+                    .x = bf16(x),
+                    .y = bf16_out(y)},
+                   plan, call.workspace(shape));
+  return y;
+}
+
+}  // namespace
+
+void fetch_cuda_counts(Plan& plan) {
+  for (auto& [where, counted] : plan.cuda->streams) {
+    const torch::stable::accelerator::DeviceGuard guard(where.first);
+    TWELL_CUDA_CHECK(cudaSetDevice(where.first));
+    CudaContext& ctx = plan.runtime->cuda->streams.at(where).ctx;
+    FfnTrainCountsCuda totals;
+    std::vector<uint8_t> active(static_cast<size_t>(counted.active.size()));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(&totals, counted.train.data() + 1, sizeof totals,
+                                     cudaMemcpyDeviceToHost, where.second));
+    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.train.data() + 1, 0, sizeof totals, where.second));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(active.data(), counted.active.data(), active.size(),
+                                     cudaMemcpyDeviceToHost, where.second));
+    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.active.data(), 0, active.size(), where.second));
+    const int64_t tokens_before = counted.inference[0].plan.tokens;
+    const int64_t nnz_before = counted.inference[0].plan.nnz;
+    counted.inference.update(ctx);  // waits for the stream
+    plan.train.tokens += static_cast<int64_t>(totals.tokens);
+    plan.train.nnz += static_cast<int64_t>(totals.nnz);
+    plan.train.union_neurons += static_cast<int64_t>(totals.union_neurons);
+    plan.train.max_row_nnz =
+        std::max(plan.train.max_row_nnz, static_cast<int64_t>(totals.max_row_nnz));
+    plan.train.recomputed += totals.recomputed;
+    plan.train.l1_sum += totals.l1_sum;
+    plan.active.resize(active.size());
+    for (size_t j = 0; j < active.size(); ++j) plan.active[j] |= active[j];
+    const FfnPlan& inference = counted.inference[0].plan;
+    plan.inference.tokens += inference.tokens - tokens_before;
+    plan.inference.nnz += inference.nnz - nnz_before;
+    plan.inference.max_row_nnz = std::max(plan.inference.max_row_nnz, inference.max_row_nnz);
+    plan.inference.execution = inference.execution;
+  }
+}
+
+int64_t saved_bytes_cuda(const LayerShape& shape, int64_t execution, int64_t nnz,
+                         int64_t union_neurons) {
+  return FfnSavedCuda::bytes_needed(train_shape(shape), static_cast<FfnTrainExecution>(execution),
+                                    static_cast<double>(nnz), static_cast<double>(union_neurons));
+}
+
+}  // namespace twell::python
+
+STABLE_TORCH_LIBRARY_IMPL(twell, CUDA, m) {
+  m.impl("ffn_train", TORCH_BOX(&twell::python::ffn_train_cuda));
+  m.impl("ffn_train_backward", TORCH_BOX(&twell::python::ffn_train_backward_cuda_op));
+  m.impl("ffn", TORCH_BOX(&twell::python::ffn_cuda));
+}

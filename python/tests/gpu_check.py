@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and measures the package on one GPU; exits 1 if a check fails.
+
+    python python/tests/gpu_check.py                         ops, then a patched Llama of preset 0.5b
+    python python/tests/gpu_check.py --preset 2b --train-batch 4
+    python python/tests/gpu_check.py --checkpoint DIR [--tokens FILE.npy]
+    python python/tests/gpu_check.py --only ops              ops | model | overhead | curve
+
+Without a checkpoint, activations are synthetic: a constant channel of the residual shifts the gates
+so that about 1% of the neurons fire, some of them often and most of them seldom, as in trained
+models. Rows of such runs are labelled so.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+
+import torch
+
+import twell
+
+FAILED = []
+
+
+def check(name, ok, detail=""):
+    print(f"{'ok  ' if ok else 'FAIL'} {name}{': ' + detail if detail else ''}", flush=True)
+    if not ok:
+        FAILED.append(name)
+
+
+def relative(got, want):
+    want = want.float()
+    return ((got.float() - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def milliseconds(run, repeats=10, warmup=3):
+    """Median, p10 and p90 of a call, by events; the caller keeps results alive."""
+    for _ in range(warmup):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    times.sort()
+    return statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+
+
+# ---- ops ----
+
+
+def operands(tokens, width, neurons, gated, active=0.01):
+    """bf16 operands; channel 0 of x is constant, and the firing projection's weights for it make a
+    neuron fire on about `active` of the tokens, some often and most seldom."""
+    x = torch.randn(tokens, width, device="cuda")
+    x[:, 0] = 8.0
+    weights = [torch.randn(neurons, width, device="cuda") / width**0.5 for _ in range(3)]
+    rate = (torch.arange(1, neurons + 1, device="cuda") ** -1.2)[torch.randperm(neurons)]
+    rate = (rate / rate.mean() * active).clamp(1e-5, 0.5)
+    weights[0 if gated else 1][:, 0] = -torch.special.ndtri(1 - rate) / 8.0
+    x, *weights = (t.bfloat16() for t in (x, *weights))
+    return [x, weights[0] if gated else None, weights[1], weights[2]]
+
+
+def eager(x, w_gate, w_up, w_down):
+    u = x @ w_up.t()
+    h = torch.relu(u) if w_gate is None else torch.relu(x @ w_gate.t()) * u
+    return h @ w_down, h.abs().sum(dtype=torch.float32)
+
+
+def leaves(tensors, dtype):
+    return [t.detach().to(dtype).requires_grad_() if t is not None else None for t in tensors]
+
+
+def results(run, tensors, d_y, l1_scale):
+    y, l1, *_ = run(*tensors)
+    ((y.float() * d_y).sum() + l1_scale * l1).backward()
+    return {"y": y.detach(), "l1": l1.detach()} | {
+        name: t.grad for name, t in zip(("d_x", "d_gate", "d_up", "d_down"), tensors) if t is not None
+    }
+
+
+def prepared_plan(policy, tensors):
+    """A plan that has seen a call of these operands."""
+    plan = twell.Plan(policy)
+    twell.ffn_train(*leaves(tensors, torch.bfloat16), plan)
+    neurons, width = tensors[2].shape
+    plan.update(width, neurons, tensors[1] is not None, cuda=True)
+    return plan
+
+
+def check_ops():
+    shapes = [(1, 2048, 5632), (7, 256, 1024), (64, 2048, 5632), (127, 256, 8192),
+              (129, 512, 1408), (4096, 2048, 5632), (20000, 512, 2048)]
+    for tokens, width, neurons in shapes:
+        for gated in (True, False):
+            for active in (0.01, 0.4):
+                tensors = operands(tokens, width, neurons, gated, active)
+                d_y = torch.randn(tokens, width, device="cuda")
+                scale = 1e-3
+                exact = results(eager, leaves(tensors, torch.float32), d_y, scale)
+                plain = results(eager, leaves(tensors, torch.bfloat16), d_y, scale)
+                for policy in ("dense", "sparse", "auto"):
+                    plan = prepared_plan(policy, tensors)
+                    got = results(lambda *t: twell.ffn_train(*t, plan), leaves(tensors, torch.bfloat16),
+                                  d_y, scale)
+                    with torch.no_grad():
+                        got["inference"] = twell.ffn(*tensors, plan)
+                    worst, detail = 0.0, ""
+                    for name, value in got.items():
+                        of = "y" if name == "inference" else name
+                        error = relative(value, exact[of])
+                        # As accurate as bf16 PyTorch, but for the order of additions.
+                        limit = 1.5 * relative(plain[of], exact[of]) + 2e-3
+                        if error / limit > worst:
+                            worst, detail = error / limit, f"{name} {error:.2e}, limit {limit:.2e}"
+                    kind = "gated" if gated else "plain"
+                    check(f"op {policy} {kind} M {tokens} D {width} F {neurons} active {active}",
+                          worst <= 1.0 and all(torch.isfinite(v).all() for v in got.values()), detail)
+
+    tensors = operands(512, 256, 1024, True)
+    plan = prepared_plan("auto", tensors)
+    first = results(lambda *t: twell.ffn_train(*t, plan), leaves(tensors, torch.bfloat16), 1.0, 1e-3)
+    again = results(lambda *t: twell.ffn_train(*t, plan), leaves(tensors, torch.bfloat16), 1.0, 1e-3)
+    check("repeats bit for bit", all(torch.equal(first[k], again[k]) for k in first))
+
+    counts = twell.ffn_train(*leaves(tensors, torch.bfloat16), plan)[2].tolist()
+    fired = (tensors[0] @ tensors[1].t() > 0).sum(1)
+    check("counts", counts[0] == 512 and abs(counts[1] - fired.sum().item()) <= 0.01 * counts[1],
+          f"{counts}, PyTorch counts {fired.sum().item()}")
+
+    for dtype in (torch.float32, torch.float16):
+        try:
+            twell.ffn(*(t.to(dtype) for t in tensors))
+            check(f"refuses {dtype}", False)
+        except RuntimeError as error:
+            check(f"refuses {dtype}", "bfloat16 on a GPU" in str(error))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        wide = leaves(tensors, torch.float32)
+        y, _, _ = twell.ffn_train(*wide, plan)
+    y.float().sum().backward()
+    check("autocast", y.dtype == torch.bfloat16 and wide[2].grad.dtype == torch.float32)
+
+
+def check_compile_and_graphs():
+    tensors = operands(2048, 512, 1408, True)
+    plan = prepared_plan("auto", tensors)
+
+    def step(x, w_gate, w_up, w_down):
+        y, l1, _ = twell.ffn_train(torch.nn.functional.silu(x), w_gate, w_up, w_down, plan)
+        return torch.tanh(y), l1
+
+    d_y = torch.randn(2048, 512, device="cuda")
+    want = results(step, leaves(tensors, torch.bfloat16), d_y, 1e-3)
+    compiled = torch.compile(step, fullgraph=True)
+    got = results(compiled, leaves(tensors, torch.bfloat16), d_y, 1e-3)
+    worst = max(relative(got[k], want[k]) for k in want)
+    check(f"torch.compile, {('dense', 'hybrid')[plan.execution]}", worst < 1e-2, f"{worst:.1e}")
+
+    for tokens in (1, 8, 40, 2048):
+        x = tensors[0][:tokens].clone()
+        with torch.no_grad():
+            want_y = twell.ffn(x, *tensors[1:], plan)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = twell.ffn(x, *tensors[1:], plan)
+            y.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            check(f"CUDA graph of inference, {tokens} tokens", torch.equal(y, want_y))
+
+    captured = leaves(tensors, torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(step, captured, d_y, 1e-3)
+    torch.cuda.current_stream().wait_stream(side)
+    for t in captured:
+        t.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = results(step, captured, d_y, 1e-3)
+    for value in static.values():
+        value.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    check("CUDA graph of a training step", all(torch.equal(static[k], want[k]) for k in want))
+
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        got = results(step, leaves(tensors, torch.bfloat16), d_y, 1e-3)
+    other.synchronize()
+    check("another stream", all(torch.equal(got[k], want[k]) for k in want))
+
+
+def measure_overhead():
+    """Time of a call by itself, and of the same call replayed as a CUDA graph, which leaves out what
+    Python and PyTorch add."""
+    print("\ncalls of one layer, D 2048, F 5632, gated, 1% active (synthetic): microseconds")
+    print(f"{'tokens':>8} {'op':>10} {'as a graph':>10} {'host':>8} {'PyTorch':>10}  execution")
+    for tokens in (1, 8, 64, 512, 4096, 16384, 32768):
+        tensors = operands(tokens, 2048, 5632, True)
+        plan = twell.Plan()
+        with torch.no_grad():
+            twell.ffn(*tensors, plan)
+            plan.update(2048, 5632, True, cuda=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(10):
+                    y = twell.ffn(*tensors, plan)
+
+            def op():
+                for _ in range(10):
+                    twell.ffn(*tensors, plan)
+
+            def dense():
+                for _ in range(10):
+                    eager_forward(*tensors)
+
+            called, replayed = milliseconds(op)[0] * 100, milliseconds(graph.replay)[0] * 100
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            op()
+            host = (time.perf_counter() - begin) * 1e5
+            torch.cuda.synchronize()
+            print(f"{tokens:8d} {called:10.1f} {replayed:10.1f} {host:8.1f} "
+                  f"{milliseconds(dense)[0] * 100:10.1f}  {plan.inference_execution}", flush=True)
+        del y, graph
+
+
+def eager_forward(x, w_gate, w_up, w_down):
+    return (torch.relu(x @ w_gate.t()) * (x @ w_up.t())) @ w_down
+
+
+# ---- models ----
+
+
+def make_model(args):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if args.checkpoint:
+        model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16)
+        return model.cuda(), f"trained ({args.checkpoint})"
+    layers = {"0.5b": 8, "1b": 18, "1.5b": 28, "2b": 38}[args.preset]
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=32, hidden_act="relu",
+        max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16()
+    make_sparse(model)
+    return model, "synthetic"
+
+
+@torch.no_grad()
+def make_sparse(model, active=0.01):
+    """Shifts the gates of a random model through channel 0 of the residual, layer by layer."""
+    model.model.embed_tokens.weight[:, 0] = 1.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+
+    def shift(module, inputs):
+        x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+        weight = module.weight
+        weight[:, 0] = 0.0
+        neurons = weight.shape[0]
+        values = x @ weight.float().t() / x[:, :1]
+        rate = torch.arange(1, neurons + 1, device=x.device) ** -1.2
+        rate = (rate / rate.mean() * active).clamp(1e-5, 0.5)[torch.randperm(neurons)]
+        ordered = values.sort(dim=0).values
+        index = ((1 - rate) * (len(x) - 1)).round().long()
+        weight[:, 0] = -ordered.gather(0, index[None])[0].to(weight.dtype)
+
+    hooks = [layer.mlp.gate_proj.register_forward_pre_hook(shift) for layer in model.model.layers]
+    model(token_ids(model, 2, 1024))
+    for hook in hooks:
+        hook.remove()
+
+
+def token_ids(model, batch, length, file=None):
+    if file:
+        import numpy
+
+        ids = torch.from_numpy(numpy.load(file, mmap_mode="r")[: batch * length].astype("int64"))
+        return ids.view(batch, length).cuda()
+    return torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+
+
+def compiled(model, how):
+    """The model with compiled layers, or compiled as a whole."""
+    torch._dynamo.reset()
+    if how == "full":
+        return torch.compile(model, fullgraph=True)
+    if how == "layers":
+        # One graph for all layers, which differ in the integers of their plans.
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        for layer in model.model.layers:
+            layer.compile()
+    return model
+
+
+def uncompiled(model):
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
+
+
+def train_step(model, run, ids, optimizer, l1_coefficient):
+    loss = run(input_ids=ids, labels=ids).loss
+    if l1_coefficient and twell.stats(model):
+        loss = loss + l1_coefficient * twell.l1(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def measure_model(model, kind, patched, args):
+    """Forward and training step of the model as it is; a dict of figures."""
+    row = {"model": "patched" if patched else "unpatched", "patterns": kind, "compile": args.compile}
+    ids = token_ids(model, args.batch, 2048, args.tokens)
+    if patched:
+        with torch.no_grad():
+            model(ids)
+        twell.update(model)
+        layers = twell.stats(model)
+        row["nnz"] = round(statistics.mean(s.inference_nnz_per_token for s in layers), 1)
+        row["forward runs"] = sorted({s.execution for s in layers})
+    run = compiled(model, args.compile)
+    with torch.no_grad():
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        torch.cuda.reset_peak_memory_stats()
+        row["forward ms"] = [round(t, 2) for t in milliseconds(lambda: run(input_ids=ids, logits_to_keep=1))]
+        row["forward GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        row["own GB"] = round((free - torch.cuda.mem_get_info()[0]) / 1e9, 2)
+    uncompiled(model)
+    torch.cuda.empty_cache()
+
+    ids = token_ids(model, args.train_batch, 2048, args.tokens)
+    # No change of the weights worth mentioning, so that patterns stay what they are.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True, weight_decay=0.0)
+    if patched:
+        train_step(model, model, ids, optimizer, args.l1)
+        twell.update(model)
+        train_step(model, model, ids, optimizer, args.l1)
+        twell.update(model)
+        layers = twell.stats(model)
+        row["training runs"] = {e: sum(s.execution == e for s in layers) for e in ("dense", "hybrid")}
+        row["train nnz"] = round(statistics.mean(s.nnz_per_token for s in layers), 1)
+    run = compiled(model, args.compile)
+    losses = [train_step(model, run, ids, optimizer, args.l1).item() for _ in range(2)]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    row["train ms"] = [round(t, 2) for t in milliseconds(
+        lambda: train_step(model, run, ids, optimizer, args.l1), repeats=6, warmup=2)]
+    row["train GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    row["loss"] = round(losses[0], 5)
+    uncompiled(model)
+    optimizer.zero_grad(set_to_none=True)
+    del optimizer
+    torch.cuda.empty_cache()
+    return row
+
+
+def check_model(args):
+    model, kind = make_model(args)
+    ids = token_ids(model, 1, 512, args.tokens)
+    plain = model(input_ids=ids, labels=ids)
+    plain.loss.backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    logits, loss = plain.logits.detach(), plain.loss.item()
+    model.zero_grad()
+    twell.patch(model, automatic=False)
+    for _ in range(2):
+        model.zero_grad()
+        got = model(input_ids=ids, labels=ids)
+        got.loss.backward()
+        twell.update(model)
+    error = relative(got.logits.detach(), logits)
+    check("patched model: logits", error < 0.02, f"{error:.1e}")
+    check("patched model: loss", abs(got.loss.item() - loss) < 2e-3 * abs(loss) + 1e-3,
+          f"{got.loss.item():.5f}, unpatched {loss:.5f}")
+    worst = max(((relative(p.grad, g), n) for (n, p), g in zip(model.named_parameters(), want)
+                 if g.float().norm() > 0), default=(0.0, ""))
+    check("patched model: gradients", worst[0] < 0.1, f"worst {worst[0]:.1e} ({worst[1]})")
+    model.zero_grad(set_to_none=True)
+    del want, got, plain, logits
+    twell.unpatch(model)
+
+    rows = [measure_model(model, kind, False, args)]
+    twell.patch(model, automatic=False)
+    rows.append(measure_model(model, kind, True, args))
+    print(f"\n{args.preset if not args.checkpoint else args.checkpoint}: forward {args.batch} x 2048, "
+          f"training step {args.train_batch} x 2048 with AdamW; ms are median, p10, p90; "
+          "own GB: memory besides PyTorch's allocator")
+    for row in rows:
+        print(json.dumps(row))
+    before, after = rows
+    print(f"forward {before['forward ms'][0] / after['forward ms'][0]:.2f}x, "
+          f"training step {before['train ms'][0] / after['train ms'][0]:.2f}x, training memory "
+          f"{after['train GB'] / before['train GB']:.2f} of unpatched", flush=True)
+
+
+def check_curve():
+    """Sixty steps of a small model, patched and not: the same losses."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024,
+                         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+                         hidden_act="relu", max_position_embeddings=256)
+    start = LlamaForCausalLM(config).cuda()
+    text = torch.randint(0, 64, (64, 256), device="cuda").cumsum(1) % 512
+    curves = []
+    for patched in (False, True):
+        model = copy.deepcopy(start)
+        if patched:
+            twell.patch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for i in range(60):
+            ids = text[i % 8 * 8 : i % 8 * 8 + 8]
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(losses)
+    worst = max(abs(a - b) for a, b in zip(*curves))
+    check("same loss curve, 60 steps", worst < 0.05 and curves[1][-1] < curves[1][0],
+          f"{curves[1][0]:.3f} to {curves[1][-1]:.3f}, largest difference {worst:.4f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--preset", default="0.5b", choices=["0.5b", "1b", "1.5b", "2b"])
+    parser.add_argument("--checkpoint", help="folder of a trained ReLU model (Hugging Face layout)")
+    parser.add_argument("--tokens", help="token ids as .npy, for a checkpoint")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a forward pass")
+    parser.add_argument("--train-batch", type=int, default=16, help="sequences of a training step")
+    parser.add_argument("--compile", default="layers", choices=["layers", "full", "none"])
+    parser.add_argument("--l1", type=float, default=1e-4, help="coefficient, for the patched model")
+    parser.add_argument("--only", choices=["ops", "model", "overhead", "curve"])
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, twell {twell.__version__}")
+    torch.manual_seed(0)
+    parts = {
+        "ops": lambda: (check_ops(), check_compile_and_graphs()),
+        "curve": check_curve,
+        "overhead": measure_overhead,
+        "model": lambda: check_model(args),
+    }
+    for name, run in parts.items():
+        if args.only in (None, name):
+            begin = time.perf_counter()
+            run()
+            print(f"-- {name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{len(FAILED)} checks failed" + "".join(f"\n  {name}" for name in FAILED))
+    return 1 if FAILED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

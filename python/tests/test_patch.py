@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patched models of transformers against the same models unpatched."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import twell
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def model(family="llama", hidden_act="relu"):
+    config, cls = FAMILIES[family]
+    return cls(
+        config(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            hidden_act=hidden_act,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def tokens():
+    return torch.randint(0, 96, (2, 24))
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_loss_and_gradients(family):
+    plain = model(family)
+    patched = twell.patch(copy.deepcopy(plain))
+    ids = tokens()
+    losses = [m(ids, labels=ids).loss for m in (plain, patched)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, p), q in zip(plain.named_parameters(), patched.parameters()):
+        assert relative(q.grad, p.grad) < 1e-5, name
+
+
+def test_state_dict_parameters_and_unpatch():
+    plain = model()
+    patched = copy.deepcopy(plain)
+    before = {name: p for name, p in patched.named_parameters()}
+    classes = [type(m) for m in patched.modules()]
+    twell.patch(patched)
+    assert all(p is before[name] for name, p in patched.named_parameters())
+    state = patched.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert all(torch.equal(state[name], t) for name, t in plain.state_dict().items())
+    patched.load_state_dict(model().state_dict())
+    patched.load_state_dict(plain.state_dict())
+    twell.unpatch(patched)
+    assert [type(m) for m in patched.modules()] == classes
+    assert all(p.is_contiguous() for p in patched.parameters())
+    assert not patched._forward_pre_hooks
+    ids = tokens()
+    assert torch.equal(patched(ids).logits, plain(ids).logits)
+
+
+def test_save_and_load(tmp_path):
+    patched = twell.patch(model())
+    patched.save_pretrained(tmp_path)
+    loaded = twell.patch(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    ids = tokens()
+    with torch.no_grad():
+        assert relative(loaded(ids).logits, patched(ids).logits) < 1e-5
+
+
+def test_generates_the_same():
+    plain = model().eval()
+    patched = twell.patch(copy.deepcopy(plain))
+    ids = tokens()[:, :5]
+    arguments = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(plain.generate(ids, **arguments), patched.generate(ids, **arguments))
+    twell.update(patched)
+    assert twell.stats(patched)[0].inference_tokens > 0
+
+
+def test_compiled_model():
+    patched = twell.patch(model())
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
+    ids = tokens()
+
+    def gradients(run):
+        patched.zero_grad()
+        loss = run(ids, labels=ids).loss
+        loss = loss + 0.01 * twell.l1(patched)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in patched.parameters())]
+
+    for a, b in zip(gradients(patched), gradients(compiled)):
+        assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    patched = twell.patch(model())
+    ids = tokens()
+    mlp = patched.model.layers[0].mlp
+    x = torch.randn(2, 24, 64, requires_grad=True)
+    mlp(x).square().sum().backward()
+    want = [x.grad.clone(), *(p.grad.clone() for p in mlp.parameters())]
+    x.grad = None
+    patched.zero_grad()
+    checkpoint(mlp, x, use_reentrant=use_reentrant).square().sum().backward()
+    for a, b in zip([x.grad, *(p.grad for p in mlp.parameters())], want):
+        assert torch.equal(a, b)
+    patched.gradient_checkpointing_enable()
+    patched.train()
+    patched(ids, labels=ids).loss.backward()
+
+
+def test_other_activations_stay_dense_with_a_notice(caplog):
+    smooth = model(hidden_act="silu")
+    with caplog.at_level(logging.WARNING, "twell"):
+        twell.patch(smooth)
+    assert "model.layers.0.mlp stays dense: its activation SiLU" in caplog.text
+    assert "no layer of LlamaForCausalLM runs sparse" in caplog.text
+    assert not twell.stats(smooth)
+
+
+def test_relufy_by_and_by():
+    smooth = model(hidden_act="silu")
+    ids = tokens()
+    want = smooth(ids).logits
+    twell.relufy(smooth, 0.0)
+    assert relative(smooth(ids).logits, want) < 1e-6
+    twell.relufy(smooth, 0.5)
+    twell.patch(smooth)
+    assert not twell.stats(smooth)
+    twell.relufy(smooth)
+    assert smooth.config.hidden_act == "relu"
+    twell.patch(smooth)
+    assert len(twell.stats(smooth)) == 2
+    with pytest.raises(ValueError, match="share 2 of ReLU"):
+        twell.relufy(smooth, 2)
+
+
+class Plain(nn.Module):
+    def __init__(self, up="fc1", down="fc2", bias=False, extra=0.0):
+        super().__init__()
+        self.names = up, down
+        self.extra = extra
+        setattr(self, up, nn.Linear(16, 32, bias=bias))
+        setattr(self, down, nn.Linear(32, 16, bias=bias))
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        up, down = (getattr(self, name) for name in self.names)
+        return down(self.act(up(x))) + self.extra
+
+
+@pytest.mark.parametrize("names", [("up_proj", "down_proj"), ("fc1", "fc2")])
+def test_plain_layers(names):
+    module = Plain(*names)
+    x = torch.randn(3, 7, 16)
+    want = module(x)
+    twell.patch(module)
+    assert len(twell.stats(module)) == 1
+    assert relative(module(x), want) < 1e-5
+
+
+def test_refuses_what_only_looks_like_a_layer(caplog):
+    twell.patch(Plain(extra=1.0))
+    assert "its forward is not down(act(gate(x)) * up(x))" in caplog.text
+    twell.patch(Plain(bias=True))
+    assert "its projections have biases" in caplog.text
+
+
+def test_l1_has_a_gradient_and_needs_a_forward():
+    patched = twell.patch(model())
+    with pytest.raises(RuntimeError, match="no training forward"):
+        twell.l1(patched)
+    ids = tokens()
+    patched(ids)
+    term = twell.l1(patched)
+    mlp = patched.model.layers[0].mlp
+    gradient = torch.autograd.grad(term, mlp.gate_proj.weight)[0]
+    assert gradient.norm() > 0
+    copy.deepcopy(patched)
+
+
+def test_stats_and_dead_neurons():
+    patched = twell.patch(model(), automatic=False)
+    mlp = patched.model.layers[1].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[:5] = 0.0
+    ids = tokens()
+    patched(ids, labels=ids).loss.backward()
+    twell.update(patched)
+    first, second = twell.stats(patched)
+    assert first.tokens == second.tokens == 48
+    assert second.dead >= 5 and second.neurons == 128
+    before = mlp.gate_proj.weight.detach().clone()
+    dead = sum(s.dead for s in twell.stats(patched))
+    assert twell.reinit_dead(patched, strength=0.5, std=0.1) == dead
+    assert (mlp.gate_proj.weight[:5].std() > 0.02) and (before[:5] == 0).all()
+
+
+def test_updates_by_itself():
+    patched = twell.patch(model())
+    ids = tokens()
+    for _ in range(5):
+        patched(ids)
+    assert twell.stats(patched)[0].tokens == 48 * 2  # of calls 3 and 4
+
+
+def test_contiguous_parameters():
+    patched = twell.patch(model(), by_neuron=False)
+    assert all(p.is_contiguous() for p in patched.parameters())
+    ids = tokens()
+    patched(ids, labels=ids).loss.backward()
+    assert patched.model.layers[0].mlp.down_proj.weight.grad.shape == (64, 128)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse feed-forward layers for PyTorch and transformers.
+
+    import twell
+    twell.patch(model)      # ReLU feed-forward layers run on active neurons only; same results
+
+Ops with autograd: `twell.ffn`, `twell.ffn_train`. Models: `patch`, `unpatch`, `relufy`, `l1`,
+`update`, `stats`, `reinit_dead`. transformers' Trainer: `SparsityCallback`.
+`python -m twell.doctor` says what this installation can do.
+"""
+
+from .ops import ffn, ffn_train
+from .patch import LayerStats, l1, patch, reinit_dead, relufy, stats, unpatch, update
+from .plan import Plan, TrainCounts
+
+__all__ = [
+    "LayerStats",
+    "Plan",
+    "SparsityCallback",
+    "TrainCounts",
+    "ffn",
+    "ffn_train",
+    "l1",
+    "patch",
+    "reinit_dead",
+    "relufy",
+    "stats",
+    "unpatch",
+    "update",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name):
+    # Not imported with the package, because it needs transformers.
+    if name == "SparsityCallback":
+        from .callback import SparsityCallback
+
+        return SparsityCallback
+    raise AttributeError(f"module 'twell' has no attribute '{name}'")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward layer as functions of tensors, with autograd, autocast and torch.compile.
+
+    gated       h = relu(x w_gate^T) * (x w_up^T)    y = h w_down
+    non-gated   h = relu(x w_up^T)                   y = h w_down
+
+All weights keep a neuron per row: [F, D]. torch.nn.Linear stores a down projection as [D, F]; pass
+`down_proj.weight.t()`, which costs a transposing copy per pass unless the memory already lies
+neuron by neuron (`twell.patch` arranges that).
+
+float32 on the CPU, bfloat16 on a GPU, all operands on one device; anything else is a RuntimeError.
+Under torch.autocast operands are converted. Executions differ only in the order of additions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ._library import library
+from .plan import Plan
+
+_ops = torch.ops.twell
+
+
+@functools.cache
+def _default_plan() -> Plan:
+    return Plan()
+
+
+def ffn(
+    x: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    plan: Plan | None = None,
+    activation: str = "relu",
+) -> torch.Tensor:
+    """Inference: y [..., D] of x [..., D]. Has no gradient; see `ffn_train`.
+
+    w_gate: [F, D], or None for a layer without a gate. w_up, w_down: [F, D].
+    plan: of this layer; without one, all calls share a plan that measures nothing.
+    """
+    plan = plan or _default_plan()
+    flat = x.reshape(-1, x.shape[-1])
+    return _ops.ffn(flat, w_gate, w_up, w_down, activation, plan.handle).view(x.shape)
+
+
+def ffn_train(
+    x: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    plan: Plan | None = None,
+    activation: str = "relu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Training: (y, l1, counts), without host synchronisation.
+
+    y       [..., D]
+    l1      float32 []: sum over tokens and neurons of |h|; differentiable
+    counts  int64 [4]: tokens; active (token, neuron) pairs; sum over tiles of 128 tokens of the
+            neurons active in the tile (0 on the CPU); most active neurons of a token
+
+    Differentiable in x and the weights. Backward runs once: on a GPU it uses up what forward kept.
+    """
+    plan = plan or _default_plan()
+    flat = x.reshape(-1, x.shape[-1])
+    y, l1, counts, _ = _ops.ffn_train(
+        flat, w_gate, w_up, w_down, activation, plan.handle, plan.execution, plan.nnz,
+        plan.union_neurons,
+    )
+    return y.view(x.shape), l1, counts
+
+
+def _round_up(value, multiple: int):
+    return (value + multiple - 1) // multiple * multiple
+
+
+def _saved_bytes(x, ffn_size, gated, execution, nnz, union_neurons):
+    """Bytes of `saved`, in closed form where sizes may be symbolic."""
+    tokens = x.shape[0]
+    if tokens == 0:
+        return 0
+    planes = 2 if gated else 1
+    if x.device.type != "cuda":
+        return 64 + planes * 4 * _round_up(tokens * ffn_size, 16)
+    if execution == 0:
+        return planes * _round_up(2 * tokens * ffn_size, 256)
+    if all(isinstance(size, int) for size in (tokens, nnz, union_neurons)):
+        return library.twell_saved_bytes(
+            tokens, x.shape[1], ffn_size, gated, True, execution, nnz, union_neurons
+        )
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _check(x, w_up):
+    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    if x.dtype != dtype or w_up.dtype != dtype:
+        raise RuntimeError(
+            "the feed-forward ops take float32 on the CPU and bfloat16 on a GPU, all operands on "
+            "one device; convert them or use torch.autocast"
+        )
+
+
+@torch.library.register_fake("twell::ffn")
+def _(x, w_gate, w_up, w_down, activation, plan):
+    _check(x, w_up)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake("twell::ffn_train")
+def _(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
+    _check(x, w_up)
+    saved = _saved_bytes(x, w_up.shape[0], w_gate is not None, execution, nnz, union_neurons)
+    return (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(4, dtype=torch.int64),
+        x.new_empty(saved, dtype=torch.uint8),
+    )
+
+
+@torch.library.register_fake("twell::ffn_train_backward")
+def _(d_y, d_l1, x, w_gate, w_up, w_down, saved, activation, plan, execution, nnz, union_neurons):
+    def gradient(t):
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+    return (
+        gradient(x),
+        gradient(w_gate) if w_gate is not None else x.new_empty(0),
+        gradient(w_up),
+        gradient(w_down),
+    )
+
+
+def _setup(ctx, inputs, output):
+    x, w_gate, w_up, w_down, *ctx.rest = inputs
+    ctx.gated = w_gate is not None
+    ctx.used = False
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w_gate, w_up, w_down, output[3])
+
+
+def _backward(ctx, d_y, d_l1, d_counts, d_saved):
+    if ctx.used and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "backward through a twell layer runs once, because it uses up what forward kept; run "
+            "the forward again instead of retain_graph"
+        )
+    x, w_gate, w_up, w_down, saved = ctx.saved_tensors
+    ctx.used = x.device.type == "cuda"
+    if d_y is None:
+        d_y = torch.zeros_like(x)
+    d_x, d_gate, d_up, d_down = _ops.ffn_train_backward(
+        d_y, d_l1, x, w_gate, w_up, w_down, saved, *ctx.rest
+    )
+    return d_x, d_gate if ctx.gated else None, d_up, d_down, None, None, None, None, None
+
+
+torch.library.register_autograd("twell::ffn_train", _backward, setup_context=_setup)
+for _name in ("twell::ffn", "twell::ffn_train"):
+    torch.library.register_autocast(_name, "cuda", torch.bfloat16)
+    torch.library.register_autocast(_name, "cpu", torch.float32)

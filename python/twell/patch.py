@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse feed-forward layers for existing models: patch, unpatch, relufy, and what training with an
+L1 term needs.
+
+A layer is a module with gate_proj, up_proj and down_proj that computes
+`down_proj(act(gate_proj(x)) * up_proj(x))` (Llama, Mistral, Qwen2, Qwen3 and others), or a plain
+one of two matrices without biases, `down(act(up(x)))`, named up_proj/down_proj, fc1/fc2 or
+w_in/w_out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+from torch import nn
+
+from . import ops
+from .plan import Plan
+
+logger = logging.getLogger("twell")
+
+_PLAIN_NAMES = (("up_proj", "down_proj"), ("fc1", "fc2"), ("w_in", "w_out"))
+_ACTIVATION_NAMES = ("act_fn", "act", "activation_fn", "activation")
+_PATCHED: dict[type, type] = {}  # class of a module -> its class while patched
+
+
+@dataclasses.dataclass
+class LayerStats:
+    """Activity of one layer between two updates."""
+
+    name: str
+    execution: str  # of training calls to come: "dense" or "hybrid"; else of the last inference call
+    tokens: int  # of training
+    nnz_per_token: float  # active neurons per token in training
+    max_row_nnz: int
+    l1_per_token: float  # sum over neurons of |h|, mean over tokens
+    dead: int  # neurons that fired on no token of training, or -1 where none was seen
+    neurons: int
+    inference_tokens: int
+    inference_nnz_per_token: float
+
+
+class _Layer:
+    """What a patched module knows about itself."""
+
+    def __init__(self, name: str, plan: Plan, names: tuple[str | None, str, str]):
+        self.name = name
+        self.plan = plan
+        self.gate, self.up, self.down = names
+        self.l1 = None  # of the last training forward: sum of |h|, mean over tokens
+        self.flags = None  # uint8 [F] of the last update
+
+    def __deepcopy__(self, memo):
+        return _Layer(self.name, Plan(self.plan.policy), (self.gate, self.up, self.down))
+
+    def __getstate__(self):
+        return {**self.__dict__, "l1": None}
+
+
+class _SparseForward:
+    """Comes before a module's own class and replaces its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self._twell
+        gate = getattr(self, layer.gate).weight if layer.gate is not None else None
+        up = getattr(self, layer.up).weight
+        down = getattr(self, layer.down).weight.t()
+        if torch.is_grad_enabled() and (x.requires_grad or up.requires_grad):
+            y, l1, _ = ops.ffn_train(x, gate, up, down, layer.plan)
+            layer.l1 = l1 / max(x.numel() // x.shape[-1], 1)
+            return y
+        return ops.ffn(x, gate, up, down, layer.plan)
+
+
+def _is_relu(activation) -> bool:
+    return isinstance(activation, nn.ReLU) or activation in (
+        torch.relu,
+        nn.functional.relu,
+    )
+
+
+def _activation(module: nn.Module):
+    """Name and value of the activation, or (None, None)."""
+    for name in _ACTIVATION_NAMES:
+        value = getattr(module, name, None)
+        if callable(value):
+            return name, value
+    return None, None
+
+
+def _projections(module: nn.Module) -> tuple[str | None, str, str] | None:
+    """Names of (gate, up, down) of a feed-forward module, or None."""
+
+    def linear(name):
+        return isinstance(getattr(module, name, None), nn.Linear)
+
+    if _activation(module)[0] is None:
+        return None
+    if all(linear(name) for name in ("gate_proj", "up_proj", "down_proj")):
+        return ("gate_proj", "up_proj", "down_proj")
+    for up, down in _PLAIN_NAMES:
+        if linear(up) and linear(down) and getattr(module, "gate_proj", None) is None:
+            return (None, up, down)
+    return None
+
+
+def _feed_forward_modules(model: nn.Module):
+    for name, module in model.named_modules():
+        names = _projections(module)
+        if names is not None:
+            yield name, module, names
+
+
+def _patched_modules(model: nn.Module):
+    return [m for m in model.modules() if isinstance(m, _SparseForward)]
+
+
+def _why_dense(module: nn.Module, names) -> str:
+    """Why a module keeps its own forward; empty when it can run sparse."""
+    gate, up, down = (getattr(module, n) if n is not None else None for n in names)
+    activation_name, activation = _activation(module)
+    if not _is_relu(activation):
+        kind = type(activation).__name__
+        return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
+    if any(p is not None and p.bias is not None for p in (gate, up, down)):
+        return "its projections have biases"
+    neurons, width = up.weight.shape
+    if width % 8 or neurons % 8:
+        return f"width {width} and {neurons} neurons are not multiples of 8"
+    if tuple(down.weight.shape) != (width, neurons):
+        return f"{names[2]} is {tuple(down.weight.shape)}, expected {(width, neurons)}"
+    if gate is not None and gate.weight.shape != up.weight.shape:
+        return "its gate and up projections differ in shape"
+    return _why_other_formula(module, names, activation)
+
+
+@torch.no_grad()
+def _why_other_formula(module: nn.Module, names, activation) -> str:
+    """Compares the module's forward with the formula on a few tokens, because a module may have
+    these projections and compute something else."""
+    gate, up, down = (getattr(module, n) if n is not None else None for n in names)
+    weight = up.weight
+    if weight.is_meta or type(weight.data) is not torch.Tensor:
+        return ""
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device)
+    x = x.view(1, 2, weight.shape[1])
+    was_training = module.training
+    module.eval()
+    try:
+        got = module(x)
+    except Exception as error:  # noqa: BLE001  (any failure means: not such a module)
+        return f"its forward does not take one tensor of tokens ({type(error).__name__})"
+    finally:
+        module.train(was_training)
+    hidden = activation(gate(x)) * up(x) if gate is not None else activation(up(x))
+    if not isinstance(got, torch.Tensor) or not torch.allclose(
+        got, down(hidden), rtol=1e-2, atol=1e-4
+    ):
+        return "its forward is not down(act(gate(x)) * up(x))"
+    return ""
+
+
+@torch.no_grad()
+def _lay_out_by_neuron(weight: nn.Parameter, by_neuron: bool) -> None:
+    """Moves the memory of a down projection [D, F] to neuron by neuron, or back. Its shape, values
+    and identity stay."""
+    if type(weight.data) is not torch.Tensor:  # a sharded parameter
+        return
+    weight.data = weight.data.t().contiguous().t() if by_neuron else weight.data.contiguous()
+    if weight.grad is not None:
+        weight.grad = None if by_neuron else weight.grad.contiguous()
+
+
+class _Updates:
+    """Updates the plans of a model after forward calls 1, 2, 4, ..., 128 and then every 128th,
+    where calls are not compiled or captured."""
+
+    EVERY = 128
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, args):
+        if torch.compiler.is_compiling():
+            return
+        calls = self.calls
+        if calls % self.EVERY and calls & (calls - 1):
+            self.calls += 1
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        self.calls += 1
+        if calls:
+            update(model)
+
+
+def patch(
+    model: nn.Module,
+    policy: str = "auto",
+    automatic: bool = True,
+    by_neuron: bool = True,
+) -> nn.Module:
+    """Makes the ReLU feed-forward layers of `model` run on active neurons only, in place, and
+    returns it. Results are the same but for the order of additions.
+
+    Parameters stay the same objects, with the same names, shapes and values, so that optimizers and
+    state_dict are not affected. Layers that cannot run sparse keep their forward, with a notice in
+    the log (logger "twell"). Patching again takes up layers that have become ReLU since.
+
+    policy: "auto" runs each layer as its measured activity suggests; "dense" or "sparse" force it.
+    automatic: call `update` now and then as the model runs. It waits for the GPU, each time longer
+        after the last; a compiled model skips it, so call `update` yourself after a few steps.
+    by_neuron: lay the memory of down projections out neuron by neuron (their strides become
+        (1, D)), which saves a transposing copy in every pass. False for FSDP2, which takes
+        contiguous parameters only: the copies then cost 2 D F values of memory traffic in each
+        forward and backward.
+    """
+    first = next((m._twell.plan for m in _patched_modules(model)), None)
+    sparse = 0
+    for name, module, names in list(_feed_forward_modules(model)):
+        if isinstance(module, _SparseForward):
+            sparse += 1
+            continue
+        reason = _why_dense(module, names)
+        if reason:
+            logger.warning("%s stays dense: %s", name or type(module).__name__, reason)
+            continue
+        plan = Plan(policy, first)
+        first = first or plan
+        own = type(module)
+        if own not in _PATCHED:
+            _PATCHED[own] = type(f"Twell{own.__name__}", (_SparseForward, own), {})
+        module.__class__ = _PATCHED[own]
+        object.__setattr__(module, "_twell", _Layer(name, plan, names))
+        if by_neuron:
+            _lay_out_by_neuron(getattr(module, names[2]).weight, True)
+        sparse += 1
+    if not sparse:
+        logger.warning("no layer of %s runs sparse", type(model).__name__)
+    elif automatic and "_twell_updates" not in model.__dict__:
+        object.__setattr__(model, "_twell_updates", model.register_forward_pre_hook(_Updates()))
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Restores what `patch` changed and returns the model."""
+    hook = model.__dict__.pop("_twell_updates", None)
+    if hook is not None:
+        hook.remove()
+    for module in _patched_modules(model):
+        layer = module.__dict__.pop("_twell")
+        module.__class__ = next(own for own, new in _PATCHED.items() if type(module) is new)
+        _lay_out_by_neuron(getattr(module, layer.down).weight, False)
+    return model
+
+
+class BlendedReLU(nn.Module):
+    """share * relu(x) + (1 - share) * activation(x), for a gradual change to ReLU."""
+
+    def __init__(self, activation: nn.Module, share: float):
+        super().__init__()
+        self.activation = activation
+        self.register_buffer("share", torch.tensor(float(share)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        smooth = self.activation(x)
+        return smooth + self.share.to(x.dtype) * (torch.relu(x) - smooth)
+
+
+def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
+    """Replaces the activations of all feed-forward layers by ReLU, in place, and returns the model.
+    It then needs training, with an L1 term, to become good and sparse again.
+
+    share: below 1, a blend of ReLU and the activation, which runs dense; call again with growing
+        shares, and at last with 1.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share {share} of ReLU: expected 0 to 1")
+    for _, module, _ in list(_feed_forward_modules(model)):
+        name, activation = _activation(module)
+        if _is_relu(activation):
+            continue
+        if share >= 1.0:
+            setattr(module, name, nn.ReLU())
+        elif isinstance(activation, BlendedReLU):
+            activation.share.fill_(share)
+        else:
+            blend = BlendedReLU(activation, share)
+            setattr(module, name, blend.to(next(module.parameters()).device))
+    config = getattr(model, "config", None)
+    if share >= 1.0 and config is not None:
+        for field in ("hidden_act", "hidden_activation", "activation_function"):
+            if hasattr(config, field):
+                setattr(config, field, "relu")
+    return model
+
+
+def l1(model: nn.Module) -> torch.Tensor:
+    """The L1 term of the last training forward, float32 [] with gradient: the sum over neurons of
+    |h|, mean over tokens and patched layers. Add `coefficient * twell.l1(model)` to the loss;
+    2e-5 is a good start for a model trained from scratch."""
+    terms = [m._twell.l1 for m in _patched_modules(model) if m._twell.l1 is not None]
+    if not terms:
+        raise RuntimeError("no training forward of a patched layer yet: call twell.patch(model), "
+                           "then the model, with gradients enabled")
+    return torch.stack([term.to(terms[0].device) for term in terms]).mean()
+
+
+def update(model: nn.Module) -> None:
+    """Fetches what the layers counted since the last update, and chooses the executions of the
+    next calls. Waits for the GPU. Compiled graphs are compiled again where a choice changed."""
+    for module in _patched_modules(model):
+        layer = module._twell
+        weight = getattr(module, layer.up).weight
+        neurons, width = weight.shape
+        counts = layer.plan.update(width, neurons, layer.gate is not None, weight.is_cuda)
+        layer.flags = layer.plan.active(neurons) if counts.tokens else None
+
+
+def stats(model: nn.Module) -> list[LayerStats]:
+    """Activity of the patched layers between the last two updates."""
+    result = []
+    for module in _patched_modules(model):
+        layer, plan = module._twell, module._twell.plan
+        neurons = getattr(module, layer.up).weight.shape[0]
+        counts = plan.train
+        trained = counts.tokens > 0
+        execution = ("dense", "hybrid")[plan.execution] if trained else plan.inference_execution
+        result.append(
+            LayerStats(
+                name=layer.name,
+                execution=execution,
+                tokens=counts.tokens,
+                nnz_per_token=counts.nnz_per_token,
+                max_row_nnz=counts.max_row_nnz,
+                l1_per_token=counts.l1_sum / counts.tokens if trained else 0.0,
+                dead=neurons - int(layer.flags.sum()) if layer.flags is not None else -1,
+                neurons=neurons,
+                inference_tokens=plan.inference_tokens,
+                inference_nnz_per_token=plan.inference_nnz / max(plan.inference_tokens, 1),
+            )
+        )
+    return result
+
+
+@torch.no_grad()
+def reinit_dead(
+    model: nn.Module,
+    strength: float = 0.1,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+) -> int:
+    """Moves the neurons that fired on no token between the last two updates towards random ones:
+    w <- (1 - strength) w + strength N(0, std^2), in the projection whose ReLU decides. Returns how
+    many there were. generator: a CPU one, so that all ranks of a run can draw the same."""
+    dead_neurons = 0
+    for module in _patched_modules(model):
+        layer = module._twell
+        if layer.flags is None:
+            continue
+        dead = (layer.flags == 0).nonzero().squeeze(1)
+        if not len(dead):
+            continue
+        weight = getattr(module, layer.gate or layer.up).weight
+        noise = torch.randn(len(dead), weight.shape[1], generator=generator) * std
+        rows = dead.to(weight.device)
+        mixed = (1 - strength) * weight[rows].float() + strength * noise.to(weight.device)
+        weight[rows] = mixed.to(weight.dtype)
+        dead_neurons += len(dead)
+    return dead_neurons
