@@ -209,8 +209,19 @@ void plan_active(int64_t handle, Tensor active) {
 
 int64_t plan_choose(int64_t handle, bool cuda, int64_t tokens, int64_t width, int64_t ffn,
                     bool gated, double nnz, double union_share) {
-  return static_cast<int64_t>(
-      choose_train(*find_plan(handle), {tokens, width, ffn, gated}, cuda, nnz, union_share));
+  const std::shared_ptr<Plan> plan = find_plan(handle);
+  const FfnTrainPolicy policy = plan->policy == FfnPolicy::kAuto    ? FfnTrainPolicy::kAuto
+                                : plan->policy == FfnPolicy::kDense ? FfnTrainPolicy::kDense
+                                                                    : FfnTrainPolicy::kHybrid;
+  FfnTrainExecution execution = FfnTrainExecution::kDense;
+  if (cuda) {
+    execution = choose_train_cuda(*plan, {tokens, width, ffn, gated}, policy, nnz, union_share);
+  } else if (policy == FfnTrainPolicy::kAuto) {
+    execution = choose_ffn_train_execution(tokens, width, ffn, nnz);
+  } else if (policy == FfnTrainPolicy::kHybrid) {
+    execution = FfnTrainExecution::kHybrid;
+  }
+  return static_cast<int64_t>(execution);
 }
 
 }  // namespace
@@ -253,22 +264,14 @@ struct PlanCuda {};
 std::shared_ptr<RuntimeCuda> make_runtime_cuda() { return nullptr; }
 std::shared_ptr<PlanCuda> make_plan_cuda() { return nullptr; }
 void fetch_cuda_counts(Plan&) {}
+FfnTrainExecution choose_train_cuda(const Plan&, const LayerShape&, FfnTrainPolicy, double,
+                                    double) {
+  return FfnTrainExecution::kDense;
+}
 int64_t saved_bytes_cuda(const LayerShape&, int64_t, int64_t, int64_t) {
   throw InputError("this build of twell has no CUDA ops");
 }
 #endif
-
-FfnTrainExecution choose_train(const Plan& plan, const LayerShape& shape, bool cuda, double nnz,
-                               double union_share) {
-  if (plan.policy != FfnPolicy::kAuto) {
-    return plan.policy == FfnPolicy::kDense ? FfnTrainExecution::kDense
-                                            : FfnTrainExecution::kHybrid;
-  }
-  if (!cuda) return choose_ffn_train_execution(shape.tokens, shape.width, shape.ffn, nnz);
-  return choose_gpu_ffn_train({.width = shape.width, .ffn = shape.ffn, .gated = shape.gated},
-                              shape.tokens, FfnTrainPolicy::kAuto,
-                              {.nnz_per_token = nnz, .union_share = union_share});
-}
 
 int64_t saved_bytes(const LayerShape& shape, bool cuda, int64_t execution, int64_t nnz,
                     int64_t union_neurons) {

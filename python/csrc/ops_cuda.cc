@@ -323,6 +323,15 @@ void fetch_cuda_counts(Plan& plan) {
   }
 }
 
+FfnTrainExecution choose_train_cuda(const Plan& plan, const LayerShape& shape,
+                                    FfnTrainPolicy policy, double nnz, double union_share) {
+  if (plan.cuda->streams.empty()) return FfnTrainExecution::kDense;
+  const auto& [where, counted] = *plan.cuda->streams.begin();
+  const CudaContext& ctx = plan.runtime->cuda->streams.at(where).ctx;
+  return choose_gpu_ffn_train(gpu_ffn_layer(ctx, train_shape(shape)), shape.tokens, policy,
+                              {.nnz_per_token = nnz, .union_share = union_share});
+}
+
 int64_t saved_bytes_cuda(const LayerShape& shape, int64_t execution, int64_t nnz,
                          int64_t union_neurons) {
   return FfnSavedCuda::bytes_needed(train_shape(shape), static_cast<FfnTrainExecution>(execution),

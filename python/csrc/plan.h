@@ -82,9 +82,9 @@ using PlanReport = std::array<double, kPlanFields>;
 // from. Does nothing without a CUDA build.
 void fetch_cuda_counts(Plan& plan);
 
-// The execution that training calls of a shape should run by what was measured: nnz active neurons
-// per token, union_share of the neurons in a tile of 128 tokens (negative: not measured).
-FfnTrainExecution choose_train(const Plan& plan, const LayerShape& shape, bool cuda, double nnz,
-                               double union_share);
+// The execution of training calls of a shape on the GPU that the plan was last used on, by what was
+// measured: nnz active neurons per token, union_share of the neurons in a tile of 128 tokens.
+FfnTrainExecution choose_train_cuda(const Plan& plan, const LayerShape& shape,
+                                    FfnTrainPolicy policy, double nnz, double union_share);
 
 }  // namespace twell::python

@@ -168,9 +168,13 @@ def _lay_out_by_neuron(weight: nn.Parameter, by_neuron: bool) -> None:
     and identity stay."""
     if type(weight.data) is not torch.Tensor:  # a sharded parameter
         return
-    weight.data = weight.data.t().contiguous().t() if by_neuron else weight.data.contiguous()
+
+    def moved(t):
+        return t.t().contiguous().t() if by_neuron else t.contiguous()
+
+    weight.data = moved(weight.data)
     if weight.grad is not None:
-        weight.grad = None if by_neuron else weight.grad.contiguous()
+        weight.grad = moved(weight.grad)
 
 
 class _Updates:
