@@ -87,6 +87,7 @@ int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArgument
   options.stop_tokens = stop_tokens(config, tokenizer, &chat);
   options.cancel = &stop;
   options.on_text = write_out;
+  options.share_beginning = true;  // each turn begins with the conversation so far
   std::vector<ChatMessage> messages;
   if (!arguments.system.empty()) messages.push_back({"system", arguments.system});
   const bool terminal = ::isatty(STDIN_FILENO) != 0;

@@ -47,6 +47,7 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
           .max_tokens = options.max_tokens,
           .stop_tokens = options.stop_tokens,
           .stop_strings = options.stop_strings,
+          .share_beginning = options.share_beginning,
           .on_event = collect,
           .cancel = options.cancel};
 }

@@ -17,6 +17,8 @@ namespace twell {
 struct GenerateOptions {
   int64_t max_tokens = 256;  // most new tokens; the context is also a limit
   SamplerOptions sampler;
+  // As in GenerationRequest; off, so that a text does not depend on earlier ones.
+  bool share_beginning = false;
   bool begin_token = true;  // prepend the begin token of the tokenizer's template, if any
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;  // in addition to the tokenizer's end-of-text token

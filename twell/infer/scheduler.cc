@@ -267,8 +267,10 @@ void Scheduler::admit_waiting() {
     }
     const int64_t slot = free_slots_.back();
     // Prompts whose scores are wanted go through the layers as a whole.
-    const std::span<const int32_t> shared =
-        request->wants_prompt_scores() ? std::span<const int32_t>() : request->context;
+    std::span<const int32_t> shared;
+    if (request->asked.share_beginning && !request->wants_prompt_scores()) {
+      shared = request->context;
+    }
     request->fed = session_.start(slot, shared);
     int64_t promised = request->left();
     for (const auto& starting : starting_) promised += starting->left();

@@ -71,6 +71,9 @@ struct GenerationRequest {
   std::vector<std::string> stop_strings;  // the text ends in front of the first of them
   std::optional<int64_t> log_probs;       // of new tokens, and of so many most likely ones (0..20)
   std::optional<int64_t> prompt_log_probs;  // of the prompt's tokens from the second on, likewise
+  // Whether to take keys and values of an equal beginning from the cache, where the session shares
+  // them. They come from another batch, whose rounding may decide between nearly equal logits.
+  bool share_beginning = true;
   // Called on the engine thread, which waits for it: it must neither block nor throw. The event is
   // valid during the call.
   std::function<void(const GenerationEvent& event)> on_event;

@@ -269,6 +269,24 @@ TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
   EXPECT_EQ(waiting.ids, expected(asked[2], 40));
 }
 
+TEST_F(SchedulerTest, SharesBeginningsOnlyWhereAsked) {
+  FakeSession session(1, 64, 32, 4, 64);
+  Scheduler scheduler(session, tokenizer_);
+  std::vector<int64_t> cached;
+  for (const bool share : {true, true, false, true}) {
+    Heard heard;
+    GenerationRequest asked = request(counting(1, 21), 3, heard);
+    asked.share_beginning = share;
+    scheduler.submit(asked);
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(heard.ids, expected(asked, 64));
+    cached.push_back(heard.usage.cached_tokens);
+  }
+  EXPECT_EQ(cached, (std::vector<int64_t>{0, 20, 0, 20}));
+  EXPECT_EQ(scheduler.stats().cached_tokens, 40);
+}
+
 TEST_F(SchedulerTest, CancellingTakesEffectWithinAStep) {
   FakeSession session(2, 64, 32, 4, 64);
   Scheduler scheduler(session, tokenizer_);
