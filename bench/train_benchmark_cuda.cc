@@ -39,6 +39,8 @@ TrainOptions train_options(const ModelConfig& config, const TrainBenchmarkOption
   train.ffn_policy = options.policy;
   train.recompute = options.recompute;
   train.moment_dtype = options.moment_dtype;
+  train.gradient_dtype = options.gradient_dtype;
+  train.ranks = options.ranks == nullptr ? 1 : options.ranks->size();
   train.seed = options.seed;
   return resolve_options(train, config);
 }
@@ -52,7 +54,7 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   const ModelConfig& config = model.config;
   const TrainOptions train = train_options(config, options);
   const int64_t tokens = train.micro_batch_tokens();
-  TrainEngineCuda engine(ctx, model, nullptr, train, options.hints);
+  TrainEngineCuda engine(ctx, model, nullptr, train, options.hints, options.ranks);
   engine.set_batch(random_tokens(tokens, config.vocab_size, options.seed, 0),
                    random_tokens(tokens, config.vocab_size, options.seed, 1));
   TrainEngineCuda::Hooks hooks;
@@ -83,9 +85,10 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   TWELL_CHECK(std::isfinite(last.ce) && std::isfinite(last.grad_norm),
               "a step's loss is {} and its gradient's norm {}", last.ce, last.grad_norm);
   run.step = summarize(std::move(seconds));
-  run.tokens_per_second = static_cast<double>(tokens) / run.step.median;
+  run.tokens_per_second = static_cast<double>(train.batch_tokens) / run.step.median;
   if (engine.peak_flops() > 0.0) {
-    run.mfu = run.tokens_per_second * training_flops_per_token(config, train) / engine.peak_flops();
+    run.mfu = run.tokens_per_second * training_flops_per_token(config, train) /
+              (engine.peak_flops() * static_cast<double>(train.ranks));
   }
   run.layers = last.layers;
   run.ce = last.ce;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Time and memory of whole training steps on the GPU: forward, backward, gradient norm and AdamW
-// for one micro-batch of random tokens.
+// for one micro-batch of random tokens, or one per rank.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,9 @@ struct TrainBenchmarkOptions {
   uint64_t seed = 0;
   std::optional<Recompute> recompute;  // as in TrainOptions, like moment_dtype
   DType moment_dtype = DType::kF32;
-  bool tune = false;  // choose matmul algorithms by timing (set_matmul_tuning)
+  DType gradient_dtype = DType::kF32;
+  Communicator* ranks = nullptr;  // null for a single GPU; all ranks call benchmark_training
+  bool tune = false;              // choose matmul algorithms by timing (set_matmul_tuning)
   FfnTrainPolicy policy = FfnTrainPolicy::kDense;
   // For replayed patterns: their activity, and a function that puts a pattern into a layer's
   // problem.
@@ -31,8 +33,8 @@ struct TrainBenchmarkOptions {
 };
 
 struct TrainBenchmarkRun {
-  Timing step;  // seconds
-  double tokens_per_second = 0.0;
+  Timing step;                                  // seconds
+  double tokens_per_second = 0.0;               // of all ranks
   double mfu = 0.0;                             // 0 when the device's peak is unknown
   int64_t device_bytes = 0;                     // used by the step, including plans and workspaces
   std::map<std::string, double> stage_seconds;  // of one step without a CUDA graph

@@ -6,6 +6,7 @@
 
 #include "cli/bench.h"
 #include "cli/device.h"
+#include "cli/ranks.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -13,6 +14,9 @@ namespace {
 
 int run_bench_train(const CommonOptions& common, BenchTrain& arguments, bool largest) {
   TWELL_REQUIRE(use_cuda(common), "bench train needs a GPU; there is none here");
+  if (arguments.gpus > 1 && !started_by_launch_ranks()) {
+    return launch_ranks({.ranks = arguments.gpus});
+  }
   if (largest) arguments.micro_batch = 0;
   arguments.seed = common.seed;
   return run_bench_train_cuda(arguments);
@@ -52,13 +56,24 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
       .several_values();
   command.value("--moment-dtype", &arguments->moment_dtype, "f32|bf16", "Type of AdamW's moments")
       .choices({"f32", "bf16"});
+  command
+      .value("--gpus", &arguments->gpus, "N",
+             "Train on N GPUs of this machine, a process and a micro-batch each")
+      .range(1, 1024)
+      .hide_default();
+  command
+      .value("--gradient-dtype", &arguments->gradient_dtype, "f32|bf16",
+             "Type of gradients on their way between GPUs")
+      .choices({"f32", "bf16"});
   command.flag("--tune", &arguments->tune,
                "Choose the algorithms of matrix products by a stopwatch, which training does not, "
                "so that runs repeat");
   command.value("--jsonl", &arguments->jsonl, "FILE",
                 "Append the result as one JSON line to this file");
   add_compute_options(command, common);
-  command.footer("Example:\n  twell bench train --preset 2b --micro-batch 8");
+  command.footer(
+      "Examples:\n  twell bench train --preset 2b --micro-batch 8\n  twell bench train --preset 2b "
+      "--micro-batch 8 --gpus 2");
 }
 
 }  // namespace twell::cli

@@ -18,6 +18,8 @@ struct BenchTrain {
   std::vector<std::string> recompute = {"auto"};  // each level runs dense and sparse
   std::vector<std::string> sparse_recompute;      // more sparse runs, against the first dense run
   std::string moment_dtype = "f32";
+  std::string gradient_dtype = "f32";
+  int64_t gpus = 0;             // processes to start, one per GPU; 0: this one
   std::string policy = "auto";  // of the sparse runs
   bool tune = false;
   uint64_t seed = 0;

@@ -5,6 +5,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -12,6 +13,7 @@
 #include "bench/train_benchmark_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
+#include "cli/ranks.h"
 #include "twell/base/context.h"
 #include "twell/infer/engine_cuda.h"
 
@@ -92,8 +94,9 @@ struct Measured {
 
 class TrainBench {
  public:
-  explicit TrainBench(const BenchTrain& arguments)
+  TrainBench(const BenchTrain& arguments, const RankGroup& ranks)
       : arguments_(arguments),
+        ranks_(ranks),
         config_(preset_config(arguments.preset)),
         gpu_(CudaContext(stream_.get()).device_name()),
         model_(config_) {
@@ -102,11 +105,13 @@ class TrainBench {
     options_.steps = arguments.steps;
     options_.seed = arguments.seed;
     options_.tune = arguments.tune;
+    options_.gradient_dtype = arguments.gradient_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+    options_.ranks = ranks.communicator();
     options_.moment_dtype = arguments.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
     Context cpu;
     init_weights(cpu, model_, arguments.seed);
-    fmt::print("preset {}, random weights and tokens, sequences of {}, on {}\n", arguments.preset,
-               options_.length, gpu_);
+    fmt::print("preset {}, random weights and tokens, sequences of {}, on {} {}\n",
+               arguments.preset, options_.length, ranks.identity().size, gpu_);
   }
 
   void run() {
@@ -125,11 +130,14 @@ class TrainBench {
 
  private:
   Measured measure(const std::string& level, bool sparse) {
+    ++runs_;
     TrainBenchmarkOptions options = options_;
     options.recompute = parse_recompute(level);
     if (sparse) options = sparse_options(config_, options, arguments_);
     if (arguments_.micro_batch == 0) {
-      options.micro_batch = largest_micro_batch(stream_.get(), config_, options);
+      const int64_t largest = largest_micro_batch(stream_.get(), config_, options);
+      options.micro_batch = std::stoll(
+          ranks_.from_first(fmt::format("micro-batch {}", runs_), std::to_string(largest)));
     }
     TrainBenchmarkRun run = sparse ? replayed(stream_.get(), model_, options, arguments_)
                                    : benchmark_training(stream_.get(), model_, options);
@@ -162,7 +170,9 @@ class TrainBench {
       line["sparse"] = measured_json(*sparse);
       line["sparse"]["ffn_policy"] = arguments_.policy;
     }
-    append_jsonl(arguments_.jsonl, line);
+    line["gpus"] = ranks_.identity().size;
+    if (ranks_.identity().size > 1) line["gradient_dtype"] = arguments_.gradient_dtype;
+    if (ranks_.first()) append_jsonl(arguments_.jsonl, line);
   }
 
   static nlohmann::json measured_json(const Measured& measured) {
@@ -173,6 +183,8 @@ class TrainBench {
   }
 
   const BenchTrain& arguments_;
+  const RankGroup& ranks_;
+  int64_t runs_ = 0;
   ModelConfig config_;
   CudaStream stream_;
   std::string gpu_;
@@ -183,7 +195,21 @@ class TrainBench {
 }  // namespace
 
 int run_bench_train_cuda(const BenchTrain& arguments) {
-  TrainBench(arguments).run();
+  const RankIdentity identity = process_identity();
+  int devices = 0;
+  TWELL_CUDA_CHECK(cudaGetDeviceCount(&devices));
+  TWELL_CUDA_CHECK(cudaSetDevice(device_of_rank(identity, devices)));
+  const RankGroup ranks(identity, std::chrono::seconds(120));
+  // One process prints.
+  if (!ranks.first() && std::freopen("/dev/null", "w", stdout) == nullptr) return kExitFailure;
+  try {
+    TrainBench(arguments, ranks).run();
+  } catch (const RankFault&) {
+    throw;
+  } catch (const std::exception& error) {
+    ranks.fail(error.what());
+    throw;
+  }
   return kExitOk;
 }
 

@@ -232,6 +232,15 @@ RankIdentity process_identity() {
 
 bool started_by_launch_ranks() { return std::getenv(kListener) != nullptr; }
 
+int device_of_rank(const RankIdentity& identity, int devices) {
+  // srun and others can show each rank its own GPU alone.
+  if (devices == 1 && !started_by_launch_ranks()) return 0;
+  TWELL_REQUIRE(identity.local_rank < devices,
+                "{} ranks on this machine need a GPU each; it has {}", identity.local_size,
+                devices);
+  return identity.local_rank;
+}
+
 int launch_ranks(const Launch& launch) {
   std::vector<std::string> words = own_arguments();
   for (int64_t restarts = 0;; ++restarts) {

@@ -20,6 +20,10 @@ RankIdentity process_identity();
 // Whether launch_ranks started this process.
 bool started_by_launch_ranks();
 
+// The number of the GPU that a rank uses, of `devices` that it sees. InputError when it has none of
+// its own.
+int device_of_rank(const RankIdentity& identity, int devices);
+
 struct Launch {
   int64_t ranks = 0;
   int64_t max_restarts = 0;

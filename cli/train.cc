@@ -265,7 +265,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   }
   share_threads(identity, common);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
-  const TrainDevice device(common, config, options, identity.local_rank);
+  const TrainDevice device(common, config, options, identity);
   const RunPlan plan = device.plan(
       config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
   if (flags.dry_run) {

@@ -25,7 +25,7 @@ struct TrainDevice::Gpu {};
 
 TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const ModelConfig& config,
                          [[maybe_unused]] const TrainOptions& options,
-                         [[maybe_unused]] int local_rank) {
+                         [[maybe_unused]] const RankIdentity& identity) {
   if (!use_cuda(common)) return;
 #ifdef TWELL_HAVE_CUDA
   const std::string why = cuda_run_unsupported(config, options);
@@ -36,11 +36,11 @@ TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const Mod
   TWELL_REQUIRE(why.empty(), "--device cuda: {}", why);
   int devices = 0;
   TWELL_CUDA_CHECK(cudaGetDeviceCount(&devices));
-  // A launcher may show each rank its own GPU alone.
-  const int device = devices == 1 ? 0 : local_rank;
-  TWELL_REQUIRE(device < devices, "rank {} of this machine needs a GPU of its own; it has {}",
-                local_rank, devices);
-  TWELL_CUDA_CHECK(cudaSetDevice(device));
+  TWELL_CUDA_CHECK(cudaSetDevice(device_of_rank(identity, devices)));
+  if (options.ranks > 1) {
+    const std::string no_nccl = nccl_unavailable();
+    TWELL_REQUIRE(no_nccl.empty(), "{} ranks on GPUs need NCCL: {}", options.ranks, no_nccl);
+  }
   gpu_ = std::make_unique<Gpu>();
 #endif
 }
@@ -65,8 +65,8 @@ std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, con
                                                  Communicator* ranks) const {
   if (!on_gpu())
     return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
-  TWELL_REQUIRE(ranks == nullptr, "several processes train on the CPU alone: add --device cpu");
-  return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options);
+  return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options,
+                                           std::span<const LayerHint>{}, ranks);
 }
 #else
 std::string TrainDevice::name() const { return "CPU"; }

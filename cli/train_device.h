@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cli/options.h"
+#include "cli/ranks.h"
 #include "twell/base/context.h"
 #include "twell/data/shards.h"
 #include "twell/dist/communicator.h"
@@ -18,10 +19,10 @@ namespace twell::cli {
 class TrainDevice {
  public:
   // The options must be resolved. With "auto", a run that the GPU code does not support goes to the
-  // CPU, and a line on stderr gives the reason; with "cuda" it is an InputError. local_rank: the
-  // number of the GPU to use.
+  // CPU, and a line on stderr gives the reason; with "cuda" it is an InputError. The
+  // identity decides which GPU it is.
   TrainDevice(const CommonOptions& common, const ModelConfig& config, const TrainOptions& options,
-              int local_rank = 0);
+              const RankIdentity& identity);
   ~TrainDevice();
 
   bool on_gpu() const { return gpu_ != nullptr; }

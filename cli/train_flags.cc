@@ -75,6 +75,10 @@ void add_rank_flags(Command& command, TrainFlags& flags) {
              "A process that is silent for this long ends the run")
       .range(1, 86400);
   command
+      .value("--gradient-dtype", &flags.gradient_dtype, "f32|bf16",
+             "GPU: type of gradients on their way between processes, where they are added in f32")
+      .choices({"f32", "bf16"});
+  command
       .value("--max-restarts", &flags.max_restarts, "N",
              "With --gpus or --ranks: resume this many times when a process is lost")
       .range(0, 1e6)
@@ -284,6 +288,7 @@ TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common)
   options.ffn_policy = parse_ffn_train_policy(flags.ffn_policy);
   options.save_dtype = parse_save_dtype(flags.save_dtype);
   options.moment_dtype = flags.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  options.gradient_dtype = flags.gradient_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   options.recompute = parse_recompute(flags.recompute);
   options.seed = common.seed;
   return options;

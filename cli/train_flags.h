@@ -49,6 +49,7 @@ struct TrainFlags {
   std::string save_dtype = "f32";
   std::string recompute = "auto";
   std::string moment_dtype = "f32";
+  std::string gradient_dtype = "f32";
 };
 
 void add_train_flags(Command& command, TrainFlags& flags);

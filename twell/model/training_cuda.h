@@ -53,6 +53,10 @@ struct TrainingPassCuda {
   CrossEntropySum* loss = nullptr;       // one value, added to
   FfnTrainCountsCuda* counts = nullptr;  // [L] added to
   uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires
+  // Called while backward is enqueued: the gradients of a layer and of all after it are enqueued
+  // completely. Layer L stands for what comes after the last one, -1 for the embedding, and so for
+  // the whole pass.
+  std::function<void(int64_t layer)> after_backward = {};
   // For benchmarks.
   std::function<void(TrainingStage)> after_stage = {};
   std::function<void(int64_t layer, FfnTrainForwardCuda& problem)> before_ffn = {};

@@ -90,6 +90,7 @@ class TrainingCuda::Pass {
 
   void backward() {
     norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm);
+    backward_done(config_.layers);
     for (size_t layer = views_.layers.size(); layer-- > 0;) {
       const LayerWeights& w = weights_.layers[layer];
       const LayerGrads& d = grads_.layers[layer];
@@ -100,6 +101,7 @@ class TrainingCuda::Pass {
       norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm);
       attention_block_backward(level, w, a, d);
       norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm);
+      backward_done(static_cast<int64_t>(layer));
     }
     embedding_backward_cuda(ctx_,
                             {.tokens = tokens_,
@@ -110,6 +112,7 @@ class TrainingCuda::Pass {
                              .d_table = grads_.embedding.data},
                             buffers_.embedding);
     done(TrainingStage::kEmbedding);
+    backward_done(-1);
   }
 
   // sum = residual + delta; y = norm(sum)
@@ -308,6 +311,9 @@ class TrainingCuda::Pass {
             .head_dim = config_.head_dim};
   }
   float eps() const { return static_cast<float>(config_.norm_eps); }
+  void backward_done(int64_t layer) const {
+    if (pass_.after_backward) pass_.after_backward(layer);
+  }
   void done(TrainingStage stage) const {
     if (pass_.after_stage) pass_.after_stage(stage);
   }

@@ -8,9 +8,12 @@
 
 #include <cstdint>
 
+#include "twell/ops/adamw/adamw_cuda.h"
+
 namespace twell {
 
-// Splits f32 weights [n] into halves (split_weight.h), and joins halves to f32 weights.
+// Splits f32 weights [n] into halves (split_weight.h; rest null: the upper halves alone), and joins
+// halves to f32 weights.
 cudaError_t launch_split_weights(const float* from, int64_t n, __nv_bfloat16* upper, int16_t* rest,
                                  cudaStream_t stream);
 cudaError_t launch_join_weights(const __nv_bfloat16* upper, const int16_t* rest, int64_t n,
@@ -30,8 +33,24 @@ struct ReinitDead {
   uint64_t stream = 0;
   uint64_t first_index = 0;
   __nv_bfloat16* weight = nullptr;  // [F, D] upper halves
-  int16_t* weight_rest = nullptr;   // [F, D] lower halves
+  int16_t* weight_rest = nullptr;   // lower halves of elements [begin, end) of [F, D] row-major
+  int64_t begin = 0;                // only these elements change
+  int64_t end = 0;
 };
 cudaError_t launch_reinit_dead(const ReinitDead& problem, cudaStream_t stream);
+
+// Between ranks. *squares = sum over i of norms[i].norm^2, of the pieces of one rank; *result = the
+// norm of the squares [ranks] of all and its clipping factor (adamw_cuda.h). Sums are in order.
+cudaError_t launch_sum_squares(const GradientNorm* norms, int64_t count, double* squares,
+                               cudaStream_t stream);
+cudaError_t launch_norm_of_ranks(const double* squares, int64_t ranks, double clip_norm,
+                                 GradientNorm* result, cudaStream_t stream);
+
+// to[i] = from[i], rounded to nearest.
+cudaError_t launch_round_gradients(const float* from, int64_t n, __nv_bfloat16* to,
+                                   cudaStream_t stream);
+// sum[i] = the sum over ranks, in order, of parts[rank][i]; own rank's part is what sum[i] held.
+cudaError_t launch_add_parts(const __nv_bfloat16* parts, int64_t ranks, int64_t own, int64_t n,
+                             float* sum, cudaStream_t stream);
 
 }  // namespace twell

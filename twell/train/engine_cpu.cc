@@ -45,6 +45,8 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
               options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
   TWELL_REQUIRE(options.moment_dtype == DType::kF32,
                 "the CPU keeps AdamW's moments in f32; leave --moment-dtype out");
+  TWELL_REQUIRE(options.gradient_dtype == DType::kF32,
+                "the CPU adds gradients in f32; leave --gradient-dtype out");
   if (teacher != nullptr) {
     TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
                 "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,

@@ -2,6 +2,7 @@
 #include "twell/train/engine_cuda.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "twell/model/model_cuda.h"
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/activity.h"
+#include "twell/train/rank_outcome.h"
 
 namespace twell {
 namespace {
@@ -107,16 +109,19 @@ class TrainEngineCuda::Replay {
 };
 
 TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
-                                 const TrainOptions& options, std::span<const LayerHint> hints)
+                                 const TrainOptions& options, std::span<const LayerHint> hints,
+                                 Communicator* ranks)
     : ctx_(ctx),
       model_(model),
       options_(options),
-      layout_(model),
+      ranks_(ranks),
+      layout_(model, ranks == nullptr ? 1 : ranks->size(), ranks == nullptr ? 0 : ranks->rank()),
       free_at_start_(free_device_bytes()),
       training_(ctx, supported(model.config, options),
                 training_plan(ctx, model.config, options, hints),
-                OptimizerCuda::bytes_needed(model.flat.size(), options.moment_dtype)),
-      optimizer_(ctx, model, options),
+                OptimizerCuda::bytes_needed(model.flat.size(), options)),
+      nccl_(ranks == nullptr ? nullptr : std::make_unique<NcclCommunicator>(*ranks)),
+      optimizer_(ctx, model, options, layout_, nccl_.get()),
       report_(std::make_unique<Report>(model.config)),
       replays_{std::make_unique<Replay>(ctx), std::make_unique<Replay>(ctx)},
       inputs_(static_cast<size_t>(options.micro_batch_tokens())),
@@ -177,12 +182,19 @@ void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   read_index_ = index;
 }
 
+int64_t TrainEngineCuda::own_micro_batches() const {
+  return (options_.micro_batches() - layout_.rank() + layout_.ranks() - 1) / layout_.ranks();
+}
+
 // The first micro-batch of a step overwrites the gradients; later ones add to them.
-void TrainEngineCuda::enqueue_micro_batch(bool first) {
+void TrainEngineCuda::enqueue_micro_batch(bool first, bool last) {
   pass_.add = !first;
+  const bool reduces = last && nccl_ != nullptr;
+  pass_.after_backward = nullptr;
+  if (reduces) pass_.after_backward = [this](int64_t layer) { optimizer_.reduce_after(layer); };
   const auto enqueue = [&] { training_.forward_backward(pass_); };
   if (hooks_.before_pass) hooks_.before_pass();
-  if (pass_.after_stage) return enqueue();
+  if (pass_.after_stage || reduces) return enqueue();
   replays_[first ? 0 : 1]->run(enqueue);
 }
 
@@ -204,31 +216,34 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   report_->values.to_device(ctx_.stream());
   const Mirrored& block = report_->block;
   TWELL_CUDA_CHECK(cudaMemsetAsync(block.device(), 0, block.bytes(), ctx_.stream()));
-  for (int64_t i = 0; i < options_.micro_batches(); ++i) {
-    next_batch(request.step, i);
+  const int64_t count = own_micro_batches();
+  for (int64_t i = 0; i < count; ++i) {
+    next_batch(request.step, layout_.rank() + i * layout_.ranks());
     training_.stage(inputs_, targets_);
-    enqueue_micro_batch(/*first=*/i == 0);
+    enqueue_micro_batch(/*first=*/i == 0, /*last=*/i == count - 1);
   }
+  if (nccl_ != nullptr) optimizer_.merge_active(pass_.active, report_->layers * report_->ffn);
   GradientNorm* const norm = &Report::head(block.device())->norm;
   optimizer_.step(&report_->device_values()->adamw, norm);
   if (options_.reinit_dead) optimizer_.reinit_dead(request.step, pass_.active, norm);
+  optimizer_.gather_weights();
   if (hooks_.after_optimizer) hooks_.after_optimizer();
   block.to_host(ctx_.stream());
-  if (request.step < options_.steps) next_batch(request.step + 1, 0);
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  if (request.step < options_.steps) next_batch(request.step + 1, layout_.rank());
+  optimizer_.wait();
   // The first pass with new executions allocates workspaces.
   if (std::exchange(memory_changed_, false)) device_bytes_ = free_at_start_ - free_device_bytes();
   return outcome();
 }
 
-StepOutcome TrainEngineCuda::outcome() const {
+StepOutcome TrainEngineCuda::outcome() {
   std::byte* const block = report_->block.host();
   const Report::Head& head = *Report::head(block);
   StepOutcome outcome;
   outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
   outcome.grad_norm = head.norm.norm;
   constexpr int64_t kTile = 128;  // tokens; a micro-batch's last tile may have fewer
-  const double tiles = static_cast<double>(options_.micro_batches() *
+  const double tiles = static_cast<double>(own_micro_batches() *
                                            ((options_.micro_batch_tokens() + kTile - 1) / kTile));
   for (int64_t i = 0; i < report_->layers; ++i) {
     const FfnTrainCountsCuda& counts = report_->counts(block)[i];
@@ -244,6 +259,15 @@ StepOutcome TrainEngineCuda::outcome() const {
     layer.dead_share = static_cast<double>(layer.dead) / static_cast<double>(report_->ffn);
     layer.execution = training_.execution(i);
   }
+  if (ranks_ == nullptr) return outcome;
+  combine_outcomes(*ranks_, static_cast<double>(head.loss.tokens), outcome);
+  if (!std::isfinite(outcome.grad_norm) && outcome.culprit < 0) {
+    std::vector<float> grads(static_cast<size_t>(layout_.parameters()));
+    TWELL_CUDA_CHECK(cudaMemcpyAsync(grads.data(), optimizer_.grads(), grads.size() * sizeof(float),
+                                     cudaMemcpyDeviceToHost, ctx_.stream()));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+    outcome.culprit = first_culprit(*ranks_, finite_outside_pieces(grads, layout_));
+  }
   return outcome;
 }
 
@@ -254,7 +278,7 @@ double TrainEngineCuda::validate() {
   CrossEntropySum* const loss = &Report::head(report_->block.device())->loss;
   TWELL_CUDA_CHECK(cudaMemsetAsync(loss, 0, sizeof(*loss), ctx_.stream()));
   std::vector<int32_t> inputs(inputs_.size()), targets(targets_.size());
-  for (int64_t begin = 0; begin < sequences; begin += most) {
+  for (int64_t begin = layout_.rank() * most; begin < sequences; begin += layout_.ranks() * most) {
     const int64_t count = std::min(most, sequences - begin);
     const size_t read = static_cast<size_t>(count) * length;
     // Unused sequences of the last micro-batch have no targets.
@@ -267,19 +291,21 @@ double TrainEngineCuda::validate() {
   CrossEntropySum sum;
   TWELL_CUDA_CHECK(cudaMemcpyAsync(&sum, loss, sizeof(sum), cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  TWELL_CHECK(sum.tokens > 0, "no validation tokens in {} sequences", sequences);
-  return sum.loss_sum / static_cast<double>(sum.tokens);
+  double sums[] = {sum.loss_sum, static_cast<double>(sum.tokens)};
+  if (ranks_ != nullptr) ranks_->all_reduce_sum(sums);
+  TWELL_CHECK(sums[1] > 0, "no validation tokens in {} sequences", sequences);
+  return sums[0] / sums[1];
 }
 
 void TrainEngineCuda::read_state(const StateFn& use) {
-  const Buffer<float> exp_avg(model_.flat.size()), exp_avg_sq(model_.flat.size());
+  const Buffer<float> exp_avg(layout_.size()), exp_avg_sq(layout_.size());
   const OptimizerTensors state{exp_avg.span(), exp_avg_sq.span(), model_.flat.span()};
   optimizer_.download(state);
   use(state);
 }
 
 void TrainEngineCuda::write_state(const StateFn& fill) {
-  const Buffer<float> exp_avg(model_.flat.size()), exp_avg_sq(model_.flat.size());
+  const Buffer<float> exp_avg(layout_.size()), exp_avg_sq(layout_.size());
   const OptimizerTensors state{exp_avg.span(), exp_avg_sq.span(), model_.flat.span()};
   fill(state);
   optimizer_.upload(state);

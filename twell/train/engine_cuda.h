@@ -3,6 +3,9 @@
 // host only enqueues. Losses and counts are copied back once per step, while the host reads the
 // next micro-batch. The first micro-batch after a change of executions is enqueued op by op; later
 // ones replay a CUDA graph.
+//
+// With several ranks the last micro-batch of a step is enqueued op by op, so that the gradients of
+// finished layers are reduced on a second stream beside the rest of its backward pass.
 #pragma once
 
 #include <array>
@@ -26,14 +29,16 @@ class TrainEngineCuda : public TrainEngine {
  public:
   // The arguments must outlive the engine; `options` must be resolved. InputError when the run is
   // not supported or the device has too little memory. shards may be null if set_batch is used.
-  // hints: as in plan_run_cuda.
+  // hints: as in plan_run_cuda. ranks: null for a single one; otherwise one rank per GPU.
   TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
-                  const TrainOptions& options, std::span<const LayerHint> hints = {});
+                  const TrainOptions& options, std::span<const LayerHint> hints = {},
+                  Communicator* ranks = nullptr);
   ~TrainEngineCuda() override;
 
   Model& model() override { return model_; }
   StepOutcome step(const StepRequest& request) override;
   double validate() override;
+  Communicator* ranks() const override { return ranks_; }
   const ShardLayout& layout() const override { return layout_; }
   void read_state(const StateFn& use) override;
   void write_state(const StateFn& fill) override;
@@ -58,17 +63,20 @@ class TrainEngineCuda : public TrainEngine {
   class Replay;
   void prepare(std::span<const LayerHint> hints);
   void next_batch(int64_t step, int64_t index);
-  void enqueue_micro_batch(bool first);
-  StepOutcome outcome() const;
+  void enqueue_micro_batch(bool first, bool last);
+  int64_t own_micro_batches() const;
+  StepOutcome outcome();
 
   CudaContext& ctx_;
   Model& model_;
   TrainOptions options_;
+  Communicator* ranks_;
   ShardLayout layout_;
   int64_t free_at_start_;  // bytes of device memory
   std::unique_ptr<MicroBatches> micro_batches_;
   std::unique_ptr<ValidationWindows> validation_;
   TrainingCuda training_;
+  std::unique_ptr<NcclCommunicator> nccl_;  // with several ranks
   OptimizerCuda optimizer_;
   std::unique_ptr<Report> report_;
   std::array<std::unique_ptr<Replay>, 2> replays_;  // first micro-batch of a step, later ones

@@ -2,6 +2,7 @@
 #include "twell/train/optimizer_cuda.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "twell/model/model_cuda.h"
@@ -13,31 +14,73 @@ namespace {
 
 int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
-std::vector<AdamWRun> adamw_runs(const Model& model) {
-  std::vector<AdamWRun> runs;
-  for (const ParamSpec& param : model.table) {
-    const bool decay = !param.is_vector;
-    if (runs.empty() || runs.back().decay != decay) runs.push_back({param.offset, decay});
-  }
-  return runs;
-}
-
 }  // namespace
 
-OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options)
+// What several ranks need: a second stream, on which they communicate beside the pass.
+struct OptimizerCuda::Exchange {
+  Exchange(NcclCommunicator& communicator, const ShardLayout& layout, DType gradients,
+           cudaStream_t pass)
+      : ranks(communicator), squares(communicator.size()), norms(std::ssize(layout.buckets())) {
+    TWELL_CUDA_CHECK(cudaMemsetAsync(norms.data(), 0, static_cast<size_t>(norms.bytes()), pass));
+    if (gradients != DType::kBF16) return;
+    int64_t most = 0;
+    for (const GradientBucket& bucket : layout.buckets()) {
+      most = std::max(most, layout.ranks() * piece_size(layout, bucket));
+    }
+    sent = DeviceBuffer<__nv_bfloat16>(most);
+    received = DeviceBuffer<__nv_bfloat16>(most);
+  }
+  // Of every rank's piece, with what the last bucket lacks.
+  static int64_t piece_size(const ShardLayout& layout, const GradientBucket& bucket) {
+    return piece_of(bucket.end - bucket.begin, layout.ranks(), 0).size();
+  }
+
+  // Communication waits for what is enqueued on the pass's stream so far, and the other way round.
+  void after(cudaStream_t pass) const {
+    ready.record(pass);
+    TWELL_CUDA_CHECK(cudaStreamWaitEvent(stream.get(), ready.get()));
+  }
+  void before(cudaStream_t pass) const {
+    done.record(stream.get());
+    TWELL_CUDA_CHECK(cudaStreamWaitEvent(pass, done.get()));
+  }
+
+  NcclCommunicator& ranks;
+  CudaStream stream;
+  CudaEvent ready, done, computed;
+  DeviceBuffer<double> squares;      // [ranks]
+  DeviceBuffer<GradientNorm> norms;  // of the pieces; 0 for empty ones
+  DeviceBuffer<__nv_bfloat16> sent, received;
+};
+
+OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options,
+                             const ShardLayout& layout, NcclCommunicator* ranks)
     : ctx_(ctx),
       options_(options),
       config_(model.config),
-      size_(model.flat.size()),
-      weights_(size_),
-      rest_(size_),
-      grads_(size_),
-      exp_avg_(size_ * moment_bytes(options.moment_dtype)),
+      layout_(layout),
+      weights_(layout.padded_parameters()),
+      rest_(layout.size()),
+      grads_(layout.padded_parameters()),
+      exp_avg_(layout.size() * moment_bytes(options.moment_dtype)),
       exp_avg_sq_(exp_avg_.size()),
-      norm_partials_(gradient_norm_partials(size_)) {
-  const std::vector<AdamWRun> runs = adamw_runs(model);
-  run_count_ = std::ssize(runs);
-  runs_ = DeviceBuffer<AdamWRun>(run_count_);
+      norm_partials_(gradient_norm_partials(layout.size())) {
+  if (ranks != nullptr) {
+    exchange_ = std::make_unique<Exchange>(*ranks, layout, options.gradient_dtype, ctx.stream());
+  }
+  std::vector<AdamWRun> runs;
+  for (const ShardPiece& piece : layout.pieces()) {
+    PieceRuns& of_piece = piece_runs_.emplace_back(PieceRuns{std::ssize(runs), 0});
+    for (const ParamSpec& param : model.table) {
+      const int64_t begin = std::max(piece.begin, param.offset);
+      if (begin >= std::min(piece.begin + piece.size, param.offset + param.size())) continue;
+      const bool decay = !param.is_vector;
+      if (of_piece.count > 0 && runs.back().decay == decay) continue;
+      runs.push_back({begin - piece.begin, decay});
+      ++of_piece.count;
+    }
+  }
+  runs_ = DeviceBuffer<AdamWRun>(std::ssize(runs));
   const auto stream = ctx_.stream();
   TWELL_CUDA_CHECK(cudaMemcpyAsync(runs_.data(), runs.data(), static_cast<size_t>(runs_.bytes()),
                                    cudaMemcpyHostToDevice, stream));
@@ -48,32 +91,112 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
   upload({.exp_avg = {}, .exp_avg_sq = {}, .weights = model.flat.span()});
 }
 
-int64_t OptimizerCuda::bytes_needed(int64_t parameters, DType moments) {
-  constexpr int64_t kWeight = sizeof(__nv_bfloat16) + sizeof(int16_t), kGradient = sizeof(float);
-  return parameters * (kWeight + kGradient + 2 * moment_bytes(moments)) +
+OptimizerCuda::~OptimizerCuda() = default;
+
+int64_t OptimizerCuda::bytes_needed(int64_t parameters, const TrainOptions& options) {
+  constexpr int64_t kUpper = sizeof(__nv_bfloat16), kGradient = sizeof(float);
+  const int64_t shard = parameters / options.ranks;
+  return parameters * (kUpper + kGradient) +
+         shard * (static_cast<int64_t>(sizeof(int16_t)) + 2 * moment_bytes(options.moment_dtype)) +
          gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double));
 }
 
+void OptimizerCuda::reduce_after(int64_t layer) {
+  bool any = false;
+  for (size_t i = 0; i < layout_.buckets().size(); ++i) {
+    if (layout_.buckets()[i].layer != layer) continue;
+    if (!std::exchange(any, true)) exchange_->after(ctx_.stream());
+    reduce(i);
+  }
+}
+
+void OptimizerCuda::reduce(size_t bucket) {
+  const int64_t begin = layout_.buckets()[bucket].begin;
+  const int64_t piece = Exchange::piece_size(layout_, layout_.buckets()[bucket]);
+  float* const grads = grads_.data() + begin;
+  NcclCommunicator& ranks = exchange_->ranks;
+  const cudaStream_t stream = exchange_->stream.get();
+  if (options_.gradient_dtype != DType::kBF16)
+    return ranks.reduce_scatter_sum(grads, piece, stream);
+  const int64_t count = ranks.size();
+  TWELL_CUDA_CHECK(launch_round_gradients(grads, count * piece, exchange_->sent.data(), stream));
+  ranks.all_to_all(exchange_->sent.data(), exchange_->received.data(), piece, stream);
+  TWELL_CUDA_CHECK(launch_add_parts(exchange_->received.data(), count, ranks.rank(), piece,
+                                    grads + ranks.rank() * piece, stream));
+}
+
+void OptimizerCuda::merge_active(uint8_t* active, int64_t count) {
+  exchange_->computed.record(ctx_.stream());
+  exchange_->after(ctx_.stream());
+  exchange_->ranks.all_reduce_max(active, count, exchange_->stream.get());
+}
+
+void OptimizerCuda::gradient_norm(GradientNorm* norm) {
+  const auto of_piece = [&](const ShardPiece& piece, GradientNorm* result) {
+    TWELL_CUDA_CHECK(launch_gradient_norm({.size = piece.size,
+                                           .grad = grads_.data() + piece.begin,
+                                           .clip_norm = options_.clip_norm,
+                                           .partial = norm_partials_.data(),
+                                           .result = result},
+                                          ctx_.stream()));
+  };
+  if (exchange_ == nullptr) return of_piece(layout_.pieces()[0], norm);
+  exchange_->before(ctx_.stream());
+  GradientNorm* const norms = exchange_->norms.data();
+  double* const squares = exchange_->squares.data();
+  for (size_t i = 0; i < layout_.pieces().size(); ++i) {
+    if (layout_.pieces()[i].size > 0) of_piece(layout_.pieces()[i], norms + i);
+  }
+  TWELL_CUDA_CHECK(
+      launch_sum_squares(norms, exchange_->norms.size(), squares + layout_.rank(), ctx_.stream()));
+  exchange_->after(ctx_.stream());
+  exchange_->ranks.all_gather(squares, sizeof(double), exchange_->stream.get());
+  exchange_->before(ctx_.stream());
+  TWELL_CUDA_CHECK(
+      launch_norm_of_ranks(squares, layout_.ranks(), options_.clip_norm, norm, ctx_.stream()));
+}
+
 void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* norm) {
-  TWELL_CUDA_CHECK(launch_gradient_norm({.size = size_,
-                                         .grad = grads_.data(),
-                                         .clip_norm = options_.clip_norm,
-                                         .partial = norm_partials_.data(),
-                                         .result = norm},
-                                        ctx_.stream()));
-  TWELL_CUDA_CHECK(launch_adamw(
-      {.size = size_,
-       .runs = runs_.data(),
-       .run_count = run_count_,
-       .coefficients = coefficients,
-       .clip_factor = &norm->clip_factor,
-       .grad = grads_.data(),
-       .weight = weights_.data(),
-       .weight_rest = rest_.data(),
-       .moments = options_.moment_dtype == DType::kBF16 ? MomentDType::kBF16 : MomentDType::kF32,
-       .exp_avg = exp_avg_.data(),
-       .exp_avg_sq = exp_avg_sq_.data()},
-      ctx_.stream()));
+  gradient_norm(norm);
+  const MomentDType moments =
+      options_.moment_dtype == DType::kBF16 ? MomentDType::kBF16 : MomentDType::kF32;
+  for (size_t i = 0; i < layout_.pieces().size(); ++i) {
+    const ShardPiece& piece = layout_.pieces()[i];
+    if (piece.size == 0) continue;
+    const int64_t moment_at = piece.local * moment_bytes(options_.moment_dtype);
+    TWELL_CUDA_CHECK(launch_adamw({.size = piece.size,
+                                   .runs = runs_.data() + piece_runs_[i].first,
+                                   .run_count = piece_runs_[i].count,
+                                   .coefficients = coefficients,
+                                   .clip_factor = &norm->clip_factor,
+                                   .grad = grads_.data() + piece.begin,
+                                   .weight = weights_.data() + piece.begin,
+                                   .weight_rest = rest_.data() + piece.local,
+                                   .moments = moments,
+                                   .exp_avg = exp_avg_.data() + moment_at,
+                                   .exp_avg_sq = exp_avg_sq_.data() + moment_at},
+                                  ctx_.stream()));
+  }
+}
+
+void OptimizerCuda::gather_weights() {
+  if (exchange_ == nullptr) return;
+  exchange_->after(ctx_.stream());
+  for (const GradientBucket& bucket : layout_.buckets()) {
+    exchange_->ranks.all_gather(
+        weights_.data() + bucket.begin,
+        Exchange::piece_size(layout_, bucket) * static_cast<int64_t>(sizeof(__nv_bfloat16)),
+        exchange_->stream.get());
+  }
+  exchange_->before(ctx_.stream());
+}
+
+void OptimizerCuda::wait() const {
+  if (exchange_ == nullptr) {
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  } else {
+    exchange_->ranks.wait(ctx_.stream(), exchange_->computed.get());
+  }
 }
 
 void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm) {
@@ -82,19 +205,26 @@ void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const Gradi
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const Matrix<const BF16> firing = weights.layers[static_cast<size_t>(layer)].ffn.firing();
     const int64_t at = device_bf16(firing.data) - weights_.data();
-    TWELL_CUDA_CHECK(
-        launch_reinit_dead({.neurons = firing.rows,
-                            .width = firing.cols,
-                            .active = active + layer * config_.ffn,
-                            .skip_unless_finite = &norm->clip_factor,
-                            .strength = static_cast<float>(options_.reinit_strength),
-                            .std_dev = static_cast<float>(options_.reinit_std),
-                            .seed = options_.seed,
-                            .stream = kReinitStream + static_cast<uint64_t>(layer),
-                            .first_index = static_cast<uint64_t>(step * firing.rows * firing.cols),
-                            .weight = weights_.data() + at,
-                            .weight_rest = rest_.data() + at},
-                           ctx_.stream()));
+    for (const ShardPiece& piece : layout_.pieces()) {
+      const int64_t begin = std::max(piece.begin, at);
+      const int64_t end = std::min(piece.begin + piece.size, at + firing.rows * firing.cols);
+      if (begin >= end) continue;
+      TWELL_CUDA_CHECK(launch_reinit_dead(
+          {.neurons = firing.rows,
+           .width = firing.cols,
+           .active = active + layer * config_.ffn,
+           .skip_unless_finite = &norm->clip_factor,
+           .strength = static_cast<float>(options_.reinit_strength),
+           .std_dev = static_cast<float>(options_.reinit_std),
+           .seed = options_.seed,
+           .stream = kReinitStream + static_cast<uint64_t>(layer),
+           .first_index = static_cast<uint64_t>(step * firing.rows * firing.cols),
+           .weight = weights_.data() + at,
+           .weight_rest = rest_.data() + piece.local + (begin - piece.begin),
+           .begin = begin - at,
+           .end = end - at},
+          ctx_.stream()));
+    }
   }
 }
 
@@ -113,12 +243,31 @@ void OptimizerCuda::download(const OptimizerTensors& to) const {
   };
   check_sizes(to);
   if (!to.weights.empty()) {
-    TWELL_CUDA_CHECK(
-        launch_join_weights(weights_.data(), rest_.data(), size_, grads_.data(), ctx_.stream()));
+    for (const ShardPiece& piece : layout_.pieces()) {
+      TWELL_CUDA_CHECK(launch_join_weights(weights_.data() + piece.begin,
+                                           rest_.data() + piece.local, piece.size,
+                                           grads_.data() + piece.begin, ctx_.stream()));
+    }
+    gather_joined();
     copy(grads_, to.weights);
   }
   if (!to.exp_avg.empty()) moments(exp_avg_, to.exp_avg);
   if (!to.exp_avg_sq.empty()) moments(exp_avg_sq_, to.exp_avg_sq);
+}
+
+// The f32 weights in the place of the gradients, from the ranks whose pieces they are.
+void OptimizerCuda::gather_joined() const {
+  if (exchange_ == nullptr) return;
+  exchange_->computed.record(ctx_.stream());
+  exchange_->after(ctx_.stream());
+  for (const GradientBucket& bucket : layout_.buckets()) {
+    exchange_->ranks.all_gather(
+        grads_.data() + bucket.begin,
+        Exchange::piece_size(layout_, bucket) * static_cast<int64_t>(sizeof(float)),
+        exchange_->stream.get());
+  }
+  exchange_->before(ctx_.stream());
+  wait();
 }
 
 void OptimizerCuda::upload(const OptimizerTensors& from) {
@@ -137,8 +286,13 @@ void OptimizerCuda::upload(const OptimizerTensors& from) {
   check_sizes(from);
   if (!from.weights.empty()) {
     copy(std::span<const float>(from.weights), grads_);
-    TWELL_CUDA_CHECK(
-        launch_split_weights(grads_.data(), size_, weights_.data(), rest_.data(), ctx_.stream()));
+    TWELL_CUDA_CHECK(launch_split_weights(grads_.data(), layout_.parameters(), weights_.data(),
+                                          nullptr, ctx_.stream()));
+    for (const ShardPiece& piece : layout_.pieces()) {
+      TWELL_CUDA_CHECK(launch_split_weights(grads_.data() + piece.begin, piece.size,
+                                            weights_.data() + piece.begin,
+                                            rest_.data() + piece.local, ctx_.stream()));
+    }
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   }
   if (!from.exp_avg.empty()) moments(from.exp_avg, exp_avg_);
@@ -146,10 +300,13 @@ void OptimizerCuda::upload(const OptimizerTensors& from) {
 }
 
 void OptimizerCuda::check_sizes(const OptimizerTensors& tensors) const {
-  for (const auto values : {tensors.weights, tensors.exp_avg, tensors.exp_avg_sq}) {
-    TWELL_CHECK(values.empty() || std::ssize(values) == size_, "{} values of {}", values.size(),
-                size_);
-  }
+  const auto check = [](std::span<const float> values, int64_t size) {
+    TWELL_CHECK(values.empty() || std::ssize(values) == size, "{} values of {}", values.size(),
+                size);
+  };
+  check(tensors.weights, layout_.parameters());
+  check(tensors.exp_avg, layout_.size());
+  check(tensors.exp_avg_sq, layout_.size());
 }
 
 }  // namespace twell

@@ -1,57 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters of a model in training on the GPU, and AdamW for them. Weights are f32 in two
 // halves; layers compute with the upper half (split_weight.h). Gradients are f32, moments f32 or
-// bf16. Each is one flat array laid out by parameter_table. Values that change in every step are
-// read from device memory.
+// bf16. Weights' upper halves and gradients are flat arrays laid out by parameter_table; lower
+// halves and moments are those of the rank's shard (shard_layout.h). Values that change in every
+// step are read from device memory.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <vector>
 
 #include "twell/base/cuda.h"
+#include "twell/dist/nccl_communicator_cuda.h"
 #include "twell/model/weights.h"
 #include "twell/ops/adamw/adamw_cuda.h"
 #include "twell/train/options.h"
+#include "twell/train/shard_layout.h"
 #include "twell/train/trainer_state.h"
 
 namespace twell {
 
 class OptimizerCuda {
  public:
-  // Starts with the model's weights and zero moments. Waits for the device.
-  OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options);
-  static int64_t bytes_needed(int64_t parameters, DType moments);
+  // Starts with the model's weights and zero moments. Waits for the device. ranks: null for a
+  // single one. All but the layout and the model outlive it.
+  OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options,
+                const ShardLayout& layout, NcclCommunicator* ranks);
+  ~OptimizerCuda();
+  static int64_t bytes_needed(int64_t parameters, const TrainOptions& options);
 
   const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
   float* grads() const { return grads_.data(); }                    // [N] uninitialised at first
 
-  // Enqueues *norm = norm of the gradients, then AdamW, which is skipped if the norm is not finite.
-  // Both pointers refer to device memory.
+  // With several ranks, called while the last backward pass of a step is enqueued
+  // (TrainingPassCuda::after_backward): starts reducing the gradients that are complete, beside the
+  // rest of the pass.
+  void reduce_after(int64_t layer);
+  // With several ranks, after the pass and before step(): a neuron is active where it was on any
+  // rank. active [L * F]: device memory.
+  void merge_active(uint8_t* active, int64_t count);
+
+  // Enqueues *norm = norm of all gradients, then AdamW, which is skipped if the norm is not finite.
+  // Both pointers refer to device memory. With several ranks the weights of the other ranks' pieces
+  // are out of date until gather_weights().
   void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
   // Enqueues reinit_dead_neurons of activity.h, skipped together with the step. active [L, F] is
   // device memory; `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
-  // For use between steps: copy to and from host memory, always as f32. They wait for the device
-  // and overwrite the gradients.
+  // Enqueues the exchange of updated weights; no-op for a single rank.
+  void gather_weights();
+  // Waits for all work on the context's stream. RankFault (nccl_communicator_cuda.h).
+  void wait() const;
+
+  // For use between steps, by all ranks: copy to and from host memory, always as f32. They wait for
+  // the device and overwrite the gradients.
   void download(const OptimizerTensors& to) const;
   void upload(const OptimizerTensors& from);
 
  private:
+  struct Exchange;
+  void reduce(size_t bucket);
+  void gradient_norm(GradientNorm* norm);
+  void gather_joined() const;
   void check_sizes(const OptimizerTensors& tensors) const;
   CudaContext& ctx_;
   TrainOptions options_;
   ModelConfig config_;
-  int64_t size_;
-  int64_t run_count_ = 0;
+  ShardLayout layout_;
+  // Of each piece: its runs of equal weight decay, relative to its begin, within runs_.
+  struct PieceRuns {
+    int64_t first = 0, count = 0;
+  };
+  std::vector<PieceRuns> piece_runs_;
   DeviceBuffer<AdamWRun> runs_;
   DeviceBuffer<__nv_bfloat16> weights_;           // [N] upper halves
-  DeviceBuffer<int16_t> rest_;                    // [N] lower halves
+  DeviceBuffer<int16_t> rest_;                    // [S] lower halves
   DeviceBuffer<float> grads_;                     // [N]
-  DeviceBuffer<std::byte> exp_avg_, exp_avg_sq_;  // [N] of the moments' type
+  DeviceBuffer<std::byte> exp_avg_, exp_avg_sq_;  // [S] of the moments' type
   DeviceBuffer<double> norm_partials_;
+  std::unique_ptr<Exchange> exchange_;  // with several ranks
 };
 
 }  // namespace twell

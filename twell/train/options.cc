@@ -179,6 +179,9 @@ std::string trajectory_text(const TrainOptions& options) {
     json["relufy-steps"] = options.relufy_steps;
   }
   if (options.distill > 0.0) json["distill"] = options.distill;
+  if (options.gradient_dtype != DType::kF32) {
+    json["gradient-dtype"] = dtype_name(options.gradient_dtype);
+  }
   if (options.moment_dtype != DType::kF32) json["moment-dtype"] = dtype_name(options.moment_dtype);
   return json.dump();
 }

@@ -62,6 +62,8 @@ struct TrainOptions {
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
   DType moment_dtype = DType::kF32;  // of AdamW's moments; bf16 only on the GPU
+  // Of gradients on their way between GPUs, where they are added in f32; bf16 halves the bytes.
+  DType gradient_dtype = DType::kF32;
   // GPU only. Without a value: the least recomputation that fits into memory.
   std::optional<Recompute> recompute;
 

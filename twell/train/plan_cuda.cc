@@ -76,7 +76,7 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
   constexpr int64_t kSpare = int64_t{2} << 30;  // for estimation errors and other programs
   const int64_t free = free_device_bytes() - kSpare;
   const auto bytes = [&] {
-    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options.moment_dtype);
+    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options);
     for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) sum += item.bytes;
     return sum;
   };
@@ -95,11 +95,11 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
   TWELL_REQUIRE(why.empty(), "{}", why);
   RunPlan plan = plan_without_engine(config, options, shard_bytes);
   const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
-  plan.memory.insert(plan.memory.begin(),
-                     {{"weights (f32), for checkpoints", flat_bytes},
-                      {"AdamW moments, while a checkpoint is written", 2 * flat_bytes}});
-  plan.device_memory = {{"weights, gradients, AdamW moments",
-                         OptimizerCuda::bytes_needed(plan.parameters, options.moment_dtype)}};
+  plan.memory.insert(plan.memory.begin(), {{"weights (f32), for checkpoints", flat_bytes},
+                                           {"AdamW moments, while a checkpoint is written",
+                                            2 * flat_bytes / options.ranks}});
+  plan.device_memory = {
+      {"weights, gradients, AdamW moments", OptimizerCuda::bytes_needed(plan.parameters, options)}};
   const auto items =
       TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));
   plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());

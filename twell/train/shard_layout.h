@@ -2,7 +2,7 @@
 // How the ranks of a run share the optimizer (ZeRO stage 1, Rajbhandari et al. 2020, section 5.1).
 // The flat array of parameters is cut into buckets, about one per layer, and every bucket into one
 // piece per rank (piece_of, communicator.h). A rank holds the moments of its pieces, reduces their
-// gradients and updates their weights.
+// gradients and updates their weights. For a single rank all is one bucket and one piece.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,8 @@ class ShardLayout {
   int ranks() const { return ranks_; }
   int rank() const { return rank_; }
   int64_t parameters() const { return parameters_; }  // N
+  // N and what the last bucket lacks to pieces of equal size, which NCCL needs.
+  int64_t padded_parameters() const;
   // Of this rank's shard, S; N for a single rank, whose shard is the flat array itself.
   int64_t size() const { return size_; }
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
