@@ -23,8 +23,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "== tests"
-check "collectives over NCCL" "$build/library/dist_cuda_test" --gtest_brief=1
-check "training on one and two GPUs" "$build/library/train_cuda_test" --gtest_brief=1
+check "collectives over NCCL" timeout 200 "$build/library/dist_cuda_test" --gtest_brief=1
+check "training on one and two GPUs" timeout 400 "$build/library/train_cuda_test" --gtest_brief=1
 
 echo "== the command"
 train() {  # train OUT MORE...

@@ -190,12 +190,21 @@ int64_t TrainEngineCuda::own_micro_batches() const {
 void TrainEngineCuda::enqueue_micro_batch(bool first, bool last) {
   pass_.add = !first;
   const bool reduces = last && nccl_ != nullptr;
+  // The first pass with new executions allocates, which may wait for kernels of the other ranks if
+  // it communicates.
+  const bool beside = reduces && !memory_changed_;
   pass_.after_backward = nullptr;
-  if (reduces) pass_.after_backward = [this](int64_t layer) { optimizer_.reduce_after(layer); };
+  if (beside) pass_.after_backward = [this](int64_t layer) { optimizer_.reduce_after(layer); };
   const auto enqueue = [&] { training_.forward_backward(pass_); };
   if (hooks_.before_pass) hooks_.before_pass();
-  if (pass_.after_stage || reduces) return enqueue();
-  replays_[first ? 0 : 1]->run(enqueue);
+  if (pass_.after_stage || beside) {
+    enqueue();
+  } else {
+    replays_[first ? 0 : 1]->run(enqueue);
+  }
+  if (!reduces || beside) return;
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  for (int64_t layer = model_.config.layers; layer >= -1; --layer) optimizer_.reduce_after(layer);
 }
 
 StepOutcome TrainEngineCuda::step(const StepRequest& request) {
