@@ -9,9 +9,13 @@ the CPU it also prints the CPU time of all threads, which a busy machine disturb
 time if OMP_WAIT_POLICY=passive is set; on a GPU the peak of allocated memory, and a JSON line.
 Run: python train_step.py [--threads 2] [--compile]
      python train_step.py --device cuda --preset 0.5b --micro-batch 8 --compile --l1 0
+     torchrun --nproc-per-node 2 train_step.py --device cuda --preset 0.5b --compile --l1 0 --shard ddp
+Several processes, one per GPU, share the optimizer's state as `twell bench train --gpus N` does:
+DDP with ZeroRedundancyOptimizer (ddp), or FSDP2, which also shares weights and gradients (fsdp).
 """
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -80,6 +84,22 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + self.l1 * l1
 
 
+def distribute(model, shard):
+    adamw = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    if shard == "ddp":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW,
+                                              parameters_as_bucket_view=True, **adamw)
+    if shard == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), **adamw)
+
+
 def median_ms(fn, warmup: int, repeats: int, wait) -> tuple[float, float]:
     """Medians of elapsed time and of the CPU time of all threads, in ms."""
     wall, cpu = [], []
@@ -104,9 +124,14 @@ def main() -> None:
     parser.add_argument("--l1", type=float, default=2e-5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--shard", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     cuda = args.device == "cuda"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     vocab, width, ffn, layers, heads, length = PRESETS[args.preset]
@@ -114,8 +139,7 @@ def main() -> None:
     with torch.device(args.device):
         model = Model(vocab, width, ffn, layers, heads, length, args.l1)
         ids = torch.randint(0, vocab, (args.micro_batch, length + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95),
-                                  weight_decay=0.1, fused=True)
+    model, optimizer = distribute(model, args.shard if ranks > 1 else None)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if cuda:
         torch.set_float32_matmul_precision("high")
@@ -135,19 +159,25 @@ def main() -> None:
     kind = "compiled" if args.compile else "eager"
     where = torch.cuda.get_device_name() if cuda else f"{args.threads} threads"
     wait = torch.cuda.synchronize if cuda else (lambda: None)
-    tokens = args.micro_batch * length
+    tokens = args.micro_batch * length * ranks
+    first = ranks == 1 or torch.distributed.get_rank() == 0
     row = {"bench": "train", "pytorch": torch.__version__, "kind": kind, "device": where,
-           "preset": args.preset, "micro_batch": args.micro_batch, "length": length, "l1": args.l1}
+           "preset": args.preset, "micro_batch": args.micro_batch, "length": length, "l1": args.l1, "gpus": ranks if cuda else 0}
+    if ranks > 1:
+        row["shard"] = args.shard
     for name, fn in (("forward + backward", forward_backward), ("whole step", step)):
         ms, cpu_ms = median_ms(fn, 3 if cuda else 2, args.repeats, wait)
-        print(f"PyTorch {torch.__version__} {kind}, {where}, {name}: {ms:.1f} ms, "
-              f"{1e3 * tokens / ms:.0f} tokens/s, CPU {cpu_ms:.1f} ms")
+        if first:
+            print(f"PyTorch {torch.__version__} {kind}, {ranks} x {where}, {name}: {ms:.1f} ms, "
+                  f"{1e3 * tokens / ms:.0f} tokens/s, CPU {cpu_ms:.1f} ms")
         row[name.replace(" + ", "_").replace(" ", "_") + "_ms"] = ms
-    if cuda:
+    if cuda and first:
         row["tokens_per_s"] = 1e3 * tokens / row["whole_step_ms"]
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         print(f"peak memory {row['peak_gib']:.1f} GiB")
         print(json.dumps(row))
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
