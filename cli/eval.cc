@@ -36,6 +36,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   if (!arguments.tasks.tasks.empty()) {
     arguments.tasks.json = arguments.json;
     arguments.tasks.ffn = arguments.ffn;
+    arguments.tasks.run.begin_token = arguments.text.begin_token;
     return run_eval_tasks(common, arguments.tasks);
   }
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
@@ -106,6 +107,12 @@ void add_eval_command(Command& root, CommonOptions& common) {
   command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+  command
+      .flag("", "--no-bos", &arguments->text.begin_token,
+            "Texts and prompts without the begin token that the tokenizer's template puts in front "
+            "of them; the first token of a text is then not scored, unless there is an end-of-text "
+            "token to stand in front")
+      .excludes(command.at("shards"));
   command.flag("--json", &arguments->json, "Print one JSON object");
   add_eval_tasks_options(command, common, arguments->tasks);
   add_compute_options(command, common);

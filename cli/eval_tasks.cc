@@ -125,10 +125,6 @@ void add_eval_tasks_options(Command& command, CommonOptions& common,
       .value("--batch-tokens", &arguments.run.batch_tokens, "N",
              "Tokens that go through the model together: bounds memory; 0: what suits the device")
       .needs(tasks);
-  command
-      .flag("", "--no-bos", &arguments.run.begin_token,
-            "Prompts without the begin token that the tokenizer's template puts in front of texts")
-      .needs(tasks);
 }
 
 int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& arguments) {

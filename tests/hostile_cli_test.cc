@@ -146,6 +146,10 @@ TEST_F(HostileCheckpoint, WeightsThatAreNotFinite) {
   std::vector<std::string> on = commands[3];
   on.push_back("--allow-non-finite");
   EXPECT_EQ(run(on).code, 0);
+  // Infinite weights give no logits to draw from.
+  std::vector<std::string> draw = commands[0];
+  draw.push_back("--allow-non-finite");
+  expect_refused(draw, "no token can be drawn");
 }
 
 TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {

@@ -24,14 +24,13 @@ bool more_likely(const Candidate& a, const Candidate& b) {
 std::vector<Candidate> most_likely(std::span<const float> logits, int64_t count) {
   std::vector<Candidate> candidates(logits.size());
   for (size_t i = 0; i < logits.size(); ++i) {
-    TWELL_CHECK(!std::isnan(logits[i]), "logit of token {} is NaN", i);
+    if (std::isnan(logits[i])) refuse_logits();
     candidates[i] = {logits[i], static_cast<int32_t>(i)};
   }
   const auto end = candidates.begin() + std::min<int64_t>(count, std::ssize(candidates));
   std::partial_sort(candidates.begin(), end, candidates.end(), more_likely);
   candidates.erase(end, candidates.end());
-  TWELL_CHECK(!candidates.empty() && std::isfinite(candidates.front().logit),
-              "no finite logit among {}", logits.size());
+  if (candidates.empty() || !std::isfinite(candidates.front().logit)) refuse_logits();
   return candidates;
 }
 
@@ -65,6 +64,12 @@ void keep_min_p(std::vector<double>& weights, double min_p) {
 }
 
 }  // namespace
+
+void refuse_logits() {
+  throw InputError(
+      "the model's output is NaN or infinite, so that no token can be drawn: its weights are "
+      "damaged, or its activations too large");
+}
 
 void SamplerOptions::validate() const {
   TWELL_REQUIRE(temperature >= 0.0f && std::isfinite(temperature),

@@ -19,8 +19,11 @@ struct SamplerOptions {
 
 // Filters apply in the order temperature, top-k, top-p, min-p, each to the result of the previous
 // one. A pure function of its arguments: `stream` identifies the sequence, `index` the token in it.
-// Error when a logit is NaN or none is finite.
+// InputError when a logit is NaN or the largest is not finite.
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
                uint64_t index);
+
+// Throws the InputError about logits that cannot be sampled.
+[[noreturn]] void refuse_logits();
 
 }  // namespace twell

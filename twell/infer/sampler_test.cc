@@ -81,9 +81,10 @@ TEST(Sampler, MinusInfinityIsNeverDrawn) {
 
 TEST(Sampler, RefusesWhatCannotBeSampled) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_THROW(sample(std::vector<float>{0.0f, nan}, {}, 0, 0), Error);
+  EXPECT_THROW(sample(std::vector<float>{0.0f, nan}, {}, 0, 0), InputError);
   const float minus_inf = -std::numeric_limits<float>::infinity();
-  EXPECT_THROW(sample(std::vector<float>{minus_inf, minus_inf}, {}, 0, 0), Error);
+  EXPECT_THROW(sample(std::vector<float>{minus_inf, minus_inf}, {}, 0, 0), InputError);
+  EXPECT_THROW(sample(std::vector<float>{-minus_inf, 0.0f}, {}, 0, 0), InputError);
   EXPECT_THROW(SamplerOptions{.temperature = -1.0f}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.temperature = nan}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.top_k = -1}.validate(), InputError);

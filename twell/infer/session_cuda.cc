@@ -260,7 +260,7 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   for (size_t i = 0; i < draws.size(); ++i) {
-    TWELL_CHECK(host_next_[i] >= 0, "a logit of sequence {} is NaN, or none is finite", i);
+    if (host_next_[i] < 0) refuse_logits();
     next[i] = host_next_[i];
   }
 }
