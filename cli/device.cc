@@ -26,9 +26,12 @@ std::string gpu_unavailable() {
 #endif
 }
 
-// Weights are f32 on the CPU, whatever the checkpoint's dtype.
-int64_t host_weight_bytes(const ModelConfig& config) {
-  return config.parameter_count() * int64_t{sizeof(float)};
+// Weights take as much memory as their files (mapped_model.h).
+int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
+  int64_t bytes = 0;
+  const CheckpointTensors tensors(checkpoint);
+  for (const auto& [name, file] : tensors.files()) bytes += std::ssize(file.bytes());
+  return bytes;
 }
 
 // Of the cache on the CPU, if its size is not limited.
@@ -38,8 +41,9 @@ int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& option
 }
 
 // Checks host memory before loading.
-void require_host_memory(const ModelConfig& config, const EnginePlan& plan) {
-  const int64_t weights = host_weight_bytes(config);
+void require_host_memory(const std::filesystem::path& checkpoint, const ModelConfig& config,
+                         const EnginePlan& plan) {
+  const int64_t weights = host_weight_bytes(checkpoint);
   int64_t cache = 0;
   if (plan.session) {
     cache = host_cache_bytes(config, *plan.session);
@@ -68,7 +72,7 @@ SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config
   options.cache_bytes = cache_bytes;
   if (cache_bytes > 0 || use_cuda(common)) return options;
   // A fifth of what the weights leave stays for activations and for other programs.
-  const int64_t free = (memory_limit_bytes() - host_weight_bytes(config)) / 5 * 4;
+  const int64_t free = (memory_limit_bytes() - host_weight_bytes(common.checkpoint)) / 5 * 4;
   if (free < host_cache_bytes(config, options) && free >= KvCache::block_bytes(config)) {
     options.cache_bytes = free;
   }
@@ -88,7 +92,7 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
 #else
   use_cuda(common);  // throws for "cuda"
 #endif
-  require_host_memory(load_config(common.checkpoint), plan);
+  require_host_memory(common.checkpoint, load_config(common.checkpoint), plan);
   if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
   }

@@ -66,15 +66,6 @@ TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType d
           }};
 }
 
-OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
-  const ModelConfig config = load_config(folder);
-  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
-  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
-  require_no_extra(opened.tensors, opened.table, config);
-  require_tied_head_equal(opened);
-  return opened;
-}
-
 }  // namespace
 
 CheckpointTensors::CheckpointTensors(const fs::path& folder) {
@@ -132,6 +123,15 @@ ModelConfig load_config(const fs::path& folder) {
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
   const fs::path path = folder / "config.json";
   return parse_config_text(read_file(path), path.string());
+}
+
+OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
+  const ModelConfig config = load_config(folder);
+  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
+  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
+  require_no_extra(opened.tensors, opened.table, config);
+  require_tied_head_equal(opened);
+  return opened;
 }
 
 OpenCheckpoint open_checkpoint(const fs::path& folder) {

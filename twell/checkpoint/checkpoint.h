@@ -54,6 +54,8 @@ struct OpenCheckpoint {
   CheckpointTensors tensors;  // float tensors for every parameter of the table, in its shape
 };
 OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
+// The same without the hashes, for callers whose load_tensors checks them.
+OpenCheckpoint open_with_hashes_unread(const std::filesystem::path& folder);
 
 // Whether a checkpoint may hold this tensor although the model has no parameter of that name.
 bool may_be_extra(const std::string& name, const ModelConfig& config);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "twell/base/error.h"
@@ -14,17 +15,10 @@ namespace {
 constexpr int64_t kPiece = 1 << 14;  // values per piece: 64 KiB of f32, which stay in the L2
 constexpr int64_t kStrip = 16;       // rows of a transposed piece: one cache line of f32
 
-DType float_dtype(const std::string& name) {
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    if (name == dtype_name(dtype)) return dtype;
-  }
-  throw_error(__FILE__, __LINE__, fmt::format("dtype {} is not a float", name));
-}
-
 // Loads of a stored value. They go through memcpy because a file need not align its tensors.
 struct LoadF32 {
-  using Bits = uint32_t;
-  static constexpr Bits kExponent = 0x7f800000u;  // all ones: infinite or NaN
+  using Magnitude = int32_t;
+  static constexpr Magnitude kExponent = 0x7f800000;  // all ones: infinite or NaN
   static constexpr int64_t kBytes = 4;
   static float at(const std::byte* in) {
     float value;
@@ -33,8 +27,8 @@ struct LoadF32 {
   }
 };
 struct LoadF16 {
-  using Bits = uint16_t;
-  static constexpr Bits kExponent = 0x7c00u;
+  using Magnitude = int16_t;
+  static constexpr Magnitude kExponent = 0x7c00;
   static constexpr int64_t kBytes = 2;
   static float at(const std::byte* in) {
     uint16_t bits;
@@ -43,8 +37,8 @@ struct LoadF16 {
   }
 };
 struct LoadBF16 {
-  using Bits = uint16_t;
-  static constexpr Bits kExponent = 0x7f80u;
+  using Magnitude = int16_t;
+  static constexpr Magnitude kExponent = 0x7f80;
   static constexpr int64_t kBytes = 2;
   static float at(const std::byte* in) {
     BF16 value;
@@ -67,11 +61,18 @@ auto with_load(DType dtype, const Use& use) {
   return use(LoadBF16());
 }
 
+// The bits of a value without its sign, in the order of magnitudes, infinity and NaN last.
+template <typename Load>
+typename Load::Magnitude magnitude(const std::byte* in) {
+  typename Load::Magnitude bits;
+  std::memcpy(&bits, in, sizeof(bits));
+  return static_cast<typename Load::Magnitude>(
+      bits & std::numeric_limits<typename Load::Magnitude>::max());
+}
+
 template <typename Load>
 bool is_non_finite(const std::byte* in) {
-  typename Load::Bits bits;
-  std::memcpy(&bits, in, sizeof(bits));
-  return (bits & Load::kExponent) == Load::kExponent;
+  return magnitude<Load>(in) >= Load::kExponent;
 }
 
 // Converts values [begin, begin + count) of the tensor.
@@ -113,6 +114,13 @@ class Encoder {
 
 }  // namespace
 
+DType float_dtype(const std::string& name) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw_error(__FILE__, __LINE__, fmt::format("dtype {} is not a float", name));
+}
+
 std::string show_shape(std::span<const int64_t> shape) {
   std::string text = "[";
   for (const int64_t size : shape) {
@@ -129,8 +137,13 @@ int64_t first_non_finite(std::span<const std::byte> values, const std::string& d
     const int64_t size = std::ssize(values) / Load::kBytes;
     for (int64_t begin = 0; begin < size; begin += kPiece) {
       const int64_t end = std::min(begin + kPiece, size);
-      bool found = false;  // without an early exit the compiler vectorizes this loop
-      for (int64_t i = begin; i < end; ++i) found |= is_non_finite<Load>(in + i * Load::kBytes);
+      // Without an early exit the compiler vectorizes this loop: of signed integers, for whose
+      // maximum every instruction set has an instruction.
+      typename Load::Magnitude largest = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        largest = std::max(largest, magnitude<Load>(in + i * Load::kBytes));
+      }
+      const bool found = largest >= Load::kExponent;
       for (int64_t i = begin; found; ++i) {
         if (is_non_finite<Load>(in + i * Load::kBytes)) return i;
       }
@@ -173,6 +186,50 @@ void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t
       }
     }
   });
+}
+
+void copy_rows(const TensorInfo& info, std::byte* out, int64_t, int64_t cols, int64_t begin,
+               int64_t count) {
+  const auto row_bytes = static_cast<size_t>(cols) * dtype_size(float_dtype(info.dtype));
+  const size_t offset = static_cast<size_t>(begin) * row_bytes;
+  std::memcpy(out + offset, info.bytes.data() + offset, static_cast<size_t>(count) * row_bytes);
+}
+
+namespace {
+
+// Copies squares of 32 x 32 values through memory that stays in the L1 cache: stored rows are often
+// a multiple of 4 KiB apart, where few of their lines fit into the caches at once. Whole lines are
+// read and written.
+template <typename Bits>
+void transpose_values(const std::byte* in, Bits* out, int64_t rows, int64_t cols, int64_t begin,
+                      int64_t count) {
+  constexpr int64_t kEdge = 32;
+  Bits square[kEdge][kEdge];
+  for (int64_t strip = begin; strip < begin + count; strip += kEdge) {
+    const int64_t width = std::min(kEdge, begin + count - strip);
+    for (int64_t first = 0; first < rows; first += kEdge) {
+      const int64_t height = std::min(kEdge, rows - first);
+      for (int64_t i = 0; i < width; ++i) {
+        std::memcpy(square[i], in + ((strip + i) * rows + first) * int64_t{sizeof(Bits)},
+                    static_cast<size_t>(height) * sizeof(Bits));
+      }
+      for (int64_t row = 0; row < height; ++row) {
+        Bits* to = out + (first + row) * cols + strip;
+        for (int64_t i = 0; i < width; ++i) to[i] = square[i][row];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void copy_transposed(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols,
+                     int64_t begin, int64_t count) {
+  if (float_dtype(info.dtype) == DType::kF32) {
+    transpose_values(info.bytes.data(), reinterpret_cast<uint32_t*>(out), rows, cols, begin, count);
+  } else {
+    transpose_values(info.bytes.data(), reinterpret_cast<uint16_t*>(out), rows, cols, begin, count);
+  }
 }
 
 bool equal_values(const TensorInfo& a, const TensorInfo& b) {

@@ -16,6 +16,8 @@ namespace twell {
 
 using ByteSink = std::function<void(std::span<const std::byte>)>;
 
+DType float_dtype(const std::string& name);  // of "F32", "F16" or "BF16"
+
 std::string show_shape(std::span<const int64_t> shape);  // "[4096, 256]"
 
 // InputError unless the tensor is F32, F16 or BF16.
@@ -32,6 +34,11 @@ int64_t first_non_finite(std::span<const std::byte> values, const std::string& d
 void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
 // Fills `count` columns of out from a tensor that stores [cols, rows].
 void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
+// The same two into memory [rows, cols] of the tensor's dtype.
+void copy_rows(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols, int64_t begin,
+               int64_t count);
+void copy_transposed(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols,
+                     int64_t begin, int64_t count);
 // Whether two tensors hold the same values in the same order; dtypes and shapes may differ. NaNs
 // are equal if their bits are.
 bool equal_values(const TensorInfo& a, const TensorInfo& b);

@@ -16,9 +16,9 @@ namespace {
 
 // Bytes per piece: fits into the L2, and large enough that handing out a piece costs nothing.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// Pieces are multiples of this many rows, so that threads writing transposed f32 share no cache
+// Pieces are multiples of this many rows, so that threads writing transposed values share no cache
 // line.
-constexpr int64_t kLine = 16;
+constexpr int64_t kLine = 32;
 
 // Pieces to read ahead: more than the bandwidth times latency of a fast disk.
 constexpr size_t kAhead = 16;
@@ -33,12 +33,16 @@ struct Piece {
   std::span<const std::byte> bytes;
 };
 
+bool is_read(const TensorPlace& place) {
+  return !place.out.empty() || place.copy != nullptr || place.stays;
+}
+
 void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<Piece>& pieces) {
-  // A tensor that is skipped may have any shape, so its pieces count bytes.
+  // A tensor that is not converted may have any shape, so its pieces count bytes.
   const int64_t bytes = std::ssize(tensor.bytes);
-  const int64_t rows = place.out.empty()  ? bytes
-                       : place.transposed ? place.out.cols
-                                          : place.out.rows;
+  int64_t rows = bytes;
+  if (!place.out.empty()) rows = place.transposed ? place.out.cols : place.out.rows;
+  if (place.copy != nullptr) rows = place.transposed ? place.cols : place.rows;
   const int64_t row_bytes = std::max<int64_t>(1, bytes / std::max<int64_t>(1, rows));
   const int64_t step = std::max(kPieceBytes / row_bytes / kLine * kLine, kLine);
   // An empty tensor is one piece, because its name is hashed.
@@ -51,9 +55,14 @@ void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<
 }
 
 void convert(const Piece& piece) {
-  if (piece.place.out.empty()) return;
-  const auto read = piece.place.transposed ? read_transposed : read_rows;
-  read(*piece.tensor, piece.place.out, piece.begin, piece.count);
+  const TensorPlace& place = piece.place;
+  if (place.copy != nullptr) {
+    const auto copy = place.transposed ? copy_transposed : copy_rows;
+    copy(*piece.tensor, place.copy, place.rows, place.cols, piece.begin, piece.count);
+  } else if (!place.out.empty()) {
+    const auto read = place.transposed ? read_transposed : read_rows;
+    read(*piece.tensor, place.out, piece.begin, piece.count);
+  }
 }
 
 // Hashes the pieces of a file in order, although threads convert them in any order.
@@ -82,7 +91,7 @@ class PieceHash {
       const TensorInfo& tensor = *piece.tensor;
       if (piece.begin == 0) hash_.add_tensor(tensor.name, tensor.dtype, tensor.shape);
       hash_.add_bytes(piece.bytes);
-      file_.release(piece.bytes);
+      if (!piece.place.stays) file_.release(piece.bytes);
     }
   }
 
@@ -143,7 +152,7 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
   std::vector<Piece> pieces;
   const auto add = [&](const TensorInfo& tensor) {
     const TensorPlace place = place_of(tensor);
-    if (!place.out.empty() || hash) add_pieces(tensor, place, pieces);
+    if (is_read(place) || hash) add_pieces(tensor, place, pieces);
   };
   if (hash) {  // the hash needs name order
     for (const auto& [name, tensor] : file.tensors()) add(tensor);
@@ -157,7 +166,7 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
   std::atomic<size_t> non_finite{pieces.size()};  // the first piece with such a value
   const auto check = [&](size_t i) {
     const Piece& piece = pieces[i];
-    if (piece.place.out.empty() || first_non_finite(piece.bytes, piece.tensor->dtype) < 0) return;
+    if (!is_read(piece.place) || first_non_finite(piece.bytes, piece.tensor->dtype) < 0) return;
     for (size_t first = non_finite; i < first && !non_finite.compare_exchange_weak(first, i);) {
     }
   };
@@ -166,7 +175,11 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
     for (size_t i; (i = queue.take()) < pieces.size();) {
       if (!options.allow_non_finite) check(i);
       convert(pieces[i]);
-      piece_hash ? piece_hash->add(i) : file.release(pieces[i].bytes);
+      if (piece_hash) {
+        piece_hash->add(i);
+      } else if (!pieces[i].place.stays) {
+        file.release(pieces[i].bytes);
+      }
     }
   });
   if (piece_hash) piece_hash->finish();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the tensors of a mapped file into f32 memory, on all threads. Each piece of the file is
-// converted, checked and hashed while it is in the caches, then its pages are released, so that
-// loading needs little memory in addition to the model.
+// Reads the tensors of a mapped file on all threads: widens them to f32, copies them, or only
+// checks them. Each piece of the file is checked, converted and hashed while it is in the caches.
+// Then its pages are released, so that loading needs little memory in addition to the model; those
+// of tensors that stay in the file are kept.
 #pragma once
 
 #include <functional>
@@ -12,16 +13,20 @@
 
 namespace twell {
 
+// What to do with a tensor: one of `out`, `copy` and `stays`, or nothing.
 struct TensorPlace {
-  MatrixF out;              // [rows, cols], contiguous, as many values as the tensor has
-  bool transposed = false;  // whether the tensor stores [cols, rows]
+  MatrixF out;                 // widened to here: [rows, cols], as many values as the tensor has
+  bool transposed = false;     // whether the tensor stores [cols, rows]
+  std::byte* copy = nullptr;   // [rows, cols] in the tensor's dtype, aligned to its size
+  int64_t rows = 0, cols = 0;  // of copy
+  bool stays = false;          // its values are used where they are
 };
 
 struct LoadOptions {
   bool allow_non_finite = false;  // accept NaN and infinity
 };
 
-// Reads each tensor of a float dtype to the place that place_of returns; an empty `out` skips it.
+// Reads each tensor of a float dtype to the place that place_of returns.
 // InputError when the content does not match the file's hash, or, with tensor and index, when a
 // value is not finite; the places have been written to by then.
 void load_tensors(Context& ctx, const SafetensorsFile& file,

@@ -7,26 +7,36 @@
 // With another activation instead of relu nothing is zero, and the layer runs dense.
 #pragma once
 
+#include <type_traits>
+
 #include "twell/base/matrix.h"
 #include "twell/format/activation.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
-template <typename T>
+template <typename T, typename View = Matrix<T>>
 struct FfnMatrices {
-  Matrix<T> w_gate;  // [F, D], empty when the layer is not gated
-  Matrix<T> w_up;    // [F, D]
-  Matrix<T> w_down;  // [F, D]
+  View w_gate;  // [F, D], empty when the layer is not gated
+  View w_up;    // [F, D]
+  View w_down;  // [F, D]
   BlendedActivation activation = {};
 
   bool gated() const { return !w_gate.empty(); }
   int64_t ffn() const { return w_up.rows; }
   int64_t width() const { return w_up.cols; }
   // The projection whose ReLU decides which neurons fire.
-  Matrix<T> firing() const { return gated() ? w_gate : w_up; }
+  View firing() const { return gated() ? w_gate : w_up; }
+
+  // Inference takes weights of any dtype, so also these.
+  operator FfnMatrices<const float, WeightMatrix>()
+      const requires std::is_same_v<View, ConstMatrixF> {
+    return {w_gate, w_up, w_down, activation};
+  }
 };
 
 using FfnWeights = FfnMatrices<const float>;
-using FfnGrads = FfnMatrices<float>;  // accumulated into
+using StoredFfnWeights = FfnMatrices<const float, WeightMatrix>;  // in the dtypes of a file
+using FfnGrads = FfnMatrices<float>;                              // accumulated into
 
 }  // namespace twell

@@ -2,14 +2,14 @@
 #include "twell/infer/engine.h"
 
 #include "twell/base/error.h"
-#include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/mapped_model.h"
 #include "twell/infer/session_cpu.h"
 #include "twell/model/scorer_cpu.h"
 
 namespace twell {
 
 EngineCpu::EngineCpu(const std::filesystem::path& checkpoint, int threads, const LoadOptions& load)
-    : ctx_(threads), model_(load_model(ctx_, checkpoint, load)) {}
+    : ctx_(threads), model_(map_model(ctx_, checkpoint, load)) {}
 
 EngineCpu::EngineCpu(std::unique_ptr<Model> model, int threads)
     : ctx_(threads), model_(std::move(model)) {}

@@ -40,7 +40,8 @@ class Engine {
 
 class EngineCpu : public Engine {
  public:
-  // threads = 0: every core. InputError on any fault of the checkpoint.
+  // threads = 0: every core. The weights stay in the checkpoint's mapped files (mapped_model.h).
+  // InputError on any fault of the checkpoint.
   EngineCpu(const std::filesystem::path& checkpoint, int threads, const LoadOptions& load = {});
   EngineCpu(std::unique_ptr<Model> model, int threads);
 
@@ -52,7 +53,7 @@ class EngineCpu : public Engine {
 
  private:
   Context ctx_;
-  std::unique_ptr<Model> model_;
+  std::shared_ptr<const ModelView> model_;
 };
 
 }  // namespace twell

@@ -27,10 +27,10 @@ SessionCpu::CachePlan SessionCpu::cache_plan(const ModelConfig& config,
   return {block_tokens, blocks, std::min(capacity, blocks * block_tokens)};
 }
 
-SessionCpu::SessionCpu(Context& ctx, const Model& model, const SessionOptions& options)
+SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options)
     : SessionCpu(ctx, model, options, cache_plan(model.config, options)) {}
 
-SessionCpu::SessionCpu(Context& ctx, const Model& model, const SessionOptions& options,
+SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options,
                        const CachePlan& plan)
     : ctx_(ctx),
       model_(model),

@@ -14,7 +14,7 @@ namespace twell {
 // The model and the context must outlive the session.
 class SessionCpu : public Session {
  public:
-  SessionCpu(Context& ctx, const Model& model, const SessionOptions& options);
+  SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options);
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
@@ -44,7 +44,7 @@ class SessionCpu : public Session {
     int64_t block_tokens, blocks, capacity;
   };
   static CachePlan cache_plan(const ModelConfig& config, const SessionOptions& options);
-  SessionCpu(Context& ctx, const Model& model, const SessionOptions& options,
+  SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options,
              const CachePlan& plan);
   // Runs the layers; the blocks of the sequences have room for the ids.
   MatrixF run_layers(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences);
@@ -55,7 +55,7 @@ class SessionCpu : public Session {
   std::span<float> logits_row(int64_t row) const;
 
   Context& ctx_;
-  const Model& model_;
+  const ModelView& model_;
   ForwardState state_;
   BlockManager blocks_;
   KvCache cache_;

@@ -68,10 +68,10 @@ void require_fits(const ModelConfig& config, const Forward& problem) {
 // One forward pass; everything except its result is in scratch memory.
 class Pass {
  public:
-  Pass(Context& ctx, const Model& model, ForwardState& state, const Forward& problem)
+  Pass(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem)
       : ctx_(ctx),
         config_(model.config),
-        weights_(model.weights),
+        weights_(model.stored),
         state_(state),
         problem_(problem),
         scope_(ctx.scratch()) {
@@ -88,13 +88,13 @@ class Pass {
   void run() {
     embedding_forward(ctx_, problem_.ids, weights_.embedding, residual_);
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
-      const LayerMatrices<const float>& w = weights_.layers[static_cast<size_t>(layer)];
+      const auto& w = weights_.layers[static_cast<size_t>(layer)];
       if (layer == 0) {
         norm(w.attention_norm, normed_);
       } else {
         add_and_norm(w.attention_norm, normed_);
       }
-      linear_forward(ctx_, normed_, w.w_qkv, qkv_);
+      project_qkv(w);
       if (w.b_qkv != nullptr) bias_forward(ctx_, w.b_qkv, qkv_);
       if (w.q_norm != nullptr) {
         head_norm_forward(ctx_, views_.q, config_.head_dim, w.q_norm, eps());
@@ -144,6 +144,14 @@ class Pass {
                             .eps = eps()});
   }
 
+  template <typename Layer>
+  void project_qkv(const Layer& w) {
+    if (!w.w_qkv.empty()) return linear_forward(ctx_, normed_, w.w_qkv, qkv_);
+    linear_forward(ctx_, normed_, w.w_q, views_.q);
+    linear_forward(ctx_, normed_, w.w_k, views_.k);
+    linear_forward(ctx_, normed_, w.w_v, views_.v);
+  }
+
   void attention(int64_t layer) {
     if (problem_.cache != nullptr) append_to_cache(layer);
     attention_forward(ctx_, {.shape = {config_.heads, config_.kv_heads, config_.head_dim},
@@ -174,7 +182,7 @@ class Pass {
     }
   }
 
-  void feed_forward(int64_t layer, const FfnWeights& weights) {
+  void feed_forward(int64_t layer, const StoredFfnWeights& weights) {
     if (problem_.on_ffn_input) problem_.on_ffn_input(layer, normed_);
     std::span<int32_t> row_nnz;
     if (problem_.row_nnz != nullptr) {
@@ -196,7 +204,7 @@ class Pass {
 
   Context& ctx_;
   const ModelConfig& config_;
-  const ModelMatrices<const float>& weights_;
+  const StoredMatrices& weights_;
   ForwardState& state_;
   const Forward& problem_;
   Arena::Scope scope_;
@@ -217,7 +225,7 @@ ForwardState::ForwardState(const ModelConfig& config, FfnPolicy policy)
   for (FfnPlan& plan : ffn_plans) plan.policy = policy;
 }
 
-void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem) {
+void forward(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem) {
   check_shapes(model.config, state, problem);
   require_fits(model.config, problem);
   if (problem.row_nnz != nullptr) {
@@ -231,8 +239,8 @@ void forward(Context& ctx, const Model& model, ForwardState& state, const Forwar
   Pass(ctx, model, state, problem).run();
 }
 
-void logits(Context& ctx, const Model& model, ConstMatrixF hidden, MatrixF out) {
-  linear_forward(ctx, hidden, model.weights.head, out);
+void logits(Context& ctx, const ModelView& model, ConstMatrixF hidden, MatrixF out) {
+  linear_forward(ctx, hidden, model.stored.head, out);
 }
 
 }  // namespace twell

@@ -42,9 +42,9 @@ struct Forward {
   std::function<void(int64_t layer, ConstMatrixF x)> on_ffn_input;
 };
 // InputError when a sequence would exceed the context or the cache's capacity.
-void forward(Context& ctx, const Model& model, ForwardState& state, const Forward& problem);
+void forward(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem);
 
 // logits [M, V] = hidden [M, D] head^T
-void logits(Context& ctx, const Model& model, ConstMatrixF hidden, MatrixF out);
+void logits(Context& ctx, const ModelView& model, ConstMatrixF hidden, MatrixF out);
 
 }  // namespace twell

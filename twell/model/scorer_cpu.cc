@@ -12,7 +12,7 @@ namespace twell {
 namespace {
 
 // Finds the active neurons for x [M, D], one chunk of tokens at a time.
-Pattern fired_neurons(Context& ctx, const FfnWeights& weights, ConstMatrixF x) {
+Pattern fired_neurons(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x) {
   Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
   for (int64_t begin = 0; begin < x.rows; begin += kFfnChunkTokens) {
     const ConstMatrixF chunk = x.slice_rows(begin, std::min(kFfnChunkTokens, x.rows - begin));
@@ -26,12 +26,21 @@ Pattern fired_neurons(Context& ctx, const FfnWeights& weights, ConstMatrixF x) {
 
 }  // namespace
 
-ScorerCpu::ScorerCpu(Context& ctx, const Model& model, FfnPolicy policy)
+ScorerCpu::ScorerCpu(Context& ctx, const ModelView& model, FfnPolicy policy)
     : ctx_(ctx), model_(model), policy_(policy), state_(model.config, policy) {}
 
 std::string ScorerCpu::weights_hash() {
+  constexpr int64_t kPiece = 1 << 16;
   ContentHash hash;
-  hash.add_bytes(std::as_bytes(std::span<const float>(model_.flat.span())));
+  std::vector<float> values(kPiece);
+  for (const WeightMatrix& parameter : model_.parameters) {
+    const int64_t size = parameter.rows * parameter.cols;
+    for (int64_t begin = 0; begin < size; begin += kPiece) {
+      const int64_t count = std::min(kPiece, size - begin);
+      widen(parameter.at(0, begin), parameter.dtype, count, values.data());
+      hash.add_bytes(std::as_bytes(std::span(values).first(static_cast<size_t>(count))));
+    }
+  }
   return hash.digest();
 }
 
@@ -52,7 +61,7 @@ void ScorerCpu::score(const ScoreBatch& batch, std::span<float> losses) {
                   .row_nnz = batch.row_nnz};
   if (batch.on_fired) {
     problem.on_ffn_input = [&](int64_t layer, ConstMatrixF x) {
-      const FfnWeights& weights = model_.weights.layers[static_cast<size_t>(layer)].ffn;
+      const StoredFfnWeights& weights = model_.stored.layers[static_cast<size_t>(layer)].ffn;
       batch.on_fired(layer, fired_neurons(ctx_, weights, x));
     };
   }
@@ -61,7 +70,7 @@ void ScorerCpu::score(const ScoreBatch& batch, std::span<float> losses) {
   for (size_t i = 0; i < batch.rows.size(); ++i) {
     std::copy_n(hidden.row(batch.rows[i]), width, scored.row(static_cast<int64_t>(i)));
   }
-  token_losses(ctx_, scored, model_.weights.head, batch.targets, losses);
+  token_losses(ctx_, scored, model_.stored.head, batch.targets, losses);
 }
 
 }  // namespace twell

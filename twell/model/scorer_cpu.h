@@ -10,7 +10,7 @@ namespace twell {
 // The context and the model must outlive it.
 class ScorerCpu : public Scorer {
  public:
-  ScorerCpu(Context& ctx, const Model& model, FfnPolicy policy = FfnPolicy::kAuto);
+  ScorerCpu(Context& ctx, const ModelView& model, FfnPolicy policy = FfnPolicy::kAuto);
 
   const ModelConfig& config() const override { return model_.config; }
   FfnPolicy policy() const override { return policy_; }
@@ -23,7 +23,7 @@ class ScorerCpu : public Scorer {
 
  private:
   Context& ctx_;
-  const Model& model_;
+  const ModelView& model_;
   FfnPolicy policy_;
   ForwardState state_;
   std::optional<KvCache> cache_;

@@ -46,14 +46,16 @@ class TableBuilder {
   int64_t offset_ = 0;
 };
 
-// Finds parameters of one flat buffer by name.
+// Finds parameters by name, in one flat buffer or among stored ones.
 template <typename T>
-class Views {
+class FlatViews {
  public:
-  Views(const std::vector<ParamSpec>& table, T* flat) : flat_(flat) {
+  using View = Matrix<T>;
+  using Value = T;
+  FlatViews(const std::vector<ParamSpec>& table, T* flat) : flat_(flat) {
     for (const ParamSpec& spec : table) specs_.emplace(spec.name, &spec);
   }
-  Matrix<T> matrix(const std::string& name) const {
+  View matrix(const std::string& name) const {
     const ParamSpec& spec = *specs_.at(name);
     return {flat_ + spec.offset, spec.rows, spec.cols};
   }
@@ -64,15 +66,50 @@ class Views {
   std::unordered_map<std::string, const ParamSpec*> specs_;
 };
 
+class StoredViews {
+ public:
+  using View = WeightMatrix;
+  using Value = const float;
+  StoredViews(const std::vector<ParamSpec>& table, const std::vector<WeightMatrix>& parameters) {
+    TWELL_CHECK(table.size() == parameters.size(), "{} parameters, but the model has {}",
+                parameters.size(), table.size());
+    for (size_t i = 0; i < table.size(); ++i) {
+      const WeightMatrix& matrix = parameters[i];
+      TWELL_CHECK(matrix.rows == table[i].rows && matrix.cols == table[i].cols &&
+                      (!table[i].is_vector || matrix.dtype == DType::kF32),
+                  "parameter {} has the shape [{}, {}] or dtype of another", table[i].name,
+                  matrix.rows, matrix.cols);
+      matrices_.emplace(table[i].name, matrix);
+    }
+  }
+  View matrix(const std::string& name) const { return matrices_.at(name); }
+  const float* vector(const std::string& name) const { return matrices_.at(name).f32().data; }
+
+ private:
+  std::unordered_map<std::string, WeightMatrix> matrices_;
+};
+
+// The three matrices as one, or an empty view if they do not lie one behind the other.
 template <typename T>
-LayerMatrices<T> layer_matrices(const ModelConfig& config, const Views<T>& views, int64_t layer) {
+Matrix<T> join(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& c) {
+  if (b.data != a.row(a.rows) || c.data != b.row(b.rows)) return {};
+  return {a.data, a.rows + b.rows + c.rows, a.cols};
+}
+WeightMatrix join(const WeightMatrix& a, const WeightMatrix& b, const WeightMatrix& c) {
+  if (a.dtype != b.dtype || b.dtype != c.dtype) return {};
+  if (b.data != a.at(a.rows) || c.data != b.at(b.rows)) return {};
+  return {a.data, a.dtype, a.rows + b.rows + c.rows, a.cols};
+}
+
+template <typename Views>
+auto layer_matrices(const ModelConfig& config, const Views& views, int64_t layer) {
   const auto matrix = [&](const char* part) { return views.matrix(layer_param(layer, part)); };
-  LayerMatrices<T> out;
+  LayerMatrices<typename Views::Value, typename Views::View> out;
   out.attention_norm = views.vector(layer_param(layer, "input_layernorm"));
   out.w_q = matrix("self_attn.q_proj");
   out.w_k = matrix("self_attn.k_proj");
   out.w_v = matrix("self_attn.v_proj");
-  out.w_qkv = {out.w_q.data, config.q_width() + 2 * config.kv_width(), config.width};
+  out.w_qkv = join(out.w_q, out.w_k, out.w_v);
   if (config.qkv_bias) out.b_qkv = views.vector(layer_bias(layer, "self_attn.q_proj"));
   if (config.qk_norm) {
     out.q_norm = views.vector(layer_param(layer, "self_attn.q_norm"));
@@ -84,6 +121,26 @@ LayerMatrices<T> layer_matrices(const ModelConfig& config, const Views<T>& views
   out.ffn.w_up = matrix("mlp.up_proj");
   out.ffn.w_down = matrix("mlp.down_proj");
   out.ffn.activation = {config.activation};
+  return out;
+}
+
+template <typename Views>
+auto matrices(const ModelConfig& config, const Views& views) {
+  ModelMatrices<typename Views::Value, typename Views::View> out;
+  out.embedding = views.matrix("model.embed_tokens.weight");
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    out.layers.push_back(layer_matrices(config, views, layer));
+  }
+  out.final_norm = views.vector("model.norm.weight");
+  out.head = config.tied_embeddings ? out.embedding : views.matrix("lm_head.weight");
+  return out;
+}
+
+std::vector<WeightMatrix> flat_parameters(const std::vector<ParamSpec>& table, const float* flat) {
+  std::vector<WeightMatrix> out;
+  for (const ParamSpec& spec : table) {
+    out.emplace_back(ConstMatrixF(flat + spec.offset, spec.rows, spec.cols));
+  }
   return out;
 }
 
@@ -129,28 +186,31 @@ std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
 template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat) {
   const std::vector<ParamSpec> table = parameter_table(config);
-  const Views<T> views(table, flat);
-  ModelMatrices<T> out;
-  out.embedding = views.matrix("model.embed_tokens.weight");
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    out.layers.push_back(layer_matrices(config, views, layer));
-  }
-  out.final_norm = views.vector("model.norm.weight");
-  out.head = config.tied_embeddings ? out.embedding : views.matrix("lm_head.weight");
-  return out;
+  return matrices(config, FlatViews<T>(table, flat));
 }
 template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
 template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
 template ModelMatrices<const BF16> model_matrices(const ModelConfig&, const BF16*);
 
+ModelView::ModelView(const ModelConfig& config_in, std::vector<WeightMatrix> parameters_in)
+    : config(config_in),
+      parameters(std::move(parameters_in)),
+      stored(matrices(config, StoredViews(parameter_table(config), parameters))) {}
+
+void ModelView::set_activation(Activation activation) {
+  config.activation = activation;
+  for (auto& layer : stored.layers) layer.ffn.activation = {activation};
+}
+
 Model::Model(const ModelConfig& config_in)
-    : config((config_in.validate(), config_in)),
-      table(parameter_table(config)),
-      flat(config.parameter_count()),
-      weights(model_matrices<const float>(config, flat.data())) {}
+    : table((config_in.validate(), parameter_table(config_in))),
+      flat(config_in.parameter_count()),
+      weights(model_matrices<const float>(config_in, flat.data())) {
+  ModelView::operator=({config_in, flat_parameters(table, flat.data())});
+}
 
 void Model::set_activation(Activation activation) {
-  config.activation = activation;
+  ModelView::set_activation(activation);
   for (LayerMatrices<const float>& layer : weights.layers) layer.ffn.activation = {activation};
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// All parameters of a model in one flat f32 buffer, and the table of their offsets. The optimizer
-// uses the flat array, the layers use views. Gradients have the same layout.
+// Parameters of a model: the table of their names and shapes, and views of them. In training they
+// lie in one flat f32 buffer, which the optimizer uses as an array; gradients have the same layout.
+// Inference only reads, in the dtype of whatever memory holds the values.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "twell/base/dtype.h"
 #include "twell/base/matrix.h"
 #include "twell/format/ffn_weights.h"
+#include "twell/format/weight_matrix.h"
 #include "twell/model/config.h"
 
 namespace twell {
@@ -32,43 +34,59 @@ struct ParamSpec {
 // Every parameter in memory order; offsets are contiguous.
 std::vector<ParamSpec> parameter_table(const ModelConfig& config);
 
-template <typename T>
+template <typename T, typename View = Matrix<T>>
 struct LayerMatrices {
   T* attention_norm = nullptr;  // [D]
-  Matrix<T> w_q;                // [H * hd, D]
-  Matrix<T> w_k;                // [H_kv * hd, D]
-  Matrix<T> w_v;                // [H_kv * hd, D]
-  Matrix<T> w_qkv;              // [(H + 2 * H_kv) * hd, D], the three above, which are adjacent
+  View w_q;                     // [H * hd, D]
+  View w_k;                     // [H_kv * hd, D]
+  View w_v;                     // [H_kv * hd, D]
+  View w_qkv;                   // [(H + 2 * H_kv) * hd, D], the three above; empty if they are not
+                                // adjacent, as in a file
   T* b_qkv = nullptr;           // [(H + 2 * H_kv) * hd], the biases of q, k, v; null without
   T* q_norm = nullptr;          // [hd], null without
   T* k_norm = nullptr;          // [hd], null without
-  Matrix<T> w_o;                // [D, H * hd]
+  View w_o;                     // [D, H * hd]
   T* ffn_norm = nullptr;        // [D]
-  FfnMatrices<T> ffn;
+  FfnMatrices<T, View> ffn;
 };
 
-// Views into one flat buffer laid out by parameter_table.
-template <typename T>
+template <typename T, typename View = Matrix<T>>
 struct ModelMatrices {
-  Matrix<T> embedding;  // [V, D]
-  std::vector<LayerMatrices<T>> layers;
+  View embedding;  // [V, D]
+  std::vector<LayerMatrices<T, View>> layers;
   T* final_norm = nullptr;  // [D]
-  Matrix<T> head;           // [V, D]; the embedding itself when tied
+  View head;                // [V, D]; the embedding itself when tied
 };
+// Views into one flat buffer laid out by parameter_table.
 template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat);
 extern template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
 extern template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
 extern template ModelMatrices<const BF16> model_matrices(const ModelConfig&, const BF16*);
 
-struct Model {
-  explicit Model(const ModelConfig& config);  // validates; zero weights
+// What inference reads: vectors are f32, matrices have the dtype of the memory that they lie in.
+using StoredMatrices = ModelMatrices<const float, WeightMatrix>;
+struct ModelView {
+  ModelView() = default;
+  // parameters: of parameter_table(config), in its order and shapes, vectors in f32 and the biases
+  // of q, k and v adjacent. They must outlive the view.
+  ModelView(const ModelConfig& config, std::vector<WeightMatrix> parameters);
   ModelConfig config;
+  std::vector<WeightMatrix> parameters;
+  StoredMatrices stored;
+
+  // Changes the activation that the layers compute with; the weights stay.
+  void set_activation(Activation activation);
+};
+
+// A model that can be trained.
+struct Model : ModelView {
+  explicit Model(const ModelConfig& config);  // validates; zero weights
   std::vector<ParamSpec> table;
   Buffer<float> flat;
   ModelMatrices<const float> weights;
 
-  // Changes the activation that the layers compute with; the weights stay.
+  // As that of ModelView.
   void set_activation(Activation activation);
 };
 

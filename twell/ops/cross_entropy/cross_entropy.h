@@ -10,6 +10,7 @@
 
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
@@ -32,7 +33,8 @@ CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem);
 int64_t cross_entropy_scratch_bytes(int64_t tokens, int64_t vocab);
 
 // -log p(targets[m]) per token, 0 for a token without a target: for scoring texts. losses [M].
-void token_losses(Context& ctx, ConstMatrixF x, ConstMatrixF weight,
+// The weight may be f32, bf16 or f16.
+void token_losses(Context& ctx, ConstMatrixF x, const WeightMatrix& weight,
                   std::span<const int32_t> targets, std::span<float> losses);
 
 }  // namespace twell

@@ -19,7 +19,7 @@ int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
   return std::min(tokens, std::max(kMinTokens, kMaxLogits / vocab));
 }
 
-void check_shapes(ConstMatrixF x, ConstMatrixF weight, std::span<const int32_t> targets) {
+void check_shapes(ConstMatrixF x, const WeightMatrix& weight, std::span<const int32_t> targets) {
   TWELL_CHECK(x.cols == weight.cols, "x has width {}, the output weight {}", x.cols, weight.cols);
   TWELL_CHECK(weight.rows > 0, "the output weight has no rows");
   TWELL_CHECK(static_cast<int64_t>(targets.size()) == x.rows, "{} targets for {} tokens",
@@ -32,7 +32,7 @@ void check_shapes(ConstMatrixF x, ConstMatrixF weight, std::span<const int32_t> 
 
 // Calls fn(first token, logits [tokens, V]) for each chunk; the logits may be overwritten.
 template <typename Fn>
-void for_each_chunk(Context& ctx, ConstMatrixF x, ConstMatrixF weight, const Fn& fn) {
+void for_each_chunk(Context& ctx, ConstMatrixF x, const WeightMatrix& weight, const Fn& fn) {
   Arena::Scope scope(ctx.scratch());
   const int64_t step = chunk_tokens(x.rows, weight.rows);
   const MatrixF buffer = scope.matrix<float>(step, weight.rows);
@@ -123,7 +123,7 @@ CrossEntropyResult cross_entropy(Context& ctx, const CrossEntropy& problem) {
   return result;
 }
 
-void token_losses(Context& ctx, ConstMatrixF x, ConstMatrixF weight,
+void token_losses(Context& ctx, ConstMatrixF x, const WeightMatrix& weight,
                   std::span<const int32_t> targets, std::span<float> losses) {
   check_shapes(x, weight, targets);
   TWELL_CHECK(losses.size() == targets.size(), "{} losses for {} targets", losses.size(),

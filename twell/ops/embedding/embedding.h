@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Token embedding: out[m] = table[ids[m]].
-//   ids [M] int32 in [0, V), table [V, D] f32, out [M, D] f32.
+//   ids [M] int32 in [0, V), table [V, D] f32, bf16 or f16, out [M, D] f32.
 // Errors: Error on an id outside [0, V). Backward is deterministic for any thread count.
 #pragma once
 
@@ -9,10 +9,12 @@
 
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
-void embedding_forward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF table, MatrixF out);
+void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightMatrix& table,
+                       MatrixF out);
 // d_table[ids[m]] += d_out[m]
 void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF d_out,
                         MatrixF d_table);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kLine = 16;  // floats in a cache line
 
-void check_shapes(std::span<const int32_t> ids, ConstMatrixF table, ConstMatrixF rows) {
+void check_shapes(std::span<const int32_t> ids, const WeightMatrix& table, ConstMatrixF rows) {
   TWELL_CHECK(rows.rows == static_cast<int64_t>(ids.size()) && rows.cols == table.cols,
               "embedding of {} ids from [{}, {}] does not fit [{}, {}]", ids.size(), table.rows,
               table.cols, rows.rows, rows.cols);
@@ -22,12 +22,12 @@ void check_shapes(std::span<const int32_t> ids, ConstMatrixF table, ConstMatrixF
 
 }  // namespace
 
-void embedding_forward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF table,
+void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightMatrix& table,
                        MatrixF out) {
   check_shapes(ids, table, out);
   ctx.parallel_for(out.rows, 64, [&](int64_t begin, int64_t end, int) {
     for (int64_t m = begin; m < end; ++m) {
-      std::copy_n(table.row(ids[static_cast<size_t>(m)]), out.cols, out.row(m));
+      widen(table.at(ids[static_cast<size_t>(m)]), table.dtype, out.cols, out.row(m));
     }
   });
 }

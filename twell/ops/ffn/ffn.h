@@ -52,11 +52,12 @@ struct FfnPlan {
   }
 };
 
-// y [M, D] = FFN(x [M, D]). y may not overlap x. Updates the plan.
+// y [M, D] = FFN(x [M, D]), both f32; weights f32, bf16 or f16, computed with as f32. y may not
+// overlap x. Updates the plan.
 // row_nnz [M], when given, receives the number of active neurons of each token.
 // Scratch memory does not grow with M: tokens are worked on in chunks of at most kFfnChunkTokens.
-void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
-                 std::span<int32_t> row_nnz = {});
+void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
+                 FfnPlan& plan, std::span<int32_t> row_nnz = {});
 
 inline constexpr int64_t kFfnChunkTokens = 512;
 

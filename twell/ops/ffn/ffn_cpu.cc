@@ -11,7 +11,7 @@ namespace twell {
 namespace {
 
 struct Chunk {
-  const FfnWeights& weights;
+  const StoredFfnWeights& weights;
   ConstMatrixF x;    // [m, D]
   MatrixF y;         // [m, D]
   int32_t* row_nnz;  // [m]
@@ -80,7 +80,7 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   }
   const SparseUpDown sparse{.gate = gate,
                             .x = x,
-                            .w_up = weights.gated() ? weights.w_up : ConstMatrixF(),
+                            .w_up = weights.gated() ? weights.w_up : WeightMatrix(),
                             .w_down = weights.w_down,
                             .y = y};
   switch (out.execution) {
@@ -114,7 +114,7 @@ std::string explain(FfnPolicy policy, const BlendedActivation& activation, const
       per_token, work.ffn, row_fused_cost(work) / dense, tile_union_cost(work) / dense);
 }
 
-void check_shapes(const FfnWeights& weights, ConstMatrixF x, MatrixF y,
+void check_shapes(const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
                   std::span<int32_t> row_nnz) {
   const int64_t width = weights.width();
   const int64_t ffn = weights.ffn();
@@ -168,8 +168,8 @@ std::string_view ffn_policy_name(FfnPolicy policy) {
   }
 }
 
-void ffn_forward(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF y, FfnPlan& plan,
-                 std::span<int32_t> row_nnz) {
+void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
+                 FfnPlan& plan, std::span<int32_t> row_nnz) {
   check_shapes(weights, x, y, row_nnz);
   if (x.rows == 0) return;
   Arena::Scope scope(ctx.scratch());

@@ -9,7 +9,7 @@ namespace {
 
 // h [n] holds u, or the pre-activation itself when the layer is not gated; it becomes f(gate) * u.
 // Returns the number of values that are not zero.
-int64_t activate(const FfnWeights& weights, const float* gate, float* h, int64_t n) {
+int64_t activate(const StoredFfnWeights& weights, const float* gate, float* h, int64_t n) {
   if (!weights.activation.is_relu()) {
     return activate_row(weights.activation, gate, weights.gated() ? h : nullptr, h, nullptr, n).nnz;
   }
@@ -18,8 +18,8 @@ int64_t activate(const FfnWeights& weights, const float* gate, float* h, int64_t
 
 }  // namespace
 
-void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
-                   int32_t* row_nnz) {
+void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF gate,
+                   MatrixF y, int32_t* row_nnz) {
   Arena::Scope scope(ctx.scratch());
   MatrixF h = gate;
   if (weights.gated()) {

@@ -14,7 +14,7 @@ namespace twell {
 
 // y = FFN, given gate = x firing()^T [M, F] before its activation. Without an up projection the
 // gate is overwritten. row_nnz [M] receives the active neurons of each token.
-void dense_up_down(Context& ctx, const FfnWeights& weights, ConstMatrixF x, MatrixF gate, MatrixF y,
-                   int32_t* row_nnz);
+void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF gate,
+                   MatrixF y, int32_t* row_nnz);
 
 }  // namespace twell

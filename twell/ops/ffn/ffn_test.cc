@@ -269,5 +269,42 @@ TEST(Ffn, RefusesShapesThatDisagree) {
   EXPECT_THROW(ffn_forward(ctx, weights, layer.x.matrix(4, 16), y.matrix(4, 16), plan), Error);
 }
 
+// Weights in the dtypes of a file, one of each, against the same values in f32: every execution
+// adds in the same order, so the bits agree.
+TEST(Ffn, StoredWeightsGiveTheResultOfTheirValues) {
+  for (const int64_t tokens : {1, 5, 16, 40}) {
+    for (const bool gated : {true, false}) {
+      Layer layer(tokens, 48, 208, gated, 1.5f);
+      const auto round = [](Buffer<float>& values, DType dtype) {
+        std::vector<uint16_t> stored;
+        for (float& value : values.span()) {
+          stored.push_back(dtype == DType::kBF16 ? to_bf16(value).bits : float_to_f16(value));
+          value =
+              dtype == DType::kBF16 ? to_float(BF16{stored.back()}) : f16_to_float(stored.back());
+        }
+        return stored;
+      };
+      const std::vector<uint16_t> gate = round(layer.gate, DType::kBF16),
+                                  up = round(layer.up, DType::kF16),
+                                  down = round(layer.down, DType::kBF16);
+      StoredFfnWeights weights = layer.weights();
+      if (gated) weights.w_gate = {gate.data(), DType::kBF16, layer.f, layer.d};
+      weights.w_up = {up.data(), DType::kF16, layer.f, layer.d};
+      weights.w_down = {down.data(), DType::kBF16, layer.f, layer.d};
+      for (const FfnPolicy policy : kPolicies) {
+        SCOPED_TRACE(::testing::Message() << tokens << " tokens " << ffn_policy_name(policy));
+        const Buffer<float> want = layer.run(policy, 2);
+        Buffer<float> got(tokens * layer.d);
+        Context ctx(2);
+        FfnPlan plan;
+        plan.policy = policy;
+        ffn_forward(ctx, weights, layer.x.matrix(tokens, layer.d), got.matrix(tokens, layer.d),
+                    plan);
+        EXPECT_EQ(std::memcmp(got.data(), want.data(), got.span().size_bytes()), 0);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace twell

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gate projection with TwELL output, on the CPU: out = TwELL(relu(x weight^T)).
-//   x [M, D] f32, weight [F, D] f32 (w_gate, or w_up of a layer without a gate), out [M, F].
+//   x [M, D] f32, weight [F, D] f32, bf16 or f16 (w_gate, or w_up of a layer without a gate),
+//   out [M, F].
 // relu(v) is v > 0 ? v : 0 here and in every dense execution, so a NaN counts as inactive.
 //
 // The GEMM writes the spill area itself, as the row-major matrix [M, tiles * T], so an overflowing
@@ -16,12 +17,13 @@
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
 #include "twell/format/twell.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
 struct GateGemm {
   ConstMatrixF x;       // [M, D]
-  ConstMatrixF weight;  // [F, D]
+  WeightMatrix weight;  // [F, D]
   TwellWide out;        // [M, F], row_nnz set, spill_slots >= shape.max_spill_slots()
 };
 

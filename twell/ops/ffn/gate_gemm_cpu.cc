@@ -15,7 +15,7 @@ GateStats gate_gemm(Context& ctx, const GateGemm& problem) {
 
 void gate_product(Context& ctx, const GateGemm& problem) {
   const ConstMatrixF& x = problem.x;
-  const ConstMatrixF& weight = problem.weight;
+  const WeightMatrix& weight = problem.weight;
   const TwellWide& out = problem.out;
   const TwellShape& shape = out.shape;
   const std::string reason = twell_unsupported<uint64_t>(shape);

@@ -8,6 +8,8 @@
 // clang-format off
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
+
+#include "twell/format/weight_load-inl.h"
 // clang-format on
 
 HWY_BEFORE_NAMESPACE();
@@ -24,13 +26,16 @@ using D1 = hn::CappedTag<float, 1>;  // tails: the same fused arithmetic, one el
 // <a, b[i]> for the N rows b, with two chains of additions each: N = 4 keeps eight multiply-adds in
 // flight, which covers their latency, and the order of a sum is the same for every N. Prefetches
 // the lines that the next group of rows needs.
-template <int N>
+template <int N, typename T>
 HWY_INLINE void dot_group(const AddDots& p, int64_t at) {
   const DF df;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
-  const float* const* rows = p.b + at;
-  const float* next[N];
-  for (int i = 0; i < N; ++i) next[i] = at + N + i < p.count ? rows[N + i] : p.prefetch;
+  const T* rows[N];
+  const T* next[N];
+  for (int i = 0; i < N; ++i) {
+    rows[i] = static_cast<const T*>(p.b[at + i]);
+    next[i] = static_cast<const T*>(at + N + i < p.count ? p.b[at + N + i] : p.prefetch);
+  }
   VF even[N], odd[N];
   for (int i = 0; i < N; ++i) even[i] = odd[i] = hn::Zero(df);
   int64_t k = 0;
@@ -38,49 +43,55 @@ HWY_INLINE void dot_group(const AddDots& p, int64_t at) {
     const VF a0 = hn::LoadU(df, p.a + k);
     const VF a1 = hn::LoadU(df, p.a + k + lanes);
     for (int i = 0; i < N; ++i) {
-      even[i] = hn::MulAdd(a0, hn::LoadU(df, rows[i] + k), even[i]);
-      odd[i] = hn::MulAdd(a1, hn::LoadU(df, rows[i] + k + lanes), odd[i]);
+      even[i] = hn::MulAdd(a0, load_weights(df, rows[i] + k), even[i]);
+      odd[i] = hn::MulAdd(a1, load_weights(df, rows[i] + k + lanes), odd[i]);
       hwy::Prefetch(next[i] + k);
-      hwy::Prefetch(next[i] + k + lanes);
+      if constexpr (sizeof(T) == sizeof(float)) hwy::Prefetch(next[i] + k + lanes);
     }
   }
   for (int i = 0; i < N; ++i) {
     const D1 d1;
     auto tail = hn::Set(d1, hn::GetLane(hn::SumOfLanes(df, hn::Add(even[i], odd[i]))));
     for (int64_t j = k; j < p.d; ++j) {
-      tail = hn::MulAdd(hn::LoadU(d1, p.a + j), hn::LoadU(d1, rows[i] + j), tail);
+      tail = hn::MulAdd(hn::LoadU(d1, p.a + j), load_weights(d1, rows[i] + j), tail);
     }
     p.sums[at + i] += hn::GetLane(tail);
   }
 }
 
-void add_dots_simd(const AddDots& p) {
+template <typename T>
+void add_dots_of(const AddDots& p) {
   int64_t i = 0;
-  for (; i + 4 <= p.count; i += 4) dot_group<4>(p, i);
+  for (; i + 4 <= p.count; i += 4) dot_group<4, T>(p, i);
   if (i + 2 <= p.count) {
-    dot_group<2>(p, i);
+    dot_group<2, T>(p, i);
     i += 2;
   }
-  if (i < p.count) dot_group<1>(p, i);
+  if (i < p.count) dot_group<1, T>(p, i);
+}
+
+void add_dots_simd(const AddDots& p) {
+  with_weight_type(p.b_dtype, [&]<typename T>(const T*) { add_dots_of<T>(p); });
 }
 
 // y += the N rows at `at`, in their order.
-template <int N>
+template <int N, typename T>
 HWY_INLINE void add_group(const SumRows& p, int64_t at) {
   const DF df;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
-  const float* const* rows = p.rows + at;
-  const float* next[N];
+  const T* rows[N];
+  const T* next[N];
   VF scale[N];
   for (int i = 0; i < N; ++i) {
-    next[i] = at + N + i < p.count ? rows[N + i] : p.prefetch;
+    rows[i] = static_cast<const T*>(p.rows[at + i]);
+    next[i] = static_cast<const T*>(at + N + i < p.count ? p.rows[at + N + i] : p.prefetch);
     scale[i] = hn::Set(df, p.scale[at + i]);
   }
   int64_t k = 0;
   for (; k + lanes <= p.d; k += lanes) {
     VF sum = hn::LoadU(df, p.y + k);
     for (int i = 0; i < N; ++i) {
-      sum = hn::MulAdd(scale[i], hn::LoadU(df, rows[i] + k), sum);
+      sum = hn::MulAdd(scale[i], load_weights(df, rows[i] + k), sum);
       hwy::Prefetch(next[i] + k);
     }
     hn::StoreU(sum, df, p.y + k);
@@ -89,20 +100,25 @@ HWY_INLINE void add_group(const SumRows& p, int64_t at) {
   for (; k < p.d; ++k) {
     auto sum = hn::LoadU(d1, p.y + k);
     for (int i = 0; i < N; ++i) {
-      sum = hn::MulAdd(hn::Set(d1, p.scale[at + i]), hn::LoadU(d1, rows[i] + k), sum);
+      sum = hn::MulAdd(hn::Set(d1, p.scale[at + i]), load_weights(d1, rows[i] + k), sum);
     }
     hn::StoreU(sum, d1, p.y + k);
   }
 }
 
-void add_scaled_rows_simd(const SumRows& p) {
+template <typename T>
+void add_scaled_rows_of(const SumRows& p) {
   int64_t i = 0;
-  for (; i + 4 <= p.count; i += 4) add_group<4>(p, i);
+  for (; i + 4 <= p.count; i += 4) add_group<4, T>(p, i);
   if (i + 2 <= p.count) {
-    add_group<2>(p, i);
+    add_group<2, T>(p, i);
     i += 2;
   }
-  if (i < p.count) add_group<1>(p, i);
+  if (i < p.count) add_group<1, T>(p, i);
+}
+
+void add_scaled_rows_simd(const SumRows& p) {
+  with_weight_type(p.dtype, [&]<typename T>(const T*) { add_scaled_rows_of<T>(p); });
 }
 
 // Loads come before stores: rows are often a multiple of 4 KiB apart, and a load that follows a
@@ -117,7 +133,6 @@ HWY_INLINE void spread_group(const SpreadRow& p, int64_t at) {
   int64_t k = 0;
   for (; k + lanes <= p.d; k += lanes) {
     const VF row = hn::LoadU(df, p.row + k);
-    hwy::Prefetch(p.prefetch + k);
     VF sum[N];
     for (int i = 0; i < N; ++i) sum[i] = hn::MulAdd(scale[i], row, hn::LoadU(df, y[i] + k));
     for (int i = 0; i < N; ++i) hn::StoreU(sum[i], df, y[i] + k);

@@ -30,16 +30,18 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
     std::fill_n(sums, count, 0.0f);
     for (int64_t first = 0; first < problem.w_up.cols; first += kColumnBlock) {
       const int64_t d = std::min(kColumnBlock, problem.w_up.cols - first);
-      const float* rows[kBlock];
-      for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.row(pairs.column[i + j]) + first;
+      const void* rows[kBlock];
+      for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.at(pairs.column[i + j], first);
       // Prefetch the same rows' next block if it is as wide, else the rows of down.
       const bool more = first + 2 * d <= problem.w_up.cols;
       add_dots({.a = x + first,
                 .b = rows,
+                .b_dtype = problem.w_up.dtype,
                 .sums = sums,
                 .count = count,
                 .d = d,
-                .prefetch = more ? rows[0] + d : problem.w_down.row(pairs.column[i])});
+                .prefetch = more ? problem.w_up.at(pairs.column[i], first + d)
+                                 : problem.w_down.at(pairs.column[i])});
     }
     for (int64_t j = 0; j < count; ++j) sums[j] *= pairs.value[i + j];
   }
@@ -51,12 +53,13 @@ void down(const SparseUpDown& problem, const PairRange& range, const float* h, f
   const auto& [pairs, begin, end] = range;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t count = std::min(kBlock, end - i);
-    const float* rows[kBlock];
+    const void* rows[kBlock];
     for (int64_t j = 0; j < count; ++j) {
-      rows[j] = problem.w_down.row(pairs.column[i + j]) + first;
+      rows[j] = problem.w_down.at(pairs.column[i + j], first);
     }
     add_scaled_rows({.y = y + first,
                      .rows = rows,
+                     .dtype = problem.w_down.dtype,
                      .scale = h + (i - begin),
                      .count = count,
                      .d = d,

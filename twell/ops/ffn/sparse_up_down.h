@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Up and down on the active neurons of packed gates, on the CPU:
+// Up and down on the active neurons of packed gates, on the CPU, with weights of f32, bf16 or f16:
 //   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
 //   non-gated:  y[m] = sum over active n of  h[m, n] * w_down[n]
 // in two orders:
@@ -16,14 +16,15 @@
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
 #include "twell/format/twell.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
 struct SparseUpDown {
   TwellWide gate;       // [M, F] g, or h of a layer without a gate; ascending columns, row_nnz set
   ConstMatrixF x;       // [M, D]; not read without a gate
-  ConstMatrixF w_up;    // [F, D], or empty: no gate
-  ConstMatrixF w_down;  // [F, D]
+  WeightMatrix w_up;    // [F, D], or empty: no gate
+  WeightMatrix w_down;  // [F, D]
   MatrixF y;            // [M, D], written; overlaps nothing
 };
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);

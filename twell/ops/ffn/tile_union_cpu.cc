@@ -79,31 +79,46 @@ struct Columns {
   int64_t d;
 };
 
+// Columns [first, first + d) of a weight row as f32: the row itself, or widened to `memory`. Then
+// prefetches the same columns of the row that will be read next.
+const float* read_row(const WeightMatrix& weights, int64_t row, int64_t next, Columns columns,
+                      float* memory) {
+  constexpr int64_t kLine = 64;  // bytes
+  const std::byte* ahead = weights.at(next, columns.first);
+  for (int64_t at = 0; at < columns.d * weights.value_bytes(); at += kLine) {
+    __builtin_prefetch(ahead + at);
+  }
+  const std::byte* values = weights.at(row, columns.first);
+  if (weights.dtype == DType::kF32) return reinterpret_cast<const float*>(values);
+  widen(values, weights.dtype, columns.d, memory);
+  return memory;
+}
+
 void up(const SparseUpDown& problem, const TileUnion& tile, Columns columns) {
-  const int64_t first = columns.first, d = columns.d;
+  alignas(64) float memory[kColumnBlock];
   for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
-    const float* x[kRun];
-    for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]) + first;
-    add_dots({.a = problem.w_up.row(neuron) + first,
+    const void* x[kRun];
+    for (int64_t i = 0; i < count; ++i) x[i] = problem.x.row(tile.row[at + i]) + columns.first;
+    add_dots({.a = read_row(problem.w_up, neuron, next, columns, memory),
               .b = x,
+              .b_dtype = DType::kF32,
               .sums = tile.h + at,
               .count = count,
-              .d = d,
-              .prefetch = problem.w_up.row(next) + first});
+              .d = columns.d,
+              .prefetch = x[0]});
   });
 }
 
 void down(const SparseUpDown& problem, const TileUnion& tile, const float* h, Columns columns) {
-  const int64_t first = columns.first, d = columns.d;
+  alignas(64) float memory[kColumnBlock];
   for_each_run(tile, [&](int64_t neuron, int64_t next, int64_t at, int64_t count) {
     float* y[kRun];
-    for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]) + first;
+    for (int64_t i = 0; i < count; ++i) y[i] = problem.y.row(tile.row[at + i]) + columns.first;
     spread_scaled_row({.y = y,
-                       .row = problem.w_down.row(neuron) + first,
+                       .row = read_row(problem.w_down, neuron, next, columns, memory),
                        .scale = h + at,
                        .count = count,
-                       .d = d,
-                       .prefetch = problem.w_down.row(next) + first});
+                       .d = columns.d});
   });
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix product C = op(A) op(B) + beta * C, float32, row-major: through oneDNN, and through a
-// kernel of row products for the few rows of a decoding step.
-//   op(A) [M, K], op(B) [K, N], C [M, N]; strides are honoured.
+// Matrix product C = op(A) op(B) + beta * C, row-major: through oneDNN, and through kernels of our
+// own for the few rows of a decoding step.
+//   op(A) [M, K] f32, op(B) [K, N] f32, bf16 or f16, C [M, N] f32; strides are honoured.
+// B is widened to f32, which is exact: in registers for few rows, block by block for many.
 // A linear layer with weight W [out, in] is y = x W^T: trans_b on W; its backward is
 // dx = dy W and dW += dy^T x.
 // Errors: Error when shapes disagree. Deterministic for a given shape and thread count.
@@ -9,12 +10,13 @@
 
 #include "twell/base/context.h"
 #include "twell/base/matrix.h"
+#include "twell/format/weight_matrix.h"
 
 namespace twell {
 
 struct Matmul {
   ConstMatrixF a;
-  ConstMatrixF b;
+  WeightMatrix b;
   MatrixF c;
   bool trans_a = false;  // a is stored [K, M]
   bool trans_b = false;  // b is stored [N, K]
@@ -24,7 +26,7 @@ struct Matmul {
 void matmul(Context& ctx, const Matmul& problem);
 
 // y [M, out] = x [M, in] W^T, W [out, in].
-void linear_forward(Context& ctx, ConstMatrixF x, ConstMatrixF weight, MatrixF y);
+void linear_forward(Context& ctx, ConstMatrixF x, const WeightMatrix& weight, MatrixF y);
 // d_x = d_y W (d_x_beta 1 accumulates; an empty d_x is skipped) and d_weight += d_y^T x.
 struct LinearBackward {
   ConstMatrixF x;       // [M, in]

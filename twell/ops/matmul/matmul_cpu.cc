@@ -18,6 +18,10 @@ namespace {
 // to 0.9 (16 rows) of oneDNN's time (decode rows of matmul_bench). Beyond it oneDNN wins.
 constexpr int64_t kFewRows = 16;
 
+// f32 bytes of a block of B that is widened for oneDNN: large enough for efficient products, small
+// enough for the last-level cache and to add next to nothing to a model's memory.
+constexpr int64_t kWidenedBytes = int64_t{4} << 20;
+
 struct Shape {
   int64_t m, n, k;
   int64_t a_stride, b_stride, c_stride;
@@ -180,8 +184,10 @@ void run(const Part& part, float beta) {
   }
 }
 
+// B is f32.
 void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
-  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
+  const auto& [a, b_stored, c, trans_a, trans_b, beta] = problem;
+  const ConstMatrixF b = b_stored.f32();
   const Grid grid = split(c.rows, c.cols, k, ctx.threads());
   try {
     auto& cache = ctx.service<PrimitiveCache>();
@@ -215,6 +221,35 @@ void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
   }
 }
 
+// Widens B block by block, each for some columns of C, so that every value of C is one oneDNN
+// product over all of K, as it is with an f32 B.
+void run_widened(Context& ctx, const Matmul& problem, int64_t k) {
+  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
+  const int64_t fits = kWidenedBytes / (k * int64_t{sizeof(float)}) / 64 * 64;
+  const int64_t step = std::min(std::max<int64_t>(fits, 64), c.cols);
+  Arena::Scope scope(ctx.scratch());
+  float* const memory = scope.alloc<float>(step * k);
+  for (int64_t begin = 0; begin < c.cols; begin += step) {
+    const int64_t count = std::min(step, c.cols - begin);
+    const MatrixF block(memory, trans_b ? count : k, trans_b ? k : count);
+    ctx.parallel_for(block.rows, 16,
+                     [&, &stored = b, transposed = trans_b](int64_t first, int64_t last, int) {
+                       for (int64_t row = first; row < last; ++row) {
+                         widen(transposed ? stored.at(begin + row) : stored.at(row, begin),
+                               stored.dtype, block.cols, block.row(row));
+                       }
+                     });
+    run_onednn(ctx,
+               {.a = a,
+                .b = block,
+                .c = {c.data + begin, c.rows, count, c.stride},
+                .trans_a = trans_a,
+                .trans_b = trans_b,
+                .beta = beta},
+               k);
+  }
+}
+
 }  // namespace
 
 void matmul(Context& ctx, const Matmul& problem) {
@@ -226,11 +261,13 @@ void matmul(Context& ctx, const Matmul& problem) {
               trans_a ? "^T" : "", b.rows, b.cols, trans_b ? "^T" : "", c.rows, c.cols);
   if (c.rows == 0 || c.cols == 0) return;
   if (k == 0) return scale(c, beta);
-  if (c.rows <= kFewRows && !trans_a && trans_b) return row_products(ctx, a, b, c, beta);
-  run_onednn(ctx, problem, k);
+  if (c.rows <= kFewRows && !trans_a) {
+    return trans_b ? row_products(ctx, a, b, c, beta) : row_sums(ctx, a, b, c, beta);
+  }
+  b.dtype == DType::kF32 ? run_onednn(ctx, problem, k) : run_widened(ctx, problem, k);
 }
 
-void linear_forward(Context& ctx, ConstMatrixF x, ConstMatrixF weight, MatrixF y) {
+void linear_forward(Context& ctx, ConstMatrixF x, const WeightMatrix& weight, MatrixF y) {
   matmul(ctx, {.a = x, .b = weight, .c = y, .trans_b = true});
 }
 

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/row_products.h"
 
+#include <hwy/cache_control.h>
+
 #include <algorithm>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "twell/ops/matmul/row_products.cc"
+// clang-format off
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+
+#include "twell/format/weight_load-inl.h"
+// clang-format on
 
 HWY_BEFORE_NAMESPACE();
 namespace twell {
@@ -22,8 +28,15 @@ using Vec = hn::Vec<Tag>;
 constexpr int64_t kRowsA = 4;
 constexpr int64_t kRowsB = 4;
 
-template <int kA>
-HWY_INLINE void products(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) {
+// total + a * the widened value, with one rounding: compilers fuse the two for some dtypes only.
+template <typename T>
+HWY_INLINE float multiply_add_one(float a, const T* value, float total) {
+  const hn::CappedTag<float, 1> d;
+  return hn::GetLane(hn::MulAdd(hn::Set(d, a), load_weights(d, value), hn::Set(d, total)));
+}
+
+template <int kA, typename T>
+HWY_INLINE void products(ConstMatrixF a, Matrix<const T> b, MatrixF c, float beta) {
   const Tag d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const int64_t k = a.cols;
@@ -31,14 +44,14 @@ HWY_INLINE void products(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) 
   Vec s10 = s00, s11 = s00, s12 = s00, s13 = s00;
   Vec s20 = s00, s21 = s00, s22 = s00, s23 = s00;
   Vec s30 = s00, s31 = s00, s32 = s00, s33 = s00;
-  const float* b0 = b.row(0);
-  const float* b1 = b.row(1);
-  const float* b2 = b.row(2);
-  const float* b3 = b.row(3);
+  const T* b0 = b.row(0);
+  const T* b1 = b.row(1);
+  const T* b2 = b.row(2);
+  const T* b3 = b.row(3);
   int64_t i = 0;
   for (; i + lanes <= k; i += lanes) {
-    const Vec v0 = hn::LoadU(d, b0 + i), v1 = hn::LoadU(d, b1 + i);
-    const Vec v2 = hn::LoadU(d, b2 + i), v3 = hn::LoadU(d, b3 + i);
+    const Vec v0 = load_weights(d, b0 + i), v1 = load_weights(d, b1 + i);
+    const Vec v2 = load_weights(d, b2 + i), v3 = load_weights(d, b3 + i);
     const auto multiply = [&](int64_t row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
       const Vec u = hn::LoadU(d, a.row(row) + i);
       x0 = hn::MulAdd(u, v0, x0);
@@ -53,8 +66,8 @@ HWY_INLINE void products(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) 
   }
   const auto store = [&](int64_t row, int64_t col, Vec sum) HWY_ATTR {
     float total = hn::GetLane(hn::SumOfLanes(d, sum));
-    for (int64_t j = i; j < k; ++j) total += a(row, j) * b(col, j);
-    c(row, col) = beta == 0.0f ? total : beta * c(row, col) + total;
+    for (int64_t j = i; j < k; ++j) total = multiply_add_one(a(row, j), b.row(col) + j, total);
+    c(row, col) = beta == 0.0f ? total : multiply_add_one(beta, &c(row, col), total);
   };
   const auto store_row = [&](int64_t row, Vec x0, Vec x1, Vec x2, Vec x3) HWY_ATTR {
     store(row, 0, x0);
@@ -69,30 +82,31 @@ HWY_INLINE void products(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) 
 }
 
 // Computes one product at a time, for the last rows of B.
-HWY_INLINE void single_product(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta, int64_t row,
-                               int64_t col) {
+template <typename T>
+HWY_INLINE void single_product(ConstMatrixF a, Matrix<const T> b, MatrixF c, float beta,
+                               int64_t row, int64_t col) {
   const Tag d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   Vec sum = hn::Zero(d);
   int64_t i = 0;
   for (; i + lanes <= a.cols; i += lanes) {
-    sum = hn::MulAdd(hn::LoadU(d, a.row(row) + i), hn::LoadU(d, b.row(col) + i), sum);
+    sum = hn::MulAdd(hn::LoadU(d, a.row(row) + i), load_weights(d, b.row(col) + i), sum);
   }
   float total = hn::GetLane(hn::SumOfLanes(d, sum));
-  for (; i < a.cols; ++i) total += a(row, i) * b(col, i);
-  c(row, col) = beta == 0.0f ? total : beta * c(row, col) + total;
+  for (; i < a.cols; ++i) total = multiply_add_one(a(row, i), b.row(col) + i, total);
+  c(row, col) = beta == 0.0f ? total : multiply_add_one(beta, &c(row, col), total);
 }
 
-}  // namespace
-
-// Columns [begin, end) of C.
-void product_columns(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta, int64_t begin,
+// Columns [begin, end) of C = A B^T.
+template <typename T>
+void product_columns(ConstMatrixF a, Matrix<const T> b, MatrixF c, float beta, int64_t begin,
                      int64_t end) {
   int64_t col = begin;
   for (; col + kRowsB <= end; col += kRowsB) {
     for (int64_t row = 0; row < a.rows; row += kRowsA) {
       const int64_t rows = std::min(kRowsA, a.rows - row);
-      const ConstMatrixF a_rows = a.slice_rows(row, rows), b_rows = b.slice_rows(col, kRowsB);
+      const ConstMatrixF a_rows = a.slice_rows(row, rows);
+      const Matrix<const T> b_rows = b.slice_rows(col, kRowsB);
       const MatrixF out(c.row(row) + col, rows, kRowsB, c.stride);
       if (rows == 1) products<1>(a_rows, b_rows, out, beta);
       if (rows == 2) products<2>(a_rows, b_rows, out, beta);
@@ -105,20 +119,109 @@ void product_columns(ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta, int6
   }
 }
 
+// c[begin, end) += the sum of kRows rows of B from `first` on, times their values of A, for each
+// row of C. Rows further on are prefetched: with a thread's columns of B only a part of each row is
+// read, which the hardware does not predict.
+template <int kRows, typename T>
+HWY_INLINE void add_rows(ConstMatrixF a, Matrix<const T> b, MatrixF c, int64_t first, int64_t begin,
+                         int64_t end) {
+  constexpr int64_t kAhead = 8;  // rows
+  const Tag d;
+  const hn::CappedTag<float, 1> one;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const T* rows[kRows];
+  const T* next[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    rows[i] = b.row(first + i);
+    next[i] = b.row(std::min(first + i + kAhead, b.rows - 1));
+  }
+  int64_t at = begin;
+  for (; at + lanes <= end; at += lanes) {
+    Vec values[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      values[i] = load_weights(d, rows[i] + at);
+      hwy::Prefetch(next[i] + at);
+    }
+    for (int64_t row = 0; row < a.rows; ++row) {
+      const float* scale = a.row(row) + first;
+      Vec sum = hn::LoadU(d, c.row(row) + at);
+      for (int i = 0; i < kRows; ++i) sum = hn::MulAdd(hn::Set(d, scale[i]), values[i], sum);
+      hn::StoreU(sum, d, c.row(row) + at);
+    }
+  }
+  for (; at < end; ++at) {
+    for (int64_t row = 0; row < a.rows; ++row) {
+      const float* scale = a.row(row) + first;
+      auto sum = hn::LoadU(one, c.row(row) + at);
+      for (int i = 0; i < kRows; ++i) {
+        sum = hn::MulAdd(hn::Set(one, scale[i]), load_weights(one, rows[i] + at), sum);
+      }
+      hn::StoreU(sum, one, c.row(row) + at);
+    }
+  }
+}
+
+// Columns [begin, end) of C = A B.
+template <typename T>
+void sum_columns(ConstMatrixF a, Matrix<const T> b, MatrixF c, float beta, int64_t begin,
+                 int64_t end) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    float* out = c.row(row);
+    for (int64_t col = begin; col < end; ++col) out[col] = beta == 0.0f ? 0.0f : beta * out[col];
+  }
+  int64_t first = 0;
+  for (; first + 4 <= b.rows; first += 4) add_rows<4>(a, b, c, first, begin, end);
+  for (; first < b.rows; ++first) add_rows<1>(a, b, c, first, begin, end);
+}
+
+template <typename T>
+Matrix<const T> typed(const WeightMatrix& b) {
+  return {reinterpret_cast<const T*>(b.data), b.rows, b.cols, b.stride};
+}
+
+}  // namespace
+
+// The two for B of any dtype: columns [begin, end) of C.
+void products_of(ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta, int64_t begin,
+                 int64_t end) {
+  with_weight_type(b.dtype, [&]<typename T>(const T*) {
+    product_columns<T>(a, typed<T>(b), c, beta, begin, end);
+  });
+}
+void sums_of(ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta, int64_t begin,
+             int64_t end) {
+  with_weight_type(
+      b.dtype, [&]<typename T>(const T*) { sum_columns<T>(a, typed<T>(b), c, beta, begin, end); });
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace twell
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace twell {
-HWY_EXPORT(product_columns);
+HWY_EXPORT(products_of);
+HWY_EXPORT(sums_of);
 
-void row_products(Context& ctx, ConstMatrixF a, ConstMatrixF b, MatrixF c, float beta) {
-  // Waking a thread pays off from about 64 Ki multiply-adds on (some ten microseconds).
+namespace {
+constexpr int64_t kWorthAThread = int64_t{1} << 16;  // multiply-adds: some ten microseconds
+}  // namespace
+
+void row_products(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta) {
   const int64_t groups = (c.cols + 3) / 4;
-  const int64_t grain = (int64_t{1} << 16) / (4 * a.cols * a.rows) + 1;
+  const int64_t grain = kWorthAThread / (4 * a.cols * a.rows) + 1;
   ctx.parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
-    HWY_DYNAMIC_DISPATCH(product_columns)(a, b, c, beta, begin * 4, std::min(end * 4, c.cols));
+    HWY_DYNAMIC_DISPATCH(products_of)(a, b, c, beta, begin * 4, std::min(end * 4, c.cols));
+  });
+}
+
+void row_sums(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta) {
+  constexpr int64_t kColumns = 128;  // four lines of bf16, and a multiple of every vector
+  const int64_t groups = (c.cols + kColumns - 1) / kColumns;
+  const int64_t grain = kWorthAThread / (kColumns * a.cols * a.rows) + 1;
+  ctx.parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
+    HWY_DYNAMIC_DISPATCH(sums_of)
+    (a, b, c, beta, begin * kColumns, std::min(end * kColumns, c.cols));
   });
 }
 
