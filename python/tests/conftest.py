@@ -2,6 +2,9 @@
 import pytest
 import torch
 
+# Layers of tests are small, and other tests run beside these.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def seeded():
