@@ -3,7 +3,7 @@
 """Fits the costs of twell/ops/ffn/dispatch.cc to a sweep: prints its constants, how well each execution
 is predicted, and the same for each shape when it is left out of the fit.
 
-    python3 bench/fit_gpu_costs.py bench/results/2026-11-22-h200-ffn-sweep.csv
+    python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv
 
 Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
 relative, so that short and long calls weigh the same. The features are those of the C++ functions of
@@ -16,6 +16,8 @@ import numpy
 from scipy.optimize import minimize, nnls
 
 SMS = 132
+SMALL_AGAIN = 0.85  # of the first call of a small batch: the later ones read weights out of the L2
+BATCH_FFN = 8448  # most neurons of a dense batch
 
 
 def ceil(x):
@@ -41,12 +43,20 @@ def independent_union(row, tokens):
 def few_cost(row):
     m, d, f = row["tokens"], row["width"], row["ffn"]
     workers, neurons, group = (SMS, 48, 16) if m <= 8 else (SMS // 4, 192, 64)
+    calls = ceil(m / 64)
+    m = ceil(m / calls)
     passes = ceil(f / (workers * neurons))
     taken = ceil(ceil(f / (workers * passes)) / group) * group
     active = independent_union(row, m)
-    return {"launches": 1.0, "first_bytes": 2 * d * passes * taken * workers,
-            "active_bytes": 4 * d * active, "active": active, "pass": passes,
-            "pass_width": passes * d}
+    features = {"launches": 1.0, "first_bytes": 2 * d * passes * taken * workers,
+                "active_bytes": 4 * d * active, "active": active, "pass": passes,
+                "pass_width": passes * d}
+    return {name: value * (1 + SMALL_AGAIN * (calls - 1)) for name, value in features.items()}
+
+
+def dense_batch_cost(row):
+    m, d, f = row["tokens"], row["width"], row["ffn"]
+    return {"launches": 1.0, "bytes": 6 * d * f, "token_bytes": 6 * d * f * m}
 
 
 def tile_union_cost(row):
@@ -56,11 +66,14 @@ def tile_union_cost(row):
     token_tiles = ceil(m / 128)
     tiles = ceil(token_tiles * (1 + row["extra_tiles"]))
     padded = min(union + 32, f)
+    blocks = ceil(padded / 64)
+    chunks = max(ceil(blocks / 3), min(blocks, 128 // token_tiles))
+    up_rounds = max(tiles * chunks / SMS, 1.0)
     rounds = 0.5 * ceil(2 * ceil(m / 256) * ceil(f / 256) / (SMS // 2))
     gate = rounds * 256 * 256 * d
     return {"launches": 1.0, "heavy_rows": float(round(row["extra_tiles"] * token_tiles) > 0),
             "gate": gate, "gate spill": gate * density,
-            "up": max(tiles * padded / 192 / SMS, 1.0) * 2 * 128 * 192 * d,
+            "up_steps": up_rounds * d, "up": up_rounds * 2 * 128 * padded / chunks * d,
             "down": (ceil(tiles * ceil(d / 256) / SMS) + 0.5) * 2 * 128 * 256 * padded,
             "spilled_value": m * f * density, "tile": tiles, "word": m * f}
 
@@ -74,20 +87,19 @@ def dense_cost(row, parameters):
     return 3 * gemm + 6 * m * f / (elementwise * 1e6) + launches
 
 
-def fit(rows, features):
+def fit(rows, features, time="sparse_us"):
     names = list(features(rows[0]))
-    matrix = numpy.array([[features(row)[name] / row["sparse_us"] for name in names]
-                          for row in rows])
+    matrix = numpy.array([[features(row)[name] / row[time] for name in names] for row in rows])
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1
     weights, _ = nnls(matrix / scale, numpy.ones(len(rows)), maxiter=10000)
     return dict(zip(names, weights / scale))
 
 
-def errors(rows, features, weights):
+def errors(rows, features, weights, time="sparse_us"):
     return numpy.array([
-        numpy.log(sum(weights[name] * value for name, value in features(row).items())
-                  / row["sparse_us"]) for row in rows])
+        numpy.log(sum(weights[name] * value for name, value in features(row).items()) / row[time])
+        for row in rows])
 
 
 def show(title, logs):
@@ -102,15 +114,22 @@ def main():
         sys.exit(__doc__)
     start = [800, 4, 7, 13, 3, 0.05]
 
+    batch = [row for row in rows
+             if 9 <= row["tokens"] <= 64 and row["ffn"] <= BATCH_FFN and row["width"] > 512]
+    gemms = [row for row in rows if not (9 <= row["tokens"] <= 64 and row["ffn"] <= BATCH_FFN)]
+
     def dense_logs(parameters):
         return numpy.array([numpy.log(dense_cost(row, parameters) / row["dense_us"])
-                            for row in rows[::3]])
+                            for row in gemms[::3]])
 
     found = minimize(lambda p: numpy.mean(numpy.abs(dense_logs(p))), start, method="Nelder-Mead",
                      options={"maxiter": 600}).x
     show("dense", dense_logs(found))
     names = ("flops 1e6/us", "bytes 1e6/us", "elementwise 1e6/us", "launches us", "mean", "throttle")
     print("   " + ", ".join(f"{name} {value:.4g}" for name, value in zip(names, found)))
+    weights = fit(batch, dense_batch_cost, "dense_us")
+    show("dense batch", errors(batch, dense_batch_cost, weights, "dense_us"))
+    print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))
     for execution, features in (("decode-rows", few_cost), ("small-batch", few_cost),
                                 ("tile-union", tile_union_cost)):
         chosen = [row for row in rows if row["sparse"] == execution]

@@ -14,36 +14,40 @@ namespace twell {
 namespace {
 
 // Fitted by bench/fit_gpu_costs.py to a sweep over ten shapes on an H200 of 132 SMs at 1.98 GHz
-// (bench/results/2026-11-22-h200-ffn-sweep.csv). Times are in microseconds. Rates are per SM and
+// (bench/results/2026-11-23-h200-ffn-sweep.csv). Times are in microseconds. Rates are per SM and
 // GHz, bytes per microsecond are shares of the device memory's bandwidth, so that other devices
 // scale with their SMs, their clock and their memory.
 constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;
 struct GpuCosts {
   // Dense: three GEMMs; a power mean joins their compute and memory bounds.
-  double dense_flops = 818.7e6 / kFitSms / kFitGhz;
-  double dense_bytes = 4.163e6 / kFitBandwidth;
-  double dense_mean = 2.871;       // exponent of that mean
-  double dense_throttle = 0.0803;  // slower by this for each factor e beyond 500 us, at most e^2:
-                                   // long GEMMs run at the power limit
-  double elementwise = 7.493e6 / kFitBandwidth;  // the gate product, largely from the L2
-  double dense_launches = 13.69;                 // of its four kernels
+  double dense_flops = 823.8e6 / kFitSms / kFitGhz;
+  double dense_bytes = 4.174e6 / kFitBandwidth;
+  double dense_mean = 2.753;        // exponent of that mean
+  double dense_throttle = 0.07865;  // slower by this for each factor e beyond 500 us, at most e^2:
+                                    // long GEMMs run at the power limit
+  double elementwise = 5.885e6 / kFitBandwidth;  // the gate product, largely from the L2
+  double dense_launches = 13.28;                 // of its four kernels
+  // Dense batch: weights are read once; each token adds a share.
+  double batch_launches = 7.004;
+  double batch_bytes = 4.016e6 / kFitBandwidth;
+  double batch_token = 0.002302;
   // Decode rows and small batch read the first weight in passes of a bounded number of neurons per
   // CTA or cluster; each pass has a latency of its own that grows with the width.
   struct Few {
     double launches, first_bytes, active_bytes, active, pass, pass_width;
   };
   Few decode = {5.39, 86.1e6 / kFitBandwidth, 2.241e6 / kFitBandwidth, 0.003677, 0.1404, 0.003353};
-  Few small = {0.5256, 7.616e6 / kFitBandwidth, 3.503e6 / kFitBandwidth, 0.001806, 5.89, 0.002111};
+  Few small = {0.0, 6.689e6 / kFitBandwidth, 3.189e6 / kFitBandwidth, 0.001621, 6.653, 0.001766};
+  double small_again = 0.85;  // time of a further call of a small batch, in that of the first
   // Tile-union.
-  double launches = 14.35;    // of its kernels, finding unions included
-  double heavy_rows = 4.124;  // where rows of many active neurons get tiles of their own
-  double gate_flops = 13.02e6 / 2.0 / kFitGhz;  // gate GEMM that packs
-  double spill = 0.18;                          // more of its time when every tile spills
-  double up_flops = 4.104e6 / kFitGhz;
-  double down_flops = 7.210e6 / kFitGhz;
-  double spilled_value = 15.65;  // bytes moved per active value before up and down
-  double tile = 0.1218;          // per tile of 128 tokens
-  double word = 2.40;            // bytes moved per token and neuron: TwELL words
+  double launches = 19.17;    // of its kernels, finding unions included
+  double heavy_rows = 6.437;  // where rows of many active neurons get tiles of their own
+  double gate_flops = 12.29e6 / 2.0 / kFitGhz;  // gate GEMM that packs
+  double up_width = 0.002013;                   // per value of the width: latency of an item
+  double up_flops = 3.160e6 / kFitGhz;
+  double down_flops = 8.453e6 / kFitGhz;
+  double spilled_value = 9.968;  // bytes moved per active value before up and down
+  double tile = 0.1768;          // per tile of 128 tokens
   double images = 22.5;          // without a gate: compacting activations instead of up
   // Row-fused, fitted to width 2048 and FFN size 5632 alone.
   double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
@@ -57,10 +61,13 @@ constexpr double kDecodeNeurons = 48.0;  // neurons of a CTA in a pass of decode
 constexpr double kDecodeGroup = 16.0;    // in groups of a tensor core's rows
 constexpr double kSmallNeurons = 192.0;  // neurons of a cluster in a pass of a small batch,
 constexpr double kSmallGroup = 64.0;     // in groups
+constexpr int64_t kSmallTokens = 64;
 constexpr double kClusterSms = 4.0;
 constexpr double kTile = 128.0;         // tokens of a tile-union tile
 constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
-constexpr double kUpNeurons = 192.0;    // neurons of an `up` work item of one SM
+constexpr double kBlock = 64.0;         // neurons of a block of a union,
+constexpr double kUpBlocks = 3.0;       // of which an `up` work item of one SM has so many,
+constexpr double kUpItems = 128.0;      // or fewer, where there are not as many items as these
 constexpr double kDownColumns = 256.0;  // columns of a `down` work item
 
 // A sparse cost must be below this share of the dense cost: the model is off by some percent.
@@ -100,13 +107,20 @@ double dense_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&
          kCosts.dense_launches;
 }
 
-double packed_gate(const Sizes& s, double density) {
+double dense_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+  const Sizes s(layer, tokens);
+  const double bytes = (layer.gated ? 3.0 : 2.0) * 2.0 * s.d * s.f;
+  return kCosts.batch_launches +
+         s.move(bytes, kCosts.batch_bytes) * (1.0 + kCosts.batch_token * s.m);
+}
+
+double packed_gate(const Sizes& s) {
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
   const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.gate_flops * s.ghz);
   // A last round with work for at most half of the pairs of SMs is cut in two.
   const double rounds = 0.5 * std::ceil(2.0 * tiles / pairs);
-  return std::max(rounds * tile * (1.0 + kCosts.spill * density), s.move(2.0 * s.d * s.f));
+  return std::max(rounds * tile, s.move(2.0 * s.d * s.f));
 }
 
 double density_of(const Sizes& s, const LayerActivity& activity) {
@@ -125,15 +139,17 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
                                                      : independent_union(s, activity, kTile);
   const double tiles = std::ceil(std::ceil(s.m / kTile) * (1.0 + activity.extra_tiles));
   const double padded = std::min(neurons + 32.0, s.f);  // whole blocks of 64 neurons
-  const double up_item = 2.0 * kTile * kUpNeurons * s.d / (kCosts.up_flops * s.ghz);
+  const double blocks = std::ceil(padded / kBlock);
+  const double items = std::max(std::ceil(blocks / kUpBlocks),
+                                std::min(blocks, std::floor(kUpItems / std::ceil(s.m / kTile))));
+  const double up_item = kCosts.up_width * s.d * kFitGhz / s.ghz +
+                         2.0 * kTile * padded / items * s.d / (kCosts.up_flops * s.ghz);
   const double down_item = 2.0 * kTile * kDownColumns * padded / (kCosts.down_flops * s.ghz);
-  double cost = packed_gate(s, density) + kCosts.launches + kCosts.tile * tiles +
-                s.move(kCosts.word * s.m * s.f) +
+  double cost = packed_gate(s) + kCosts.launches + kCosts.tile * tiles +
                 s.move(kCosts.spilled_value * s.m * s.f * density);
   if (std::round(activity.extra_tiles * std::ceil(s.m / kTile)) > 0.0) cost += kCosts.heavy_rows;
   // `down` fills the gaps of the last round of `up`.
-  cost +=
-      layer.gated ? std::max(tiles * padded / kUpNeurons / s.sms, 1.0) * up_item : kCosts.images;
+  cost += layer.gated ? std::max(tiles * items / s.sms, 1.0) * up_item : kCosts.images;
   // Unions differ in size, so half an item's time is waited for at the end.
   const double rounds = std::ceil(tiles * std::ceil(s.d / kDownColumns) / s.sms);
   return cost + (rounds + 0.5) * down_item;
@@ -156,10 +172,13 @@ double decode_rows_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAct
   return few_cost(layer, s, activity, kCosts.decode, s.sms, kDecodeNeurons, kDecodeGroup);
 }
 
+// More than 64 tokens run as equal calls, of which the later ones read weights out of the L2.
 double small_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
-  const Sizes s(layer, tokens);
+  const int64_t calls = std::max<int64_t>((tokens + kSmallTokens - 1) / kSmallTokens, 1);
+  const Sizes s(layer, (tokens + calls - 1) / calls);
   return few_cost(layer, s, activity, kCosts.small, std::floor(s.sms / kClusterSms), kSmallNeurons,
-                  kSmallGroup);
+                  kSmallGroup) *
+         (1.0 + kCosts.small_again * static_cast<double>(calls - 1));
 }
 
 double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
@@ -169,13 +188,15 @@ double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActiv
   const double gathered =
       std::max(products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_bytes),
                s.move(products * independent_union(s, activity, s.m) * 2.0 * s.d));
-  return packed_gate(s, density_of(s, activity)) + 6.0 + kCosts.row_fused +
-         s.move(2.0 * 2.0 * s.m * s.d) + gathered;
+  return packed_gate(s) + 6.0 + kCosts.row_fused + s.move(2.0 * 2.0 * s.m * s.d) + gathered;
 }
 
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max();
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
+
+// Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
+constexpr int64_t kBatchFfn = 8448;
 
 // Dense launches are tried in the order of the table, and so are sparse ones.
 constexpr std::array kTable = {
@@ -204,13 +225,13 @@ constexpr std::array kTable = {
               .least_capability = kHopper,
               .most_capability = kHopper,
               .most_width = k2To24,
-              .most_ffn = k2To24,
+              .most_ffn = kBatchFfn,
               .most_weights = kAny,
               .relu_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = false,
-              .cost = dense_cost},
+              .cost = dense_batch_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseGemms,
               .execution = FfnExecution::kDense,
               .policy = FfnPolicy::kDense,
@@ -248,7 +269,7 @@ constexpr std::array kTable = {
               .policy = FfnPolicy::kRowFused,
               .other_policy = FfnPolicy::kTileUnion,
               .least_tokens = 9,
-              .most_tokens = 64,
+              .most_tokens = 128,
               .least_capability = kHopper,
               .most_capability = kHopper,
               .most_width = k2To24,

@@ -7,7 +7,7 @@
 //   dense batch   dense         9-64     Hopper       no                   no
 //   dense GEMMs   dense         any      any          no                   yes
 //   decode rows   decode-rows   1-8      Hopper       yes                  no
-//   small batch   small-batch   9-64     Hopper       no                   no
+//   small batch   small-batch   9-128    Hopper       no                   no
 //   tile-union    tile-union    any      Hopper       no                   yes
 //   row-fused     row-fused     any      sm_80 on     no                   yes
 //

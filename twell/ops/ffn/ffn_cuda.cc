@@ -303,8 +303,10 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
                                                .norm = problem.norm != nullptr,
                                                .counts_rows = problem.row_nnz != nullptr},
                                               plan);
-  const int64_t chunks = ceil_div(problem.tokens, workspace.chunk_tokens());
-  const int64_t step = ceil_div(ceil_div(problem.tokens, chunks), 128) * 128;
+  const bool few = choice.launch == GpuFfnLaunch::kSmallBatch;
+  const int64_t most = few ? kMaxFewTokens : workspace.chunk_tokens(), unit = few ? 1 : 128;
+  const int64_t step =
+      ceil_div(ceil_div(problem.tokens, ceil_div(problem.tokens, most)), unit) * unit;
   for (int64_t begin = 0; begin < problem.tokens; begin += step) {
     FfnForwardCuda chunk = problem;
     chunk.tokens = std::min(step, problem.tokens - begin);

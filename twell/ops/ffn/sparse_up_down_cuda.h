@@ -137,6 +137,8 @@ inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the wi
 // A work item of up has at most 192 neurons. 256 would halve the traffic of x, but leave shared
 // memory for three stages only; four stages are faster (docs/kernels.md).
 inline constexpr int kMaxChunkBlocks = 3;
+// Where there are few tiles, items are smaller, so that there are about as many as SMs.
+inline constexpr int kSpreadItems = 128;
 inline constexpr int kColumns = 256;  // columns of y per work item of down
 
 // A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean of the
@@ -206,6 +208,7 @@ struct Tiles {
   int blocks;  // ceil(F / kBlock)
   int max_tiles;
   int max_up_items;
+  int spread;  // items of up that a tile's union is cut into at least, if it has as many blocks
 };
 
 // Device memory: the kernel runs only if it holds a value other than 0. Null: it runs.

@@ -26,7 +26,9 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
                                  ctx.stream()));
     return;
   }
-  if (rows <= batch_ops::kMaxTokens && cols % 8 == 0 && ctx.compute_capability() == 90) {
+  // With more than two tiles of 64 rows of w per SM cuBLASLt is faster.
+  if (rows <= batch_ops::kMaxTokens && cols % 8 == 0 && ctx.compute_capability() == 90 &&
+      cols <= int64_t{128} * ctx.multiprocessors()) {
     TWELL_CUDA_CHECK(batch_ops::launch_linear(
         {.input = {.tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights},
          .cols = cols,

@@ -685,7 +685,7 @@ struct ProgressLayout {
 
   ProgressLayout(int64_t tokens, int64_t ffn)
       : tiles(TileUnionWorkspace::max_tiles(tokens)),
-        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks)),
+        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks) + 2 * kSpreadItems),
         counts(GateProgress::kPhases),
         marked(counts + int64_t{sizeof(Counts) / sizeof(int32_t)}),
         ready(marked + tiles),
@@ -782,6 +782,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   tiles.blocks = static_cast<int>(ceil_div(problem.ffn, kBlock));
   tiles.max_tiles = static_cast<int>(layout.tiles);
   tiles.max_up_items = static_cast<int>(layout.up_items);
+  tiles.spread = kSpreadItems / static_cast<int>(ceil_div(problem.tokens, kTileTokens));
 
   const TwellPacked& packed = problem.gate;
   const Gate gate{packed.words,

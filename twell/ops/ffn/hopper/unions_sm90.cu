@@ -71,9 +71,10 @@ __device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chu
   return int2{tile, begin | (end - begin) << 16};
 }
 
-// Number of work items of up for a union, with as few cuts as possible.
-__device__ __forceinline__ int chunks_of(int neurons) {
-  return (blocks_of(neurons) + kMaxChunkBlocks - 1) / kMaxChunkBlocks;
+// Number of work items of up for a union: as few as possible, but enough for all SMs.
+__device__ __forceinline__ int chunks_of(const Tiles& tiles, int neurons) {
+  const int blocks = blocks_of(neurons);
+  return max((blocks + kMaxChunkBlocks - 1) / kMaxChunkBlocks, min(blocks, tiles.spread));
 }
 
 // Value of a tile's word in `marked` once its work items are added.
@@ -83,7 +84,7 @@ constexpr int kHasItems = -1;
 // that sees one item sees all outputs of its tile.
 __device__ __forceinline__ void add_items(const Tiles& tiles, int tile, int neurons, int at,
                                           int chunk, int step) {
-  const int chunks = chunks_of(neurons);
+  const int chunks = chunks_of(tiles, neurons);
   __threadfence();
   for (; chunk < chunks; chunk += step) {
     sm90::store_relaxed(tiles.up_items + at + chunk,
@@ -102,7 +103,7 @@ __device__ int add_other_items(const Tiles& tiles, const int32_t* sizes, int cou
     const bool missing = tile >= 0 && __ldcg(tiles.marked + tile) != kHasItems;
     int total;
     const int at =
-        items + block_scan<Threads>(missing ? chunks_of(sizes[tile]) : 0, scratch, total);
+        items + block_scan<Threads>(missing ? chunks_of(tiles, sizes[tile]) : 0, scratch, total);
     if (missing) add_items(tiles, tile, sizes[tile], at, 0, 1);
     items += total;
   }
@@ -517,7 +518,7 @@ struct PartFinder {
   // Lists the neurons of a numbered tile. With `early` it adds the tile's work items at once,
   // because up might otherwise be idle; other items wait until it is known which tiles are large.
   __device__ __forceinline__ void list_neurons(int neurons, bool early) {
-    const int chunks = chunks_of(neurons);
+    const int chunks = chunks_of(tiles, neurons);
     const int first_block = tile * tiles.blocks;
     __syncthreads();
     int first_item = -1;
