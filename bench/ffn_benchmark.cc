@@ -70,7 +70,7 @@ struct Layer {
                  .b = x.matrix(tokens, d),
                  .c = firing.matrix(f, d),
                  .trans_a = true});
-    weights = {{}, up.matrix(f, d), down.matrix(f, d)};
+    weights = {{}, up.matrix(f, d), down.matrix(f, d), {options.activation}};
     if (options.gated) weights.w_gate = gate.matrix(f, d);
   }
 

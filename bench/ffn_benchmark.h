@@ -20,7 +20,8 @@ struct FfnBenchmark {
   int64_t width = 2048;
   int64_t ffn = 5632;
   bool gated = true;
-  int repeats = 11;  // rounds, each running every execution once
+  Activation activation = Activation::kRelu;  // or kRelu2
+  int repeats = 11;                           // rounds, each running every execution once
   uint64_t seed = 1;
 };
 

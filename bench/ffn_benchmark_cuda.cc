@@ -18,8 +18,9 @@ constexpr int64_t kL2Copies = 4;  // copies of the weights for few tokens
 
 // The operands of one layer: x, and weights of the usual scale.
 struct Layer {
-  Values x, w_gate, w_up, w_down;
-  FfnWeightsCuda weights() const { return {w_gate.data(), w_up.data(), w_down.data()}; }
+  Values x, w_gate, w_up, w_down;  // w_gate: empty without a gate
+  Activation activation;
+  FfnWeightsCuda weights() const { return {w_gate.data(), w_up.data(), w_down.data(), activation}; }
 };
 
 // A row with the fields that all executions of a pattern share.
@@ -58,6 +59,7 @@ GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int6
   const GpuFfnLayer layer{.width = options.width,
                           .ffn = options.ffn,
                           .gated = options.gated,
+                          .activation = options.activation,
                           .device = gpu_device(ctx)};
   return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
@@ -67,21 +69,23 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
                                  const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
   const auto tokens = pattern.tokens();
-  TWELL_REQUIRE(o.gated,
-                "a pattern of {} tokens can be replayed in a gated layer only; fewer tokens run a "
-                "non-gated one",
-                tokens);
   auto host_x = random_operand(tokens * o.width, 1, 1.0f, o.seed);
   auto host_gate = random_operand(o.ffn * o.width, 4, 0.02f, o.seed);
   fill_first_column(host_x, o.width, 1.0f);
   fill_first_column(host_gate, o.width, gate_bias(pattern.nnz_per_token(), o.ffn, o.width));
-  const Layer layer{upload(host_x), upload(host_gate),
-                    upload(random_operand(o.ffn * o.width, 2, 0.02f, o.seed)),
-                    upload(random_operand(o.ffn * o.width, 3, 0.02f, o.seed))};
+  Layer layer{.x = upload(host_x),
+              .w_down = upload(random_operand(o.ffn * o.width, 3, 0.02f, o.seed)),
+              .activation = o.activation};
+  if (o.gated) {
+    layer.w_gate = upload(host_gate);
+    layer.w_up = upload(random_operand(o.ffn * o.width, 2, 0.02f, o.seed));
+  } else {
+    layer.w_up = upload(host_gate);
+  }
   const FfnWeightsCuda weights = layer.weights();
   const __nv_bfloat16* x = layer.x.data();
 
-  DenseFfnCuda dense(ctx, tokens, o.width, o.ffn, true);
+  DenseFfnCuda dense(ctx, tokens, o.width, o.ffn, o.gated, o.activation);
   const Values dense_y = poisoned<__nv_bfloat16>(tokens * o.width);
   const Values y = poisoned<__nv_bfloat16>(tokens * o.width);
   dense.tune(ctx, weights, x, dense_y.data());
@@ -93,13 +97,15 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
                            .ffn = o.ffn,
                            .gate = gate.view(),
                            .x = x,
-                           .w_up = weights.w_up,
+                           .w_up = o.gated ? weights.w_up : nullptr,
                            .w_down = weights.w_down,
                            .y = y.data(),
+                           .squared = o.activation == Activation::kRelu2,
                            .activity = counts.data()};
 
   const TwellBuffersCuda made(gate.shape);  // output of the gate GEMM
-  const GateGemmCuda gate_gemm{tokens, o.width, o.ffn, x, weights.w_gate, made.view()};
+  const GateGemmCuda gate_gemm{
+      tokens, o.width, o.ffn, x, o.gated ? weights.w_gate : weights.w_up, made.view()};
   TileUnionWorkspace unions(tokens, o.ffn);
   RowFusedWorkspace rows_workspace(ctx, tokens, o.width);
   const Piece tile_union = [&] { tile_union_up_down_cuda(ctx, up_down, unions); };
@@ -121,11 +127,11 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
       choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
 
   // When tile-union follows the gate GEMM, it processes a tile of the pattern once the GEMM has
-  // finished that tile.
+  // finished that tile. Only gated layers do.
   GateGemmCuda followed_gate = gate_gemm;
-  followed_gate.progress = unions.progress(tokens);
+  if (o.gated) followed_gate.progress = unions.progress(tokens);
   SparseUpDownCuda following = up_down;
-  following.follows_gate = true;
+  following.follows_gate = o.gated;
   const std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
                                      [&] {
                                        gate_gemm_cuda(ctx, followed_gate);
@@ -196,7 +202,7 @@ Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t co
   const auto other = [&](uint64_t stream) {
     return upload(random_operand(o.ffn * o.width, stream, 0.02f, o.seed + copy));
   };
-  Layer layer;
+  Layer layer{.activation = o.activation};
   layer.x = upload(x_bf16);
   if (o.gated) {
     layer.w_gate = upload(w_firing);
@@ -216,7 +222,7 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
   for (int64_t copy = 0; copy < kL2Copies; ++copy) {
     copies.push_back(firing_layer(o, pattern, static_cast<uint64_t>(copy)));
   }
-  DenseFfnCuda dense(ctx, tokens, o.width, o.ffn, o.gated);
+  DenseFfnCuda dense(ctx, tokens, o.width, o.ffn, o.gated, o.activation);
   const Values dense_y = poisoned<__nv_bfloat16>(tokens * o.width);
   const Values y = poisoned<__nv_bfloat16>(tokens * o.width);
   dense.tune(ctx, copies[0].weights(), copies[0].x.data(), dense_y.data());

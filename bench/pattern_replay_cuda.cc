@@ -55,6 +55,7 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                              .w_down = problem.weights.w_down,
                              .y = problem.y + begin * width_,
                              .add = problem.add,
+                             .squared = problem.weights.activation == Activation::kRelu2,
                              .follows_gate = gated_},
                             workspace_);
     done(false);

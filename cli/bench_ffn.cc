@@ -21,6 +21,7 @@ namespace {
 
 struct BenchFfnArguments {
   FfnBenchmark benchmark;
+  std::string activation = "relu";
   std::filesystem::path patterns;
   std::optional<int64_t> layer;
   int64_t tokens = 0;  // 0: a default for the device
@@ -88,6 +89,7 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
   json["width"] = options.width;
   json["ffn"] = options.ffn;
   json["gated"] = options.gated;
+  json["activation"] = activation_name(options.activation);
   json["nnz_per_token"] = row.nnz_per_token;
   json["max_row_nnz"] = row.max_row_nnz;
   json["median_s"] = row.time.median;
@@ -109,6 +111,7 @@ void require_room(const BenchFfnArguments& arguments) {
 
 int run_sweep(const CommonOptions& common, BenchFfnArguments& arguments, bool cuda) {
   TWELL_REQUIRE(cuda, "--sweep times GPU kernels; this run uses the CPU");
+  TWELL_REQUIRE(arguments.activation == "relu", "--sweep times relu, not {}", arguments.activation);
   constexpr int64_t kCapturedTokens = 1024;  // the sweep repeats these tokens
   arguments.tokens = kCapturedTokens;
   FfnSweepOptions options{.quick = arguments.quick,
@@ -127,6 +130,7 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
   if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
   require_room(arguments);
   arguments.benchmark.seed = common.seed;
+  arguments.benchmark.activation = parse_activation(arguments.activation, "--activation");
   const std::vector<FfnPattern> patterns = arguments.patterns.empty()
                                                ? synthetic_patterns(arguments, common.seed)
                                                : captured_patterns(arguments);
@@ -135,8 +139,9 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
     return kExitOk;
   }
   Context ctx(common.threads);
-  fmt::print("FFN forward, D {}, F {}, {}, f32, on {} ({} threads)\n", arguments.benchmark.width,
-             arguments.benchmark.ffn, arguments.benchmark.gated ? "gated" : "not gated", cpu_name(),
+  fmt::print("FFN forward, D {}, F {}, {}, {}, f32, on {} ({} threads)\n",
+             arguments.benchmark.width, arguments.benchmark.ffn,
+             arguments.benchmark.gated ? "gated" : "not gated", arguments.activation, cpu_name(),
              ctx.threads());
   fmt::print("  {:<11} {:<11} {:>9} [{:>8}, {:>8}] {:>9} {:>8} {:>8} {:>9}\n", "policy", "runs",
              "ms", "p10", "p90", "tok/s", "GFLOP/s*", "ratio", "error");
@@ -180,6 +185,8 @@ void add_bench_ffn_command(Command& bench, CommonOptions& common) {
   command.value("--width", &benchmark.width, "D", "Width of the layer").at_least(1);
   command.value("--ffn", &benchmark.ffn, "F", "Neurons of the layer").at_least(1);
   command.flag("--gated", "--no-gated", &benchmark.gated, "With a gate projection (the default)");
+  command.value("--activation", &arguments->activation, "NAME", "relu, or relu2, its square")
+      .choices({"relu", "relu2"});
   command.value("--repeats", &benchmark.repeats, "N", "Timed rounds, each running everything once")
       .at_least(1);
   command.value("--jsonl", &arguments->jsonl, "FILE",

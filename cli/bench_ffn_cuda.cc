@@ -47,6 +47,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
                          {"width", options.width},
                          {"ffn", options.ffn},
                          {"gated", options.gated},
+                         {"activation", activation_name(options.activation)},
                          {"nnz_per_token", row.nnz_per_token},
                          {"max_row_nnz", row.max_row_nnz},
                          {"layer_ms", timing_json(row.layer)},
@@ -132,8 +133,9 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
                         const std::filesystem::path& jsonl) {
   const CudaStream stream;
   CudaContext ctx(stream.get());
-  fmt::print("FFN forward, D {}, F {}, {}, bf16, on {}\n", options.width, options.ffn,
-             options.gated ? "gated" : "not gated", ctx.device_name());
+  fmt::print("FFN forward, D {}, F {}, {}, {}, bf16, on {}\n", options.width, options.ffn,
+             options.gated ? "gated" : "not gated", activation_name(options.activation),
+             ctx.device_name());
   fmt::print("  {:<11} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
              "", "gate", "up+down", "layer ms", "p10", "p90", "ratio", "TFLOP/s", "mJ/token",
              "error");

@@ -100,7 +100,7 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
       load_engine(common, {.scorer = Evaluator::plan(result.config, {})}, std::move(model));
   const std::unique_ptr<Scorer> scorer = engine->scorer(FfnPolicy::kAuto);
   std::optional<ActivityProfiler> profiler;
-  if (result.config.activation == Activation::kRelu) {
+  if (leaves_zeros(result.config.activation)) {
     profiler.emplace(result.config, engine->costs());
     result.costs_of = profiler->costs().device();
   }

@@ -89,8 +89,8 @@ void add_relufy(const TrainFlags& flags, TrainOptions& options) {
                 "--relufy and --distill start from a model: add --from DIR");
   if (flags.relufy) {
     options.relufy_from = load_config(flags.from).activation;
-    TWELL_REQUIRE(options.relufy_from != Activation::kRelu,
-                  "{} has relu already: leave --relufy out", flags.from.string());
+    TWELL_REQUIRE(!leaves_zeros(options.relufy_from), "{} has {} already: leave --relufy out",
+                  flags.from.string(), activation_name(options.relufy_from));
   }
   TWELL_REQUIRE(flags.relufy || options.relufy_steps == 0, "--relufy-steps goes with --relufy");
   TWELL_REQUIRE(flags.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");

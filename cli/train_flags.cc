@@ -104,8 +104,10 @@ void add_model_flags(Command& command, ModelFlags& flags) {
                "Feed-forward layers with a gate, or without");
   command.flag("--tied", "--untied", &flags.tied,
                "One matrix for embedding and output head, or two");
-  command.value("--activation", &flags.activation, "NAME",
-                "relu (default), silu, gelu, gelu_pytorch_tanh, quick_gelu; only relu is sparse");
+  command.value(
+      "--activation", &flags.activation, "NAME",
+      "relu (default), relu2, silu, gelu, gelu_pytorch_tanh, quick_gelu; only relu and relu2 "
+      "are sparse");
   command.value("--rope-theta", &flags.rope_theta, "X", "Base of the rotary embedding");
   command.value("--norm-eps", &flags.norm_eps, "X", "Epsilon of RMSNorm");
   command.value("--init-std", &flags.init_std, "X", "Standard deviation of initial weights");

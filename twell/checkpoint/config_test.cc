@@ -185,6 +185,14 @@ TEST(Config, PublishedSparseModelsAreReluWhateverTheySay) {
   EXPECT_EQ(refusal(config), "");
 }
 
+TEST(Config, Relu2IsReadAndWritten) {
+  json config = hugging_face_config();
+  config["hidden_act"] = "relu2";
+  const ModelConfig read = parse_config(config, "x");
+  EXPECT_EQ(read.activation, Activation::kRelu2);
+  EXPECT_EQ(config_to_json(read)["hidden_act"], "relu2");
+}
+
 TEST(Config, RefusesByName) {
   expect_refused("hidden_act", "mish", "hidden_act: activation \"mish\" is not supported");
   expect_refused("model_type", "gemma", "model_type \"gemma\"");

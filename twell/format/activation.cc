@@ -23,7 +23,8 @@ constexpr Name kNames[] = {{"relu", Activation::kRelu},
                            {"gelu_new", Activation::kGeluTanh},
                            {"gelu_fast", Activation::kGeluTanh},
                            {"gelu_accurate", Activation::kGeluTanh},
-                           {"quick_gelu", Activation::kQuickGelu}};
+                           {"quick_gelu", Activation::kQuickGelu},
+                           {"relu2", Activation::kRelu2}};
 
 }  // namespace
 

@@ -4,7 +4,7 @@
 // Hugging Face stores down_proj as [D, F]; checkpoints are transposed when read and written.
 //   gated:      g = relu(x w_gate^T), u = x w_up^T, h = g * u, y = h w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down;  w_gate is empty
-// With another activation instead of relu nothing is zero, and the layer runs dense.
+// With another activation f instead of relu, see format/activation.h.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ struct FfnMatrices {
   bool gated() const { return !w_gate.empty(); }
   int64_t ffn() const { return w_up.rows; }
   int64_t width() const { return w_up.cols; }
-  // The projection whose ReLU decides which neurons fire.
+  // The projection whose sign decides which neurons fire.
   View firing() const { return gated() ? w_gate : w_up; }
 
   // Inference takes weights of any dtype, so also these.

@@ -84,7 +84,7 @@ std::vector<int32_t> ActivityProfile::extreme_tokens(int64_t count, bool most) c
 
 ActivityProfiler::ActivityProfiler(const ModelConfig& config, std::unique_ptr<ExecutionCosts> costs)
     : costs_(std::move(costs)) {
-  TWELL_REQUIRE(config.activation == Activation::kRelu,
+  TWELL_REQUIRE(leaves_zeros(config.activation),
                 "the activation is {}, which leaves no zeros: there is no sparsity to profile",
                 activation_name(config.activation));
   const auto context = static_cast<size_t>(config.context);

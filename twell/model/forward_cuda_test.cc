@@ -44,7 +44,9 @@ std::vector<ModelCase> model_cases() {
                                   {"silu", small(4, 2, 16, true, false)},
                                   {"gelu_not_gated", small(4, 4, 16, false, true)},
                                   {"gelu_tanh", small(4, 4, 16, true, true)},
-                                  {"quick_gelu", small(4, 4, 16, true, true)}};
+                                  {"quick_gelu", small(4, 4, 16, true, true)},
+                                  {"relu2", small(4, 2, 16, true, true)},
+                                  {"relu2_not_gated", small(4, 4, 16, false, true)}};
   cases[4].config.qkv_bias = true;
   cases[4].config.family = Family::kQwen2;
   cases[5].config.qk_norm = true;
@@ -53,6 +55,7 @@ std::vector<ModelCase> model_cases() {
   cases[7].config.activation = Activation::kGelu;
   cases[8].config.activation = Activation::kGeluTanh;
   cases[9].config.activation = Activation::kQuickGelu;
+  cases[10].config.activation = cases[11].config.activation = Activation::kRelu2;
   return cases;
 }
 

@@ -97,8 +97,9 @@ TEST_F(ForwardTest, AgreesWithTheReference) {
 }
 
 TEST_F(ForwardTest, EveryOptionOfTheFamiliesAgreesWithTheReference) {
-  for (const Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
-                                      Activation::kQuickGelu, Activation::kRelu}) {
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kQuickGelu,
+        Activation::kRelu, Activation::kRelu2}) {
     ModelConfig config = small_config(true, activation != Activation::kSilu);
     config.activation = activation;
     config.qkv_bias = activation != Activation::kGelu;

@@ -129,6 +129,8 @@ class ReferenceModel {
         return z / (1.0 + std::exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)));
       case Activation::kQuickGelu:
         return z / (1.0 + std::exp(-1.702 * z));
+      case Activation::kRelu2:
+        return std::max(z, 0.0) * std::max(z, 0.0);
     }
     return 0.0;
   }

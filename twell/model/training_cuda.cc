@@ -317,8 +317,8 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
 }
 
 std::string cuda_training_unsupported(const ModelConfig& config, int64_t length) {
-  if (config.activation != Activation::kRelu) {
-    return "the GPU trains feed-forward layers with ReLU only; use --device cpu";
+  if (!leaves_zeros(config.activation)) {
+    return "the GPU trains feed-forward layers with relu and relu2 only; use --device cpu";
   }
   if (config.qk_norm) {
     return "the GPU trains no norms over heads (QK-norm) yet; use --device cpu";

@@ -298,10 +298,11 @@ class TrainingCuda::Pass {
     clear(grads_.final_norm, config_.width);
   }
 
-  static FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) {
+  FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) const {
     return {.w_gate = device_bf16(w.ffn.w_gate.data),
             .w_up = device_bf16(w.ffn.w_up.data),
-            .w_down = device_bf16(w.ffn.w_down.data)};
+            .w_down = device_bf16(w.ffn.w_down.data),
+            .activation = config_.activation};
   }
   AttentionTrainShape attention_shape() const {
     return {.sequences = shape_.sequences,

@@ -3,7 +3,7 @@
 // [F] per call; SIMD, chosen at run time. ReLU layers have kernels of their own, which skip zeros.
 //   gated      h = f(x) * u
 //   non-gated  h = f(x), u is null
-// f may be a blend with ReLU. Values are within a few ulp of the definitions in
+// f may be a blend with ReLU, except for relu2. Values are within a few ulp of the definitions in
 // format/activation.h.
 #pragma once
 
@@ -14,8 +14,7 @@
 namespace twell {
 
 struct ActivatedRow {
-  // Neurons with f(x) != 0; for a blend with ReLU those with x > 0, which will remain once it is
-  // pure ReLU.
+  // Neurons with f(x) != 0; for a blend with ReLU and for relu2 those with x > 0 (relu2: or NaN).
   int64_t nnz = 0;
   double l1 = 0.0;  // sum of |h|
 };

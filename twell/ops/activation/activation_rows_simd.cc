@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <type_traits>
+
 #include "twell/base/error.h"
 #include "twell/ops/activation/activation_rows.h"
 
@@ -16,7 +18,7 @@ namespace HWY_NAMESPACE {
 namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Every activation here is x * s(x) with a smooth step s from 0 to 1, so f' = s + x s'.
+// The smooth activations are x * s(x) with a step s from 0 to 1, so f' = s + x s'.
 template <class V>
 struct Step {
   V s;
@@ -85,6 +87,9 @@ struct Gelu {
   }
 };
 
+// Has no step: blended() below computes it.
+struct Relu2 {};
+
 // f(x) and f'(x) of the blend.
 template <class D, class F, class V = hn::Vec<D>>
 Step<V> blended(D d, const F& f, float relu_share, V x) {
@@ -95,6 +100,13 @@ Step<V> blended(D d, const F& f, float relu_share, V x) {
   const auto fires = hn::Gt(x, hn::Zero(d));
   return {hn::MulAdd(rest, value, hn::IfThenElseZero(fires, hn::Mul(share, x))),
           hn::MulAdd(rest, slope, hn::IfThenElseZero(fires, share))};
+}
+
+// Of max(x, 0)^2, which is not blended. A NaN goes through it.
+template <class D, class V = hn::Vec<D>>
+Step<V> blended(D d, const Relu2&, float, V x) {
+  const V g = hn::IfThenZeroElse(hn::Le(x, hn::Zero(d)), x);
+  return {hn::Mul(g, g), hn::Add(g, g)};
 }
 
 // Calls step(tag, i) over [0, n): full vectors, then single lanes.
@@ -116,7 +128,10 @@ ActivatedRow forward_row(const F& f, float relu_share, const float* x, const flo
     const auto v = hn::LoadU(d, x + i);
     const auto value = blended(d, f, relu_share, v).s;
     const auto zero = hn::Zero(d);
-    const auto on = relu_share > 0.0f ? hn::Gt(v, zero) : hn::Ne(value, zero);
+    const bool squared = std::is_same_v<F, Relu2>;  // whose value may underflow
+    const auto on = squared             ? hn::Not(hn::Le(v, zero))
+                    : relu_share > 0.0f ? hn::Gt(v, zero)
+                                        : hn::Ne(value, zero);
     const auto product = u == nullptr ? value : hn::Mul(value, hn::LoadU(d, u + i));
     hn::StoreU(product, d, h + i);
     row.nnz += static_cast<int64_t>(hn::CountTrue(d, on));
@@ -152,6 +167,8 @@ ActivatedRow forward(const BlendedActivation& f, const float* x, const float* u,
       return forward_row(Gelu(), f.relu_share, x, u, h, fired, n);
     case Activation::kGeluTanh:
       return forward_row(GeluTanh(), f.relu_share, x, u, h, fired, n);
+    case Activation::kRelu2:
+      return forward_row(Relu2(), f.relu_share, x, u, h, fired, n);
     default:
       return forward_row(QuickGelu(), f.relu_share, x, u, h, fired, n);
   }
@@ -165,6 +182,8 @@ void backward(const BlendedActivation& f, const ActivationBackwardRow& row, int6
       return backward_row(Gelu(), f.relu_share, row, n);
     case Activation::kGeluTanh:
       return backward_row(GeluTanh(), f.relu_share, row, n);
+    case Activation::kRelu2:
+      return backward_row(Relu2(), f.relu_share, row, n);
     default:
       return backward_row(QuickGelu(), f.relu_share, row, n);
   }
@@ -184,6 +203,7 @@ HWY_EXPORT(backward);
 
 void check(const BlendedActivation& f) {
   TWELL_CHECK(f.kind != Activation::kRelu, "ReLU rows are not computed here");
+  TWELL_CHECK(f.kind != Activation::kRelu2 || f.relu_share == 0.0f, "relu2 is not blended");
   TWELL_CHECK(f.relu_share >= 0.0f && f.relu_share <= 1.0f, "a ReLU share of {}", f.relu_share);
 }
 

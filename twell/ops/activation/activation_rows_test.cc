@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -126,10 +127,66 @@ TEST_P(ActivationRows, WorksInPlaceAndKeepsNotANumber) {
   EXPECT_NEAR(x[2], reference(GetParam(), -1.0), 4 * kEps);
 }
 
+// h = f(x) u with f(x) = max(x, 0)^2, and f' = 2 max(x, 0), each with one rounding per product.
+TEST(Relu2Rows, ForwardAndBackward) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (const int64_t n : {1, 7, 133}) {
+    for (const bool gated : {true, false}) {
+      std::vector<float> x = {-kInf, 1e-30f, -0.0f, 3.0f, -3.0f, 0.0f, 0.5f}, u, d_out;
+      for (uint64_t i = x.size(); i < static_cast<uint64_t>(n); ++i) {
+        x.push_back(2.0f * normal(6, 0, i));
+      }
+      x.resize(static_cast<size_t>(n));
+      for (uint64_t i = 0; i < x.size(); ++i) {
+        u.push_back(gated ? normal(7, 0, i) : 1.0f);
+        d_out.push_back(normal(8, 0, i));
+      }
+      const BlendedActivation f{Activation::kRelu2};
+      std::vector<float> h(x.size(), kNan), again(x.size(), kNan), d_u(x.size(), kNan), d_x = d_out;
+      std::vector<float> fired(x.size(), 0.0f);
+      const ActivatedRow row =
+          activate_row(f, x.data(), gated ? u.data() : nullptr, h.data(), fired.data(), n);
+      activate_backward_row(f,
+                            {.x = x.data(),
+                             .u = gated ? u.data() : nullptr,
+                             .l1 = 0.25f,
+                             .d_h = d_x.data(),
+                             .d_u = gated ? d_u.data() : nullptr,
+                             .h = again.data()},
+                            n);
+      int64_t nnz = 0;
+      double l1 = 0.0;
+      for (size_t i = 0; i < x.size(); ++i) {
+        const double g = std::max(static_cast<double>(x[i]), 0.0), up = static_cast<double>(u[i]);
+        const double want = g * g * up;
+        EXPECT_NEAR(h[i], want, 2.0 * kEps * std::abs(want) + 1e-38) << x[i];
+        EXPECT_EQ(h[i], again[i]);
+        nnz += x[i] > 0.0f;
+        l1 += std::abs(static_cast<double>(h[i]));
+        EXPECT_EQ(fired[i], x[i] > 0.0f ? 1.0f : 0.0f) << x[i];
+        const double sign = h[i] > 0.0f ? 1.0 : (h[i] < 0.0f ? -1.0 : 0.0);
+        const double d = static_cast<double>(d_out[i]) + 0.25 * sign;
+        const double bound =
+            8.0 * kEps * (std::abs(d) + 0.25) * (1.0 + std::abs(up)) * (1.0 + g * g);
+        EXPECT_NEAR(d_x[i], d * up * 2.0 * g, bound) << x[i];
+        if (gated) {
+          EXPECT_NEAR(d_u[i], d * g * g, bound) << x[i];
+        }
+      }
+      EXPECT_EQ(row.nnz, nnz);
+      EXPECT_NEAR(row.l1, l1, 64 * kEps * l1);
+    }
+  }
+  float nan = kNan;
+  activate_row({Activation::kRelu2}, &nan, nullptr, &nan, nullptr, 1);
+  EXPECT_TRUE(std::isnan(nan));
+}
+
 TEST(ActivationRowsContract, ReluIsNotComputedHere) {
   float x = 1.0f;
   EXPECT_THROW(activate_row({}, &x, nullptr, &x, nullptr, 1), Error);
   EXPECT_THROW(activate_row({Activation::kSilu, 1.5f}, &x, nullptr, &x, nullptr, 1), Error);
+  EXPECT_THROW(activate_row({Activation::kRelu2, 0.5f}, &x, nullptr, &x, nullptr, 1), Error);
 }
 
 INSTANTIATE_TEST_SUITE_P(Smooth, ActivationRows, ::testing::ValuesIn(kSmooth),

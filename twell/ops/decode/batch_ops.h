@@ -41,6 +41,7 @@ struct Linear {
   void* y = nullptr;                        // [M, N] bf16, or f32
   bool f32_out = false;
   bool relu = false;
+  bool squared = false;              // with relu: the square of it
   ActivityCuda* activity = nullptr;  // tokens and, of y, non-zeros are added; may be null
 };
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream);
@@ -80,6 +81,7 @@ struct GateUp {
   const __nv_bfloat16* w_gate = nullptr;  // [F, K]
   const __nv_bfloat16* w_up = nullptr;    // [F, K]
   __nv_bfloat16* h = nullptr;             // [M, F]
+  bool squared = false;                   // relu2 instead of ReLU
   ActivityCuda* activity = nullptr;       // tokens and nnz are added; may be null
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);

@@ -116,7 +116,8 @@ TEST_P(BatchOpsCuda, GateUp) {
   const Products gate = products(to_floats(x), to_floats(w_gate), tokens, ffn, width);
   const Products up = products(to_floats(x), to_floats(w_up), tokens, ffn, width);
   const CudaStream stream;
-  for (const bool gated : {true, false}) {
+  for (const int kind : {0, 1, 2, 3}) {
+    const bool gated = kind % 2 == 0, squared = kind >= 2;
     const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
     const auto counts = upload(std::vector<ActivityCuda>(1));
     const Input input = input_of(GetParam(), device_x);
@@ -126,6 +127,7 @@ TEST_P(BatchOpsCuda, GateUp) {
                                        .w_gate = device_gate.data(),
                                        .w_up = device_up.data(),
                                        .h = h.data(),
+                                       .squared = squared,
                                        .activity = counts.data()},
                                       stream.get()));
     } else {
@@ -134,6 +136,7 @@ TEST_P(BatchOpsCuda, GateUp) {
                                       .w = device_up.data(),
                                       .y = h.data(),
                                       .relu = true,
+                                      .squared = squared,
                                       .activity = counts.data()},
                                      stream.get()));
     }
@@ -141,13 +144,15 @@ TEST_P(BatchOpsCuda, GateUp) {
     const Floats got = to_floats(download(h));
     uint64_t nnz = 0;
     for (size_t i = 0; i < got.size(); ++i) {
-      const double u = gated ? up.value[i] : std::max(up.value[i], 0.0);
-      const double g = gated ? std::max(gate.value[i], 0.0) : 1.0;
-      const double up_error = up.size[i] * kSumError;
-      const double gate_error = gated ? gate.size[i] * kSumError : 0.0;
+      const Products& firing = gated ? gate : up;
+      const double g = std::max(firing.value[i], 0.0), g_error = firing.size[i] * kSumError;
+      const double f = squared ? g * g : g;
+      const double f_error = squared ? (2.0 * g + g_error) * g_error : g_error;
+      const double u = gated ? up.value[i] : 1.0;
+      const double up_error = gated ? up.size[i] * kSumError : 0.0;
       const double error =
-          gate_error * (std::abs(u) + up_error) + g * up_error + std::abs(g * u) * kRounding;
-      ASSERT_NEAR(got[i], g * u, error + 1e-6) << i / at(ffn) << ", " << i % at(ffn);
+          f_error * (std::abs(u) + up_error) + f * up_error + std::abs(f * u) * kRounding;
+      ASSERT_NEAR(got[i], f * u, error + 1e-6) << i / at(ffn) << ", " << i % at(ffn);
       nnz += got[i] != 0.0f;
     }
     const ActivityCuda count = download(counts)[0];

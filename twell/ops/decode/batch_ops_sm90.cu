@@ -79,7 +79,7 @@ struct LinearRows {
   const __nv_bfloat16* residual;
   void* y;
   int f32_out;
-  int relu_out;
+  int relu_out;  // 0: not, 1: ReLU, 2: its square
 
   __device__ __forceinline__ int2 first_rows(int tile) const {
     return {tile * kRows, tile * kRows + kHalf};
@@ -94,6 +94,7 @@ struct LinearRows {
       for (float& value : v) {
         value = relu(value);
         active += !(value == 0.0f);
+        if (relu_out == 2) value *= value;
       }
     }
     if (f32_out) {
@@ -118,6 +119,7 @@ struct GateUpRows {
   static constexpr bool kDown = false;
   int64_t ffn;
   __nv_bfloat16* h;
+  bool squared;
 
   __device__ __forceinline__ int2 first_rows(int tile) const {
     return {tile * kHalf, tile * kHalf};
@@ -131,7 +133,7 @@ struct GateUpRows {
     for (int i = 0; i < 4; ++i) {
       const float g = relu(gate[i]);
       active += !(g == 0.0f);
-      gate[i] = g * up[i];
+      gate[i] = (squared ? g * g : g) * up[i];
     }
     store4(h + token * ffn + neuron, gate);
     return active;
@@ -379,7 +381,8 @@ Params params_of(const Input& input, ActivityCuda* activity) {
 }  // namespace
 
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {
-  const auto& [input, cols, w, residual, y, f32_out, relu_out, activity] = problem;
+  const auto& [input, cols, w, residual, y, f32_out, relu, squared, activity] = problem;
+  const int relu_out = relu ? (squared ? 2 : 1) : 0;
   if (!valid(input) || cols % 8 != 0) return cudaErrorInvalidValue;
   Params params = params_of(input, activity);
   params.first = params.second = matrix_tensor_map(w, cols, input.width, kHalf);
@@ -424,7 +427,8 @@ cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
   Params params = params_of(input, problem.activity);
   params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
   params.second = matrix_tensor_map(problem.w_up, problem.ffn, input.width, kHalf);
-  return launch<GateUpRows>(params, {problem.ffn, problem.h}, parts(problem.ffn, kHalf), stream);
+  return launch<GateUpRows>(params, {problem.ffn, problem.h, problem.squared},
+                            parts(problem.ffn, kHalf), stream);
 }
 
 }  // namespace twell::batch_ops

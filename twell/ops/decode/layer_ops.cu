@@ -312,7 +312,7 @@ struct GateUpGroups {
     const float g = relu(sums.low);
     const bool fires = !(g == 0.0f);
     p.h[sums.token * p.ffn + int64_t{group} * kPairs + sums.pair] =
-        __float2bfloat16(fires ? g * sums.high : 0.0f);
+        __float2bfloat16(fires ? (p.squared ? g * g : g) * sums.high : 0.0f);
     nnz += fires;
   }
   __device__ void done() const { add_activity(p, nnz); }
@@ -333,10 +333,10 @@ struct HiddenGroups {
     const float low = relu(sums.low), high = relu(sums.high);
     const int64_t neuron = int64_t{group} * kGroup + sums.pair;
     __nv_bfloat16* to = p.h + sums.token * p.ffn + neuron;
-    to[0] = __float2bfloat16(low);
+    to[0] = __float2bfloat16(p.squared ? low * low : low);
     nnz += !(low == 0.0f);
     if (neuron + kPairs >= p.ffn) return;
-    to[kPairs] = __float2bfloat16(high);
+    to[kPairs] = __float2bfloat16(p.squared ? high * high : high);
     nnz += !(high == 0.0f);
   }
   __device__ void done() const { add_activity(p, nnz); }

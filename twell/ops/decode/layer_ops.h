@@ -72,6 +72,7 @@ struct GateUp {
   const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
   const __nv_bfloat16* w_up = nullptr;    // [F, D]
   __nv_bfloat16* h = nullptr;             // [M, F]
+  bool squared = false;                   // relu2 instead of ReLU
   ActivityCuda* activity = nullptr;       // tokens and nnz are added; may be null
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);

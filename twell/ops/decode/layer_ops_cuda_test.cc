@@ -142,19 +142,21 @@ TEST_P(LayerOpsCuda, TokensDoNotDependOnEachOther) {
 struct Hidden {
   std::vector<double> value, error;
 };
-Hidden hidden(const Products* gate, const Products& up) {
+Hidden hidden(const Products* gate, const Products& up, bool squared) {
   Hidden h{std::vector<double>(up.value.size()), std::vector<double>(up.value.size())};
   for (size_t i = 0; i < up.value.size(); ++i) {
     const double up_error = up.size[i] * (kSumError + kNormError);
     if (gate == nullptr) {
-      h.value[i] = std::max(up.value[i], 0.0);
-      h.error[i] = up_error + h.value[i] * kRounding;
+      const double g = std::max(up.value[i], 0.0), error = up_error + g * kRounding;
+      h.value[i] = squared ? g * g : g;
+      h.error[i] = squared ? (2.0 * g + error) * error + g * g * kRounding : error;
       continue;
     }
-    const double g = std::max(gate->value[i], 0.0);
+    const double g = std::max(gate->value[i], 0.0), f = squared ? g * g : g;
     const double gate_error = gate->size[i] * (kSumError + kNormError) + g * kRounding;
-    h.value[i] = g * up.value[i];
-    h.error[i] = gate_error * (std::abs(up.value[i]) + up_error) + g * up_error +
+    const double f_error = squared ? (2.0 * g + gate_error) * gate_error : gate_error;
+    h.value[i] = f * up.value[i];
+    h.error[i] = f_error * (std::abs(up.value[i]) + up_error) + f * up_error +
                  std::abs(h.value[i]) * kRounding;
   }
   return h;
@@ -169,8 +171,9 @@ TEST_P(LayerOpsCuda, GateUp) {
   const Products up = products(operands.normed, to_floats(w_up), tokens, ffn, width);
   const Products gate = products(operands.normed, to_floats(w_gate), tokens, ffn, width);
   const CudaStream stream;
-  for (const bool gated : {false, true}) {
-    const Hidden want = hidden(gated ? &gate : nullptr, up);
+  for (const int kind : {0, 1, 2, 3}) {
+    const bool gated = kind % 2 == 1, squared = kind >= 2;
+    const Hidden want = hidden(gated ? &gate : nullptr, up, squared);
     const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
     const auto counts = upload(std::vector<ActivityCuda>(1));
     TWELL_CUDA_CHECK(launch_gate_up({.input = operands.input(true),
@@ -178,6 +181,7 @@ TEST_P(LayerOpsCuda, GateUp) {
                                      .w_gate = gated ? device_gate.data() : nullptr,
                                      .w_up = device_up.data(),
                                      .h = h.data(),
+                                     .squared = squared,
                                      .activity = counts.data()},
                                     stream.get()));
     stream.synchronize();

@@ -31,6 +31,7 @@ __device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityC
 template <Activation kActivation>
 __device__ float activate(float x) {
   if constexpr (kActivation == Activation::kRelu) return x <= 0.0f ? 0.0f : x;  // a NaN stays
+  if constexpr (kActivation == Activation::kRelu2) return x <= 0.0f ? 0.0f : x * x;
   if constexpr (kActivation == Activation::kSilu) return x / (1.0f + expf(-x));
   if constexpr (kActivation == Activation::kGelu) return 0.5f * x * erfcf(-0.70710678f * x);
   if constexpr (kActivation == Activation::kGeluTanh) {
@@ -56,7 +57,11 @@ __global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMul
     for (int k = 0; k < 4; ++k) {
       const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&g)[k]);
       float2 f = {activate<kActivation>(x.x), activate<kActivation>(x.y)};
-      count += (f.x != 0.0f) + (f.y != 0.0f);
+      if constexpr (kActivation == Activation::kRelu2) {
+        count += !(x.x <= 0.0f) + !(x.y <= 0.0f);  // the square may underflow
+      } else {
+        count += (f.x != 0.0f) + (f.y != 0.0f);
+      }
       if (p.u != nullptr) {
         const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
         f = {f.x * factor.x, f.y * factor.y};
@@ -90,6 +95,8 @@ cudaError_t launch_activate_multiply(const ActivateMultiply& p, cudaStream_t str
       return launch<Activation::kGeluTanh>(p, stream);
     case Activation::kQuickGelu:
       return launch<Activation::kQuickGelu>(p, stream);
+    case Activation::kRelu2:
+      return launch<Activation::kRelu2>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -103,7 +110,7 @@ DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int6
       activation_(activation),
       gate_(gate),
       hidden_(hidden) {
-  const bool relu = activation == Activation::kRelu;
+  const bool relu = leaves_zeros(activation);
   TWELL_CHECK(width % 8 == 0 && ffn % 8 == 0, "width {} and FFN size {} must be multiples of 8",
               width, ffn);
   const MatmulShapeCuda up{
@@ -119,62 +126,49 @@ DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int6
 }
 
 DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
-                           bool add)
-    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr, Activation::kRelu, add) {
-  owned_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn * (gated ? 2 : 1));
+                           Activation activation, bool add)
+    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr, activation, add) {
+  owned_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn * (in_place() ? 1 : 2));
   hidden_ = owned_.data();
-  if (gated) gate_ = owned_.data() + tokens * ffn;
+  if (!in_place()) gate_ = owned_.data() + tokens * ffn;
 }
 
 void DenseFfnCuda::tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                         __nv_bfloat16* y) {
   if (gated_) gate_plan_->tune(ctx, x, weights.w_gate, gate_);
-  up_plan_->tune(ctx, x, weights.w_up, hidden_);
+  up_plan_->tune(ctx, x, weights.w_up, gated_ ? hidden_ : gate_values());
   down_plan_->tune(ctx, hidden_, weights.w_down, y);
 }
 
 void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
                         const __nv_bfloat16* x) const {
-  gate_plan_->run(ctx, x, weights.w_gate, gate_);
-}
-
-// hidden = f(g) * u, or f(g) without u; where that is g itself, only counts.
-void DenseFfnCuda::activate(CudaContext& ctx, const __nv_bfloat16* g, const __nv_bfloat16* u,
-                            const DenseCountsCuda& counts, int64_t stride) const {
-  const bool changes = u != nullptr || activation_ != Activation::kRelu;
-  TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
-                                             .g = g,
-                                             .u = u,
-                                             .h = changes ? hidden_ : nullptr,
-                                             .tokens = tokens_,
-                                             .ffn = ffn_,
-                                             .row_nnz = counts.row_nnz,
-                                             .counts = counts.activity,
-                                             .stride = stride},
-                                            ctx.stream()));
+  const MatmulPlanCuda& plan = gated_ ? *gate_plan_ : *up_plan_;
+  plan.run(ctx, x, gated_ ? weights.w_gate : weights.w_up, gate_values());
 }
 
 void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                            __nv_bfloat16* y, const DenseCountsCuda& counts) const {
-  up_plan_->run(ctx, x, weights.w_up, hidden_);
-  activate(ctx, gate_, hidden_, counts);
+  if (gated_) up_plan_->run(ctx, x, weights.w_up, hidden_);
+  if (!in_place() || counts.row_nnz != nullptr || counts.activity != nullptr) {
+    const bool samples = in_place() && counts.row_nnz == nullptr;
+    TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
+                                               .g = gate_values(),
+                                               .u = gated_ ? hidden_ : nullptr,
+                                               .h = in_place() ? nullptr : hidden_,
+                                               .tokens = tokens_,
+                                               .ffn = ffn_,
+                                               .row_nnz = counts.row_nnz,
+                                               .counts = counts.activity,
+                                               .stride = samples ? kSampleStride : 1},
+                                              ctx.stream()));
+  }
   down_plan_->run(ctx, hidden_, weights.w_down, y);
 }
 
 void DenseFfnCuda::forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                            __nv_bfloat16* y, const DenseCountsCuda& counts) const {
-  if (gated_) {
-    gate(ctx, weights, x);
-    up_down(ctx, weights, x, y, counts);
-    return;
-  }
-  up_plan_->run(ctx, x, weights.w_up, hidden_);
-  if (activation_ != Activation::kRelu) {
-    activate(ctx, hidden_, nullptr, counts);
-  } else if (counts.row_nnz != nullptr || counts.activity != nullptr) {
-    activate(ctx, hidden_, nullptr, counts, counts.row_nnz != nullptr ? 1 : kSampleStride);
-  }
-  down_plan_->run(ctx, hidden_, weights.w_down, y);
+  gate(ctx, weights, x);
+  up_down(ctx, weights, x, y, counts);
 }
 
 }  // namespace twell

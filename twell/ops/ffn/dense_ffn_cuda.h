@@ -3,7 +3,8 @@
 // executions, and what a layer without sparsity runs.
 //   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// Another activation is computed in f32 together with the product. The result can be added to y.
+// The square of relu2, or another activation, is computed in f32 together with the product. The
+// result can be added to y.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,10 +35,12 @@ struct DenseCountsCuda {
 
 class DenseFfnCuda {
  public:
-  // For exactly `tokens` tokens; owns the activations in between, 2 M F values when gated.
+  // For exactly `tokens` tokens; owns the activations in between, 2 M F values, or M F in a
+  // non-gated ReLU layer.
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
-               bool add = false);
-  // The same in the caller's memory: gate [M, F] (not needed without a gate) and hidden [M, F].
+               Activation activation = Activation::kRelu, bool add = false);
+  // The same in the caller's memory: gate [M, F] (not needed in a non-gated ReLU layer) and hidden
+  // [M, F].
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
                __nv_bfloat16* gate, __nv_bfloat16* hidden,
                Activation activation = Activation::kRelu, bool add = false);
@@ -50,15 +53,15 @@ class DenseFfnCuda {
   // y [M, D] = FFN(x [M, D]), or +=, with the activation it was made for. Never synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
-  // The two halves of a gated layer: the gate (before an activation other than ReLU), and the rest.
+  // The two halves: the first product (in ReLU and relu2 layers with its ReLU), and the rest.
   void gate(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x) const;
   void up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
-  __nv_bfloat16* gate_values() const { return gate_; }  // [M, F]
+  __nv_bfloat16* gate_values() const { return in_place() ? hidden_ : gate_; }  // [M, F]
 
  private:
-  void activate(CudaContext& ctx, const __nv_bfloat16* g, const __nv_bfloat16* u,
-                const DenseCountsCuda& counts, int64_t stride = 1) const;
+  // The first product is h.
+  bool in_place() const { return !gated_ && activation_ == Activation::kRelu; }
 
   int64_t tokens_;
   int64_t ffn_;
@@ -74,12 +77,13 @@ class DenseFfnCuda {
 // h = f(g) * u, or f(g) without u. f is computed in f32, see format/activation.h.
 struct ActivateMultiply {
   Activation activation = Activation::kRelu;
-  const __nv_bfloat16* g = nullptr;  // [M, F] before or, for ReLU, after the activation
+  const __nv_bfloat16* g =
+      nullptr;  // [M, F] before the activation, or after ReLU where f is ReLU or relu2
   const __nv_bfloat16* u = nullptr;  // [M, F], or null: no gate
   __nv_bfloat16* h = nullptr;        // [M, F] out; may be either input; null: only count
   int64_t tokens = 0;                // M
   int64_t ffn = 0;                   // F, a multiple of 8
-  int32_t* row_nnz = nullptr;        // [M] out: neurons with f(g) != 0, or null
+  int32_t* row_nnz = nullptr;        // [M] out: active neurons, or null
   ActivityCuda* counts = nullptr;    // added to, or null
   int64_t stride = 1;                // only every stride-th token is processed
 };

@@ -24,6 +24,8 @@ double activate(Activation activation, double x) {
       return x / (1.0 + std::exp(-2.0 * std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
     case Activation::kQuickGelu:
       return x / (1.0 + std::exp(-1.702 * x));
+    case Activation::kRelu2:
+      return std::max(x, 0.0) * std::max(x, 0.0);
   }
   return NAN;
 }
@@ -38,7 +40,8 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
     auto g = random_bf16(tokens * kFfn, 1, 3.0f);
     const auto u = random_bf16(tokens * kFfn, 2);
     // Large values of both signs, for which exponentials overflow, and zeros, which do not count.
-    const float special[] = {0.0f, -0.0f, 60.0f, -60.0f, 200.0f, -200.0f, 3e38f, -3e38f};
+    const float large = GetParam() == Activation::kRelu2 ? 1e18f : 3e38f;  // its square is finite
+    const float special[] = {0.0f, -0.0f, 60.0f, -60.0f, 200.0f, -200.0f, large, -large};
     for (size_t i = 0; i < 8; ++i) g[i] = __float2bfloat16(special[i]);
     const auto device_g = upload(g), device_u = upload(u);
     for (const bool gated : {true, false}) {
@@ -83,7 +86,8 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Activations, ActivateMultiplyTest,
                          testing::Values(Activation::kRelu, Activation::kSilu, Activation::kGelu,
-                                         Activation::kGeluTanh, Activation::kQuickGelu));
+                                         Activation::kGeluTanh, Activation::kQuickGelu,
+                                         Activation::kRelu2));
 
 }  // namespace
 }  // namespace twell

@@ -193,6 +193,9 @@ double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActiv
 
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max();
+// Columns of x for which the kernels, which count the 16-byte pieces of a chunk of up to 2^18
+// tokens in 32 bits, have room.
+constexpr int64_t kUnionWidth = 131072;
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
 // Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
@@ -211,7 +214,7 @@ constexpr std::array kTable = {
               .most_width = kAny,
               .most_ffn = kAny,
               .most_weights = kAny,
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = true,
               .takes_norm = true,
               .counts_rows = false,
@@ -227,7 +230,7 @@ constexpr std::array kTable = {
               .most_width = k2To24,
               .most_ffn = kBatchFfn,
               .most_weights = kAny,
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = false,
@@ -243,7 +246,7 @@ constexpr std::array kTable = {
               .most_width = kAny,
               .most_ffn = kAny,
               .most_weights = kAny,
-              .relu_only = false,
+              .zeros_only = false,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = true,
@@ -259,7 +262,7 @@ constexpr std::array kTable = {
               .most_width = k2To24,
               .most_ffn = k2To24,
               .most_weights = kAny,
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = true,
               .counts_rows = false,
@@ -275,7 +278,7 @@ constexpr std::array kTable = {
               .most_width = k2To24,
               .most_ffn = k2To24,
               .most_weights = kAny,
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = false,
@@ -288,10 +291,10 @@ constexpr std::array kTable = {
               .most_tokens = kAny,
               .least_capability = kHopper,
               .most_capability = kHopper,
-              .most_width = kAny,
+              .most_width = kUnionWidth,
               .most_ffn = 524288,                      // a bit per neuron in shared memory
               .most_weights = (int64_t{1} << 35) - 1,  // 16-byte pieces are counted in 32 bits
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = true,
@@ -305,9 +308,9 @@ constexpr std::array kTable = {
               .least_capability = 80,
               .most_capability = kNewest,
               .most_width = k2To24,
-              .most_ffn = int64_t{1} << 30,
+              .most_ffn = k2To24,
               .most_weights = kAny,
-              .relu_only = true,
+              .zeros_only = true,
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = true,
@@ -350,16 +353,18 @@ constexpr std::array kTrainTable = {
     GpuFfnTrainRow{.execution = FfnTrainExecution::kDense,
                    .least_capability = kAnyGpu,
                    .most_capability = kNewest,
+                   .most_width = kAny,
                    .most_ffn = kAny,
                    .most_weights = kAny,
-                   .relu_only = false,
+                   .zeros_only = false,
                    .cost = dense_train_cost},
     GpuFfnTrainRow{.execution = FfnTrainExecution::kHybrid,
                    .least_capability = kHopper,
                    .most_capability = kHopper,
+                   .most_width = kUnionWidth,               // as tile-union
                    .most_ffn = 524288,                      // as tile-union
                    .most_weights = (int64_t{1} << 35) - 1,  // as tile-union
-                   .relu_only = true,
+                   .zeros_only = true,
                    .cost = hybrid_train_cost},
 };
 
@@ -399,6 +404,16 @@ GpuFfnChoice set_by_caller(const GpuFfnRow& row, const GpuFfnCall& call) {
                                  call.tokens, runs));
 }
 
+// Why dense runs although the caller set another policy: what keeps the last row it names, the most
+// general one, from running.
+std::string no_row(const GpuFfnLayer& layer, const GpuFfnCall& call) {
+  std::string why;
+  for (const GpuFfnRow& row : kTable) {
+    if (names(call.policy, row)) why = gpu_ffn_unsupported(row, layer, call);
+  }
+  return fmt::format("{} was set, but {}", ffn_policy_name(call.policy), why);
+}
+
 }  // namespace
 
 std::span<const GpuFfnRow> gpu_ffn_table() { return kTable; }
@@ -409,7 +424,7 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
   if (capability < row.least_capability || capability > row.most_capability) {
     return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
   }
-  if (row.relu_only && layer.activation != Activation::kRelu) {
+  if (row.zeros_only && !leaves_zeros(layer.activation)) {
     return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
   }
   const int64_t most =
@@ -432,12 +447,13 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
 GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
                             const LayerActivity& activity) {
   const GpuFfnRow* dense_row = find_row(layer, call, FfnPolicy::kDense);
-  if (layer.activation != Activation::kRelu) {
+  if (!leaves_zeros(layer.activation)) {
     return chosen(required(dense_row, call),
                   fmt::format("{} leaves no zeros to skip", activation_name(layer.activation)));
   }
   if (call.policy != FfnPolicy::kAuto) {
-    return set_by_caller(required(find_row(layer, call, call.policy), call), call);
+    if (const GpuFfnRow* row = find_row(layer, call, call.policy)) return set_by_caller(*row, call);
+    return chosen(required(dense_row, call), no_row(layer, call));
   }
   const GpuFfnRow& dense = required(dense_row, call);
   // The tile-union policy names every sparse launch, but row-fused is not chosen on Hopper.
@@ -511,10 +527,11 @@ std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnL
   if (capability < row.least_capability || capability > row.most_capability) {
     return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
   }
-  if (row.relu_only && layer.activation != Activation::kRelu) {
+  if (row.zeros_only && !leaves_zeros(layer.activation)) {
     return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
   }
-  if (layer.ffn > row.most_ffn || layer.width * layer.ffn > row.most_weights) {
+  if (layer.width > row.most_width || layer.ffn > row.most_ffn ||
+      layer.width * layer.ffn > row.most_weights) {
     return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
   }
   return {};

@@ -79,7 +79,7 @@ struct GpuFfnRow {
   int64_t most_width;          // D
   int64_t most_ffn;            // F
   int64_t most_weights;        // D F
-  bool relu_only;              // else any activation
+  bool zeros_only;             // ReLU and relu2, which leave zeros; else any activation
   bool rows_in_shared_memory;  // at most GpuFfnLayer::row_tokens tokens
   bool takes_norm;
   bool counts_rows;
@@ -100,7 +100,9 @@ struct GpuFfnChoice {
   double dense_cost = 0.0;  // the same for the dense execution
 };
 // Before anything is measured, auto runs a sparse execution, which measures what dense cannot.
-// Row-fused is never what auto runs on Hopper. Error when no launch takes the call.
+// Row-fused is never what auto runs on Hopper. Dense, with the reason, where no launch that the
+// policy names takes the call. Error when dense does not take it either, which only happens for a
+// norm where not gpu_ffn_takes_norm.
 GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
                             const LayerActivity& activity);
 
@@ -147,7 +149,7 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);
 // Training: a layer runs one of these forward and backward (ops/ffn_train). On the GPU:
 //   execution   GPU      takes
 //   dense       any      every layer
-//   hybrid      Hopper   ReLU, F up to 524,288, D F below 2^35
+//   hybrid      Hopper   ReLU and relu2, F up to 524,288, D up to 131,072, D F below 2^35
 enum class FfnTrainExecution { kDense, kHybrid };
 enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
 
@@ -155,9 +157,10 @@ struct GpuFfnTrainRow {
   FfnTrainExecution execution;
   int least_capability;  // GPUs of these compute capabilities
   int most_capability;
+  int64_t most_width;    // D
   int64_t most_ffn;      // F
   int64_t most_weights;  // D F
-  bool relu_only;        // else any activation
+  bool zeros_only;       // activations with exact zeros: ReLU, relu2; else any
   // Estimated microseconds of a forward and a backward pass, fitted to an H200.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 };

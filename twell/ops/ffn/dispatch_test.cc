@@ -221,7 +221,7 @@ struct Expected {
 Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerActivity& activity,
                   bool dense_is_cheaper) {
   const bool hopper = layer.device.compute_capability == 90;
-  const bool relu = layer.activation == Activation::kRelu;
+  const bool relu = layer.activation != Activation::kSilu;  // or relu2, of the layers below
   const bool few = call.tokens >= 1 && call.tokens <= 8;
   const bool fits = call.tokens <= layer.row_tokens;
   if (call.norm && (!hopper || !relu || !few || !fits || call.counts_rows)) {
@@ -248,7 +248,8 @@ std::vector<GpuFfnLayer> every_layer() {
         GpuDevice{.compute_capability = 80, .multiprocessors = 108, .bandwidth = 1.555e6},
         GpuDevice{.compute_capability = 100, .multiprocessors = 148}}) {
     for (const bool gated : {true, false}) {
-      for (const Activation activation : {Activation::kRelu, Activation::kSilu}) {
+      for (const Activation activation :
+           {Activation::kRelu, Activation::kRelu2, Activation::kSilu}) {
         for (const int64_t row_tokens : {0, 3, 8}) {
           layers.push_back({.width = 2048,
                             .ffn = 5632,
@@ -316,7 +317,7 @@ TEST(GpuFfnDispatch, TakesTheNormOfAFewTokensOnHopper) {
   for (const GpuFfnLayer& layer : every_layer()) {
     for (const int64_t tokens : {0, 1, 3, 4, 5, 8, 9, 63, 64, 65, 128, 4096}) {
       const bool takes = layer.device.compute_capability == 90 &&
-                         layer.activation == Activation::kRelu && tokens >= 1 &&
+                         layer.activation != Activation::kSilu && tokens >= 1 &&
                          tokens <= layer.row_tokens;
       EXPECT_EQ(gpu_ffn_takes_norm(layer, tokens), takes) << tokens;
     }
@@ -346,6 +347,70 @@ TEST(GpuFfnDispatch, RefusesWhatIsTooLarge) {
     const GpuFfnCall call{.tokens = row.least_tokens};
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
               row.launch != GpuFfnLaunch::kTileUnion && row.launch != GpuFfnLaunch::kDenseBatch);
+  }
+}
+
+// Up to the largest shapes: every policy gets a launch that takes the call, or dense with the
+// reason.
+TEST(GpuFfnDispatch, HasAnAnswerForEverySize) {
+  for (const int capability : {75, 80, 90, 100}) {
+    for (const int64_t width : {8, 2048, 32768, 131072, 131080, 1 << 25}) {
+      for (const int64_t ffn : {8, 524288, 524296, 1048576, 1 << 24, 1 << 25}) {
+        for (const int64_t tokens : {1, 8, 9, 64, 65, 1000000}) {
+          for (const FfnPolicy policy :
+               {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+            for (const Activation activation : {Activation::kRelu, Activation::kRelu2}) {
+              const GpuFfnLayer layer{.width = width,
+                                      .ffn = ffn,
+                                      .activation = activation,
+                                      .device = {.compute_capability = capability}};
+              const GpuFfnCall call{.tokens = tokens, .policy = policy};
+              const GpuFfnChoice choice =
+                  choose_gpu_ffn(layer, call, {.nnz_per_token = 0.01, .union_share = 0.0});
+              SCOPED_TRACE(testing::Message() << capability << " D " << width << " F " << ffn << " "
+                                              << tokens << " tokens: " << choice.reason);
+              for (const GpuFfnRow& row : gpu_ffn_table()) {
+                if (row.launch == choice.launch) {
+                  EXPECT_EQ(gpu_ffn_unsupported(row, layer, call), "");
+                }
+              }
+              const bool many = tokens > 64 && capability == 90;
+              if (many && (ffn > 524288 || width > 131072 || width * ffn >= int64_t{1} << 35)) {
+                EXPECT_NE(choice.execution, FfnExecution::kTileUnion);
+                if (policy == FfnPolicy::kAuto) {
+                  EXPECT_EQ(choice.reason, "no sparse execution takes a layer of this size");
+                }
+              }
+              if (capability == 75 || width > 1 << 24 || ffn > 1 << 24) {
+                EXPECT_EQ(choice.execution, FfnExecution::kDense);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  const auto reason = [](int capability, int64_t width, int64_t ffn, FfnPolicy policy) {
+    return choose_gpu_ffn(
+               {.width = width, .ffn = ffn, .device = {.compute_capability = capability}},
+               {.tokens = 4096, .policy = policy}, {})
+        .reason;
+  };
+  EXPECT_EQ(reason(75, 2048, 5632, FfnPolicy::kRowFused),
+            "row-fused was set, but the GPU is of compute capability 7.5");
+  EXPECT_EQ(reason(90, 1 << 25, 5632, FfnPolicy::kTileUnion),
+            "tile-union was set, but width 33554432 and FFN size 5632 are too large for it");
+}
+
+TEST(GpuFfnTrain, HasAnAnswerForEverySize) {
+  for (const int64_t width : {8, 2048, 32768, 131072, 131080}) {
+    for (const int64_t ffn : {8, 524288, 524296, 1048576}) {
+      const GpuFfnLayer layer{.width = width, .ffn = ffn};
+      const bool takes = ffn <= 524288 && width <= 131072 && width * ffn < int64_t{1} << 35;
+      EXPECT_EQ(gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, layer).empty(), takes);
+      EXPECT_EQ(choose_gpu_ffn_train(layer, 1000000, FfnTrainPolicy::kHybrid, {}),
+                takes ? FfnTrainExecution::kHybrid : FfnTrainExecution::kDense);
+    }
   }
 }
 
@@ -418,6 +483,10 @@ TEST(GpuLayersPaths, OnlyLayersThatSuit) {
   EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
   EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
   layers = llama(8);
+  layers.ffn.activation = Activation::kRelu2;
+  EXPECT_EQ(path(layers), GpuLayersPath::kFewKernels);
+  EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
+  layers = llama(8);
   layers.ffn.device.compute_capability = 80;
   EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
   EXPECT_EQ(gpu_one_kernel_tokens(llama(0), 24, 128, 8), 8);
@@ -460,9 +529,9 @@ TEST(GpuFfnTrain, EveryCall) {
   };
   const Layer layers[] = {
       {2048, 5632, Activation::kRelu, true},    {2048, 5632, Activation::kSilu, false},
-      {8, 8, Activation::kRelu, true},          {8, 524288, Activation::kRelu, true},
-      {8, 524296, Activation::kRelu, false},    {65536, 524280, Activation::kRelu, true},
-      {65536, 524288, Activation::kRelu, false}};
+      {2048, 5632, Activation::kRelu2, true},   {8, 8, Activation::kRelu, true},
+      {8, 524288, Activation::kRelu, true},     {8, 524296, Activation::kRelu, false},
+      {65536, 524280, Activation::kRelu, true}, {65536, 524288, Activation::kRelu, false}};
   const LayerActivity unknown, active{.nnz_per_token = 0.0, .union_share = 0.0};
   for (const int capability : {80, 89, 90, 100}) {
     for (const Layer& l : layers) {

@@ -11,8 +11,8 @@
 // three.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
-// A layer whose activation is not ReLU runs dense whatever the policy says; its active neurons are
-// those whose activation is not zero, and a NaN goes through it.
+// That is for ReLU and relu2, its square. A layer with another activation runs dense whatever the
+// policy says; its active neurons are those whose activation is not zero, and a NaN goes through.
 #pragma once
 
 #include <cstdint>

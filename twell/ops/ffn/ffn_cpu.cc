@@ -82,7 +82,8 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
                             .x = x,
                             .w_up = weights.gated() ? weights.w_up : WeightMatrix(),
                             .w_down = weights.w_down,
-                            .y = y};
+                            .y = y,
+                            .squared = weights.activation.is_relu2()};
   switch (out.execution) {
     case FfnExecution::kDense:
       dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
@@ -98,7 +99,7 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
 }
 
 std::string explain(FfnPolicy policy, const BlendedActivation& activation, const FfnWork& work) {
-  if (!activation.is_relu()) {
+  if (!activation.leaves_zeros()) {
     return fmt::format("{} leaves no zeros to skip", activation_name(activation.kind));
   }
   if (policy != FfnPolicy::kAuto) return "set by the caller";
@@ -183,7 +184,7 @@ void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, 
     const int64_t count = x.rows * (c + 1) / chunks - begin;
     const Chunk chunk{weights, x.slice_rows(begin, count), y.slice_rows(begin, count),
                       counts + begin};
-    const bool dense = plan.policy == FfnPolicy::kDense || !weights.activation.is_relu();
+    const bool dense = plan.policy == FfnPolicy::kDense || !weights.activation.leaves_zeros();
     last = dense ? run_dense(ctx, chunk) : run_packed(ctx, chunk, plan.policy);
   }
   plan.execution = last.execution;

@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kTwellTile = 256;
 constexpr int32_t kCompression = 8;
 constexpr int64_t kMuchMemory = int64_t{5} << 30;
+constexpr int64_t kMostMemory = int64_t{16} << 30;
 
 TwellShape twell_shape(int64_t tokens, int64_t ffn) {
   return {.rows = tokens, .cols = ffn, .tile = int32_t{kTwellTile}, .compression = kCompression};
@@ -75,8 +76,8 @@ int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_token
   // Eight rounds of gate GEMM tiles (256 tokens per pair of SMs) make the last, partly filled round
   // and the launches of a chunk cheap. Four where eight would take much memory.
   const int64_t four_rounds = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
-  const int64_t most =
-      chunk_bytes(2 * four_rounds, ffn) <= kMuchMemory ? 2 * four_rounds : four_rounds;
+  int64_t most = chunk_bytes(2 * four_rounds, ffn) <= kMuchMemory ? 2 * four_rounds : four_rounds;
+  while (most > 128 && chunk_bytes(most, ffn) > kMostMemory) most = ceil_div(most / 2, 128) * 128;
   const int64_t chunks = std::max<int64_t>(ceil_div(max_tokens, most), 1);
   return std::min(ceil_div(ceil_div(max_tokens, chunks), 128) * 128, most);
 }
@@ -132,6 +133,7 @@ class FfnCallCuda {
                                    .w_gate = workspace_.gated() ? chunk_.weights.w_gate : nullptr,
                                    .w_up = chunk_.weights.w_up,
                                    .h = workspace_.gate_.data(),
+                                   .squared = squared(),
                                    .activity = plan_.counts},
                                   ctx_.stream()));
     matmul_cuda(ctx_,
@@ -155,6 +157,7 @@ class FfnCallCuda {
                                                   .w_gate = chunk_.weights.w_gate,
                                                   .w_up = chunk_.weights.w_up,
                                                   .h = h,
+                                                  .squared = squared(),
                                                   .activity = plan_.counts},
                                                  ctx_.stream()));
     } else {
@@ -163,6 +166,7 @@ class FfnCallCuda {
                                                  .w = chunk_.weights.w_up,
                                                  .y = h,
                                                  .relu = true,
+                                                 .squared = squared(),
                                                  .activity = plan_.counts},
                                                 ctx_.stream()));
     }
@@ -215,11 +219,13 @@ class FfnCallCuda {
                         .eps = chunk_.eps,
                         .residual = residual(),
                         .activity = plan_.counts,
+                        .squared = squared(),
                         .weights_are_constant = true},
                        workspace_.few_tokens_);
   }
 
  private:
+  bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
   // Runs the gate GEMM and returns the problem of what follows it.
   SparseUpDownCuda packed_gate(const GateProgress& progress = {}) const {
@@ -253,6 +259,7 @@ class FfnCallCuda {
             .w_down = weights.w_down,
             .y = chunk_.y,
             .add = chunk_.add,
+            .squared = squared(),
             .activity = plan_.counts};
   }
 

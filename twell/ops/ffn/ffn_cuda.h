@@ -77,8 +77,8 @@ class FfnWorkspaceCuda {
   int64_t bytes() const;
   // What bytes() will be, less a few MiB of the executions that take little memory.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
-  // What chunk_tokens() will be: up to 135,168 on an H200, or half of that where the memory would
-  // exceed 5 GiB.
+  // What chunk_tokens() will be: up to 135,168 on an H200, half of that where the memory would
+  // exceed 5 GiB, and less still for an F so large that it would exceed 16 GiB.
   static int64_t chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
 
  private:

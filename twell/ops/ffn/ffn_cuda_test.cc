@@ -41,7 +41,7 @@ double dot(const double* a, const double* b, int64_t n) {
 
 std::vector<double> reference_ffn(const std::vector<double>& x, const std::vector<double>& gate,
                                   const std::vector<double>& up, const std::vector<double>& down,
-                                  int64_t tokens, int64_t width, int64_t ffn) {
+                                  int64_t tokens, int64_t width, int64_t ffn, bool squared) {
   std::vector<double> y(x.size());
   for (int64_t m = 0; m < tokens; ++m) {
     const double* row = x.data() + m * width;
@@ -49,7 +49,8 @@ std::vector<double> reference_ffn(const std::vector<double>& x, const std::vecto
       // The weight that decides whether a neuron fires is w_gate, or w_up without a gate.
       const double fires = dot(row, (gate.empty() ? up : gate).data() + n * width, width);
       if (fires <= 0.0) continue;
-      const double h = gate.empty() ? fires : fires * dot(row, up.data() + n * width, width);
+      const double f = squared ? fires * fires : fires;
+      const double h = gate.empty() ? f : f * dot(row, up.data() + n * width, width);
       for (int64_t d = 0; d < width; ++d) {
         y[static_cast<size_t>(m * width + d)] += h * down[static_cast<size_t>(n * width + d)];
       }
@@ -68,11 +69,12 @@ double relative_error(const std::vector<__nv_bfloat16>& got, const std::vector<d
   return std::sqrt(error / size);  // NaN where anything is NaN
 }
 
-class FfnCudaTest : public testing::TestWithParam<bool> {};
+class FfnCudaTest : public testing::TestWithParam<std::tuple<bool, Activation>> {};
 
 TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   TWELL_HOPPER_TEST();
-  const bool gated = GetParam();
+  const auto [gated, activation] = GetParam();
+  const bool squared = activation == Activation::kRelu2;
   const int64_t tokens = 260, width = 320, ffn = 1000;
   const auto x = random_bf16(tokens * width, 0, 1.0f);
   auto firing = random_bf16(ffn * width, 1, 0.05f);
@@ -91,18 +93,18 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
              device_down = upload(down);
   const FfnWeightsCuda weights{gated ? device_firing.data() : nullptr,
                                gated ? device_other.data() : device_firing.data(),
-                               device_down.data()};
+                               device_down.data(), activation};
   const auto none = std::vector<double>();
   const auto want =
       reference_ffn(widened(biased), gated ? widened(firing) : none,
-                    widened(gated ? other : firing), widened(down), tokens, width, ffn);
+                    widened(gated ? other : firing), widened(down), tokens, width, ffn, squared);
 
   const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
   // Poisoned, so that NaN shows what is not written. initcheck cannot show it, since it does not
   // see stores of cuBLASLt's kernels through TMA.
   const auto gate = poisoned<__nv_bfloat16>(tokens * ffn);
   const auto hidden = poisoned<__nv_bfloat16>(tokens * ffn);
-  const DenseFfnCuda dense(ctx, tokens, width, ffn, gated, gate.data(), hidden.data());
+  const DenseFfnCuda dense(ctx, tokens, width, ffn, gated, gate.data(), hidden.data(), activation);
   dense.forward(ctx, weights, device_x.data(), dense_y.data());
 
   const TwellShape shape{tokens, ffn, 256, 8};
@@ -114,17 +116,38 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   const auto sparse_y = poisoned<__nv_bfloat16>(tokens * width);
   TileUnionWorkspace workspace(tokens, ffn);
   gate_gemm_cuda(ctx, {tokens, width, ffn, device_x.data(), device_firing.data(), packed});
-  tile_union_up_down_cuda(ctx,
-                          {tokens, width, ffn, packed, device_x.data(),
-                           gated ? weights.w_up : nullptr, weights.w_down, sparse_y.data()},
-                          workspace);
+  const SparseUpDownCuda up_down{.tokens = tokens,
+                                 .width = width,
+                                 .ffn = ffn,
+                                 .gate = packed,
+                                 .x = device_x.data(),
+                                 .w_up = gated ? weights.w_up : nullptr,
+                                 .w_down = weights.w_down,
+                                 .y = sparse_y.data(),
+                                 .squared = squared};
+  tile_union_up_down_cuda(ctx, up_down, workspace);
+  const auto row_fused_y = poisoned<__nv_bfloat16>(tokens * width);
+  SparseUpDownCuda by_rows = up_down;
+  by_rows.y = row_fused_y.data();
+  RowFusedWorkspace row_fused_workspace(ctx, tokens, width);
+  row_fused_up_down_cuda(ctx, by_rows, row_fused_workspace);
   const int64_t few = kMaxFewTokens;
   const auto few_y = poisoned<__nv_bfloat16>(few * width);
   FewTokenWorkspace few_workspace(ffn);
-  few_token_ffn_cuda(ctx,
-                     {few, width, ffn, device_x.data(), weights.w_gate, weights.w_up,
-                      weights.w_down, few_y.data()},
-                     few_workspace);
+  FewTokenFfnCuda few_tokens{.tokens = few,
+                             .width = width,
+                             .ffn = ffn,
+                             .x = device_x.data(),
+                             .w_gate = weights.w_gate,
+                             .w_up = weights.w_up,
+                             .w_down = weights.w_down,
+                             .y = few_y.data(),
+                             .squared = squared};
+  few_token_ffn_cuda(ctx, few_tokens, few_workspace);
+  const auto rows_y = poisoned<__nv_bfloat16>(8 * width);
+  few_tokens.tokens = 8;
+  few_tokens.y = rows_y.data();
+  few_token_ffn_cuda(ctx, few_tokens, few_workspace);
   stream.synchronize();
 
   const double dense_error = relative_error(download(dense_y), want);
@@ -132,15 +155,22 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   EXPECT_LT(dense_error, std::ldexp(1.0, -7));
   // Non-gated layers round in the same places; only the order of the sums differs.
   EXPECT_LE(sparse_error, dense_error * (gated ? 1.0 : 1.01));
-  const auto first_rows = [&](auto values) {
-    values.resize(static_cast<size_t>(few * width));
-    return values;
+  EXPECT_LE(relative_error(download(row_fused_y), want), dense_error * (gated ? 1.0 : 1.01));
+  const auto expect_first_rows = [&](const std::vector<__nv_bfloat16>& y) {
+    auto first_want = want;
+    auto first_dense = download(dense_y);
+    first_want.resize(y.size());
+    first_dense.resize(y.size());
+    EXPECT_LE(relative_error(y, first_want),
+              relative_error(first_dense, first_want) * (gated ? 1.0 : 1.01));
   };
-  EXPECT_LE(relative_error(download(few_y), first_rows(want)),
-            relative_error(first_rows(download(dense_y)), first_rows(want)) * (gated ? 1.0 : 1.01));
+  expect_first_rows(download(few_y));
+  expect_first_rows(download(rows_y));
 }
 
-INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest, testing::Values(true, false));
+INSTANTIATE_TEST_SUITE_P(Layers, FfnCudaTest,
+                         testing::Combine(testing::Bool(),
+                                          testing::Values(Activation::kRelu, Activation::kRelu2)));
 
 class FollowedGateCudaTest : public testing::TestWithParam<int64_t> {};
 

@@ -8,12 +8,13 @@ namespace twell {
 namespace {
 
 // h [n] holds u, or the pre-activation itself when the layer is not gated; it becomes f(gate) * u.
-// Returns the number of values that are not zero.
+// Returns the number of active neurons.
 int64_t activate(const StoredFfnWeights& weights, const float* gate, float* h, int64_t n) {
-  if (!weights.activation.is_relu()) {
-    return activate_row(weights.activation, gate, weights.gated() ? h : nullptr, h, nullptr, n).nnz;
+  const float* const u = weights.gated() ? h : nullptr;
+  if (weights.activation.leaves_zeros()) {
+    return gate_multiply(gate, u, h, n, weights.activation.is_relu2());
   }
-  return weights.gated() ? gate_multiply(gate, h, h, n) : relu_count(h, n);
+  return activate_row(weights.activation, gate, u, h, nullptr, n).nnz;
 }
 
 }  // namespace

@@ -62,7 +62,9 @@ struct Layer {
   Buffer<float> x, gate, up, down;
 
   double activate(double z) const {
-    return activation == Activation::kSilu ? z / (1.0 + std::exp(-z)) : std::max(z, 0.0);
+    if (activation == Activation::kSilu) return z / (1.0 + std::exp(-z));
+    return activation == Activation::kRelu2 ? std::max(z, 0.0) * std::max(z, 0.0)
+                                            : std::max(z, 0.0);
   }
 };
 
@@ -109,8 +111,10 @@ Reference reference(const Layer& layer) {
       const double fired = layer.activate(g);
       const double h = fired * u;
       // The slope of SiLU is 1.1 at most; its own rounding is a few eps.
-      const double slope = layer.activation == Activation::kSilu ? 1.1 : 1.0;
-      const double h_error = g > -g_error || layer.activation != Activation::kRelu
+      const double slope = layer.activation == Activation::kSilu    ? 1.1
+                           : layer.activation == Activation::kRelu2 ? 2.0 * (std::abs(g) + g_error)
+                                                                    : 1.0;
+      const double h_error = g > -g_error || layer.activation == Activation::kSilu
                                  ? slope * g_error * std::abs(u) +
                                        std::abs(fired) * (eps_d * u_norm + 4.0 * eps * std::abs(u))
                                  : 0.0;
@@ -149,11 +153,14 @@ TEST(Ffn, OtherActivationsRunDenseWhateverThePolicy) {
 }
 
 // bias 2: a few percent of the neurons fire; 0: half of them; -9: all.
-TEST(Ffn, EveryExecutionGivesTheDenseResult) {
+class FfnExecutions : public testing::TestWithParam<Activation> {};
+
+TEST_P(FfnExecutions, AllGiveTheDenseResult) {
   for (const bool gated : {true, false}) {
     for (const float bias : {2.0f, 0.0f, -9.0f}) {
       for (const int64_t m : {1, 127, 129}) {
-        const Layer layer(m, 72, 600, gated, bias, m > 1 ? 5 : -1);
+        Layer layer(m, 72, 600, gated, bias, m > 1 ? 5 : -1);
+        layer.activation = GetParam();
         const Reference expected = reference(layer);
         for (const FfnPolicy policy : kPolicies) {
           SCOPED_TRACE(testing::Message() << "gated " << gated << " bias " << bias << " M " << m
@@ -172,6 +179,12 @@ TEST(Ffn, EveryExecutionGivesTheDenseResult) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Activations, FfnExecutions,
+                         testing::Values(Activation::kRelu, Activation::kRelu2),
+                         [](const auto& suite_info) {
+                           return std::string(activation_name(suite_info.param));
+                         });
 
 TEST(Ffn, RepeatsBitForBitWhateverCameBefore) {
   const Layer sparse(70, 64, 520, true, 2.0f);
@@ -216,8 +229,9 @@ TEST(Ffn, ChunksOfManyTokensJoinUp) {
 }
 
 // Inf and NaN in a token stay in that token, and what a NaN gate gives is the same everywhere.
-TEST(Ffn, NonFiniteTokensBehaveAlikeInEveryExecution) {
+TEST_P(FfnExecutions, NonFiniteTokensBehaveAlike) {
   Layer layer(6, 32, 200, true, 1.0f);
+  layer.activation = GetParam();
   for (int64_t k = 0; k < layer.d; ++k) layer.x[2 * layer.d + k] = kNan;
   const Buffer<float> dense = layer.run(FfnPolicy::kDense, 2);
   for (int64_t k = 0; k < layer.d; ++k) EXPECT_EQ(dense[2 * layer.d + k], 0.0f);

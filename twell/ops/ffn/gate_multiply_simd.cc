@@ -14,44 +14,39 @@ namespace HWY_NAMESPACE {
 namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
-using DF = hn::ScalableTag<float>;
 
-int64_t gate_multiply_simd(const float* gate, const float* u, float* h, int64_t n) {
-  const DF df;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+template <bool kGated, bool kSquared, class D>
+int64_t activate(D d, const float* gate, const float* u, float* h) {
+  const auto g = hn::LoadU(d, gate);
+  const auto fires = hn::Gt(g, hn::Zero(d));
+  auto value = g;
+  if (kSquared) value = hn::Mul(value, g);
+  if (kGated) value = hn::Mul(value, hn::LoadU(d, u));
+  hn::StoreU(hn::IfThenElseZero(fires, value), d, h);
+  return static_cast<int64_t>(hn::CountTrue(d, fires));
+}
+
+template <bool kGated, bool kSquared>
+int64_t activate_row(const float* gate, const float* u, float* h, int64_t n) {
+  const hn::ScalableTag<float> full;
+  const hn::CappedTag<float, 1> single;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(full));
   int64_t count = 0;
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    const auto g = hn::LoadU(df, gate + i);
-    const auto fires = hn::Gt(g, hn::Zero(df));
-    hn::StoreU(hn::IfThenElseZero(fires, hn::Mul(g, hn::LoadU(df, u + i))), df, h + i);
-    count += static_cast<int64_t>(hn::CountTrue(df, fires));
+    count += activate<kGated, kSquared>(full, gate + i, u + i, h + i);
   }
-  for (; i < n; ++i) {
-    const bool fires = gate[i] > 0.0f;
-    h[i] = fires ? gate[i] * u[i] : 0.0f;
-    count += fires;
-  }
+  for (; i < n; ++i) count += activate<kGated, kSquared>(single, gate + i, u + i, h + i);
   return count;
 }
 
-int64_t relu_count_simd(float* h, int64_t n) {
-  const DF df;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
-  int64_t count = 0;
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto v = hn::LoadU(df, h + i);
-    const auto fires = hn::Gt(v, hn::Zero(df));
-    hn::StoreU(hn::IfThenElseZero(fires, v), df, h + i);
-    count += static_cast<int64_t>(hn::CountTrue(df, fires));
+int64_t gate_multiply_simd(const float* gate, const float* u, float* h, int64_t n, bool squared) {
+  if (u == nullptr) {
+    return squared ? activate_row<false, true>(gate, gate, h, n)
+                   : activate_row<false, false>(gate, gate, h, n);
   }
-  for (; i < n; ++i) {
-    const bool fires = h[i] > 0.0f;
-    h[i] = fires ? h[i] : 0.0f;
-    count += fires;
-  }
-  return count;
+  return squared ? activate_row<true, true>(gate, u, h, n)
+                 : activate_row<true, false>(gate, u, h, n);
 }
 
 }  // namespace
@@ -63,12 +58,10 @@ HWY_AFTER_NAMESPACE();
 namespace twell {
 
 HWY_EXPORT(gate_multiply_simd);
-HWY_EXPORT(relu_count_simd);
 
-int64_t gate_multiply(const float* gate, const float* u, float* h, int64_t n) {
-  return HWY_DYNAMIC_DISPATCH(gate_multiply_simd)(gate, u, h, n);
+int64_t gate_multiply(const float* gate, const float* u, float* h, int64_t n, bool squared) {
+  return HWY_DYNAMIC_DISPATCH(gate_multiply_simd)(gate, u, h, n, squared);
 }
-int64_t relu_count(float* h, int64_t n) { return HWY_DYNAMIC_DISPATCH(relu_count_simd)(h, n); }
 
 }  // namespace twell
 #endif  // HWY_ONCE

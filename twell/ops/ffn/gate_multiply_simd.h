@@ -6,12 +6,9 @@
 
 namespace twell {
 
-// h[i] = gate[i] > 0 ? gate[i] * u[i] : 0 for i < n; returns the number of positive gates. h may be
-// gate or u. A gate that is not positive gives 0 whatever u is, as in executions that never compute
-// u.
-int64_t gate_multiply(const float* gate, const float* u, float* h, int64_t n);
-
-// h[i] = max(h[i], 0) with NaN -> 0; returns the number of positive values.
-int64_t relu_count(float* h, int64_t n);
+// For i < n, h[i] = f(gate[i]) * u[i], or f(gate[i]) where u is null. f(g) is 0 unless g > 0, and
+// then g or, if `squared`, g^2. Returns the number of positive gates. h may be gate or u. A gate
+// that is not positive gives 0 whatever u is, as in executions that never compute u.
+int64_t gate_multiply(const float* gate, const float* u, float* h, int64_t n, bool squared);
 
 }  // namespace twell

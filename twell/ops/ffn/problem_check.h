@@ -7,7 +7,7 @@
 namespace twell {
 
 inline void check_sparse_up_down(const SparseUpDown& problem) {
-  const auto& [gate, x, w_up, w_down, y] = problem;
+  const auto& [gate, x, w_up, w_down, y, squared] = problem;
   TWELL_CHECK(w_down.rows == gate.shape.cols && y.rows == gate.shape.rows && y.cols == w_down.cols,
               "up/down shapes disagree: gate {} x {}, w_down [{}, {}], y [{}, {}]", gate.shape.rows,
               gate.shape.cols, w_down.rows, w_down.cols, y.rows, y.cols);

@@ -116,10 +116,18 @@ void run_pairs(Context& ctx, const SparseUpDown& problem, const Csr& pairs) {
 
 }  // namespace
 
+Csr active_pairs(Context& ctx, Arena::Scope& scope, const SparseUpDown& problem) {
+  const Csr pairs = csr_from_twell(ctx, scope, problem.gate);
+  if (problem.squared) {
+    for (int64_t i = 0; i < pairs.nnz(); ++i) pairs.value[i] *= pairs.value[i];
+  }
+  return pairs;
+}
+
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem) {
   check_sparse_up_down(problem);
   Arena::Scope scope(ctx.scratch());
-  const Csr pairs = csr_from_twell(ctx, scope, problem.gate);
+  const Csr pairs = active_pairs(ctx, scope, problem);
   int64_t heaviest = 0;
   for (int64_t row = 0; row < pairs.rows; ++row) {
     heaviest = std::max(heaviest, pairs.row_nnz(row));

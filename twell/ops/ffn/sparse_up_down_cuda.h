@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Up and down on packed gates, on the GPU, bf16 with f32 accumulation, in two executions:
-//   gated:      h = g * (x w_up^T) on the active neurons, y = h w_down
-//   non-gated:  y = h w_down, h being the packed activations themselves
+//   gated:      h = f(g) * (x w_up^T) on the active neurons, y = h w_down
+//   non-gated:  h = f(g), y = h w_down
+// g is the packed ReLU; f(g) is g, or g^2 for relu2.
 // Tile-union (Hopper) cuts the tokens into tiles of 128. The union of a tile's active neurons is
 // compacted, and its weight rows are gathered into two small dense GEMMs on the tensor cores. Heavy
 // rows, far above the mean (the first tokens of a sequence), would swell the union of every tile
@@ -38,6 +39,7 @@ struct SparseUpDownCuda {
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
+  bool squared = false;                   // f(g) = g^2
   ActivityCuda* activity = nullptr;       // added to; may be null
   // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
   // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
@@ -179,6 +181,7 @@ struct Gate {
   // gate is complete when the predecessor is.
   const int32_t* packed = nullptr;
   GatePhases phases = {};
+  bool squared = false;  // place_gates and up take g^2 for g
 };
 
 struct Tiles {

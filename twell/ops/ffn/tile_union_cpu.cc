@@ -164,7 +164,7 @@ void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
   check_sparse_up_down(problem);
   if (problem.y.rows == 0) return;
   Arena::Scope scope(ctx.scratch());
-  const Csr pairs = csr_from_twell(ctx, scope, problem.gate);
+  const Csr pairs = active_pairs(ctx, scope, problem);
   const int64_t tokens = tile_union_tokens(ctx, problem.y.rows, problem.y.cols);
 
   const int64_t parts = std::min<int64_t>(ctx.threads(), pairs.rows);

@@ -27,8 +27,8 @@ int64_t union_mask_words(int64_t tokens, int64_t ffn) {
   return (tokens + kUnionTokens - 1) / kUnionTokens * ((ffn + 31) / 32);
 }
 
-// h = g * u, and the layer's activity. Without a gate only its activity: u and h are null, and g is
-// the hidden activations.
+// h = f(g) * u, or f(g) without a gate (u null), and the layer's activity. Where h is null, only
+// its activity.
 struct HiddenForward {
   const __nv_bfloat16* g = nullptr;      // [M, F], 0 where a neuron does not fire
   const __nv_bfloat16* u = nullptr;      // [M, F]
@@ -39,17 +39,20 @@ struct HiddenForward {
   uint8_t* active = nullptr;             // [F], or null
   uint32_t* union_mask = nullptr;        // [union_mask_words(M, F)], must be 0 before
   OrderedSum sum;                        // [hidden_ctas(M)]
+  bool squared = false;                  // relu2: f(g) = g^2
 };
 
-// First d_h += l1_scale * sign(h). Then g becomes d_g = d_h * u, u becomes d_u = d_h * g, both zero
-// where the neuron did not fire, and d_h becomes h. Without a gate (u null) g stays as it is, and
-// d_h becomes zero where the neuron did not fire.
+// First d_h += l1_scale * sign(h). Then g becomes d_g = d_h * u * f'(g), u (if not null) becomes
+// d_u = d_h * f(g), both zero where the neuron did not fire, and d_h becomes h. With `keeps_g`, g
+// stays as it is, and d_h becomes d_g.
 struct HiddenBackward {
   __nv_bfloat16* d_h = nullptr;     // [M, F]
   __nv_bfloat16* g = nullptr;       // [M, F]
   __nv_bfloat16* u = nullptr;       // [M, F]
   int64_t size = 0;                 // M F, a multiple of 8
   const float* l1_scale = nullptr;  // one, in device memory
+  bool squared = false;             // relu2
+  bool keeps_g = false;
 };
 
 constexpr int kThreads = 256;
@@ -85,12 +88,14 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
       if (row >= rows) break;
       const uint4 gate = g[int64_t{row} * pieces + piece];
       const uint4 up = gated ? u[int64_t{row} * pieces + piece] : ones;
-      const uint4 out{hidden_pair(gate.x, up.x, l1), hidden_pair(gate.y, up.y, l1),
-                      hidden_pair(gate.z, up.z, l1), hidden_pair(gate.w, up.w, l1)};
+      const uint4 out{hidden_pair(gate.x, up.x, problem.squared, l1),
+                      hidden_pair(gate.y, up.y, problem.squared, l1),
+                      hidden_pair(gate.z, up.z, problem.squared, l1),
+                      hidden_pair(gate.w, up.w, problem.squared, l1)};
       const uint32_t bits = fired_bits(gate);
       nnz[row] += __popc(bits);
       any |= bits;
-      if (gated) h[int64_t{row} * pieces + piece] = out;
+      if (problem.h != nullptr) h[int64_t{row} * pieces + piece] = out;
     }
     union_neurons += add_to_union(mask + piece / 4, any << (piece % 4 * 8));
     if (problem.active != nullptr) {
@@ -142,16 +147,15 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
 struct BackwardEight {
   HiddenBackward problem;
   __device__ void operator()(int64_t i) const {
-    const bool gated = problem.u != nullptr;
     auto* d_h = reinterpret_cast<uint4*>(problem.d_h);
     auto* g = reinterpret_cast<uint4*>(problem.g);
     auto* u = reinterpret_cast<uint4*>(problem.u);
-    uint4 d = d_h[i], gate = g[i], up = gated ? u[i] : uint4{kOnes, kOnes, kOnes, kOnes};
-    backward_eight(d, gate, up, *problem.l1_scale);
-    d_h[i] = gated ? d : gate;
-    if (!gated) return;
-    g[i] = gate;
-    u[i] = up;
+    uint4 d = d_h[i], gate = g[i];
+    uint4 up = u != nullptr ? u[i] : uint4{kOnes, kOnes, kOnes, kOnes};
+    backward_eight(d, gate, up, problem.squared, *problem.l1_scale);
+    d_h[i] = problem.keeps_g ? gate : d;
+    if (!problem.keeps_g) g[i] = gate;
+    if (u != nullptr) u[i] = up;
   }
 };
 
@@ -223,22 +227,25 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
         .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
     matmul_cuda(ctx, linear, problem.x, weights.w_up, kept.up);
   }
-  __nv_bfloat16* hidden = gated ? work.hidden : kept.gate;
+  const bool squared = weights.activation == Activation::kRelu2;
+  const bool in_place = !gated && !squared;  // h is the output of the first product
+  __nv_bfloat16* hidden = in_place ? kept.gate : work.hidden;
   const bool counts = problem.counts != nullptr || problem.active != nullptr;
-  if (gated || counts) {
+  if (!in_place || counts) {
     const int64_t mask_bytes =
         union_mask_words(problem.tokens, ffn) * static_cast<int64_t>(sizeof(uint32_t));
     TWELL_CUDA_CHECK(
         cudaMemsetAsync(work.union_mask, 0, static_cast<size_t>(mask_bytes), ctx.stream()));
     TWELL_CUDA_CHECK(launch_hidden_forward({.g = kept.gate,
                                             .u = gated ? kept.up : nullptr,
-                                            .h = gated ? hidden : nullptr,
+                                            .h = in_place ? nullptr : hidden,
                                             .tokens = problem.tokens,
                                             .ffn = ffn,
                                             .counts = problem.counts,
                                             .active = problem.active,
                                             .union_mask = work.union_mask,
-                                            .sum = work.sum},
+                                            .sum = work.sum,
+                                            .squared = squared},
                                            ctx.stream()));
   }
   matmul_cuda(ctx, {.rows = problem.tokens, .cols = width, .inner = ffn}, hidden, weights.w_down,
@@ -269,19 +276,27 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   const MatmulShapeCuda through_down{
       .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
   matmul_cuda(ctx, through_down, problem.d_y, weights.w_down, d_hidden);
-  if (!gated) linear(problem.d_y, nullptr, gate, nullptr, false, problem.grads.w_down);
+  const bool squared = weights.activation == Activation::kRelu2;
+  const bool in_place = !gated && !squared;  // the saved gate is h
+  if (in_place) linear(problem.d_y, nullptr, gate, nullptr, false, problem.grads.w_down);
   TWELL_CUDA_CHECK(launch_hidden_backward({.d_h = d_hidden,
                                            .g = gate,
                                            .u = gated ? kept.up : nullptr,
                                            .size = problem.tokens * ffn,
-                                           .l1_scale = problem.l1_scale},
+                                           .l1_scale = problem.l1_scale,
+                                           .squared = squared,
+                                           .keeps_g = in_place},
                                           ctx.stream()));
-  if (!gated) {
+  if (in_place) {
     linear(problem.x, weights.w_up, d_hidden, problem.d_x, false, problem.grads.w_up);
     return;
   }
   // d_hidden holds h now, gate d_g and kept.up d_u.
   linear(problem.d_y, nullptr, d_hidden, nullptr, false, problem.grads.w_down);
+  if (!gated) {
+    linear(problem.x, weights.w_up, gate, problem.d_x, false, problem.grads.w_up);
+    return;
+  }
   linear(problem.x, weights.w_gate, gate, problem.d_x, false, problem.grads.w_gate);
   linear(problem.x, weights.w_up, kept.up, problem.d_x, true, problem.grads.w_up);
 }
@@ -308,6 +323,8 @@ void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspa
   TWELL_CHECK(tokens > 0 && tokens <= saved.max_tokens && tokens <= workspace.max_tokens,
               "{} tokens, at most {} were planned for", tokens,
               std::min(saved.max_tokens, workspace.max_tokens));
+  TWELL_CHECK(leaves_zeros(weights.activation), "the GPU trains ReLU and relu2 layers, not {}",
+              activation_name(weights.activation));
   TWELL_CHECK((weights.w_gate != nullptr) == saved.gated, "weights {} gate for a layer that has {}",
               weights.w_gate != nullptr ? "with a" : "without a", saved.gated ? "one" : "none");
 }

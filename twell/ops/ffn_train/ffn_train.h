@@ -3,14 +3,15 @@
 // pass with the gradient of the L1 term on the non-zero pattern. Source: the TwELL paper, hybrid
 // format. f32, row-major.
 //   dense   everything as GEMMs; keeps g and u [M, F] (non-gated: h), or for an activation other
-//           than ReLU its input and u
+//           than ReLU its input and u. Takes every activation
 //   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h); keeps
 //           and computes active neurons only
-// A neuron is active on a token where its ReLU's input is not <= 0. NaN counts as active, so that
-// it reaches the loss. Both executions give the same result within accumulation order. Where the
-// heavy rows outgrow the tail, a hybrid call runs dense, and the statistics say so. With an
-// activation other than ReLU the execution is dense whatever the policy, and activation_rows.h says
-// which neurons are active. Repeats bit for bit for a given shape and thread count.
+// A neuron of a ReLU or relu2 layer is active on a token where the activation's input is not <= 0.
+// NaN counts as active, so that it reaches the loss. Both executions give the same result within
+// accumulation order. Where the heavy rows outgrow the tail, a hybrid call runs dense, and the
+// statistics say so. With other activations the execution is dense whatever the policy, and
+// activation_rows.h says which neurons are active. Repeats bit for bit for a given shape and thread
+// count.
 #pragma once
 
 #include <cstdint>

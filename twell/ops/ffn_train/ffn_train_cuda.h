@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feed-forward layer in training on the GPU, the op of ffn_train.h in bf16 with f32
 // accumulation (weight gradients are f32).
-//   dense   cuBLASLt GEMMs; keeps g and u [M, F]
+//   dense   cuBLASLt GEMMs; keeps g, the output of the ReLU, and u [M, F]
 //   hybrid  gate GEMM -> TwELL. All later work, backward included, is on active neurons only, and
 //           only they are kept for backward. Tiles of 128 tokens gather the weight rows of their
 //           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. Hopper
@@ -26,9 +26,10 @@
 namespace twell {
 
 struct FfnTrainWeightsCuda {
-  const __nv_bfloat16* w_gate = nullptr;  // [F, D], null when not gated
-  const __nv_bfloat16* w_up = nullptr;    // [F, D]
-  const __nv_bfloat16* w_down = nullptr;  // [F, D], a neuron per row like the others
+  const __nv_bfloat16* w_gate = nullptr;      // [F, D], null when not gated
+  const __nv_bfloat16* w_up = nullptr;        // [F, D]
+  const __nv_bfloat16* w_down = nullptr;      // [F, D], a neuron per row like the others
+  Activation activation = Activation::kRelu;  // or kRelu2
 };
 
 struct FfnTrainGradsCuda {

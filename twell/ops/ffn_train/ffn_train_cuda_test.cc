@@ -98,9 +98,13 @@ struct LayerCuda {
     active = upload(std::vector<uint8_t>(static_cast<size_t>(problem.ffn)));
     counts = upload(std::vector<FfnTrainCountsCuda>(1));
   }
+  FfnTrainWeightsCuda weights() const {
+    return {w_gate.data(), w_up.data(), w_down.data(),
+            problem.squared ? Activation::kRelu2 : Activation::kRelu};
+  }
   FfnTrainForwardCuda forward() const {
     return {.tokens = problem.tokens,
-            .weights = {w_gate.data(), w_up.data(), w_down.data()},
+            .weights = weights(),
             .x = x.data(),
             .y = y.data(),
             .counts = counts.data(),
@@ -108,7 +112,7 @@ struct LayerCuda {
   }
   FfnTrainBackwardCuda backward() const {
     return {.tokens = problem.tokens,
-            .weights = {w_gate.data(), w_up.data(), w_down.data()},
+            .weights = weights(),
             .x = x.data(),
             .d_y = d_y.data(),
             .l1_scale = l1_scale.data(),
@@ -198,6 +202,7 @@ struct Case {
   std::string name;
   int64_t tokens, width, ffn;
   int64_t (*row_nnz)(int64_t m, int64_t ffn);  // active neurons of token m
+  bool squared = false;                        // relu2
 };
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
@@ -234,6 +239,7 @@ Problem problem_of(const Case& c, bool gated) {
   const auto row_nnz = [&](int64_t m) { return c.row_nnz(m, c.ffn); };
   Problem p = make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
   p.l1_scale = 0.25;
+  p.squared = c.squared;
   return p;
 }
 
@@ -313,6 +319,20 @@ INSTANTIATE_TEST_SUITE_P(Large, FfnTrainCudaTest,
                                   (std::get<1>(suite_info.param) ? "_gated" : "_plain");
                          });
 
+INSTANTIATE_TEST_SUITE_P(
+    Relu2, FfnTrainCudaTest,
+    testing::Combine(testing::Values(Case{"one_token", 1, 16, 48, few, true},
+                                     Case{"all_full", 129, 72, 328, all, true},
+                                     Case{"few", 1000, 136, 584, few, true},
+                                     Case{"third_full", 300, 264, 520, third_full, true},
+                                     Case{"heavy_start", 1000, 64, 1032, heavy_start, true},
+                                     Case{"two_chunks", 16385, 24, 136, few, true}),
+                     testing::Bool()),
+    [](const auto& suite_info) {
+      return std::get<0>(suite_info.param).name +
+             (std::get<1>(suite_info.param) ? "_gated" : "_plain");
+    });
+
 TEST(FfnTrainCudaGraph, Replays) {
   TWELL_GPU_TEST();
   const Problem p = make_bf16_problem(700, 72, 520, true, [](int64_t m) { return m % 40; });
@@ -352,6 +372,9 @@ TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
   EXPECT_THROW(ffn_train_forward_cuda(ctx, forward, layer.saved, layer.workspace), Error);
   forward = layer.forward();
   forward.weights.w_gate = nullptr;
+  EXPECT_THROW(ffn_train_forward_cuda(ctx, forward, layer.saved, layer.workspace), Error);
+  forward = layer.forward();
+  forward.weights.activation = Activation::kSilu;
   EXPECT_THROW(ffn_train_forward_cuda(ctx, forward, layer.saved, layer.workspace), Error);
   // Nothing is saved yet.
   EXPECT_THROW(ffn_train_backward_cuda(ctx, layer.backward(), layer.saved, layer.workspace), Error);

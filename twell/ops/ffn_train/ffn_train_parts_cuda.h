@@ -119,7 +119,7 @@ struct Kept {
   int block_capacity;
 };
 
-// h = g * u in place of g; keeps g and u of active pairs; counts.
+// h = f(g) * u in place of g; keeps g and u of active pairs; counts.
 struct Keep {
   Tiles tiles;             // activations: image of g in, of h out
   const __nv_bfloat16* u;  // image, or null: no gate
@@ -127,6 +127,7 @@ struct Keep {
   double* l1_parts;            // [blocks]
   FfnTrainCountsCuda* counts;  // added to, or null
   uint8_t* active;             // [F], or null
+  bool squared;                // relu2: f(g) = g^2
 };
 cudaError_t launch_keep(const Keep& keep, int ctas, cudaStream_t stream);
 
@@ -140,6 +141,7 @@ struct Expand {
   uint4* masks;           // [blocks, kBlock] written where the chunk overflowed
   int32_t* neuron_nnz;    // [F] added to
   const float* l1_scale;  // one value
+  bool squared;           // relu2
 };
 cudaError_t launch_expand(const Expand& expand, int ctas, cudaStream_t stream);
 

@@ -34,6 +34,7 @@ struct Problem {
   std::vector<double> x, d_y;                // [M, D]
   std::vector<double> w_gate, w_up, w_down;  // [F, D]; w_gate empty when not gated
   double l1_scale = 0.0;
+  bool squared = false;  // relu2 instead of ReLU
 };
 
 struct Result {
@@ -78,18 +79,20 @@ inline Result run(const Problem& p) {
       ++r.row_nnz[static_cast<size_t>(m)];
       r.active[static_cast<size_t>(j)] = 1;
       const Tracked u = p.gated ? dot(p.x, m, p.w_up, j, p.width) : tracked(1.0);
-      const Tracked h = g * u;
+      const Tracked f = p.squared ? g * g : g;
+      const Tracked h = f * u;
       const double sign = h.value > 0.0 ? 1.0 : (h.value < 0.0 ? -1.0 : 0.0);
       r.l1_sum += {std::abs(h.value), h.magnitude};
       add_row(r.y, m, h, p.w_down, j, p.width);
       Tracked d_h = dot(p.d_y, m, p.w_down, j, p.width);
       d_h += tracked(sign) * l1;
       add_row(r.d_w_down, j, h, p.d_y, m, p.width);
+      const Tracked slope = p.squared ? tracked(2.0) * g : tracked(1.0);
       if (p.gated) {
-        add_row(r.d_x, m, d_h * u, p.w_gate, j, p.width);
-        add_row(r.d_w_gate, j, d_h * u, p.x, m, p.width);
+        add_row(r.d_x, m, d_h * u * slope, p.w_gate, j, p.width);
+        add_row(r.d_w_gate, j, d_h * u * slope, p.x, m, p.width);
       }
-      const Tracked d_u = p.gated ? d_h * g : d_h;
+      const Tracked d_u = d_h * (p.gated ? f : slope);
       add_row(r.d_x, m, d_u, p.w_up, j, p.width);
       add_row(r.d_w_up, j, d_u, p.x, m, p.width);
     }

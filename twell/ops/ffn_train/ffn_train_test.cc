@@ -49,8 +49,10 @@ struct Layer {
   }
   FfnWeights weights() {
     const int64_t f = problem.ffn, d = problem.width;
-    return {view<const float>(w_gate, f, d), view<const float>(w_up, f, d),
-            view<const float>(w_down, f, d)};
+    return {view<const float>(w_gate, f, d),
+            view<const float>(w_up, f, d),
+            view<const float>(w_down, f, d),
+            {problem.squared ? Activation::kRelu2 : Activation::kRelu}};
   }
   FfnGrads grads() {
     const int64_t f = problem.ffn, d = problem.width;
@@ -143,13 +145,22 @@ int64_t around_width(int64_t m, int64_t ffn) { return ffn / 4 - 1 + m % 3; }
 int64_t one_full_row(int64_t m, int64_t ffn) { return m == 1 ? ffn : m % 5; }
 int64_t third_full(int64_t m, int64_t ffn) { return m % 3 == 0 ? ffn : m % 7; }
 
-class FfnTrain : public testing::TestWithParam<std::tuple<Case, bool>> {};
+class FfnTrain : public testing::TestWithParam<std::tuple<Case, bool>> {
+ public:
+  static void expect_reference(Problem p);
+};
 
 TEST_P(FfnTrain, BothExecutionsMatchTheReference) {
   const auto& [c, gated] = GetParam();
   Problem p =
       reference::make_problem(c.tokens, c.width, c.ffn, gated,
                               [&, fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); });
+  expect_reference(p);
+  p.squared = true;
+  if (c.tokens < 10000 && c.ffn < 10000) expect_reference(p);
+}
+
+void FfnTrain::expect_reference(Problem p) {
   for (const double l1_scale : {0.0, 0.3}) {
     p.l1_scale = static_cast<double>(static_cast<float>(l1_scale));
     const reference::Result expected = reference::run(p);
@@ -194,9 +205,11 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
-  for (const bool gated : {true, false}) {
+  for (const int kind : {0, 1, 2, 3}) {
+    const bool gated = kind % 2 == 0;
     Problem p = reference::make_problem(4, 8, 12, gated, [](int64_t m) { return 3 * m; });
     p.l1_scale = 0.7;
+    p.squared = kind >= 2;
     const reference::Result r = reference::run(p);
     const auto check = [&](std::vector<double>& values, const std::vector<Tracked>& gradient,
                            const std::string& name) {

@@ -23,11 +23,14 @@ __device__ __forceinline__ uint32_t fired_bits(const uint4& g) {
   return fired_bits(g.x) | fired_bits(g.y) << 2 | fired_bits(g.z) << 4 | fired_bits(g.w) << 6;
 }
 
-// h = g * u; adds |h| to l1.
-__device__ __forceinline__ uint32_t hidden_pair(uint32_t g, uint32_t u, float& l1) {
+// f(g) for the output g of ReLU: g, or g^2 for relu2.
+__device__ __forceinline__ float activated(float g, bool squared) { return squared ? g * g : g; }
+
+// h = f(g) * u; adds |h| to l1.
+__device__ __forceinline__ uint32_t hidden_pair(uint32_t g, uint32_t u, bool squared, float& l1) {
   const uint32_t fired = fired_bits(g);
-  const float h0 = (fired & 1) != 0 ? low_half(g) * low_half(u) : 0.0f;
-  const float h1 = (fired & 2) != 0 ? high_half(g) * high_half(u) : 0.0f;
+  const float h0 = (fired & 1) != 0 ? activated(low_half(g), squared) * low_half(u) : 0.0f;
+  const float h1 = (fired & 2) != 0 ? activated(high_half(g), squared) * high_half(u) : 0.0f;
   l1 += fabsf(h0);
   l1 += fabsf(h1);
   return bf16x2(h0, h1);
@@ -37,23 +40,31 @@ __device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
   return d_h + (h > 0.0f ? l1_scale : (h < 0.0f ? -l1_scale : 0.0f));
 }
 
-// g becomes d_g, u becomes d_u and d_h becomes h, all 0 where the neuron is not active.
-__device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u,
+// g becomes the gradient in front of the activation, u becomes d_u and d_h becomes h, all 0 where
+// the neuron is not active.
+__device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u, bool squared,
                                               float l1_scale) {
   const uint32_t fired = fired_bits(g);
   const bool first = (fired & 1) != 0, second = (fired & 2) != 0;
   const float g0 = low_half(g), g1 = high_half(g), u0 = low_half(u), u1 = high_half(u);
-  const float h0 = first ? g0 * u0 : 0.0f, h1 = second ? g1 * u1 : 0.0f;
+  const float f0 = activated(g0, squared), f1 = activated(g1, squared);
+  const float h0 = first ? f0 * u0 : 0.0f, h1 = second ? f1 * u1 : 0.0f;
   const float d0 = with_l1(low_half(d_h), h0, l1_scale), d1 = with_l1(high_half(d_h), h1, l1_scale);
-  g = bf16x2(first ? d0 * u0 : 0.0f, second ? d1 * u1 : 0.0f);
-  u = bf16x2(first ? d0 * g0 : 0.0f, second ? d1 * g1 : 0.0f);
+  float slope0 = u0, slope1 = u1;
+  if (squared) {
+    slope0 *= 2.0f * g0;
+    slope1 *= 2.0f * g1;
+  }
+  g = bf16x2(first ? d0 * slope0 : 0.0f, second ? d1 * slope1 : 0.0f);
+  u = bf16x2(first ? d0 * f0 : 0.0f, second ? d1 * f1 : 0.0f);
   d_h = bf16x2(h0, h1);
 }
-__device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, float l1_scale) {
-  backward_pair(d_h.x, g.x, u.x, l1_scale);
-  backward_pair(d_h.y, g.y, u.y, l1_scale);
-  backward_pair(d_h.z, g.z, u.z, l1_scale);
-  backward_pair(d_h.w, g.w, u.w, l1_scale);
+__device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, bool squared,
+                                               float l1_scale) {
+  backward_pair(d_h.x, g.x, u.x, squared, l1_scale);
+  backward_pair(d_h.y, g.y, u.y, squared, l1_scale);
+  backward_pair(d_h.z, g.z, u.z, squared, l1_scale);
+  backward_pair(d_h.w, g.w, u.w, squared, l1_scale);
 }
 
 // A pair of ones in bf16: u of a layer without a gate.

@@ -215,7 +215,8 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                                 .kept = chunk.kept,
                                 .l1_parts = work.l1_parts,
                                 .counts = problem.counts,
-                                .active = problem.active},
+                                .active = problem.active,
+                                .squared = problem.weights.activation == Activation::kRelu2},
                                ctas, stream));
   TWELL_CUDA_CHECK(tile_union::launch_down_sm90({.tiles = chunk.tiles,
                                                  .weight = problem.weights.w_down,
@@ -265,7 +266,8 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                                   .kept = chunk.kept,
                                   .masks = work.masks,
                                   .neuron_nnz = work.neurons.nnz,
-                                  .l1_scale = problem.l1_scale},
+                                  .l1_scale = problem.l1_scale,
+                                  .squared = weights.activation == Activation::kRelu2},
                                  ctas, stream));
   tile_union::Down down{};
   down.tiles = chunk.tiles;
@@ -321,7 +323,9 @@ HybridCapacity hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz, doubl
   constexpr double kSlack = 1.5;
   const ChunkShape chunk(shape);
   const auto tokens = static_cast<double>(chunk.tokens);
-  const double most = tokens * static_cast<double>(shape.ffn);
+  // The index of a block's first value has 32 bits.
+  const double most =
+      std::min(tokens * static_cast<double>(shape.ffn), static_cast<double>(UINT32_MAX));
   HybridCapacity capacity;
   capacity.pairs = static_cast<int64_t>(std::min(std::max(nnz, 1.0) * kSlack * tokens, most));
   // Each tile rounds up to whole blocks; one more block covers that.

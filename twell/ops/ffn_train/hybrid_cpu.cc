@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "twell/ops/activation/activation_rows.h"
 #include "twell/ops/ffn_train/ffn_train_cpu.h"
 #include "twell/ops/ffn_train/rows_simd.h"
 #include "twell/ops/matmul/matmul.h"
@@ -212,8 +213,9 @@ void project_up(const CompactForward& work, int64_t begin, int64_t end, float* b
   });
 }
 
-// h = g * u, or g without a gate, on the pattern; row_l1 = sum of |h| per row.
+// h = f(g) * u, or f(g) without a gate, on the pattern; row_l1 = sum of |h| per row.
 void activate_compact(const CompactForward& work, int64_t begin, int64_t end) {
+  const bool squared = work.problem.weights.activation.is_relu2();
   const HybridF32& hybrid = work.saved.hybrid;
   for (int64_t m = begin; m < end; ++m) {
     if (!hybrid.is_compact(m)) continue;
@@ -222,7 +224,7 @@ void activate_compact(const CompactForward& work, int64_t begin, int64_t end) {
     float* const h = work.h_row(m);
     double l1 = 0.0;
     for (int64_t i = 0; i < hybrid.row_nnz[m]; ++i) {
-      h[i] = u == nullptr ? g[i] : g[i] * u[i];
+      h[i] = (squared ? g[i] * g[i] : g[i]) * (u == nullptr ? 1.0f : u[i]);
       l1 += static_cast<double>(std::abs(h[i]));
     }
     work.row_l1[m] = l1;
@@ -267,18 +269,25 @@ void forward_compact(Context& ctx, const FfnTrainForward& problem, const FfnSave
 }
 
 // Activation of tail rows [first, first + count). The rows of h behind them, padding, become zero.
-void activate_tail(Context& ctx, const FfnSaved& saved, int64_t first, int64_t count,
-                   const int32_t* tokens, MatrixF h, const FiredFlags& flags, double* row_l1) {
+// For relu2 the tail keeps the activation's input, as the dense execution does.
+void activate_tail(Context& ctx, const BlendedActivation& f, const FfnSaved& saved, int64_t first,
+                   int64_t count, const int32_t* tokens, MatrixF h, const FiredFlags& flags,
+                   double* row_l1) {
   const HybridF32& hybrid = saved.hybrid;
   const int64_t ffn = hybrid.shape.cols;
   ctx.parallel_for(count, 1, [&](int64_t begin, int64_t end, int thread) {
     float* const fired = flags.of_thread(thread);
     for (int64_t r = begin; r < end; ++r) {
       float* const gate = hybrid.tail.row(first + r);
-      const RowActivity activity =
-          saved.gated() ? relu_gate_row(gate, saved.up_tail.row(first + r), h.row(r), fired, ffn)
-                        : relu_row(gate, fired, ffn);
-      row_l1[tokens[first + r]] = activity.l1;
+      const float* const u = saved.gated() ? saved.up_tail.row(first + r) : nullptr;
+      double& l1 = row_l1[tokens[first + r]];
+      if (!f.is_relu()) {
+        l1 = activate_row(f, gate, u, h.row(r), fired, ffn).l1;
+      } else {
+        l1 = (u != nullptr ? relu_gate_row(gate, u, h.row(r), fired, ffn)
+                           : relu_row(gate, fired, ffn))
+                 .l1;
+      }
     }
   });
   const MatrixF padding = h.slice_rows(count, h.rows - count);
@@ -302,9 +311,10 @@ void forward_tail(Context& ctx, const FfnTrainForward& problem, const FfnSaved& 
     const MatrixF x = gather_rows(ctx, step, problem.x, tokens + first, count, padded);
     const MatrixF y = step.matrix<float>(padded, w.width());
     const MatrixF gate = hybrid.tail.slice_rows(first, padded);
-    const MatrixF h = w.gated() ? step.matrix<float>(padded, w.ffn()) : gate;
+    const bool in_place = !w.gated() && w.activation.is_relu();
+    const MatrixF h = in_place ? gate : step.matrix<float>(padded, w.ffn());
     if (w.gated()) linear_forward(ctx, x, w.w_up, saved.up_tail.slice_rows(first, padded));
-    activate_tail(ctx, saved, first, count, tokens, h, flags, row_l1);
+    activate_tail(ctx, w.activation, saved, first, count, tokens, h, flags, row_l1);
     matmul(ctx, {.a = h, .b = w.w_down, .c = y});
     scatter_rows(ctx, y, tokens + first, count, problem.y);
   }
@@ -423,24 +433,26 @@ void project_down(const CompactBackward& work, int64_t begin, int64_t end, float
 void differentiate_activation(const CompactBackward& work, int64_t begin, int64_t end) {
   const CompactSpan& span = work.span;
   const float l1_scale = work.problem.l1_scale;
+  const bool squared = work.problem.weights.activation.is_relu2();
   for_each_entry_list(work.saved.hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
     const float* const g = work.saved.hybrid.value.row(m);
     float* const d_up = span.d_up.row(m - span.first);
     float* const h = span.h.row(m - span.first);
     if (!work.saved.gated()) {
       for (int64_t i = 0; i < n; ++i) {
-        h[i] = g[i];
-        d_up[i] += l1_scale;
+        h[i] = squared ? g[i] * g[i] : g[i];
+        d_up[i] = (d_up[i] + l1_scale) * (squared ? 2.0f * g[i] : 1.0f);
       }
       return;
     }
     const float* const u = work.saved.up.row(m);
     float* const d_gate = span.d_gate.row(m - span.first);
     for (int64_t i = 0; i < n; ++i) {
-      h[i] = g[i] * u[i];
+      const float f = squared ? g[i] * g[i] : g[i];
+      h[i] = f * u[i];
       const float d_h = d_up[i] + l1_scale * sign(h[i]);
-      d_gate[i] = d_h * u[i];
-      d_up[i] = d_h * g[i];
+      d_gate[i] = d_h * u[i] * (squared ? 2.0f * g[i] : 1.0f);
+      d_up[i] = d_h * f;
     }
   });
 }

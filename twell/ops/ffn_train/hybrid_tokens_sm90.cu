@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(
       if (fired == 0) continue;
       values.g[piece] = g;
       values.u[piece] = u;
-      gate[piece] = {hidden_pair(g.x, u.x, l1), hidden_pair(g.y, u.y, l1),
-                     hidden_pair(g.z, u.z, l1), hidden_pair(g.w, u.w, l1)};
+      gate[piece] = {
+          hidden_pair(g.x, u.x, keep.squared, l1), hidden_pair(g.y, u.y, keep.squared, l1),
+          hidden_pair(g.z, u.z, keep.squared, l1), hidden_pair(g.w, u.w, keep.squared, l1)};
     }
     const double sum = block_sum<kThreads>(static_cast<double>(l1));  // contains barriers
     if (threadIdx.x == 0) keep.l1_parts[block] = sum;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kerne
       const int piece = threadIdx.x + i * kThreads;
       uint4 g = values.g[piece], u = values.u[piece];
       if (fired_bits(g) != 0) {
-        backward_eight(hidden[i], g, u, l1_scale);
+        backward_eight(hidden[i], g, u, expand.squared, l1_scale);
       } else {
         hidden[i] = u = g = uint4{};
       }

@@ -46,6 +46,7 @@ struct RowGateUp {
   int tokens, width, ffn;
   int rows;            // neurons of a CTA at a time, at most kMaxRows
   bool early_weights;  // the first weight may be read before the predecessor has finished
+  bool squared;        // f(g) = g^2
 };
 
 }  // namespace
@@ -435,6 +436,7 @@ class Kernel {
     const int row = shared_.list[warp_][position], token = lane_ % 8;
     const uint32_t gate = shared_.gate[row][token];
     float h = __uint_as_float(gate << 16);
+    if (p_.squared) h *= h;
     if (p_.up != nullptr) h *= add_sums(place, token);
     p_.hidden.h[int64_t{first_ + row} * kRowTokens + token] =
         __float2bfloat16(gate == 0 ? 0.0f : h);
@@ -707,7 +709,8 @@ cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hid
                                                   .width = width,
                                                   .ffn = ffn,
                                                   .rows = rows,
-                                                  .early_weights = problem.weights_are_constant},
+                                                  .early_weights = problem.weights_are_constant,
+                                                  .squared = problem.squared},
                                                  std::min(ctas, ceil_div(ffn, rows)), stream);
   if (status != cudaSuccess) return status;
   return row_down::launch({.hidden = hidden,

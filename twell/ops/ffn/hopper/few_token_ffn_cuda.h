@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Host side of decode rows (1 to 8 tokens) and small batches (9 to 64), bf16 with f32 accumulation:
-//   gated:      g = relu(x w_gate^T), h = g * (x w_up^T) where g is active, y = h w_down
-//   non-gated:  h = relu(x w_up^T), y = h w_down
+//   gated:      g = relu(x w_gate^T), h = f(g) * (x w_up^T) where g is active, y = h w_down
+//   non-gated:  h = f(relu(x w_up^T)), y = h w_down
+// f(g) is g, or g^2 for relu2.
 // Optionally a residual is added, and for up to 8 tokens the RMS norm of x is computed in front.
 // Reading weights bounds the time for so few tokens: this execution reads all of the first weight,
 // and of the others only the rows of neurons active for at least one token.
@@ -34,6 +35,7 @@ struct FewTokenFfnCuda {
   float eps = 1e-5f;                        // of the norm
   const __nv_bfloat16* residual = nullptr;  // [M, D] or null; it and x may be y
   ActivityCuda* activity = nullptr;         // added to: tokens, nnz; may be null
+  bool squared = false;                     // f(g) = g^2
   // The first weight may be read while the predecessor of this call still runs. Only for weights
   // that no earlier work on the stream writes.
   bool weights_are_constant = false;

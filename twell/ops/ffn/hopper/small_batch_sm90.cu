@@ -46,6 +46,7 @@ struct GateUp {
   ActivityCuda* activity;     // counts, or null
   int tokens, width, ffn;
   bool early_weights;  // the first weight may be read before the predecessor has finished
+  bool squared;        // f(g) = g^2
 };
 
 // The first weight is w_gate, or w_up without a gate.
@@ -812,7 +813,8 @@ class Kernel {
                      : "=h"(gate)
                      : "r"(gate_place(token + half) + shared_.list[at] * 2));
       }
-      const float h = __uint_as_float(uint32_t{gate} << 16) * values[i];
+      const float g = __uint_as_float(uint32_t{gate} << 16);
+      const float h = (p_.squared ? g * g : g) * values[i];
       out[column + i % 2][token + half] = gate == 0 ? 0 : __bfloat16_as_ushort(__float2bfloat16(h));
     }
     __syncwarp();
@@ -1166,7 +1168,8 @@ cudaError_t launch_small_batch(const FewTokenFfnCuda& problem, const Hidden& hid
                                        .tokens = tokens,
                                        .width = width,
                                        .ffn = ffn,
-                                       .early_weights = problem.weights_are_constant},
+                                       .early_weights = problem.weights_are_constant,
+                                       .squared = problem.squared},
                            .neurons = neurons,
                            .slice_chunks = ceil_div(width, 4 * 64)};
   const cudaError_t status =

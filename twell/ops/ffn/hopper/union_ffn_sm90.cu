@@ -431,7 +431,7 @@ struct Consumer {
     tell();  // if the item had too few k-steps
   }
 
-  // h = g * u in f32, rounded once; or u alone.
+  // h = f(g) * u in f32, rounded once; or u alone.
   template <int N>
   __device__ __forceinline__ void write_result(const float (&acc)[kAccumulators]) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -443,10 +443,14 @@ struct Consumer {
       write_pair(at + 8 * 128, acc[4 * i + 2], acc[4 * i + 3]);
     }
   }
-  __device__ __forceinline__ static void write_pair(uint32_t at, float low, float high) {
+  __device__ __forceinline__ void write_pair(uint32_t at, float low, float high) const {
     uint32_t pair;
     if (Gated) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
+      if (gemm.gate.squared) {
+        low *= sm90::low_half(pair);
+        high *= sm90::high_half(pair);
+      }
       low *= sm90::low_half(pair);
       high *= sm90::high_half(pair);
     }
@@ -792,7 +796,8 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   static_cast<int>(packed.shape.tiles()),
                   packed.shape.slots(),
                   problem.follows_gate ? progress.words : nullptr,
-                  gate_gemm_phases(ctx, problem.tokens, problem.ffn)};
+                  gate_gemm_phases(ctx, problem.tokens, problem.ffn),
+                  problem.squared};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
   const auto width = static_cast<int>(problem.width);

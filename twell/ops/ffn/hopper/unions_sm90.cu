@@ -744,6 +744,13 @@ struct Pairs {
   }
 };
 
+// The bits of g, or of g^2 rounded to bf16, for the bits of g.
+__device__ __forceinline__ uint16_t placed(uint32_t bits, bool squared) {
+  if (!squared) return static_cast<uint16_t>(bits);
+  const float g = __uint_as_float(bits << 16);
+  return __bfloat16_as_ushort(__float2bfloat16(g * g));
+}
+
 // Stages the values of some slots whose neurons have positions [first, first + pitch) in the union.
 struct StageValues {
   const uint32_t* mask;
@@ -751,12 +758,13 @@ struct StageValues {
   int first;
   uint16_t* staged;  // [slots, pitch], from slot 0
   int pitch;
+  bool squared;
 
   __device__ void entry(int slot, int column, uint32_t bits) const {
     const int i = column / 32;
     const int position = before[i] - first + __popc(mask[i] & ((1u << (column % 32)) - 1));
     if (static_cast<uint32_t>(position) < static_cast<uint32_t>(pitch)) {
-      staged[slot * pitch + position] = static_cast<uint16_t>(bits);
+      staged[slot * pitch + position] = placed(bits, squared);
     }
   }
   __device__ void eight(int slot, int column, const uint4& values) const {
@@ -768,7 +776,7 @@ struct StageValues {
     for (int j = 0; j < 8; ++j) {
       if ((word >> (column % 32 + j) & 1) == 0) continue;
       if (static_cast<uint32_t>(position) < static_cast<uint32_t>(pitch)) {
-        staged[slot * pitch + position] = static_cast<uint16_t>(parts[j / 2] >> (j % 2 * 16));
+        staged[slot * pitch + position] = placed(parts[j / 2] >> (j % 2 * 16) & 0xffff, squared);
       }
       ++position;
     }
@@ -860,7 +868,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
     for (int i = threadIdx.x; i < slots * pitch / 8; i += kThreads) {
       reinterpret_cast<uint4*>(staged)[i] = uint4{};
     }
-    pairs.for_each(slot, slots, StageValues{mask, before, begin, staged - slot * pitch, pitch});
+    pairs.for_each(slot, slots,
+                   StageValues{mask, before, begin, staged - slot * pitch, pitch, gate.squared});
     store_staged(staged, pitch, begin, slot, slots, out);
     __syncthreads();
   }

@@ -47,6 +47,7 @@ struct Problem {
   Counters* counters;
   int32_t* parts_done;     // [kSplitTarget * chunks], 0 between calls
   float* partials;         // [kMaxPartials, D]
+  bool squared;            // f(g) = g^2
   bool add;                // y += instead of =
   ActivityCuda* activity;  // added to; may be null
 };
@@ -265,15 +266,16 @@ class WeightRows {
 };
 
 // acc += h times columns [begin, begin + Pieces * 256) of w_down, for the list's `size` > 0
-// non-zeros; h = g * (x w_up^T) in f32, rounded once to bf16. x: the first chunk of the row's.
+// non-zeros; h = f(g) * (x w_up^T) in f32, rounded once to bf16. x: the first chunk of the row's.
 template <int Pieces, int Depth>
 __device__ __forceinline__ void multiply_list(const Problem& problem, RowPiece<Pieces>& x,
                                               int64_t row, NonzeroList& list, int size, int begin,
                                               uint8_t* ring, float (&acc)[Pieces][8]) {
   WeightRows<Pieces, Depth> rows(problem, list, size, begin, ring);
-  if (problem.w_up != nullptr) {
-    float up_low = 0.0f, up_high = 0.0f;  // lane l holds those of non-zeros l and l + 32
-    for (int first = 0; first < problem.width; first += kChunk) {
+  if (problem.w_up != nullptr || problem.squared) {
+    // Lane l holds those of non-zeros l and l + 32.
+    float up_low = problem.w_up != nullptr ? 0.0f : 1.0f, up_high = up_low;
+    for (int first = 0; first < problem.width && problem.w_up != nullptr; first += kChunk) {
       if (first > 0) x.load(problem.x + row * problem.width + first, problem.width - first);
       for (int i = 0; i < size; ++i) {
         const float sum = warp_sum(rows.take().dot(x));
@@ -284,7 +286,8 @@ __device__ __forceinline__ void multiply_list(const Problem& problem, RowPiece<P
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = half * 32 + lane_id();
-      const float h = i < size ? list.value[i] * (half == 0 ? up_low : up_high) : 0.0f;
+      const float g = i < size ? list.value[i] : 0.0f;
+      const float h = (problem.squared ? g * g : g) * (half == 0 ? up_low : up_high);
       if (i < size) list.value[i] = __bfloat162float(__float2bfloat16(h));
     }
     __syncwarp();
@@ -614,6 +617,7 @@ void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                                    reinterpret_cast<row_fused::Counters*>(counters),
                                    counters + kCounterWords,
                                    workspace.partials_.data(),
+                                   problem.squared,
                                    problem.add,
                                    problem.activity};
   TWELL_CUDA_CHECK(row_fused::launch_light_rows(kernels, ctx.stream()));
