@@ -103,7 +103,7 @@ TEST_F(DistributedTest, ProcessesTrainAndAnyNumberOfThemContinues) {
 
 TEST_F(DistributedTest, ALostProcessEndsTheRunWithItsRankAndStep) {
   const std::vector<std::string> options = {
-      "--steps", "100000", "--ranks", "3", "--collective-timeout", "3"};
+      "--steps", "100000", "--ranks", "3", "--collective-timeout", "8"};
   for (const int signal : {SIGKILL, SIGSTOP}) {
     const std::string out = signal == SIGKILL ? "killed" : "stopped";
     fs::remove(folder_ / "stdout");
@@ -114,7 +114,7 @@ TEST_F(DistributedTest, ALostProcessEndsTheRunWithItsRankAndStep) {
     ASSERT_EQ(::kill(rank, signal), 0);
     const auto begin = std::chrono::steady_clock::now();
     const Result result = finish(launcher);
-    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
     EXPECT_EQ(result.code, 1) << result.err;
     const std::string fault =
         signal == SIGKILL ? "rank 1 ended in step" : "rank 1 has not answered";
