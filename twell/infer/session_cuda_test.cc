@@ -4,7 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <barrier>
 #include <cmath>
+#include <functional>
+#include <thread>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/error.h"
@@ -135,6 +139,54 @@ TEST_F(SessionCudaTest, RefusesWhatDoesNotFit) {
   EXPECT_EQ(session.length(0), 10);
   // The cache would take terabytes.
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
+}
+
+// Kernels belong to the process, also what they may use: two models of different widths decode on a
+// host thread each, steps and graphs in turn and at the same time, with the bits of each alone.
+TEST_F(SessionCudaTest, ModelsOfDifferentWidthsOnTwoThreads) {
+  constexpr int32_t kSteps = 24;
+  const auto texts = [](int64_t width, const std::function<void()>& before_step) {
+    ModelConfig config = preset_config("tiny");
+    config.vocab_size = kVocab;
+    config.width = width;
+    config.ffn = 4 * width;
+    config.heads = config.kv_heads = width / 64;
+    config.layers = 2;
+    Context cpu(1);
+    Model model(config);
+    init_weights(cpu, model, static_cast<uint64_t>(width));
+    const CudaStream stream;
+    CudaContext ctx(stream.get());
+    const ModelCuda device_model(ctx, model);
+    SessionCuda session(ctx, device_model, {.slots = 2});
+    for (const int64_t slot : {0, 1}) {
+      session.append(slot, random_ids(5 + slot, kVocab, static_cast<uint64_t>(width + slot)));
+    }
+    std::vector<float> logits;
+    for (int32_t step = 0; step < kSteps; ++step) {
+      before_step();
+      // One or two sequences: other kernels, and graphs of their own.
+      const std::vector<int64_t> slots =
+          step % 3 == 0 ? std::vector<int64_t>{0} : std::vector<int64_t>{0, 1};
+      const std::vector<int32_t> ids(slots.size(), step + 7);
+      const ConstMatrixF out = session.decode(slots, ids);
+      for (int64_t row = 0; row < out.rows; ++row) {
+        logits.insert(logits.end(), out.row(row), out.row(row) + out.cols);
+      }
+    }
+    return logits;
+  };
+  const std::array<int64_t, 2> widths = {128, 2048};
+  std::array<std::vector<float>, 2> alone, together;
+  for (size_t i = 0; i < 2; ++i) alone[i] = texts(widths[i], [] {});
+  std::barrier turn(2);
+  std::array<std::thread, 2> threads;
+  for (size_t i = 0; i < 2; ++i) {
+    threads[i] =
+        std::thread([&, i] { together[i] = texts(widths[i], [&] { turn.arrive_and_wait(); }); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(together[i], alone[i]) << "width " << widths[i];
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/decode/skinny_gemm.cuh"
+#include "twell/sm90/shared_memory.h"
 #include "twell/sm90/tagged.cuh"
 
 namespace twell {
@@ -1425,8 +1426,7 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
   const auto kernel = decode_layers_sm90_kernel<kTokens, kLanes>;
   const auto shared = static_cast<int>(Layers<kTokens, kLanes>::shared_bytes(
       problem.width, problem.heads * problem.head_dim, problem.tokens, has_screens(problem)));
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const cudaError_t status = sm90::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;

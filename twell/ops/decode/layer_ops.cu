@@ -11,6 +11,7 @@
 #include "twell/base/reduce.cuh"
 #include "twell/ops/decode/skinny_gemm.cuh"
 #include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/shared_memory.h"
 
 namespace twell::layer_ops {
 namespace {
@@ -368,14 +369,11 @@ cudaError_t launch(const Problem& problem, cudaStream_t stream) {
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
-  const auto shared = static_cast<int>(shared_bytes(input));
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  }
+  if (status == cudaSuccess) status = sm90::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
   const int ctas = std::max(std::min(Groups{problem}.count(), kResident * multiprocessors), 1);
   return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(ctas)), kThreads,
-                                static_cast<uint32_t>(shared), stream, problem);
+                                static_cast<uint32_t>(shared_bytes(input)), stream, problem);
 }
 
 }  // namespace
