@@ -374,7 +374,7 @@ TEST(GpuFfnDispatch, HasAnAnswerForEverySize) {
                   EXPECT_EQ(gpu_ffn_unsupported(row, layer, call), "");
                 }
               }
-              const bool many = tokens > 64 && capability == 90;
+              const bool many = tokens > 128 && capability == 90;
               if (many && (ffn > 524288 || width > 131072 || width * ffn >= int64_t{1} << 35)) {
                 EXPECT_NE(choice.execution, FfnExecution::kTileUnion);
                 if (policy == FfnPolicy::kAuto) {
