@@ -3,16 +3,19 @@
 # Installs what it needs, checks the sources, builds, and runs every test this machine can run.
 #   scripts/test.sh            checks, all CPU tests under sanitizers, release build and its tests
 #   scripts/test.sh --quick    without the sanitizers
+#   scripts/test.sh --python   the Python package's tests alone (downloads PyTorch: 0.8 to 3 GB)
 # CUDA code is compiled where a CUDA toolkit is found; its tests run where there is a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 quick=0
+python=0
 case ${1:-} in
   "") ;;
   --quick) quick=1 ;;
+  --python) python=1 ;;
   *)
-    echo "test: unknown option $1 (only --quick)" >&2
+    echo "test: unknown option $1 (only --quick, --python)" >&2
     exit 2
     ;;
 esac
@@ -21,6 +24,11 @@ step() { printf '\n== %s\n' "$*"; }
 
 step "dependencies"
 scripts/setup.sh --test
+
+if [[ $python == 1 ]]; then
+  step "Python package"
+  exec scripts/test_python.sh
+fi
 
 step "formatting and include directions"
 scripts/check_format.sh
@@ -38,7 +46,7 @@ if [[ $quick == 0 ]]; then
 fi
 
 step "release build: the command line, tests of vector code and of GPU code, warnings as errors"
-cmake --preset dev >/dev/null
+cmake --preset dev -DTWELL_PYTHON=OFF >/dev/null
 cmake --build --preset dev --target twell twell_release_tests
 
 step "tests of the release build"

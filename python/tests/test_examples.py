@@ -41,7 +41,8 @@ def save_model(folder, hidden_act):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!", pad_token="!")
+    wrapped.save_pretrained(folder)
 
 
 def test_train_small(monkeypatch, capsys, text):

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the wheel of the Python package from the objects of build/release, installs it into a clean
+# virtual environment, and runs its tests on the CPU. PyTorch and transformers are installed once,
+# into .cache/python: where there is a CUDA toolkit, 0.8 GB of wheels, because PyTorch then finds
+# most of CUDA's libraries there; elsewhere PyTorch brings them, 3 GB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+cache=$PWD/.cache/python
+python=$cache/bin/python
+needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
+others=(
+  transformers==5.17.0 psutil numpy pytest==8.4.2 matplotlib==3.10.7
+  nanobind==2.9.2 scikit-build-core==0.11.6 ninja
+)
+if [[ ! -e $cache/complete ]]; then
+  echo "test_python: installing PyTorch and transformers into .cache/python"
+  rm -rf "$cache"
+  python3 -m venv "$cache"
+  "$python" -m pip install --quiet --no-deps torch==2.11.0 nvidia-cufile==1.15.1.6 \
+    nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
+  "$python" -m pip install --quiet "${needs_of_torch[@]}"
+  "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install --quiet torch==2.11.0
+  # accelerate requires torch, which would bring all of CUDA's libraries again.
+  "$python" -m pip install --quiet --no-deps accelerate==1.11.0
+  "$python" -m pip install --quiet "${others[@]}"
+  touch "$cache/complete"
+fi
+
+"$python" -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir build/wheels \
+  -Cbuild-dir=build/release -Ccmake.define.Python_EXECUTABLE="$python" .
+
+clean=$PWD/build/python_clean
+rm -rf "$clean"
+python3 -m venv "$clean"
+"$python" -c 'import site; print(site.getsitepackages()[0])' \
+  >"$("$clean/bin/python" -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+"$clean/bin/python" -m pip install --quiet --no-deps --no-index build/wheels/twell-*.whl
+"$clean/bin/python" -m twell.doctor
+HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$clean/bin/python" -m pytest -q -p no:cacheprovider python/tests
