@@ -37,7 +37,7 @@ int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
 // Of the cache on the CPU, if its size is not limited.
 int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& options) {
   const int64_t capacity = options.capacity == 0 ? config.max_sequence() : options.capacity;
-  return KvCache::bytes(config, options.slots, capacity);
+  return KvCache::bytes(config, options.slots, capacity, options.cache);
 }
 
 // Checks host memory before loading.
@@ -73,7 +73,8 @@ SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config
   if (cache_bytes > 0 || use_cuda(common)) return options;
   // A fifth of what the weights leave stays for activations and for other programs.
   const int64_t free = (memory_limit_bytes() - host_weight_bytes(common.checkpoint)) / 5 * 4;
-  if (free < host_cache_bytes(config, options) && free >= KvCache::block_bytes(config)) {
+  if (free < host_cache_bytes(config, options) &&
+      free >= KvCache::block_bytes(config, options.cache)) {
     options.cache_bytes = free;
   }
   return options;

@@ -37,6 +37,7 @@ struct GenerateArguments {
   bool quiet = false;
   bool json = false;
   bool log_probs = false;
+  bool cache_8bit = false;
 };
 
 struct Prompt {
@@ -280,7 +281,8 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
       plan_cache(common, config,
                  {.slots = std::min(arguments.batch, std::ssize(prompts)),
                   .capacity = session_capacity(config, tokenizer, prompts, options),
-                  .ffn = policy});
+                  .ffn = policy,
+                  .cache = {.eight_bits = arguments.cache_8bit}});
   EnginePlan plan{.session = planned, .scorer = std::nullopt};
   if (arguments.log_probs) plan.scorer = LogProbs::plan(planned.capacity);
   const std::unique_ptr<Engine> engine = load_engine(common, plan);
@@ -344,6 +346,8 @@ void add_generate_command(Command& root, CommonOptions& common) {
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+  command.flag("--cache-8bit", &arguments->cache_8bit,
+               "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
   Option& json = command.flag("--json", &arguments->json,
                               "Print a JSON object per prompt, a line each, instead of the text");
   command

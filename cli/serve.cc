@@ -28,6 +28,7 @@ struct ServeArguments {
   int64_t batch = 32;
   int64_t context = 0;
   int64_t cache_mib = 0;
+  bool cache_8bit = false;
   int64_t max_waiting = 1024;
   int64_t prefill_tokens = 0;
   int64_t max_connections = 512;
@@ -86,7 +87,8 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
       common, config,
       {.slots = arguments.batch,
        .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
-       .ffn = policy},
+       .ffn = policy,
+       .cache = {.eight_bits = arguments.cache_8bit}},
       arguments.cache_mib << 20);
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
@@ -136,6 +138,8 @@ void add_serve_command(Command& root, CommonOptions& common) {
              "short the youngest waits and is computed again; 0: what all sequences need, if there "
              "is so much")
       .range(0, 1 << 30);
+  command.flag("--cache-8bit", &arguments->cache_8bit,
+               "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
   command
       .value("--max-waiting", &arguments->max_waiting, "N",
              "Sequences that wait; further requests are answered with 503")

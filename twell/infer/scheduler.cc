@@ -257,6 +257,12 @@ Draw Scheduler::draw_of(const Request& request) const {
 // overtakes it.
 void Scheduler::admit_waiting() {
   const int64_t block = session_.cache_use().block_tokens;
+  const auto blocks = [&](int64_t tokens) { return (tokens + block - 1) / block; };
+  // For the rest of its tokens and, unless it ends before, one to grow.
+  const auto blocks_ahead = [&](const Request& request) {
+    const int64_t held = blocks(request.fed), fed = blocks(std::ssize(request.context));
+    return std::min(fed + 1, blocks(session_.capacity())) - held;
+  };
   while (!free_slots_.empty()) {
     std::unique_ptr<Request> request;
     {
@@ -272,10 +278,11 @@ void Scheduler::admit_waiting() {
       shared = request->context;
     }
     request->fed = session_.start(slot, shared);
-    int64_t promised = request->left();
-    for (const auto& starting : starting_) promised += starting->left();
-    const int64_t active = std::ssize(running_) + std::ssize(starting_);
-    if (active > 0 && session_.free_tokens() < promised + active * block) {
+    int64_t promised = blocks_ahead(*request);
+    for (const auto& other : starting_) promised += blocks_ahead(*other);
+    for (const auto& other : running_) promised += blocks_ahead(*other);
+    const bool alone = running_.empty() && starting_.empty();
+    if (!alone && session_.free_tokens() / block < promised) {
       session_.clear(slot);
       request->fed = 0;
       const std::lock_guard lock(mutex_);

@@ -176,8 +176,8 @@ TEST_F(SchedulerCpuTest, AnswersThreadsWithWhatEachGivesAlone) {
   SessionCpu session(ctx_, *model_,
                      {.slots = 3,
                       .prefill_tokens = 7,
-                      .cache_bytes = 5 * KvCache::block_bytes(model_->config, 16),
-                      .block_tokens = 16});
+                      .cache_bytes = 4 * KvCache::block_bytes(model_->config, {.block_tokens = 16}),
+                      .cache = {.block_tokens = 16}});
   Scheduler scheduler(session, tokenizer_);
   std::thread engine([&] { scheduler.run(); });
   std::vector<Heard> heard(kThreads * kEach);
@@ -187,7 +187,7 @@ TEST_F(SchedulerCpuTest, AnswersThreadsWithWhatEachGivesAlone) {
     for (const int32_t id : random_ids(1 + i * 5 % 13, kVocab, static_cast<uint64_t>(i))) {
       prompt.push_back(id);
     }
-    GenerationRequest asked = request(prompt, 1 + i * 7 % 31, heard[static_cast<size_t>(i)]);
+    GenerationRequest asked = request(prompt, 20 + i * 7 % 15, heard[static_cast<size_t>(i)]);
     asked.sampler = {
         .temperature = i % 3 == 0 ? 0.0f : 0.9f, .top_k = 40, .seed = static_cast<uint64_t>(i)};
     return asked;
@@ -230,7 +230,7 @@ TEST_F(SchedulerCpuTest, AnswersThreadsWithWhatEachGivesAlone) {
   EXPECT_EQ(stats.ended[static_cast<size_t>(StopReason::kCancelled)], cancelled);
   EXPECT_GT(stats.preemptions, 0);
   EXPECT_GT(stats.cached_tokens, 0);
-  EXPECT_EQ(stats.cache.blocks, 5);
+  EXPECT_EQ(stats.cache.blocks, 4);
   EXPECT_EQ(stats.cache.used, 0);
 }
 

@@ -11,6 +11,7 @@
 #include "twell/base/matrix.h"
 #include "twell/infer/sampler.h"
 #include "twell/model/config.h"
+#include "twell/model/kv_cache.h"
 #include "twell/ops/ffn/ffn.h"
 
 namespace twell {
@@ -25,7 +26,7 @@ struct SessionOptions {
   // it, and capacity is at most what one of them can have alone. On the GPU, where every slot has
   // its own, only an upper bound.
   int64_t cache_bytes = 0;
-  int64_t block_tokens = 0;  // of the cache: see AttentionSequence; 0: what suits the device
+  KvFormat cache;  // on the CPU; on the GPU keys and values are in bf16
 };
 
 // Parameters of drawing a sequence's next token: see sample().

@@ -16,15 +16,16 @@ constexpr int64_t kPrefillTokens = 512;
 // At most the blocks that all slots need at full capacity.
 SessionCpu::CachePlan SessionCpu::cache_plan(const ModelConfig& config,
                                              const SessionOptions& options) {
-  const int64_t block_tokens = options.block_tokens == 0 ? kKvBlockTokens : options.block_tokens;
+  const int64_t block_tokens = options.cache.block_tokens;
+  TWELL_REQUIRE(block_tokens >= 1, "a block of {} tokens", block_tokens);
   const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
   const int64_t each = (capacity + block_tokens - 1) / block_tokens;
-  if (checked_cache_bytes(options) == 0) return {block_tokens, slots * each, capacity};
-  const int64_t block_bytes = KvCache::block_bytes(config, block_tokens);
+  if (checked_cache_bytes(options) == 0) return {slots * each, capacity};
+  const int64_t block_bytes = KvCache::block_bytes(config, options.cache);
   const int64_t blocks = std::min(slots * each, options.cache_bytes / block_bytes);
   TWELL_REQUIRE(blocks >= 1, "a cache of {} bytes is smaller than a block of {} tokens, {} bytes",
                 options.cache_bytes, block_tokens, block_bytes);
-  return {block_tokens, blocks, std::min(capacity, blocks * block_tokens)};
+  return {blocks, std::min(capacity, blocks * block_tokens)};
 }
 
 SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options)
@@ -35,8 +36,8 @@ SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOption
     : ctx_(ctx),
       model_(model),
       state_(model.config, options.ffn),
-      blocks_(plan.blocks, plan.block_tokens, options.slots),
-      cache_(model.config, options.slots, plan.capacity, plan.block_tokens, plan.blocks),
+      blocks_(plan.blocks, options.cache.block_tokens, options.slots),
+      cache_(model.config, options.slots, plan.capacity, options.cache, plan.blocks),
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       hidden_(std::max(std::min(prefill_tokens_, cache_.capacity()), options.slots) *
               model.config.width),

@@ -41,7 +41,7 @@ class SessionCpu : public Session {
 
  private:
   struct CachePlan {
-    int64_t block_tokens, blocks, capacity;
+    int64_t blocks, capacity;
   };
   static CachePlan cache_plan(const ModelConfig& config, const SessionOptions& options);
   SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options,

@@ -45,6 +45,7 @@ ForwardPlanCuda SessionCuda::forward_plan(const ModelConfig& config,
                                           const SessionOptions& options) {
   const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
   const int64_t bytes = KvCacheCuda::bytes(config, slots, capacity);
+  TWELL_REQUIRE(!options.cache.eight_bits, "keys and values in 8 bits run on the CPU alone");
   TWELL_REQUIRE(checked_cache_bytes(options) == 0 || bytes <= options.cache_bytes,
                 "keys and values of {} sequences of {} tokens take {} bytes, more than the {} "
                 "given: run fewer sequences at a time or shorter ones",

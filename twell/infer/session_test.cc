@@ -48,6 +48,27 @@ TEST(Session, PiecewiseEqualsAtOnce) {
   expect_close(expected, got);
 }
 
+// Keys and values are off by at most 1/254 of the largest of their head, so logits by about a
+// percent of their size in this model of two layers.
+TEST(Session, EightBitCacheIsClose) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  const std::vector<int32_t> ids = random_ids(40, kVocab, 3);
+  SessionCpu exact(ctx, *model, {});
+  SessionCpu eight(ctx, *model, {.cache = {.eight_bits = true}});
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto want = exact.append(0, std::span(ids).subspan(i, 1));
+    const auto got = eight.append(0, std::span(ids).subspan(i, 1));
+    for (size_t j = 0; j < want.size(); ++j) {
+      error += std::pow(static_cast<double>(got[j]) - want[j], 2);
+      size += std::pow(static_cast<double>(want[j]), 2);
+    }
+  }
+  EXPECT_LE(std::sqrt(error / size), 0.02);
+  EXPECT_GT(error, 0.0);
+}
+
 TEST(Session, SlotsAreIndependent) {
   Context ctx(2);
   const auto model = test_model(ctx, kVocab);

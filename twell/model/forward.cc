@@ -162,23 +162,18 @@ class Pass {
 
   // Appends the new keys and values to the cached ones; the queries then read them from the cache.
   void append_to_cache(int64_t layer) {
-    const KvCache& cache = *problem_.cache;
+    KvCache& cache = *problem_.cache;
     for (size_t i = 0; i < attention_sequences_.size(); ++i) {
       AttentionSequence& sequence = attention_sequences_[i];
       const int64_t slot = problem_.sequences[i].slot;
       const int64_t past = cache.length(slot);
-      const MatrixF keys = cache.keys(layer), values = cache.values(layer);
       ctx_.parallel_for(sequence.q_len, 64, [&](int64_t begin, int64_t end, int) {
-        for (int64_t row = begin; row < end; ++row) {
-          const int64_t to = cache.row(slot, past + row);
-          std::copy_n(views_.k.row(sequence.q_begin + row), keys.cols, keys.row(to));
-          std::copy_n(views_.v.row(sequence.q_begin + row), values.cols, values.row(to));
+        for (int64_t token = begin; token < end; ++token) {
+          const int64_t row = sequence.q_begin + token;
+          cache.store(layer, slot, past + token, views_.k.row(row), views_.v.row(row));
         }
       });
-      sequence.k = {keys.data, past + sequence.q_len, keys.cols};
-      sequence.v = {values.data, past + sequence.q_len, values.cols};
-      sequence.blocks = cache.table(slot).data();
-      sequence.block_rows = cache.block_tokens();
+      cache.show(layer, slot, past + sequence.q_len, sequence);
     }
   }
 

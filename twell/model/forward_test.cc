@@ -155,7 +155,7 @@ TEST_F(ForwardTest, PrefillAndDecodeEqualOneShot) {
     const std::vector<int32_t> ids = random_ids(20, 3);
     const ForwardSequence whole = {.tokens = 20};
     const Outcome expected(ctx_, model_, state, ids, {&whole, 1});
-    KvCache cache(config_, 2, 20, 16);
+    KvCache cache(config_, 2, 20, {.block_tokens = 16});
     int64_t done = 0;
     for (const int64_t tokens : {9, 1, 1, 6, 1, 2}) {
       const ForwardSequence next = {.tokens = tokens, .slot = 1};

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values of past tokens, per layer: [blocks * block_tokens, H_kv * hd] f32, rotated keys.
-// A sequence's tokens lie in the blocks of its slot's table, block_tokens in each.
+// Keys and values of past tokens, per layer: [blocks * block_tokens, H_kv * hd], rotated keys. A
+// sequence's tokens lie in the blocks of its slot's table, block_tokens in each.
+//
+// In f32, or in 8 bits with an f32 scale per token and head, the head's largest magnitude over 127:
+// an element is then off by at most 1/254 of that magnitude. A head that is not finite becomes NaN.
 #pragma once
 
 #include <cstdint>
@@ -8,47 +11,54 @@
 #include <vector>
 
 #include "twell/base/buffer.h"
-#include "twell/base/matrix.h"
 #include "twell/model/config.h"
+#include "twell/ops/attention/attention.h"
 
 namespace twell {
 
-// Tokens per block. 64 is what attention takes at a time: smaller blocks share shorter beginnings,
-// but cost attention 5% (32) to 15% (16).
-inline constexpr int64_t kKvBlockTokens = 64;
+struct KvFormat {
+  // See is_attention_block(). 64 is what attention takes at a time: smaller blocks share shorter
+  // beginnings, but cost attention 5% (32) to 15% (16).
+  int64_t block_tokens = 64;
+  bool eight_bits = false;
+};
 
 class KvCache {
  public:
-  // For `slots` sequences of at most `capacity` tokens each. block_tokens: see AttentionSequence.
-  // blocks: memory for so many, which the caller assigns with set_table(); 0: every slot has all
-  // the blocks that its capacity needs.
-  KvCache(const ModelConfig& config, int64_t slots, int64_t capacity,
-          int64_t block_tokens = kKvBlockTokens, int64_t blocks = 0);
+  // For `slots` sequences of at most `capacity` tokens each. blocks: memory for so many, which the
+  // caller assigns with set_table(); 0: every slot has all the blocks that its capacity needs.
+  KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, const KvFormat& format = {},
+          int64_t blocks = 0);
   static int64_t bytes(const ModelConfig& config, int64_t slots, int64_t capacity,
-                       int64_t block_tokens = kKvBlockTokens);
-  static int64_t block_bytes(const ModelConfig& config, int64_t block_tokens = kKvBlockTokens);
+                       const KvFormat& format = {});
+  static int64_t block_bytes(const ModelConfig& config, const KvFormat& format = {});
 
-  MatrixF keys(int64_t layer) const;    // [blocks * block_tokens, H_kv * hd]
-  MatrixF values(int64_t layer) const;  // [blocks * block_tokens, H_kv * hd]
+  // Writes a token's keys and values [H_kv * hd] of a layer; its block must be in the table.
+  void store(int64_t layer, int64_t slot, int64_t position, const float* keys, const float* values);
+  // Makes the sequence attend to the slot's first `tokens` keys and values of a layer.
+  void show(int64_t layer, int64_t slot, int64_t tokens, AttentionSequence& sequence) const;
   std::span<const int32_t> table(int64_t slot) const;
   void set_table(int64_t slot, std::span<const int32_t> blocks);
-  // The row of keys() and values() that holds a token; its block must be in the table.
-  int64_t row(int64_t slot, int64_t position) const {
-    const int32_t block =
-        tables_[static_cast<size_t>(slot)][static_cast<size_t>(position / block_tokens_)];
-    return block * block_tokens_ + position % block_tokens_;
-  }
   int64_t length(int64_t slot) const;  // tokens held
   void set_length(int64_t slot, int64_t length);
   int64_t capacity() const { return capacity_; }
   int64_t slots() const { return std::ssize(lengths_); }
-  int64_t block_tokens() const { return block_tokens_; }
+  int64_t block_tokens() const { return format_.block_tokens; }
 
  private:
+  // Of all layers.
+  struct Rows {
+    Buffer<float> floats;  // [L, rows, H_kv * hd], or nothing
+    Buffer<int8_t> bytes;  // [L, rows, H_kv * hd], or nothing
+    Buffer<float> scales;  // [L, rows, H_kv], with the bytes
+  };
   void check_slot(int64_t slot) const;
+  int64_t rows() const { return blocks_ * format_.block_tokens; }
+  void write(const Rows& to, int64_t row, const float* from) const;
 
-  int64_t capacity_, width_, block_tokens_, blocks_;
-  Buffer<float> keys_, values_;
+  KvFormat format_;
+  int64_t capacity_, width_, head_dim_, blocks_;
+  Rows keys_, values_;
   std::vector<int64_t> lengths_;
   std::vector<std::vector<int32_t>> tables_;
 };

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "twell/base/error.h"
+#include "twell/base/rng.h"
 #include "twell/model/kv_cache.h"
 
 namespace twell {
@@ -142,30 +144,83 @@ TEST(Weights, RefusesAnImpossibleModel) {
   EXPECT_THROW(Model{config}, InputError);
 }
 
-TEST(KvCache, SlotsDoNotOverlap) {
+// A token's keys as attention would read them.
+std::vector<float> read_keys(const KvCache& cache, int64_t layer, int64_t slot, int64_t position) {
+  AttentionSequence s;
+  cache.show(layer, slot, position + 1, s);
+  EXPECT_EQ(s.k.rows, position + 1);
+  const int64_t row = s.blocks[position / s.block_rows] * s.block_rows + position % s.block_rows;
+  const int64_t head_dim = small_config().head_dim;
+  std::vector<float> out;
+  for (int64_t at = row * s.k.cols; at < (row + 1) * s.k.cols; ++at) {
+    out.push_back(s.k8.data == nullptr
+                      ? s.k.data[at]
+                      : s.k8.scale[at / head_dim] * static_cast<float>(s.k8.data[at]));
+  }
+  return out;
+}
+
+TEST(KvCache, TokensDoNotOverlap) {
   const ModelConfig config = small_config();
-  const KvCache cache(config, 3, 20, 16);
-  EXPECT_EQ(KvCache::bytes(config, 3, 20, 16), 2 * 2 * 3 * 32 * 12 * 4);
-  EXPECT_EQ(cache.keys(1).data, cache.keys(0).data + 3 * 32 * 12);
-  EXPECT_EQ(cache.values(1).rows, 3 * 32);
-  EXPECT_EQ(cache.values(1).cols, 12);
-  for (int64_t slot = 0; slot < 3; ++slot) {
-    for (int64_t position = 0; position < 20; ++position) {
-      EXPECT_EQ(cache.row(slot, position), slot * 32 + position);
-    }
+  for (const bool eight_bits : {false, true}) {
+    const KvFormat format{.block_tokens = 16, .eight_bits = eight_bits};
+    EXPECT_EQ(KvCache::bytes(config, 3, 20, format),
+              2 * 2 * 3 * 32 * (eight_bits ? 12 + 2 * 4 : 12 * 4));
+    KvCache cache(config, 3, 20, format);
+    const auto for_each_token = [](const auto& fn) {
+      for (int64_t i = 0; i < 2 * 3 * 20; ++i) {
+        fn(i / 60, i / 20 % 3, i % 20, std::vector<float>(12, static_cast<float>(i + 1)));
+      }
+    };
+    for_each_token([&](int64_t layer, int64_t slot, int64_t position, const auto& keys) {
+      const std::vector<float> values(12, -1.0f);
+      cache.store(layer, slot, position, keys.data(), values.data());
+    });
+    for_each_token([&](int64_t layer, int64_t slot, int64_t position, const auto& keys) {
+      const std::vector<float> got = read_keys(cache, layer, slot, position);
+      for (size_t i = 0; i < 12; ++i) EXPECT_FLOAT_EQ(got[i], keys[i]);
+    });
   }
 }
 
 TEST(KvCache, FollowsTheTablesItIsGiven) {
   const ModelConfig config = small_config();
-  KvCache cache(config, 2, 40, 16, 5);
+  KvCache cache(config, 2, 40, {.block_tokens = 16}, 5);
   EXPECT_TRUE(cache.table(1).empty());
+  cache.set_table(0, std::vector<int32_t>{0, 4});
   cache.set_table(1, std::vector<int32_t>{4, 0});
-  EXPECT_EQ(cache.row(1, 3), 4 * 16 + 3);
-  EXPECT_EQ(cache.row(1, 18), 2);
+  const std::vector<float> keys(12, 3.0f), values(12);
+  cache.store(1, 1, 5, keys.data(), values.data());
+  EXPECT_EQ(read_keys(cache, 1, 0, 16 + 5), keys);  // the same block
   EXPECT_THROW(cache.set_table(1, std::vector<int32_t>{5}), Error);
   EXPECT_THROW(cache.set_table(2, std::vector<int32_t>{1}), Error);
-  EXPECT_THROW(KvCache(config, 2, 40, 24), InputError);
+  EXPECT_THROW(KvCache(config, 2, 40, {.block_tokens = 24}), InputError);
+}
+
+TEST(KvCache, EightBitsAreOffByHalfAStepAtMost) {
+  const ModelConfig config = small_config();
+  const int64_t hd = config.head_dim;
+  KvCache cache(config, 1, 40, {.eight_bits = true});
+  for (int64_t position = 0; position < 40; ++position) {
+    std::vector<float> keys;
+    for (uint64_t i = 0; i < 12; ++i) keys.push_back(normal(1, static_cast<uint64_t>(position), i));
+    if (position == 3) keys.assign(12, 0.0f);
+    if (position == 4) keys[7] = std::numeric_limits<float>::infinity();
+    cache.store(1, 0, position, keys.data(), keys.data());
+    const std::vector<float> got = read_keys(cache, 1, 0, position);
+    for (int64_t i = 0; i < 12; ++i) {
+      float largest = 0.0f;
+      for (int64_t j = i / hd * hd; j < (i / hd + 1) * hd; ++j) {
+        largest = std::max(largest, std::abs(keys[static_cast<size_t>(j)]));
+      }
+      const auto at = static_cast<size_t>(i);
+      if (std::isinf(largest)) {
+        EXPECT_TRUE(std::isnan(got[at]));
+      } else {
+        EXPECT_LE(std::abs(got[at] - keys[at]), largest / 254.0f * 1.0001f);
+      }
+    }
+  }
 }
 
 TEST(KvCache, ChecksItsBounds) {

@@ -20,6 +20,13 @@ struct AttentionShape {
   int64_t head_dim = 0;
 };
 
+// Rows in 8 bits: element c of head h in row j is data[j * H_kv * hd + h * hd + c] * scale[j * H_kv
+// + h].
+struct AttentionRows8 {
+  const int8_t* data = nullptr;  // [rows, H_kv * hd]
+  const float* scale = nullptr;  // [rows, H_kv]
+};
+
 struct AttentionSequence {
   int64_t q_begin = 0;  // first row of this sequence in q and out
   int64_t q_len = 0;
@@ -30,6 +37,8 @@ struct AttentionSequence {
   // still kv_len. Null: key j is row j. The result is the same to the bit.
   const int32_t* blocks = nullptr;
   int64_t block_rows = 0;
+  // Forward only: if k8 is given, keys and values are these, and k and v have a shape but no data.
+  AttentionRows8 k8, v8;
 };
 // Whether block_rows is possible: 16, 32 or a multiple of 64, so that no block straddles two tiles
 // of keys, or a tile more than four blocks.

@@ -159,9 +159,11 @@ void attention_backward(Context& ctx, const AttentionBackward& problem) {
   check_shapes(problem.shape, problem.sequences, problem.q, problem.out);
   int64_t longest = 0;
   for (const AttentionSequence& s : problem.sequences) {
-    TWELL_CHECK(s.k.rows == s.q_len && s.blocks == nullptr,
-                "attention backward: {} keys for {} queries, in one piece of memory: {}", s.k.rows,
-                s.q_len, s.blocks == nullptr);
+    TWELL_CHECK(
+        s.k.rows == s.q_len && s.blocks == nullptr && s.k8.data == nullptr,
+        "attention backward: {} keys for {} queries, in one piece of memory: {}, in 32 bits: "
+        "{}",
+        s.k.rows, s.q_len, s.blocks == nullptr, s.k8.data == nullptr);
     longest = std::max(longest, s.q_len);
   }
   // With few sequences and heads, the keys are split too. The split depends on their number, not on

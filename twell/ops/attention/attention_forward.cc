@@ -47,8 +47,8 @@ struct ForwardScratch {
   }
 
   int64_t width;  // head_dim, padded
-  float* keys;    // [hd, kTileKeys] transposed
-  float* values;  // [kTileKeys, width], when they need padding
+  float* keys;    // [hd, kTileKeys] transposed; or [kTileKeys, width], when they were in 8 bits
+  float* values;  // [kTileKeys, width], when they need padding or were in 8 bits
   float* scores;  // [kStripRows, kTileKeys]
   float* q;       // [rows, width], times the softmax scale
   RunningSoftmax<float> softmax;
@@ -161,13 +161,26 @@ HWY_INLINE KeyTile key_tile(const AttentionSequence& s, int64_t begin, int64_t c
     const int64_t first = i * tile.run, rows = std::min(tile.run, count - first);
     int64_t row = begin + first;
     if (s.blocks != nullptr) row = s.blocks[row / s.block_rows] * s.block_rows + row % s.block_rows;
-    tile.keys[i] = s.k.row(row) + at;
+    float* const value_rows = w.values + first * w.width;
+    if (s.k8.data == nullptr) {
+      tile.keys[i] = s.k.row(row) + at;
+    } else {
+      // Packed keys leave room where the values will be.
+      float* const key_rows = packed ? value_rows : w.keys + first * w.width;
+      expand_rows(s.k8, row, rows, s.k.cols, at, hd, key_rows);
+      tile.keys[i] = key_rows;
+      tile.k_stride = w.width;
+    }
     if (packed) {
       const int64_t end = first + rows == count ? kTileKeys - first : rows;
-      pack_transposed(tile.keys[i], s.k.stride, rows, hd, w.keys + first, end);
+      pack_transposed(tile.keys[i], tile.k_stride, rows, hd, w.keys + first, end);
     }
-    const Tile values =
-        padded_tile(s.v.row(row) + at, s.v.stride, rows, hd, w.values + first * w.width);
+    Tile values{value_rows, w.width};
+    if (s.v8.data == nullptr) {
+      values = padded_tile(s.v.row(row) + at, s.v.stride, rows, hd, value_rows);
+    } else {
+      expand_rows(s.v8, row, rows, s.v.cols, at, hd, value_rows);
+    }
     tile.values[i] = values.data;
     tile.v_stride = values.stride;
   }

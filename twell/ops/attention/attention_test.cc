@@ -233,6 +233,50 @@ TEST(AttentionForward, BlocksChangeNothing) {
   }
 }
 
+// Keys and values in 8 bits give the bits of the f32 values that they stand for.
+TEST(AttentionForward, EightBitsGiveWhatTheirValuesGive) {
+  const AttentionShape shapes[] = {{4, 2, 64}, {2, 1, 17}, {8, 1, 128}, {3, 3, 40}};
+  for (const AttentionShape& shape : shapes) {
+    SCOPED_TRACE(::testing::Message() << "heads of " << shape.head_dim);
+    Problem p(shape, {{1, 300}, {2, 65}, {70, 200}, {1, 1030}});
+    std::vector<std::vector<int8_t>> bytes;
+    std::vector<std::vector<float>> scales;
+    std::vector<std::vector<int32_t>> tables;
+    // Rounds x [rows, H_kv * hd] to its 8 bits.
+    const auto rounded = [&](MatrixF x) {
+      std::vector<int8_t>& data = bytes.emplace_back();
+      std::vector<float>& scale = scales.emplace_back();
+      for (int64_t i = 0; i < x.rows * x.cols; ++i) {
+        float& value = x(i / x.cols, i % x.cols);
+        if (i % shape.head_dim == 0) scale.push_back(0.01f * static_cast<float>(1 + i % 7));
+        data.push_back(static_cast<int8_t>(std::clamp(value / scale.back(), -127.0f, 127.0f)));
+        value = scale.back() * static_cast<float>(data.back());
+      }
+      return AttentionRows8{data.data(), scale.data()};
+    };
+    Problem eight = p;
+    for (size_t i = 0; i < p.sequences.size(); ++i) {
+      AttentionSequence& s = eight.sequences[i];
+      s.k8 = rounded(p.k[i].view());
+      s.v8 = rounded(p.v[i].view());
+      p.sequences[i].k = p.k[i].view();
+      p.sequences[i].v = p.v[i].view();
+      s.k = ConstMatrixF(nullptr, s.k.rows, s.k.cols);
+      s.v = ConstMatrixF(nullptr, s.v.rows, s.v.cols);
+      std::vector<int32_t>& table = tables.emplace_back();
+      for (int32_t block = 0; 32 * block < s.k.rows; ++block) table.push_back(block);
+    }
+    for (size_t i = 0; i < tables.size(); ++i) {
+      if (i % 2 == 0) continue;
+      eight.sequences[i].blocks = tables[i].data();
+      eight.sequences[i].block_rows = 32;
+    }
+    const ForwardResult want = run_forward(p, 2), got = run_forward(eight, 2);
+    EXPECT_TRUE(got.out.same_bits(want.out));
+    EXPECT_TRUE(got.logsumexp.same_bits(want.logsumexp));
+  }
+}
+
 TEST(AttentionForward, LaterKeysChangeNothing) {
   Problem p({2, 1, 64}, {{90, 90}});
   const ForwardResult whole = run_forward(p, 2);

@@ -180,6 +180,26 @@ HWY_INLINE Tile padded_tile(const float* from, int64_t stride, int64_t rows, int
   return {copy, padded(cols)};
 }
 
+// to [rows, padded(hd)] = columns [at, at + hd) of the 8-bit rows from `first` on, the padding
+// zero. cols: of all heads.
+HWY_INLINE void expand_rows(const AttentionRows8& from, int64_t first, int64_t rows, int64_t cols,
+                            int64_t at, int64_t hd, float* to) {
+  const Tag d;
+  const hn::Rebind<int32_t, Tag> d32;
+  const hn::Rebind<int8_t, Tag> d8;
+  for (int64_t r = 0; r < rows; ++r, to += padded(hd)) {
+    const int8_t* data = from.data + (first + r) * cols + at;
+    const float scale = from.scale[((first + r) * cols + at) / hd];
+    int64_t c = 0;
+    for (; c + lanes() <= hd; c += lanes()) {
+      const Vec value = hn::ConvertTo(d, hn::PromoteTo(d32, hn::LoadU(d8, data + c)));
+      hn::StoreU(hn::Mul(value, hn::Set(d, scale)), d, to + c);
+    }
+    for (; c < hd; ++c) to[c] = scale * static_cast<float>(data[c]);
+    std::fill(to + hd, to + padded(hd), 0.0f);
+  }
+}
+
 // x *= factor, n a multiple of the vector size
 HWY_INLINE void scale_row(float* x, float factor, int64_t n) {
   const Tag d;
