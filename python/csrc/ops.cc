@@ -42,11 +42,13 @@ struct Weights {
   Tensor gate, up, down;
   FfnWeights views;
 
-  Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down)
+  Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down,
+          Activation activation)
       : gate(w_gate ? row_major(*w_gate) : w_up), up(row_major(w_up)), down(row_major(w_down)) {
     if (w_gate) views.w_gate = view(gate);
     views.w_up = view(up);
     views.w_down = view(down);
+    views.activation = {.kind = activation};
   }
 };
 
@@ -72,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cpu(Tensor x_in, std::optio
   const LayerShape shape = check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::Float);
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor y = torch::stable::empty_like(x);
   Tensor l1 = zeros(x, {}, ScalarType::Float);
   Tensor counts = zeros(x, {kCounts}, ScalarType::Long);
@@ -117,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cpu(
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor d_x = torch::stable::empty_like(x);
   Tensor d_w_gate = w_gate ? zeros(x, {shape.ffn, shape.width}, ScalarType::Float)
                            : zeros(x, {0}, ScalarType::Float);
@@ -152,10 +154,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cpu(
 
 Tensor ffn_cpu(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w_down,
                std::string activation, int64_t handle) {
-  check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::Float);
+  const LayerShape shape = check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::Float);
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor y = torch::stable::empty_like(x);
   const std::lock_guard lock(plan->runtime->mutex);
   plan->inference.policy = plan->policy;
@@ -215,7 +217,8 @@ int64_t plan_choose(int64_t handle, bool cuda, int64_t tokens, int64_t width, in
                                                                     : FfnTrainPolicy::kHybrid;
   FfnTrainExecution execution = FfnTrainExecution::kDense;
   if (cuda) {
-    execution = choose_train_cuda(*plan, {tokens, width, ffn, gated}, policy, nnz, union_share);
+    execution = choose_train_cuda(*plan, {tokens, width, ffn, gated, Activation::kRelu}, policy,
+                                  nnz, union_share);
   } else if (policy == FfnTrainPolicy::kAuto) {
     execution = choose_ffn_train_execution(tokens, width, ffn, nnz);
   } else if (policy == FfnTrainPolicy::kHybrid) {
@@ -228,11 +231,13 @@ int64_t plan_choose(int64_t handle, bool cuda, int64_t tokens, int64_t width, in
 
 LayerShape check_layer(const Tensor& x, const std::optional<Tensor>& w_gate, const Tensor& w_up,
                        const Tensor& w_down, const std::string& activation, ScalarType dtype) {
-  TWELL_REQUIRE(activation == "relu", "activation '{}': the sparse ops take relu", activation);
+  TWELL_REQUIRE(activation == "relu" || activation == "relu2",
+                "activation '{}': the sparse ops take relu and relu2", activation);
   TWELL_REQUIRE(x.dim() == 2 && w_up.dim() == 2 && w_down.dim() == 2,
                 "x, w_up and w_down have {}, {} and {} dimensions, expected 2 of each", x.dim(),
                 w_up.dim(), w_down.dim());
-  const LayerShape shape{x.size(0), x.size(1), w_up.size(0), w_gate.has_value()};
+  const LayerShape shape{x.size(0), x.size(1), w_up.size(0), w_gate.has_value(),
+                         activation == "relu2" ? Activation::kRelu2 : Activation::kRelu};
   const auto check = [&](const Tensor& w, const char* name) {
     TWELL_REQUIRE(w.dim() == 2 && w.size(0) == shape.ffn && w.size(1) == shape.width,
                   "{} is [{}, {}], expected [F, D] = [{}, {}], a neuron per row", name, w.size(0),
@@ -286,8 +291,8 @@ int64_t saved_bytes(const LayerShape& shape, bool cuda, int64_t execution, int64
 extern "C" __attribute__((visibility("default"))) int64_t twell_saved_bytes(
     int64_t tokens, int64_t width, int64_t ffn, int gated, int cuda, int64_t execution, int64_t nnz,
     int64_t union_neurons) {
-  return twell::python::saved_bytes({tokens, width, ffn, gated != 0}, cuda != 0, execution, nnz,
-                                    union_neurons);
+  return twell::python::saved_bytes({tokens, width, ffn, gated != 0, twell::Activation::kRelu},
+                                    cuda != 0, execution, nnz, union_neurons);
 }
 
 STABLE_TORCH_LIBRARY(twell, m) {

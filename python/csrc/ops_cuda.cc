@@ -153,13 +153,15 @@ std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.mutable_
 struct Weights {
   std::optional<Tensor> gate;
   Tensor up, down;
+  Activation activation;
 
-  Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down)
-      : up(row_major(w_up)), down(row_major(w_down)) {
+  Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down,
+          Activation kind)
+      : up(row_major(w_up)), down(row_major(w_down)), activation(kind) {
     if (w_gate) gate = row_major(*w_gate);
   }
   const __nv_bfloat16* gate_data() const { return gate ? bf16(*gate) : nullptr; }
-  FfnTrainWeightsCuda train() const { return {gate_data(), bf16(up), bf16(down)}; }
+  FfnTrainWeightsCuda train() const { return {gate_data(), bf16(up), bf16(down), activation}; }
 };
 
 FfnTrainShapeCuda train_shape(const LayerShape& shape) {
@@ -180,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::opti
       check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor y = torch::stable::empty_like(x);
   Tensor l1 = empty(x, {}, ScalarType::Float);
   Tensor counts = empty(x, {kCounts}, ScalarType::Long);
@@ -227,7 +229,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor d_x = torch::stable::empty_like(x);
   if (shape.tokens == 0) {
     const auto none = [&](const Tensor& w) {
@@ -274,17 +276,18 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
       check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down);
+  const Weights weights(w_gate, w_up, w_down, shape.activation);
   Tensor y = torch::stable::empty_like(x);
   if (shape.tokens == 0) return y;
   FfnPlanCuda& plan = call.counted(shape.ffn).inference[0];
   plan.plan.policy = call.plan().policy;
-  ffn_forward_cuda(call.ctx(),
-                   {.tokens = shape.tokens,
-                    .weights = {weights.gate_data(), bf16(weights.up), bf16(weights.down)},
-                    .x = bf16(x),
-                    .y = bf16_out(y)},
-                   plan, call.workspace(shape));
+  ffn_forward_cuda(
+      call.ctx(),
+      {.tokens = shape.tokens,
+       .weights = {weights.gate_data(), bf16(weights.up), bf16(weights.down), shape.activation},
+       .x = bf16(x),
+       .y = bf16_out(y)},
+      plan, call.workspace(shape));
   return y;
 }
 

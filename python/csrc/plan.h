@@ -44,6 +44,7 @@ struct TrainTotals {
 struct LayerShape {
   int64_t tokens = 0, width = 0, ffn = 0;
   bool gated = true;
+  Activation activation = Activation::kRelu;
 };
 
 struct Plan {

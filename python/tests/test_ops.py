@@ -23,9 +23,10 @@ def layer(tokens, width, neurons, gated, bias=0.0):
     return x, weights[0] if gated else None, weights[1], weights[2]
 
 
-def reference(x, w_gate, w_up, w_down):
+def reference(x, w_gate, w_up, w_down, activation="relu"):
+    power = 2 if activation == "relu2" else 1
     u = x @ w_up.t()
-    h = torch.relu(u) if w_gate is None else torch.relu(x @ w_gate.t()) * u
+    h = torch.relu(u) ** power if w_gate is None else torch.relu(x @ w_gate.t()) ** power * u
     return h @ w_down, h.abs().sum()
 
 
@@ -46,21 +47,22 @@ SHAPES = [(1, 8, 8), (37, 64, 96), (129, 64, 256), (200, 72, 40)]
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [0.0, -1.5, -100.0])
-def test_forward_and_gradients(shape, gated, policy, bias):
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_forward_and_gradients(shape, gated, policy, bias, activation):
     operands = leaves(layer(*shape, gated, bias), torch.float32)
     exact = leaves(operands, torch.float64)
     plan = twell.Plan(policy)
     if policy == "sparse":
         plan.nnz = 1
-    y, l1, counts = twell.ffn_train(*operands, plan)
-    y_exact, l1_exact = reference(*exact)
+    y, l1, counts = twell.ffn_train(*operands, plan, activation)
+    y_exact, l1_exact = reference(*exact, activation)
     assert_close(y, y_exact)
     assert_close(l1, l1_exact)
     gate = exact[0] @ (exact[1] if gated else exact[2]).t()
     nnz = (gate > 0).sum(1)
     assert counts.tolist() == [shape[0], nnz.sum(), 0, nnz.max()]
     with torch.no_grad():
-        assert_close(twell.ffn(*operands, plan), y_exact)
+        assert_close(twell.ffn(*operands, plan, activation), y_exact)
     d_y = torch.randn_like(y)
     ((y * d_y).sum() + 0.5 * l1).backward()
     ((y_exact * d_y.double()).sum() + 0.5 * l1_exact).backward()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The feed-forward layer as functions of tensors, with autograd, autocast and torch.compile.
 
-    gated       h = relu(x w_gate^T) * (x w_up^T)    y = h w_down
-    non-gated   h = relu(x w_up^T)                   y = h w_down
+    gated       h = f(x w_gate^T) * (x w_up^T)    y = h w_down
+    non-gated   h = f(x w_up^T)                   y = h w_down
+
+f is activation: "relu", or "relu2", its square.
 
 All weights keep a neuron per row: [F, D]. torch.nn.Linear stores a down projection as [D, F]; pass
 `down_proj.weight.t()`, which costs a transposing copy per pass unless the memory already lies

@@ -45,15 +45,17 @@ class LayerStats:
 class _Layer:
     """What a patched module knows about itself."""
 
-    def __init__(self, name: str, plan: Plan, names: tuple[str | None, str, str]):
+    def __init__(self, name: str, plan: Plan, names: tuple[str | None, str, str], activation: str):
         self.name = name
+        self.activation = activation
         self.plan = plan
         self.gate, self.up, self.down = names
         self.l1 = None  # of the last training forward: sum of |h|, mean over tokens
         self.flags = None  # uint8 [F] of the last update
 
     def __deepcopy__(self, memo):
-        return _Layer(self.name, Plan(self.plan.policy), (self.gate, self.up, self.down))
+        names = (self.gate, self.up, self.down)
+        return _Layer(self.name, Plan(self.plan.policy), names, self.activation)
 
     def __getstate__(self):
         return {**self.__dict__, "l1": None}
@@ -68,10 +70,10 @@ class _SparseForward:
         up = getattr(self, layer.up).weight
         down = getattr(self, layer.down).weight.t()
         if torch.is_grad_enabled() and (x.requires_grad or up.requires_grad):
-            y, l1, _ = ops.ffn_train(x, gate, up, down, layer.plan)
+            y, l1, _ = ops.ffn_train(x, gate, up, down, layer.plan, layer.activation)
             layer.l1 = l1 / max(x.numel() // x.shape[-1], 1)
             return y
-        return ops.ffn(x, gate, up, down, layer.plan)
+        return ops.ffn(x, gate, up, down, layer.plan, layer.activation)
 
 
 def _is_relu(activation) -> bool:
@@ -79,6 +81,10 @@ def _is_relu(activation) -> bool:
         torch.relu,
         nn.functional.relu,
     )
+
+
+def _is_relu2(activation) -> bool:
+    return type(activation).__name__ == "ReLUSquaredActivation"  # of transformers
 
 
 def _activation(module: nn.Module):
@@ -121,7 +127,7 @@ def _why_dense(module: nn.Module, names) -> str:
     """Why a module keeps its own forward; empty when it can run sparse."""
     gate, up, down = (getattr(module, n) if n is not None else None for n in names)
     activation_name, activation = _activation(module)
-    if not _is_relu(activation):
+    if not _is_relu(activation) and not _is_relu2(activation):
         kind = type(activation).__name__
         return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
@@ -237,7 +243,8 @@ def patch(
         if own not in _PATCHED:
             _PATCHED[own] = type(f"Twell{own.__name__}", (_SparseForward, own), {})
         module.__class__ = _PATCHED[own]
-        object.__setattr__(module, "_twell", _Layer(name, plan, names))
+        activation = "relu2" if _is_relu2(_activation(module)[1]) else "relu"
+        object.__setattr__(module, "_twell", _Layer(name, plan, names, activation))
         if by_neuron:
             _lay_out_by_neuron(getattr(module, names[2]).weight, True)
         sparse += 1
@@ -284,7 +291,7 @@ def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
         raise ValueError(f"share {share} of ReLU: expected 0 to 1")
     for _, module, _ in list(_feed_forward_modules(model)):
         name, activation = _activation(module)
-        if _is_relu(activation):
+        if _is_relu(activation) or _is_relu2(activation):
             continue
         if share >= 1.0:
             setattr(module, name, nn.ReLU())
