@@ -48,8 +48,8 @@ ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& mo
       ids_(ids),
       sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length, .slot = 0}),
       forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length)),
-      dense_(ctx, std::ssize(ids), model.config().width, model.config().ffn, model.config().gated,
-             model.config().activation, /*add=*/true),
+      dense_(ctx, std::ssize(ids), model.config().width, model.padded_config().ffn,
+             model.config().gated, model.config().activation, /*add=*/true),
       logits_(std::min(kHeadTokens, std::ssize(ids)) * model.config().vocab_size),
       energy_(energy_meter(ctx)) {}
 

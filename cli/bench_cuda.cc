@@ -103,7 +103,7 @@ void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, in
 double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy,
                            int64_t batch, const BenchDecode& arguments) {
   const ModelConfig& config = model.config();
-  const int64_t capacity = std::min(config.max_sequence(), arguments.prompt + arguments.tokens + 8);
+  const int64_t capacity = std::min(config.context, arguments.prompt + arguments.tokens + 8);
   SessionCuda session(ctx, model, {.slots = batch, .capacity = capacity, .ffn = policy});
   const Draw greedy{.sampler = {.temperature = 0.0f}};
   std::vector<int64_t> slots;
@@ -132,7 +132,7 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   CudaContext ctx(stream.get());
   const Loaded loaded(ctx, arguments.subject);
   const ModelConfig& config = loaded.model->config();
-  const int64_t length = arguments.length == 0 ? config.max_sequence() : arguments.length;
+  const int64_t length = arguments.length == 0 ? config.context : arguments.length;
   const std::vector<int32_t> ids =
       arguments.ids.empty()
           ? random_tokens(arguments.sequences * length, config.vocab_size, arguments.subject.seed)

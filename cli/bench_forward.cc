@@ -59,7 +59,7 @@ std::vector<int32_t> batch_of_text(const CommonOptions& common,
                                    const BenchForwardArguments& arguments) {
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const int64_t context = config.max_sequence();
+  const int64_t context = config.context;
   const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
   const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
   std::vector<int32_t> ids;

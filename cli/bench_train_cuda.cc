@@ -100,7 +100,7 @@ class TrainBench {
         config_(preset_config(arguments.preset)),
         gpu_(CudaContext(stream_.get()).device_name()),
         model_(config_) {
-    options_.length = arguments.length == 0 ? config_.max_sequence() : arguments.length;
+    options_.length = arguments.length == 0 ? config_.context : arguments.length;
     options_.micro_batch = arguments.micro_batch;
     options_.steps = arguments.steps;
     options_.seed = arguments.seed;

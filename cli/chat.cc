@@ -77,7 +77,7 @@ std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tok
 int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments) {
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned{.capacity = std::min(config.max_sequence(), kConversationTokens),
+  const SessionOptions planned{.capacity = std::min(config.context, kConversationTokens),
                                .ffn = arguments.ffn};
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);

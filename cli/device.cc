@@ -36,7 +36,7 @@ int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
 
 // Of the cache on the CPU, if its size is not limited.
 int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& options) {
-  const int64_t capacity = options.capacity == 0 ? config.max_sequence() : options.capacity;
+  const int64_t capacity = options.capacity == 0 ? config.context : options.capacity;
   return KvCache::bytes(config, options.slots, capacity, options.cache);
 }
 

@@ -107,7 +107,7 @@ int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
   const int64_t max_tokens = options.max_tokens;
   TWELL_REQUIRE(max_tokens > 0, "the number of tokens to generate must be positive, got {}",
                 max_tokens);
-  const int64_t limit = config.max_sequence();
+  const int64_t limit = config.context;
   int64_t longest = 0;
   for (Prompt& prompt : prompts) {
     const int64_t tokens =

@@ -79,7 +79,7 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
   options.prefill_tokens = arguments.prefill_tokens;
   options.drain = std::chrono::seconds(arguments.drain_seconds);
 
-  const int64_t context = config.max_sequence();
+  const int64_t context = config.context;
   TWELL_REQUIRE(arguments.context <= context,
                 "--context {} is longer than the model's context of {} tokens", arguments.context,
                 context);

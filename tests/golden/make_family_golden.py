@@ -5,14 +5,18 @@ and its rotations still work in float32).
 
 Writes, for each variant, a folder tests/golden/families/<variant>/ with config.json and
 model.safetensors (or shards) as transformers saves them, in the dtype of the variant, and
-golden.safetensors: for each length T in LENGTHS "ids.T" [T] int32 and "logits.T" [T, V] float32.
-Needs torch, transformers, safetensors.  Run: python make_family_golden.py
+golden.safetensors: for each length T in LENGTHS "ids.T" [T] int32 and "logits.T" [T, V] float32;
+"cross_entropy" [1] float64, the mean over ids.33 in nats; "greedy" [CONTEXT] int32, ids.7 continued
+by the most likely tokens.
+Needs torch, transformers, safetensors.  Run: python make_family_golden.py [VARIANT...]
 """
 import json
 import pathlib
 import shutil
+import sys
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
@@ -39,6 +43,16 @@ def old_style(config):
     kind = rope_parameters.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope_parameters}
     config["torch_dtype"] = config.pop("dtype")
+
+
+def without_layer_types(config):
+    """As transformers before version 4.53 wrote it: max_window_layers alone says where a window is."""
+    old_style(config)
+    del config["layer_types"]
+
+
+def mix_dtypes(config):
+    """The tensors are mixed by mix_tensors()."""
 
 
 def sparse(config):
@@ -87,6 +101,29 @@ VARIANTS = {
     "qwen2_sparse": (Qwen2Config, Qwen2ForCausalLM, dict(
         hidden_act="relu", tie_word_embeddings=False, rope_parameters=rope("default")),
         torch.bfloat16, sparse, None),
+    "mistral_window": (MistralConfig, MistralForCausalLM, dict(
+        head_dim=8, hidden_act="silu", sliding_window=9, rope_parameters=rope("default")),
+        torch.bfloat16, old_style, None),
+    "qwen2_window": (Qwen2Config, Qwen2ForCausalLM, dict(
+        num_attention_heads=2, num_key_value_heads=1, hidden_act="silu", use_sliding_window=True,
+        sliding_window=6, max_window_layers=1, rope_parameters=rope("default")),
+        torch.bfloat16, without_layer_types, None),
+    "qwen3_window": (Qwen3Config, Qwen3ForCausalLM, dict(
+        head_dim=8, hidden_act="relu", attention_bias=True, use_sliding_window=True,
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=rope("default")), torch.bfloat16, None, None),
+    "llama_biases": (LlamaConfig, LlamaForCausalLM, dict(
+        head_dim=8, hidden_act="silu", attention_bias=True, mlp_bias=True,
+        rope_parameters=rope("default")), torch.bfloat16, None, None),
+    "llama_biases_relu": (LlamaConfig, LlamaForCausalLM, dict(
+        head_dim=8, hidden_act="relu", attention_bias=True, mlp_bias=True, intermediate_size=83,
+        rope_parameters=rope("default")), torch.bfloat16, old_style, None),
+    "llama_ffn_83": (LlamaConfig, LlamaForCausalLM, dict(
+        head_dim=8, hidden_act="relu", intermediate_size=83, rope_parameters=rope("default")),
+        torch.bfloat16, None, None),
+    "llama_mixed_dtypes": (LlamaConfig, LlamaForCausalLM, dict(
+        head_dim=8, hidden_act="relu", attention_bias=True, rope_parameters=rope("default")),
+        torch.float32, mix_dtypes, None),
 }
 
 
@@ -110,15 +147,43 @@ def add_tracker(folder):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def mix_tensors(folder):
+    """Stores one tensor in float32, the next in float16, the next in bfloat16."""
+    path = folder / "model.safetensors"
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    tensors = {name: tensor.to(dtypes[i % 3]).contiguous()
+               for i, (name, tensor) in enumerate(sorted(load_file(path).items()))}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits[0]
+
+
+def continued(model, ids):
+    """ids [1, T] continued by the most likely tokens, each clearly likelier than the second."""
+    while ids.shape[1] < CONTEXT:
+        best = logits_of(model, ids)[-1].topk(2)
+        assert best.values[0] - best.values[1] > 1e-4, "choose another seed"
+        ids = torch.cat([ids, best.indices[:1, None]], dim=1)
+    return ids
+
+
 def main():
-    shutil.rmtree(OUT, ignore_errors=True)
+    chosen = sys.argv[1:] or list(VARIANTS)
     for seed, (name, variant) in enumerate(VARIANTS.items()):
+        if name not in chosen:
+            continue
+        shutil.rmtree(OUT / name, ignore_errors=True)
         config_class, model_class, arguments, dtype, edit, shard = variant
         torch.manual_seed(seed)
         model = build(config_class, model_class, arguments, dtype)
         folder = OUT / name
         model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if edit is mix_dtypes:
+            mix_tensors(folder)
         # Load the saved model: converting the one above also rounded its rotary frequencies.
         model = model_class.from_pretrained(folder, dtype=torch.float64,
                                             attn_implementation="eager").eval()
@@ -132,9 +197,13 @@ def main():
         golden = {}
         for length in LENGTHS:
             ids = torch.randint(0, VOCAB, (1, length))
-            with torch.no_grad():
-                golden[f"logits.{length}"] = model(input_ids=ids).logits[0].float().contiguous()
+            logits = logits_of(model, ids)
+            golden[f"logits.{length}"] = logits.float().contiguous()
             golden[f"ids.{length}"] = ids[0].int()
+            if length == 7:
+                golden["greedy"] = continued(model, ids)[0].int()
+            if length == 33:
+                golden["cross_entropy"] = F.cross_entropy(logits[:-1], ids[0, 1:]).reshape(1)
         save_file(golden, folder / "golden.safetensors")
 
 

@@ -16,6 +16,7 @@ using nlohmann::ordered_json;
 
 constexpr size_t kMaxBytes = size_t{1} << 20;  // published files are a few KiB
 constexpr int kMaxDepth = 16;
+constexpr int64_t kMaxListedLayers = int64_t{1} << 16;  // bounds what a hostile file allocates
 
 // The families.
 
@@ -29,18 +30,26 @@ struct FamilySpec {
   bool sparse = false;
   bool qkv_bias = false;
   bool qk_norm = false;
-  int64_t context = 2048;      // max_position_embeddings
-  int64_t kv_heads = 0;        // num_key_value_heads; 0: as many as heads
-  int64_t head_dim = 0;        // 0: hidden_size / num_attention_heads
-  int64_t window = 0;          // sliding_window when the key is absent; 0: none
-  bool window_switch = false;  // the window applies only with use_sliding_window
+  bool attention_bias = false;  // has this key: biases on all projections of the attention
+  bool mlp_bias = false;        // has this key
+  int64_t context = 2048;       // max_position_embeddings
+  int64_t kv_heads = 0;         // num_key_value_heads; 0: as many as heads
+  int64_t head_dim = 0;         // 0: hidden_size / num_attention_heads
+  int64_t window = 0;           // sliding_window when the key is absent; 0: none
+  bool window_switch = false;   // the window applies only with use_sliding_window
 };
 constexpr FamilySpec kFamilies[] = {
-    {.family = Family::kLlama, .model_type = "llama", .architecture = "LlamaForCausalLM"},
+    {.family = Family::kLlama,
+     .model_type = "llama",
+     .architecture = "LlamaForCausalLM",
+     .attention_bias = true,
+     .mlp_bias = true},
     {.family = Family::kLlama,
      .model_type = "llama_sparse_relu",
      .architecture = "SparseLlamaForCausalLM",
-     .sparse = true},
+     .sparse = true,
+     .attention_bias = true,
+     .mlp_bias = true},
     {.family = Family::kMistral,
      .model_type = "mistral",
      .architecture = "MistralForCausalLM",
@@ -68,6 +77,7 @@ constexpr FamilySpec kFamilies[] = {
      .model_type = "qwen3",
      .architecture = "Qwen3ForCausalLM",
      .qk_norm = true,
+     .attention_bias = true,
      .context = 32768,
      .kv_heads = 32,
      .head_dim = 128,
@@ -260,8 +270,8 @@ struct Fixed {
   std::string_view why;
 };
 constexpr Fixed kFixed[] = {
-    {"attention_bias", false, "attention biases are supported only as Qwen2 has them"},
-    {"mlp_bias", false, "feed-forward layers have no biases"},
+    {"attention_bias", false, "the family has no such biases"},
+    {"mlp_bias", false, "the family's feed-forward layers have no biases"},
     {"add_cross_attention", false, "only decoder models are supported"},
     {"is_encoder_decoder", false, "only decoder models are supported"},
     {"rope_interleaved", false, "rotary embeddings pair the two halves of a head"},
@@ -300,6 +310,10 @@ void require_known_keys(const Fields& fields, const FamilySpec& family) {
                 fields.source());
   if (family.sparse) require_published_layout(fields);
   for (const auto& [key, value] : fields.object().items()) {
+    if ((key == "attention_bias" && family.attention_bias) ||
+        (key == "mlp_bias" && family.mlp_bias)) {
+      continue;
+    }
     if (contains(kRead, key) || contains(kIgnored, key) || is_fixed(fields, key, value)) continue;
     if (key == "quantization_config" || (family.sparse && key.starts_with("sparsity_"))) continue;
     throw InputError(fmt::format(
@@ -478,7 +492,28 @@ void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& con
   config.context = fields.integer("max_position_embeddings", family.context);
 }
 
-// It does not matter which layers have the window, because no sequence is longer than it.
+// Which layers attend to all keys although there is a window.
+std::vector<bool> read_full_attention(const Fields& fields, const FamilySpec& family,
+                                      const ModelConfig& config) {
+  std::vector<bool> full;
+  const json* types = fields.find("layer_types");
+  if (types == nullptr) {
+    const int64_t first = family.window_switch ? fields.integer("max_window_layers", 28) : 0;
+    for (int64_t layer = 0; layer < config.layers; ++layer) full.push_back(layer < first);
+    return full;
+  }
+  TWELL_REQUIRE(types->is_array() && std::ssize(*types) == config.layers,
+                "{}: layer_types must be a list of {} kinds, one for each layer, got {}",
+                fields.source(), config.layers, Fields::show(*types));
+  for (const json& type : *types) {
+    TWELL_REQUIRE(
+        type == "full_attention" || (type == "sliding_attention" && config.sliding_window > 0),
+        "{}: a layer of type {} is not supported", fields.source(), Fields::show(type));
+    full.push_back(type == "full_attention");
+  }
+  return full;
+}
+
 void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& config) {
   const bool given = fields.given("sliding_window");
   config.sliding_window = fields.integer("sliding_window", given ? 0 : family.window);
@@ -489,15 +524,16 @@ void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& co
     TWELL_REQUIRE(config.sliding_window == 0, "{}: a sliding_window is not supported with {}",
                   fields.source(), family.model_type);
   }
-  const json* types = fields.find("layer_types");
-  if (types == nullptr) return;
-  TWELL_REQUIRE(types->is_array(), "{}: layer_types must be a list, got {}", fields.source(),
-                Fields::show(*types));
-  for (const json& type : *types) {
-    TWELL_REQUIRE(
-        type == "full_attention" || (type == "sliding_attention" && config.sliding_window > 0),
-        "{}: a layer of type {} is not supported", fields.source(), Fields::show(type));
-  }
+  if (config.layers < 1 || config.layers > kMaxListedLayers) return;  // validate() refuses it
+  const std::vector<bool> full = read_full_attention(fields, family, config);
+  const auto count = std::count(full.begin(), full.end(), true);
+  if (count == config.layers) config.sliding_window = 0;
+  if (config.sliding_window == 0 || count == 0) return;
+  TWELL_REQUIRE(family.window_switch,
+                "{}: {} models have the sliding window in every layer, but layer_types names {} "
+                "layers of full attention",
+                fields.source(), family.model_type, count);
+  config.full_attention = full;
 }
 
 void read_tokens(const Fields& fields, ModelConfig& config) {
@@ -589,7 +625,9 @@ ModelConfig parse_config(const json& object, const std::string& source) {
 
   ModelConfig config;
   config.family = family.family;
-  config.qkv_bias = family.qkv_bias;
+  config.o_bias = family.attention_bias && fields.boolean("attention_bias", false);
+  config.qkv_bias = family.qkv_bias || config.o_bias;
+  config.mlp_bias = family.mlp_bias && fields.boolean("mlp_bias", false);
   config.qk_norm = family.qk_norm;
   config.activation = read_activation(fields, family);
   read_sizes(fields, family, config);
@@ -637,14 +675,20 @@ json config_to_json(const ModelConfig& config) {
       {"bos_token_id", config.bos_token < 0 ? json(nullptr) : json(config.bos_token)},
       {"eos_token_id", eos_to_json(config)},
   };
-  if (family.family == Family::kLlama) object["attention_bias"] = object["mlp_bias"] = false;
+  if (family.attention_bias) object["attention_bias"] = config.o_bias;
+  if (family.mlp_bias) object["mlp_bias"] = config.mlp_bias;
   if (family.window > 0) {
     object["sliding_window"] =
         config.sliding_window > 0 ? json(config.sliding_window) : json(nullptr);
   }
   if (family.window_switch) {
     object["use_sliding_window"] = config.sliding_window > 0;
-    object["max_window_layers"] = config.sliding_window > 0 ? 0 : config.layers;
+    const std::vector<bool>& full = config.full_attention;
+    const auto first = std::find(full.begin(), full.end(), false) - full.begin();
+    object["max_window_layers"] = config.sliding_window > 0 ? int64_t{first} : config.layers;
+    for (const bool is_full : full) {
+      object["layer_types"].push_back(is_full ? "full_attention" : "sliding_attention");
+    }
   }
   if (!config.gated) object["mlp_gated"] = false;
   return object;

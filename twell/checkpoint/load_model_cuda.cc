@@ -20,7 +20,7 @@ std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesyst
   const OpenCheckpoint opened = open_checkpoint(folder);
   auto model = std::make_unique<ModelCuda>(opened.config, other_bytes);
   TensorUploader uploader(ctx);
-  for (const ParamSpec& spec : model->table()) {
+  for (const ParamSpec& spec : opened.table) {
     const TensorInfo& info = *opened.tensors.find(spec.name);
     const int64_t rows = spec.transposed ? spec.cols : spec.rows;
     const auto check = [&](std::span<const std::byte> part) {

@@ -45,14 +45,14 @@ double Evaluation::bits_per_byte(int64_t text_bytes) const {
 
 Evaluator::Evaluator(Scorer& scorer, const EvaluateOptions& options)
     : scorer_(scorer),
-      length_(options.length == 0 ? scorer.config().max_sequence() : options.length),
+      length_(options.length == 0 ? scorer.config().context : options.length),
       stride_(options.stride == 0 ? length_ : options.stride),
       batch_tokens_(options.batch_tokens == 0 ? scorer.good_batch() : options.batch_tokens),
       profiler_(options.profiler) {
   const ModelConfig& config = scorer.config();
-  TWELL_REQUIRE(length_ >= 1 && length_ <= config.max_sequence(),
-                "the window must be 1 to {} tokens (the model's context), got {}",
-                config.max_sequence(), length_);
+  TWELL_REQUIRE(length_ >= 1 && length_ <= config.context,
+                "the window must be 1 to {} tokens (the model's context), got {}", config.context,
+                length_);
   TWELL_REQUIRE(stride_ >= 1 && stride_ <= length_,
                 "the stride must be 1 to {} tokens (the window), got {}", length_, stride_);
   TWELL_REQUIRE(batch_tokens_ >= 1, "the batch must be at least one token, got {}", batch_tokens_);
@@ -63,7 +63,7 @@ Evaluator::Evaluator(Scorer& scorer, const EvaluateOptions& options)
 }
 
 ScorerPlan Evaluator::plan(const ModelConfig& config, const EvaluateOptions& options) {
-  const int64_t length = options.length == 0 ? config.max_sequence() : options.length;
+  const int64_t length = options.length == 0 ? config.context : options.length;
   const int64_t batch = options.batch_tokens == 0 ? kGpuBatchTokens : options.batch_tokens;
   return {.tokens = std::max(batch, length),
           .sequences = std::max<int64_t>(batch / length, 1),

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "twell/base/error.h"
@@ -34,6 +35,18 @@ class GenerateTest : public testing::Test {
   std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
   Tokenizer tokenizer_ = byte_tokenizer();
 };
+
+TEST_F(GenerateTest, GoesOnPastASlidingWindow) {
+  ModelConfig config = model_->config;
+  config.sliding_window = 4;
+  Model model(config);
+  std::copy_n(model_->flat.data(), model.flat.size(), model.flat.data());
+  SessionCpu session(ctx_, model, {});
+  const Generation got =
+      generate(session, tokenizer_, "abc", {.max_tokens = 20, .sampler = {.temperature = 0.0f}});
+  EXPECT_EQ(got.ids.size(), 20u);
+  EXPECT_EQ(got.reason, StopReason::kMaxTokens);
+}
 
 TEST_F(GenerateTest, EachRequestGivesWhatItGivesAlone) {
   SessionCpu alone(ctx_, *model_, {});

@@ -13,10 +13,10 @@ int64_t Session::checked_slots(const SessionOptions& options) {
 }
 
 int64_t Session::checked_capacity(const SessionOptions& options, const ModelConfig& config) {
-  TWELL_REQUIRE(options.capacity >= 0 && options.capacity <= config.max_sequence(),
-                "a sequence holds at most the model's context of {} tokens, got {}",
-                config.max_sequence(), options.capacity);
-  return options.capacity == 0 ? config.max_sequence() : options.capacity;
+  TWELL_REQUIRE(options.capacity >= 0 && options.capacity <= config.context,
+                "a sequence holds at most the model's context of {} tokens, got {}", config.context,
+                options.capacity);
+  return options.capacity == 0 ? config.context : options.capacity;
 }
 
 int64_t Session::checked_cache_bytes(const SessionOptions& options) {

@@ -3,6 +3,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -108,7 +109,6 @@ void ModelConfig::validate() const {
   require_range("head_dim", head_dim, kMaxHeadDim);
   require_range("max_position_embeddings", context, kMaxContext);
   TWELL_REQUIRE(width % 8 == 0, "hidden_size must be a multiple of 8, got {}", width);
-  TWELL_REQUIRE(ffn % 8 == 0, "intermediate_size must be a multiple of 8, got {}", ffn);
   TWELL_REQUIRE(head_dim % 2 == 0, "head_dim must be even for rotary embeddings, got {}", head_dim);
   TWELL_REQUIRE(q_width() <= kMaxWidth,
                 "num_attention_heads {} times head_dim {} must be at most {}", heads, head_dim,
@@ -130,6 +130,11 @@ void ModelConfig::validate() const {
   TWELL_REQUIRE(sliding_window >= 0 && sliding_window <= kMaxContext,
                 "sliding_window must be between 1 and {}, or null, got {}", kMaxContext,
                 sliding_window);
+  TWELL_REQUIRE(full_attention.empty() || std::ssize(full_attention) == layers,
+                "the kinds of attention of {} layers are given, the model has {}",
+                full_attention.size(), layers);
+  TWELL_REQUIRE(qkv_bias || !o_bias,
+                "a bias on the attention's output needs biases on queries, keys and values");
   TWELL_REQUIRE(parameter_count() <= kMaxParameters,
                 "the model would have {} parameters, more than {}", parameter_count(),
                 kMaxParameters);
@@ -139,7 +144,8 @@ int64_t ModelConfig::parameter_count() const {
   const int64_t attention = (2 * q_width() + 2 * kv_width()) * width;
   const int64_t feed_forward = (gated ? 3 : 2) * ffn * width;
   const int64_t norms = 2 * width + (qk_norm ? 2 * head_dim : 0);
-  const int64_t biases = qkv_bias ? q_width() + 2 * kv_width() : 0;
+  const int64_t biases = (qkv_bias ? q_width() + 2 * kv_width() : 0) + (o_bias ? width : 0) +
+                         (mlp_bias ? (gated ? 2 : 1) * ffn + width : 0);
   const int64_t tables = (tied_embeddings ? 1 : 2) * vocab_size * width;
   return layers * (attention + feed_forward + norms + biases) + tables + width;
 }
@@ -148,10 +154,15 @@ double ModelConfig::forward_flops_per_token(int64_t seq) const {
   const auto d = [](int64_t value) { return static_cast<double>(value); };
   const double projections = 2.0 * d(q_width() + kv_width()) * d(width);
   const double feed_forward = (gated ? 3.0 : 2.0) * d(ffn) * d(width);
-  // A token sees (seq + 1) / 2 keys on average, once for scores and once for values.
-  const double attention = (d(seq) + 1.0) * d(q_width());
+  double keys = 0.0;  // that a token sees on average, over all layers
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const int64_t window = window_of(layer);
+    const double most = d(window == 0 ? seq : std::min(window, seq));
+    keys += most - most * (most - 1.0) / (2.0 * d(seq));
+  }
+  const double attention = 2.0 * keys * d(q_width());  // scores and values
   const double head = d(vocab_size) * d(width);
-  return 2.0 * (d(layers) * (projections + feed_forward + attention) + head);
+  return 2.0 * (d(layers) * (projections + feed_forward) + attention + head);
 }
 
 std::vector<std::string> preset_names() { return {kPresetNames.begin(), kPresetNames.end()}; }

@@ -42,7 +42,7 @@ struct RopeScaling {
 struct ModelConfig {
   int64_t vocab_size = 0;       // V
   int64_t width = 0;            // D, hidden_size
-  int64_t ffn = 0;              // F, intermediate_size
+  int64_t ffn = 0;              // F, intermediate_size, of any value
   int64_t layers = 0;           // L, num_hidden_layers
   int64_t heads = 0;            // H, num_attention_heads
   int64_t kv_heads = 0;         // num_key_value_heads, divides heads
@@ -60,17 +60,23 @@ struct ModelConfig {
   Family family = Family::kLlama;
   Activation activation = Activation::kRelu;
   bool qkv_bias = false;  // on the query, key and value projections
+  bool o_bias = false;    // on the attention's output projection too; only with qkv_bias
+  bool mlp_bias = false;  // on the projections of the feed-forward layers
   bool qk_norm = false;   // RMSNorm over each head of queries and keys, before the rotation
   RopeScaling rope_scaling;
-  int64_t sliding_window = 0;  // tokens; 0: none. Longer sequences are refused
+  // Keys that a token attends to, its own included, in layers with a window; 0: no layer has one.
+  int64_t sliding_window = 0;
+  // [L] whether a layer attends to all keys although there is a window; empty: no layer does.
+  std::vector<bool> full_attention;
 
   // Throws InputError, with the values, on anything that cannot be a model.
   void validate() const;
   int64_t q_width() const { return heads * head_dim; }      // H * hd
   int64_t kv_width() const { return kv_heads * head_dim; }  // H_kv * hd
-  // Longest sequence that the model accepts: the context, or the sliding window if shorter.
-  int64_t max_sequence() const {
-    return sliding_window > 0 && sliding_window < context ? sliding_window : context;
+  // The sliding window of a layer; 0: it attends to all keys.
+  int64_t window_of(int64_t layer) const {
+    const bool full = !full_attention.empty() && full_attention[static_cast<size_t>(layer)];
+    return full ? 0 : sliding_window;
   }
   int64_t parameter_count() const;
   // Forward FLOPs per token, averaged over a sequence of `seq` tokens, dense (2 per multiply-add).

@@ -50,10 +50,6 @@ void require_fits(const ModelConfig& config, const Forward& problem) {
     TWELL_REQUIRE(total <= config.context,
                   "a sequence of {} tokens is longer than the model's context of {}", total,
                   config.context);
-    TWELL_REQUIRE(total <= config.max_sequence(),
-                  "a sequence of {} tokens is longer than the model's sliding_window of {}; "
-                  "attention does not slide here",
-                  total, config.sliding_window);
     if (problem.cache == nullptr) continue;
     TWELL_REQUIRE(total <= problem.cache->capacity(),
                   "a sequence of {} tokens is longer than the cache's capacity of {}", total,
@@ -103,6 +99,7 @@ class Pass {
       rope(ctx_, state_.rope, positions_, views_.qk);
       attention(layer);
       linear_forward(ctx_, attended_, w.w_o, delta_);
+      if (w.b_o != nullptr) bias_forward(ctx_, w.b_o, delta_);
       add_and_norm(w.ffn_norm, normed_);
       feed_forward(layer, w.ffn);
     }
@@ -154,7 +151,8 @@ class Pass {
 
   void attention(int64_t layer) {
     if (problem_.cache != nullptr) append_to_cache(layer);
-    attention_forward(ctx_, {.shape = {config_.heads, config_.kv_heads, config_.head_dim},
+    attention_forward(ctx_, {.shape = {config_.heads, config_.kv_heads, config_.head_dim,
+                                       config_.window_of(layer)},
                              .sequences = attention_sequences_,
                              .q = views_.q,
                              .out = attended_});

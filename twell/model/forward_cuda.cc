@@ -7,6 +7,7 @@
 #include "twell/base/rounding.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
+#include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
@@ -49,9 +50,9 @@ void require_fits(const ModelConfig& config, const ForwardPlanCuda& plan, const 
   for (const ForwardSequence& sequence : sequences) {
     const int64_t past = cache == nullptr ? 0 : cache->length(sequence.slot);
     const int64_t total = past + sequence.tokens;
-    TWELL_REQUIRE(total <= config.max_sequence(),
+    TWELL_REQUIRE(total <= config.context,
                   "a sequence of {} tokens is longer than the model's context of {}", total,
-                  config.max_sequence());
+                  config.context);
     TWELL_CHECK(total <= plan.max_length, "a sequence of {} tokens in a forward planned for {}",
                 total, plan.max_length);
     if (cache == nullptr) continue;
@@ -71,11 +72,14 @@ GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
                            .ffn = config.ffn,
                            .gated = config.gated,
                            .activation = config.activation,
+                           .biased = config.mlp_bias,
                            .row_tokens = layer_ops::max_tokens(config.width),
                            .device = gpu_device(ctx)},
                    .heads = config.heads,
                    .head_dim = config.head_dim,
                    .qk_norm = config.qk_norm,
+                   .o_bias = config.o_bias,
+                   .window = config.sliding_window,
                    .row_tokens = layer_ops::max_tokens(std::max(config.width, config.q_width())),
                    .segment_keys = kDecodeSegment};
   layers.one_kernel_tokens = gpu_one_kernel_tokens(
@@ -113,7 +117,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
 ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan)
     : ctx_(ctx),
       model_(model),
-      config_(model.config()),
+      config_(model.padded_config()),
       plan_(checked(ctx, config_, plan)),
       batch_(plan.max_tokens, plan.max_sequences),
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
@@ -241,6 +245,7 @@ void ForwardCuda::attention(int64_t layer) {
                   .k = keys,
                   .v = values,
                   .kv_stride = cached ? config_.kv_width() : stride,
+                  .window = config_.window_of(layer),
                   .out = attended_.data()},
                  attention_);
 }
@@ -360,6 +365,13 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                      .y = residual_.data(),
                      .add = true,
                      .constant_weights = true});
+  if (w.b_o != nullptr) {
+    TWELL_CUDA_CHECK(launch_bias_forward({.tokens = staged_.tokens,
+                                          .width = config_.width,
+                                          .bias = device_bf16(w.b_o),
+                                          .x = residual_.data()},
+                                         ctx_.stream()));
+  }
   done(ForwardStage::kOutput);
   norm(w.ffn_norm);
   done(ForwardStage::kNorm);
@@ -368,7 +380,10 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
       .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
                   .w_up = device_bf16(w.ffn.w_up.data),
                   .w_down = device_bf16(w.ffn.w_down.data),
-                  .activation = config_.activation},
+                  .activation = config_.activation,
+                  .b_gate = device_bf16(w.ffn.b_gate),
+                  .b_up = device_bf16(w.ffn.b_up),
+                  .b_down = device_bf16(w.ffn.b_down)},
       .x = hidden_.data(),
       .y = residual_.data(),
       .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,

@@ -115,22 +115,61 @@ TEST_F(ForwardTest, EveryOptionOfTheFamiliesAgreesWithTheReference) {
   }
 }
 
-TEST_F(ForwardTest, NothingSlidesBeyondTheWindow) {
+TEST_F(ForwardTest, BiasesOnAllProjectionsAgreeWithTheReference) {
+  for (const bool gated : {true, false}) {
+    for (const Activation activation : {Activation::kSilu, Activation::kRelu}) {
+      ModelConfig config = small_config(gated, true);
+      config.activation = activation;
+      config.qkv_bias = config.o_bias = config.mlp_bias = true;
+      config.ffn = 83;
+      const Model model = sparse_model(config, 4, 1.0f);
+      const std::vector<int32_t> ids = random_ids(2 * 17, 1);
+      const ReferenceResult expected = ReferenceModel(model).run(ids, {}, 17);
+      for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kTileUnion}) {
+        ForwardState state(config, policy);
+        const std::vector<ForwardSequence> sequences(2, {.tokens = 17});
+        const Outcome out(ctx_, model, state, ids, sequences);
+        EXPECT_LE(relative_error(out.all(), std::span(expected.logits)), float_tolerance(config));
+        EXPECT_EQ(out.row_nnz, expected.row_nnz);
+        EXPECT_EQ(state.ffn_plans[0].execution, FfnExecution::kDense);
+      }
+    }
+  }
+}
+
+TEST_F(ForwardTest, FfnOfAnyWidthAgreesWithTheReference) {
+  for (const int64_t ffn : {1, 83, 257}) {
+    ModelConfig config = small_config(ffn != 83, true);
+    config.ffn = ffn;
+    const Model model = sparse_model(config, 4, 1.0f);
+    const std::vector<int32_t> ids = random_ids(2 * 17, 1);
+    const ReferenceResult expected = ReferenceModel(model).run(ids, {}, 17);
+    for (const FfnPolicy policy :
+         {FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+      ForwardState state(config, policy);
+      const std::vector<ForwardSequence> sequences(2, {.tokens = 17});
+      const Outcome out(ctx_, model, state, ids, sequences);
+      EXPECT_LE(relative_error(out.all(), std::span(expected.logits)), float_tolerance(config));
+      EXPECT_EQ(out.row_nnz, expected.row_nnz);
+    }
+  }
+}
+
+TEST_F(ForwardTest, SlidingWindowOfSomeLayers) {
   ModelConfig config = config_;
-  config.sliding_window = 9;
-  const Model model = sparse_model(config, 1, 1.0f);
-  ForwardState state(config, FfnPolicy::kDense);
-  ForwardState open(config_, FfnPolicy::kDense);
-  const std::vector<int32_t> ids = random_ids(10, 2);
-  const ForwardSequence fits = {.tokens = 9}, beyond = {.tokens = 10};
-  const Outcome inside(ctx_, model, state, std::span(ids).first(9), {&fits, 1});
-  const Outcome expected(ctx_, model_, open, std::span(ids).first(9), {&fits, 1});
-  EXPECT_EQ(relative_error(inside.all(), expected.all()), 0.0);
-  try {
-    Outcome(ctx_, model, state, ids, {&beyond, 1});
-    ADD_FAILURE();
-  } catch (const InputError& error) {
-    EXPECT_NE(std::string(error.what()).find("sliding_window of 9"), std::string::npos);
+  config.sliding_window = 5;
+  for (const bool first_is_full : {false, true}) {
+    if (first_is_full) {
+      config.full_attention.assign(static_cast<size_t>(config.layers), false);
+      config.full_attention[0] = true;
+    }
+    const Model model = sparse_model(config, 1, 1.0f);
+    ForwardState state(config, FfnPolicy::kDense);
+    const std::vector<int32_t> ids = random_ids(2 * 17, 2);
+    const std::vector<ForwardSequence> sequences(2, {.tokens = 17});
+    const ReferenceResult expected = ReferenceModel(model).run(ids, {}, 17);
+    const Outcome out(ctx_, model, state, ids, sequences);
+    EXPECT_LE(relative_error(out.all(), std::span(expected.logits)), float_tolerance(config));
   }
 }
 

@@ -8,9 +8,9 @@ namespace twell {
 KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capacity)
     : capacity_(capacity), layer_size_(slots * capacity * config.kv_width()) {
   TWELL_REQUIRE(slots >= 1, "a cache needs at least one sequence, got {}", slots);
-  TWELL_REQUIRE(capacity >= 1 && capacity <= config.max_sequence(),
+  TWELL_REQUIRE(capacity >= 1 && capacity <= config.context,
                 "a sequence of {} tokens does not fit the model's context of {}", capacity,
-                config.max_sequence());
+                config.context);
   require_device_memory(
       bytes(config, slots, capacity),
       fmt::format("keys and values of {} sequences of {} tokens", slots, capacity));

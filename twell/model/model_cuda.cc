@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/content_hash.h"
+#include "twell/base/rounding.h"
 #include "twell/model/tensor_upload.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -29,12 +30,6 @@ std::string memory_short(int64_t bytes, const std::string& what) {
 }  // namespace
 
 std::string cuda_model_unsupported(const ModelConfig& config) {
-  if (config.width % 8 != 0 || config.ffn % 8 != 0) {
-    return fmt::format(
-        "the GPU needs hidden_size and intermediate_size in multiples of 8, got {} and {}; use "
-        "--device cpu",
-        config.width, config.ffn);
-  }
   if (config.width > kMaxNormWidth) {
     return fmt::format("the GPU takes a hidden_size of at most {}, got {}; use --device cpu",
                        kMaxNormWidth, config.width);
@@ -61,18 +56,24 @@ void require_device_memory(int64_t bytes, const std::string& what) {
 }
 
 ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes)
-    : config_(config), table_(parameter_table(config)) {
+    : config_(config), padded_(config) {
   config_.validate();
+  padded_.ffn = round_up(config.ffn, int64_t{8});
   std::string why = cuda_model_unsupported(config_);
   if (why.empty()) why = cuda_model_too_large(config_, other_bytes);
   TWELL_REQUIRE(why.empty(), "{}", why);
-  flat_ = DeviceBuffer<BF16>(config_.parameter_count());
-  weights_ = model_matrices<const BF16>(config_, flat_.data());
+  flat_ = DeviceBuffer<BF16>(padded_.parameter_count());
+  if (padded_.ffn != config_.ffn) {
+    TWELL_CUDA_CHECK(cudaMemset(flat_.data(), 0, static_cast<size_t>(flat_.bytes())));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
+  }
+  weights_ = model_matrices<const BF16>(padded_, flat_.data());
+  for (const ParamSpec& spec : parameter_table(padded_)) offsets_.emplace(spec.name, spec.offset);
 }
 
 ModelCuda::ModelCuda(CudaContext& ctx, const Model& model) : ModelCuda(model.config, 0) {
   TensorUploader uploader(ctx);
-  for (const ParamSpec& spec : table_) {
+  for (const ParamSpec& spec : model.table) {
     const std::span<const float> values(model.flat.data() + spec.offset,
                                         static_cast<size_t>(spec.size()));
     uploader.copy(std::as_bytes(values), StoredFloat::kF32, spec.rows, spec.cols, false,
@@ -81,7 +82,7 @@ ModelCuda::ModelCuda(CudaContext& ctx, const Model& model) : ModelCuda(model.con
 }
 
 __nv_bfloat16* ModelCuda::place_of(const ParamSpec& spec) {
-  return reinterpret_cast<__nv_bfloat16*>(flat_.data() + spec.offset);
+  return reinterpret_cast<__nv_bfloat16*>(flat_.data() + offsets_.at(spec.name));
 }
 
 std::string ModelCuda::weights_hash(CudaContext& ctx) const {

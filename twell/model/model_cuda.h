@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model's weights on the GPU: bf16, in one block laid out by parameter_table.
+// A model's weights on the GPU: bf16, in one block laid out by parameter_table. An FFN size that is
+// no multiple of 8 is padded with neurons of zero weights, which are 0 under every activation.
 // checkpoint/load_model_cuda.h reads them from a checkpoint.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <string>
-#include <vector>
+#include <unordered_map>
 
 #include "twell/base/cuda.h"
 #include "twell/model/weights.h"
@@ -15,25 +16,26 @@ namespace twell {
 
 class ModelCuda {
  public:
-  // Leaves the weights uninitialised. InputError, before anything is allocated, on a model that the
-  // GPU code does not support or that does not fit into free memory together with `other_bytes`;
-  // the message gives the numbers.
+  // Leaves the weights uninitialised, except those of padding, which are 0. InputError, before
+  // anything is allocated, on a model that the GPU code does not support or that does not fit into
+  // free memory together with `other_bytes`; the message gives the numbers.
   ModelCuda(const ModelConfig& config, int64_t other_bytes);
   // Copies the host model's weights, rounded to bf16. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
 
   const ModelConfig& config() const { return config_; }
+  const ModelConfig& padded_config() const { return padded_; }  // with the FFN size of weights()
   // Pointers to device memory, the bf16 values as BF16.
   const ModelMatrices<const BF16>& weights() const { return weights_; }
   int64_t bytes() const { return flat_.bytes(); }
-  const std::vector<ParamSpec>& table() const { return table_; }
-  __nv_bfloat16* place_of(const ParamSpec& spec);  // device memory of one parameter
+  // Device memory of a parameter of parameter_table(config()): its values, then the padding's.
+  __nv_bfloat16* place_of(const ParamSpec& spec);
   // Content hash of the weights in bf16. Waits for the stream.
   std::string weights_hash(CudaContext& ctx) const;
 
  private:
-  ModelConfig config_;
-  std::vector<ParamSpec> table_;
+  ModelConfig config_, padded_;
+  std::unordered_map<std::string, int64_t> offsets_;  // in flat_, by parameter name
   DeviceBuffer<BF16> flat_;
   ModelMatrices<const BF16> weights_;
 };

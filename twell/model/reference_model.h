@@ -98,13 +98,17 @@ class ReferenceModel {
     return y;
   }
 
-  // Adds the bias if the model has biases.
+  // Adds the bias if the model has one for this part.
   Row project(const Row& x, int64_t layer, const std::string& part, int64_t out) const {
     Row y = linear(x, layer_param(layer, part.c_str()), out);
-    if (!config_.qkv_bias) return y;
-    const double* bias = param("model.layers." + std::to_string(layer) + "." + part + ".bias");
-    for (size_t i = 0; i < y.size(); ++i) y[i] += bias[i];
+    add_bias(layer, part, y);
     return y;
+  }
+  void add_bias(int64_t layer, const std::string& part, Row& y) const {
+    const auto found =
+        offsets_.find("model.layers." + std::to_string(layer) + "." + part + ".bias");
+    if (found == offsets_.end()) return;
+    for (size_t i = 0; i < y.size(); ++i) y[i] += flat[size(found->second) + i];
   }
 
   Row head_norms(const Row& x, const double* weight) const {
@@ -165,9 +169,10 @@ class ReferenceModel {
       rotate(k.back(), static_cast<int64_t>(m) % length);
     }
     for (size_t m = 0; m < x.size(); ++m) {
-      const size_t first = m - m % size(length);
+      const size_t window = size(config_.window_of(layer)), before = m % size(length);
+      const size_t first = m - (window == 0 ? before : std::min(before, window - 1));
       const Row attended = attend(q[m], {&k[first], &k[m] + 1}, {&v[first], &v[m] + 1});
-      add(linear(attended, layer_param(layer, "self_attn.o_proj"), config_.width), x[m]);
+      add(project(attended, layer, "self_attn.o_proj", config_.width), x[m]);
     }
   }
 
@@ -194,9 +199,8 @@ class ReferenceModel {
 
   void feed_forward(int64_t layer, Row& x, ReferenceResult& result) const {
     const Row normed = norm(x, layer_param(layer, "post_attention_layernorm"));
-    const Row up = linear(normed, layer_param(layer, "mlp.up_proj"), config_.ffn);
-    const Row gate =
-        config_.gated ? linear(normed, layer_param(layer, "mlp.gate_proj"), config_.ffn) : up;
+    const Row up = project(normed, layer, "mlp.up_proj", config_.ffn);
+    const Row gate = config_.gated ? project(normed, layer, "mlp.gate_proj", config_.ffn) : up;
     const double* down = layer_param(layer, "mlp.down_proj");  // [F, D]
     int32_t nnz = 0;
     for (size_t f = 0; f < gate.size(); ++f) {
@@ -208,6 +212,7 @@ class ReferenceModel {
       result.l1_sum[size(layer)] += std::abs(h);
       for (size_t d = 0; d < x.size(); ++d) x[d] += h * down[f * x.size() + d];
     }
+    add_bias(layer, "mlp.down_proj", x);
     result.row_nnz[size(layer)].push_back(nnz);
   }
 
@@ -263,6 +268,16 @@ inline Model sparse_model(const ModelConfig& config, uint64_t seed, float aversi
       for (int64_t i = 0; i < config.q_width() + 2 * config.kv_width(); ++i) {
         layer.b_qkv[i] = 0.1f * static_cast<float>(i % 7 - 3);
       }
+    }
+    for (int64_t i = 0; config.o_bias && i < config.width; ++i) {
+      layer.b_o[i] = 0.05f * static_cast<float>(i % 5 - 2);
+    }
+    for (int64_t i = 0; config.mlp_bias && i < config.ffn; ++i) {
+      layer.ffn.firing_bias()[i] = 0.1f * static_cast<float>(i % 7 - 3);
+      if (config.gated) layer.ffn.b_up[i] = 0.1f * static_cast<float>(i % 5 - 1);
+    }
+    for (int64_t i = 0; config.mlp_bias && i < config.width; ++i) {
+      layer.ffn.b_down[i] = 0.05f * static_cast<float>(i % 3 - 1);
     }
     if (config.qk_norm) {
       for (int64_t i = 0; i < config.head_dim; ++i) {

@@ -49,7 +49,7 @@ class Pass {
       const LayerWeights& w = weights_.layers[layer];
       LayerActivations& a = views_.layers[layer];
       attention_norm_forward(layer, w, a);
-      attention_block_forward(w, a);
+      attention_block_forward(layer, w, a);
       norm_forward(a.attention_in, views_.delta, a.ffn_in, w.ffn_norm, a.ffn_normed, a.ffn_inv_rms);
       feed_forward_forward(layer, w, a);
     }
@@ -95,7 +95,7 @@ class Pass {
       const LayerActivations& a = views_.layers[layer];
       feed_forward_backward(layer, w, a, d);
       norm_backward(a.ffn_in, w.ffn_norm, a.ffn_inv_rms, d.ffn_norm);
-      attention_block_backward(w, a, d);
+      attention_block_backward(layer, w, a, d);
       norm_backward(a.attention_in, w.attention_norm, a.attention_inv_rms, d.attention_norm);
     }
     embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding);
@@ -137,30 +137,32 @@ class Pass {
                              .d_weight = d_weight});
   }
 
-  void attention_block_forward(const LayerWeights& w, LayerActivations& a) {
+  void attention_block_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {
     const QkvViews qkv = split_qkv(config_, a.qkv);
     linear_forward(ctx_, a.attention_normed, w.w_qkv, a.qkv);
     if (w.b_qkv != nullptr) bias_forward(ctx_, w.b_qkv, a.qkv);
     if (w.q_norm != nullptr) head_norms_forward(w, a, qkv);
     rope(ctx_, act_.rope, act_.positions.span(), qkv.qk);
-    attention_forward(ctx_, {.shape = attention_shape(),
+    attention_forward(ctx_, {.shape = attention_shape(layer),
                              .sequences = act_.sequences(qkv),
                              .q = qkv.q,
                              .out = a.attended,
                              .logsumexp = a.logsumexp});
     linear_forward(ctx_, a.attended, w.w_o, views_.delta);
+    if (w.b_o != nullptr) bias_forward(ctx_, w.b_o, views_.delta);
   }
 
-  void attention_block_backward(const LayerWeights& w, const LayerActivations& a,
+  void attention_block_backward(size_t layer, const LayerWeights& w, const LayerActivations& a,
                                 const LayerGrads& d) {
     const QkvViews qkv = split_qkv(config_, a.qkv);
     const QkvViews d_qkv = split_qkv(config_, views_.d_qkv);
+    if (w.b_o != nullptr) bias_backward(ctx_, views_.d_residual, d.b_o);
     linear_backward(ctx_, {.x = a.attended,
                            .weight = w.w_o,
                            .d_y = views_.d_residual,
                            .d_x = views_.d_attended,
                            .d_weight = d.w_o});
-    attention_backward(ctx_, {.shape = attention_shape(),
+    attention_backward(ctx_, {.shape = attention_shape(layer),
                               .sequences = act_.sequences(qkv),
                               .q = qkv.q,
                               .out = a.attended,
@@ -235,8 +237,9 @@ class Pass {
     if (batch_.activation) weights.activation = *batch_.activation;
     return weights;
   }
-  AttentionShape attention_shape() const {
-    return {config_.heads, config_.kv_heads, config_.head_dim};
+  AttentionShape attention_shape(size_t layer) const {
+    return {config_.heads, config_.kv_heads, config_.head_dim,
+            config_.window_of(static_cast<int64_t>(layer))};
   }
   float step_tokens() const { return static_cast<float>(batch_.step_tokens); }
 

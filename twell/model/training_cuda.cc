@@ -323,6 +323,20 @@ std::string cuda_training_unsupported(const ModelConfig& config, int64_t length)
   if (config.qk_norm) {
     return "the GPU trains no norms over heads (QK-norm) yet; use --device cpu";
   }
+  if (config.o_bias || config.mlp_bias) {
+    return "the GPU trains biases on queries, keys and values only; use --device cpu";
+  }
+  if (config.ffn % 8 != 0) {
+    return fmt::format(
+        "the GPU trains an intermediate_size that is a multiple of 8, got {}; use --device cpu",
+        config.ffn);
+  }
+  if (config.sliding_window > 0 && length > config.sliding_window) {
+    return fmt::format(
+        "the GPU trains sequences of at most the sliding_window of {}, got {}; use shorter ones or "
+        "--device cpu",
+        config.sliding_window, length);
+  }
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const std::string why = attention_train_unsupported(config.head_dim, length);
   return why.empty() ? why : why + "; use --device cpu";

@@ -92,7 +92,9 @@ struct Variant {
   bool gated, tied;
   int64_t kv_heads;
   Activation activation = Activation::kRelu;
-  bool qkv_bias = false, qk_norm = false;
+  bool qkv_bias = false, qk_norm = false, o_bias = false;
+  int64_t window = 0;  // of the first layer
+  int64_t ffn = 0;     // 0: as it is
 };
 
 class GradientTest : public ::testing::TestWithParam<Variant> {};
@@ -103,6 +105,10 @@ TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
   config.activation = variant.activation;
   config.qkv_bias = variant.qkv_bias;
   config.qk_norm = variant.qk_norm;
+  config.o_bias = variant.o_bias;
+  config.sliding_window = variant.window;
+  if (variant.window > 0) config.full_attention = {false, true};
+  if (variant.ffn > 0) config.ffn = variant.ffn;
   if (variant.qk_norm) {
     config.rope_scaling = {.type = RopeType::kYarn, .factor = 4.0, .original_context = 8};
   }
@@ -145,19 +151,21 @@ TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Variants, GradientTest,
-                         ::testing::Values(Variant{true, true, 2}, Variant{true, false, 4},
-                                           Variant{false, true, 1}, Variant{false, false, 2},
-                                           Variant{true, true, 2, Activation::kSilu, true, false},
-                                           Variant{true, false, 2, Activation::kRelu, false, true},
-                                           Variant{false, true, 2, Activation::kGelu, true, true}),
-                         [](const auto& instance) {
-                           const Variant v = instance.param;
-                           return fmt::format("{}_{}_{}kv_{}{}{}", v.gated ? "gated" : "plain",
-                                              v.tied ? "tied" : "untied", v.kv_heads,
-                                              activation_name(v.activation),
-                                              v.qkv_bias ? "_bias" : "", v.qk_norm ? "_norm" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Variants, GradientTest,
+    ::testing::Values(Variant{true, true, 2}, Variant{true, false, 4}, Variant{false, true, 1},
+                      Variant{false, false, 2},
+                      Variant{true, true, 2, Activation::kSilu, true, false},
+                      Variant{true, false, 2, Activation::kRelu, false, true},
+                      Variant{false, true, 2, Activation::kGelu, true, true},
+                      Variant{true, false, 2, Activation::kRelu, true, false, true, 2, 19}),
+    [](const auto& instance) {
+      const Variant v = instance.param;
+      return fmt::format("{}_{}_{}kv_{}{}{}{}{}", v.gated ? "gated" : "plain",
+                         v.tied ? "tied" : "untied", v.kv_heads, activation_name(v.activation),
+                         v.qkv_bias ? "_bias" : "", v.qk_norm ? "_norm" : "",
+                         v.o_bias ? "_obias" : "", v.window > 0 ? "_window" : "");
+    });
 
 // The results of one call, as bits.
 struct Outcome {
@@ -230,6 +238,9 @@ TEST_F(TrainingTest, ActiveFlagsGatherTheNeuronsThatFired) {
 
 TEST_F(TrainingTest, RefusesShapesThatDoNotFit) {
   EXPECT_THROW(TrainingState(config_, {1, 13}), InputError);
+  ModelConfig biased = config_;
+  biased.mlp_bias = true;
+  EXPECT_THROW(TrainingState(biased, {1, 8}), InputError);
   EXPECT_THROW(TrainingState(config_, {0, 8}), InputError);
   EXPECT_THROW(TrainingState::memory_plan(config_, {int64_t{1} << 40, 8}), InputError);
   Context ctx(1);

@@ -104,23 +104,30 @@ WeightMatrix join(const WeightMatrix& a, const WeightMatrix& b, const WeightMatr
 template <typename Views>
 auto layer_matrices(const ModelConfig& config, const Views& views, int64_t layer) {
   const auto matrix = [&](const char* part) { return views.matrix(layer_param(layer, part)); };
+  const auto bias = [&](const char* part) { return views.vector(layer_bias(layer, part)); };
   LayerMatrices<typename Views::Value, typename Views::View> out;
   out.attention_norm = views.vector(layer_param(layer, "input_layernorm"));
   out.w_q = matrix("self_attn.q_proj");
   out.w_k = matrix("self_attn.k_proj");
   out.w_v = matrix("self_attn.v_proj");
   out.w_qkv = join(out.w_q, out.w_k, out.w_v);
-  if (config.qkv_bias) out.b_qkv = views.vector(layer_bias(layer, "self_attn.q_proj"));
+  if (config.qkv_bias) out.b_qkv = bias("self_attn.q_proj");
   if (config.qk_norm) {
     out.q_norm = views.vector(layer_param(layer, "self_attn.q_norm"));
     out.k_norm = views.vector(layer_param(layer, "self_attn.k_norm"));
   }
   out.w_o = matrix("self_attn.o_proj");
+  if (config.o_bias) out.b_o = bias("self_attn.o_proj");
   out.ffn_norm = views.vector(layer_param(layer, "post_attention_layernorm"));
   if (config.gated) out.ffn.w_gate = matrix("mlp.gate_proj");
   out.ffn.w_up = matrix("mlp.up_proj");
   out.ffn.w_down = matrix("mlp.down_proj");
   out.ffn.activation = {config.activation};
+  if (config.mlp_bias) {
+    if (config.gated) out.ffn.b_gate = bias("mlp.gate_proj");
+    out.ffn.b_up = bias("mlp.up_proj");
+    out.ffn.b_down = bias("mlp.down_proj");
+  }
   return out;
 }
 
@@ -173,10 +180,16 @@ std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
       table.vector(name("self_attn.k_norm"), config.head_dim);
     }
     table.matrix(name("self_attn.o_proj"), width, config.q_width());
+    if (config.o_bias) table.bias(layer_bias(layer, "self_attn.o_proj"), width);
     table.vector(name("post_attention_layernorm"), width);
     if (config.gated) table.matrix(name("mlp.gate_proj"), config.ffn, width);
     table.matrix(name("mlp.up_proj"), config.ffn, width);
     table.matrix(name("mlp.down_proj"), config.ffn, width, /*transposed=*/true);
+    if (config.mlp_bias) {
+      if (config.gated) table.bias(layer_bias(layer, "mlp.gate_proj"), config.ffn);
+      table.bias(layer_bias(layer, "mlp.up_proj"), config.ffn);
+      table.bias(layer_bias(layer, "mlp.down_proj"), width);
+    }
   }
   table.vector("model.norm.weight", width);
   if (!config.tied_embeddings) table.matrix("lm_head.weight", config.vocab_size, width);

@@ -46,6 +46,7 @@ struct LayerMatrices {
   T* q_norm = nullptr;          // [hd], null without
   T* k_norm = nullptr;          // [hd], null without
   View w_o;                     // [D, H * hd]
+  T* b_o = nullptr;             // [D], null without
   T* ffn_norm = nullptr;        // [D]
   FfnMatrices<T, View> ffn;
 };

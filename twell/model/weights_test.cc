@@ -35,6 +35,7 @@ TEST(Weights, TableCoversTheFlatBuffer) {
       config.tied_embeddings = tied;
       config.qkv_bias = tied;
       config.qk_norm = gated;
+      config.o_bias = config.mlp_bias = tied;
       int64_t next = 0;
       for (const ParamSpec& spec : parameter_table(config)) {
         EXPECT_EQ(spec.offset, next) << spec.name;
@@ -76,7 +77,7 @@ TEST(Weights, BiasesAndHeadNormsAreViewedWhereTheConfigurationHasThem) {
   ModelConfig config = small_config();
   EXPECT_EQ(Model(config).weights.layers[1].b_qkv, nullptr);
   EXPECT_EQ(Model(config).weights.layers[1].q_norm, nullptr);
-  config.qkv_bias = config.qk_norm = true;
+  config.qkv_bias = config.o_bias = config.mlp_bias = config.qk_norm = true;
   config.activation = Activation::kSilu;
   const Model model(config);
   const LayerMatrices<const float>& layer = model.weights.layers[1];
@@ -90,6 +91,10 @@ TEST(Weights, BiasesAndHeadNormsAreViewedWhereTheConfigurationHasThem) {
   EXPECT_EQ(layer.b_qkv + 36, found("model.layers.1.self_attn.v_proj.bias"));
   EXPECT_EQ(layer.q_norm, found("model.layers.1.self_attn.q_norm.weight"));
   EXPECT_EQ(layer.k_norm, found("model.layers.1.self_attn.k_norm.weight"));
+  EXPECT_EQ(layer.b_o, found("model.layers.1.self_attn.o_proj.bias"));
+  EXPECT_EQ(layer.ffn.b_gate, found("model.layers.1.mlp.gate_proj.bias"));
+  EXPECT_EQ(layer.ffn.b_up, found("model.layers.1.mlp.up_proj.bias"));
+  EXPECT_EQ(layer.ffn.b_down, found("model.layers.1.mlp.down_proj.bias"));
   EXPECT_EQ(layer.ffn.activation.kind, Activation::kSilu);
 }
 

@@ -27,7 +27,7 @@ int64_t ChoiceGroup::tokens() const {
 ChoiceEncoder::ChoiceEncoder(const Tokenizer& tokenizer, const ModelConfig& config,
                              bool begin_token)
     : tokenizer_(tokenizer),
-      max_tokens_(config.max_sequence()),
+      max_tokens_(config.context),
       begin_token_(begin_token),
       prefix_(prefix_token(tokenizer, config)) {}
 

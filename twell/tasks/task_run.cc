@@ -85,10 +85,10 @@ TaskRunner::TaskRunner(Scorer& scorer, const Tokenizer& tokenizer, const TaskRun
 
 ScorerPlan TaskRunner::plan(const ModelConfig& config, const TaskRunOptions& options) {
   const int64_t batch = options.batch_tokens == 0 ? kGpuBatchTokens : options.batch_tokens;
-  const int64_t tokens = std::max(batch, config.max_sequence());
+  const int64_t tokens = std::max(batch, config.context);
   return {.tokens = tokens,
           .sequences = kPlannedSequences,
-          .length = config.max_sequence(),
+          .length = config.context,
           .cache_tokens = tokens};
 }
 

@@ -32,10 +32,10 @@ void require_real(const char* name, double value, double low, double high) {
 }
 
 void resolve_batch(TrainOptions& options, const ModelConfig& config) {
-  if (options.sequence_length == 0) options.sequence_length = config.max_sequence();
-  TWELL_REQUIRE(options.sequence_length >= 1 && options.sequence_length <= config.max_sequence(),
+  if (options.sequence_length == 0) options.sequence_length = config.context;
+  TWELL_REQUIRE(options.sequence_length >= 1 && options.sequence_length <= config.context,
                 "sequence length {} does not fit the model's context of {} tokens",
-                options.sequence_length, config.max_sequence());
+                options.sequence_length, config.context);
   require_integer("micro-batch", options.micro_batch, 1, 65536);
   const int64_t micro_tokens = options.micro_batch_tokens();
   require_integer("ranks", options.ranks, 1, 65536);

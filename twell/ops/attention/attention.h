@@ -3,7 +3,8 @@
 // [T, T] score matrix in memory. Head h of the queries reads key/value head h / (H / H_kv).
 //   q, out, d_q, d_out [M, H * hd]; the keys and values of a sequence are rows of H_kv * hd.
 // One problem holds several sequences (a training batch; a prefill or decode batch over a cache).
-// Query i of a sequence sees keys 0 .. kv_len - q_len + i.
+// Query i of a sequence is at position p = kv_len - q_len + i and sees keys 0 .. p; with a sliding
+// window it sees the last `window` of them, keys p - window + 1 .. p.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@ struct AttentionShape {
   int64_t heads = 0;
   int64_t kv_heads = 0;  // divides heads
   int64_t head_dim = 0;
+  int64_t window = 0;  // keys that a query sees, its own included; 0: all before it
 };
 
 // Rows in 8 bits: element c of head h in row j is data[j * H_kv * hd + h * hd + c] * scale[j * H_kv

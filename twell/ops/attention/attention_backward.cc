@@ -60,9 +60,9 @@ namespace twell::attention {
 namespace HWY_NAMESPACE {
 namespace {
 
-// Turns weights [visible] from scores into P, and d_scores [visible] from dP into dS; zeros from
-// there to the end of the tile.
-HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t visible,
+// Turns weights [hidden, visible) from scores into P, and d_scores from dP into dS; zeros in the
+// rest of the tile.
+HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t hidden, int64_t visible,
                                    float logsumexp, float delta) {
   const Tag d;
   const Vec logsumexp_v = hn::Set(d, logsumexp), delta_v = hn::Set(d, delta);
@@ -72,6 +72,8 @@ HWY_INLINE void score_gradient_row(float* weights, float* d_scores, int64_t visi
     hn::StoreU(weight, d, weights + j);
     hn::StoreU(gradient, d, d_scores + j);
   }
+  std::fill_n(weights, hidden, 0.0f);
+  std::fill_n(d_scores, hidden, 0.0f);
   std::fill(weights + visible, weights + kTileKeys, 0.0f);
   std::fill(d_scores + visible, d_scores + kTileKeys, 0.0f);
 }
@@ -92,8 +94,8 @@ HWY_INLINE void backward_tile(const BackwardScratch& w, Tile keys, int64_t head_
                           strip, cols, head_dim);
     for (int64_t r = 0; r < strip; ++r) {
       score_gradient_row(weights + r * kTileKeys, d_scores + r * kTileKeys,
-                         causal.visible(row + i + r), w.logsumexp[row + i + r],
-                         w.delta[row + i + r]);
+                         causal.hidden(row + i + r), causal.visible(row + i + r),
+                         w.logsumexp[row + i + r], w.delta[row + i + r]);
     }
     multiply_strip<true>({d_scores, kTileKeys, 1}, keys.data, keys.stride, d_q + at, width, strip,
                          width, causal.visible(row + i + strip - 1));
@@ -135,9 +137,10 @@ void backward_keys(const AttentionBackward& p, const Item& item, float* d_q, flo
     const Tile keys = padded_tile(s.k.row(tile) + at, s.k.stride, count, hd, w.keys);
     std::fill_n(w.d_keys, kTileKeys * width, 0.0f);
     std::fill_n(w.d_values, kTileKeys * width, 0.0f);
-    for (int64_t row = tile * group; row < rows; row += kTileRows) {
-      backward_tile(w, keys, hd, {count, 1 - tile, group}, row, std::min(kTileRows, rows - row),
-                    d_q);
+    const CausalTile causal{count, 1 - tile, group, p.shape.window};
+    const int64_t end = causal.end_row(rows);
+    for (int64_t row = tile * group; row < end; row += kTileRows) {
+      backward_tile(w, keys, hd, causal, row, std::min(kTileRows, end - row), d_q);
     }
     for (int64_t j = 0; j < count; ++j) {
       std::copy_n(w.d_keys + j * width, hd, p.d_k.row(s.q_begin + tile + j) + at);

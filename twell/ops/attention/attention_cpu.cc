@@ -14,9 +14,10 @@ using attention::padded;
 
 void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence> sequences,
                   ConstMatrixF q, ConstMatrixF out) {
-  const auto [heads, kv_heads, head_dim] = shape;
+  const auto [heads, kv_heads, head_dim, window] = shape;
   TWELL_CHECK(heads > 0 && kv_heads > 0 && head_dim > 0 && heads % kv_heads == 0,
               "attention: {} heads on {} key/value heads of {}", heads, kv_heads, head_dim);
+  TWELL_CHECK(window >= 0, "attention: a sliding window of {} keys", window);
   TWELL_CHECK(q.cols == heads * head_dim && out.cols == q.cols && out.rows == q.rows,
               "attention: q [{}, {}] and out [{}, {}] for {} heads of {}", q.rows, q.cols, out.rows,
               out.cols, heads, head_dim);
@@ -33,10 +34,13 @@ void check_shapes(const AttentionShape& shape, std::span<const AttentionSequence
 }
 
 // Adds the item, split along its keys if its sequence has few query rows.
-void add_split(std::vector<Item>& items, Item item, const AttentionSequence& s, int64_t group) {
-  const int64_t keys = s.k.rows - s.q_len + item.begin + item.count;
-  if (s.q_len * group <= attention::kSplitRows) {
-    item.parts = (keys + attention::kSplitKeys - 1) / attention::kSplitKeys;
+void add_split(std::vector<Item>& items, Item item, const AttentionSequence& s,
+               const AttentionShape& shape) {
+  const int64_t position = s.k.rows - s.q_len + item.begin, keys = position + item.count;
+  const int64_t first = attention::first_visible_key(shape, position);
+  item.first_key = first / attention::kSplitKeys * attention::kSplitKeys;
+  if (s.q_len * (shape.heads / shape.kv_heads) <= attention::kSplitRows) {
+    item.parts = (keys - item.first_key + attention::kSplitKeys - 1) / attention::kSplitKeys;
     item.cost /= static_cast<double>(item.parts);
   }
   for (item.part = 0; item.part < item.parts; ++item.part) items.push_back(item);
@@ -62,8 +66,8 @@ std::vector<Item> query_items(const AttentionShape& shape,
                   std::min(count, s.q_len - begin),
                   0};
         item.cost = pair_cost * static_cast<double>(item.kv_heads) *
-                    attention::causal_pairs(s, begin, item.count);
-        add_split(items, item, s, group);
+                    attention::causal_pairs(shape, s, begin, item.count);
+        add_split(items, item, s, shape);
       }
     }
   }
@@ -80,7 +84,7 @@ std::vector<Item> key_items(const AttentionShape& shape,
     for (int64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
       int64_t begin = 0;
       for (int64_t split = 1; begin < length; ++split) {
-        // Keys from x on account for a share (1 - x / length)^2 of the query-key pairs.
+        // Without a window, keys from x on account for a share (1 - x / length)^2 of the pairs.
         const double share = 1.0 - std::sqrt(std::max(0.0, 1.0 - static_cast<double>(split) /
                                                                      static_cast<double>(splits)));
         const int64_t tile = attention::kTileKeys;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Causal attention with grouped key/value heads on the GPU, bf16 with f32 accumulation. Same
 // meaning as attention.h: head h of the queries reads key/value head h / (H / H_kv); query i of a
-// sequence sees keys 0 .. kv_len - q_len + i.
+// sequence sees keys 0 .. kv_len - q_len + i, or the last `window` of them.
 //
-// One query per sequence (decode) runs a kernel that reads the cache once. Its number of key splits
-// depends only on the workspace, so a sequence gives the same bits whatever else is in the batch.
-// Uniform batches of whole sequences run cuDNN where it is found; everything else runs our tiled
-// kernel. hd is a multiple of 8, at most 256. Never synchronises.
+// One query per sequence (decode) runs a kernel that reads the visible keys and values once. Its
+// number of key splits depends only on the workspace, so a sequence gives the same bits whatever
+// else is in the batch. Uniform batches of whole sequences no longer than the window run cuDNN
+// where it is found; everything else runs our tiled kernel. hd is a multiple of 8, at most 256.
+// Never synchronises.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,7 +44,8 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
 // Why this head size cannot run; null when it can.
 const char* attention_unsupported(int64_t head_dim);
 
-// cuDNN's forward for uniform batches; false if cuDNN is missing or does not take the shape.
+// cuDNN's forward for uniform batches; false if cuDNN is missing or does not take the shape, or a
+// sequence is longer than the window.
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& problem);
 // "cuDNN 9.19.0", or why it is not used.
 const char* cudnn_status();

@@ -107,6 +107,7 @@ std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAn
   p.k = problem.uniform ? q.data() + width : k.data();
   p.v = problem.uniform ? q.data() + width + problem.kv_width : v.data();
   p.kv_stride = problem.kv_stride;
+  p.window = problem.shape.window;
   p.out = out.data();
   if (kernel == Kernel::kTiled) {
     TWELL_CUDA_CHECK(launch_attention_tiled(p, stream.get()));
@@ -135,7 +136,7 @@ class AttentionCudaTest : public testing::TestWithParam<AttentionShape> {};
 
 TEST_P(AttentionCudaTest, PrefillOverCacheEqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
-  const auto [heads, kv_heads, head_dim] = GetParam();
+  const auto [heads, kv_heads, head_dim, window] = GetParam();
   const Problem problem(heads, kv_heads, head_dim,
                         {{1, 1}, {127, 127}, {129, 300}, {0, 0}, {1, 65}, {64, 64}, {130, 130}},
                         false);
@@ -144,7 +145,7 @@ TEST_P(AttentionCudaTest, PrefillOverCacheEqualsCpu) {
 
 TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
-  const auto [heads, kv_heads, head_dim] = GetParam();
+  const auto [heads, kv_heads, head_dim, window] = GetParam();
   const Problem problem(heads, kv_heads, head_dim,
                         {{1, 1}, {1, 255}, {1, 256}, {1, 257}, {0, 0}, {1, 700}, {1, 33}}, false);
   const auto got = on_device(problem);
@@ -154,13 +155,36 @@ TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
 
 TEST_P(AttentionCudaTest, UniformBatchEqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
-  const auto [heads, kv_heads, head_dim] = GetParam();
+  const auto [heads, kv_heads, head_dim, window] = GetParam();
   for (const int64_t length : {int64_t{17}, int64_t{256}}) {
     const Problem problem(heads, kv_heads, head_dim, std::vector<Lengths>(3, {length, length}),
                           true);
     const auto want = problem.reference();
     expect_near(on_device(problem, Kernel::kTiled), want, problem);
     expect_near(on_device(problem), want, problem);
+  }
+}
+
+TEST_P(AttentionCudaTest, SlidingWindowEqualsCpu) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const auto [heads, kv_heads, head_dim, none] = GetParam();
+  const std::vector<std::vector<Lengths>> batches = {
+      {{1, 1}, {127, 127}, {129, 300}, {0, 0}, {1, 65}, {200, 200}},
+      {{1, 1}, {1, 255}, {1, 256}, {1, 257}, {0, 0}, {1, 700}, {1, 33}}};
+  for (const int64_t window : {1, 31, 64, 65, 256, 300}) {
+    SCOPED_TRACE(testing::Message() << "a window of " << window);
+    for (const auto& lengths : batches) {
+      Problem problem(heads, kv_heads, head_dim, lengths, false);
+      problem.shape.window = window;
+      const auto got = on_device(problem);
+      expect_near(got, problem.reference(), problem);
+      EXPECT_EQ(got, on_device(problem));
+    }
+    Problem uniform(heads, kv_heads, head_dim, std::vector<Lengths>(3, {256, 256}), true);
+    uniform.shape.window = window;
+    const auto want = uniform.reference();
+    expect_near(on_device(uniform, Kernel::kTiled), want, uniform);
+    expect_near(on_device(uniform), want, uniform);
   }
 }
 

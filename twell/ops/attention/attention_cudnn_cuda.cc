@@ -233,6 +233,10 @@ std::string attention_report(CudaContext& ctx) { return ctx.service<ForwardPlans
 
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
   ForwardPlans& cache = ctx.service<ForwardPlans>();
+  if (p.sequences.uniform && p.window > 0 && p.window < p.sequences.max_q_len) {
+    cache.report = fmt::format("own kernel, which attends through a window of {}", p.window);
+    return false;
+  }
   if (!library().loaded || !p.sequences.uniform) {
     if (p.sequences.uniform) cache.report = fmt::format("own kernel, cuDNN: {}", cudnn_status());
     return false;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one query per sequence over its cached keys: bound by reading keys and values once.
+// With a sliding window only the last keys are read.
 // A block handles one split of the keys of one sequence and key/value head, for up to kGroup of the
 // query heads that share it. A few lanes read a key's row together, 16 bytes each. The last block
 // of a split sequence to finish adds up all blocks' results in a fixed order.
@@ -56,16 +57,25 @@ __device__ Partial shuffled(const Partial& from, int offset) {
   return to;
 }
 
+// The oldest key that the sequence's query sees. kSliding: there is a window, which costs
+// registers.
+template <bool kSliding>
+__device__ int oldest_key(const AttentionCuda& p, int kv_len) {
+  return kSliding ? max(kv_len - static_cast<int>(p.window), 0) : 0;
+}
+
 // Writes out from the splits of one (sequence, head), in their order. Called by a whole block.
-template <int kThreads>
+template <int kThreads, bool kSliding>
 __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, int sequence,
                         int64_t head, int used) {
+  const int oldest = kSliding ? oldest_key<kSliding>(p, p.sequences.kv_len[sequence]) : 0;
+  const int first = oldest / static_cast<int>(splits.keys), end = first + used;
   const int64_t slot = (sequence * p.heads + head) * splits.count;
   float top = -INFINITY;
-  for (int i = 0; i < used; ++i) top = fmaxf(top, __ldcg(splits.max_sum + 2 * (slot + i)));
+  for (int i = first; i < end; ++i) top = fmaxf(top, __ldcg(splits.max_sum + 2 * (slot + i)));
   for (int column = static_cast<int>(threadIdx.x); column < p.head_dim; column += kThreads) {
     float value = 0.0f, sum = 0.0f;
-    for (int i = 0; i < used; ++i) {
+    for (int i = first; i < end; ++i) {
       const float weight = exp2f(__ldcg(splits.max_sum + 2 * (slot + i)) - top);
       sum += weight * __ldcg(splits.max_sum + 2 * (slot + i) + 1);
       value += weight * __ldcg(splits.values + (slot + i) * p.head_dim + column);
@@ -76,7 +86,7 @@ __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, i
 }
 
 // kLanes lanes per key, kLanes * 8 >= hd.
-template <int kLanes, int kGroup, int kWarps>
+template <int kLanes, int kGroup, int kWarps, bool kSliding>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_decode_kernel(AttentionCuda p, AttentionSplits splits) {
   constexpr int kThreads = 32 * kWarps;
@@ -88,10 +98,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const int kv_len = p.sequences.kv_len[sequence];
-  const int begin = static_cast<int>(split * splits.keys);
-  if (begin >= kv_len || p.sequences.q_len[sequence] == 0) return;
-  const int end = min(kv_len, begin + static_cast<int>(splits.keys));
-  const int used = static_cast<int>((kv_len + splits.keys - 1) / splits.keys);
+  const int keys = static_cast<int>(splits.keys), oldest = oldest_key<kSliding>(p, kv_len);
+  const int begin = max(split * keys, oldest), end = min(kv_len, (split + 1) * keys);
+  if (begin >= end || p.sequences.q_len[sequence] == 0) return;
+  const int used = (kv_len + keys - 1) / keys - oldest / keys;  // splits with a visible key
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int at = lane % kLanes * kPiece;  // this lane's part of a head
@@ -207,57 +217,69 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (!last) return;
   __threadfence();
   for (int g = 0; g < kGroup && head_in_group + g < group; ++g) {
-    combine<kThreads>(p, splits, sequence, kv_head * group + head_in_group + g, used);
+    combine<kThreads, kSliding>(p, splits, sequence, kv_head * group + head_in_group + g, used);
   }
 }
 
-template <int kLanes, int kGroup, int kWarps>
+template <int kLanes, int kGroup, int kWarps, bool kSliding>
 cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
   const dim3 grid(static_cast<unsigned>(splits.count),
                   static_cast<unsigned>(p.kv_heads * ((group + kGroup - 1) / kGroup)),
                   static_cast<unsigned>(p.sequences.count));
-  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup, kWarps>, grid, 32 * kWarps,
-                                0, stream, p, splits);
+  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup, kWarps, kSliding>, grid,
+                                32 * kWarps, 0, stream, p, splits);
 }
 
 // Warps of a CTA: the fewer CTAs there are per SM, the more each has to have in flight. With many,
 // one warp each is fastest, because none waits for another.
-template <int kLanes, int kGroup>
+template <int kLanes, int kGroup, bool kSliding>
 cudaError_t launch_warps(const AttentionCuda& p, const AttentionSplits& splits,
                          cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  // A window bounds the keys of a CTA, and is rare: one number of warps serves it.
+  if constexpr (kSliding) {
+    return launch<kLanes, kGroup, 4, true>(p, splits, stream);
+  } else {
+    int device = 0, multiprocessors = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) {
+      status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (status != cudaSuccess) return status;
+    const int64_t group = p.heads / p.kv_heads;
+    const int64_t ctas = p.sequences.count * p.kv_heads * ((group + kGroup - 1) / kGroup);
+    if (ctas <= 8 * multiprocessors) return launch<kLanes, kGroup, 4, false>(p, splits, stream);
+    if (ctas <= 15 * multiprocessors || kGroup > 2) {
+      return launch<kLanes, kGroup, 2, false>(p, splits, stream);
+    }
+    return launch<kLanes, kGroup, 1, false>(p, splits, stream);
   }
-  if (status != cudaSuccess) return status;
-  const int64_t group = p.heads / p.kv_heads;
-  const int64_t ctas = p.sequences.count * p.kv_heads * ((group + kGroup - 1) / kGroup);
-  if (ctas <= 8 * multiprocessors) return launch<kLanes, kGroup, 4>(p, splits, stream);
-  if (ctas <= 15 * multiprocessors || kGroup > 2) {
-    return launch<kLanes, kGroup, 2>(p, splits, stream);
-  }
-  return launch<kLanes, kGroup, 1>(p, splits, stream);
 }
 
-template <int kLanes>
+template <int kLanes, bool kSliding>
 cudaError_t launch_lanes(const AttentionCuda& p, const AttentionSplits& splits,
                          cudaStream_t stream) {
   const int64_t group = p.heads / p.kv_heads;
-  if (group == 1) return launch_warps<kLanes, 1>(p, splits, stream);
-  if (group == 2) return launch_warps<kLanes, 2>(p, splits, stream);
-  return launch_warps<kLanes, 4>(p, splits, stream);
+  if (group == 1) return launch_warps<kLanes, 1, kSliding>(p, splits, stream);
+  if (group == 2) return launch_warps<kLanes, 2, kSliding>(p, splits, stream);
+  return launch_warps<kLanes, 4, kSliding>(p, splits, stream);
+}
+
+template <bool kSliding>
+cudaError_t launch_size(const AttentionCuda& p, const AttentionSplits& splits,
+                        cudaStream_t stream) {
+  if (p.head_dim <= 32) return launch_lanes<4, kSliding>(p, splits, stream);
+  if (p.head_dim <= 64) return launch_lanes<8, kSliding>(p, splits, stream);
+  if (p.head_dim <= 128) return launch_lanes<16, kSliding>(p, splits, stream);
+  return launch_lanes<32, kSliding>(p, splits, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
-  if (p.head_dim <= 32) return launch_lanes<4>(p, splits, stream);
-  if (p.head_dim <= 64) return launch_lanes<8>(p, splits, stream);
-  if (p.head_dim <= 128) return launch_lanes<16>(p, splits, stream);
-  return launch_lanes<32>(p, splits, stream);
+  return p.window > 0 ? launch_size<true>(p, splits, stream)
+                      : launch_size<false>(p, splits, stream);
 }
 
 }  // namespace twell

@@ -187,10 +187,11 @@ HWY_INLINE KeyTile key_tile(const AttentionSequence& s, int64_t begin, int64_t c
   return tile;
 }
 
-// Computes rows [row, row + rows) of the item against the tile; row i sees keys[i] > 0 of its keys.
-HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int64_t row,
-                              int64_t rows, const int64_t* keys) {
-  const int64_t width = w.width, visible = keys[rows - 1];
+// Computes rows [row, row + rows) of the item against the tile, of which each sees a key at least.
+HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile,
+                              const CausalTile& causal, int64_t begin, int64_t first,
+                              int64_t rows) {
+  const int64_t width = w.width, row = begin + first, visible = causal.visible(first + rows - 1);
   const float* q = w.q + row * width;
   if (tile.packed) {
     multiply_strip<false>({q, width, 1}, w.keys, kTileKeys, w.scores, kTileKeys, rows,
@@ -198,15 +199,16 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
   }
   for (int64_t i = 0; i < rows; ++i) {
     float* scores = w.scores + i * kTileKeys;
-    for (int64_t j = 0; !tile.packed && j < keys[i]; j += tile.run) {
-      const int64_t some = std::min(tile.run, keys[i] - j);
+    const int64_t keys = causal.visible(first + i);
+    for (int64_t j = 0; !tile.packed && j < keys; j += tile.run) {
+      const int64_t some = std::min(tile.run, keys - j);
       dot_scores(q + i * width, {tile.keys[j / tile.run], some, tile.hd, tile.k_stride}, some,
                  scores + j);
     }
-    const float shrink =
-        softmax_row(scores, keys[i], w.softmax.max[row + i], w.softmax.sum[row + i]);
+    std::fill_n(scores, causal.hidden(first + i), -std::numeric_limits<float>::infinity());
+    const float shrink = softmax_row(scores, keys, w.softmax.max[row + i], w.softmax.sum[row + i]);
     if (shrink != 1.0f) scale_row(w.softmax.out + (row + i) * width, shrink, width);
-    std::fill(scores + keys[i], scores + visible, 0.0f);
+    std::fill(scores + keys, scores + visible, 0.0f);
   }
   for (int64_t j = 0; j < visible; j += tile.run) {
     multiply_strip<true>({w.scores + j, kTileKeys, 1}, tile.values[j / tile.run], tile.v_stride,
@@ -215,14 +217,12 @@ HWY_INLINE void forward_strip(const ForwardScratch& w, const KeyTile& tile, int6
   }
 }
 
-// Computes rows [begin, begin + rows), which belong to the tile's head.
+// Computes those of rows [begin, begin + rows), the rows of the tile's head, that see the tile.
 HWY_INLINE void forward_tile(const ForwardScratch& w, const KeyTile& tile, const CausalTile& causal,
                              int64_t begin, int64_t rows) {
-  for (int64_t row = causal.first_row(0); row < rows; row += kStripRows) {
-    const int64_t strip = std::min(kStripRows, rows - row);
-    int64_t keys[kStripRows];
-    for (int64_t i = 0; i < strip; ++i) keys[i] = causal.visible(row + i);
-    forward_strip(w, tile, begin + row, strip, keys);
+  const int64_t end = causal.end_row(rows);
+  for (int64_t row = causal.first_row(0); row < end; row += kStripRows) {
+    forward_strip(w, tile, causal, begin, row, std::min(kStripRows, end - row));
   }
 }
 
@@ -272,14 +272,18 @@ void forward_rows(const AttentionForward& p, const Item& item, float* partial, f
   // The outer loop is over tiles of keys, so that a decoding step reads the cache in order.
   const int64_t first_keys = s.k.rows - s.q_len + item.begin + 1;  // visible to the first query
   const int64_t all_keys = first_keys + item.count - 1;
-  const int64_t end = item.part + 1 < item.parts ? (item.part + 1) * kSplitKeys : all_keys;
+  const int64_t from = item.first_key + item.part * kSplitKeys;
+  const int64_t end = item.part + 1 < item.parts ? from + kSplitKeys : all_keys;
+  // The first tile with a key that the first query sees; tiles begin at multiples of kTileKeys.
+  const int64_t seen = first_visible_key(p.shape, first_keys - 1) / kTileKeys * kTileKeys;
   const bool packed = s.q_len * rows.group > kFewRows;
-  for (int64_t tile = item.part * kSplitKeys; tile < end; tile += kTileKeys) {
+  for (int64_t tile = std::max(from, seen); tile < end; tile += kTileKeys) {
     const int64_t count = std::min(kTileKeys, end - tile);
     for (int64_t kv = 0; kv < item.kv_heads; ++kv) {
       const int64_t at = (item.kv_head + kv) * hd;
       forward_tile(w, key_tile(s, tile, count, at, hd, packed, w),
-                   {count, first_keys - tile, rows.group}, kv * rows.per_head, rows.per_head);
+                   {count, first_keys - tile, rows.group, p.shape.window}, kv * rows.per_head,
+                   rows.per_head);
     }
   }
   if (partial == nullptr) finish_rows(p, item, w.softmax.out);

@@ -42,15 +42,24 @@ struct Item {
   int64_t kv_head, kv_heads;  // the first key/value head and how many
   int64_t begin, count;       // queries (forward) or keys (backward) of the sequence
   double cost;                // multiply-adds
-  // Forward: the item is one of `parts` on the same queries, and covers the keys from part *
-  // kSplitKeys on.
-  int64_t part = 0, parts = 1;
+  // Forward: the item is one of `parts` on the same queries, and covers the keys from first_key +
+  // part * kSplitKeys on. No query sees a key before first_key, a multiple of kSplitKeys.
+  int64_t first_key = 0, part = 0, parts = 1;
 };
 
+// The first key that a query at this position sees.
+inline int64_t first_visible_key(const AttentionShape& shape, int64_t position) {
+  return shape.window == 0 ? 0 : std::max<int64_t>(0, position + 1 - shape.window);
+}
+
 // Query-key pairs of `count` queries from `begin` on.
-inline double causal_pairs(const AttentionSequence& s, int64_t begin, int64_t count) {
-  const double first = static_cast<double>(s.k.rows - s.q_len + begin + 1);
-  return static_cast<double>(count) * (first + static_cast<double>(count - 1) / 2);
+inline double causal_pairs(const AttentionShape& shape, const AttentionSequence& s, int64_t begin,
+                           int64_t count) {
+  const int64_t position = s.k.rows - s.q_len + begin;
+  const double keys = static_cast<double>(position + 1 - first_visible_key(shape, position));
+  // Until the window is full, each query sees one key more than the one before it.
+  const double more = first_visible_key(shape, position + count) > 0 ? 0.0 : 0.5;
+  return static_cast<double>(count) * (keys + more * static_cast<double>(count - 1));
 }
 
 // Calls fn(item, thread); every thread gets a contiguous run of items of about the same cost.
@@ -77,11 +86,21 @@ struct CausalTile {
   int64_t keys;        // in the tile
   int64_t first_keys;  // seen by row 0; may exceed the tile or be negative (none)
   int64_t group;       // rows per query
+  int64_t window;      // keys that a row sees; 0: all
 
+  // A row sees keys [hidden, visible) of the tile.
   int64_t visible(int64_t row) const { return std::min(keys, first_keys + row / group); }
-  // The first row that sees this key, and with it all rows after.
+  int64_t hidden(int64_t row) const {
+    return window == 0 ? 0 : std::max<int64_t>(0, first_keys + row / group - window);
+  }
+  // The first row that sees this key or an earlier one.
   int64_t first_row(int64_t key) const {
     return std::max<int64_t>(0, (key + 1 - first_keys) * group);
+  }
+  // One past the last of `rows` rows that sees a key of the tile.
+  int64_t end_row(int64_t rows) const {
+    if (window == 0) return rows;
+    return std::clamp<int64_t>((keys + window - first_keys) * group, 0, rows);
   }
 };
 

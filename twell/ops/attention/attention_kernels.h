@@ -33,6 +33,7 @@ struct AttentionCuda {
   const __nv_bfloat16* k = nullptr;  // rows of H_kv * hd, kv_stride apart
   const __nv_bfloat16* v = nullptr;
   int64_t kv_stride = 0;
+  int64_t window = 0;            // keys that a query sees, its own included; 0: all before it
   __nv_bfloat16* out = nullptr;  // [M, H * hd]
   float* logsumexp = nullptr;    // [sequences, H, max_q_len] or null; cuDNN alone writes it
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"
@@ -66,15 +67,20 @@ struct Reference {
       k.push_back(values_of(s.k.row(j) + at, hd));
       v.push_back(values_of(s.v.row(j) + at, hd));
     }
-    for (size_t i = 0; i < q.size(); ++i) forward(i, k.size() - q.size() + i + 1);
+    for (size_t i = 0; i < q.size(); ++i) {
+      const size_t keys = k.size() - q.size() + i + 1;
+      const auto window = static_cast<size_t>(p.shape.window);
+      forward(i, window == 0 || keys < window ? 0 : keys - window, keys);
+    }
   }
 
   double scale() const { return 1.0 / std::sqrt(static_cast<double>(k[0].size())); }
 
  private:
-  void forward(size_t i, size_t keys) {
-    std::vector<double> scores(keys);
-    for (size_t j = 0; j < keys; ++j) {
+  // Query i sees keys [first, end).
+  void forward(size_t i, size_t first, size_t end) {
+    std::vector<double> scores(end, -std::numeric_limits<double>::infinity());
+    for (size_t j = first; j < end; ++j) {
       scores[j] = scale() * dot(q[i], k[j]);
       score_error = std::max(score_error, kEps * (2 + norm(q[i]) * norm(k[j])));
     }
@@ -84,7 +90,7 @@ struct Reference {
     logsumexp.push_back(max + std::log(sum));
     weight.emplace_back(k.size());
     out.emplace_back(k[0].size());
-    for (size_t j = 0; j < keys; ++j) {
+    for (size_t j = first; j < end; ++j) {
       weight[i][j] = std::exp(scores[j] - logsumexp[i]);
       for (size_t c = 0; c < out[i].size(); ++c) out[i][c] += weight[i][j] * v[j][c];
     }
@@ -200,7 +206,8 @@ TEST(AttentionForward, WithoutLogsumexp) {
 
 // Keys and values in blocks of a common memory, in any order, give the bits of those in one piece.
 TEST(AttentionForward, BlocksChangeNothing) {
-  const AttentionShape shapes[] = {{4, 2, 64}, {2, 1, 17}, {8, 1, 128}, {3, 3, 40}};
+  const AttentionShape shapes[] = {{4, 2, 64}, {2, 1, 17},     {8, 1, 128},
+                                   {3, 3, 40}, {4, 2, 64, 77}, {2, 1, 17, 70}};
   for (const AttentionShape& shape : shapes) {
     const Problem p(shape, {{1, 300}, {2, 65}, {70, 200}, {64, 64}, {1, 1030}, {129, 131}});
     for (const int64_t rows : {16, 32, 64, 128}) {
@@ -287,6 +294,32 @@ TEST(AttentionForward, LaterKeysChangeNothing) {
   for (int64_t i = 0; i < 50; ++i) {
     for (int64_t c = 0; c < 128; ++c) ASSERT_EQ(cut.out(i, c), whole.out(i, c)) << "query " << i;
   }
+}
+
+TEST(AttentionForward, SlidingWindow) {
+  for (const int64_t window : {1, 2, 63, 64, 65, 200}) {
+    for (const int threads : {1, 3}) {
+      check_forward(
+          Problem({4, 2, 24, window},
+                  {{1, 300}, {5, 5}, {0, 9}, {2, 65}, {70, 200}, {129, 129}, {1, 513}, {7, 530}}),
+          threads);
+    }
+  }
+  check_forward(Problem({32, 1, 64, 300}, {{1, 1100}, {2, 1025}, {3, 600}}), 3);
+}
+
+TEST(AttentionForward, SlidingWindowIsTheSameForAnyThreadCount) {
+  const Problem p({8, 2, 64, 301}, {{1, 2500}, {16, 900}, {17, 900}, {400, 400}, {1, 40}});
+  const ForwardResult one = run_forward(p, 1);
+  for (const int threads : {2, 3, 8}) {
+    EXPECT_TRUE(run_forward(p, threads).out.same_bits(one.out)) << threads;
+  }
+}
+
+TEST(AttentionForward, WindowOfAllKeysChangesNothing) {
+  const std::vector<Lengths> lengths = {{1, 700}, {90, 300}, {20, 20}};
+  const ForwardResult windowed = run_forward(Problem({4, 2, 64, 700}, lengths), 2);
+  EXPECT_TRUE(windowed.out.same_bits(run_forward(Problem({4, 2, 64}, lengths), 2).out));
 }
 
 struct BackwardResult {
@@ -413,6 +446,13 @@ TEST(AttentionBackward, LengthsAndThreads) {
   for (const int threads : {1, 2, 3}) {
     check_backward(TrainingProblem({4, 2, 64}, {65, 1, 0, 64, 200}), threads);
     check_backward(TrainingProblem({1, 1, 48}, {300}), threads);
+  }
+}
+
+TEST(AttentionBackward, SlidingWindow) {
+  for (const int64_t window : {1, 63, 64, 65, 150}) {
+    check_backward(TrainingProblem({4, 2, 24, window}, {65, 1, 0, 64, 200}), 2);
+    check_backward(TrainingProblem({1, 1, 48, window}, {300}), 3);
   }
 }
 

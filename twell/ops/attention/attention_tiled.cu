@@ -63,7 +63,8 @@ __device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_
   }
 }
 
-template <int kHeadDim>
+// kSliding: queries attend through a window, whose mask costs registers.
+template <int kHeadDim, bool kSliding>
 __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda p) {
   extern __shared__ __align__(16) __nv_bfloat16 shared[];
   constexpr int kStride = kRow<kHeadDim>;
@@ -85,6 +86,9 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
 
   const int last_key = min(kv_len, past + first + kQueries);  // one past it
   const int tile_end = (last_key + kKeys - 1) / kKeys;
+  // Tiles before that are outside the window of the block's first query, and so of all.
+  const int window = static_cast<int>(p.window);
+  const int tile_begin = kSliding ? max(past + first + 1 - window, 0) / kKeys : 0;
   const auto load_keys = [&](int tile) {
     const int slot = tile % 2 * kKeys * kStride;
     load_tile<kHeadDim, kKeys>(k_tiles + slot, keys, p.kv_stride, tile * kKeys, kv_len, hd);
@@ -93,13 +97,13 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   };
   load_tile<kHeadDim, kQueries>(q_tile, p.q + q_row * p.q_stride + head * p.head_dim, p.q_stride,
                                 first, q_len, hd);
-  load_keys(0);
+  load_keys(tile_begin);
 
   float out[kHeadDim / 8][4] = {};
   float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
   const float scale = kLog2E * rsqrtf(static_cast<float>(hd));
   const int row0 = past + first + warp * 16 + lane / 4;  // position of this lane's first row
-  for (int tile = 0; tile < tile_end; ++tile) {
+  for (int tile = tile_begin; tile < tile_end; ++tile) {
     if (tile + 1 < tile_end) {
       load_keys(tile + 1);
       wait_copies<1>();
@@ -137,6 +141,17 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
         }
       }
     }
+    // The window may hide a key of this tile from the block's last query.
+    if (kSliding && tile * kKeys <= past + first + kQueries - 1 - window) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = key0 + n * 8 + i % 2, row = row0 + i / 2 * 8;
+          if (key <= row - window) scores[n][i] = -INFINITY;
+        }
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // the lane's two rows
       float top = row_max[half];
@@ -146,7 +161,9 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
       }
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float base = top * scale;  // finite: every query sees key 0
+      // Finite: without a window every query sees key 0, and with one -infinity means that no key
+      // of the row was visible yet.
+      const float base = kSliding && top == -INFINITY ? 0.0f : top * scale;
       const float shrink = exp2f(row_max[half] * scale - base);
       row_max[half] = top;
       float sum = 0.0f;
@@ -203,9 +220,9 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   }
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kSliding>
 cudaError_t launch(const AttentionCuda& p, cudaStream_t stream) {
-  const auto kernel = attention_tiled_kernel<kHeadDim>;
+  const auto kernel = attention_tiled_kernel<kHeadDim, kSliding>;
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kHeadDim>);
   if (status != cudaSuccess) return status;
@@ -215,13 +232,18 @@ cudaError_t launch(const AttentionCuda& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <bool kSliding>
+cudaError_t launch_size(const AttentionCuda& p, cudaStream_t stream) {
+  if (p.head_dim <= 32) return launch<32, kSliding>(p, stream);
+  if (p.head_dim <= 64) return launch<64, kSliding>(p, stream);
+  if (p.head_dim <= 128) return launch<128, kSliding>(p, stream);
+  return launch<256, kSliding>(p, stream);
+}
+
 }  // namespace
 
 cudaError_t launch_attention_tiled(const AttentionCuda& p, cudaStream_t stream) {
-  if (p.head_dim <= 32) return launch<32>(p, stream);
-  if (p.head_dim <= 64) return launch<64>(p, stream);
-  if (p.head_dim <= 128) return launch<128>(p, stream);
-  return launch<256>(p, stream);
+  return p.window > 0 ? launch_size<true>(p, stream) : launch_size<false>(p, stream);
 }
 
 }  // namespace twell

@@ -2,6 +2,7 @@
 #include "twell/ops/bias/bias_cuda.h"
 
 #include "twell/base/column_sums.cuh"
+#include "twell/base/for_each.cuh"
 
 namespace twell {
 namespace {
@@ -12,6 +13,23 @@ constexpr int64_t kRows = 64;  // rows per block
 
 struct alignas(16) Piece {
   __nv_bfloat162 pair[kPiece / 2];
+};
+
+// Adds the bias to piece i of x.
+struct AddBias {
+  BiasForwardCuda p;
+  int64_t pieces;  // per row
+
+  __device__ void operator()(int64_t i) const {
+    const Piece bias = reinterpret_cast<const Piece*>(p.bias)[i % pieces];
+    Piece x = reinterpret_cast<const Piece*>(p.x)[i];
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 a = __bfloat1622float2(x.pair[k]), b = __bfloat1622float2(bias.pair[k]);
+      x.pair[k] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
+    }
+    reinterpret_cast<Piece*>(p.x)[i] = x;
+  }
 };
 
 // Block (rows, columns): the sums of a run of rows.
@@ -37,6 +55,12 @@ __global__ void __launch_bounds__(kThreads) row_sums_kernel(BiasBackwardCuda p) 
 }
 
 }  // namespace
+
+cudaError_t launch_bias_forward(const BiasForwardCuda& p, cudaStream_t stream) {
+  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
+  const int64_t pieces = p.width / kPiece;
+  return launch_for_each(p.tokens * pieces, AddBias{p, pieces}, stream);
+}
 
 int64_t bias_backward_partials(int64_t tokens) { return (tokens + kRows - 1) / kRows; }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradient of a linear layer's bias on the GPU: d_bias += sum of the rows of d_y, in an order that
-// depends on the shape alone. d_y [M, N] bf16, d_bias [N] f32; N is a multiple of 8.
+// The bias of a linear layer on the GPU; N is a multiple of 8.
+//   forward    x += bias on every row, added in f32; x [M, N] bf16, bias [N] bf16
+//   backward   d_bias += sum of the rows of d_y, in an order that depends on the shape alone;
+//              d_y [M, N] bf16, d_bias [N] f32
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +11,15 @@
 #include <cstdint>
 
 namespace twell {
+
+struct BiasForwardCuda {
+  int64_t tokens = 0;                   // M
+  int64_t width = 0;                    // N
+  const __nv_bfloat16* bias = nullptr;  // [N]
+  __nv_bfloat16* x = nullptr;           // [M, N] in and out
+};
+// cudaErrorInvalidValue if the width is not a multiple of 8.
+cudaError_t launch_bias_forward(const BiasForwardCuda& problem, cudaStream_t stream);
 
 struct BiasBackwardCuda {
   int64_t tokens = 0;                  // M

@@ -10,6 +10,26 @@
 namespace twell {
 namespace {
 
+TEST(BiasForwardCudaTest, RoundsTheSumOnce) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const CudaStream stream;
+  for (const auto& [tokens, width] :
+       {std::pair<int64_t, int64_t>{1, 8}, {127, 264}, {3, 2056}, {0, 16}}) {
+    const auto x = random_bf16(tokens * width, 1), bias = random_bf16(width, 2);
+    const auto device_x = upload(x), device_bias = upload(bias);
+    TWELL_CUDA_CHECK(
+        launch_bias_forward({tokens, width, device_bias.data(), device_x.data()}, stream.get()));
+    stream.synchronize();
+    const auto got = download(device_x);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const float sum =
+          __bfloat162float(x[i]) + __bfloat162float(bias[i % static_cast<size_t>(width)]);
+      ASSERT_EQ(__bfloat162float(got[i]), __bfloat162float(__float2bfloat16(sum))) << i;
+    }
+  }
+  EXPECT_EQ(launch_bias_forward({.tokens = 1, .width = 12}, stream.get()), cudaErrorInvalidValue);
+}
+
 TEST(BiasBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const CudaStream stream;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/ffn/dense_ffn_cuda.h"
 
+#include "twell/ops/bias/bias_cuda.h"
+
 namespace twell {
 namespace {
 
@@ -103,14 +105,16 @@ cudaError_t launch_activate_multiply(const ActivateMultiply& p, cudaStream_t str
 
 DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
                            __nv_bfloat16* gate, __nv_bfloat16* hidden, Activation activation,
-                           bool add)
+                           bool add, bool biased)
     : tokens_(tokens),
       ffn_(ffn),
+      width_(width),
       gated_(gated),
+      biased_(biased),
       activation_(activation),
       gate_(gate),
       hidden_(hidden) {
-  const bool relu = leaves_zeros(activation);
+  const bool relu = relu_in_epilogue();
   TWELL_CHECK(width % 8 == 0 && ffn % 8 == 0, "width {} and FFN size {} must be multiples of 8",
               width, ffn);
   const MatmulShapeCuda up{
@@ -144,11 +148,21 @@ void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
                         const __nv_bfloat16* x) const {
   const MatmulPlanCuda& plan = gated_ ? *gate_plan_ : *up_plan_;
   plan.run(ctx, x, gated_ ? weights.w_gate : weights.w_up, gate_values());
+  if (biased_) add_bias(ctx, gated_ ? weights.b_gate : weights.b_up, ffn_, gate_values());
+}
+
+void DenseFfnCuda::add_bias(CudaContext& ctx, const __nv_bfloat16* bias, int64_t width,
+                            __nv_bfloat16* x) const {
+  TWELL_CUDA_CHECK(
+      launch_bias_forward({.tokens = tokens_, .width = width, .bias = bias, .x = x}, ctx.stream()));
 }
 
 void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                            __nv_bfloat16* y, const DenseCountsCuda& counts) const {
-  if (gated_) up_plan_->run(ctx, x, weights.w_up, hidden_);
+  if (gated_) {
+    up_plan_->run(ctx, x, weights.w_up, hidden_);
+    if (biased_) add_bias(ctx, weights.b_up, ffn_, hidden_);
+  }
   if (!in_place() || counts.row_nnz != nullptr || counts.activity != nullptr) {
     const bool samples = in_place() && counts.row_nnz == nullptr;
     TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
@@ -163,6 +177,7 @@ void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, cons
                                               ctx.stream()));
   }
   down_plan_->run(ctx, hidden_, weights.w_down, y);
+  if (biased_) add_bias(ctx, weights.b_down, width_, y);
 }
 
 void DenseFfnCuda::forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,

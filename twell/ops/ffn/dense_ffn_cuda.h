@@ -3,8 +3,8 @@
 // executions, and what a layer without sparsity runs.
 //   gated:      g = relu(x w_gate^T) in the GEMM's epilogue, u = x w_up^T, u = g * u, y = u w_down
 //   non-gated:  h = relu(x w_up^T), y = h w_down
-// The square of relu2, or another activation, is computed in f32 together with the product. The
-// result can be added to y.
+// The square of relu2, or another activation, is computed in f32 together with the product. Biases,
+// where a layer has them, are added to g, u and y after their GEMMs. The result can be added to y.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,6 +25,11 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* w_up = nullptr;    // [F, D]
   const __nv_bfloat16* w_down = nullptr;  // [F, D]
   Activation activation = Activation::kRelu;
+  const __nv_bfloat16* b_gate = nullptr;  // [F], null when the layer is not gated
+  const __nv_bfloat16* b_up = nullptr;    // [F]
+  const __nv_bfloat16* b_down = nullptr;  // [D]; all three are null in a layer without biases
+
+  bool biased() const { return b_down != nullptr; }
 };
 
 // Optional counts of a dense call.
@@ -43,14 +48,15 @@ class DenseFfnCuda {
   // [M, F].
   DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
                __nv_bfloat16* gate, __nv_bfloat16* hidden,
-               Activation activation = Activation::kRelu, bool add = false);
+               Activation activation = Activation::kRelu, bool add = false, bool biased = false);
 
   // Times cuBLASLt's candidate algorithms on these operands and keeps the fastest. Synchronises,
   // and leaves y as MatmulPlanCuda::tune does.
   void tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
             __nv_bfloat16* y);
 
-  // y [M, D] = FFN(x [M, D]), or +=, with the activation it was made for. Never synchronises.
+  // y [M, D] = FFN(x [M, D]), or +=, with the activation and the biases it was made for. Never
+  // synchronises.
   void forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
                __nv_bfloat16* y, const DenseCountsCuda& counts = {}) const;
   // The two halves: the first product (in ReLU and relu2 layers with its ReLU), and the rest.
@@ -60,12 +66,17 @@ class DenseFfnCuda {
   __nv_bfloat16* gate_values() const { return in_place() ? hidden_ : gate_; }  // [M, F]
 
  private:
+  // A bias comes between the product and its activation.
+  bool relu_in_epilogue() const { return leaves_zeros(activation_) && !biased_; }
   // The first product is h.
-  bool in_place() const { return !gated_ && activation_ == Activation::kRelu; }
+  bool in_place() const { return !gated_ && activation_ == Activation::kRelu && !biased_; }
+  void add_bias(CudaContext& ctx, const __nv_bfloat16* bias, int64_t width, __nv_bfloat16* x) const;
 
   int64_t tokens_;
   int64_t ffn_;
+  int64_t width_;
   bool gated_;
+  bool biased_;
   Activation activation_;
   std::unique_ptr<MatmulPlanCuda> gate_plan_, up_plan_, down_plan_;
   DeviceBuffer<__nv_bfloat16> owned_;  // gate and hidden, or nothing

@@ -84,6 +84,30 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
   }
 }
 
+// NaN reaches h under every activation and counts as active.
+TEST_P(ActivateMultiplyTest, KeepsNan) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const CudaStream stream;
+  std::vector<__nv_bfloat16> g(8, __float2bfloat16(-1.0f)), u(8, __float2bfloat16(1.0f));
+  g[3] = __float2bfloat16(NAN);
+  const auto device_g = upload(g), device_u = upload(u);
+  for (const bool gated : {true, false}) {
+    const auto h = poisoned<__nv_bfloat16>(8);
+    const auto row_nnz = poisoned<int32_t>(1);
+    TWELL_CUDA_CHECK(launch_activate_multiply({.activation = GetParam(),
+                                               .g = device_g.data(),
+                                               .u = gated ? device_u.data() : nullptr,
+                                               .h = h.data(),
+                                               .tokens = 1,
+                                               .ffn = 8,
+                                               .row_nnz = row_nnz.data()},
+                                              stream.get()));
+    stream.synchronize();
+    EXPECT_TRUE(std::isnan(to_floats(download(h))[3]));
+    EXPECT_GE(download(row_nnz)[0], 1);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Activations, ActivateMultiplyTest,
                          testing::Values(Activation::kRelu, Activation::kSilu, Activation::kGelu,
                                          Activation::kGeluTanh, Activation::kQuickGelu,

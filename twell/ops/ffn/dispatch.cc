@@ -250,6 +250,7 @@ constexpr std::array kTable = {
               .rows_in_shared_memory = false,
               .takes_norm = false,
               .counts_rows = true,
+              .takes_biases = true,
               .cost = dense_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDecodeRows,
               .execution = FfnExecution::kDecodeRows,
@@ -427,6 +428,7 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
   if (row.zeros_only && !leaves_zeros(layer.activation)) {
     return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
   }
+  if (layer.biased && !row.takes_biases) return "it adds no biases";
   const int64_t most =
       row.rows_in_shared_memory ? std::min(row.most_tokens, layer.row_tokens) : row.most_tokens;
   if (call.tokens < row.least_tokens || call.tokens > most) {
@@ -451,6 +453,7 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
     return chosen(required(dense_row, call),
                   fmt::format("{} leaves no zeros to skip", activation_name(layer.activation)));
   }
+  if (layer.biased) return chosen(required(dense_row, call), "layers with biases run dense");
   if (call.policy != FfnPolicy::kAuto) {
     if (const GpuFfnRow* row = find_row(layer, call, call.policy)) return set_by_caller(*row, call);
     return chosen(required(dense_row, call), no_row(layer, call));
@@ -496,14 +499,16 @@ bool gpu_gate_screen_pays(const GpuFfnLayer& layer, const LayerActivity& activit
 
 int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int64_t most_layers,
                               int64_t most) {
-  const bool suits =
-      layers.ffn.activation == Activation::kRelu && !layers.qk_norm && layer_count <= most_layers;
+  const bool suits = layers.ffn.activation == Activation::kRelu && !layers.qk_norm &&
+                     !layers.o_bias && !layers.ffn.biased && layer_count <= most_layers;
   return suits ? most : 0;
 }
 
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) {
   if (batch.observed || !batch.cached) return GpuLayersPath::kSingleOps;
-  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens) {
+  // The kernel of all layers attends to all keys.
+  const bool slides = layers.window > 0 && batch.most_keys > layers.window;
+  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens && !slides) {
     // One kernel is faster while no CTA attends to more than one segment of keys per layer. Beyond
     // that, attention is faster as a kernel of its own.
     const int64_t sms = layers.ffn.device.multiprocessors;
@@ -514,8 +519,8 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) 
   }
   GpuFfnLayer widest = layers.ffn;
   widest.row_tokens = std::min(widest.row_tokens, layers.row_tokens);
-  const bool few =
-      gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 && !layers.qk_norm;
+  const bool few = gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 &&
+                   !layers.qk_norm && !layers.o_bias;
   return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;
 }
 

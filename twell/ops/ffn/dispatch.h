@@ -39,6 +39,7 @@ struct GpuFfnLayer {
   int64_t ffn = 0;    // F, a multiple of 8
   bool gated = true;
   Activation activation = Activation::kRelu;
+  bool biased = false;     // the projections have biases
   int64_t row_tokens = 8;  // tokens whose rows of D values fit into an SM (layer_ops::max_tokens)
   GpuDevice device;
 };
@@ -83,6 +84,7 @@ struct GpuFfnRow {
   bool rows_in_shared_memory;  // at most GpuFfnLayer::row_tokens tokens
   bool takes_norm;
   bool counts_rows;
+  bool takes_biases = false;
   // Estimated microseconds.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 };
@@ -125,6 +127,8 @@ struct GpuLayers {
   int64_t heads = 0;
   int64_t head_dim = 0;
   bool qk_norm = false;
+  bool o_bias = false;            // the attention's output projection has a bias
+  int64_t window = 0;             // sliding window of some layer; 0: no layer has one
   int64_t row_tokens = 8;         // like GpuFfnLayer::row_tokens, of the wider of D and heads * hd
   int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
   int64_t segment_keys = 512;     // keys a CTA of that kernel attends to at a time

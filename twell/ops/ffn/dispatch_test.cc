@@ -427,6 +427,20 @@ TEST(GpuFfnDispatch, SaysWhy) {
   EXPECT_EQ(choose_gpu_ffn(silu, {.tokens = 9}, {}).reason, "silu leaves no zeros to skip");
 }
 
+TEST(GpuFfnDispatch, LayersWithBiasesRunDenseGemms) {
+  GpuFfnLayer biased = kLayer;
+  biased.biased = true;
+  for (const int64_t tokens : {1, 8, 9, 64, 65, 16384}) {
+    for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kTileUnion}) {
+      const GpuFfnCall call{.tokens = tokens, .policy = policy};
+      const GpuFfnChoice choice = choose_gpu_ffn(biased, call, {.nnz_per_token = 3.0});
+      EXPECT_EQ(choice.launch, GpuFfnLaunch::kDenseGemms);
+      EXPECT_EQ(choice.reason, "layers with biases run dense");
+    }
+    EXPECT_FALSE(gpu_ffn_takes_norm(biased, tokens));
+  }
+}
+
 GpuLayers llama(int64_t one_kernel_tokens) {
   return {.ffn = kLayer, .heads = 32, .head_dim = 64, .one_kernel_tokens = one_kernel_tokens};
 }
@@ -463,6 +477,20 @@ TEST(GpuLayersPaths, Decoding) {
   EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kFewKernels);
 }
 
+// The kernel of all layers attends to all keys, also where a caller asks for it.
+TEST(GpuLayersPaths, SlidingWindow) {
+  GpuLayers layers = llama(8);
+  layers.window = 100;
+  for (const bool asked : {false, true}) {
+    GpuBatch batch = decode(2, 100);
+    batch.one_kernel = asked;
+    EXPECT_EQ(choose_gpu_layers(layers, batch), GpuLayersPath::kOneKernel);
+    batch = decode(2, 101);
+    batch.one_kernel = asked;
+    EXPECT_EQ(choose_gpu_layers(layers, batch), GpuLayersPath::kFewKernels);
+  }
+}
+
 TEST(GpuLayersPaths, OnlyLayersThatSuit) {
   const auto path = [](const GpuLayers& layers) {
     return choose_gpu_layers(layers, {.tokens = 4, .cached = true, .most_new = 2});
@@ -482,6 +510,12 @@ TEST(GpuLayersPaths, OnlyLayersThatSuit) {
   layers.ffn.activation = Activation::kGelu;
   EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
   EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
+  for (const bool ffn : {false, true}) {
+    layers = llama(8);
+    (ffn ? layers.ffn.biased : layers.o_bias) = true;
+    EXPECT_EQ(path(layers), GpuLayersPath::kSingleOps);
+    EXPECT_EQ(gpu_one_kernel_tokens(layers, 24, 128, 8), 0);
+  }
   layers = llama(8);
   layers.ffn.activation = Activation::kRelu2;
   EXPECT_EQ(path(layers), GpuLayersPath::kFewKernels);

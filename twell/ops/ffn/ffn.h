@@ -10,9 +10,9 @@
 // A policy names what to run; dispatch.h maps it to launches on a GPU. The CPU runs the first
 // three.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
-// gate does not fire, in any of them; the NaN itself stays in x, which the residual carries on.
-// That is for ReLU and relu2, its square. A layer with another activation runs dense whatever the
-// policy says; its active neurons are those whose activation is not zero, and a NaN goes through.
+// gate counts as active, so that NaN in x reaches y in all of them.
+// That is for ReLU and relu2, its square. A layer with biases, or with another activation, runs
+// dense whatever the policy says; its active neurons are those whose activation is not zero.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
+#include "twell/ops/bias/bias.h"
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/ffn_cost.h"
 #include "twell/ops/ffn/ffn_stages.h"
@@ -40,6 +41,7 @@ Outcome run_dense(Context& ctx, const Chunk& chunk) {
   const int64_t ffn = chunk.weights.ffn();
   const MatrixF gate = scope.matrix<float>(m, ffn);
   linear_forward(ctx, chunk.x, chunk.weights.firing(), gate);
+  if (chunk.weights.biased()) bias_forward(ctx, chunk.weights.firing_bias(), gate);
   dense_up_down(ctx, chunk.weights, chunk.x, gate, chunk.y, chunk.row_nnz);
   return {FfnExecution::kDense, {.tokens = m, .ffn = ffn}};
 }
@@ -53,7 +55,7 @@ FfnWork sampled_work(ConstMatrixF gate) {
   int64_t nnz = 0;
   for (int64_t i = 0; i < rows; ++i) {
     const float* const row = gate.row(i * gate.rows / rows);
-    nnz += std::count_if(row, row + gate.cols, [](float value) { return value > 0.0f; });
+    nnz += std::count_if(row, row + gate.cols, [](float value) { return !(value <= 0.0f); });
   }
   return {.tokens = gate.rows, .ffn = gate.cols, .nnz = nnz * gate.rows / rows};
 }
@@ -98,10 +100,11 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   return out;
 }
 
-std::string explain(FfnPolicy policy, const BlendedActivation& activation, const FfnWork& work) {
-  if (!activation.leaves_zeros()) {
-    return fmt::format("{} leaves no zeros to skip", activation_name(activation.kind));
+std::string explain(FfnPolicy policy, const StoredFfnWeights& weights, const FfnWork& work) {
+  if (!weights.activation.leaves_zeros()) {
+    return fmt::format("{} leaves no zeros to skip", activation_name(weights.activation.kind));
   }
+  if (weights.biased()) return "layers with biases run dense";
   if (policy != FfnPolicy::kAuto) return "set by the caller";
   const double dense = dense_cost(work);
   const double per_token = static_cast<double>(work.nnz) / static_cast<double>(work.tokens);
@@ -184,11 +187,12 @@ void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, 
     const int64_t count = x.rows * (c + 1) / chunks - begin;
     const Chunk chunk{weights, x.slice_rows(begin, count), y.slice_rows(begin, count),
                       counts + begin};
-    const bool dense = plan.policy == FfnPolicy::kDense || !weights.activation.leaves_zeros();
+    const bool dense =
+        plan.policy == FfnPolicy::kDense || !weights.activation.leaves_zeros() || weights.biased();
     last = dense ? run_dense(ctx, chunk) : run_packed(ctx, chunk, plan.policy);
   }
   plan.execution = last.execution;
-  plan.reason = explain(plan.policy, weights.activation, last.work);
+  plan.reason = explain(plan.policy, weights, last.work);
   plan.tokens += x.rows;
   for (int64_t row = 0; row < x.rows; ++row) {
     plan.nnz += counts[row];

@@ -182,13 +182,13 @@ class FfnCallCuda {
   }
 
   void dense_gemms() const {
-    std::unique_ptr<DenseFfnCuda>& dense =
-        workspace_.dense_[{chunk_.tokens, chunk_.weights.activation, chunk_.add}];
+    std::unique_ptr<DenseFfnCuda>& dense = workspace_.dense_[{
+        chunk_.tokens, chunk_.weights.activation, chunk_.add, chunk_.weights.biased()}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
           ctx_, chunk_.tokens, workspace_.width(), workspace_.ffn(), workspace_.gated(),
           workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation,
-          chunk_.add);
+          chunk_.add, chunk_.weights.biased());
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
@@ -305,6 +305,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
               "an FFN may overwrite x only with its norm, adding to it");
   GpuFfnLayer layer = workspace.layer();
   layer.activation = problem.weights.activation;
+  layer.biased = problem.weights.biased();
   const GpuFfnChoice choice = choose_ffn_cuda(layer,
                                               {.tokens = problem.tokens,
                                                .norm = problem.norm != nullptr,

@@ -91,8 +91,8 @@ class FfnWorkspaceCuda {
   TileUnionWorkspace tile_union_;     // its values double as the dense hidden [chunk, F]
   RowFusedWorkspace row_fused_;
   FewTokenWorkspace few_tokens_;
-  // By number of tokens, activation, and whether y is added to.
-  std::map<std::tuple<int64_t, Activation, bool>, std::unique_ptr<DenseFfnCuda>> dense_;
+  // By number of tokens, activation, whether y is added to, and whether there are biases.
+  std::map<std::tuple<int64_t, Activation, bool, bool>, std::unique_ptr<DenseFfnCuda>> dense_;
 };
 
 struct FfnForwardCuda {

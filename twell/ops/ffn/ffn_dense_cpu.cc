@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/activation/activation_rows.h"
+#include "twell/ops/bias/bias.h"
 #include "twell/ops/ffn/ffn_stages.h"
 #include "twell/ops/ffn/gate_multiply_simd.h"
 #include "twell/ops/matmul/matmul.h"
@@ -26,6 +27,7 @@ void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x
   if (weights.gated()) {
     h = scope.matrix<float>(gate.rows, gate.cols);
     linear_forward(ctx, x, weights.w_up, h);
+    if (weights.biased()) bias_forward(ctx, weights.b_up, h);
   }
   constexpr int64_t kGrain = 4;  // rows worth waking a thread for
   ctx.parallel_for(gate.rows, kGrain, [&](int64_t begin, int64_t end, int) {
@@ -34,6 +36,7 @@ void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x
     }
   });
   matmul(ctx, {.a = h, .b = weights.w_down, .c = y});
+  if (weights.biased()) bias_forward(ctx, weights.b_down, y);
 }
 
 }  // namespace twell

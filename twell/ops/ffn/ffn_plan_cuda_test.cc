@@ -154,6 +154,48 @@ INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
                                          // More than one chunk of tokens.
                                          Case{135301, 64, 264, true, -2.0f}));
 
+// NaN in a token reaches that token's whole result, and no other token, in every execution.
+// cuBLASLt's ReLU is part of the dense one.
+TEST(FfnPlanCuda, NanReachesItsTokenOnly) {
+  TWELL_GPU_TEST();
+  constexpr int64_t kWidth = 320, kFfn = 1000;
+  for (const bool gated : {true, false}) {
+    for (const int64_t tokens : {1, 5, 8, 9, 40, 65, 300}) {
+      const Layer layer(tokens, kWidth, kFfn, gated, -1.0f);
+      const auto finite = run(ctx, stream, layer, FfnPolicy::kDense, true).y;
+      const int64_t bad = tokens / 2;
+      const __nv_bfloat16 nan = __float2bfloat16(NAN);
+      TWELL_CUDA_CHECK(
+          cudaMemcpy(layer.x.data() + bad * kWidth + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
+      synchronize_default_stream();
+      for (const FfnPolicy policy :
+           {FfnPolicy::kDense, FfnPolicy::kAuto, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+        for (const bool count_rows : {true, false}) {
+          SCOPED_TRACE(testing::Message()
+                       << ffn_policy_name(policy) << ", " << tokens << " tokens, gated " << gated
+                       << ", counts " << count_rows);
+          const Outcome got = run(ctx, stream, layer, policy, count_rows);
+          double error = 0.0, size = 0.0;
+          for (int64_t i = 0; i < tokens * kWidth; ++i) {
+            const double y = __bfloat162float(got.y[static_cast<size_t>(i)]);
+            const double want = __bfloat162float(finite[static_cast<size_t>(i)]);
+            if (i / kWidth == bad) {
+              ASSERT_TRUE(std::isnan(y)) << "column " << i % kWidth;
+              continue;
+            }
+            error += (y - want) * (y - want);
+            size += want * want;
+          }
+          EXPECT_LE(std::sqrt(error), std::ldexp(std::sqrt(size), -7));
+          if (count_rows) {
+            EXPECT_EQ(got.row_nnz[static_cast<size_t>(bad)], kFfn);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   TWELL_HOPPER_TEST();
   const Layer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);

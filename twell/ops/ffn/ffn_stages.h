@@ -12,8 +12,8 @@
 
 namespace twell {
 
-// y = FFN, given gate = x firing()^T [M, F] before its activation. Without an up projection the
-// gate is overwritten. row_nnz [M] receives the active neurons of each token.
+// y = FFN, given gate = x firing()^T [M, F] before its activation, with its bias. Without an up
+// projection the gate is overwritten. row_nnz [M] receives the active neurons of each token.
 void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF gate,
                    MatrixF y, int32_t* row_nnz);
 

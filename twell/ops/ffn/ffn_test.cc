@@ -228,18 +228,26 @@ TEST(Ffn, ChunksOfManyTokensJoinUp) {
   }
 }
 
-// Inf and NaN in a token stay in that token, and what a NaN gate gives is the same everywhere.
-TEST_P(FfnExecutions, NonFiniteTokensBehaveAlike) {
-  Layer layer(6, 32, 200, true, 1.0f);
-  layer.activation = GetParam();
-  for (int64_t k = 0; k < layer.d; ++k) layer.x[2 * layer.d + k] = kNan;
-  const Buffer<float> dense = layer.run(FfnPolicy::kDense, 2);
-  for (int64_t k = 0; k < layer.d; ++k) EXPECT_EQ(dense[2 * layer.d + k], 0.0f);
-  for (const FfnPolicy policy : kPolicies) {
-    const Buffer<float> y = layer.run(policy, 2);
-    for (int64_t i = 0; i < y.size(); ++i) {
-      ASSERT_TRUE(std::isfinite(y[i])) << i;
-      ASSERT_NEAR(y[i], dense[i], 1e-4) << i;
+// NaN in a token reaches that token's whole result, and no other token, in every execution.
+TEST_P(FfnExecutions, NanReachesItsTokenOnly) {
+  for (const bool gated : {true, false}) {
+    for (const int64_t ffn : {7, 200, 700}) {
+      Layer layer(6, 32, ffn, gated, 1.0f);
+      layer.activation = GetParam();
+      const Buffer<float> finite = layer.run(FfnPolicy::kDense, 2);
+      layer.x[2 * layer.d + 5] = kNan;
+      for (const FfnPolicy policy : kPolicies) {
+        FfnPlan plan;
+        const Buffer<float> y = layer.run(policy, 2, &plan);
+        EXPECT_EQ(plan.max_row_nnz, ffn);
+        for (int64_t i = 0; i < y.size(); ++i) {
+          if (i / layer.d == 2) {
+            ASSERT_TRUE(std::isnan(y[i])) << i;
+          } else {
+            ASSERT_NEAR(y[i], finite[i], 1e-3) << i;
+          }
+        }
+      }
     }
   }
 }

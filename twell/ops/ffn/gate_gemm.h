@@ -2,7 +2,7 @@
 // Gate projection with TwELL output, on the CPU: out = TwELL(relu(x weight^T)).
 //   x [M, D] f32, weight [F, D] f32, bf16 or f16 (w_gate, or w_up of a layer without a gate),
 //   out [M, F].
-// relu(v) is v > 0 ? v : 0 here and in every dense execution, so a NaN counts as inactive.
+// relu(v) is v <= 0 ? 0 : v here and in every other execution, so a NaN counts as active.
 //
 // The GEMM writes the spill area itself, as the row-major matrix [M, tiles * T], so an overflowing
 // tile is already in its place: the slot of (row, t) is row * tiles + t. out.spill must have room

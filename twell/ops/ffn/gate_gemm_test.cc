@@ -45,7 +45,7 @@ void expect_packs(const TwellShape& shape, const std::vector<float>& dense) {
     for (int64_t col = 0; col < shape.cols; ++col) {
       const auto at = static_cast<size_t>(row * shape.cols + col);
       gate(row, col) = dense[at];
-      relu[at] = dense[at] > 0.0f ? dense[at] : 0.0f;
+      relu[at] = dense[at] <= 0.0f ? 0.0f : dense[at];
     }
   }
   pack_gate_rows(fast.view, 0, shape.rows);
@@ -62,7 +62,8 @@ void expect_packs(const TwellShape& shape, const std::vector<float>& dense) {
       if (stored > shape.capacity()) {
         const float* x = fast.view.spilled_values(row, t);
         const float* y = slow.view.spilled_values(row, t);
-        for (int32_t i = 0; i < shape.tile; ++i) ASSERT_EQ(x[i], y[i]) << row << " " << t;
+        ASSERT_EQ(std::memcmp(x, y, sizeof(float) * static_cast<size_t>(shape.tile)), 0)
+            << row << " " << t;
       } else {
         for (int64_t i = 1; i <= stored; ++i) ASSERT_EQ(a[i], b[i]) << row << " " << t;
       }

@@ -18,7 +18,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <bool kGated, bool kSquared, class D>
 int64_t activate(D d, const float* gate, const float* u, float* h) {
   const auto g = hn::LoadU(d, gate);
-  const auto fires = hn::Gt(g, hn::Zero(d));
+  const auto fires = hn::Not(hn::Le(g, hn::Zero(d)));
   auto value = g;
   if (kSquared) value = hn::Mul(value, g);
   if (kGated) value = hn::Mul(value, hn::LoadU(d, u));

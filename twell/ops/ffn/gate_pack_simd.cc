@@ -34,10 +34,11 @@ void interleave(const uint32_t* column, const uint32_t* value, int64_t count, ui
   for (; i < count; ++i) words[i] = column[i] | static_cast<uint64_t>(value[i]) << 32;
 }
 
-// Lists the positive values of gate[0, width), which starts at column `begin`, and returns their
-// number. No more than `room` are listed; the arrays take one vector beyond that.
-int64_t compress_positive(const float* gate, int64_t width, int64_t begin, int64_t room,
-                          uint32_t* column, uint32_t* value) {
+// Lists the values of gate[0, width) that are not <= 0 (NaN is active) and returns their number.
+// The gate starts at column `begin`. No more than `room` are listed; the arrays take one vector
+// beyond that.
+int64_t compress_active(const float* gate, int64_t width, int64_t begin, int64_t room,
+                        uint32_t* column, uint32_t* value) {
   const DF df;
   const DU du;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
@@ -45,7 +46,7 @@ int64_t compress_positive(const float* gate, int64_t width, int64_t begin, int64
   int64_t i = 0;
   for (; i + lanes <= width; i += lanes) {
     const auto v = hn::LoadU(df, gate + i);
-    const auto fires = hn::Gt(v, hn::Zero(df));
+    const auto fires = hn::Not(hn::Le(v, hn::Zero(df)));
     if (count <= room) {
       const auto columns = hn::Iota(du, static_cast<uint32_t>(begin + i));
       hn::StoreU(hn::Compress(columns, hn::RebindMask(du, fires)), du, column + count);
@@ -54,7 +55,7 @@ int64_t compress_positive(const float* gate, int64_t width, int64_t begin, int64
     count += static_cast<int64_t>(hn::CountTrue(df, fires));
   }
   for (; i < width; ++i) {
-    if (!(gate[i] > 0.0f)) continue;
+    if (gate[i] <= 0.0f) continue;
     if (count <= room) {
       column[count] = static_cast<uint32_t>(begin + i);
       value[count] = std::bit_cast<uint32_t>(gate[i]);
@@ -66,7 +67,7 @@ int64_t compress_positive(const float* gate, int64_t width, int64_t begin, int64
 
 // In place; the columns past F of the row's last tile become 0.
 void relu_tile(float* gate, int64_t width, int64_t tile) {
-  for (int64_t i = 0; i < width; ++i) gate[i] = gate[i] > 0.0f ? gate[i] : 0.0f;
+  for (int64_t i = 0; i < width; ++i) gate[i] = gate[i] <= 0.0f ? 0.0f : gate[i];
   for (int64_t i = width; i < tile; ++i) gate[i] = 0.0f;
 }
 
@@ -81,7 +82,7 @@ void pack_rows(const TwellWide& out, int64_t begin, int64_t end, uint32_t* colum
       const int64_t width = std::min<int64_t>(shape.tile, shape.cols - first);
       float* gate = out.spill + slot * shape.tile;
       uint64_t* words = out.tile_words(row, t);
-      const int64_t count = compress_positive(gate, width, first, shape.capacity(), column, value);
+      const int64_t count = compress_active(gate, width, first, shape.capacity(), column, value);
       words[0] = static_cast<uint64_t>(count);
       if (count > shape.capacity()) {
         words[1] = static_cast<uint64_t>(slot);

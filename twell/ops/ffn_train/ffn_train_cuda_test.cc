@@ -243,6 +243,38 @@ Problem problem_of(const Case& c, bool gated) {
   return p;
 }
 
+// NaN in a token reaches that token's whole result, and no other token. The gradients of the
+// weights are sums over tokens, so that they are NaN and stop the run.
+TEST(FfnTrainCudaNan, ReachesItsTokenAndTheGradients) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  constexpr size_t kBad = 70;
+  for (const bool gated : {true, false}) {
+    const Case c{"nan", 130, 64, 264, few};
+    Problem p = problem_of(c, gated);
+    const reference::Result finite = reference::run(p);
+    p.x[kBad * 64 + 5] = std::nan("");
+    LayerCuda layer(ctx, p);
+    for (const FfnTrainExecution execution :
+         {FfnTrainExecution::kDense, FfnTrainExecution::kHybrid}) {
+      const bool hybrid = execution == FfnTrainExecution::kHybrid;
+      if (hybrid && !ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) continue;
+      SCOPED_TRACE(testing::Message() << (hybrid ? "hybrid" : "dense") << ", gated " << gated);
+      const LayerResult got = layer.run(execution, hybrid ? mean_nnz(finite) : -1.0);
+      for (size_t i = 0; i < got.y.size(); ++i) {
+        if (i / 64 == kBad) {
+          ASSERT_TRUE(std::isnan(got.y[i])) << i;
+        } else {
+          ASSERT_NEAR(got.y[i], finite.y[i].value, std::ldexp(6.0, -9) * finite.y[i].magnitude);
+        }
+      }
+      EXPECT_EQ(got.counts.max_row_nnz, 264);
+      EXPECT_TRUE(std::isnan(got.d_w_up[5]) && std::isnan(got.d_w_down[0]));
+    }
+  }
+}
+
 class FfnTrainCudaTest : public testing::TestWithParam<std::tuple<Case, bool>> {};
 
 TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {

@@ -187,7 +187,9 @@ INSTANTIATE_TEST_SUITE_P(
                         Case{"around_width", 127, 24, 72, around_width},
                         Case{"one_full_row", 129, 40, 200, one_full_row},
                         Case{"third_full", 129, 72, 96, third_full}, Case{"few", 700, 136, 96, few},
-                        Case{"wide_ffn", 3, 24, 8200, few}, Case{"tiny", 5, 8, 8, around_width}),
+                        Case{"wide_ffn", 3, 24, 8200, few}, Case{"tiny", 5, 8, 8, around_width},
+                        Case{"odd_ffn", 129, 24, 83, around_width},
+                        Case{"odd_ffn_third_full", 127, 24, 83, third_full}),
         testing::Bool()),
     [](const auto& suite_info) {
       return std::get<0>(suite_info.param).name +
@@ -203,6 +205,32 @@ INSTANTIATE_TEST_SUITE_P(
       return std::get<0>(suite_info.param).name +
              (std::get<1>(suite_info.param) ? "_gated" : "_plain");
     });
+
+// NaN in a token reaches that token's whole result, and no other token. The gradients of the
+// weights are sums over tokens, so that they are NaN and stop the run.
+TEST(FfnTrainNan, ReachesItsTokenAndTheGradients) {
+  constexpr int64_t kWidth = 24, kFfn = 83, kBad = 7;
+  for (const bool gated : {true, false}) {
+    const Problem p =
+        reference::make_problem(40, kWidth, kFfn, gated, [](int64_t m) { return few(m, kFfn); });
+    const reference::Result finite = reference::run(p);
+    for (const FfnTrainPolicy policy : {FfnTrainPolicy::kDense, FfnTrainPolicy::kHybrid}) {
+      Context ctx(2);
+      Layer layer(p);
+      layer.x[kBad * kWidth + 5] = kNan;
+      layer.run(ctx, policy);
+      for (size_t i = 0; i < layer.y.size(); ++i) {
+        if (i / kWidth == kBad) {
+          ASSERT_TRUE(std::isnan(layer.y[i])) << i;
+        } else {
+          ASSERT_NEAR(layer.y[i], finite.y[i].value, relative_tolerance(p) * finite.y[i].magnitude);
+        }
+      }
+      EXPECT_EQ(layer.stats.max_row_nnz, kFfn);
+      EXPECT_TRUE(std::isnan(layer.d_w_up[5]) && std::isnan(layer.d_w_down[0]));
+    }
+  }
+}
 
 TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
   for (const int kind : {0, 1, 2, 3}) {
