@@ -350,7 +350,7 @@ TEST(TrainingCudaRefusals, NameTheReason) {
   TWELL_SKIP_WITHOUT_GPU();
   ModelConfig config = small(4, 4, 16, true, true);
   config.activation = Activation::kSilu;
-  EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("ReLU"));
+  EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("relu and relu2 only"));
   config = small(4, 4, 16, true, true);
   config.qk_norm = true;
   EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("QK-norm"));

@@ -231,7 +231,8 @@ TEST(FfnPlanCuda, TakesFewerTokensAtOnceWhereTheyTakeMuchMemory) {
   TWELL_GPU_TEST();
   const int64_t round = ctx.multiprocessors() / 2 * 256, many = 64 * round;
   EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 264), 8 * round);
-  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 65536), 4 * round);
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 16384), 4 * round);
+  EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, many, 65536), 2 * round);
   EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, 8 * round, 264), 8 * round);
   EXPECT_EQ(FfnWorkspaceCuda::chunk_tokens(ctx, 1000, 264), 1024);
 }
