@@ -12,7 +12,7 @@ python=$cache/bin/python
 needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
 others=(
   transformers==5.17.0 psutil numpy pytest==8.4.2 matplotlib==3.10.7
-  nanobind==2.9.2 scikit-build-core==0.11.6
+  scikit-build-core==0.11.6
 )
 if [[ ! -e $cache/complete ]]; then
   echo "test_python: installing PyTorch and transformers into .cache/python"

@@ -102,7 +102,7 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
   const double tolerance = float_tolerance(model_->config);
 
   TrainingState state(model_->config, {kSequences, kLength});
-  Optimizer optimizer(*model_);
+  Optimizer optimizer(*model_, ShardLayout(*model_));
   Buffer<float> grad(size);
   std::vector<std::vector<uint8_t>> active(static_cast<size_t>(layers));
   for (auto& layer : active) layer.resize(static_cast<size_t>(model_->config.ffn));
