@@ -554,7 +554,7 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
   expect_refused({"train", "--dry-run", "--threads", "9999"}, "--threads must be 0 to 4096");
   expect_refused({"train", "--dry-run", "--max-data-bytes", "-1"}, "must be at least 0, got -1");
   expect_refused({"train", "--dry-run", "--width", "0"}, "--width must be");
-  expect_refused({"train", "--dry-run", "--ffn", "83"}, "--ffn must be");
+  expect_refused({"train", "--dry-run", "--ffn", "0"}, "--ffn must be");
   expect_refused({"train", "--dry-run", "--save-dtype", "f8"}, "must be f32, bf16 or f16");
   for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "bench"}) {
     const std::string help = run({command, "--help"}).out;

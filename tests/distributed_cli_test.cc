@@ -132,7 +132,8 @@ TEST_F(DistributedTest, ALostProcessEndsTheRunWithItsRankAndStep) {
 
 TEST_F(DistributedTest, TheLauncherResumesByItself) {
   const std::vector<std::string> options = {"--steps", "40", "--ranks", "2"};
-  ASSERT_EQ(run(train("whole", options)).code, 0);
+  const Result whole = run(train("whole", options));
+  ASSERT_EQ(whole.code, 0) << whole.err;
   std::vector<std::string> restarting = options;
   restarting.insert(restarting.end(), {"--max-restarts", "2"});
   fs::remove(folder_ / "stdout");
