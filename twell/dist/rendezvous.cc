@@ -523,12 +523,15 @@ class Rendezvous::Client {
     thread_ = std::thread([this] { watch(); });
   }
 
-  ~Client() {
-    send(kBye);
+  ~Client() { ::close(socket_); }
+
+  // Ends the thread, whose functions called on a fault may still use the rendezvous. Once rank 0
+  // has read the goodbyes it closes connections, which is no fault then.
+  void leave() {
     stop_ = true;
+    send(kBye);
     wake_.call();
     thread_.join();
-    ::close(socket_);
   }
 
   const RankIdentity& identity() const { return identity_; }
@@ -738,6 +741,7 @@ Rendezvous::Rendezvous(const RankIdentity& identity, std::chrono::milliseconds t
 }
 
 Rendezvous::~Rendezvous() {
+  client_->leave();
   client_.reset();
   server_.reset();
 }
