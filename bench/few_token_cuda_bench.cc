@@ -2,7 +2,8 @@
 // Times one feed-forward layer for a few tokens on the GPU against the dense layer through tuned
 // cuBLASLt in the same run, after checking the results.
 //   few_token_cuda_bench [--tokens M]... [--nnz K]... [--jsonl FILE]
-// As in decoding, the weights must not stay in the L2 cache, so a CUDA graph makes two passes over
+// Weights must not stay in the L2 cache, as they do not in decoding: a CUDA graph makes two passes
+// over
 // --sets copies of them, one layer each; times are per layer. About K random neurons are active per
 // token, because x[:, 0] is 1 and w_gate[:, 0] is a bias. The lower bound is the time to read the
 // gate weight and the up and down rows of active neurons once, at 4.3 TB/s.

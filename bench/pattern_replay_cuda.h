@@ -21,7 +21,7 @@ class PatternsCuda {
 
   TwellPacked of(int64_t layer) const { return packed_[index(layer)].view(); }
   double nnz_per_token(int64_t layer) const { return nnz_per_token_[index(layer)]; }
-  // As computed by mean_union.
+  // The mean union of 128 tokens, as mean_union computes it.
   double union_neurons(int64_t layer) const { return union_neurons_[index(layer)]; }
 
  private:

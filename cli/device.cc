@@ -34,7 +34,7 @@ int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
   return bytes;
 }
 
-// Of the cache on the CPU, if its size is not limited.
+// Returns the bytes of the CPU's cache of keys and values when its size is not limited.
 int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& options) {
   const int64_t capacity = options.capacity == 0 ? config.context : options.capacity;
   return KvCache::bytes(config, options.slots, capacity, options.cache);

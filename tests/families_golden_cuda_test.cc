@@ -50,8 +50,8 @@ class FamilyGoldenCuda : public ::testing::TestWithParam<const char*> {
     return out;
   }
 
-  // As in forward_cuda_test.cc, twice ten independent roundings of a relative 2^-9 per layer, and
-  // as many again for weights that are stored in f16 or f32.
+  // The bound is that of forward_cuda_test.cc, twice ten independent roundings of a relative 2^-9
+  // per layer; weights that are stored in f16 or f32 are rounded as often again.
   double tolerance() const {
     const double layers = static_cast<double>(model_->config().layers);
     return 2.0 * std::ldexp(std::sqrt(20.0 * layers + 4.0), -9);

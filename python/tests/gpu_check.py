@@ -121,7 +121,7 @@ def check_ops():
                     for name, value in got.items():
                         of = "y" if name == "inference" else name
                         error = relative(value, exact[of])
-                        # As accurate as bf16 PyTorch, but for the order of additions.
+                        # Our error may exceed that of bf16 PyTorch only by the order of additions.
                         limit = 1.5 * relative(plain[of], exact[of]) + 2e-3
                         if error / limit > worst:
                             worst, detail = error / limit, f"{name} {error:.2e}, limit {limit:.2e}"
@@ -401,7 +401,7 @@ def check_model(args):
     worst = (0.0, "")
     for name, want in exact.items():
         if want.norm() > 0:
-            # As accurate as the unpatched model in bf16.
+            # Our error may not exceed that of the unpatched model in bf16 by much.
             limit = 1.5 * relative(plain[name], want) + 5e-3
             error = relative(got[name], want)
             worst = max(worst, (error / limit, f"{name} {error:.1e}, limit {limit:.1e}"))

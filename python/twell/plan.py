@@ -55,8 +55,9 @@ class Plan:
         torch.ops.twell.plan_set_policy(self.handle, _POLICIES[policy])
         self._release = weakref.finalize(self, torch.ops.twell.plan_release, self.handle)
         self._release.atexit = False
-        # Of training: 0 dense, 1 hybrid. What hybrid expects: active neurons per token, and in the
-        # union of a tile of 128 tokens; -1 where unknown. Hints, no limits.
+        # The execution in training is 0 for dense and 1 for hybrid, which expects so many active
+        # neurons per token and in the union of a tile of 128 tokens. These are hints, no limits;
+        # -1 means unknown.
         self.execution = 1 if policy == "sparse" else 0
         self.nnz = -1
         self.union_neurons = -1

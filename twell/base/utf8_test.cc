@@ -19,7 +19,7 @@ std::string encode(uint32_t code) {
   return {static_cast<char>(0xF0 | (code >> 18)), low(12), low(6), low(0)};
 }
 
-// By definition, a sequence is well formed if it is the encoding of some character.
+// A sequence is well formed if it is the encoding of some character: the definition, tried out.
 size_t find_invalid_by_definition(const std::string& text) {
   size_t at = 0;
   while (at < text.size()) {

@@ -492,7 +492,7 @@ void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& con
   config.context = fields.integer("max_position_embeddings", family.context);
 }
 
-// Which layers attend to all keys although there is a window.
+// Returns, per layer, whether it attends to all keys although the model has a window.
 std::vector<bool> read_full_attention(const Fields& fields, const FamilySpec& family,
                                       const ModelConfig& config) {
   std::vector<bool> full;

@@ -86,7 +86,7 @@ TEST_F(MappedModelTest, HasTheValuesOfTheFileInItsDtype) {
   EXPECT_NE(model->stored.head.data, model->stored.embedding.data);
 }
 
-// As transformers writes them, in the order of their names: q, k and v lie apart.
+// transformers writes tensors in the order of their names, so that q, k and v lie apart.
 TEST_F(MappedModelTest, TensorsInAnyOrderGiveTheSameHiddenStates) {
   save(small_config(), DType::kBF16);
   const std::unique_ptr<Model> model = load_model(ctx_, folder_.path());

@@ -71,7 +71,7 @@ class GlooCommunicator : public Communicator {
       context_->setTimeout(rendezvous.timeout());
       connect_mesh(*context_, std::make_shared<AddressStore>(rendezvous), device);
     });
-    rendezvous.on_fault(this, [this] { abort(); });
+    rendezvous.on_fault(this, [this] { end_wait(); });
   }
 
   ~GlooCommunicator() override { rendezvous_.on_fault(this, {}); }
@@ -208,8 +208,8 @@ class GlooCommunicator : public Communicator {
     if (!complete) rendezvous_.check();
   }
 
-  // Called on the rendezvous's thread: ends the wait in progress.
-  void abort() {
+  // The rendezvous calls this on its own thread; the wait in progress ends with an exception.
+  void end_wait() {
     const std::lock_guard lock(mutex_);
     aborted_ = true;
     if (waiting_ == nullptr) return;
