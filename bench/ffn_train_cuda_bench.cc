@@ -20,7 +20,6 @@
 
 #include "bench/harness_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
-#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
@@ -233,7 +232,7 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const FfnPattern&
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
   // The dense execution, with its gate replaced by the pattern.
   ffn_train_forward_cuda(ctx, layer.forward(false), saved, workspace);
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.parts().memory.data(), layer.dense_gate.data(),
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.parts().memory, layer.dense_gate.data(),
                                    static_cast<size_t>(layer.dense_gate.bytes()),
                                    cudaMemcpyDeviceToDevice, ctx.stream()));
   ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);

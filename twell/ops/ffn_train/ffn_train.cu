@@ -5,8 +5,7 @@
 #include <algorithm>
 
 #include "twell/base/for_each.cuh"
-#include "twell/ops/ffn_train/ffn_train_parts_cuda.h"
-#include "twell/ops/ffn_train/hidden_pairs.cuh"
+#include "twell/ops/ffn_train/ffn_train_parts.cuh"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -331,55 +330,46 @@ void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspa
 
 }  // namespace
 
-FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
-    : parts_(std::make_unique<Parts>()) {
+FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape) {
   check_shape(shape);
-  parts_->shape = shape;
+  parts_.shape = shape;
   prepare(ctx, FfnTrainExecution::kDense, -1.0);
 }
 FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
                            FfnTrainExecution execution, double nnz, double union_neurons,
-                           std::byte* memory, int64_t saved_tokens)
-    : parts_(std::make_unique<Parts>()) {
+                           std::byte* memory, int64_t saved_tokens) {
   check_shape(shape);
-  parts_->shape = shape;
+  parts_.shape = shape;
   plan(ctx, execution, nnz, union_neurons);
-  parts_->tokens = saved_tokens;
-  parts_->memory = memory;
+  parts_.tokens = saved_tokens;
+  parts_.memory = memory;
 }
-FfnSavedCuda::~FfnSavedCuda() = default;
-FfnSavedCuda::FfnSavedCuda(FfnSavedCuda&&) noexcept = default;
-FfnSavedCuda& FfnSavedCuda::operator=(FfnSavedCuda&&) noexcept = default;
 
 void FfnSavedCuda::plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz,
                         double union_neurons) {
   const bool hybrid = execution == FfnTrainExecution::kHybrid;
   if (hybrid) {
-    const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_->shape);
+    const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_.shape);
     TWELL_CHECK(unsupported.empty(), "hybrid FFN in training: {}", unsupported);
   }
-  parts_->execution = execution;
-  parts_->capacity = {};
-  if (hybrid) parts_->capacity = ffn_train::hybrid_capacity(parts_->shape, nnz, union_neurons);
-  parts_->tokens = 0;
+  parts_.execution = execution;
+  parts_.capacity = {};
+  if (hybrid) parts_.capacity = ffn_train::hybrid_capacity(parts_.shape, nnz, union_neurons);
+  parts_.tokens = 0;
 }
 
 void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
                            double union_neurons) {
-  TWELL_CHECK(parts_->memory == parts_->owned.data(),
+  TWELL_CHECK(parts_.memory == parts_.owned.data(),
               "saved activations in the caller's memory cannot be prepared again");
   plan(ctx, execution, nnz, union_neurons);
-  const int64_t bytes = bytes_needed(parts_->shape, execution, nnz, union_neurons);
-  if (parts_->owned.bytes() == bytes) return;
+  const int64_t bytes = bytes_needed(parts_.shape, execution, nnz, union_neurons);
+  if (parts_.owned.bytes() == bytes) return;
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-  parts_->owned = {};  // freed first, so that both are never held at once
-  parts_->owned = DeviceBuffer<std::byte>(bytes);
-  parts_->memory = parts_->owned.data();
+  parts_.owned = {};  // freed first, so that both are never held at once
+  parts_.owned = DeviceBuffer<std::byte>(bytes);
+  parts_.memory = parts_.owned.data();
 }
-
-FfnTrainExecution FfnSavedCuda::execution() const { return parts_->execution; }
-
-int64_t FfnSavedCuda::bytes() const { return parts_->owned.bytes(); }
 
 int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                                    double nnz, double union_neurons) {
@@ -389,24 +379,18 @@ int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecu
 }
 
 FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
-                                             bool hybrid, std::byte* memory)
-    : parts_(std::make_unique<Parts>()) {
+                                             bool hybrid, std::byte* memory) {
   check_shape(shape);
-  parts_->shape = shape;
-  parts_->hybrid = hybrid && ffn_train_hybrid_unsupported(ctx, shape).empty();
-  parts_->bytes = bytes_needed(ctx, shape, hybrid);
-  if (memory == nullptr) parts_->owned = DeviceBuffer<std::byte>(parts_->bytes);
-  parts_->memory = memory == nullptr ? parts_->owned.data() : memory;
+  parts_.shape = shape;
+  parts_.hybrid = hybrid && ffn_train_hybrid_unsupported(ctx, shape).empty();
+  parts_.bytes = bytes_needed(ctx, shape, hybrid);
+  if (memory == nullptr) parts_.owned = DeviceBuffer<std::byte>(parts_.bytes);
+  parts_.memory = memory == nullptr ? parts_.owned.data() : memory;
   // The dense execution's ticket lies here, and is 0 between calls.
-  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_->memory, 0, kOwnBytes, ctx.stream()));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_.memory, 0, kOwnBytes, ctx.stream()));
 }
 FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
     : FfnTrainWorkspaceCuda(ctx, shape, /*hybrid=*/true, /*memory=*/nullptr) {}
-FfnTrainWorkspaceCuda::~FfnTrainWorkspaceCuda() = default;
-FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(FfnTrainWorkspaceCuda&&) noexcept = default;
-FfnTrainWorkspaceCuda& FfnTrainWorkspaceCuda::operator=(FfnTrainWorkspaceCuda&&) noexcept = default;
-
-int64_t FfnTrainWorkspaceCuda::bytes() const { return parts_->bytes; }
 
 int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
                                             bool hybrid) {

@@ -16,7 +16,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "twell/base/cuda.h"
@@ -46,6 +45,12 @@ struct FfnTrainShapeCuda {
   bool gated = true;
 };
 
+// What the hybrid execution has room to keep of one chunk of tokens.
+struct HybridCapacityCuda {
+  int64_t pairs = 0;   // active (token, neuron) pairs
+  int64_t blocks = 0;  // of 64 neurons of tiles' unions
+};
+
 // What one layer keeps from forward to backward, in memory for the execution that was prepared. The
 // hybrid one never takes more than the dense one.
 class FfnSavedCuda {
@@ -55,27 +60,33 @@ class FfnSavedCuda {
   // saved_tokens: of the forward that filled this memory, or 0.
   FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                double nnz, double union_neurons, std::byte* memory, int64_t saved_tokens);
-  ~FfnSavedCuda();
-  FfnSavedCuda(FfnSavedCuda&&) noexcept;
-  FfnSavedCuda& operator=(FfnSavedCuda&&) noexcept;
   // Between steps, where the memory is its own: allocates memory for calls of this execution, and
   // waits for the stream. The hybrid one expects nnz active neurons per token, and union_neurons in
   // a tile of 128 tokens (negative: unknown, so as many as nnz allows). These are hints and no
   // limits: backward computes again what did not fit. Error where the execution is not supported.
   void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
                double union_neurons = -1.0);
-  FfnTrainExecution execution() const;
-  int64_t bytes() const;  // of its own memory
+  FfnTrainExecution execution() const { return parts_.execution; }
+  int64_t bytes() const { return parts_.owned.bytes(); }  // of its own memory
   static int64_t bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                               double nnz, double union_neurons = -1.0);
 
-  struct Parts;
-  Parts& parts() { return *parts_; }
+  // Used by the executions, which lay out the memory.
+  struct Parts {
+    FfnTrainShapeCuda shape;
+    FfnTrainExecution execution = FfnTrainExecution::kDense;
+    HybridCapacityCuda capacity;
+    int64_t tokens = 0;           // of the forward whose activations are saved, or 0
+    TwellPacked replay;           // of that forward
+    std::byte* memory = nullptr;  // of `owned`, or the caller's
+    DeviceBuffer<std::byte> owned;
+  };
+  Parts& parts() { return parts_; }
 
  private:
   void plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz, double union_neurons);
 
-  std::unique_ptr<Parts> parts_;
+  Parts parts_;
 };
 
 // Memory of one call in flight, shared by all layers of a shape on one stream.
@@ -91,18 +102,22 @@ class FfnTrainWorkspaceCuda {
   // refuses hybrid calls.
   FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, bool hybrid,
                         std::byte* memory);
-  ~FfnTrainWorkspaceCuda();
-  FfnTrainWorkspaceCuda(FfnTrainWorkspaceCuda&&) noexcept;
-  FfnTrainWorkspaceCuda& operator=(FfnTrainWorkspaceCuda&&) noexcept;
-  int64_t bytes() const;
+  int64_t bytes() const { return parts_.bytes; }
   static int64_t bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
                               bool hybrid = true);
 
-  struct Parts;
-  Parts& parts() { return *parts_; }
+  // Used by the executions, which lay out the memory.
+  struct Parts {
+    FfnTrainShapeCuda shape;
+    bool hybrid = false;  // has room for the hybrid execution
+    int64_t bytes = 0;
+    std::byte* memory = nullptr;  // of `owned`, or the caller's
+    DeviceBuffer<std::byte> owned;
+  };
+  Parts& parts() { return parts_; }
 
  private:
-  std::unique_ptr<Parts> parts_;
+  Parts parts_;
 };
 
 // The activity of a layer. In device memory. Kernels add to it; its reader clears it.

@@ -6,13 +6,21 @@
 //   warpgroups 1,2  64 rows each: WGMMA, and between k-steps the last tile's epilogue
 #pragma once
 
-#include "twell/ops/matmul/paired_gemm_sm90.h"
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell::paired_gemm {
 
+inline constexpr int kTileM = 128;
+inline constexpr int kTileN = 256;
+inline constexpr int kTileK = 64;  // 128 bytes, the widest swizzle
+inline constexpr int kCluster = 2;
 inline constexpr int kStages = 4;  // 4 x 48 KiB of the 227 KiB a CTA can have
 inline constexpr int kThreads = 384;
 inline constexpr int kConsumers = 2;  // warpgroups

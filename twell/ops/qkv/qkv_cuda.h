@@ -7,13 +7,10 @@
 // Never synchronises; can be captured in a CUDA graph.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "twell/ops/matmul/paired_gemm_sm90.h"
 #include "twell/ops/rope/rope_cuda.h"
 
 namespace twell {
@@ -34,32 +31,5 @@ bool qkv_is_fused(const CudaContext& ctx, const QkvCuda& problem);
 
 // Throws Error for problems it does not take, but takes any number of tokens.
 void qkv_cuda(CudaContext& ctx, const QkvCuda& problem);
-
-// --- What qkv_cuda passes to its kernel ---
-namespace qkv {
-
-inline constexpr int kStoredRows = 16;  // rows of a box of qkv_map
-
-struct Target {
-  CUtensorMap qkv_map;        // of qkv
-  const float2* cos;          // [positions, hd / 4] pairs of neighbouring columns
-  const float2* sin;          // [positions, hd / 4]
-  const int32_t* positions;   // [M]
-  const int64_t* cache_rows;  // [M], or null: no cache
-  __nv_bfloat16* qkv;         // [M, columns]
-  __nv_bfloat16* keys;        // [rows, kv_columns]
-  __nv_bfloat16* values;      // [rows, kv_columns]
-  int tokens;                 // M
-  int q_columns;              // H * hd
-  int kv_columns;             // H_kv * hd
-
-  __host__ __device__ int columns() const { return q_columns + 2 * kv_columns; }
-};
-
-// head_dim is 64 or 128, ctas a multiple of paired_gemm::kCluster.
-cudaError_t launch_qkv_sm90(const paired_gemm::Operands& operands, const Target& target,
-                            int head_dim, int ctas, cudaStream_t stream);
-
-}  // namespace qkv
 
 }  // namespace twell

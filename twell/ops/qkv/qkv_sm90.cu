@@ -1,22 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
-// The projection's kernel: paired_gemm_sm90.cuh with an epilogue that rotates queries and keys in
-// registers and stores all three.
-#include "twell/ops/matmul/paired_gemm_sm90.cuh"
+// The projection of qkv_cuda.h: out [M, N] = x [M, D] w [N, D]^T on paired CTAs
+// (paired_gemm_loop_sm90.cuh), with an epilogue that rotates queries and keys in registers and
+// stores all three. A tile's epilogue runs in steps behind the next tile's products.
 #include "twell/ops/qkv/qkv_cuda.h"
+
+#include <algorithm>
+
+#include "twell/base/cuda.h"
+#include "twell/base/rounding.h"
+#include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 #include "twell/sm90/bf16_pair.cuh"
+#include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 
-namespace twell::qkv {
+namespace twell {
 namespace {
 
+using namespace paired_gemm;
 using sm90::bf16x2;
 using sm90::high_half;
 using sm90::low_half;
 using sm90::opaque;
 
-// The epilogue: 64 tokens by 256 columns of a warpgroup, as pairs of bf16. Lane 4g + t of warp w
-// holds columns 8i + 2t and 8i + 2t + 1 of rows 16w + g (upper) and 16w + g + 8 (lower) as pair i.
-// A lane thus has both halves of every head and can rotate them by itself. Its steps:
+// x and w of the product.
+struct Operands {
+  CUtensorMap map_a;  // [M, K], boxes of kTileM rows
+  CUtensorMap map_b;  // [N, K], boxes of kTileN / kCluster rows
+  int k_steps;        // ceil(K / kTileK)
+  int m_pairs;        // cluster tiles along M
+  int n_tiles;        // along N
+  int group;          // cluster tiles along M that share a sweep over N, for L2 reuse
+};
+
+constexpr int kStoredRows = 16;  // rows of a box of qkv_map
+
+struct Target {
+  CUtensorMap qkv_map;        // of qkv
+  const float2* cos;          // [positions, hd / 4] pairs of neighbouring columns
+  const float2* sin;          // [positions, hd / 4]
+  const int32_t* positions;   // [M]
+  const int64_t* cache_rows;  // [M], or null: no cache
+  __nv_bfloat16* qkv;         // [M, columns]
+  __nv_bfloat16* keys;        // [rows, kv_columns]
+  __nv_bfloat16* values;      // [rows, kv_columns]
+  int tokens;                 // M
+  int q_columns;              // H * hd
+  int kv_columns;             // H_kv * hd
+
+  __host__ __device__ int columns() const { return q_columns + 2 * kv_columns; }
+};
+
+// The epilogue, kept by every consumer thread: 64 tokens by 256 columns of a warpgroup, as pairs of
+// bf16. Lane 4g + t of warp w holds columns 8i + 2t and 8i + 2t + 1 of rows 16w + g (upper) and 16w
+// + g + 8 (lower) as pair i. A lane thus has both halves of every head and can rotate them by
+// itself. Its steps:
 //   0                 find the tokens' places in the tables
 //   1 to kHalf        rotate a pair of each half of all heads
 //   the last four     store 64 columns each through shared memory: by TMA, or by ordinary stores to
@@ -28,7 +65,6 @@ class RotatedTile {
   static constexpr uint32_t kWarpBytes = 16 * 128;
 
  public:
-  using Target = qkv::Target;
   static constexpr bool kSpread = Spread;
   static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
@@ -179,42 +215,158 @@ class RotatedTile {
   int step_ = kSteps;
 };
 
-template <int HeadDim, bool Spread>
-__global__ void __cluster_dims__(paired_gemm::kCluster, 1, 1)
-    __launch_bounds__(paired_gemm::kThreads, 1)
-        qkv_sm90_kernel(const __grid_constant__ paired_gemm::Operands operands,
-                        const __grid_constant__ Target target) {
-  extern __shared__ uint8_t memory[];
-  paired_gemm::run<RotatedTile<HeadDim, Spread>>(operands, target, memory);
+// A step of the epilogue is cold code and costs a k-step some of its slack, but past the last
+// k-step nothing hides it. So steps either run in every other k-step or, where that leaves room for
+// all, spread: in k-step kSpreadFirst and every kSpreadEvery-th after it.
+constexpr int kSpreadFirst = 4, kSpreadEvery = 3;
+// Whether `steps` steps all find a k-step.
+constexpr bool may_spread(int steps, int k_steps) {
+  return kSpreadFirst + kSpreadEvery * (steps - 1) < k_steps;
+}
+
+__device__ __forceinline__ void produce(const Operands& operands, const Ring& ring, uint32_t rank) {
+  const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
+  const int clusters = gridDim.x / kCluster;
+  Producer producer{ring, rank};
+  for (int tile = blockIdx.x / kCluster; tile < order.count(); tile += clusters) {
+    const int row = (order.m_pair(tile) * kCluster + rank) * kTileM;
+    producer.load(operands.map_a, row, operands.map_b, order.n_tile(tile), operands.k_steps);
+  }
+}
+
+template <typename Epilogue>
+__device__ __forceinline__ void consume(const Operands& operands, const Target& target,
+                                        const Ring& ring, uint32_t shared, uint32_t rank,
+                                        int warpgroup) {
+  using namespace sm90;
+  const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
+  const int clusters = gridDim.x / kCluster;
+  float acc[128];
+  Epilogue pending;
+  RingCursor<kStages> cursor;
+  // One round more than tiles, without k-steps, runs the last tile's epilogue.
+  for (int tile = blockIdx.x / kCluster;; tile += clusters) {
+    const int k_steps = tile < order.count() ? operands.k_steps : 0;
+    int previous = 0;
+    for (int k = 0; k < k_steps || !pending.done(); ++k) {
+      if (k < k_steps) {
+        barrier_wait(ring.full + cursor.stage * 8, cursor.parity);
+        const uint32_t stage = ring.stages + cursor.stage * kStageBytes;
+        multiply_step<kTileN>(acc, stage + warpgroup * (kBytesA / 2), stage + kBytesA, k > 0);
+      }
+      if (k > 0 && k < k_steps) {
+        wgmma_wait<1>();
+        release(ring, previous);
+      }
+      if (k < k_steps) {
+        previous = cursor.stage;
+        cursor.advance();
+      }
+      const bool now = Epilogue::kSpread
+                           ? k >= kSpreadFirst && k % kSpreadEvery == kSpreadFirst % kSpreadEvery
+                           : k % 2 == 1 || k == 2;
+      if (now || k >= k_steps) pending.advance(target, shared);
+    }
+    if (k_steps == 0) break;
+    wgmma_wait<0>();
+    release(ring, previous);
+    pending.take(acc, (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64,
+                 order.n_tile(tile));
+  }
+  pending.finish();
 }
 
 template <int HeadDim, bool Spread>
-cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
-                   cudaStream_t stream) {
-  constexpr uint32_t kShared = paired_gemm::kRingBytes + RotatedTile<HeadDim, Spread>::kSharedBytes;
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    qkv_sm90_kernel(const __grid_constant__ Operands operands,
+                    const __grid_constant__ Target target) {
+  extern __shared__ uint8_t memory[];
+  using namespace sm90;
+  using Tile = RotatedTile<HeadDim, Spread>;
+  const Ring ring(memory, Tile::kSharedBytes);
+  const uint32_t shared = ring.stages + kStages * kStageBytes;
+  const uint32_t rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&operands.map_a);
+    prefetch_tensor_map(&operands.map_b);
+    ring.init();
+  }
+  cluster_sync();
+  run_roles([&] { produce(operands, ring, rank); },
+            [&](int warpgroup) { consume<Tile>(operands, target, ring, shared, rank, warpgroup); });
+}
+
+template <int HeadDim, bool Spread>
+cudaError_t launch(const Operands& operands, const Target& target, int ctas, cudaStream_t stream) {
+  constexpr uint32_t kShared = kRingBytes + RotatedTile<HeadDim, Spread>::kSharedBytes;
   const cudaError_t status = cudaFuncSetAttribute(
       qkv_sm90_kernel<HeadDim, Spread>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
-  qkv_sm90_kernel<HeadDim, Spread>
-      <<<ctas, paired_gemm::kThreads, kShared, stream>>>(operands, target);
+  qkv_sm90_kernel<HeadDim, Spread><<<ctas, kThreads, kShared, stream>>>(operands, target);
   return cudaGetLastError();
 }
 
 template <int HeadDim>
-cudaError_t launch(const paired_gemm::Operands& operands, const Target& target, int ctas,
-                   cudaStream_t stream) {
-  return paired_gemm::may_spread(RotatedTile<HeadDim, true>::kSteps, operands.k_steps)
+cudaError_t launch(const Operands& operands, const Target& target, int ctas, cudaStream_t stream) {
+  return may_spread(RotatedTile<HeadDim, true>::kSteps, operands.k_steps)
              ? launch<HeadDim, true>(operands, target, ctas, stream)
              : launch<HeadDim, false>(operands, target, ctas, stream);
 }
 
-}  // namespace
-
-cudaError_t launch_qkv_sm90(const paired_gemm::Operands& operands, const Target& target,
-                            int head_dim, int ctas, cudaStream_t stream) {
-  if (head_dim == 64) return launch<64>(operands, target, ctas, stream);
-  if (head_dim == 128) return launch<128>(operands, target, ctas, stream);
-  return cudaErrorInvalidValue;
+// The product's operands: x [M, D] and w [columns, D].
+Operands operands_of(const QkvCuda& problem, int64_t columns) {
+  const int64_t rows = problem.rope.tokens;
+  Operands operands{};
+  operands.map_a = sm90::matrix_tensor_map(problem.x, rows, problem.width, kTileM);
+  operands.map_b = sm90::matrix_tensor_map(problem.w, columns, problem.width, kTileN / kCluster);
+  operands.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
+  operands.m_pairs = static_cast<int>(ceil_div(rows, kTileM * kCluster));
+  operands.n_tiles = static_cast<int>(ceil_div(columns, kTileN));
+  // 8 row tiles of 256 rows by 8 column tiles of 256 are about what 66 clusters run at one time: at
+  // K = 2048 8 MiB of each, well inside the L2.
+  operands.group = 8;
+  return operands;
 }
 
-}  // namespace twell::qkv
+// With fewer tokens, tiles of 256 x 256 leave much of the device idle.
+constexpr int64_t kFewest = 1024;
+
+bool supported(const CudaContext& ctx, const QkvCuda& problem) {
+  const RopeCuda& rope = problem.rope;
+  return ctx.compute_capability() == 90 && (rope.head_dim == 64 || rope.head_dim == 128) &&
+         rope.bias == nullptr && !rope.inverse && problem.width > 0 && problem.width % 8 == 0 &&
+         rope.tokens < int64_t{1} << 30;
+}
+
+}  // namespace
+
+bool qkv_is_fused(const CudaContext& ctx, const QkvCuda& problem) {
+  return problem.rope.tokens >= kFewest && supported(ctx, problem);
+}
+
+void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {
+  const RopeCuda& rope = problem.rope;
+  TWELL_CHECK(supported(ctx, problem), "fused projection of {} heads of {} from width {} on {}",
+              rope.heads, rope.head_dim, problem.width, ctx.device_name());
+  if (rope.tokens == 0) return;
+  const int64_t columns = (rope.heads + 2 * rope.kv_heads) * rope.head_dim;
+  const Target target{
+      .qkv_map = sm90::matrix_tensor_map(rope.qkv, rope.tokens, columns, kStoredRows),
+      .cos = reinterpret_cast<const float2*>(rope.cos),
+      .sin = reinterpret_cast<const float2*>(rope.sin),
+      .positions = rope.positions,
+      .cache_rows = rope.cache_rows,
+      .qkv = rope.qkv,
+      .keys = rope.keys,
+      .values = rope.values,
+      .tokens = static_cast<int>(rope.tokens),
+      .q_columns = static_cast<int>(rope.heads * rope.head_dim),
+      .kv_columns = static_cast<int>(rope.kv_heads * rope.head_dim)};
+  const Operands operands = operands_of(problem, columns);
+  const int ctas =
+      kCluster * std::min(ctx.multiprocessors() / kCluster, operands.m_pairs * operands.n_tiles);
+  const auto launch_kernel = rope.head_dim == 64 ? launch<64> : launch<128>;
+  TWELL_CUDA_CHECK(launch_kernel(operands, target, ctas, ctx.stream()));
+}
+
+}  // namespace twell

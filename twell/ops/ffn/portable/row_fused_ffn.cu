@@ -1,17 +1,325 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of the row-fused execution (sparse_up_down_cuda.h), in launch order:
-//   light_rows  one warp per row; lists the heavy rows
-//   heavy_rows  a heavy row's tiles are spread over the warps of several CTAs; counts all rows
+// The sparse feed-forward layer for GPUs of compute capability 8.0 and later: the gate GEMM with
+// TwELL output on mma.sync, and the row-fused execution of up and down. Hopper has its own kernels;
+// there these run only where a caller asks for row-fused.
 #include <algorithm>
 #include <type_traits>
 
 #include "twell/base/error.h"
 #include "twell/base/reduce.cuh"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/sm90/bf16_pair.cuh"
 
 namespace twell {
+namespace {
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+
+// Exclusive prefix sum over the lanes; total: over the warp.
+__device__ __forceinline__ int warp_prefix(int value, int& total) {
+  int through = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, through, step);
+    if (lane_id() >= step) through += other;
+  }
+  total = __shfl_sync(~0u, through, 31);
+  return through - value;
+}
+
+// Why the device cannot run these kernels; empty when it can.
+std::string needs_sm80(const CudaContext& ctx) {
+  if (ctx.compute_capability() >= 80) return {};
+  return fmt::format("needs a GPU of compute capability 8.0 or later, {} is {}.{}",
+                     ctx.device_name(), ctx.compute_capability() / 10,
+                     ctx.compute_capability() % 10);
+}
+
+}  // namespace
+
+// --- The gate GEMM ------------------------------------------------------------------------------
+//
+// A CTA computes 128 tokens by 256 neurons, the TwELL tile: eight warps of 64 x 64, operands in a
+// ring buffer of four stages that cp.async fills. A tile's activations are then written to the ring
+// buffer's memory as bf16, and each warp packs a row at a time: each lane holds eight neighbouring
+// columns, so that a prefix sum over the warp gives ascending order. Takes 96 KiB of shared memory,
+// which every GPU of compute capability 8.0 to 9.0 has.
+namespace gate_gemm_sm80 {
+namespace {
+
+constexpr int kTileM = 128;
+constexpr int kTileN = 256;  // the TwELL tile
+
+struct Params {
+  const __nv_bfloat16* x;  // [M, D]
+  const __nv_bfloat16* w;  // [F, D]
+  uint32_t* words;         // [M, tiles, slots]
+  uint4* spill;            // [M * tiles, 32] eight bf16 each
+  int32_t* row_nnz;        // [M], starts at 0
+  int tokens, width, ffn;
+  int m_tiles, n_tiles;  // n_tiles: also TwELL's per row
+  int slots;             // words per (row, tile)
+};
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kStepK = 32;  // four 16-byte pieces per row
+constexpr int kPieces = kStepK / 8;
+constexpr int kStages = 4;
+constexpr int kBytesA = kTileM * kStepK * 2;
+constexpr int kStageBytes = (kTileM + kTileN) * kStepK * 2;
+constexpr int kPackPitch = kTileN * 2 + 16;  // padding spreads rows over the banks
+constexpr int kSharedBytes = kStages * kStageBytes;
+static_assert(kTileM * kPackPitch <= kSharedBytes);
+// Row tiles that share a sweep over F, for L2 reuse.
+constexpr int kGroup = 8;
+
+// Swizzled place of one of a row's four pieces: the eight rows of an ldmatrix hit different banks.
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+  return (row * kPieces + (piece ^ (row / 2 % 4))) * 16;
+}
+
+__device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Loads a thread's share of `Rows` rows of a matrix, k-step by k-step.
+template <int Rows>
+class RowLoader {
+ public:
+  __device__ __forceinline__ RowLoader(const __nv_bfloat16* matrix, int row, int rows, int width)
+      : from_(matrix + int64_t{row + first()} * width + piece() * 8),
+        pitch_(int64_t{width} * kPerPass),
+        left_(rows - row - first()),
+        columns_(width - piece() * 8) {}
+
+  // Loads the next k-step into a stage, zeros outside the matrix.
+  __device__ __forceinline__ void load(uint32_t dst) {
+#pragma unroll
+    for (int i = 0; i < Rows / kPerPass; ++i) {
+      copy16(dst + swizzled(i * kPerPass + first(), piece()), from_ + i * pitch_,
+             i * kPerPass < left_ && columns_ > 0);
+    }
+    from_ += kStepK;
+    columns_ -= kStepK;
+  }
+
+ private:
+  static constexpr int kPerPass = kThreads / kPieces;
+  __device__ static int first() { return threadIdx.x / kPieces; }
+  __device__ static int piece() { return threadIdx.x % kPieces; }
+
+  const __nv_bfloat16* from_;
+  int64_t pitch_;
+  int left_, columns_;
+};
+
+// Operands of one k-step of 16 for this warp's 64 tokens by 64 neurons.
+struct Fragments {
+  uint32_t a[4][4], b[4][4];
+
+  __device__ __forceinline__ void load(uint32_t stage, int k_piece, int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_matrices(a[i], stage + swizzled(warp_m * 64 + i * 16 + lane % 16, k_piece + lane / 16));
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = warp_n * 64 + j * 16 + lane / 16 * 8 + lane % 8;
+      load_matrices(b[j], stage + kBytesA + swizzled(row, k_piece + lane / 8 % 2));
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&acc)[4][8][4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mma(acc[i][2 * j], a[i], b[j][0], b[j][1]);
+        mma(acc[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+      }
+    }
+  }
+};
+
+// A whole warp packs one row of a tile, eight values per lane.
+__device__ __forceinline__ void pack_row(const Params& params, const uint4& eight, int row,
+                                         int tile) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) count += ((pairs[i] & 0xffffu) != 0) + (pairs[i] >> 16 != 0);
+  int total;
+  const int before = warp_prefix(count, total);
+  const int64_t slot = int64_t{row} * params.n_tiles + tile;
+  uint32_t* words = params.words + slot * params.slots;
+  if (lane == 0) {
+    words[0] = total;
+    if (total >= params.slots) words[1] = static_cast<uint32_t>(slot);
+    if (total > 0) atomicAdd(params.row_nnz + row, total);
+  }
+  if (total >= params.slots) {
+    params.spill[slot * 32 + lane] = eight;
+    return;
+  }
+  uint32_t* next = words + 1 + before;
+  const uint32_t column = (tile * kTileN + lane * 8) & 0xffff;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if ((pairs[i] & 0xffffu) != 0) *next++ = (pairs[i] << 16) + column + 2 * i;
+    if (pairs[i] >> 16 != 0) *next++ = (pairs[i] & 0xffff0000u) + column + 2 * i + 1;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_gemm_sm80_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % 2, warp_n = warp / 2;
+  const int per_group = kGroup * params.n_tiles;
+  const int first_m = blockIdx.x / per_group * kGroup, within = blockIdx.x % per_group;
+  const int group = min(kGroup, params.m_tiles - first_m);
+  const int row = (first_m + within % group) * kTileM, tile = within / group;
+
+  const int steps = (params.width + kStepK - 1) / kStepK;
+  RowLoader<kTileM> tokens(params.x, row, params.tokens, params.width);
+  RowLoader<kTileN> neurons(params.w, tile * kTileN, params.ffn, params.width);
+  const auto load = [&](int step) {
+    if (step < steps) {
+      const uint32_t stage = ring + step % kStages * kStageBytes;
+      tokens.load(stage);
+      neurons.load(stage + kBytesA);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  float acc[4][8][4] = {};
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load(i);
+  const auto next_stage = [&] {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();
+  };
+  // Fragments are loaded one k-step ahead of their products, across stages too.
+  Fragments fragments[2];
+  next_stage();
+  fragments[0].load(ring, 0, warp_m, warp_n);
+  for (int step = 0; step < steps; ++step) {
+    fragments[1].load(ring + step % kStages * kStageBytes, 2, warp_m, warp_n);
+    load(step + kStages - 1);  // into the stage before this one
+    fragments[0].multiply(acc);
+    next_stage();
+    if (step + 1 < steps) {
+      fragments[0].load(ring + (step + 1) % kStages * kStageBytes, 0, warp_m, warp_n);
+    }
+    fragments[1].multiply(acc);
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      uint8_t* to = shared + (warp_m * 64 + i * 16 + lane / 4) * kPackPitch +
+                    (warp_n * 64 + j * 8 + lane % 4 * 2) * 2;
+      *reinterpret_cast<uint32_t*>(to) = sm90::relu_bf16x2(acc[i][j][0], acc[i][j][1]);
+      *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) =
+          sm90::relu_bf16x2(acc[i][j][2], acc[i][j][3]);
+    }
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int r = warp; r < kTileM; r += kWarps) {
+    if (row + r >= params.tokens) break;
+    // Rows of w past the last neuron are read as zeros, whose products with Inf or NaN are NaN.
+    const bool exists = tile * kTileN + lane * 8 < params.ffn;
+    const auto* values = reinterpret_cast<const uint4*>(shared + r * kPackPitch + lane * 16);
+    pack_row(params, exists ? *values : uint4{}, row + r, tile);
+  }
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  const cudaError_t status = cudaFuncSetAttribute(
+      gate_gemm_sm80_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+  gate_gemm_sm80_kernel<<<params.m_tiles * params.n_tiles, kThreads, kSharedBytes, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace gate_gemm_sm80
+
+std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
+  if (std::string too_old = needs_sm80(ctx); !too_old.empty()) return too_old;
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  const TwellShape& shape = problem.out.shape;
+  if (shape.tile != gate_gemm_sm80::kTileN || shape.slots() < 2 || shape.rows != problem.tokens ||
+      shape.cols != problem.ffn) {
+    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
+                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
+                       gate_gemm_sm80::kTileN);
+  }
+  if (problem.out.spill_slots < shape.max_spill_slots()) {
+    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
+                       shape.max_spill_slots());
+  }
+  // TwELL words hold 32-bit spill slots, and a grid holds fewer than 2^31 output tiles.
+  if (shape.max_spill_slots() > int64_t{1} << 31 || problem.width > int64_t{1} << 30) {
+    return fmt::format("{} tokens of width {} in {} tiles: at most 2^31 (row, tile) pairs per call",
+                       problem.tokens, problem.width, shape.tiles());
+  }
+  return {};
+}
+
+void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
+  using namespace gate_gemm_sm80;
+  const std::string unsupported = gate_gemm_sm80_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  if (problem.tokens == 0) return;
+  TWELL_CUDA_CHECK(cudaMemsetAsync(
+      problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
+  const Params params{problem.x,
+                      problem.w_gate,
+                      problem.out.words,
+                      reinterpret_cast<uint4*>(problem.out.spill),
+                      problem.out.row_nnz,
+                      static_cast<int>(problem.tokens),
+                      static_cast<int>(problem.width),
+                      static_cast<int>(problem.ffn),
+                      static_cast<int>((problem.tokens + kTileM - 1) / kTileM),
+                      static_cast<int>(problem.out.shape.tiles()),
+                      problem.out.shape.slots()};
+  TWELL_CUDA_CHECK(launch(params, ctx.stream()));
+}
+
+// --- Up and down, row by row --------------------------------------------------------------------
+//
+//   light_rows  one warp per row; lists the heavy rows
+//   heavy_rows  a heavy row's tiles are spread over the warps of several CTAs; counts all rows
 namespace row_fused {
 namespace {
+
+using sm90::high_half;
+using sm90::low_half;
 
 // A warp lists this many non-zeros at a time; a row with more is heavy.
 constexpr int kListed = 64;
@@ -62,20 +370,6 @@ struct NonzeroList {
     value[at] = __uint_as_float(bf16_bits << 16);
   }
 };
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-
-// Exclusive prefix sum over the lanes; total: over the warp.
-__device__ __forceinline__ int warp_prefix(int value, int& total) {
-  int through = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, through, step);
-    if (lane_id() >= step) through += other;
-  }
-  total = __shfl_sync(~0u, through, 31);
-  return through - value;
-}
 
 __device__ __forceinline__ int entry_neuron(uint32_t word, int tile) {
   return (tile * 256 & ~0xffff) | static_cast<int>(word & 0xffffu);
@@ -167,10 +461,6 @@ struct RowPiece {
       part[i] = at < columns ? __ldcs(reinterpret_cast<const uint4*>(from + at)) : uint4{};
     }
   }
-  __device__ __forceinline__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  __device__ __forceinline__ static float high(uint32_t pair) {
-    return __uint_as_float(pair & 0xffff0000u);
-  }
   // This lane's part of the dot product.
   __device__ __forceinline__ float dot(const RowPiece& other) const {
     float even = 0.0f, odd = 0.0f;
@@ -180,8 +470,8 @@ struct RowPiece {
       const uint32_t b[4] = {other.part[i].x, other.part[i].y, other.part[i].z, other.part[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        even = fmaf(low(a[j]), low(b[j]), even);
-        odd = fmaf(high(a[j]), high(b[j]), odd);
+        even = fmaf(low_half(a[j]), low_half(b[j]), even);
+        odd = fmaf(high_half(a[j]), high_half(b[j]), odd);
       }
     }
     return even + odd;
@@ -192,8 +482,8 @@ struct RowPiece {
       const uint32_t a[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        acc[i][2 * j] = fmaf(factor, low(a[j]), acc[i][2 * j]);
-        acc[i][2 * j + 1] = fmaf(factor, high(a[j]), acc[i][2 * j + 1]);
+        acc[i][2 * j] = fmaf(factor, low_half(a[j]), acc[i][2 * j]);
+        acc[i][2 * j + 1] = fmaf(factor, high_half(a[j]), acc[i][2 * j + 1]);
       }
     }
   }
@@ -575,11 +865,7 @@ RowFusedWorkspace::RowFusedWorkspace(CudaContext& ctx, int64_t max_tokens, int64
 }
 
 std::string row_fused_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
-  if (ctx.compute_capability() < 80) {
-    return fmt::format("needs a GPU of compute capability 8.0 or later, {} is {}.{}",
-                       ctx.device_name(), ctx.compute_capability() / 10,
-                       ctx.compute_capability() % 10);
-  }
+  if (std::string too_old = needs_sm80(ctx); !too_old.empty()) return too_old;
   if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
     return misshaped;
   }

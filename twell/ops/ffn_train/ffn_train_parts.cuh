@@ -1,14 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elementwise arithmetic of the feed-forward layer in training, on pairs of neighbouring
-// neurons in bf16. Both executions share it, so that they round alike.
+// What the two executions of the feed-forward layer in training share inside this room: their entry
+// points, and the elementwise arithmetic on pairs of neighbouring neurons in bf16, so that they
+// round alike.
 #pragma once
 
 #include <cstdint>
 
+#include "twell/base/carver.h"
 #include "twell/base/reduce.cuh"
+#include "twell/ops/ffn_train/ffn_train_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::ffn_train {
+
+// Arrays of a block of device memory, aligned as cudaMalloc aligns.
+inline Carver device_carver(std::byte* block = nullptr) { return {block, 256}; }
+
+// Sizes in bytes.
+int64_t dense_saved_bytes(const FfnTrainShapeCuda& shape);
+int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape);
+int64_t hybrid_saved_bytes(const FfnTrainShapeCuda& shape, HybridCapacityCuda capacity);
+int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape);
+
+// What to make room for: what nnz per token and union_neurons per tile of tokens (negative: not
+// known) let expect, as far as the size of the dense execution's memory allows.
+HybridCapacityCuda hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz,
+                                   double union_neurons);
+
+void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                        FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
+                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
+                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
 
 using sm90::bf16x2;
 using sm90::high_half;
