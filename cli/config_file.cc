@@ -47,7 +47,36 @@ nlohmann::json to_json(const toml::node& node) {
   return nullptr;
 }
 
+// Offset of the first byte that TOML allows in strings and comments alone: one that is not ASCII.
+// text.size() when there is none. toml++ 3.3 has undefined behaviour at such a byte.
+size_t find_stray_byte(std::string_view text) {
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  for (size_t i = text.starts_with(kByteOrderMark) ? 3 : 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (static_cast<unsigned char>(c) >= 0x80) return i;
+    if (c == '#') {
+      i = std::min(text.find('\n', i), text.size());
+      continue;
+    }
+    if (c != '"' && c != '\'') continue;
+    const std::string three(3, c);
+    const bool multiline = text.substr(i).starts_with(three);
+    const std::string_view quotes = std::string_view(three).substr(0, multiline ? 3 : 1);
+    for (i += quotes.size(); i < text.size() && !text.substr(i).starts_with(quotes); ++i) {
+      if (c == '"' && text[i] == '\\') ++i;
+    }
+    i += quotes.size() - 1;
+    // A multi-line string may end with two quotes of its own.
+    for (int own = 0; multiline && own < 2 && i + 1 < text.size() && text[i + 1] == c; ++own) ++i;
+  }
+  return text.size();
+}
+
 nlohmann::json parse_toml(const std::string& text, const std::string& source) {
+  const size_t stray = find_stray_byte(text);
+  TWELL_REQUIRE(stray == text.size(), "{}:{}: a character outside strings that is not ASCII",
+                source,
+                1 + std::count(text.begin(), text.begin() + static_cast<int64_t>(stray), '\n'));
   try {
     return to_json(toml::parse(text));
   } catch (const toml::parse_error& error) {

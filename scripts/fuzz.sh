@@ -11,7 +11,7 @@ seconds=${1:-60}
 scripts/setup.sh --fuzz
 targets=("$@")
 if [[ ${#targets[@]} == 0 ]]; then
-  mapfile -t targets < <(cd twell && find . -name '*_fuzz.cc' -exec basename {} .cc \; | sort)
+  mapfile -t targets < <(find twell cli -name '*_fuzz.cc' -exec basename {} .cc \; | sort)
 fi
 cmake --preset fuzz >/dev/null
 cmake --build --preset fuzz --target "${targets[@]}"

@@ -269,6 +269,9 @@ TEST_F(CliTest, ConfigFiles) {
   refused("b.json", R"({"width": 64, "width": 32})", "width");
   refused("b.toml", "width = 64\nsteps = 3\nwidth = 32\n", "width");
   refused("b.toml", "width = 64\nsteps 3\n", "b.toml:2: ");
+  refused("b.toml", "steps = 3\n\u03bb = 2\n", "b.toml:2: a character outside strings");
+  refused("b.toml", "out = \"\"\"\n\u03bb\"\"\"\"\"#\u03bb\n\u03bb",
+          "b.toml:3: a character outside");
   refused("b.toml", "steps = 1979-05-27\n", "steps must be a string, number or boolean");
   refused("b.toml", "lr = inf\n", "got inf");
   refused("b.json", R"({"steps": "many"})", "steps");

@@ -14,8 +14,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <condition_variable>
 #include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -47,6 +49,10 @@ enum Type : char {
 };
 constexpr std::string_view kMagic = "twell-ranks-1";
 constexpr size_t kLongestFrame = size_t{64} << 20;
+constexpr size_t kLongestJoin = 4096;  // of a connection that is no rank yet
+// A connection that does not say its rank in this time is closed. A rank says it at once.
+constexpr milliseconds kJoinPatience{5000};
+constexpr size_t kMostStrangers = 64;  // connections that are no rank yet
 
 std::string frame(char type, std::string_view body) {
   const auto length = static_cast<uint32_t>(body.size() + 1);
@@ -73,37 +79,54 @@ class FrameReader {
     char type;
     std::string body;
   };
-  // Reads what has arrived, without waiting. False when the connection is closed or sends nonsense.
+  explicit FrameReader(size_t longest = kLongestFrame) : longest_(longest) {}
+  void allow(size_t longest) { longest_ = longest; }
+
+  // Reads some of what has arrived, without waiting. False when the connection is closed or sends
+  // nonsense.
   bool fill(int socket) {
+    bytes_.erase(0, begin_);
+    begin_ = 0;
+    constexpr size_t kMostAtOnce = size_t{1} << 20;
     char piece[1 << 14];
-    for (;;) {
+    for (size_t total = 0; total < kMostAtOnce && sensible();) {
       const ssize_t count = ::recv(socket, piece, sizeof(piece), MSG_DONTWAIT);
       if (count > 0) {
         bytes_.append(piece, static_cast<size_t>(count));
+        total += static_cast<size_t>(count);
       } else if (count == 0) {
         return false;
       } else if (errno != EINTR) {
-        return errno == EAGAIN && length() <= kLongestFrame;
+        return errno == EAGAIN && sensible();
       }
     }
+    return sensible();
   }
   std::optional<Frame> next() {
+    if (left() < sizeof(uint32_t) || !sensible()) return std::nullopt;
     const size_t size = length();
-    if (size == 0 || size > kLongestFrame || bytes_.size() < sizeof(uint32_t) + size) {
-      return std::nullopt;
-    }
-    Frame out{bytes_[sizeof(uint32_t)], bytes_.substr(sizeof(uint32_t) + 1, size - 1)};
-    bytes_.erase(0, sizeof(uint32_t) + size);
+    if (left() < sizeof(uint32_t) + size) return std::nullopt;
+    Frame out{bytes_[begin_ + sizeof(uint32_t)],
+              bytes_.substr(begin_ + sizeof(uint32_t) + 1, size - 1)};
+    begin_ += sizeof(uint32_t) + size;
     return out;
   }
 
  private:
+  size_t left() const { return bytes_.size() - begin_; }
   size_t length() const {
     uint32_t length = 0;
-    if (bytes_.size() >= sizeof(length)) std::memcpy(&length, bytes_.data(), sizeof(length));
+    std::memcpy(&length, bytes_.data() + begin_, sizeof(length));
     return length;
   }
+  // Every frame has a type at least.
+  bool sensible() const {
+    return left() < sizeof(uint32_t) || (length() > 0 && length() <= longest_);
+  }
+
+  size_t longest_;
   std::string bytes_;
+  size_t begin_ = 0;  // of what is left in bytes_
 };
 
 // A blocking send. False when the connection is closed.
@@ -254,7 +277,9 @@ class Rendezvous::Server {
     }
     wake_.call();
     thread_.join();
-    for (const Connection& connection : connections_) ::close(connection.socket);
+    for (const Connection& connection : connections_) {
+      if (connection.socket >= 0) ::close(connection.socket);
+    }
     ::close(listener_);
   }
 
@@ -273,8 +298,8 @@ class Rendezvous::Server {
     bool left = false;
     bool closed = false;
     std::string peer, local;  // addresses
-    FrameReader reader;
-    Clock::time_point last_seen;
+    FrameReader reader{kLongestJoin};
+    Clock::time_point since, last_seen;
     int64_t step = 0, calls = 0;
   };
 
@@ -294,11 +319,13 @@ class Rendezvous::Server {
       const auto now = Clock::now();
       const bool paused = now - last_round > longest_silence(timeout_) / 2;
       last_round = now;
-      for (size_t i = 0; i < connections_.size(); ++i) {
-        if (paused) connections_[i].last_seen = now;
-        if (wanted[i + 2].revents != 0) receive(connections_[i]);
+      auto events = wanted.begin() + 2;
+      for (Connection& connection : connections_) {
+        if (paused) connection.last_seen = now;
+        if (events++->revents != 0) receive(connection);
       }
       if (wanted[1].revents != 0) accept_one();
+      dismiss_strangers(now);
       watch(now);
     }
   }
@@ -308,7 +335,11 @@ class Rendezvous::Server {
     socklen_t size = sizeof(peer);
     const int socket =
         ::accept4(listener_, reinterpret_cast<sockaddr*>(&peer), &size, SOCK_CLOEXEC);
-    if (socket < 0) return;
+    if (socket < 0) {
+      // Too many open files, say: the connection waits, and this thread must not spin meanwhile.
+      std::this_thread::sleep_for(milliseconds(10));
+      return;
+    }
     size = sizeof(local);
     ::getsockname(socket, reinterpret_cast<sockaddr*>(&local), &size);
     tune(socket);
@@ -316,7 +347,22 @@ class Rendezvous::Server {
     connection.socket = socket;
     connection.peer = text_of(peer);
     connection.local = text_of(local);
-    connection.last_seen = Clock::now();
+    connection.last_seen = connection.since = Clock::now();
+  }
+
+  // Closes connections that were turned away, that do not say their rank, and the oldest of too
+  // many, so that strangers take no files from the run.
+  void dismiss_strangers(Clock::time_point now) {
+    size_t strangers = 0;
+    for (auto at = connections_.rbegin(); at != connections_.rend(); ++at) {
+      if (at->rank >= 0) continue;
+      if (++strangers > kMostStrangers || now - at->since > kJoinPatience) at->closed = true;
+    }
+    std::erase_if(connections_, [](const Connection& connection) {
+      const bool dismissed = connection.rank < 0 && connection.closed;
+      if (dismissed) ::close(connection.socket);
+      return dismissed;
+    });
   }
 
   void receive(Connection& connection) {
@@ -339,19 +385,18 @@ class Rendezvous::Server {
     switch (frame.type) {
       case kPut: {
         auto [key, value] = split_two(frame.body);
-        for (const auto& [waiting, wanted] : waiting_) {
-          if (wanted == key) {
-            send_frame(connections_[waiting].socket, kValue, two(key, value));
-          }
-        }
-        std::erase_if(waiting_, [&](const auto& one) { return one.second == key; });
+        std::erase_if(waiting_, [&, key = std::string_view(key)](const Waiting& waiting) {
+          if (waiting.key != key) return false;
+          send_frame(waiting.rank->socket, kValue, frame.body);
+          return true;
+        });
         values_[key] = std::move(value);
         return;
       }
       case kGet: {
         const auto found = values_.find(frame.body);
         if (found == values_.end()) {
-          waiting_.emplace_back(static_cast<size_t>(&connection - connections_.data()), frame.body);
+          waiting_.push_back({&connection, frame.body, Clock::now()});
         } else {
           send_frame(connection.socket, kValue, two(found->first, found->second));
         }
@@ -388,13 +433,13 @@ class Rendezvous::Server {
   void join(Connection& connection, const std::string& body) {
     const auto [magic, rest] = split_two(body);
     const auto [job, rank_text] = split_two(rest);
-    const int rank = std::atoi(rank_text.c_str());
+    int rank = -1;
+    std::from_chars(rank_text.data(), rank_text.data() + rank_text.size(), rank);
     const bool taken = std::any_of(connections_.begin(), connections_.end(),
                                    [&](const Connection& other) { return other.rank == rank; });
     if (magic != kMagic || job != identity_.job || rank < 0 || rank >= identity_.size) {
       // Another job's rank, which looks for its own rank 0 on this port.
       connection.closed = true;
-      ::shutdown(connection.socket, SHUT_RDWR);
       return;
     }
     if (taken) {
@@ -405,7 +450,9 @@ class Rendezvous::Server {
       return;
     }
     connection.rank = rank;
+    connection.reader.allow(kLongestFrame);
     send_frame(connection.socket, kHello);
+    if (!fault_.empty()) send_frame(connection.socket, kFail, fault_);
     if (++joined_ == identity_.size) welcome();
   }
 
@@ -440,6 +487,17 @@ class Rendezvous::Server {
       const auto silence = std::chrono::duration_cast<milliseconds>(now - connection.last_seen);
       if (silence > longest_silence(timeout_)) {
         declare(silent_fault(connection.rank, silence, connection.step));
+      }
+    }
+    // All ranks leave at the end of the run, when none waits for another.
+    for (const Connection& connection : connections_) {
+      for (const Waiting& waiting : waiting_) {
+        if (!connection.left || now - waiting.since <= longest_silence(timeout_) ||
+            now - connection.last_seen <= longest_silence(timeout_)) {
+          continue;
+        }
+        declare(fmt::format("rank {} left in step {}, and rank {} still waits", connection.rank,
+                            connection.step, waiting.rank->rank));
       }
     }
     if (stuck_ && now >= stuck_->until) blame(*std::exchange(stuck_, std::nullopt));
@@ -480,6 +538,7 @@ class Rendezvous::Server {
       faulty_ = true;
       changed_.notify_all();
     }
+    fault_ = fault;
     for (const Connection& connection : connections_) {
       if (connection.rank >= 0 && !connection.closed) send_frame(connection.socket, kFail, fault);
     }
@@ -491,11 +550,17 @@ class Rendezvous::Server {
   int listener_ = -1;
   Wake wake_;
   // Used by the thread alone.
-  std::vector<Connection> connections_;
+  std::list<Connection> connections_;
   int joined_ = 0;
   std::map<std::string, std::string> values_;
-  std::vector<std::pair<size_t, std::string>> waiting_;  // connection, key
+  struct Waiting {
+    const Connection* rank;
+    std::string key;
+    Clock::time_point since;
+  };
+  std::vector<Waiting> waiting_;
   std::optional<Stuck> stuck_;
+  std::string fault_;
   // Shared.
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -594,7 +659,7 @@ class Rendezvous::Client {
       socket_ = connect_once(port, reason);
       if (socket_ >= 0) {
         send(kJoin, two(kMagic, two(identity_.job, std::to_string(identity_.rank))));
-        reader_ = {};
+        reader_ = FrameReader();
         const auto patience = std::min(deadline, Clock::now() + milliseconds(5000));
         const auto answer = read_frame(socket_, reader_, patience);
         if (answer && answer->type == kHello) return;
