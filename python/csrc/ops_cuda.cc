@@ -39,15 +39,25 @@ class AllowAllocation {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Device memory of zeros, not part of a graph that is being captured.
+// Makes an object whose construction enqueues work and waits for it, on a stream of its own: the
+// caller's stream may be captured, and then can do neither.
+template <typename Make>
+auto made_apart(const Make& make) {
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  auto made = make(ctx);
+  stream.synchronize();
+  return made;
+}
+
 template <typename T>
 DeviceBuffer<T> zeroed(int64_t n) {
-  DeviceBuffer<T> buffer(n);
-  const CudaStream stream;
-  TWELL_CUDA_CHECK(
-      cudaMemsetAsync(buffer.data(), 0, static_cast<size_t>(buffer.bytes()), stream.get()));
-  stream.synchronize();
-  return buffer;
+  return made_apart([n](CudaContext& ctx) {
+    DeviceBuffer<T> buffer(n);
+    TWELL_CUDA_CHECK(
+        cudaMemsetAsync(buffer.data(), 0, static_cast<size_t>(buffer.bytes()), ctx.stream()));
+    return buffer;
+  });
 }
 
 struct WorkspaceOf {
@@ -72,15 +82,19 @@ struct RuntimeCuda {
 struct PlanCuda {
   // What one layer counts on one stream.
   struct OnStream {
-    OnStream(CudaContext& ctx, int64_t ffn, FfnPolicy policy)
+    OnStream(int64_t ffn, FfnPolicy policy)
         : train(zeroed<FfnTrainCountsCuda>(2)),
           active(zeroed<uint8_t>(ffn)),
-          inference(ctx, 1, ffn, policy) {}
+          inference(
+              made_apart([&](CudaContext& ctx) { return FfnPlansCuda(ctx, 1, ffn, policy); })) {}
     DeviceBuffer<FfnTrainCountsCuda> train;  // of the call in flight; since the last update
     DeviceBuffer<uint8_t> active;            // [F]
     FfnPlansCuda inference;
   };
   std::map<std::pair<int, cudaStream_t>, OnStream> streams;
+  // Of the layer at inference, as of the last update, whichever stream it was counted on: a CUDA
+  // graph is captured on another one.
+  LayerActivity activity;
 };
 
 std::shared_ptr<RuntimeCuda> make_runtime_cuda() { return std::make_shared<RuntimeCuda>(); }
@@ -108,7 +122,7 @@ class Call {
   Plan& plan() { return *plan_; }
   PlanCuda::OnStream& counted(int64_t ffn) {
     auto& streams = plan_->cuda->streams;
-    return streams.try_emplace({device_, stream_}, ctx(), ffn, plan_->policy).first->second;
+    return streams.try_emplace({device_, stream_}, ffn, plan_->policy).first->second;
   }
 
   FfnWorkspaceCuda& workspace(const LayerShape& shape) {
@@ -118,8 +132,9 @@ class Call {
       slot = {};  // freed before the next one is allocated
       int64_t tokens = 64;
       while (tokens < shape.tokens) tokens *= 2;
-      slot.workspace =
-          std::make_unique<FfnWorkspaceCuda>(ctx(), tokens, shape.width, shape.ffn, shape.gated);
+      slot.workspace = made_apart([&](CudaContext& ctx) {
+        return std::make_unique<FfnWorkspaceCuda>(ctx, tokens, shape.width, shape.ffn, shape.gated);
+      });
     }
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     TWELL_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
@@ -281,6 +296,7 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
   if (shape.tokens == 0) return y;
   FfnPlanCuda& plan = call.counted(shape.ffn).inference[0];
   plan.plan.policy = call.plan().policy;
+  plan.activity = call.plan().cuda->activity;
   ffn_forward_cuda(
       call.ctx(),
       {.tokens = shape.tokens,
@@ -308,7 +324,9 @@ void fetch_cuda_counts(Plan& plan) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(counted.active.data(), 0, active.size(), where.second));
     const int64_t tokens_before = counted.inference[0].plan.tokens;
     const int64_t nnz_before = counted.inference[0].plan.nnz;
+    counted.inference[0].activity = plan.cuda->activity;
     counted.inference.update(ctx);  // waits for the stream
+    plan.cuda->activity = counted.inference[0].activity;
     plan.train.tokens += static_cast<int64_t>(totals.tokens);
     plan.train.nnz += static_cast<int64_t>(totals.nnz);
     plan.train.union_neurons += static_cast<int64_t>(totals.union_neurons);
