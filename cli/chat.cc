@@ -64,16 +64,6 @@ class Lines {
 
 }  // namespace
 
-std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
-                                 const ChatTemplate* chat) {
-  std::vector<int32_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
-  if (config.eos_token >= 0) tokens.push_back(static_cast<int32_t>(config.eos_token));
-  if (chat != nullptr && !chat->eos_token().empty()) {
-    tokens.push_back(tokenizer.find(chat->eos_token()));
-  }
-  return tokens;
-}
-
 int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments) {
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
@@ -84,7 +74,7 @@ int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArgument
 
   const std::atomic<bool>& stop = stop_on_signals();
   GenerateOptions& options = arguments.generate;
-  options.stop_tokens = stop_tokens(config, tokenizer, &chat);
+  options.stop_tokens = stop_tokens(config, tokenizer, chat.eos_token());
   options.cancel = &stop;
   options.on_text = write_out;
   options.share_beginning = true;  // each turn begins with the conversation so far

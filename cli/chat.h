@@ -23,8 +23,4 @@ struct ChatArguments {
 // context.
 int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments);
 
-// Every token that ends a text according to config.json and the template (null: no template).
-std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
-                                 const ChatTemplate* chat);
-
 }  // namespace twell::cli

@@ -289,7 +289,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
-  options.stop_tokens = stop_tokens(config, tokenizer, chat ? &*chat : nullptr);
+  options.stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
   options.cancel = &stop;
   std::optional<LogProbs> log_probs;
   if (arguments.log_probs) log_probs.emplace(*engine, tokenizer, policy, options.begin_token);

@@ -69,8 +69,8 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
   const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint);
   options.model =
       arguments.model_name.empty() ? default_model_name(common.checkpoint) : arguments.model_name;
-  options.stop_tokens = stop_tokens(config, tokenizer, nullptr);
-  options.chat_stop_tokens = stop_tokens(config, tokenizer, chat ? &*chat : nullptr);
+  options.stop_tokens = stop_tokens(config, tokenizer);
+  options.chat_stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
   options.http.connections = arguments.max_connections;
   options.http.body_bytes = arguments.max_body;
   options.http.read = std::chrono::seconds(arguments.request_seconds);

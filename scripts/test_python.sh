@@ -12,7 +12,7 @@ python=$cache/bin/python
 needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
 others=(
   transformers==5.17.0 psutil numpy pytest==8.4.2 matplotlib==3.10.7
-  scikit-build-core==0.11.6
+  scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0 lm_eval==0.4.13
 )
 if [[ ! -e $cache/complete ]]; then
   echo "test_python: installing PyTorch and transformers into .cache/python"

@@ -6,7 +6,7 @@ import runpy
 import sys
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
@@ -41,6 +41,7 @@ def save_model(folder, hidden_act):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="!", pad_token="!")
     wrapped.save_pretrained(folder)
 

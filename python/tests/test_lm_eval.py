@@ -17,23 +17,35 @@ def requests(kind, arguments):
     return [Instance(kind, {}, a, i) for i, a in enumerate(arguments)]
 
 
-def test_same_answers_as_unpatched(tmp_path):
+@pytest.mark.parametrize("name", ["twell", "twell-hf"])
+def test_same_answers_as_transformers(name, tmp_path):
     save_model(tmp_path, "relu")
-    shared = {"batch_size": 2, "max_length": 64, "device": "cpu"}
-    patched = get_model("twell")(checkpoint=str(tmp_path), **shared)
-    plain = get_model("hf")(pretrained=str(tmp_path), dtype="float32", **shared)
-    assert len(twell.stats(patched.model)) == 2
-    pairs = requests("loglikelihood", [("one", " two"), ("one and two", " are"), ("a", "b")])
-    for (a, greedy_a), (b, greedy_b) in zip(
-        patched.loglikelihood(pairs), plain.loglikelihood(pairs)
-    ):
+    hf = {"batch_size": 2, "max_length": 64, "device": "cpu"}
+    own = {"batch_size": 2, "device": "cpu"} if name == "twell" else hf
+    tested = get_model(name)(checkpoint=str(tmp_path), **own)
+    plain = get_model("hf")(pretrained=str(tmp_path), dtype="float32", **hf)
+    if name == "twell-hf":
+        assert len(twell.stats(tested.model)) == 2
+    pairs = requests("loglikelihood", [("one", " two"), ("one and two ", "are"), ("", "ab")])
+    for (a, greedy_a), (b, greedy_b) in zip(tested.loglikelihood(pairs), plain.loglikelihood(pairs)):
         assert a == pytest.approx(b, abs=1e-4) and greedy_a == greedy_b
-    texts = requests("loglikelihood_rolling", [("one and two are three " * 8,), ("a",)])
-    assert patched.loglikelihood_rolling(texts) == pytest.approx(
+    texts = requests("loglikelihood_rolling", [("one and two are three " * 2,), ("a",)])
+    assert tested.loglikelihood_rolling(texts) == pytest.approx(
         plain.loglikelihood_rolling(texts), abs=1e-3
     )
     prompts = requests(
         "generate_until",
         [("one and", {"until": ["\n"], "max_gen_toks": 4, "do_sample": False})] * 3,
     )
-    assert patched.generate_until(prompts) == plain.generate_until(prompts)
+    assert tested.generate_until(prompts) == plain.generate_until(prompts)
+
+
+def test_windows_of_long_texts(tmp_path):
+    save_model(tmp_path, "relu")
+    model = get_model("twell")(checkpoint=str(tmp_path), device="cpu")
+    (value,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", [("one and two " * 20,)]))
+    assert value < -240  # at least a nat per token of a random model
+    (short,) = model.generate_until(
+        requests("generate_until", [("one and two " * 20, {"until": "q", "max_gen_toks": 3})])
+    )
+    assert len(short) <= 12

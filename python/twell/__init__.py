@@ -5,7 +5,8 @@
     twell.patch(model)      # ReLU feed-forward layers run on active neurons only; same results
 
 Ops with autograd: `twell.ffn`, `twell.ffn_train`. Models: `patch`, `unpatch`, `relufy`, `l1`,
-`update`, `stats`, `reinit_dead`. transformers' Trainer: `SparsityCallback`.
+`update`, `stats`, `reinit_dead`. transformers' Trainer: `SparsityCallback`. Checkpoints without
+transformers: `Engine`.
 `python -m twell.doctor` says what this installation can do.
 """
 
@@ -14,6 +15,8 @@ from .patch import LayerStats, l1, patch, reinit_dead, relufy, stats, unpatch, u
 from .plan import Plan, TrainCounts
 
 __all__ = [
+    "Engine",
+    "Generation",
     "LayerStats",
     "Plan",
     "SparsityCallback",
@@ -32,7 +35,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name):
-    # Not imported with the package, because it needs transformers.
+    # Imported when they are used: the engine needs nanobind-backend, the callback transformers.
+    if name in ("Engine", "Generation"):
+        from . import engine
+
+        return getattr(engine, name)
     if name == "SparsityCallback":
         from .callback import SparsityCallback
 

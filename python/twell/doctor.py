@@ -66,6 +66,13 @@ def main() -> int:
             print(f"GPU {i}: {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}, "
                   f"{kernels}")
             devices.append((f"cuda:{i}", torch.bfloat16))
+    try:
+        from . import _engine  # noqa: F401
+
+        print("engine: loads")
+    except ImportError as error:
+        print(f"FAIL engine: {error}")
+        failed = 1
     for device, dtype in devices:
         try:
             print(f"ops on {device}: {_try_ops(device, dtype)}")

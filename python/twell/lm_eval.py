@@ -1,30 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness on patched models: its model `twell`.
+"""lm-evaluation-harness on checkpoints: its models `twell` and `twell-hf`.
 
     twell-lm-eval run --model twell --model_args checkpoint=DIR --tasks arc_easy --batch_size 16
 
-`twell-lm-eval` (or `python -m twell.lm_eval`) is lm-eval's own command with that model added, since
-lm-eval finds no models of other packages by itself. In a program, `import twell.lm_eval` adds it.
+`twell-lm-eval` (or `python -m twell.lm_eval`) is lm-eval's own command with these models added, since
+lm-eval finds no models of other packages by itself. In a program, `import twell.lm_eval` adds them.
 """
 
 from __future__ import annotations
 
 import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+from .engine import Engine
 from .patch import patch
 
 
 @register_model("twell")
-class TwellLM(HFLM):
-    """lm-eval's model of transformers (log-likelihoods, rolling ones, generation, in batches) with
-    the feed-forward layers patched.
+class TwellLM(TemplateLM):
+    """Log-likelihoods, rolling ones and generation by the engine, without transformers.
+
+    checkpoint: folder of a checkpoint or of a training run.
+    batch_size: requests that are computed at once.
+    max_gen_toks: most new tokens where a task does not say.
+    context, ffn, threads: as for `twell.Engine`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        device: str | None = None,
+        batch_size: int | str = 16,
+        max_batch_size: int | None = None,
+        max_gen_toks: int = 256,
+        context: int = 0,
+        ffn: str = "auto",
+        threads: int = 0,
+    ):
+        super().__init__()
+        slots = int(batch_size) if str(batch_size).isdigit() else max_batch_size or 16
+        self.engine = Engine(
+            checkpoint, device or "auto", threads=threads, slots=slots, context=context, ffn=ffn
+        )
+        self.max_length = self.engine.context
+        self.max_gen_toks = int(max_gen_toks)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.engine.eos_token
+
+    @property
+    def prefix_token_id(self) -> int:
+        try:
+            return self.engine.encode("")[0]
+        except ValueError:  # the tokenizer has no end-of-text token, but config.json may
+            return self.eot_token_id
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs) -> list[int]:
+        return self.engine.encode(string, add_special_tokens is not False) if string else []
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        pairs = []
+        for _, context, continuation in requests:
+            room = max(self.max_length - len(continuation), 1)
+            pairs.append((context[-room:], continuation[-(self.max_length - 1) :]))
+        results = self.engine.loglikelihood(pairs)
+        for (key, _, _), result in zip(requests, results):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        results = []
+        for request in requests:
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
+            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            results.append(sum(value for value, _ in self._loglikelihood_tokens(pairs)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
+        return results
+
+    def generate_until(self, requests, disable_tqdm=False):
+        prompts, options = [], []
+        for context, wanted in (request.args for request in requests):
+            until = wanted.get("until") or []
+            new_tokens = int(wanted.get("max_gen_toks", self.max_gen_toks))
+            sampled = wanted.get("do_sample", float(wanted.get("temperature", 0.0)) > 0.0)
+            room = max(self.max_length - new_tokens, 1)
+            prompts.append(self.tok_encode(context)[-room:])
+            options.append({
+                "max_tokens": new_tokens,
+                "temperature": float(wanted.get("temperature", 1.0)) if sampled else 0.0,
+                "top_p": float(wanted.get("top_p", 1.0)),
+                "top_k": int(wanted.get("top_k", 0)),
+                "stop": [until] if isinstance(until, str) else list(until),
+            })
+        texts = [result.text for result in self.engine.generate_each(prompts, options)]
+        for request, text in zip(requests, texts):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+
+@register_model("twell-hf")
+class PatchedLM(HFLM):
+    """lm-eval's model of transformers (`hf`) with the feed-forward layers patched.
 
     checkpoint: folder or name on the Hub of a ReLU model.
     policy: "auto", "dense" or "sparse"; see `twell.patch`.
     dtype: bfloat16 on a GPU and float32 on the CPU, which are what the ops take.
-    Other arguments are those of lm-eval's model `hf`.
+    Other arguments are those of `hf`.
     """
 
     def __init__(self, checkpoint: str, policy: str = "auto", device: str | None = None, **kwargs):

@@ -33,6 +33,8 @@ class Engine {
   virtual std::unique_ptr<Session> session(const SessionOptions& options) = 0;
   virtual std::unique_ptr<Scorer> scorer(FfnPolicy policy) = 0;
   virtual std::unique_ptr<ExecutionCosts> costs() = 0;  // of this engine's device
+  // The model in this process's memory; null where it is elsewhere.
+  virtual const ModelView* host_model() const { return nullptr; }
   // Gives the joules that the device has used since some moment in the past, for any thread and
   // also after this engine's end. Empty where that is unknown.
   virtual std::function<double()> joules() const { return {}; }
@@ -50,6 +52,7 @@ class EngineCpu : public Engine {
   std::unique_ptr<Session> session(const SessionOptions& options) override;
   std::unique_ptr<Scorer> scorer(FfnPolicy policy) override;
   std::unique_ptr<ExecutionCosts> costs() override;
+  const ModelView* host_model() const override { return model_.get(); }
 
  private:
   Context ctx_;

@@ -25,6 +25,14 @@ std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& toke
   return ids;
 }
 
+std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
+                                 std::string_view end_of_answer) {
+  std::vector<int32_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
+  if (config.eos_token >= 0) tokens.push_back(static_cast<int32_t>(config.eos_token));
+  if (!end_of_answer.empty()) tokens.push_back(tokenizer.find(end_of_answer));
+  return tokens;
+}
+
 GenerationRequest text_request(const ModelConfig& config, const Tokenizer& tokenizer,
                                std::string_view prompt, const GenerateOptions& options,
                                OnDone on_done) {

@@ -42,6 +42,11 @@ struct Generation {
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
                                 std::string_view prompt, bool begin_token = true);
 
+// Every token that ends a text according to config.json, and the token that ends an answer
+// according to the chat template; empty: there is none.
+std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
+                                 std::string_view end_of_answer = {});
+
 // The prompt as a request whose text and tokens are collected; calls on_done at its end, on the
 // thread that steps the scheduler.
 using OnDone = std::function<void(int64_t request, Generation generation)>;

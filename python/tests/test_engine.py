@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's objects against the same model in transformers."""
+
+import json
+import threading
+
+import pytest
+import torch
+from test_examples import save_model
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import twell
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_model(folder, "relu")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return twell.Engine(checkpoint, device="cpu", threads=1, context=48)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_generates_what_transformers_does(engine, reference):
+    model, tokenizer = reference
+    prompts = ["one and two", "are three", "one"]
+    results = engine.generate(prompts, max_tokens=8, temperature=0)
+    for prompt, result in zip(prompts, results):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        want = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=0)
+        want = [token for token in want[0, ids.shape[1] :].tolist() if token != 0]
+        assert result.tokens == want
+        assert result.prompt_tokens == ids.shape[1]
+        assert result.text == engine.decode(result.tokens)
+
+
+def test_streams_the_same_text(engine):
+    options = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
+    whole = engine.generate("one and", **options)
+    pieces = list(engine.stream("one and", **options))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.token for piece in pieces if piece.token is not None] == whole.tokens
+    assert [piece.stop for piece in pieces] == [None] * (len(pieces) - 1) + [whole.stop]
+
+
+def test_streams_side_by_side_and_cancelled(engine):
+    alone = engine.generate("one and", max_tokens=10, temperature=0).text
+    first = engine.stream("one and", max_tokens=10, temperature=0)
+    other = engine.stream("two and", max_tokens=30, temperature=0)
+    text = next(first).text
+    next(other)
+    other.close()
+    assert text + "".join(piece.text for piece in first) == alone
+
+
+def test_threads_share_the_engine(engine):
+    want = [engine.generate(f"one and {i}", max_tokens=6, temperature=0).text for i in range(6)]
+    got = [None] * 6
+
+    def ask(i):
+        got[i] = engine.generate(f"one and {i}", max_tokens=6, temperature=0).text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == want
+
+
+def test_log_probabilities(engine, reference):
+    model, _ = reference
+    result = engine.generate("one and two", max_tokens=4, temperature=0, logprobs=2)
+    tokens = engine.encode("one and two") + result.tokens
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    begin = len(tokens) - len(result.tokens)
+    for i, (token, found) in enumerate(zip(result.tokens, result.log_probs)):
+        assert found.log_prob == pytest.approx(want[begin + i - 1, token].item(), abs=1e-4)
+        assert found.top[0][0] == token and len(found.top) == 2
+    scored = engine.prompt_logprobs(tokens)
+    assert [one.log_prob for one in scored] == pytest.approx(
+        [want[i - 1, tokens[i]].item() for i in range(1, len(tokens))], abs=1e-4
+    )
+    pairs = [("one and two", " are"), (tokens[:2], tokens[2:4])]
+    (_, greedy), (value, _) = engine.loglikelihood(pairs)
+    assert isinstance(greedy, bool)
+    assert value == pytest.approx(scored[1].log_prob + scored[2].log_prob, abs=1e-5)
+
+
+def test_logits_and_weights_through_dlpack(engine, reference):
+    model, _ = reference
+    tokens = engine.encode("one and two are three")
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert torch.allclose(torch.from_dlpack(engine.logits(tokens)), want, atol=1e-4)
+    weights = engine.weights()
+    parameters = dict(model.named_parameters())
+    assert set(weights) == set(parameters)
+    for name, view in weights.items():
+        assert torch.equal(torch.from_dlpack(view), parameters[name])
+
+
+def test_chat(engine):
+    messages = [{"role": "user", "content": "one and two"}]
+    answer = engine.chat(messages, max_tokens=5, temperature=0)
+    prompt = "user: one and two assistant:"
+    assert answer.text == engine.generate(prompt, max_tokens=5, temperature=0).text
+    pieces = engine.chat(messages, stream=True, max_tokens=5, temperature=0)
+    assert "".join(piece.text for piece in pieces) == answer.text
+
+
+def test_stop_texts(engine):
+    whole = engine.generate("one and", max_tokens=12, temperature=0).text
+    stop = [c for c in whole if c.isascii()][-1]  # others may stand for bytes that are no text
+    cut = engine.generate("one and", max_tokens=12, temperature=0, stop=stop)
+    assert cut.text == whole[: whole.index(stop)] and cut.stop == "stop string"
+
+
+def test_faults(engine, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="device 'tpu'"):
+        twell.Engine(checkpoint, device="tpu")
+    with pytest.raises(ValueError, match="config.json"):
+        twell.Engine(tmp_path)
+    with pytest.raises(ValueError, match="temperature"):
+        engine.generate("one", temperature=-1.0)
+    with pytest.raises(ValueError, match="999999"):
+        engine.generate([999999])
+    with pytest.raises(ValueError):
+        engine.generate("one " * 100)
+    with pytest.raises(ValueError, match="longer than the model's context"):
+        twell.Engine(checkpoint, device="cpu", context=10**6)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in Python: a checkpoint that generates, chats and scores, without transformers.
+
+    engine = twell.Engine("runs/first/checkpoint")
+    print(engine.generate("Once upon a time", max_tokens=64).text)
+    for piece in engine.stream("Once upon a time"):
+        print(piece.text, end="", flush=True)
+
+Faults of what is given are a ValueError, others a RuntimeError, each with the engine's message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+
+from . import _engine
+
+
+@dataclasses.dataclass
+class LogProbs:
+    """Natural logarithms of probabilities, at temperature 1 and without the sampler's filters."""
+
+    log_prob: float  # of the token itself
+    top: list[tuple[int, float]]  # (id, log-probability) of the most likely ones, most likely first
+
+
+@dataclasses.dataclass
+class Piece:
+    """What one more token, or the end, added to a text."""
+
+    text: str  # that is final now; may be empty
+    token: int | None
+    log_probs: LogProbs | None
+    stop: str | None  # in the last piece: "end of text", "stop string", "token limit",
+    # "context full" or "cancelled"
+
+
+@dataclasses.dataclass
+class Generation:
+    text: str  # without the prompt
+    tokens: list[int]
+    log_probs: list[LogProbs]  # of each of the tokens; empty where they were not asked for
+    stop: str  # why it ended, as in Piece
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class Engine:
+    """A model on one device. Any number of requests, also of several threads, share it: whoever
+    waits for a token computes one for all of them.
+
+    checkpoint: folder of a checkpoint in Hugging Face's layout with its tokenizer.json, or of a
+        training run, of which it takes the newest checkpoint.
+    device: "auto" (the GPU where it can run the model), "cpu", "cuda" or "cuda:N".
+    threads: of the CPU; 0: all.
+    slots: sequences that are computed at once; others wait.
+    context: most tokens of a sequence, its prompt included; 0: the model's, at most 16384.
+    ffn: execution of the feed-forward layers: "auto", "dense", "row-fused" or "tile-union".
+    cache_8bit: keep keys and values in 8 bits; on the CPU only.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        device: str = "auto",
+        threads: int = 0,
+        slots: int = 16,
+        context: int = 0,
+        ffn: str = "auto",
+        cache_8bit: bool = False,
+    ):
+        self._loaded = _engine.load(
+            str(checkpoint), device, threads, slots, context, ffn, cache_8bit
+        )
+
+    @property
+    def device(self) -> str:
+        """Its name, like "CPU (8 threads)" or "NVIDIA H200"."""
+        return self._loaded.device
+
+    @property
+    def context(self) -> int:
+        return self._loaded.context
+
+    @property
+    def slots(self) -> int:
+        return self._loaded.slots
+
+    @property
+    def config(self) -> dict:
+        """As in config.json."""
+        return json.loads(self._loaded.config_json())
+
+    @property
+    def eos_token(self) -> int | None:
+        """Id of the end-of-text token of the tokenizer or, if it has none, of config.json."""
+        if self._loaded.eos_token >= 0:
+            return self._loaded.eos_token
+        named = self.config.get("eos_token_id")
+        return named[0] if isinstance(named, list) else named
+
+    def encode(self, text: str, begin_token: bool = True) -> list[int]:
+        """Token ids of a prompt, with the begin token of the tokenizer's template, if it has one,
+        unless begin_token is False. An empty text becomes the end-of-text token."""
+        return self._loaded.encode(text, begin_token)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._loaded.decode(list(tokens))
+
+    def stream(self, prompt: str | Sequence[int], **options) -> Iterator[Piece]:
+        """The text that follows one prompt, piece by piece as it is computed. Options are those of
+        `generate`. Closing the iterator cancels the request."""
+        return self._pieces(self._submit(prompt, **options))
+
+    def generate(
+        self, prompts: str | Sequence, *, logprobs: int | None = None, **options
+    ) -> Generation | list[Generation]:
+        """The texts that follow one prompt or a list of prompts, which are computed together. A
+        prompt is a text, or a list of token ids.
+
+        max_tokens: most new tokens (256).
+        temperature: 0 takes the most likely token every time (1.0).
+        top_k, top_p, min_p: filters of the sampler (0, 1.0, 0.0: none).
+        seed: of the random numbers (0); prompt i of a list has seed + i.
+        stop: text, or texts, in front of which a generation ends.
+        logprobs: also the log-probability of each new token, and of so many most likely ones.
+        begin_token: see `encode` (True).
+        """
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        seed = options.pop("seed", 0)
+        asked = [prompts] if alone else prompts
+        results = self.generate_each(
+            asked, [{**options, "logprobs": logprobs, "seed": seed + i} for i in range(len(asked))]
+        )
+        return results[0] if alone else results
+
+    def generate_each(
+        self, prompts: Sequence[str | Sequence[int]], options: Sequence[dict]
+    ) -> list[Generation]:
+        """The same for prompts that differ in their options."""
+        requests = []
+        try:
+            for prompt, chosen in zip(prompts, options):
+                requests.append(self._submit(prompt, **chosen))
+            return [self._collect(request) for request in requests]
+        finally:
+            for request in requests:  # no effect on those that have ended
+                request.cancel()
+
+    def chat(
+        self, messages: Sequence[dict], stream: bool = False, **options
+    ) -> Generation | Iterator[Piece]:
+        """The answer to a conversation, [{"role": "user", "content": "..."}, ...], rendered with
+        the checkpoint's chat template. stream: an iterator of pieces instead. Options are those of
+        `generate`."""
+        # The template writes the begin token itself.
+        prompt = self._loaded.render(json.dumps(list(messages)))
+        request = self._submit(prompt, begin_token=False, chat=True, **options)
+        return self._pieces(request) if stream else self._collect(request)
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str | Sequence[int], str | Sequence[int]]]
+    ) -> list[tuple[float, bool]]:
+        """For each (context, continuation): the log-probability of the continuation's tokens after
+        the context, and whether each of them is the most likely one. Texts are split between the
+        two as one text is, if the context's tokens begin it; token ids are taken as they are."""
+        requests = [self._score(*self._split(*pair)) for pair in pairs]
+        results = []
+        for (context, continuation), request in requests:
+            found = self._prompt_log_probs(request)[len(context) - 1 :]
+            greedy = all(one.top[0][0] == token for one, token in zip(found, continuation))
+            results.append((sum(one.log_prob for one in found), greedy))
+        return results
+
+    def prompt_logprobs(self, prompt: str | Sequence[int], top: int = 0) -> list[LogProbs]:
+        """Of each token of a prompt from its second on, given those before it."""
+        tokens = self._tokens(prompt, True)
+        return self._prompt_log_probs(
+            self._submit(tokens, max_tokens=0, prompt_logprobs=top)
+        )
+
+    def logits(self, tokens: Sequence[int]):
+        """float32 [n, V] on the CPU, through DLPack (torch.from_dlpack, numpy.from_dlpack): the
+        logits after each of the tokens."""
+        return self._loaded.logits(list(tokens))
+
+    def weights(self) -> dict:
+        """The parameters of a model on the CPU by name, through DLPack: views of the engine's
+        memory in the checkpoint's dtype, read-only."""
+        return self._loaded.weights()
+
+    def active_neurons(self) -> list[float]:
+        """Active feed-forward neurons per token, a mean for each layer."""
+        return self._loaded.active_neurons()
+
+    def _tokens(self, prompt, begin_token):
+        return self.encode(prompt, begin_token) if isinstance(prompt, str) else list(prompt)
+
+    def _split(self, context, continuation):
+        if not isinstance(context, str):
+            return list(context), list(continuation)
+        spaces = len(context) - len(context.rstrip())
+        if spaces and context.strip():  # a token rarely ends with a space
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        whole = self.encode(context + continuation)
+        before = self.encode(context)
+        if not context and whole[: len(before)] != before:
+            whole = before + whole
+        return whole[: len(before)], whole[len(before) :]
+
+    def _score(self, context, continuation):
+        if not context or not continuation:
+            raise ValueError("a context and a continuation have at least one token each")
+        tokens = context + continuation
+        return (context, continuation), self._submit(tokens, max_tokens=0, prompt_logprobs=1)
+
+    def _submit(
+        self,
+        prompt,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        begin_token: bool = True,
+        chat: bool = False,
+    ):
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        return self._loaded.submit(
+            self._tokens(prompt, begin_token), max_tokens, temperature, top_k, top_p, min_p, seed,
+            stops, logprobs, prompt_logprobs, chat,
+        )
+
+    @staticmethod
+    def _events(request):
+        while (event := request.next()) is not None:
+            if event[4] == "failed":
+                raise RuntimeError("the engine failed while it computed another request")
+            yield event
+
+    def _pieces(self, request):
+        try:
+            for text, token, log_probs, _, stop, *_ in self._events(request):
+                yield Piece(text, token if token >= 0 else None,
+                            LogProbs(*log_probs) if log_probs else None, stop)
+        finally:
+            request.cancel()
+
+    def _collect(self, request) -> Generation:
+        result = Generation("", [], [], "", 0, 0.0, 0.0)
+        for text, token, log_probs, _, stop, prompt_tokens, prefill, decode in self._events(request):
+            result.text += text
+            if token >= 0:
+                result.tokens.append(token)
+                if log_probs:
+                    result.log_probs.append(LogProbs(*log_probs))
+            result.stop = stop or ""
+            result.prompt_tokens = prompt_tokens
+            result.prefill_seconds, result.decode_seconds = prefill, decode
+        return result
+
+    def _prompt_log_probs(self, request) -> list[LogProbs]:
+        found = []
+        for event in self._events(request):
+            found += [LogProbs(*one) for one in event[3]]
+        return found
