@@ -4,7 +4,7 @@
     python python/tests/gpu_check.py --patterns FILE         all parts, with a Llama of preset 0.5b
     python python/tests/gpu_check.py --only model --preset 2b --train-batch 8 --patterns FILE
     python python/tests/gpu_check.py --only model --checkpoint DIR [--tokens FILE.npy]
-    python python/tests/gpu_check.py --only ops              ops | curve | overhead | model
+    python python/tests/gpu_check.py --only ops    ops | graphs | engine | curve | overhead | model
 
 --patterns: activations captured from a trained model, as `twell bench ffn --patterns` takes them.
 The model's weights are random but for the gates, which are computed so that exactly the captured
@@ -208,39 +208,62 @@ def check_compile_and_graphs():
     check("another stream", all(torch.equal(got[k], want[k]) for k in want))
 
 
+def per_call(run, calls=10):
+    """Microseconds of one call: on the device, of the same calls replayed as a CUDA graph, which
+    leaves out what Python and PyTorch add, and of the host alone."""
+    for _ in range(3):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            kept = run()
+
+    def loop():
+        for _ in range(calls):
+            run()
+
+    called, replayed = (milliseconds(f)[0] * 1e3 / calls for f in (loop, graph.replay))
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    loop()
+    host = (time.perf_counter() - begin) * 1e6 / calls
+    torch.cuda.synchronize()
+    del kept, graph
+    return called, replayed, host
+
+
 def measure_overhead():
-    """Time of a call by itself, and of the same call replayed as a CUDA graph, which leaves out what
-    Python and PyTorch add."""
-    print("\ncalls of one layer, D 2048, F 5632, gated, 1% active (synthetic): microseconds")
-    print(f"{'tokens':>8} {'op':>10} {'as a graph':>10} {'host':>8} {'PyTorch':>10}  execution")
+    print("\none layer, D 2048, F 5632, gated, 1% active (synthetic); microseconds of a call of the op, "
+          "of the engine's kernels alone (the call in a CUDA graph), of the host, and of PyTorch")
+    print(f"{'tokens':>8} {'op':>9} {'kernels':>9} {'host':>7} {'PyTorch':>9}  inference")
     for tokens in (1, 8, 64, 512, 4096, 16384, 32768):
         tensors = operands(tokens, 2048, 5632, True)
         plan = twell.Plan()
         with torch.no_grad():
             twell.ffn(*tensors, plan)
             plan.update(2048, 5632, True, cuda=True)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(10):
-                    y = twell.ffn(*tensors, plan)
+            called, replayed, host = per_call(lambda: twell.ffn(*tensors, plan))
+            dense = per_call(lambda: eager_forward(*tensors))[0]
+        plan.update(2048, 5632, True, cuda=True)
+        print(f"{tokens:8d} {called:9.1f} {replayed:9.1f} {host:7.1f} {dense:9.1f}  "
+              f"{plan.inference_execution}, {called / replayed - 1:.1%} over the kernels", flush=True)
+    print(f"{'tokens':>8} {'op':>9} {'kernels':>9} {'host':>7} {'PyTorch':>9}  forward and backward")
+    rounding = [torch.randn(5632, 2048, device="cuda") for _ in range(3)]
+    rounded = per_call(lambda: [t.bfloat16() for t in rounding])[1]
+    for tokens in (2048, 16384):
+        tensors = leaves(operands(tokens, 2048, 5632, True), torch.bfloat16)
+        plan = prepared_plan("auto", tensors)
+        d_y = torch.randn(tokens, 2048, device="cuda").bfloat16()
 
-            def op():
-                for _ in range(10):
-                    twell.ffn(*tensors, plan)
+        def both(run):
+            y, l1 = run(*tensors)[:2]
+            return torch.autograd.grad([y, l1], tensors, [d_y, torch.ones_like(l1)])
 
-            def dense():
-                for _ in range(10):
-                    eager_forward(*tensors)
-
-            called, replayed = milliseconds(op)[0] * 100, milliseconds(graph.replay)[0] * 100
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            op()
-            host = (time.perf_counter() - begin) * 1e5
-            torch.cuda.synchronize()
-            print(f"{tokens:8d} {called:10.1f} {replayed:10.1f} {host:8.1f} "
-                  f"{milliseconds(dense)[0] * 100:10.1f}  {plan.inference_execution}", flush=True)
-        del y, graph
+        called, replayed, host = per_call(lambda: both(lambda *t: twell.ffn_train(*t, plan)), 4)
+        dense = per_call(lambda: both(eager), 4)[0]
+        print(f"{tokens:8d} {called:9.1f} {replayed:9.1f} {host:7.1f} {dense:9.1f}  "
+              f"{('dense', 'hybrid')[plan.execution]}, {called / (replayed - rounded) - 1:.1%} over "
+              f"the kernels without the rounding of gradients to bf16, {rounded:.0f}", flush=True)
 
 
 def eager_forward(x, w_gate, w_up, w_down):
@@ -448,6 +471,12 @@ def measure_model(model, kind, patched, args):
 
 def check_model(args):
     model, kind = make_model(args)
+    if not args.unchecked:
+        compare_with_f32(model, args)
+    measure_both(model, kind, args)
+
+
+def compare_with_f32(model, args):
     ids = token_ids(model, 1, LENGTH, args.tokens)
 
     def outcome(m):
@@ -479,6 +508,8 @@ def check_model(args):
     twell.unpatch(model)
     torch.cuda.empty_cache()
 
+
+def measure_both(model, kind, args):
     rows = [measure_model(model, kind, False, args)]
     twell.patch(model, automatic=False)
     rows.append(measure_model(model, kind, True, args))
@@ -530,6 +561,47 @@ def check_curve():
           f"{noise:.4f} between unpatched models that start a rounding apart")
 
 
+def check_engine():
+    """The engine on the GPU against transformers in f32."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=1024,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         hidden_act="relu", max_position_embeddings=512, bos_token_id=0,
+                         eos_token_id=0)
+    model = LlamaForCausalLM(config)
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(
+        sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save(f"{folder}/tokenizer.json")
+        engine = twell.Engine(folder, device="cuda", slots=8)
+        on_cpu = twell.Engine(folder, device="cpu", slots=8)
+    tokens = engine.encode("one and two are three, and two and two are four")
+    with torch.no_grad():
+        want = model.cuda()(torch.tensor([tokens], device="cuda")).logits[0].cpu()
+    error = relative(torch.from_dlpack(engine.logits(tokens)), want)
+    check("engine's logits", error < 2e-2, f"{error:.1e}, on {engine.device}")
+    options = {"max_tokens": 32, "temperature": 0, "logprobs": 2}
+    prompts = ["one and", "two are", "three and four are"] * 4
+    results, expected = engine.generate(prompts, **options), on_cpu.generate(prompts, **options)
+    # bf16 may decide otherwise between nearly equal logits, and all that follows then differs.
+    first = [(a.log_probs[0].log_prob, b.log_probs[0].log_prob) for a, b in zip(results, expected)]
+    check("engine generates", all(abs(a - b) < 0.05 for a, b in first)
+          and [r.tokens for r in results[:3]] == [r.tokens for r in results[3:6]],
+          f"{sum(a.tokens == b.tokens for a, b in zip(results, expected))} of 12 texts as on the CPU")
+    streamed = "".join(piece.text for piece in engine.stream("one and", max_tokens=32, temperature=0))
+    check("engine streams", streamed == engine.generate("one and", max_tokens=32, temperature=0).text)
+    (value, _), = engine.loglikelihood([(tokens[:4], tokens[4:])])
+    want = want.log_softmax(-1)
+    want = sum(want[i - 1, tokens[i]].item() for i in range(4, len(tokens)))
+    check("engine's log-likelihood", abs(value - want) < 0.02 * abs(want), f"{value:.3f}, {want:.3f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", default="0.5b", choices=list(LAYERS))
@@ -540,12 +612,15 @@ def main():
     parser.add_argument("--train-batch", type=int, default=16, help="sequences of a training step")
     parser.add_argument("--compile", default="layers", choices=["layers", "full", "none"])
     parser.add_argument("--l1", type=float, default=1e-4, help="coefficient, for the patched model")
-    parser.add_argument("--only", choices=["ops", "model", "overhead", "curve"])
+    parser.add_argument("--unchecked", action="store_true", help="measure the model alone")
+    parser.add_argument("--only", choices=["ops", "graphs", "engine", "curve", "overhead", "model"])
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, twell {twell.__version__}")
     torch.manual_seed(0)
     parts = {
-        "ops": lambda: (check_ops(), check_compile_and_graphs()),
+        "ops": check_ops,
+        "graphs": check_compile_and_graphs,
+        "engine": check_engine,
         "curve": check_curve,
         "overhead": measure_overhead,
         "model": lambda: check_model(args),

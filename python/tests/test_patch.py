@@ -3,6 +3,9 @@
 
 import copy
 import logging
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -241,3 +244,10 @@ def test_contiguous_parameters():
     ids = tokens()
     patched(ids, labels=ids).loss.backward()
     assert patched.model.layers[0].mlp.down_proj.weight.grad.shape == (64, 128)
+
+
+def test_fsdp_trains_as_one_process():
+    script = pathlib.Path(__file__).with_name("fsdp_check.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -45,8 +45,10 @@ def ffn(
     plan: of this layer; without one, all calls share a plan that measures nothing.
     """
     plan = plan or _default_plan()
+    if x.dim() == 2:
+        return _ops.ffn.default(x, w_gate, w_up, w_down, activation, plan.handle)
     flat = x.reshape(-1, x.shape[-1])
-    return _ops.ffn(flat, w_gate, w_up, w_down, activation, plan.handle).view(x.shape)
+    return _ops.ffn.default(flat, w_gate, w_up, w_down, activation, plan.handle).view(x.shape)
 
 
 def ffn_train(
@@ -68,7 +70,7 @@ def ffn_train(
     """
     plan = plan or _default_plan()
     flat = x.reshape(-1, x.shape[-1])
-    y, l1, counts, _ = _ops.ffn_train(
+    y, l1, counts, _ = _ops.ffn_train.default(
         flat, w_gate, w_up, w_down, activation, plan.handle, plan.execution, plan.nnz,
         plan.union_neurons,
     )
@@ -154,7 +156,7 @@ def _backward(ctx, d_y, d_l1, d_counts, d_saved):
     ctx.used = x.device.type == "cuda"
     if d_y is None:
         d_y = torch.zeros_like(x)
-    d_x, d_gate, d_up, d_down = _ops.ffn_train_backward(
+    d_x, d_gate, d_up, d_down = _ops.ffn_train_backward.default(
         d_y, d_l1, x, w_gate, w_up, w_down, saved, *ctx.rest
     )
     return d_x, d_gate if ctx.gated else None, d_up, d_down, None, None, None, None, None
