@@ -68,31 +68,29 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   return tokenizer;
 }
 
-// Identifies the source of the shards: equal identities give equal shards.
-nlohmann::json source_identity(const DataRequest& request, int64_t total_bytes) {
+// The tokenizer, or how it will be trained: with equal text, equal ways give equal tokenizers.
+nlohmann::json tokenizer_identity(const DataRequest& request) {
   const DataOptions& options = request.options;
-  nlohmann::json json = {{"bytes", total_bytes},
-                         {"json_field", options.json_field},
-                         {"bad_files", options.bad_files},
-                         {"max_bytes", options.max_bytes},
-                         {"validation_fraction", options.validation_fraction},
-                         {"seed", request.seed}};
-  for (const fs::path& path : request.paths) {
-    json["data"].push_back(fs::absolute(path).lexically_normal().string());
-  }
-  if (options.tokenizer.empty()) {
-    json["tokenizer"] = {{"vocab_size", request.vocab_size},
-                         {"pre_tokenizer", options.pre_tokenizer},
-                         {"sample_mib", options.tokenizer_sample_mib}};
-  } else {
-    json["tokenizer"] = Tokenizer::load(options.tokenizer).hash();
-  }
-  return json;
+  if (!options.tokenizer.empty()) return Tokenizer::load(options.tokenizer).hash();
+  return {{"vocab_size", request.vocab_size},
+          {"pre_tokenizer", options.pre_tokenizer},
+          {"sample_mib", options.tokenizer_sample_mib}};
 }
 
-bool made_from(const fs::path& folder, const nlohmann::json& identity) {
-  if (!holds_shards(folder) || !fs::exists(folder / "source.json")) return false;
-  return nlohmann::json::parse(read_file(folder / "source.json"), nullptr, false) == identity;
+std::string progress_text(const TokenizeProgress& now, int64_t max_bytes, double seconds) {
+  const auto share_of = [](int64_t part, int64_t whole) {
+    return static_cast<double>(part) / static_cast<double>(std::max<int64_t>(whole, 1));
+  };
+  double share = share_of(now.bytes_read, now.total_bytes);
+  if (max_bytes > 0) share = std::max(share, share_of(now.text_bytes, max_bytes));
+  share = std::min(share, 1.0);
+  const double share_now = share - share_of(now.kept_bytes, now.total_bytes);
+  std::string text =
+      fmt::format("tokenizing {:.0f}%  part {} of {}  {} tokens  {:.1f} MB/s", 100 * share,
+                  now.parts_finished, now.parts, format_count(static_cast<double>(now.tokens)),
+                  static_cast<double>(now.text_bytes) * 1e-6 / std::max(seconds, 1e-9));
+  if (share_now > 0) text += "  ETA " + format_duration((1 - share) / share_now * seconds);
+  return text;
 }
 
 }  // namespace
@@ -163,36 +161,51 @@ int64_t shard_bytes(const DataRequest& request, const fs::path& folder) {
 PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
                             ProgressLine& progress) {
   TextSource source(request.text(progress.log_sink()));
-  const nlohmann::json identity = source_identity(request, source.total_bytes());
-  if (made_from(folder, identity)) {
-    return {Tokenizer::load(folder / "tokenizer.json"), std::nullopt, 0.0, 0};
+  const nlohmann::json identity = tokenizer_identity(request);
+  TokenizeOptions options;
+  options.validation_fraction = request.options.validation_fraction;
+  options.part_bytes = request.options.part_mib << 20;
+  options.seed = request.seed;
+  options.threads = request.threads;
+  options.redo_changed = request.options.changed_files == "redo";
+  if (holds_shards(folder) && ShardWriter::made(source, identity, folder, options)) {
+    return {Tokenizer::load(folder / "tokenizer.json"), std::nullopt, 0.0, 0, 0};
   }
   TWELL_REQUIRE(request.replace || !fs::exists(folder) || fs::is_empty(folder),
                 "{} is in use and was not made from this data with these options; choose another "
                 "folder",
                 folder.string());
-  Tokenizer tokenizer = request.options.tokenizer.empty()
+  Clock::time_point start;
+  int64_t text_bytes = 0;
+  options.progress = [&](const TokenizeProgress& now) {
+    check_interrupted();
+    text_bytes = now.text_bytes;
+    progress.update(progress_text(now, request.options.max_bytes, seconds_since(start)));
+  };
+  ShardWriter writer(source, identity, folder, options, request.replace);
+  const auto parts = [&] {
+    return fmt::format("{} of {} parts", writer.finished_parts(), writer.parts());
+  };
+  if (writer.finished_parts() > 0) {
+    progress.print(fmt::format("going on with {} in {}", parts(), writer.work_folder().string()));
+  }
+  const fs::path saved = writer.work_folder() / "tokenizer.json";
+  Tokenizer tokenizer = fs::exists(saved) ? Tokenizer::load(saved)
+                        : request.options.tokenizer.empty()
                             ? train_tokenizer(request, progress)
                             : Tokenizer::load(request.options.tokenizer);
-  TokenizeOptions options;
-  options.validation_fraction = request.options.validation_fraction;
-  options.seed = request.seed;
-  options.threads = request.threads;
-  const auto start = Clock::now();
-  const double total = static_cast<double>(expected_bytes(request, source));
-  options.progress = [&](int64_t done, int64_t, int64_t tokens) {
-    check_interrupted();
-    const double bytes = static_cast<double>(done);
-    progress.update(fmt::format("tokenizing {:.0f}%  {} tokens  {:.1f} MB/s",
-                                std::min(100.0, 100.0 * bytes / total),
-                                format_count(static_cast<double>(tokens)),
-                                bytes * 1e-6 / std::max(seconds_since(start), 1e-9)));
-  };
-  const ShardCounts counts = write_shards(source, tokenizer, folder, options);
-  const double seconds = seconds_since(start);
-  tokenizer.save(folder / "tokenizer.json");
-  write_file_atomic(folder / "source.json", identity.dump(2) + "\n");
-  return {std::move(tokenizer), counts, seconds, source.files_skipped()};
+  if (!fs::exists(saved)) tokenizer.save(saved);
+  start = Clock::now();
+  try {
+    const ShardCounts counts = writer.write(TokenEncoder::of(tokenizer));
+    return {std::move(tokenizer), counts, seconds_since(start), text_bytes, writer.files_skipped()};
+  } catch (...) {
+    if (writer.finished_parts() > 0) {
+      progress.print(fmt::format("{} are kept in {}: the same command goes on with them", parts(),
+                                 writer.work_folder().string()));
+    }
+    throw;
+  }
 }
 
 }  // namespace twell::cli

@@ -10,6 +10,7 @@
 
 #include "cli/command_line.h"
 #include "cli/progress_line.h"
+#include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
 #include "twell/tokenizer/tokenizer.h"
@@ -24,6 +25,8 @@ struct DataOptions {
   std::filesystem::path tokenizer;  // empty: train one
   std::string pre_tokenizer = "gpt2";
   int64_t tokenizer_sample_mib = 32;
+  int64_t part_mib = 64;                 // of input in a part (TokenizeOptions::part_bytes)
+  std::string changed_files = "refuse";  // or "redo"
 };
 // Both functions declare options under the heading "Data".
 void add_source_options(Command& command, DataOptions& options);
@@ -44,11 +47,13 @@ struct PreparedData {
   Tokenizer tokenizer;
   std::optional<ShardCounts> written;  // empty when existing shards were reused
   double tokenize_seconds = 0.0;
+  int64_t text_bytes = 0;  // read in this time; less than all when an interrupted job went on
   int64_t files_skipped = 0;
 };
 
 // Writes to `folder` the shards, their tokenizer.json, and source.json, which identifies their
-// source. A folder made from the same source is reused.
+// source. A folder made from the same source is reused, and an interrupted job goes on. When it is
+// interrupted again or fails, a line says what is kept.
 PreparedData prepare_shards(const DataRequest& request, const std::filesystem::path& folder,
                             ProgressLine& progress);
 

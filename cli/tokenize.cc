@@ -18,11 +18,17 @@ constexpr double kPlainInterval = 10.0;  // seconds between progress lines witho
 constexpr int64_t kDefaultVocabulary = 8192;
 
 constexpr const char* kFooter = R"(
-OUT receives the shards with their manifest.json, and tokenizer.json. 'twell train --shards OUT'
-trains on them; it checks their sizes and every token it reads, --verify every byte.
+OUT receives the shards with their manifest.json, tokenizer.json, and source.json, which names the
+options and the size and time of every file. 'twell train --shards OUT' trains on them; it checks
+their sizes and every token it reads, --verify every byte.
+
+The files are cut into parts (--part-mib), which are tokenized on all threads. They stand in
+OUT.partial until all are finished; when the command is interrupted or fails, the same command goes
+on with the finished ones. The shards do not depend on --threads, nor on interruptions.
 
 Examples:
   twell tokenize --data docs/ --out shards/ --vocab-size 8192
+  twell tokenize --data fineweb/sample/10BT --tokenizer tokenizer.json --out shards/
   twell tokenize --data web.jsonl.zst --json-field content --tokenizer tokenizer.json --out shards/
   twell tokenize --verify shards/)";
 
@@ -43,8 +49,8 @@ void print_statistics(const PreparedData& prepared) {
   fmt::print("bytes per token  {:.3f}\n",
              bytes / static_cast<double>(std::max<int64_t>(tokens, 1)));
   fmt::print("vocabulary       {}\n", prepared.tokenizer.vocab_size());
-  fmt::print("speed            {:.1f} MB/s\n",
-             bytes * 1e-6 / std::max(prepared.tokenize_seconds, 1e-9));
+  fmt::print("speed            {:.1f} MB/s\n", static_cast<double>(prepared.text_bytes) * 1e-6 /
+                                                   std::max(prepared.tokenize_seconds, 1e-9));
   if (prepared.files_skipped > 0) fmt::print("files skipped    {}\n", prepared.files_skipped);
 }
 
@@ -95,6 +101,16 @@ void add_tokenize_command(Command& root, CommonOptions& common) {
   add_tokenizer_options(command, flags->data);
   command.value("--vocab-size", &flags->vocab_size, "V", "Vocabulary of a trained tokenizer")
       .range(257, 1 << 24);
+  command
+      .value("--part-mib", &flags->data.part_mib, "MIB",
+             "MiB of files on disk in a part, the unit that is kept when the command is "
+             "interrupted; a larger .parquet file is cut at its row groups, another is a part")
+      .range(1, 1 << 20);
+  command
+      .value("--changed-files", &flags->data.changed_files, "refuse|redo",
+             "Files that have changed since a finished part of an interrupted command was made "
+             "from them: refuse stops, redo makes the part again")
+      .choices({"refuse", "redo"});
   add_seed_option(command, common);
   add_threads_option(command, common);
   command.footer(kFooter);

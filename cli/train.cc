@@ -132,6 +132,10 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
                   const fs::path& shards, ProgressLine& progress) {
   const bool as_they_are = flags.resume || common.data.empty();
   if (as_they_are && holds_shards(shards)) return Tokenizer::load(shards / "tokenizer.json");
+  TWELL_REQUIRE(flags.shards.empty() || !common.data.empty(),
+                "{} is no folder of shards, with manifest.json and tokenizer.json: make one with "
+                "'twell tokenize'",
+                shards.string());
   TWELL_REQUIRE(!common.data.empty(),
                 "no text given: add --data PATH, or --shards DIR with shards "
                 "made by 'twell tokenize'");

@@ -13,6 +13,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -315,6 +316,66 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
   bytes[0] = static_cast<char>(bytes[0] ^ 1);
   std::ofstream(shard, std::ios::binary) << bytes;
   expect_refused({"tokenize", "--verify", "shards"}, shard.filename().string() + " was altered");
+}
+
+// A folder is tokenized in parts, and a killed or stopped command goes on with the finished ones.
+TEST_F(CliTest, TokenizeGoesOnAfterAKill) {
+  fs::create_directory(folder_ / "web");
+  for (int i = 0; i < 12; ++i) {
+    std::ofstream lines(folder_ / "web" / (std::to_string(10 + i) + ".jsonl"));
+    for (int j = 0; j < 9000; ++j) {
+      lines << "{\"text\": \"page " << i * j << " tells what " << j % 977
+            << " is: " << i * 7919 + j * 31 << " or more\", \"id\": " << j << "}\n";
+    }
+  }
+  const auto command = [](const std::string& out, const std::vector<std::string>& more) {
+    std::vector<std::string> words = {"tokenize", "--data",      "web",
+                                      "--out",    out,           "--part-mib",
+                                      "1",        "--tokenizer", golden("model/tokenizer.json")};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const auto contents = [&](const std::string& out) {
+    std::map<std::string, std::string> files;
+    for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / out)) {
+      files[entry.path().filename().string()] = slurp(entry.path());
+    }
+    return files;
+  };
+  const auto signal_after_a_part = [&](const std::string& out, int signal) {
+    const pid_t child = start(command(out, {"--threads", "1"}));
+    const fs::path record = folder_ / (out + ".partial") / "parts" / "00000.json";
+    for (int i = 0; i < 20000 && !fs::exists(record); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ::kill(child, signal);
+    return finish(child);
+  };
+  ASSERT_EQ(run(command("whole", {"--threads", "1"})).code, 0);
+  EXPECT_GT(contents("whole").size(), 10u);
+  run({"tokenize", "--verify", "whole"});
+
+  EXPECT_EQ(signal_after_a_part("killed", SIGKILL).code, 128 + SIGKILL);
+  EXPECT_FALSE(fs::exists(folder_ / "killed"));
+  const Result resumed = run(command("killed", {"--threads", "4"}));
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_THAT(resumed.out, ContainsRegex("going on with [0-9]+ of [0-9]+ parts in killed.partial"));
+  EXPECT_EQ(contents("killed"), contents("whole"));
+  EXPECT_FALSE(fs::exists(folder_ / "killed.partial"));
+  EXPECT_THAT(run(command("killed", {})).out, HasSubstr("already holds"));
+
+  const Result stopped = signal_after_a_part("stopped", SIGTERM);
+  EXPECT_EQ(stopped.code, 143);
+  EXPECT_THAT(stopped.out, ContainsRegex("[0-9]+ of [0-9]+ parts are kept in stopped.partial: the "
+                                         "same command goes on with them"));
+  expect_refused(command("stopped", {"--seed", "1"}), "seed was 0, now 1");
+  expect_refused(command("stopped", {"--val-fraction", "0.5"}),
+                 "validation_fraction was 0.01, now 0.5");
+  expect_refused({"train", "--shards", "stopped.partial", "--out", "run"}, "manifest.json");
+  std::ofstream(folder_ / "web" / "10.jsonl", std::ios::app) << "{\"text\": \"more\"}\n";
+  expect_refused(command("stopped", {}), "10.jsonl, which has changed since");
+  EXPECT_EQ(run(command("stopped", {"--changed-files", "redo", "--threads", "2"})).code, 0);
+  EXPECT_EQ(run({"tokenize", "--verify", "stopped"}).code, 0);
 }
 
 // A model with SiLU gates is sparsified, converted to the other layout and back, and chats.

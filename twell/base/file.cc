@@ -208,11 +208,22 @@ void make_folder(const fs::path& path) {
                 error ? error.message() : "a file of that name exists");
 }
 
+void put_folder_in_place(const fs::path& fresh, const fs::path& target) {
+  std::error_code ignored;
+  sync_folder(fresh);
+  if (fs::exists(target, ignored)) {
+    replace_folder(fresh, target);
+  } else if (std::rename(fresh.c_str(), target.c_str()) != 0) {
+    fail("write", target);
+  }
+  sync_folder(parent_of(target));
+  fs::remove_all(fresh, ignored);  // holds the former content after an exchange
+}
+
 void write_folder_atomic(const fs::path& path, const std::function<void(const fs::path&)>& fill) {
   const fs::path target = path.has_filename() ? path : path.parent_path();
   std::error_code ignored;
-  const bool replace = fs::exists(target, ignored);
-  TWELL_REQUIRE(!replace || fs::is_directory(target, ignored),
+  TWELL_REQUIRE(!fs::exists(target, ignored) || fs::is_directory(target, ignored),
                 "cannot create folder {}: a file of that name exists", target.string());
   make_folder(parent_of(target));
   remove_abandoned(target);
@@ -223,14 +234,7 @@ void write_folder_atomic(const fs::path& path, const std::function<void(const fs
     const Descriptor in_use(temporary, O_RDONLY | O_DIRECTORY);
     mark_in_use(in_use.get());
     fill(temporary);
-    sync_folder(temporary);
-    if (replace) {
-      replace_folder(temporary, target);
-    } else if (std::rename(temporary.c_str(), target.c_str()) != 0) {
-      fail("write", target);
-    }
-    sync_folder(parent_of(target));
-    fs::remove_all(temporary, ignored);  // holds the former content after an exchange
+    put_folder_in_place(temporary, target);
   } catch (...) {
     fs::remove_all(temporary, ignored);
     throw;

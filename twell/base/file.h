@@ -69,6 +69,10 @@ void write_file_atomic(const std::filesystem::path& path, std::string_view text)
 void write_folder_atomic(const std::filesystem::path& path,
                          const std::function<void(const std::filesystem::path&)>& fill);
 
+// Moves the complete folder `fresh` to `target` beside it. Former content of `target` is removed
+// once it is replaced.
+void put_folder_in_place(const std::filesystem::path& fresh, const std::filesystem::path& target);
+
 // Creates the folder and its parents; an InputError when that cannot be done.
 void make_folder(const std::filesystem::path& path);
 

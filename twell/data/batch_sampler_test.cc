@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "twell/base/test_folder.h"
+#include "twell/data/shard_writer.h"
 
 namespace twell {
 namespace {

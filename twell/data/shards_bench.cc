@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing shards in bytes of text per second, with a trivial tokenizer (one token per byte) and a
 // trained one. Reading one shuffled training sequence in tokens per second.
+#include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 
 #include <benchmark/benchmark.h>

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/data/shards.h"
+#include "twell/data/shard_writer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <map>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "twell/base/rng.h"
@@ -215,7 +218,7 @@ TEST_F(Shards, WideVocabulariesTakeFourBytes) {
     const auto found = ids(open(65537), Split::kTrain);
     EXPECT_EQ(found.size(), 19u);
     EXPECT_EQ(found[0], 65536);
-    EXPECT_EQ(fs::file_size(path_ / "train-00000.bin"), 19u * 4);
+    EXPECT_EQ(fs::file_size(path_ / "train-00000-000.bin"), 19u * 4);
   }
 }
 
@@ -287,20 +290,32 @@ TEST_F(Shards, RefuseWhatCannotBeWritten) {
 }
 
 TEST_F(Shards, ReportProgress) {
-  int64_t last_bytes = 0, last_tokens = 0, calls = 0;
+  TokenizeProgress last;
   const std::string text = joined(std::vector<std::string>(40, std::string(200000, 'x')));
-  const auto progress = [&](int64_t bytes, int64_t total, int64_t tokens) {
-    EXPECT_GE(bytes, last_bytes);
-    EXPECT_GT(tokens, last_tokens);
-    EXPECT_EQ(total, static_cast<int64_t>(text.size()));
-    last_bytes = bytes;
-    last_tokens = tokens;
-    ++calls;
+  const auto progress = [&](const TokenizeProgress& now) {
+    EXPECT_GE(now.bytes_read, last.bytes_read);
+    EXPECT_GE(now.tokens, last.tokens);
+    EXPECT_EQ(now.total_bytes, static_cast<int64_t>(text.size()));
+    EXPECT_EQ(now.parts, 1);
+    last = now;
   };
-  write(text, {.threads = 1, .progress = progress});
-  EXPECT_EQ(last_bytes, static_cast<int64_t>(text.size()));
-  EXPECT_EQ(last_tokens + 1, last_bytes);  // a token per byte, NUL as EOS; the last EOS is to come
-  EXPECT_GE(calls, 3);
+  TokenEncoder slow = byte_encoder();
+  slow.encode = [](std::string_view piece, std::vector<int32_t>& ids) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    byte_encoder().encode(piece, ids);
+  };
+  int64_t before_the_end = 0;
+  const auto counted = [&](const TokenizeProgress& now) {
+    before_the_end += now.bytes_read > 0 && now.bytes_read < now.total_bytes;
+    progress(now);
+  };
+  write(text, {.threads = 1, .progress = counted}, slow);
+  EXPECT_GE(before_the_end, 1);
+  EXPECT_EQ(last.bytes_read, static_cast<int64_t>(text.size()));
+  EXPECT_EQ(last.text_bytes, static_cast<int64_t>(text.size()) - 40);
+  EXPECT_EQ(last.tokens, last.bytes_read);  // a token per byte, NUL as EOS
+  EXPECT_EQ(last.parts_finished, 1);
+  EXPECT_EQ(last.kept_bytes, 0);
 }
 
 // All files in the folder except the source text.
@@ -326,9 +341,10 @@ TEST_F(Shards, AFaultLeavesTheOldFolderWhole) {
   EXPECT_THROW(write("text", {}, failing), Error);
   EXPECT_EQ(contents(folder_.path()), before);
 
-  const auto stop = [](int64_t, int64_t, int64_t) { throw Error("stopped by the user"); };
+  const auto folder_before = contents(path_);
+  const auto stop = [](const TokenizeProgress&) { throw Error("stopped by the user"); };
   EXPECT_THROW(write("text", {.progress = stop}), Error);
-  EXPECT_EQ(contents(folder_.path()), before);
+  EXPECT_EQ(contents(path_), folder_before);
 }
 
 TEST_F(Shards, AFullDiskLeavesTheOldFolderWhole) {
@@ -379,19 +395,19 @@ TEST_F(Shards, RefuseDamagedFolders) {
   write(joined(some_documents(30)), {.shard_tokens = 500});
   EXPECT_EQ(fault(), "no fault");
 
-  const fs::path shard = path_ / "train-00001.bin";
+  const fs::path shard = path_ / "train-00000-001.bin";
   const std::string good = read_file(shard);
-  folder_.write("shards/train-00001.bin", good.substr(0, good.size() - 1));
-  EXPECT_THAT(fault(), AllOf(HasSubstr("train-00001.bin has 999 bytes"), HasSubstr("1000")));
+  folder_.write("shards/train-00000-001.bin", good.substr(0, good.size() - 1));
+  EXPECT_THAT(fault(), AllOf(HasSubstr("train-00000-001.bin has 999 bytes"), HasSubstr("1000")));
   fs::remove(shard);
   EXPECT_THAT(fault(), HasSubstr("No such file"));
 
   std::string altered = good;
   altered[10] = static_cast<char>(altered[10] ^ 1);
-  folder_.write("shards/train-00001.bin", altered);
+  folder_.write("shards/train-00000-001.bin", altered);
   EXPECT_THROW(open().verify(), InputError);
   altered[11] = '\x7F';  // the high byte of an id
-  folder_.write("shards/train-00001.bin", altered);
+  folder_.write("shards/train-00000-001.bin", altered);
   EXPECT_THROW(ids(open(), Split::kTrain), InputError);
 }
 
@@ -414,11 +430,11 @@ TEST_F(Shards, RefuseAlteredManifests) {
   EXPECT_THAT(fault_with("\"tokens\": 500", "\"tokens\": 9223372036854775807"),
               HasSubstr("\"tokens\""));
   EXPECT_THAT(fault_with("\"shards\": [", "\"shards\": [7,"), HasSubstr("shard 0"));
-  EXPECT_THAT(fault_with("train-00001.bin", "train-00000.bin"), HasSubstr("listed twice"));
+  EXPECT_THAT(fault_with("train-00000-001.bin", "train-00000-000.bin"), HasSubstr("listed twice"));
   EXPECT_THAT(fault_with("\"crc64\": \"", "\"crc64\": \"0"), HasSubstr("16 hex digits"));
   for (const char* name :
        {"/etc/passwd", "../text", "..", ".", "", "a/b", "a\\\\b", ".hidden", "a\\u0000b", "a b"}) {
-    EXPECT_THAT(fault_with("train-00000.bin", name), HasSubstr("plain name")) << name;
+    EXPECT_THAT(fault_with("train-00000-000.bin", name), HasSubstr("plain name")) << name;
   }
   for (const char* text : {"", "[]", "null", "{}", "\"text\"", "{\"format\": 1}"}) {
     EXPECT_THAT(fault_with_manifest(text), HasSubstr("manifest.json: "));

@@ -10,6 +10,7 @@
 #include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
 #include "twell/data/batch_sampler.h"
+#include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 
 namespace twell {

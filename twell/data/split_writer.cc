@@ -48,9 +48,10 @@ uint64_t crc64(std::span<const std::byte> bytes, uint64_t before) {
   return lzma_crc64(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size(), before);
 }
 
-SplitWriter::SplitWriter(fs::path folder, Split split, int64_t vocab_size, int64_t shard_tokens)
+SplitWriter::SplitWriter(fs::path folder, std::string stem, int64_t vocab_size,
+                         int64_t shard_tokens)
     : folder_(std::move(folder)),
-      split_(split),
+      stem_(std::move(stem)),
       vocab_size_(vocab_size),
       id_bytes_(ShardManifest{.vocab_size = vocab_size}.id_bytes()),
       shard_tokens_(shard_tokens) {}
@@ -62,8 +63,8 @@ void SplitWriter::append(std::span<const int32_t> ids) {
   }
   while (!ids.empty()) {
     if (!open_) {
-      shards_.push_back({.name = fmt::format("{}-{:05}.bin", split_name(split_), shards_.size())});
-      open_ = std::make_unique<OpenShard>(path_of(shards_.back()));
+      shards_.push_back({.name = fmt::format("{}-{:03}.bin", stem_, shards_.size())});
+      open_ = std::make_unique<OpenShard>(folder_ / shards_.back().name);
     }
     const int64_t room = shard_tokens_ - open_->tokens;
     const auto part = ids.first(static_cast<size_t>(std::min<int64_t>(room, std::ssize(ids))));
@@ -89,43 +90,6 @@ void SplitWriter::finish() {
   shards_.back().tokens = open_->tokens;
   shards_.back().crc64 = open_->crc64;
   open_.reset();
-}
-
-void SplitWriter::take_tail(int64_t count,
-                            const std::function<void(std::span<const int32_t>)>& use) {
-  TWELL_CHECK(!open_ && count <= tokens_, "taking {} of {} tokens", count, tokens_);
-  size_t first = shards_.size();
-  int64_t in_tail = 0;  // tokens of the shards [first, end)
-  while (in_tail < count) in_tail += shards_[--first].tokens;
-
-  const int64_t kept_of_first = in_tail - count;
-  std::vector<int32_t> ids;
-  for (size_t s = first; s < shards_.size(); ++s) {
-    const MappedFile file(path_of(shards_[s]));
-    for (int64_t at = s == first ? kept_of_first : 0; at < shards_[s].tokens;
-         at += std::ssize(ids)) {
-      ids.resize(static_cast<size_t>(
-          std::min<int64_t>(shards_[s].tokens - at, static_cast<int64_t>(kBufferBytes))));
-      unpack_ids(file.bytes().data() + at * id_bytes_, id_bytes_, ids);
-      use(ids);
-    }
-  }
-  const size_t remaining = first + (kept_of_first > 0 ? 1 : 0);
-  for (; shards_.size() > remaining; shards_.pop_back()) fs::remove(path_of(shards_.back()));
-  if (kept_of_first > 0) truncate_last(kept_of_first);
-  tokens_ -= count;
-}
-
-// Rewrites the shard instead of truncating the file because its checksum must be recomputed anyway.
-void SplitWriter::truncate_last(int64_t tokens) {
-  ShardFile& shard = shards_.back();
-  const MappedFile whole(path_of(shard));
-  const auto kept = whole.bytes().first(static_cast<size_t>(tokens * id_bytes_));
-  AtomicFile file(path_of(shard));
-  file.write(kept);
-  file.commit();
-  shard.tokens = tokens;
-  shard.crc64 = crc64(kept);
 }
 
 }  // namespace twell

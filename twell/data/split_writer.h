@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes one split of a shard set: a stream of ids, cut into files of shard_tokens ids.
+// Writes a stream of ids, cut into files of shard_tokens ids.
 #pragma once
 
 #include <lzma.h>
@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "twell/base/file.h"
@@ -19,17 +19,15 @@ namespace twell {
 
 class SplitWriter {
  public:
-  // Writes <folder>/<split>-00000.bin, -00001.bin, ...
-  SplitWriter(std::filesystem::path folder, Split split, int64_t vocab_size, int64_t shard_tokens);
+  // Writes <folder>/<stem>-000.bin, -001.bin, ...
+  SplitWriter(std::filesystem::path folder, std::string stem, int64_t vocab_size,
+              int64_t shard_tokens);
 
   void append(std::span<const int32_t> ids);  // each in [0, vocab_size)
   int64_t tokens() const { return tokens_; }
   // Writes the buffered ids to disk; append() then starts a new file.
   void finish();
   const std::vector<ShardFile>& shards() const { return shards_; }
-
-  // Call after finish(). Removes the last `count` tokens and passes them to use(ids) in order.
-  void take_tail(int64_t count, const std::function<void(std::span<const int32_t>)>& use);
 
  private:
   struct OpenShard {
@@ -38,12 +36,10 @@ class SplitWriter {
     int64_t tokens = 0;
     uint64_t crc64 = 0;
   };
-  std::filesystem::path path_of(const ShardFile& shard) const { return folder_ / shard.name; }
   void write_buffer();
-  void truncate_last(int64_t tokens);
 
   std::filesystem::path folder_;
-  Split split_;
+  std::string stem_;
   int64_t vocab_size_;
   int64_t id_bytes_;
   int64_t shard_tokens_;

@@ -6,7 +6,6 @@
 
 #include "twell/base/error.h"
 #include "twell/base/utf8.h"
-#include "twell/parquet/reader.h"
 
 namespace twell {
 namespace fs = std::filesystem;
@@ -244,7 +243,7 @@ class JsonlDocuments : public RowDocuments {
 class ParquetDocuments : public RowDocuments {
  public:
   ParquetDocuments(const fs::path& path, const DocumentOptions& options)
-      : RowDocuments(options), reader_(path, {options.json_field}) {}
+      : RowDocuments(options), reader_(path, {options.json_field}, options.row_groups) {}
 
   int64_t file_bytes_read() const override { return reader_.file_bytes_read(); }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "twell/data/decompress.h"
+#include "twell/parquet/reader.h"
 
 namespace twell {
 
@@ -23,17 +24,18 @@ struct DocumentOptions {
   size_t piece_bytes = size_t{1} << 20;
   size_t chunk_bytes = size_t{256} << 10;   // bytes per read
   size_t max_json_line = size_t{64} << 20;  // a longer line is a fault
+  ParquetRowGroups row_groups;              // of a .parquet file: those to read
 };
 
 // Reads `path` (.parquet, .jsonl, else text; the latter two may be compressed) from start to
-// end. Every fault is an InputError naming the file, the reason, and the byte or the line.
+// end. Every fault is an InputError naming the file, the reason, and the byte, line or row.
 class DocumentReader {
  public:
   static std::unique_ptr<DocumentReader> open(const std::filesystem::path& path,
                                               const DocumentOptions& options);
   virtual ~DocumentReader() = default;
-  virtual bool next(TextPiece& piece) = 0;  // false at the end
-  virtual int64_t file_bytes_read() const = 0;
+  virtual bool next(TextPiece& piece) = 0;      // false at the end
+  virtual int64_t file_bytes_read() const = 0;  // of the file, or of its row groups to read
 };
 
 // Length of the first piece of at most `limit` bytes (at least 4). A text within the limit is one

@@ -67,7 +67,8 @@ class Lister {
 
   void add_file(const fs::path& path, const struct stat& info) {
     if (seen_.emplace(info.st_dev, info.st_ino).second) {
-      files_.push_back({path, static_cast<int64_t>(info.st_size)});
+      const int64_t modified = int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
+      files_.push_back({path, static_cast<int64_t>(info.st_size), modified});
     } else {
       ++repeated_;
     }

@@ -12,7 +12,8 @@ namespace twell {
 
 struct TextFile {
   std::filesystem::path path;
-  int64_t bytes = 0;  // on disk
+  int64_t bytes = 0;     // on disk
+  int64_t modified = 0;  // time of the last change, in nanoseconds since 1970
 };
 
 // Paths keep their order. A folder stands for every regular file below it, each folder's entries

@@ -6,105 +6,113 @@
 
 #include "twell/base/error.h"
 #include "twell/base/utf8.h"
-#include "twell/data/text_files.h"
 
 namespace twell {
 namespace {
 
 constexpr int64_t kReportsByName = 5;  // skipped files named one by one
 
+// The row groups of the file as units of at most part_bytes, or of one row group if that is larger.
+// A file that cannot be opened is one unit, so that its fault comes up where it is read.
+std::vector<TextUnit> cut_at_row_groups(const TextUnit& whole, const std::string& field,
+                                        int64_t part_bytes) {
+  std::vector<int64_t> bytes;
+  try {
+    bytes = ParquetReader(whole.file.path, {field}).row_group_bytes();
+  } catch (const InputError&) {
+  }
+  if (bytes.size() < 2) return {whole};
+  std::vector<TextUnit> units;
+  for (size_t group = 0; group < bytes.size(); ++group) {
+    if (units.empty() || units.back().bytes + bytes[group] > part_bytes) {
+      units.push_back({whole.file, {group, group}, 0});
+    }
+    units.back().row_groups.end = group + 1;
+    units.back().bytes += bytes[group];
+  }
+  return units;
+}
+
 }  // namespace
 
-struct TextSource::Impl {
-  explicit Impl(const TextSourceOptions& options_in) : options(options_in) {
-    TWELL_REQUIRE(options.max_bytes >= 0, "the number of bytes of text must not be negative: {}",
-                  options.max_bytes);
-    files = list_text_files(options.paths, [&](const std::string& fault) {
-      if (options.bad_file == BadFile::kError) throw InputError(fault);
-      ++folders_skipped;
-      report(fault);
-    });
-    for (const TextFile& file : files) total_bytes += file.bytes;
-  }
+TextStream::TextStream(std::vector<TextUnit> units, TextSourceOptions options,
+                       std::function<void(const std::string&)> on_skip)
+    : units_(std::move(units)), options_(std::move(options)), on_skip_(std::move(on_skip)) {}
 
-  void report(const std::string& fault) const {
-    if (!first_pass || !options.log || skipped() > kReportsByName) return;
-    options.log(LogLevel::kWarning, "skipped: " + fault);
-  }
-
-  void report_end() {
-    if (first_pass && options.log && skipped() > kReportsByName) {
-      options.log(LogLevel::kWarning, fmt::format("skipped {} bad files in all", skipped()));
-    }
-    first_pass = false;
-  }
-
-  // The next piece: of the current file, or of the next file that has one.
-  bool next(TextPiece& piece) {
-    while (index < files.size()) {
-      const TextFile& file = files[index];
-      try {
-        if (!reader) {
-          reader = DocumentReader::open(
-              file.path, {.json_field = options.json_field, .piece_bytes = options.piece_bytes});
-        }
-        if (reader->next(piece)) return true;
-      } catch (const InputError& fault) {
-        if (options.bad_file == BadFile::kError) throw;
-        ++files_skipped;
-        report(fault.what());
+// The next piece: of the current unit, or of the next unit that has one.
+bool TextStream::next_of_units(TextPiece& piece) {
+  while (index_ < units_.size()) {
+    const TextUnit& unit = units_[index_];
+    try {
+      if (!reader_) {
+        reader_ = DocumentReader::open(unit.file.path, {.json_field = options_.json_field,
+                                                        .piece_bytes = options_.piece_bytes,
+                                                        .row_groups = unit.row_groups});
       }
-      reader.reset();
-      finished_bytes += file.bytes;
-      ++index;
+      if (reader_->next(piece)) return true;
+    } catch (const InputError& fault) {
+      if (options_.bad_file == BadFile::kError) throw;
+      ++units_skipped_;
+      if (on_skip_) on_skip_(fault.what());
     }
-    return false;
+    reader_.reset();
+    finished_bytes_ += unit.bytes;
+    ++index_;
   }
-
-  bool next_within_limit(TextPiece& piece) {
-    if (options.max_bytes == 0) return next(piece);
-    const int64_t room = options.max_bytes - text_bytes;
-    if (room <= 0 || !next(piece)) return false;
-    piece.text.resize(utf8_prefix(piece.text, static_cast<size_t>(room)));
-    text_bytes += static_cast<int64_t>(piece.text.size());
-    if (!piece.text.empty()) return true;
-    text_bytes = options.max_bytes;  // not even one more character fits
-    return false;
-  }
-
-  void rewind() {
-    if (index > 0 || reader) first_pass = false;
-    reader.reset();
-    index = 0;
-    finished_bytes = text_bytes = files_skipped = 0;
-  }
-
-  int64_t bytes_read() const {
-    if (!reader) return finished_bytes;
-    return finished_bytes + std::min(reader->file_bytes_read(), files[index].bytes);
-  }
-  int64_t skipped() const { return folders_skipped + files_skipped; }
-
-  TextSourceOptions options;
-  std::vector<TextFile> files;
-  int64_t total_bytes = 0;
-  int64_t folders_skipped = 0;
-  bool first_pass = true;
-
-  size_t index = 0;  // the current file
-  std::unique_ptr<DocumentReader> reader;
-  int64_t finished_bytes = 0;  // on disk, files before the current one
-  int64_t text_bytes = 0;      // returned so far
-  int64_t files_skipped = 0;
-};
-
-TextSource::TextSource(const TextSourceOptions& options) : impl_(std::make_unique<Impl>(options)) {}
-TextSource::~TextSource() = default;
-bool TextSource::next(TextPiece& piece) {
-  if (impl_->next_within_limit(piece)) return true;
-  impl_->report_end();
   return false;
 }
+
+bool TextStream::next(TextPiece& piece) {
+  if (options_.max_bytes == 0) return next_of_units(piece);
+  const int64_t room = options_.max_bytes - text_bytes_;
+  if (room <= 0 || !next_of_units(piece)) return false;
+  piece.text.resize(utf8_prefix(piece.text, static_cast<size_t>(room)));
+  text_bytes_ += static_cast<int64_t>(piece.text.size());
+  if (!piece.text.empty()) return true;
+  text_bytes_ = options_.max_bytes;  // not even one more character fits
+  return false;
+}
+
+int64_t TextStream::bytes_read() const {
+  if (!reader_) return finished_bytes_;
+  return finished_bytes_ + std::min(reader_->file_bytes_read(), units_[index_].bytes);
+}
+
+void SkipLog::skipped(const std::string& fault) {
+  if (log_ && ++count_ <= kReportsByName) log_(LogLevel::kWarning, "skipped: " + fault);
+}
+
+void SkipLog::end() {
+  if (log_ && count_ > kReportsByName) {
+    log_(LogLevel::kWarning, fmt::format("skipped {} bad files in all", count_));
+  }
+  log_ = nullptr;
+}
+
+TextSource::TextSource(const TextSourceOptions& options)
+    : options_(options), skip_log_(options.log) {
+  TWELL_REQUIRE(options_.max_bytes >= 0, "the number of bytes of text must not be negative: {}",
+                options_.max_bytes);
+  const auto on_fault = [this](const std::string& fault) {
+    if (options_.bad_file == BadFile::kError) throw InputError(fault);
+    ++folders_skipped_;
+    skip_log_.skipped(fault);
+  };
+  for (TextFile& file : list_text_files(options_.paths, on_fault)) {
+    const int64_t bytes = file.bytes;
+    files_.push_back({std::move(file), {}, bytes});
+    total_bytes_ += bytes;
+  }
+  rewind();
+}
+
+bool TextSource::next(TextPiece& piece) {
+  read_ = true;
+  if (stream_->next(piece)) return true;
+  skip_log_.end();
+  return false;
+}
+
 bool TextSource::next(std::string& text) {
   TextPiece piece;
   piece.text.swap(text);
@@ -112,9 +120,33 @@ bool TextSource::next(std::string& text) {
   text.swap(piece.text);
   return found;
 }
-void TextSource::rewind() { impl_->rewind(); }
-int64_t TextSource::total_bytes() const { return impl_->total_bytes; }
-int64_t TextSource::bytes_read() const { return impl_->bytes_read(); }
-int64_t TextSource::files_skipped() const { return impl_->skipped(); }
+
+void TextSource::rewind() {
+  if (read_) skip_log_ = SkipLog(nullptr);
+  stream_ = std::make_unique<TextStream>(
+      files_, options_, [this](const std::string& fault) { skip_log_.skipped(fault); });
+}
+
+std::vector<std::vector<TextUnit>> TextSource::parts(int64_t part_bytes) const {
+  if (options_.max_bytes > 0) return {files_};
+  std::vector<std::vector<TextUnit>> parts;
+  int64_t room = -1;  // of the last part for more files
+  for (const TextUnit& file : files_) {
+    if (file.bytes > part_bytes && file.file.path.extension() == ".parquet") {
+      for (TextUnit& unit : cut_at_row_groups(file, options_.json_field, part_bytes)) {
+        parts.push_back({std::move(unit)});
+      }
+      room = -1;  // nothing joins its last part
+      continue;
+    }
+    if (file.bytes > room) {
+      parts.emplace_back();
+      room = part_bytes;
+    }
+    parts.back().push_back(file);
+    room -= file.bytes;
+  }
+  return parts;
+}
 
 }  // namespace twell

@@ -13,12 +13,14 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "twell/base/log.h"
 #include "twell/data/text_documents.h"
+#include "twell/data/text_files.h"
 
 namespace twell {
 
@@ -36,22 +38,81 @@ struct TextSourceOptions {
   LogSink log;  // names the first few skipped files, then gives their number; first pass only
 };
 
+// A file, or some row groups of a .parquet file.
+struct TextUnit {
+  TextFile file;
+  ParquetRowGroups row_groups;
+  int64_t bytes = 0;  // on disk
+};
+
+// Reads units in order.
+class TextStream {
+ public:
+  // on_skip(reason) is told of each unit skipped by BadFile::kSkip; it may be empty.
+  TextStream(std::vector<TextUnit> units, TextSourceOptions options,
+             std::function<void(const std::string&)> on_skip);
+  // The next piece; false at the end. InputError names the file and the fault.
+  bool next(TextPiece& piece);
+  int64_t bytes_read() const;  // of the units' bytes on disk, read or skipped so far
+  int64_t units_skipped() const { return units_skipped_; }
+
+ private:
+  bool next_of_units(TextPiece& piece);
+
+  std::vector<TextUnit> units_;
+  TextSourceOptions options_;
+  std::function<void(const std::string&)> on_skip_;
+  size_t index_ = 0;  // the current unit
+  std::unique_ptr<DocumentReader> reader_;
+  int64_t finished_bytes_ = 0;  // on disk, units before the current one
+  int64_t text_bytes_ = 0;      // returned so far; counted only under a limit
+  int64_t units_skipped_ = 0;
+};
+
+// Logs the first few faults, each as a warning, and at the end their number.
+class SkipLog {
+ public:
+  explicit SkipLog(LogSink log) : log_(std::move(log)) {}
+  void skipped(const std::string& fault);
+  void end();
+
+ private:
+  LogSink log_;
+  int64_t count_ = 0;
+};
+
 // The documents in a fixed order: paths as given, folder contents sorted by name.
 class TextSource {
  public:
   explicit TextSource(const TextSourceOptions& options);  // InputError: missing path, no files
-  ~TextSource();
+  TextSource(const TextSource&) = delete;
+  TextSource& operator=(const TextSource&) = delete;
   // The next piece; false at the end. InputError names the file and the fault.
   bool next(TextPiece& piece);
   bool next(std::string& text);  // the same without document starts
   void rewind();
-  int64_t total_bytes() const;    // bytes on disk of all files, for progress
-  int64_t bytes_read() const;     // of total_bytes(), read or skipped so far
-  int64_t files_skipped() const;  // bad files and unreadable subfolders so far
+  int64_t total_bytes() const { return total_bytes_; }  // bytes on disk of all files, for progress
+  int64_t bytes_read() const { return stream_->bytes_read(); }  // of total_bytes(), so far
+  int64_t files_skipped() const { return folders_skipped_ + stream_->units_skipped(); }
+  int64_t folders_skipped() const { return folders_skipped_; }  // those that cannot be listed
+
+  const TextSourceOptions& options() const { return options_; }
+  const std::vector<TextUnit>& files() const { return files_; }
+  // The files in order, cut into parts that can be read independently of each other: consecutive
+  // files of at most part_bytes on disk together, or a single larger file, or row groups of a
+  // .parquet file larger than that. The cuts depend only on the files. With max_bytes, which needs
+  // the text before it to be counted, all files are one part.
+  std::vector<std::vector<TextUnit>> parts(int64_t part_bytes) const;
+  SkipLog& skip_log() { return skip_log_; }  // for who reads the parts
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  TextSourceOptions options_;
+  std::vector<TextUnit> files_;
+  int64_t total_bytes_ = 0;
+  int64_t folders_skipped_ = 0;
+  SkipLog skip_log_;
+  bool read_ = false;  // whether next() was called
+  std::unique_ptr<TextStream> stream_;
 };
 
 }  // namespace twell

@@ -179,12 +179,7 @@ ParquetValue PlainReader::next() {
 
 ParquetColumn::ParquetColumn(std::span<const std::byte> file, const ParquetChunk& chunk,
                              const ParquetField& field, ParquetMemory& memory, std::string where)
-    : file_(file),
-      chunk_(chunk),
-      field_(field),
-      memory_(memory),
-      where_(std::move(where)),
-      left_(chunk.values) {
+    : chunk_(chunk), field_(field), memory_(memory), where_(std::move(where)), left_(chunk.values) {
   TWELL_REQUIRE(!chunk.elsewhere, "{}: in another file, or encrypted", where_);
   TWELL_REQUIRE(chunk.type == field.type, "{}: of type {}, where the schema says {}", where_,
                 chunk.type, field.type);

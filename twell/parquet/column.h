@@ -73,8 +73,6 @@ class ParquetColumn {
   // Consumes the entry and returns its value, null if it has none.
   ParquetValue take();
 
-  size_t file_position() const { return static_cast<size_t>(rest_.data() - file_.data()); }
-
  private:
   void load_entry();
   void load_page();
@@ -88,7 +86,7 @@ class ParquetColumn {
   void give_back_page();
   [[noreturn]] void fail(std::string_view reason) const;
 
-  std::span<const std::byte> file_, rest_;  // rest_: pages not yet read
+  std::span<const std::byte> rest_;  // pages not yet read
   const ParquetChunk& chunk_;
   const ParquetField& field_;
   ParquetMemory& memory_;

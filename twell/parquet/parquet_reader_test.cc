@@ -78,6 +78,30 @@ TEST_P(ParquetFiles, DamagedOnesAreRefusedOrReadButNothingElse) {
   EXPECT_GT(refused, 10);
 }
 
+TEST_P(ParquetFiles, AreReadByRowGroups) {
+  const json expected = json::parse(read_file(golden("rows.json")));
+  const fs::path path = golden(std::string(GetParam()) + ".parquet");
+  const std::vector<int64_t> bytes = ParquetReader(path).row_group_bytes();
+  ASSERT_EQ(bytes.size(), 3u);  // of 17, 17 and 6 rows
+  for (size_t first = 0; first <= 3; ++first) {
+    for (size_t end = first; end <= 4; ++end) {
+      ParquetReader reader(path, {"small"}, {first, end});
+      const size_t last_row = std::min<size_t>(17 * end, 40);
+      EXPECT_EQ(reader.file_bytes_read(), 0);
+      json row;
+      for (size_t i = 17 * first; i < last_row; ++i) {
+        ASSERT_TRUE(reader.next(row));
+        ASSERT_EQ(row["small"], expected[i]["small"]);
+        ASSERT_EQ(reader.row(), static_cast<int64_t>(i) + 1);
+      }
+      EXPECT_FALSE(reader.next(row));
+      int64_t stored = 0;
+      for (size_t g = first; g < std::min<size_t>(end, 3); ++g) stored += bytes[g];
+      EXPECT_EQ(reader.file_bytes_read(), stored);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Golden, ParquetFiles,
                          testing::Values("none-v1-dictionary", "none-v2-plain", "snappy-v1-plain",
                                          "snappy-v2-dictionary", "gzip-v1-dictionary",
@@ -92,11 +116,12 @@ TEST(ParquetReader, RefusesByName) {
       {"time", "f: column time: TIMESTAMP is not read"},
       {"decimal", "f: column decimal: DECIMAL is not read"},
       {"map", "f: column map: MAP is not read"},
-      {"delta", "f: column delta: encoding DELTA_BINARY_PACKED is not read"},
-      {"delta_text", "f: column delta_text: encoding DELTA_LENGTH_BYTE_ARRAY is not read"},
-      {"split", "f: column split: encoding BYTE_STREAM_SPLIT is not read"},
-      {"brotli", "f: column brotli: compression BROTLI is not read"},
-      {"lz4", "f: column lz4: compression LZ4_RAW is not read"},
+      {"delta", "f: row group 1: column delta: encoding DELTA_BINARY_PACKED is not read"},
+      {"delta_text",
+       "f: row group 1: column delta_text: encoding DELTA_LENGTH_BYTE_ARRAY is not read"},
+      {"split", "f: row group 1: column split: encoding BYTE_STREAM_SPLIT is not read"},
+      {"brotli", "f: row group 1: column brotli: compression BROTLI is not read"},
+      {"lz4", "f: row group 1: column lz4: compression LZ4_RAW is not read"},
       {"text", "f: no column \"text\"; there are binary, fixed, date"},
   };
   for (const auto& [name, message] : cases) EXPECT_THAT(fault(file, {name}), HasSubstr(message));
@@ -117,7 +142,7 @@ TEST(ParquetReader, TextIsUtf8) {
   const size_t at = file.find("floats on water");
   ASSERT_NE(at, std::string::npos);
   file[at] = '\xFF';
-  EXPECT_THAT(fault(file), HasSubstr("f: column text: a text that is not UTF-8"));
+  EXPECT_THAT(fault(file), HasSubstr("f: row group 1: column text: a text that is not UTF-8"));
 }
 
 TEST(ParquetReader, FilesThatAreNoParquet) {

@@ -24,8 +24,9 @@ int64_t count_columns(const ParquetMetadata& metadata) {
 
 }  // namespace
 
-ParquetReader::ParquetReader(const fs::path& path, const std::vector<std::string>& names)
-    : mapped_(path), file_(mapped_.bytes()), source_(path.string()) {
+ParquetReader::ParquetReader(const fs::path& path, const std::vector<std::string>& names,
+                             ParquetRowGroups groups)
+    : mapped_(path), file_(mapped_.bytes()), source_(path.string()), groups_(groups) {
   open(names);
 }
 
@@ -36,13 +37,15 @@ ParquetReader::ParquetReader(std::span<const std::byte> bytes, std::string sourc
 }
 
 void ParquetReader::fail(const std::string& reason) const {
-  throw InputError(fmt::format("{}: {}", source_, reason));
+  const std::string where = in_row_group_ ? fmt::format("row group {}: ", next_row_group_) : "";
+  throw InputError(fmt::format("{}: {}{}", source_, where, reason));
 }
 
 void ParquetReader::open(const std::vector<std::string>& names) {
   metadata_ = parse_parquet_metadata(file_, source_);
   fields_ = parse_parquet_schema(metadata_, source_);
   check_row_groups();
+  choose_row_groups();
   choose_fields(names);
 }
 
@@ -62,6 +65,38 @@ void ParquetReader::check_row_groups() const {
   if (rows != metadata_.rows) {
     fail(fmt::format("damaged metadata ({} rows, {} in row groups)", metadata_.rows, rows));
   }
+}
+
+void ParquetReader::choose_row_groups() {
+  const std::vector<ParquetRowGroup>& all = metadata_.row_groups;
+  const bool whole = groups_ == ParquetRowGroups{};
+  groups_.end = std::min(groups_.end, all.size());
+  const std::vector<int64_t> bytes = row_group_bytes();
+  for (size_t g = 0; g < groups_.end; ++g) {
+    if (g < groups_.first) {
+      rows_before_ += all[g].rows;
+      continue;
+    }
+    rows_to_read_ += all[g].rows;
+    groups_bytes_ += bytes[g];
+  }
+  if (whole) groups_bytes_ = std::ssize(file_);
+  row_ = rows_before_;
+  next_row_group_ = groups_.first;
+}
+
+// Damaged sizes are limited to the file's, so that their sums cannot overflow.
+std::vector<int64_t> ParquetReader::row_group_bytes() const {
+  std::vector<int64_t> bytes;
+  for (const ParquetRowGroup& group : metadata_.row_groups) {
+    int64_t sum = 0;
+    for (const ParquetChunk& chunk : group.columns) {
+      sum = std::min(std::ssize(file_),
+                     sum + std::clamp<int64_t>(chunk.compressed_bytes, 0, std::ssize(file_)));
+    }
+    bytes.push_back(sum);
+  }
+  return bytes;
 }
 
 void ParquetReader::choose_fields(const std::vector<std::string>& names) {
@@ -90,14 +125,17 @@ void ParquetReader::choose_fields(const std::vector<std::string>& names) {
 
 bool ParquetReader::begin_row_group() {
   open_.clear();
-  if (next_row_group_ == metadata_.row_groups.size()) return false;
+  in_row_group_ = false;
+  if (next_row_group_ >= groups_.end) return false;
   const ParquetRowGroup& group = metadata_.row_groups[next_row_group_++];
+  in_row_group_ = true;
   rows_left_ = group.rows;
   by_column_.assign(group.columns.size(), nullptr);
   for (const ParquetField& field : fields_) {
     std::vector<const ParquetField*> values;
     field.append_columns(values);
-    const std::string where = fmt::format("{}: column {}", source_, field.name);
+    const std::string where =
+        fmt::format("{}: row group {}: column {}", source_, next_row_group_, field.name);
     for (const ParquetField* value : values) {
       const auto index = static_cast<size_t>(value->column);
       by_column_[index] = &open_.emplace_back(file_, group.columns[index], *value, memory_, where);
@@ -122,9 +160,9 @@ bool ParquetReader::next(json& row) {
 }
 
 int64_t ParquetReader::file_bytes_read() const {
-  size_t position = open_.empty() ? (row_ > 0 ? file_.size() : 0) : 0;
-  for (const ParquetColumn& column : open_) position = std::max(position, column.file_position());
-  return static_cast<int64_t>(position);
+  const double share = static_cast<double>(row_ - rows_before_) /
+                       static_cast<double>(std::max<int64_t>(rows_to_read_, 1));
+  return static_cast<int64_t>(static_cast<double>(groups_bytes_) * share);
 }
 
 void ParquetReader::spend(size_t bytes) {

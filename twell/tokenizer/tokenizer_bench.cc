@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Speed of encoding and training on the headers in /usr/include, cut into pieces of 1 MiB.
+// Speed of encoding and training on the headers in /usr/include, or on the text in the file that
+// the environment variable TWELL_BENCH_TEXT names, cut into pieces of 1 MiB.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,8 +19,17 @@ namespace {
 constexpr size_t kPieceBytes = size_t{1} << 20;
 constexpr size_t kTextBytes = size_t{32} << 20;
 
-std::vector<std::string> read_headers() {
+std::vector<std::string> read_pieces() {
   namespace fs = std::filesystem;
+  if (const char* file = std::getenv("TWELL_BENCH_TEXT")) {
+    const std::string text = read_file(file);
+    std::vector<std::string> pieces;
+    for (size_t at = 0; at < text.size(); at += pieces.back().size()) {
+      pieces.push_back(
+          text.substr(at, utf8_prefix(std::string_view(text).substr(at), kPieceBytes)));
+    }
+    return pieces;
+  }
   std::vector<fs::path> paths;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::recursive_directory_iterator("/usr/include", error)) {
@@ -38,8 +49,8 @@ std::vector<std::string> read_headers() {
   return pieces;
 }
 
-const std::vector<std::string>& headers() {
-  static const std::vector<std::string> pieces = read_headers();
+const std::vector<std::string>& text_pieces() {
+  static const std::vector<std::string> pieces = read_pieces();
   return pieces;
 }
 
@@ -50,8 +61,8 @@ int64_t bytes_of(const std::vector<std::string>& pieces) {
 }
 
 bool skip_without_text(benchmark::State& state) {
-  if (bytes_of(headers()) >= int64_t{4} << 20) return false;
-  state.SkipWithError("there are no 4 MiB of text under /usr/include");
+  if (bytes_of(text_pieces()) >= int64_t{4} << 20) return false;
+  state.SkipWithError("there are no 4 MiB of text to encode");
   return true;
 }
 
@@ -62,8 +73,8 @@ Tokenizer train(const std::string& pre_tokenizer, int64_t vocab_size, int thread
   options.threads = threads;
   size_t next = 0;
   return train_bpe(options, [&](std::string& text) {
-    if (next == headers().size()) return false;
-    text = headers()[next++];
+    if (next == text_pieces().size()) return false;
+    text = text_pieces()[next++];
     return true;
   });
 }
@@ -73,9 +84,9 @@ void encode_all(const Tokenizer& tokenizer, int threads) {
   for (int t = 0; t < threads; ++t) {
     workers.emplace_back([&, t] {
       std::vector<int32_t> ids;
-      for (size_t i = static_cast<size_t>(t); i < headers().size(); i += threads) {
+      for (size_t i = static_cast<size_t>(t); i < text_pieces().size(); i += threads) {
         ids.clear();
-        tokenizer.encode(headers()[i], ids);
+        tokenizer.encode(text_pieces()[i], ids);
         benchmark::DoNotOptimize(ids.data());
       }
     });
@@ -88,13 +99,13 @@ void encode(benchmark::State& state, const std::string& pre_tokenizer) {
   const int threads = static_cast<int>(state.range(0));
   const Tokenizer tokenizer = train(pre_tokenizer, state.range(1), 2);
   for (auto _ : state) encode_all(tokenizer, threads);
-  state.SetBytesProcessed(state.iterations() * bytes_of(headers()));
+  state.SetBytesProcessed(state.iterations() * bytes_of(text_pieces()));
 }
 
 void training(benchmark::State& state, const std::string& pre_tokenizer) {
   if (skip_without_text(state)) return;
   for (auto _ : state) train(pre_tokenizer, state.range(1), static_cast<int>(state.range(0)));
-  state.SetBytesProcessed(state.iterations() * bytes_of(headers()));
+  state.SetBytesProcessed(state.iterations() * bytes_of(text_pieces()));
 }
 
 #define TWELL_TOKENIZER_BENCH(function, name)           \

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "twell/base/test_folder.h"
+#include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
 #include "twell/model/config.h"
