@@ -40,9 +40,18 @@ TrainOptions train_options(const ModelConfig& config, const TrainBenchmarkOption
   train.recompute = options.recompute;
   train.moment_dtype = options.moment_dtype;
   train.gradient_dtype = options.gradient_dtype;
+  train.document_mask = options.document_mask;
   train.ranks = options.ranks == nullptr ? 1 : options.ranks->size();
   train.seed = options.seed;
   return resolve_options(train, config);
+}
+
+// Random documents; their ends have a probability of 1 / 600 per token.
+std::vector<int64_t> random_documents(const TrainOptions& train) {
+  if (!train.document_mask) return {};
+  constexpr int64_t kMeanTokens = 600;
+  return document_lengths(random_tokens(train.micro_batch_tokens(), kMeanTokens, train.seed, 2),
+                          train.sequence_length, /*end=*/0);
 }
 
 }  // namespace
@@ -56,7 +65,8 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   const int64_t tokens = train.micro_batch_tokens();
   TrainEngineCuda engine(ctx, model, nullptr, train, options.hints, options.ranks);
   engine.set_batch(random_tokens(tokens, config.vocab_size, options.seed, 0),
-                   random_tokens(tokens, config.vocab_size, options.seed, 1));
+                   random_tokens(tokens, config.vocab_size, options.seed, 1),
+                   random_documents(train));
   TrainEngineCuda::Hooks hooks;
   hooks.before_ffn = options.before_ffn;
   engine.set_hooks(hooks);

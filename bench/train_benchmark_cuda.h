@@ -23,6 +23,7 @@ struct TrainBenchmarkOptions {
   std::optional<Recompute> recompute;  // as in TrainOptions, like moment_dtype
   DType moment_dtype = DType::kF32;
   DType gradient_dtype = DType::kF32;
+  bool document_mask = false;     // of random documents, about 600 tokens long
   Communicator* ranks = nullptr;  // null for a single GPU; all ranks call benchmark_training
   bool tune = false;              // choose matmul algorithms by timing (set_matmul_tuning)
   FfnTrainPolicy policy = FfnTrainPolicy::kDense;

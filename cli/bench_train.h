@@ -21,6 +21,7 @@ struct BenchTrain {
   std::string gradient_dtype = "f32";
   int64_t gpus = 0;             // processes to start, one per GPU; 0: this one
   std::string policy = "auto";  // of the sparse runs
+  bool document_mask = false;
   bool tune = false;
   uint64_t seed = 0;
   std::filesystem::path jsonl;

@@ -105,6 +105,7 @@ class TrainBench {
     options_.steps = arguments.steps;
     options_.seed = arguments.seed;
     options_.tune = arguments.tune;
+    options_.document_mask = arguments.document_mask;
     options_.gradient_dtype = arguments.gradient_dtype == "bf16" ? DType::kBF16 : DType::kF32;
     options_.ranks = ranks.communicator();
     options_.moment_dtype = arguments.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
@@ -162,6 +163,7 @@ class TrainBench {
     line["subject"] = fmt::format("preset {}, random weights and tokens", arguments_.preset);
     line["length"] = options_.length;
     line["steps"] = options_.steps;
+    line["document_mask"] = options_.document_mask;
     line["moment_dtype"] = arguments_.moment_dtype;
     line["tuned_products"] = options_.tune;
     line["replayed_patterns"] = arguments_.patterns.filename().string();

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/commands.h"
 #include "cli/device.h"
@@ -15,6 +16,7 @@
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/evaluate.h"
+#include "twell/train/trainer_state.h"
 
 namespace twell::cli {
 namespace {
@@ -28,6 +30,7 @@ struct EvalArguments {
   EvaluateOptions evaluate;
   TextOptions text;
   int64_t max_tokens = 0;
+  std::optional<bool> document_mask;  // not given: as the run that saved the checkpoint
   std::string ffn = "auto";
   bool json = false;
 };
@@ -43,6 +46,13 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   TextPieces text(common, arguments.text, tokenizer, arguments.max_tokens);
+  if (arguments.document_mask.value_or(saved_document_mask(common.checkpoint))) {
+    TWELL_REQUIRE(tokenizer.eos_token() >= 0,
+                  "{}: the tokenizer has no end-of-text token, which ends a document; use "
+                  "--no-document-mask",
+                  common.checkpoint.string());
+    arguments.evaluate.document_end = tokenizer.eos_token();
+  }
   const std::unique_ptr<Engine> engine =
       load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
@@ -104,6 +114,9 @@ void add_eval_command(Command& root, CommonOptions& common) {
   command.value("--stride", &arguments->evaluate.stride, "N",
                 "New tokens per window; 0: windows do not overlap. Smaller is slower and gives "
                 "every token more context");
+  command.flag("--document-mask", "--no-document-mask", &arguments->document_mask,
+               "Tokens attend only to their own document, or to all of the window (default: as the "
+               "checkpoint was trained)");
   command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union");

@@ -377,7 +377,8 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
   print_summary(summary, options);
   if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
     const ValidationOptions held_out{.sequences = options.validation_sequences,
-                                     .length = options.sequence_length};
+                                     .length = options.sequence_length,
+                                     .document_mask = options.document_mask};
     const SideBySide figures = compare_side_by_side(ctx, *original, *model, shard_set, held_out);
     if (!tasks.run(ctx, *original, *model, tokenizer, stop, progress)) {
       return interrupted_exit_code();

@@ -121,6 +121,9 @@ void add_optimizer_flags(Command& command, TrainFlags& flags) {
   command.value("--tokens", &flags.tokens, "N", "Tokens to train on, instead of --steps");
   command.value("--sequence-length", &train.sequence_length, "T",
                 "Tokens of a sequence; 0: the context");
+  command.flag(
+      "--document-mask", &train.document_mask,
+      "Tokens attend only to tokens of their own document, where several share a sequence");
   command.value("--micro-batch", &train.micro_batch, "N", "Sequences in memory at a time");
   command.value(
       "--batch-tokens", &flags.batch_tokens, "N",

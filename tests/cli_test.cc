@@ -378,6 +378,34 @@ TEST_F(CliTest, TokenizeGoesOnAfterAKill) {
   EXPECT_EQ(run({"tokenize", "--verify", "stopped"}).code, 0);
 }
 
+TEST_F(CliTest, DocumentMask) {
+  // Enough tokens for the ends of some documents.
+  const std::vector<std::string> options = {"--steps", "6", "--batch-tokens", "1024"};
+  std::vector<std::string> masked = options;
+  masked.push_back("--document-mask");
+  ASSERT_EQ(run(train("mask", masked)).code, 0);
+  EXPECT_THAT(slurp(folder_ / "mask" / "checkpoint" / "trainer" / "state.json"),
+              HasSubstr("\"document-mask\": true"));
+  ASSERT_EQ(run(train("plain", options)).code, 0);
+  EXPECT_FALSE(weights("mask") == weights("plain"));
+  // It is remembered.
+  EXPECT_EQ(run({"train", "--out", "mask", "--resume", "--steps", "8"}).code, 0);
+  expect_refused({"train", "--out", "plain", "--resume", "--steps", "8", "--document-mask"},
+                 "another document-mask: the run has null, now true");
+  // Evaluation does as the run did, or as it is told.
+  const auto eval = [&](const std::string& of, std::vector<std::string> more) {
+    more.insert(more.begin(),
+                {"eval", "--checkpoint", of + "/checkpoint", "--shards", of + "/shards", "--json"});
+    const std::string out = run(more).out;
+    return out.substr(out.find("cross_entropy"), 30);
+  };
+  EXPECT_EQ(eval("mask", {}), eval("mask", {"--document-mask"}));
+  EXPECT_NE(eval("mask", {}), eval("mask", {"--no-document-mask"}));
+  EXPECT_EQ(eval("plain", {}), eval("plain", {"--no-document-mask"}));
+  expect_refused({"bench", "train", "--preset", "tiny", "--document-mask", "--device", "cpu"},
+                 "bench train needs a GPU");
+}
+
 // A model with SiLU gates is sparsified, converted to the other layout and back, and chats.
 TEST_F(CliTest, SparsifyConvertAndChat) {
   auto with_silu =

@@ -130,8 +130,21 @@ TEST_F(DistributedTest, ALostProcessEndsTheRunWithItsRankAndStep) {
   }
 }
 
+// A killed and resumed run prints the losses of an uninterrupted one, and its weights are the same
+// bits, with all that a step depends on: schedules, activity, documents, reinitialised neurons.
 TEST_F(DistributedTest, TheLauncherResumesByItself) {
-  const std::vector<std::string> options = {"--steps", "40", "--ranks", "2"};
+  const std::vector<std::string> options = {"--steps",
+                                            "40",
+                                            "--ranks",
+                                            "2",
+                                            "--l1",
+                                            "1e-2",
+                                            "--l1-zero-steps",
+                                            "5",
+                                            "--l1-ramp-steps",
+                                            "20",
+                                            "--document-mask",
+                                            "--reinit-dead"};
   const Result whole = run(train("whole", options));
   ASSERT_EQ(whole.code, 0) << whole.err;
   std::vector<std::string> restarting = options;
@@ -144,6 +157,10 @@ TEST_F(DistributedTest, TheLauncherResumesByItself) {
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("restart 1 of 2"));
   EXPECT_EQ(curve("lost"), curve("whole"));
+  const auto weights = [this](const char* run) {
+    return slurp(folder_ / run / "checkpoint" / "model.safetensors");
+  };
+  EXPECT_TRUE(weights("lost") == weights("whole"));
 }
 
 TEST_F(DistributedTest, ASignalToTheLauncherSaves) {

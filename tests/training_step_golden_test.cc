@@ -12,6 +12,7 @@
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/checkpoint/safetensors.h"
 #include "twell/checkpoint/tensor_convert.h"
+#include "twell/data/batch_sampler.h"
 #include "twell/model/forward.h"
 #include "twell/model/reference_model.h"
 #include "twell/model/training.h"
@@ -34,7 +35,13 @@ TrainOptions recipe() {
   return options;
 }
 
-class GoldenStep : public ::testing::TestWithParam<const char*> {
+struct Golden {
+  const char* values;
+  const char* model;
+  bool masked = false;  // documents, which end with token 0, do not attend to each other
+};
+
+class GoldenStep : public ::testing::TestWithParam<Golden> {
  protected:
   std::filesystem::path golden() const {
     return std::filesystem::path(TWELL_SOURCE_DIR) / "tests" / "golden";
@@ -63,6 +70,7 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
     TrainingBatch out;
     out.inputs = std::span(inputs_).subspan(step * kTokens, kTokens);
     out.targets = std::span(targets_).subspan(step * kTokens, kTokens);
+    if (GetParam().masked) out.documents = documents_[step];
     out.step_tokens = kTokens;
     out.l1_coeff = kL1Coeff;
     return out;
@@ -73,18 +81,31 @@ class GoldenStep : public ::testing::TestWithParam<const char*> {
   // affects a share of about d / s of the weights, hence sqrt(2 * d / s) in norm.
   double moved_tolerance() const { return std::sqrt(2.0 * float_tolerance(model_->config)); }
 
-  SafetensorsFile file_{golden() / (std::string(GetParam()) + ".safetensors")};
+  SafetensorsFile file_{golden() / (std::string(GetParam().values) + ".safetensors")};
   Context ctx_{2};
-  std::unique_ptr<Model> model_ = load_model(ctx_, golden() / GetParam());
+  std::unique_ptr<Model> model_ = load_model(ctx_, golden() / GetParam().model);
   std::vector<int32_t> inputs_ = values<int32_t>("inputs");
   std::vector<int32_t> targets_ = values<int32_t>("targets");
+  std::vector<std::vector<int64_t>> documents_ = [this] {
+    std::vector<std::vector<int64_t>> out;
+    for (size_t step = 0; step < kSteps; ++step) {
+      out.push_back(document_lengths(std::span(inputs_).subspan(step * kTokens, kTokens), kLength,
+                                     /*end=*/0));
+    }
+    return out;
+  }();
 };
 
 TEST_P(GoldenStep, LogitsOfATransformersCheckpoint) {
   ForwardState state(model_->config, FfnPolicy::kAuto);
   const Buffer<float> hidden(kTokens * model_->config.width);
   const Buffer<float> out(kTokens * model_->config.vocab_size);
-  const std::vector<ForwardSequence> sequences(kSequences, {.tokens = kLength});
+  std::vector<ForwardSequence> sequences(kSequences, {.tokens = kLength});
+  if (GetParam().masked) {
+    // Each document from position 0 on, where PyTorch counts positions in the packed sequence.
+    sequences.clear();
+    for (const int64_t length : documents_[0]) sequences.push_back({.tokens = length});
+  }
   const MatrixF hidden_matrix = hidden.matrix(kTokens, model_->config.width);
   forward(ctx_, *model_, state,
           {.ids = batch(0).inputs, .sequences = sequences, .hidden = hidden_matrix});
@@ -143,7 +164,11 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Variants, GoldenStep, ::testing::Values("tied_gqa", "untied_mha"));
+INSTANTIATE_TEST_SUITE_P(Variants, GoldenStep,
+                         ::testing::Values(Golden{"tied_gqa", "tied_gqa"},
+                                           Golden{"untied_mha", "untied_mha"},
+                                           Golden{"documents", "tied_gqa", /*masked=*/true}),
+                         [](const auto& instance) { return instance.param.values; });
 
 }  // namespace
 }  // namespace twell

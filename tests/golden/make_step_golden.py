@@ -6,6 +6,8 @@ Writes, for each variant of a small Llama with a ReLU gate, a folder beside this
   <variant>/config.json, model.safetensors   the starting weights, saved by transformers (float32)
   <variant>.safetensors                      tokens, losses, logits and gradients of the first step,
                                              weights after the last one (rounded to float32)
+and documents.safetensors, the same for tied_gqa with several documents in a sequence, which end
+with token 0 and do not attend to each other.
 Needs torch, transformers, safetensors.  Run: python make_step_golden.py
 """
 import pathlib
@@ -17,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = pathlib.Path(__file__).parent
 VOCAB, SEQUENCES, LENGTH, STEPS = 32, 3, 10, 4
+END = 0  # ends a document
 VARIANTS = (("tied_gqa", True, 2, 1), ("untied_mha", False, 4, 2))
 LEARNING_RATE, WEIGHT_DECAY, CLIP, L1_COEFF = 3e-3, 0.1, 1.0, 0.05
 
@@ -41,7 +44,15 @@ def build(tied: bool, kv_heads: int, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def run(model: LlamaForCausalLM, inputs, targets) -> dict:
+def document_mask(inputs):
+    """0 where a query sees a key of its own document that does not follow it, else -infinity."""
+    ended = (inputs == END).long().cumsum(-1)
+    document = torch.nn.functional.pad(ended[:, :-1], (1, 0))  # its number within the sequence
+    seen = (document[:, :, None] == document[:, None, :]) & torch.ones(LENGTH, LENGTH).tril().bool()
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[:, None]
+
+
+def run(model: LlamaForCausalLM, inputs, targets, masked: bool) -> dict:
     """Losses of every step, logits and gradients of the first, weights after the last."""
     hidden, gates = [], []
     for layer in model.model.layers:
@@ -57,7 +68,8 @@ def run(model: LlamaForCausalLM, inputs, targets) -> dict:
     out = {"ce": [], "l1": [], "grad_norm": []}
     for step in range(STEPS):
         hidden.clear()
-        logits = model(input_ids=inputs[step]).logits
+        mask = document_mask(inputs[step]) if masked else None
+        logits = model(input_ids=inputs[step], attention_mask=mask).logits
         ce = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets[step].flatten(), ignore_index=-1, reduction="sum")
         ce = ce / targets[step].numel()
@@ -82,6 +94,16 @@ def run(model: LlamaForCausalLM, inputs, targets) -> dict:
     return out
 
 
+def write(name: str, model: LlamaForCausalLM, tokens, masked: bool) -> None:
+    inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+    targets[:, 0, -2:] = -1  # a sequence that ends early
+    out = run(model.double(), inputs, targets, masked)
+    out = {k: v.float() if v.is_floating_point() else v.int() for k, v in out.items()}
+    out["inputs"], out["targets"] = inputs.int(), targets.int()
+    out["active"] = (out["active"] > 0).to(torch.uint8)
+    save_file({k: v.contiguous() for k, v in out.items()}, HERE / f"{name}.safetensors")
+
+
 def main() -> None:
     for variant, tied, kv_heads, seed in VARIANTS:
         model = build(tied, kv_heads, seed)
@@ -90,13 +112,16 @@ def main() -> None:
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         tokens = torch.randint(0, VOCAB, (STEPS, SEQUENCES, LENGTH + 1))
-        inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-        targets[:, 0, -2:] = -1  # a sequence that ends early
-        out = run(model.double(), inputs, targets)
-        out = {k: v.float() if v.is_floating_point() else v.int() for k, v in out.items()}
-        out["inputs"], out["targets"] = inputs.int(), targets.int()
-        out["active"] = (out["active"] > 0).to(torch.uint8)
-        save_file({k: v.contiguous() for k, v in out.items()}, HERE / f"{variant}.safetensors")
+        write(variant, model, tokens, masked=False)
+
+    model = LlamaForCausalLM.from_pretrained(HERE / "tied_gqa", attn_implementation="eager")
+    torch.manual_seed(5)
+    tokens = torch.randint(1, VOCAB, (STEPS, SEQUENCES, LENGTH + 1))
+    for step in range(STEPS):  # long documents, short ones, of one token, and an end at the end
+        tokens[step, 0, 3 + step] = END
+        tokens[step, 1, [0, 4, 5]] = END
+        tokens[step, 2, -2 - step % 2] = END
+    write("documents", model, tokens, masked=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,19 @@ uint64_t feistel(uint64_t value, int half_bits, uint64_t seed, uint64_t epoch) {
 
 }  // namespace
 
+std::vector<int64_t> document_lengths(std::span<const int32_t> ids, int64_t length, int32_t end) {
+  TWELL_CHECK(length > 0 && std::ssize(ids) % length == 0, "{} ids in sequences of {}", ids.size(),
+              length);
+  std::vector<int64_t> lengths;
+  int64_t begin = 0;
+  for (int64_t i = 0; i < std::ssize(ids); ++i) {
+    if (ids[static_cast<size_t>(i)] != end && (i + 1) % length != 0) continue;
+    lengths.push_back(i + 1 - begin);
+    begin = i + 1;
+  }
+  return lengths;
+}
+
 uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch) {
   TWELL_CHECK(index < n && n <= uint64_t{1} << 62, "index {} of {}", index, n);
   if (n == 1) return 0;

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "twell/data/shards.h"
 
@@ -32,6 +33,10 @@ class BatchSampler {
   uint64_t seed_;
   bool shuffle_;
 };
+
+// The documents in sequences of `length` tokens that lie one after the other: their lengths, which
+// add up to ids.size(). A document ends with an `end` token, and with its sequence.
+std::vector<int64_t> document_lengths(std::span<const int32_t> ids, int64_t length, int32_t end);
 
 // The image of `index` under the permutation of [0, n) that (seed, epoch) selects.
 uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch);

@@ -179,5 +179,17 @@ TEST_F(Sampler, RefusesASplitShorterThanOneWindow) {
   EXPECT_THAT(fault(Split::kTrain, 0), HasSubstr("must be positive"));
 }
 
+TEST(Documents, EndWithTheirTokenAndWithTheSequence) {
+  using Lengths = std::vector<int64_t>;
+  constexpr int32_t kEnd = 9;
+  EXPECT_EQ(document_lengths(std::vector<int32_t>{1, 2, 3, 4, 5, 6}, 6, kEnd), Lengths({6}));
+  EXPECT_EQ(document_lengths(std::vector<int32_t>{1, 2, 9, 4, 5, 6}, 6, kEnd), Lengths({3, 3}));
+  EXPECT_EQ(document_lengths(std::vector<int32_t>{1, 2, 9, 4, 5, 9}, 3, kEnd), Lengths({3, 3}));
+  EXPECT_EQ(document_lengths(std::vector<int32_t>{9, 9, 3, 4, 5, 6, 7, 9}, 4, kEnd),
+            Lengths({1, 1, 2, 4}));
+  EXPECT_EQ(document_lengths({}, 4, kEnd), Lengths());
+  EXPECT_THROW(document_lengths(std::vector<int32_t>{1, 2, 3}, 2, kEnd), Error);
+}
+
 }  // namespace
 }  // namespace twell

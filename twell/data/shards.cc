@@ -25,7 +25,9 @@ ShardManifest read_manifest(const fs::path& folder) {
 }  // namespace
 
 ShardSet::ShardSet(const fs::path& folder, const Tokenizer& tokenizer)
-    : ShardSet(folder, tokenizer.hash(), tokenizer.vocab_size()) {}
+    : ShardSet(folder, tokenizer.hash(), tokenizer.vocab_size()) {
+  end_token_ = tokenizer.eos_token();
+}
 
 ShardSet::ShardSet(const fs::path& folder, const std::string& tokenizer_hash, int64_t vocab_size)
     : manifest_(read_manifest(folder)) {

@@ -27,6 +27,8 @@ class ShardSet {
 
   const ShardCounts& counts() const { return manifest_.counts; }
   int64_t tokens(Split split) const { return manifest_.tokens(split); }
+  // The token that ends every document; -1 when the set was opened without a tokenizer.
+  int32_t end_token() const { return end_token_; }
   // Copies ids [begin, begin + out.size()) of the split's token stream. InputError when an id is
   // outside the vocabulary, which means that the file was altered.
   void read(Split split, int64_t begin, std::span<int32_t> out) const;
@@ -42,6 +44,7 @@ class ShardSet {
   void map(Split split, const std::filesystem::path& folder);
 
   ShardManifest manifest_;
+  int32_t end_token_ = -1;
   std::array<Stream, kSplits> streams_;
 };
 

@@ -69,6 +69,7 @@ TEST_P(ShardsOf, DecodeToTheDocuments) {
   const ShardCounts counts =
       write_shards(source, tokenizer, folder_.path() / "shards", {.validation_fraction = 0.1});
   const ShardSet shards(folder_.path() / "shards", tokenizer);
+  EXPECT_EQ(shards.end_token(), tokenizer.eos_token());
   std::vector<int32_t> ids;
   int64_t validation_bytes = 0;
   for (const Split split : {Split::kTrain, Split::kValidation}) {

@@ -48,7 +48,8 @@ Evaluator::Evaluator(Scorer& scorer, const EvaluateOptions& options)
       length_(options.length == 0 ? scorer.config().context : options.length),
       stride_(options.stride == 0 ? length_ : options.stride),
       batch_tokens_(options.batch_tokens == 0 ? scorer.good_batch() : options.batch_tokens),
-      profiler_(options.profiler) {
+      profiler_(options.profiler),
+      document_end_(options.document_end) {
   const ModelConfig& config = scorer.config();
   TWELL_REQUIRE(length_ >= 1 && length_ <= config.context,
                 "the window must be 1 to {} tokens (the model's context), got {}", config.context,
@@ -76,11 +77,15 @@ void Evaluator::add(std::span<const int32_t> ids) {
     const int64_t end = std::min(last, scored == 0 ? length_ : scored + stride_);
     const int64_t begin = std::max<int64_t>(0, end - length_);
     if (!inputs_.empty() && std::ssize(inputs_) + end - begin > batch_tokens_) run_batch();
+    int64_t cut = begin;
     for (int64_t i = begin; i < end; ++i) {
-      inputs_.push_back(ids[static_cast<size_t>(i)]);
+      const int32_t id = ids[static_cast<size_t>(i)];
+      inputs_.push_back(id);
       targets_.push_back(i < scored ? -1 : ids[static_cast<size_t>(i) + 1]);
+      if (i + 1 < end && (document_end_ < 0 || id != document_end_)) continue;
+      windows_.push_back({.tokens = i + 1 - cut, .slot = 0});
+      cut = i + 1;
     }
-    windows_.push_back({.tokens = end - begin, .slot = 0});
     scored = end;
   }
 }

@@ -18,6 +18,7 @@ struct EvaluateOptions {
   int64_t stride = 0;
   // Tokens per pass through the layers, at least one window; 0: chosen for the device.
   int64_t batch_tokens = 0;
+  int32_t document_end = -1;  // nothing attends across this token, which ends a document; -1: none
   ActivityProfiler* profiler = nullptr;  // optional; receives every batch
 };
 
@@ -61,9 +62,10 @@ class Evaluator {
   Scorer& scorer_;
   int64_t length_, stride_, batch_tokens_;
   ActivityProfiler* profiler_;
+  int32_t document_end_;
   std::vector<int32_t> inputs_;
-  std::vector<int32_t> targets_;  // -1: context only, scored in another window
-  std::vector<ForwardSequence> windows_;
+  std::vector<int32_t> targets_;          // -1: context only, scored in another window
+  std::vector<ForwardSequence> windows_;  // or the documents in them
   Evaluation result_;
 };
 

@@ -77,6 +77,31 @@ TEST(Evaluate, BatchingAndExecutionDoNotChangeTheResult) {
   }
 }
 
+TEST(Evaluate, DocumentsDoNotSeeEachOther) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kVocab);
+  std::vector<int32_t> ids = random_ids(75, kVocab - 1, 9);
+  constexpr int32_t kEnd = kVocab - 1;
+  for (const size_t end : {0, 1, 15, 16, 40, 74}) ids[end] = kEnd;
+  for (const int64_t stride : {16, 5}) {
+    ScorerCpu scorer(ctx, *model);
+    Evaluator evaluator(
+        scorer, {.length = 16, .stride = stride, .batch_tokens = 100, .document_end = kEnd});
+    evaluator.add(ids);
+    double expected = 0.0;
+    for (int64_t i = 0; i < 74; ++i) {
+      const int64_t end = i < 16 ? 16 : 16 + (i - 16) / stride * stride + stride;
+      int64_t begin = std::max<int64_t>(0, std::min<int64_t>(end, 74) - 16);
+      for (int64_t j = begin; j < i; ++j) {
+        if (ids[static_cast<size_t>(j)] == kEnd) begin = j + 1;
+      }
+      expected += token_loss(ctx, *model, ids, begin, i);
+    }
+    EXPECT_EQ(evaluator.finish().tokens, 74);
+    EXPECT_NEAR(evaluator.so_far().loss_sum, expected, 74 * 1e-4) << stride;
+  }
+}
+
 TEST(Evaluate, Figures) {
   Evaluation evaluation;
   evaluation.tokens = 4;

@@ -82,13 +82,15 @@ TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchSha
   for (int64_t i = 0; i < tokens; ++i) positions[i] = static_cast<int32_t>(i % shape.length);
 }
 
-std::vector<AttentionSequence> TrainingState::Activations::sequences(const QkvViews& qkv) const {
+std::vector<AttentionSequence> TrainingState::Activations::sequences(
+    const QkvViews& qkv, std::span<const int64_t> documents) const {
   std::vector<AttentionSequence> out;
-  for (int64_t row = 0; row < qkv.q.rows; row += shape.length) {
+  for (int64_t row = 0; row < qkv.q.rows; row += out.back().q_len) {
+    const int64_t length = documents.empty() ? shape.length : documents[out.size()];
     out.push_back({.q_begin = row,
-                   .q_len = shape.length,
-                   .k = qkv.k.slice_rows(row, shape.length),
-                   .v = qkv.v.slice_rows(row, shape.length)});
+                   .q_len = length,
+                   .k = qkv.k.slice_rows(row, length),
+                   .v = qkv.v.slice_rows(row, length)});
   }
   return out;
 }

@@ -3,6 +3,7 @@
 // Internal to model.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "twell/base/buffer.h"
@@ -43,8 +44,10 @@ struct ActivationViews {
 
 struct TrainingState::Activations {
   Activations(const ModelConfig& config, MicroBatchShape shape_in);
-  // The sequences of the batch, with queries, keys and values from one layer's qkv.
-  std::vector<AttentionSequence> sequences(const QkvViews& qkv) const;
+  // What attends to itself, with queries, keys and values from one layer's qkv: the documents of
+  // these lengths, or the whole sequences when there are none.
+  std::vector<AttentionSequence> sequences(const QkvViews& qkv,
+                                           std::span<const int64_t> documents = {}) const;
 
   MicroBatchShape shape;
   Buffer<float> memory;

@@ -144,7 +144,7 @@ class Pass {
     if (w.q_norm != nullptr) head_norms_forward(w, a, qkv);
     rope(ctx_, act_.rope, act_.positions.span(), qkv.qk);
     attention_forward(ctx_, {.shape = attention_shape(layer),
-                             .sequences = act_.sequences(qkv),
+                             .sequences = act_.sequences(qkv, batch_.documents),
                              .q = qkv.q,
                              .out = a.attended,
                              .logsumexp = a.logsumexp});
@@ -163,7 +163,7 @@ class Pass {
                            .d_x = views_.d_attended,
                            .d_weight = d.w_o});
     attention_backward(ctx_, {.shape = attention_shape(layer),
-                              .sequences = act_.sequences(qkv),
+                              .sequences = act_.sequences(qkv, batch_.documents),
                               .q = qkv.q,
                               .out = a.attended,
                               .logsumexp = a.logsumexp,
@@ -260,6 +260,7 @@ void check_batch(const ModelConfig& config, const TrainingBatch& batch, MicroBat
   TWELL_CHECK(std::ssize(batch.inputs) == tokens && std::ssize(batch.targets) == tokens,
               "{} inputs and {} targets for a micro-batch of {} x {} tokens", batch.inputs.size(),
               batch.targets.size(), shape.sequences, shape.length);
+  check_documents(batch.documents, shape);
   TWELL_CHECK(batch.step_tokens >= 1, "a step of {} tokens", batch.step_tokens);
   TWELL_CHECK(batch.nnz_hint.empty() || per_layer(batch.nnz_hint), "{} nnz hints for {} layers",
               batch.nnz_hint.size(), config.layers);
@@ -268,6 +269,18 @@ void check_batch(const ModelConfig& config, const TrainingBatch& batch, MicroBat
 }
 
 }  // namespace
+
+void check_documents(std::span<const int64_t> documents, MicroBatchShape shape) {
+  int64_t begin = 0;
+  for (const int64_t length : documents) {
+    TWELL_CHECK(length >= 1 && begin % shape.length + length <= shape.length,
+                "a document of {} tokens from token {} on in sequences of {}", length, begin,
+                shape.length);
+    begin += length;
+  }
+  TWELL_CHECK(documents.empty() || begin == shape.sequences * shape.length,
+              "documents of {} tokens in {} sequences of {}", begin, shape.sequences, shape.length);
+}
 
 TrainingResult forward_backward(Context& ctx, const Model& model, const TrainingBatch& batch,
                                 TrainingState& state, std::span<float> d_flat) {

@@ -43,9 +43,15 @@ class TrainingState {
   std::unique_ptr<Activations> activations_;
 };
 
+// Checks that documents of these lengths fill the sequences, unless there are none.
+void check_documents(std::span<const int64_t> documents, MicroBatchShape shape);
+
 struct TrainingBatch {
   std::span<const int32_t> inputs;   // [B * T]
   std::span<const int32_t> targets;  // [B * T], -1: none
+  // The lengths of documents, one after the other, none of them across the end of a sequence;
+  // attention stays within each. Empty: every sequence is one.
+  std::span<const int64_t> documents = {};
   // Tokens of the whole optimizer step: CE and L1 gradients are scaled by 1 / step_tokens, so that
   // the micro-batches of a step add up to the gradient of the mean.
   int64_t step_tokens = 0;

@@ -31,6 +31,7 @@ struct ActivationViewsCuda {
   __nv_bfloat16* delta = nullptr;            // [M, D] what a block adds to the residual stream
   __nv_bfloat16* final_in = nullptr;         // [M, D]
   __nv_bfloat16* normed = nullptr;           // [M, D] shared: a block's normalised input
+  __nv_bfloat16* mask = nullptr;             // [M, document_mask_row(T)] or null
   // Gradients with the forward pass's names, of one layer at a time.
   __nv_bfloat16* d_residual = nullptr;  // [M, D]
   __nv_bfloat16* d_normed = nullptr;    // [M, D]
@@ -44,7 +45,7 @@ struct ActivationViewsCuda {
 
 // The ids of one micro-batch on their way to the device; `copied` follows the copy.
 struct StagingSlot {
-  explicit StagingSlot(int64_t tokens) : data(2 * tokens) {}
+  explicit StagingSlot(int64_t ids) : data(ids) {}
   ~StagingSlot() { cudaEventSynchronize(copied.get()); }
   StagingSlot(const StagingSlot&) = delete;
   StagingSlot& operator=(const StagingSlot&) = delete;
@@ -70,13 +71,16 @@ struct TrainingCuda::Buffers {
   std::optional<FfnTrainWorkspaceCuda> ffn_workspace;
   std::optional<CrossEntropyWorkspaceCuda> head;
   EmbeddingWorkspaceCuda embedding;
-  DeviceBuffer<int32_t> batch;      // [2, M] inputs and targets
+  DeviceBuffer<int32_t> batch;      // [2, M] inputs and targets; behind a mask [3, M]: and where
+                                    // each token's document begins
   DeviceBuffer<float> cos, sin;     // [T, hd / 2]
   DeviceBuffer<int32_t> positions;  // [M]
   std::array<StagingSlot, 2> slots;
   size_t next_slot = 0;
 };
 
+// Numbers per token that a micro-batch has in Buffers::batch.
+inline int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 3 : 2; }
 inline int64_t token_count(MicroBatchShape shape) { return shape.sequences * shape.length; }
 
 }  // namespace twell

@@ -36,6 +36,9 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   carver.array(kStream, row, views.delta);
   carver.array(kStream, row, views.final_in);
   carver.array(kStream, row, views.normed);
+  if (plan.document_mask) {
+    carver.array("document mask", tokens * document_mask_row(plan.shape.length), views.mask);
+  }
   views.layers.resize(static_cast<size_t>(config.layers));
   __nv_bfloat16* shared_ffn_in = nullptr;
   if (makes_again(plan, RecomputeLevel::kInputs)) carver.array(kStream, row, shared_ffn_in);
@@ -172,8 +175,8 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
     : memory(count_activations(config, plan).bytes()),
       views(place_activations(config, plan, memory.data())),
       embedding(token_count(plan.shape), config.width),
-      batch(2 * token_count(plan.shape)),
-      slots{StagingSlot(token_count(plan.shape)), StagingSlot(token_count(plan.shape))} {
+      batch(batch_rows(plan) * token_count(plan.shape)),
+      slots{StagingSlot(batch.size()), StagingSlot(batch.size())} {
   make_scratch(ctx, config, plan, hybrid);
   const RopeTable table = rope_table(config, plan.shape.length);
   cos = to_device<float>(table.cos.span());
@@ -237,9 +240,10 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   const bool hybrid =
       plan.may_become_hybrid || std::any_of(plan.ffn.begin(), plan.ffn.end(), is_hybrid);
   items.push_back({"a layer at work, or logits", scratch_bytes(ctx, config, plan, hybrid)});
-  items.push_back({"batch, positions, rotations, embedding",
-                   EmbeddingWorkspaceCuda::bytes_needed(tokens, config.width) +
-                       kFloatBytes * (3 * tokens + plan.shape.length * config.head_dim)});
+  items.push_back(
+      {"batch, positions, rotations, embedding",
+       EmbeddingWorkspaceCuda::bytes_needed(tokens, config.width) +
+           kFloatBytes * ((batch_rows(plan) + 1) * tokens + plan.shape.length * config.head_dim)});
   items.push_back({"cuDNN and cuBLAS (estimate)", library_bytes(config, plan.shape)});
   return items;
 }
@@ -293,7 +297,8 @@ int64_t TrainingCuda::ffn_saved_bytes(const FfnTrainShapeCuda& shape,
                                     kRoom * expected.union_neurons);
 }
 
-void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_t> targets) {
+void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_t> targets,
+                         std::span<const int64_t> documents) {
   const int64_t tokens = token_count(plan_.shape);
   TWELL_CHECK(std::ssize(inputs) == tokens && std::ssize(targets) == tokens,
               "{} inputs and {} targets for a micro-batch of {} x {} tokens", inputs.size(),
@@ -306,10 +311,18 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
   };
   check(inputs, 0);
   check(targets, -1);
+  TWELL_CHECK(plan_.document_mask != documents.empty(), "{} documents {} a document mask",
+              documents.size(), plan_.document_mask ? "with" : "without");
+  check_documents(documents, plan_.shape);
   const StagingSlot& slot = buffers_->slots[buffers_->next_slot++ % buffers_->slots.size()];
   slot.copied.synchronize();
   std::copy(inputs.begin(), inputs.end(), slot.data.data());
   std::copy(targets.begin(), targets.end(), slot.data.data() + tokens);
+  int32_t* begins = slot.data.data() + 2 * tokens;
+  for (int64_t token = 0; const int64_t length : documents) {
+    begins = std::fill_n(begins, length, static_cast<int32_t>(token % plan_.shape.length));
+    token += length;
+  }
   TWELL_CUDA_CHECK(cudaMemcpyAsync(buffers_->batch.data(), slot.data.data(),
                                    static_cast<size_t>(buffers_->batch.bytes()),
                                    cudaMemcpyHostToDevice, ctx_.stream()));

@@ -34,6 +34,7 @@ struct FfnExpectation {
 struct TrainingPlanCuda {
   MicroBatchShape shape;  // sequences of at least 2 tokens
   Recompute recompute = {};
+  bool document_mask = false;            // stage() then takes documents
   std::vector<FfnExpectation> ffn = {};  // [L] at first; empty: dense
   // Layers may become hybrid later, where that is supported. Only memory_plan uses this.
   bool may_become_hybrid = false;
@@ -80,8 +81,10 @@ class TrainingCuda {
   FfnTrainExecution execution(int64_t layer) const;
 
   // Checks a micro-batch [B * T], with -1 for no target, and enqueues its copy to the device. Waits
-  // only where two earlier copies are still under way.
-  void stage(std::span<const int32_t> inputs, std::span<const int32_t> targets);
+  // only where two earlier copies are still under way. documents: as in TrainingBatch, with a
+  // document mask only.
+  void stage(std::span<const int32_t> inputs, std::span<const int32_t> targets,
+             std::span<const int64_t> documents = {});
   // Forward and backward of the micro-batch staged last.
   void forward_backward(const TrainingPassCuda& pass);
   // Its loss alone. Reads pass.weights and adds to pass.loss only.

@@ -21,6 +21,7 @@ struct Variant {
   const char* name;
   ModelConfig config;
   MicroBatchShape shape;
+  bool masked = false;  // documents
 };
 
 ModelConfig small(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated, bool tied) {
@@ -44,7 +45,8 @@ std::vector<Variant> variants() {
                               {"gqa_untied", small(4, 2, 16, true, false), {3, 37}},
                               {"mqa_not_gated", small(4, 1, 32, false, true), {1, 129}},
                               {"odd_vocab_untied", small(2, 2, 64, true, false), {2, 128}},
-                              {"bias_odd_vocab", small(8, 2, 8, true, true), {4, 33}}};
+                              {"bias_odd_vocab", small(8, 2, 8, true, true), {4, 33}},
+                              {"documents", small(4, 2, 16, true, false), {3, 150}, true}};
   all[3].config.vocab_size = 331;
   all[4].config.vocab_size = 257;
   all[4].config.qkv_bias = true;
@@ -82,9 +84,12 @@ std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config, bo
 
 struct Batch {
   std::vector<int32_t> inputs, targets;
+  std::vector<int64_t> documents;  // their lengths, behind a mask
 };
 
-Batch random_batch(const ModelConfig& config, MicroBatchShape shape, uint64_t seed) {
+Batch random_batch(const Variant& variant, uint64_t seed) {
+  const ModelConfig& config = variant.config;
+  const MicroBatchShape shape = variant.shape;
   Batch batch;
   const auto vocab = static_cast<uint64_t>(config.vocab_size);
   for (int64_t i = 0; i < shape.sequences * shape.length; ++i) {
@@ -93,6 +98,13 @@ Batch random_batch(const ModelConfig& config, MicroBatchShape shape, uint64_t se
     batch.targets.push_back(static_cast<int32_t>(uniform_below(seed, 1, at, vocab)));
   }
   batch.targets[static_cast<size_t>(shape.length - 1)] = -1;
+  for (int64_t token = 0; variant.masked && token < std::ssize(batch.inputs);) {
+    const int64_t left = shape.length - token % shape.length;
+    const auto wanted =
+        static_cast<int64_t>(1 + uniform_below(seed, 2, static_cast<uint64_t>(token), 80));
+    batch.documents.push_back(std::min(left, wanted));
+    token += batch.documents.back();
+  }
   return batch;
 }
 
@@ -138,7 +150,7 @@ class Device {
     pass.counts = counts.data();
     pass.active = active.data();
     for (const Batch& batch : batches) {
-      training->stage(batch.inputs, batch.targets);
+      training->stage(batch.inputs, batch.targets, batch.documents);
       pass.add = &batch != &batches.front();
       training->forward_backward(pass);
     }
@@ -150,7 +162,7 @@ class Device {
     TrainingPassCuda pass;
     pass.weights = reinterpret_cast<const __nv_bfloat16*>(weights_.data());
     pass.loss = loss.data();
-    training->stage(batch.inputs, batch.targets);
+    training->stage(batch.inputs, batch.targets, batch.documents);
     training->evaluate(pass);
     stream.synchronize();
     return download(loss)[0];
@@ -185,6 +197,7 @@ Reference on_cpu(Context& ctx, const Model& model, const Batch& batch, MicroBatc
   TrainingBatch problem;
   problem.inputs = batch.inputs;
   problem.targets = batch.targets;
+  problem.documents = batch.documents;
   problem.step_tokens = std::ssize(batch.inputs);
   problem.l1_coeff = kL1Coeff;
   problem.policy = FfnTrainPolicy::kDense;
@@ -229,11 +242,11 @@ class TrainingCudaTest : public testing::TestWithParam<Variant> {
 
 // Backward rounds as often as forward, and twice that is allowed.
 TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
-  const auto& [name, config, shape] = GetParam();
+  const auto& [name, config, shape, masked] = GetParam();
   const auto model = rounded_model(cpu_, config, /*steady=*/true);
-  const Batch batch = random_batch(config, shape, 1);
+  const Batch batch = random_batch(GetParam(), 1);
   const Reference want = on_cpu(cpu_, *model, batch, shape);
-  Device device(*model, shape);
+  Device device(*model, shape, {.document_mask = masked});
   const double tolerance = 2.0 * std::numbers::sqrt2 * rounding(config);
   for (const FfnTrainExecution execution :
        {FfnTrainExecution::kDense, FfnTrainExecution::kHybrid}) {
@@ -267,11 +280,11 @@ TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
 // A gate of a normal distribution that carries a relative error e changes its sign on a share
 // e / pi of all tokens; a gradient that is then there or not is lost whole, beside half of all.
 TEST_P(TrainingCudaTest, GradientsOfRandomWeightsAreTheCpusButForFlippedNeurons) {
-  const auto& [name, config, shape] = GetParam();
+  const auto& [name, config, shape, masked] = GetParam();
   const auto model = rounded_model(cpu_, config, /*steady=*/false);
-  const Batch batch = random_batch(config, shape, 2);
+  const Batch batch = random_batch(GetParam(), 2);
   const Reference want = on_cpu(cpu_, *model, batch, shape);
-  Device device(*model, shape);
+  Device device(*model, shape, {.document_mask = masked});
   const Result got = device.run(batch);
   const double e = rounding(config);
   expect_gradients(*model, got.grads, want.grads.span(),
@@ -279,10 +292,10 @@ TEST_P(TrainingCudaTest, GradientsOfRandomWeightsAreTheCpusButForFlippedNeurons)
 }
 
 TEST_P(TrainingCudaTest, RepeatsBitForBitAndWhateverIsKept) {
-  const auto& [name, config, shape] = GetParam();
+  const auto& [name, config, shape, masked] = GetParam();
   const auto model = rounded_model(cpu_, config, false);
-  const Batch batch = random_batch(config, shape, 3), other = random_batch(config, shape, 4);
-  Device device(*model, shape);
+  const Batch batch = random_batch(GetParam(), 3), other = random_batch(GetParam(), 4);
+  Device device(*model, shape, {.document_mask = masked});
   const Result first = device.run(batch);
   device.run(other);
   device.evaluate(other);
@@ -290,21 +303,24 @@ TEST_P(TrainingCudaTest, RepeatsBitForBitAndWhateverIsKept) {
   for (const RecomputeLevel level :
        {RecomputeLevel::kNorms, RecomputeLevel::kInputs, RecomputeLevel::kQkv}) {
     for (const int64_t layers : {int64_t{1}, config.layers}) {
-      Device again(*model, shape, {.recompute = {level, layers}});
+      Device again(*model, shape, {.recompute = {level, layers}, .document_mask = masked});
       EXPECT_EQ(again.run(batch).grads, first.grads);
     }
   }
 }
 
 TEST_P(TrainingCudaTest, MicroBatchesAddUp) {
-  const auto& [name, config, shape] = GetParam();
+  const auto& [name, config, shape, masked] = GetParam();
   const auto model = rounded_model(cpu_, config, true);
-  const Batch a = random_batch(config, shape, 5), b = random_batch(config, shape, 6);
+  const Batch a = random_batch(GetParam(), 5), b = random_batch(GetParam(), 6);
   Batch both = a;
   both.inputs.insert(both.inputs.end(), b.inputs.begin(), b.inputs.end());
   both.targets.insert(both.targets.end(), b.targets.begin(), b.targets.end());
-  const Result parts = Device(*model, shape).run(std::vector<Batch>{a, b});
-  const Result whole = Device(*model, {2 * shape.sequences, shape.length}).run(both);
+  both.documents.insert(both.documents.end(), b.documents.begin(), b.documents.end());
+  const Result parts =
+      Device(*model, shape, {.document_mask = masked}).run(std::vector<Batch>{a, b});
+  const Result whole =
+      Device(*model, {2 * shape.sequences, shape.length}, {.document_mask = masked}).run(both);
   EXPECT_EQ(parts.loss.tokens, whole.loss.tokens);
   EXPECT_NEAR(parts.loss.loss_sum, whole.loss.loss_sum, 1e-3 * whole.loss.loss_sum);
   expect_gradients(*model, parts.grads, whole.grads, 2.0 * rounding(config));
@@ -328,7 +344,7 @@ TEST(TrainingCudaPlan, IsWhatAPassTakes) {
     TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
     return static_cast<double>(free);
   };
-  const Batch batch = random_batch(config, shape, 1);
+  const Batch batch = random_batch({"plan", config, shape}, 1);
   // The first one loads kernels and libraries, which are not the plan's.
   auto warm_up = std::make_unique<Device>(model, shape);
   warm_up->run(batch);

@@ -46,6 +46,14 @@ class TrainingCuda::Pass {
   using LayerGrads = LayerMatrices<float>;
 
   void forward() {
+    if (views_.mask != nullptr) {
+      TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
+                                             .length = shape_.length,
+                                             .begins = targets_ + tokens_,
+                                             .mask = views_.mask},
+                                            ctx_.stream()));
+      done(TrainingStage::kAttention);
+    }
     TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens_,
                                        .width = config_.width,
                                        .ids = inputs_,
@@ -161,9 +169,11 @@ class TrainingCuda::Pass {
 
   void attention_block_forward(const LayerWeights& w, const LayerActivationsCuda& a) {
     project_qkv(w, a);
-    attention_train_forward(
-        ctx_,
-        {.shape = attention_shape(), .qkv = a.qkv, .out = a.attended, .logsumexp = a.logsumexp});
+    attention_train_forward(ctx_, {.shape = attention_shape(),
+                                   .qkv = a.qkv,
+                                   .out = a.attended,
+                                   .logsumexp = a.logsumexp,
+                                   .mask = views_.mask});
     linear_forward(a.attended, w.w_o, views_.delta);
     done(TrainingStage::kAttention);
   }
@@ -187,7 +197,8 @@ class TrainingCuda::Pass {
                                     .out = a.attended,
                                     .logsumexp = a.logsumexp,
                                     .d_out = views_.d_attended,
-                                    .d_qkv = views_.d_qkv});
+                                    .d_qkv = views_.d_qkv,
+                                    .mask = views_.mask});
     done(TrainingStage::kAttention);
     rotate(views_.d_qkv, nullptr, /*inverse=*/true);
     if (d.b_qkv != nullptr) {
@@ -309,7 +320,8 @@ class TrainingCuda::Pass {
             .length = shape_.length,
             .heads = config_.heads,
             .kv_heads = config_.kv_heads,
-            .head_dim = config_.head_dim};
+            .head_dim = config_.head_dim,
+            .document_mask = views_.mask != nullptr};
   }
   float eps() const { return static_cast<float>(config_.norm_eps); }
   void backward_done(int64_t layer) const {

@@ -222,6 +222,41 @@ TEST_F(TrainingTest, MicroBatchesAddUpToTheStep) {
   EXPECT_LE(relative_error(std::span(grad), std::span(whole.grad)), float_tolerance(config_));
 }
 
+// A document in a sequence has the loss and the gradients that it has by itself, where its
+// positions start at 0: attention depends on distances alone.
+TEST_F(TrainingTest, ADocumentIsAsItIsByItself) {
+  Context ctx(2);
+  const std::vector<int64_t> documents = {9, 1, 8, 4, 4, 1, 2, 2, 2, 2, 1};
+  TrainingState state(config_, shape_);
+  TrainingBatch batch = whole_step(data_);
+  const Outcome unmasked = run(ctx, state, batch);
+  batch.documents = documents;
+  const Outcome masked = run(ctx, state, batch);
+  EXPECT_TRUE(masked == run(ctx, state, batch));
+
+  std::vector<float> grad(masked.grad.size());
+  double loss_sum = 0.0;
+  size_t begin = 0;
+  for (const int64_t length : documents) {
+    TrainingState alone(config_, {1, length});
+    TrainingBatch document = whole_step(data_);
+    document.inputs = document.inputs.subspan(begin, static_cast<size_t>(length));
+    document.targets = document.targets.subspan(begin, static_cast<size_t>(length));
+    loss_sum += forward_backward(ctx, model_, document, alone, grad).loss_sum;
+    begin += static_cast<size_t>(length);
+  }
+  const double tolerance = float_tolerance(config_);
+  EXPECT_NEAR(loss_sum, masked.loss_sum, tolerance * masked.loss_sum);
+  EXPECT_LE(relative_error(std::span(grad), std::span(masked.grad)), tolerance);
+  EXPECT_GT(relative_error(std::span(unmasked.grad), std::span(masked.grad)), 100 * tolerance);
+
+  for (const std::vector<int64_t>& wrong :
+       {std::vector<int64_t>{10, 8, 9, 9}, {9, 9, 9}, {9, 0, 9, 9, 9}}) {
+    batch.documents = wrong;
+    EXPECT_THROW(run(ctx, state, batch), Error);
+  }
+}
+
 TEST_F(TrainingTest, ActiveFlagsGatherTheNeuronsThatFired) {
   Context ctx(2);
   TrainingState state(config_, shape_);

@@ -62,8 +62,12 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
 void TrainEngineCpu::ask_teacher(TrainingBatch& batch) {
   const MatrixF hidden =
       teacher_hidden_.matrix(options_.micro_batch_tokens(), teacher_->config.width);
-  const std::vector<ForwardSequence> sequences(static_cast<size_t>(options_.micro_batch),
-                                               {.tokens = options_.sequence_length});
+  std::vector<ForwardSequence> sequences(static_cast<size_t>(options_.micro_batch),
+                                         {.tokens = options_.sequence_length});
+  if (!documents_.empty()) {
+    sequences.clear();
+    for (const int64_t length : documents_) sequences.push_back({.tokens = length});
+  }
   forward(ctx_, *teacher_, *teacher_state_,
           {.ids = inputs_, .sequences = sequences, .hidden = hidden});
   batch.teacher_hidden = hidden;
@@ -79,9 +83,13 @@ int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOut
   int64_t tokens = 0;
   for (int64_t i = layout_.rank(); i < options_.micro_batches(); i += layout_.ranks()) {
     micro_batches_.read(request.step, i, inputs_, targets_);
+    if (options_.document_mask) {
+      documents_ = document_lengths(inputs_, options_.sequence_length, shards_.end_token());
+    }
     TrainingBatch batch;
     batch.inputs = inputs_;
     batch.targets = targets_;
+    batch.documents = documents_;
     batch.step_tokens = options_.batch_tokens;
     batch.l1_coeff = static_cast<float>(request.l1_coeff);
     if (request.relu_share) {
@@ -146,6 +154,7 @@ double TrainEngineCpu::validate() {
   ValidationOptions validation;
   validation.sequences = options_.validation_sequences;
   validation.length = options_.sequence_length;
+  validation.document_mask = options_.document_mask;
   validation.micro_batch = std::max<int64_t>(1, options_.micro_batch / 2);
   return validation_cross_entropy(ctx_, model_, shards_, validation, ranks_);
 }

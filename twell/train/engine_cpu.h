@@ -57,6 +57,7 @@ class TrainEngineCpu : public TrainEngine {
   StepActivity activity_;
   Buffer<float> grads_;                    // [N]
   std::vector<int32_t> inputs_, targets_;  // [B * T] of one micro-batch
+  std::vector<int64_t> documents_;         // their lengths; empty without a document mask
   const Model* teacher_ = nullptr;
   std::optional<ForwardState> teacher_state_;
   Buffer<float> teacher_hidden_;  // [B * T, D]

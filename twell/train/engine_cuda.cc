@@ -124,6 +124,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
       optimizer_(ctx, model, options, layout_, nccl_.get()),
       report_(std::make_unique<Report>(model.config)),
       replays_{std::make_unique<Replay>(ctx), std::make_unique<Replay>(ctx)},
+      end_token_(options.document_mask && shards != nullptr ? shards->end_token() : -1),
       inputs_(static_cast<size_t>(options.micro_batch_tokens())),
       targets_(static_cast<size_t>(options.micro_batch_tokens())) {
   if (shards != nullptr) {
@@ -146,9 +147,11 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
 
 TrainEngineCuda::~TrainEngineCuda() { cudaStreamSynchronize(ctx_.stream()); }
 
-void TrainEngineCuda::set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets) {
+void TrainEngineCuda::set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets,
+                                std::vector<int64_t> documents) {
   inputs_ = std::move(inputs);
   targets_ = std::move(targets);
+  documents_ = std::move(documents);
   fixed_batch_ = true;
 }
 
@@ -178,8 +181,14 @@ void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   if (fixed_batch_ || (read_step_ == step && read_index_ == index)) return;
   TWELL_CHECK(micro_batches_ != nullptr, "step {} has no micro-batches to read", step);
   micro_batches_->read(step, index, inputs_, targets_);
+  documents_ = documents_of(inputs_);
   read_step_ = step;
   read_index_ = index;
+}
+
+std::vector<int64_t> TrainEngineCuda::documents_of(std::span<const int32_t> inputs) const {
+  if (!options_.document_mask) return {};
+  return document_lengths(inputs, options_.sequence_length, end_token_);
 }
 
 int64_t TrainEngineCuda::own_micro_batches() const {
@@ -228,7 +237,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   const int64_t count = own_micro_batches();
   for (int64_t i = 0; i < count; ++i) {
     next_batch(request.step, layout_.rank() + i * layout_.ranks());
-    training_.stage(inputs_, targets_);
+    training_.stage(inputs_, targets_, documents_);
     enqueue_micro_batch(/*first=*/i == 0, /*last=*/i == count - 1);
   }
   if (nccl_ != nullptr) optimizer_.merge_active(pass_.active, report_->layers * report_->ffn);
@@ -294,7 +303,7 @@ double TrainEngineCuda::validate() {
     std::fill(inputs.begin(), inputs.end(), 0);
     std::fill(targets.begin(), targets.end(), -1);
     validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read));
-    training_.stage(inputs, targets);
+    training_.stage(inputs, targets, documents_of(inputs));
     training_.evaluate(pass_);
   }
   CrossEntropySum sum;

@@ -45,8 +45,10 @@ class TrainEngineCuda : public TrainEngine {
   double peak_flops() const override { return stated_peak_flops(ctx_.device_name()); }
   int64_t device_bytes() const override { return device_bytes_; }
 
-  // For benchmarks: uses this batch of micro_batch * sequence_length tokens for every micro-batch.
-  void set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets);
+  // For benchmarks: uses this batch of micro_batch * sequence_length tokens for every micro-batch,
+  // with these documents where there is a document mask.
+  void set_batch(std::vector<int32_t> inputs, std::vector<int32_t> targets,
+                 std::vector<int64_t> documents = {});
   // The host calls these while enqueuing. With an after_stage, passes are not replayed as graphs. A
   // captured graph repeats what before_ffn did during its capture.
   struct Hooks {
@@ -63,6 +65,7 @@ class TrainEngineCuda : public TrainEngine {
   class Replay;
   void prepare(std::span<const LayerHint> hints);
   void next_batch(int64_t step, int64_t index);
+  std::vector<int64_t> documents_of(std::span<const int32_t> inputs) const;
   void enqueue_micro_batch(bool first, bool last);
   int64_t own_micro_batches() const;
   StepOutcome outcome();
@@ -81,7 +84,9 @@ class TrainEngineCuda : public TrainEngine {
   std::unique_ptr<Report> report_;
   std::array<std::unique_ptr<Replay>, 2> replays_;  // first micro-batch of a step, later ones
   TrainingPassCuda pass_;
+  int32_t end_token_;                       // of documents; -1 without a document mask
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
+  std::vector<int64_t> documents_;          // its documents; empty without a document mask
   int64_t read_step_ = 0, read_index_ = 0;  // step and index of that batch; step 0: none
   bool fixed_batch_ = false;
   bool prepared_ = false;        // at least one step was prepared

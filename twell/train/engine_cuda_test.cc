@@ -33,11 +33,24 @@ class TrainEngineCudaTest : public testing::Test {
     stream_ = std::make_unique<CudaStream>();
     device_ = std::make_unique<CudaContext>(stream_->get());
   }
-  ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+  ModelConfig config() const {
+    ModelConfig config = micro_config(data_.tokenizer.vocab_size());
+    if (hybrid_) {
+      config.width = 64;
+      config.ffn = 192;
+      config.head_dim = 32;
+      config.context = 128;
+    }
+    return config;
+  }
   TrainOptions options(int64_t steps) const {
     TrainOptions options = micro_options(steps);
     options.validate_every = 1000;
     options.validation_sequences = 7;  // not a multiple of a micro-batch
+    if (hybrid_) {
+      options.batch_tokens = 512;
+      options.ffn_policy = FfnTrainPolicy::kHybrid;
+    }
     return resolve_options(options, config());
   }
   std::unique_ptr<Model> fresh_model() {
@@ -79,6 +92,7 @@ class TrainEngineCudaTest : public testing::Test {
     return std::sqrt(difference / norm);
   }
 
+  bool hybrid_ = false;  // layers that the hybrid execution takes
   TempFolder temp_;
   MicroData data_{temp_.path()};
   Context ctx_{1};
@@ -99,11 +113,46 @@ TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
 }
 
+TEST_F(TrainEngineCudaTest, MasksDocumentsAsTheCpu) {
+  TrainOptions options = this->options(12);
+  const std::vector<float> unmasked = train(true, options, 12);
+  options.document_mask = true;
+  losses_.clear();
+  const std::vector<float> weights = train(true, options, 12);
+  EXPECT_GT(distance(weights, unmasked), 1e-3);
+  const std::vector<double> got = std::exchange(losses_, {});
+  train(false, options, 12);
+  EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+  const auto a = fresh_model(), b = fresh_model();
+  const double want = engine(false, *a, options)->validate();
+  EXPECT_NEAR(engine(true, *b, options)->validate(), want, 0.002 * want);
+}
+
+// The memory that a hybrid layer keeps follows its activity, and differs between a run and a
+// resumed one.
+TEST_F(TrainEngineCudaTest, HybridLayersResumeBitForBit) {
+  hybrid_ = true;
+  const ModelConfig config = this->config();
+  const std::string why =
+      ffn_train_hybrid_unsupported(*device_, {256, config.width, config.ffn, config.gated});
+  if (!why.empty()) GTEST_SKIP() << why;
+  TrainOptions options = this->options(24);
+  options.l1_coeff = 0.3;  // the activity falls from half of the neurons to a few
+  const std::vector<float> straight = train(true, options, 24);
+  for (const int64_t at : {1, 7, 16}) {
+    const fs::path half = temp_.path() / std::to_string(at);
+    train(true, options, at, {}, half);
+    EXPECT_EQ(train(true, options, 24, half), straight) << at;
+  }
+}
+
 TEST_F(TrainEngineCudaTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     TrainOptions options = this->options(6);
     options.save_dtype = options.moment_dtype = dtype;
     options.reinit_dead = true;
+    options.document_mask = dtype == DType::kBF16;
     const fs::path half = temp_.path() / (dtype == DType::kF32 ? "f32" : "bf16");
     const std::vector<float> straight = train(true, options, 6);
     train(true, options, 3, {}, half);

@@ -32,6 +32,7 @@ struct ValidationOptions {
   int64_t sequences = 0;  // at most; if fewer than the split has, spread over it
   int64_t length = 0;     // tokens of a sequence
   int64_t micro_batch = 1;
+  bool document_mask = false;  // as in TrainOptions
 };
 
 class ValidationWindows {

@@ -178,6 +178,7 @@ std::string trajectory_text(const TrainOptions& options) {
     json["relufy-from"] = activation_name(options.relufy_from);
     json["relufy-steps"] = options.relufy_steps;
   }
+  if (options.document_mask) json["document-mask"] = true;
   if (options.distill > 0.0) json["distill"] = options.distill;
   if (options.gradient_dtype != DType::kF32) {
     json["gradient-dtype"] = dtype_name(options.gradient_dtype);

@@ -65,7 +65,8 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
 
 TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
                                const TrainOptions& options, std::span<const LayerHint> hints) {
-  TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length}};
+  TrainingPlanCuda plan{.shape = {options.micro_batch, options.sequence_length},
+                        .document_mask = options.document_mask};
   std::vector<FfnExpectation> expected = expected_executions(ctx, config, options, hints);
   if (!hints.empty()) plan.ffn = std::move(expected);
   plan.may_become_hybrid = options.ffn_policy != FfnTrainPolicy::kDense;

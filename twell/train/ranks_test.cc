@@ -174,6 +174,7 @@ TEST_F(RanksTest, AnyNumberOfRanksContinuesARun) {
     const std::string name = dtype == DType::kF32 ? "f32" : "bf16";
     TrainOptions given = options(9);
     given.save_dtype = dtype;
+    given.document_mask = dtype == DType::kBF16;
     given.validate_every = 0;
     run(4, out(name + "-straight"), given);
     const std::vector<float> straight = weights_[0];
@@ -183,6 +184,7 @@ TEST_F(RanksTest, AnyNumberOfRanksContinuesARun) {
     fs::copy(out(name), out(name + "-other"),
              fs::copy_options::recursive | fs::copy_options::copy_symlinks);
     EXPECT_THAT(run(4, out(name), given), Each(StrEq("")));
+    EXPECT_EQ(saved_document_mask(out(name) / "checkpoint"), given.document_mask);
     EXPECT_EQ(curve_.ce.size(), 6u);
     EXPECT_TRUE(same(weights_[0], straight));
     // Three, one and two ranks continue: the same curve.

@@ -192,6 +192,13 @@ int64_t saved_option(const fs::path& checkpoint, const char* name) {
   return found->get<int64_t>();
 }
 
+bool saved_document_mask(const fs::path& checkpoint) {
+  if (!fs::exists(checkpoint / "trainer" / "state.json")) return false;
+  const nlohmann::json saved = nlohmann::json::parse(read_state(checkpoint).trajectory);
+  const auto found = saved.find("document-mask");
+  return found != saved.end() && found->is_boolean() && found->get<bool>();
+}
+
 std::string checkpoint_fault(const fs::path& checkpoint) {
   try {
     open_checkpoint(checkpoint);
@@ -207,9 +214,14 @@ std::string checkpoint_fault(const fs::path& checkpoint) {
 
 void require_same_trajectory(const std::string& saved, const std::string& given) {
   const nlohmann::json before = nlohmann::json::parse(saved), now = nlohmann::json::parse(given);
-  for (const auto& [name, value] : now.items()) {
-    const auto found = before.find(name);
-    const nlohmann::json old = found == before.end() ? nlohmann::json() : *found;
+  const auto value_of = [](const nlohmann::json& options, const std::string& name) {
+    const auto found = options.find(name);
+    return found == options.end() ? nlohmann::json() : *found;
+  };
+  nlohmann::json all = before;
+  all.update(now);
+  for (const auto& [name, unused] : all.items()) {
+    const nlohmann::json old = value_of(before, name), value = value_of(now, name);
     TWELL_REQUIRE(old == value,
                   "cannot resume with another {}: the run has {}, now {} was given; use --from to "
                   "start a new run from its weights",

@@ -48,6 +48,8 @@ void save_trainer_state(const std::filesystem::path& checkpoint, const TrainerSt
 TrainerState load_trainer_state(const std::filesystem::path& checkpoint,
                                 const OptimizerTensors& tensors, const ShardLayout& layout);
 
+// Whether the run that saved the checkpoint masked documents; false when it has no trainer state.
+bool saved_document_mask(const std::filesystem::path& checkpoint);
 // An integer among the options of the run that saved the checkpoint (trajectory_text).
 int64_t saved_option(const std::filesystem::path& checkpoint, const char* name);
 // Reads all of a training checkpoint, model and trainer state, and describes the first fault; empty

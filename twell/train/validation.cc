@@ -23,7 +23,15 @@ double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet
     const int64_t rows = count * options.length;
     std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
     windows.read(begin, count, inputs, targets);
-    const std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});
+    std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});
+    if (options.document_mask) {
+      // A document by itself has the same attention as behind a mask: rotated queries and keys
+      // depend on distances alone.
+      shape.clear();
+      for (const int64_t length : document_lengths(inputs, options.length, shards.end_token())) {
+        shape.push_back({length, 0});
+      }
+    }
     Arena::Scope scratch(ctx.scratch());
     const MatrixF hidden = scratch.matrix<float>(rows, model.config.width);
     forward(ctx, model, state, {.ids = inputs, .sequences = shape, .hidden = hidden});

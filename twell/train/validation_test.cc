@@ -9,6 +9,7 @@
 
 #include "twell/data/batch_sampler.h"
 #include "twell/model/forward.h"
+#include "twell/model/training.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 #include "twell/train/test_run.h"
 
@@ -69,6 +70,39 @@ TEST(Validation, WindowsAreSpreadEvenlyOverTheSplit) {
   EXPECT_GT(std::abs(mean(4, [](int64_t i) { return i; }) -
                      mean(4, [&](int64_t i) { return i * windows / 4; })),
             1e-3);
+}
+
+// Validation is the loss of a training pass behind the same mask.
+TEST(Validation, MasksDocumentsAsTrainingDoes) {
+  const TempFolder folder;
+  const MicroData data(folder.path());
+  Context ctx(1);
+  ModelConfig config = micro_config(data.tokenizer.vocab_size());
+  config.init_std = 1.0;
+  Model model(config);
+  init_weights(ctx, model, 3);
+  const BatchSampler sampler(data.shards, Split::kValidation, kLength, 0, false);
+  TrainingState state(config, {1, kLength});
+  std::vector<float> grad(static_cast<size_t>(config.parameter_count()));
+  double loss = 0.0;
+  int64_t cut = 0;
+  for (int64_t window = 0; window < sampler.windows(); ++window) {
+    std::vector<int32_t> inputs(kLength), targets(kLength);
+    sampler.sequence(window, inputs, targets);
+    const auto documents = document_lengths(inputs, kLength, data.shards.end_token());
+    cut += std::ssize(documents) - 1;
+    const TrainingBatch batch{
+        .inputs = inputs, .targets = targets, .documents = documents, .step_tokens = kLength};
+    loss += forward_backward(ctx, model, batch, state, grad).loss_sum;
+  }
+  ASSERT_GT(cut, 0);
+  const auto tokens = static_cast<double>(sampler.windows() * kLength);
+  ValidationOptions options{sampler.windows(), kLength, 3};
+  const double unmasked = validation_cross_entropy(ctx, model, data.shards, options);
+  options.document_mask = true;
+  const double masked = validation_cross_entropy(ctx, model, data.shards, options);
+  EXPECT_NEAR(masked, loss / tokens, 1e-5 * masked);
+  EXPECT_GT(std::abs(masked - unmasked), 1e-4);
 }
 
 }  // namespace

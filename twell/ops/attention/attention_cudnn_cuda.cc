@@ -29,11 +29,13 @@ void* cudnn_dlhandle = nullptr;
 namespace twell {
 namespace {
 
-void check_shape(const AttentionTrainShape& s) {
+void check_problem(const AttentionTrainShape& s, const __nv_bfloat16* mask) {
   TWELL_CHECK(s.sequences > 0 && s.length > 1 && s.kv_heads > 0 && s.heads % s.kv_heads == 0,
               "training attention of {} sequences of {} tokens (2 at least) with {} heads on {} "
               "key/value heads",
               s.sequences, s.length, s.heads, s.kv_heads);
+  TWELL_CHECK((mask != nullptr) == s.document_mask, "training attention {} a document mask",
+              mask == nullptr ? "lacks" : "has no use for");
 }
 
 #ifdef TWELL_HAVE_CUDNN
@@ -122,7 +124,7 @@ struct Plan {
 
 // Tensors of both graphs, by the ids that execute() binds pointers to.
 constexpr int64_t kQ = 1, kK = 2, kV = 3, kOut = 4, kLogSumExp = 5, kDOut = 6, kDQ = 7, kDK = 8,
-                  kDV = 9;
+                  kDV = 9, kMask = 10;
 
 // Adds a bf16 input [batch, heads, tokens, head_dim], stored token by token in rows `stride` apart.
 std::shared_ptr<fe::graph::Tensor_attributes> add_rows(Plan& plan, int64_t uid, int64_t batch,
@@ -135,8 +137,19 @@ std::shared_ptr<fe::graph::Tensor_attributes> add_rows(Plan& plan, int64_t uid, 
                                .set_stride({tokens * stride, head_dim, stride, 1}));
 }
 
-// batch, tokens, heads, kv_heads, head_dim, q_stride, kv_stride, logsumexp
-using PlanKey = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool>;
+// Adds a document mask, which all heads share.
+std::shared_ptr<fe::graph::Tensor_attributes> add_mask(Plan& plan, int64_t batch, int64_t tokens) {
+  const int64_t row = document_mask_row(tokens);
+  return plan.graph.tensor(fe::graph::Tensor_attributes()
+                               .set_uid(kMask)
+                               .set_data_type(fe::DataType_t::BFLOAT16)
+                               .set_dim({batch, 1, tokens, tokens})
+                               .set_stride({tokens * row, tokens * row, row, 1}));
+}
+
+// batch, tokens, heads, kv_heads, head_dim, q_stride, kv_stride, logsumexp, mask
+using PlanKey =
+    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
 
 // Plans of the forward pass, and what the last call ran on.
 struct ForwardPlans {
@@ -151,13 +164,14 @@ void build(CudaContext& ctx, Plan& plan, const AttentionCuda& p) {
   };
   const auto q = rows(kQ, p.heads, p.q_stride), k = rows(kK, p.kv_heads, p.kv_stride),
              v = rows(kV, p.kv_heads, p.kv_stride);
-  const auto outputs =
-      plan.graph.sdpa(q, k, v,
-                      fe::graph::SDPA_attributes()
-                          .set_name("attention")
-                          .set_generate_stats(p.logsumexp != nullptr)
-                          .set_causal_mask(true)
-                          .set_attn_scale(1.0f / std::sqrt(static_cast<float>(p.head_dim))));
+  fe::graph::SDPA_attributes attributes;
+  attributes.set_name("attention")
+      .set_generate_stats(p.logsumexp != nullptr)
+      .set_causal_mask(true)
+      .set_attn_scale(1.0f / std::sqrt(static_cast<float>(p.head_dim)));
+  auto mask = p.mask == nullptr ? nullptr : add_mask(plan, batch, tokens);
+  if (mask != nullptr) attributes.set_bias(mask);
+  const auto outputs = plan.graph.sdpa(q, k, v, attributes);
   outputs[0]
       ->set_output(true)
       .set_uid(kOut)
@@ -203,13 +217,13 @@ void build(CudaContext& ctx, Plan& plan, const AttentionTrainShape& shape) {
                             .set_data_type(fe::DataType_t::FLOAT)
                             .set_dim({shape.sequences, shape.heads, shape.length, 1})
                             .set_stride({shape.heads * shape.length, shape.length, 1, 1}));
-  const auto gradients = plan.graph.sdpa_backward(
-      q, k, v, out, d_out, logsumexp,
-      fe::graph::SDPA_backward_attributes()
-          .set_name("attention_backward")
-          .set_causal_mask(true)
-          .set_deterministic_algorithm(true)
-          .set_attn_scale(1.0f / std::sqrt(static_cast<float>(shape.head_dim))));
+  fe::graph::SDPA_backward_attributes attributes;
+  attributes.set_name("attention_backward")
+      .set_causal_mask(true)
+      .set_deterministic_algorithm(true)
+      .set_attn_scale(1.0f / std::sqrt(static_cast<float>(shape.head_dim)));
+  if (shape.document_mask) attributes.set_bias(add_mask(plan, shape.sequences, shape.length));
+  const auto gradients = plan.graph.sdpa_backward(q, k, v, out, d_out, logsumexp, attributes);
   const int64_t heads[] = {shape.heads, shape.kv_heads, shape.kv_heads};
   for (size_t i = 0; i < gradients.size(); ++i) {
     gradients[i]
@@ -241,9 +255,11 @@ bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
     if (p.sequences.uniform) cache.report = fmt::format("own kernel, cuDNN: {}", cudnn_status());
     return false;
   }
-  const PlanKey key{
-      p.sequences.count, p.sequences.max_q_len, p.heads, p.kv_heads, p.head_dim, p.q_stride,
-      p.kv_stride,       p.logsumexp != nullptr};
+  const PlanKey key{p.sequences.count, p.sequences.max_q_len,
+                    p.heads,           p.kv_heads,
+                    p.head_dim,        p.q_stride,
+                    p.kv_stride,       p.logsumexp != nullptr,
+                    p.mask != nullptr};
   auto found = cache.plans.find(key);
   if (found == cache.plans.end()) {
     found = cache.plans.try_emplace(key).first;
@@ -261,6 +277,7 @@ bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
                                                  {kV, const_cast<__nv_bfloat16*>(p.v)},
                                                  {kOut, p.out}};
   if (p.logsumexp != nullptr) operands[kLogSumExp] = p.logsumexp;
+  if (p.mask != nullptr) operands[kMask] = const_cast<__nv_bfloat16*>(p.mask);
   plan.execute(ctx, operands);
   return true;
 }
@@ -295,7 +312,7 @@ std::string attention_train_unsupported(int64_t head_dim, int64_t length) {
 
 void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& problem) {
   const AttentionTrainShape& s = problem.shape;
-  check_shape(s);
+  check_problem(s, problem.mask);
   const int64_t q_width = s.heads * s.head_dim, kv_width = s.kv_heads * s.head_dim;
   AttentionCuda p;
   p.heads = s.heads;
@@ -311,6 +328,7 @@ void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& prob
   p.kv_stride = s.row();
   p.out = problem.out;
   p.logsumexp = problem.logsumexp;
+  p.mask = problem.mask;
   TWELL_CHECK(attention_cudnn(ctx, p),
               "training attention with {} heads of {} on {} needs cuDNN, which has none for it: {}",
               s.heads, s.head_dim, s.kv_heads, cudnn_status());
@@ -318,7 +336,7 @@ void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& prob
 
 void attention_train_backward([[maybe_unused]] CudaContext& ctx,
                               const AttentionTrainBackward& problem) {
-  check_shape(problem.shape);
+  check_problem(problem.shape, problem.mask);
 #ifdef TWELL_HAVE_CUDNN
   TWELL_CHECK(library().loaded, "attention backward needs cuDNN: {}", cudnn_status());
   const AttentionTrainShape& all = problem.shape;
@@ -351,6 +369,10 @@ void attention_train_backward([[maybe_unused]] CudaContext& ctx,
         {kDQ, d_qkv},
         {kDK, d_qkv + q_width},
         {kDV, d_qkv + q_width + kv_width}};
+    if (all.document_mask) {
+      operands[kMask] =
+          const_cast<__nv_bfloat16*>(problem.mask) + token * document_mask_row(all.length);
+    }
     plan.execute(ctx, operands);
   }
 #else

@@ -36,6 +36,7 @@ struct AttentionCuda {
   int64_t window = 0;            // keys that a query sees, its own included; 0: all before it
   __nv_bfloat16* out = nullptr;  // [M, H * hd]
   float* logsumexp = nullptr;    // [sequences, H, max_q_len] or null; cuDNN alone writes it
+  const __nv_bfloat16* mask = nullptr;  // of DocumentMask or null; cuDNN alone takes one
 };
 
 // Keys of a sequence are cut into pieces of `keys`; each leaves a partial result.

@@ -5,6 +5,11 @@
 //   qkv, d_qkv [B * S, (H + 2 H_kv) * hd] as [q | k | v]; out, d_out [B * S, H * hd];
 //   logsumexp [B, H, S] f32, of the scaled scores in nats
 //
+// With a document mask, tokens attend only to tokens of their own document. cuDNN adds the mask to
+// the scores in both passes: it computes what it masks, so that one graph serves all documents. Its
+// packed sequences would skip that, but their deterministic backward takes memory for the square of
+// the longest document for each of the most documents that may come.
+//
 // The backward pass is deterministic: cuDNN stores the gradient of the scores, [H, S, S] bf16 per
 // sequence, instead of adding to d_q atomically. It takes as many sequences at a time as keep that
 // below kMaxScoreBytes (one at least).
@@ -20,6 +25,7 @@
 #include <string>
 
 #include "twell/base/cuda.h"
+#include "twell/base/rounding.h"
 
 namespace twell {
 
@@ -35,16 +41,30 @@ struct AttentionTrainShape {
   int64_t heads = 0;      // H
   int64_t kv_heads = 0;   // H_kv, divides H
   int64_t head_dim = 0;   // hd
+  bool document_mask = false;
 
   int64_t row() const { return (heads + 2 * kv_heads) * head_dim; }
   auto operator<=>(const AttentionTrainShape&) const = default;
 };
+
+// A row of a mask: [S] rounded up to whole tiles of cuDNN's kernels.
+inline int64_t document_mask_row(int64_t length) { return round_up(length, int64_t{128}); }
+
+struct DocumentMask {
+  int64_t sequences = 0;            // B
+  int64_t length = 0;               // S
+  const int32_t* begins = nullptr;  // [B * S] where each token's document begins in its sequence
+  __nv_bfloat16* mask = nullptr;    // [B * S, document_mask_row(S)] out: 0, or -1e30 for the keys
+                                    // before that
+};
+cudaError_t launch_document_mask(const DocumentMask& problem, cudaStream_t stream);
 
 struct AttentionTrainForward {
   AttentionTrainShape shape;
   const __nv_bfloat16* qkv = nullptr;
   __nv_bfloat16* out = nullptr;
   float* logsumexp = nullptr;
+  const __nv_bfloat16* mask = nullptr;  // of DocumentMask; null without a document mask
 };
 void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& problem);
 
@@ -54,7 +74,8 @@ struct AttentionTrainBackward {
   const __nv_bfloat16* out = nullptr;
   const float* logsumexp = nullptr;
   const __nv_bfloat16* d_out = nullptr;
-  __nv_bfloat16* d_qkv = nullptr;  // written
+  __nv_bfloat16* d_qkv = nullptr;       // written
+  const __nv_bfloat16* mask = nullptr;  // as in the forward pass
 };
 void attention_train_backward(CudaContext& ctx, const AttentionTrainBackward& problem);
 

@@ -31,11 +31,23 @@ struct Operands {
         width(s.heads * s.head_dim),
         kv_width(s.kv_heads * s.head_dim),
         qkv(random_bf16(tokens * s.row(), 1)),
-        d_out(random_bf16(tokens * width, 2)) {}
+        d_out(random_bf16(tokens * width, 2)) {
+    // Behind a mask: documents of one token up to the whole sequence, some of them longer than the
+    // tiles of the kernels and so with whole tiles of keys behind the mask.
+    for (int64_t token = 0, i = 0; token < tokens; token += documents.back(), ++i) {
+      const int64_t left = s.length - token % s.length;
+      const int64_t wanted[] = {5, 1, 300, 64, 17, 129, 1, 1000};
+      documents.push_back(s.document_mask ? std::min(left, wanted[i % 8]) : left);
+      begins.insert(begins.end(), static_cast<size_t>(documents.back()),
+                    static_cast<int32_t>(token % s.length));
+    }
+  }
 
   AttentionTrainShape shape;
   int64_t tokens, width, kv_width;
   std::vector<__nv_bfloat16> qkv, d_out;
+  std::vector<int64_t> documents;  // lengths; those of the sequences without a mask
+  std::vector<int32_t> begins;     // [tokens]
 };
 
 Results on_device(const Operands& o, bool graph = false) {
@@ -45,10 +57,17 @@ Results on_device(const Operands& o, bool graph = false) {
   const auto out = poisoned<__nv_bfloat16>(o.tokens * o.width);
   const auto d_qkv = poisoned<__nv_bfloat16>(o.tokens * o.shape.row());
   const auto logsumexp = poisoned<float>(o.tokens * o.shape.heads);
+  const auto begins = upload(o.begins);
+  const auto mask = poisoned<__nv_bfloat16>(
+      o.shape.document_mask ? o.tokens * document_mask_row(o.shape.length) : 0);
   const auto both = [&] {
-    attention_train_forward(ctx, {o.shape, qkv.data(), out.data(), logsumexp.data()});
-    attention_train_backward(
-        ctx, {o.shape, qkv.data(), out.data(), logsumexp.data(), d_out.data(), d_qkv.data()});
+    if (o.shape.document_mask) {
+      TWELL_CUDA_CHECK(launch_document_mask(
+          {o.shape.sequences, o.shape.length, begins.data(), mask.data()}, stream.get()));
+    }
+    attention_train_forward(ctx, {o.shape, qkv.data(), out.data(), logsumexp.data(), mask.data()});
+    attention_train_backward(ctx, {o.shape, qkv.data(), out.data(), logsumexp.data(), d_out.data(),
+                                   d_qkv.data(), mask.data()});
   };
   both();
   if (graph) {
@@ -67,14 +86,15 @@ Results on_cpu(const Operands& o) {
   const int64_t row = s.row();
   const std::vector<float> qkv = to_floats(o.qkv), d_out = to_floats(o.d_out);
   std::vector<AttentionSequence> sequences;
-  for (int64_t i = 0; i < s.sequences; ++i) {
+  for (int64_t token = 0; const int64_t length : o.documents) {
     AttentionSequence sequence;
-    sequence.q_begin = i * s.length;
-    sequence.q_len = s.length;
-    const float* const first = qkv.data() + i * s.length * row + o.width;
-    sequence.k = ConstMatrixF(first, s.length, o.kv_width, row);
-    sequence.v = ConstMatrixF(first + o.kv_width, s.length, o.kv_width, row);
+    sequence.q_begin = token;
+    sequence.q_len = length;
+    const float* const first = qkv.data() + token * row + o.width;
+    sequence.k = ConstMatrixF(first, length, o.kv_width, row);
+    sequence.v = ConstMatrixF(first + o.kv_width, length, o.kv_width, row);
     sequences.push_back(sequence);
+    token += length;
   }
   const AttentionShape shape{s.heads, s.kv_heads, s.head_dim};
   std::vector<float> out(static_cast<size_t>(o.tokens * o.width)),
@@ -172,6 +192,24 @@ INSTANTIATE_TEST_SUITE_P(
                     AttentionTrainShape{1, 513, 8, 2, 64},
                     // More scores than are held at a time: in parts.
                     AttentionTrainShape{2, 2048, 36, 36, 64}));
+
+INSTANTIATE_TEST_SUITE_P(Documents, AttentionTrainCudaTest,
+                         testing::Values(AttentionTrainShape{3, 127, 4, 2, 64, true},
+                                         AttentionTrainShape{2, 129, 6, 1, 80, true},
+                                         AttentionTrainShape{1, 17, 4, 2, 8, true},
+                                         AttentionTrainShape{2, 640, 4, 4, 128, true},
+                                         AttentionTrainShape{1, 513, 8, 2, 64, true},
+                                         AttentionTrainShape{2, 2048, 36, 36, 64, true}));
+
+TEST(AttentionTrainRefusalTest, AMaskWithoutItsShapeOrTheReverse) {
+  if (const std::string why = no_cudnn(); !why.empty()) GTEST_SKIP() << why;
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  const auto mask = poisoned<__nv_bfloat16>(64 * 128);
+  EXPECT_THROW(attention_train_forward(ctx, {.shape = {1, 64, 2, 2, 64}, .mask = mask.data()}),
+               Error);
+  EXPECT_THROW(attention_train_backward(ctx, {.shape = {1, 64, 2, 2, 64, true}}), Error);
+}
 
 TEST(AttentionTrainRefusalTest, Shapes) {
   if (const std::string why = no_cudnn(); !why.empty()) GTEST_SKIP() << why;
