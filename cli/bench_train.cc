@@ -67,8 +67,7 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
       .choices({"f32", "bf16"});
   command.flag(
       "--document-mask", &arguments->document_mask,
-      "Attention within random documents of about 600 tokens, as of 'twell train'; without "
-      "it the whole sequence, for its cost");
+      "Attention within random documents of about 600 tokens, as 'twell train' has with this flag");
   command.flag("--tune", &arguments->tune,
                "Choose the algorithms of matrix products by a stopwatch, which training does not, "
                "so that runs repeat");

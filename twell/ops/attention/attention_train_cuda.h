@@ -6,9 +6,9 @@
 //   logsumexp [B, H, S] f32, of the scaled scores in nats
 //
 // With a document mask, tokens attend only to tokens of their own document. cuDNN adds the mask to
-// the scores in both passes: it computes what it masks, so that one graph serves all documents. Its
-// packed sequences would skip that, but their deterministic backward takes memory for the square of
-// the longest document for each of the most documents that may come.
+// the scores, so one graph serves all batches, but masked scores are computed too. cuDNN's packed
+// sequences would skip them, but their deterministic backward stores S^2 scores per head for every
+// document that a batch could have.
 //
 // The backward pass is deterministic: cuDNN stores the gradient of the scores, [H, S, S] bf16 per
 // sequence, instead of adding to d_q atomically. It takes as many sequences at a time as keep that

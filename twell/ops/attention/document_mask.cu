@@ -7,8 +7,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kColumns = 8;  // of a thread: 16 bytes
 
-// exp() of a score this low is 0, also where all keys of a tile are masked and the running maximum
-// of the softmax is the masked scores' own, which -infinity would turn into NaN.
+// exp() of a score this low is 0. It is finite because all keys of a tile may be masked: the
+// running maximum of the softmax would then be -infinity, and a score minus it NaN.
 constexpr float kMasked = -1e30f;
 
 // A block writes kThreads * kColumns columns of the row of one token.
