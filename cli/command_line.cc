@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "cli/config_file.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -270,7 +271,7 @@ void Option::set_one(const std::string& text) {
     void operator()(std::optional<double>* target) const { *target = option.real_number(text); }
     void operator()(std::string* target) const { *target = text; }
     void operator()(std::optional<std::string>* target) const { *target = text; }
-    void operator()(std::filesystem::path* target) const { *target = text; }
+    void operator()(std::filesystem::path* target) const { *target = path(); }
     void operator()(std::vector<int64_t>* target) const {
       target->push_back(option.whole_number<int64_t>(text));
     }
@@ -278,8 +279,11 @@ void Option::set_one(const std::string& text) {
       target->push_back(option.real_number(text));
     }
     void operator()(std::vector<std::string>* target) const { target->push_back(text); }
-    void operator()(std::vector<std::filesystem::path>* target) const {
-      target->emplace_back(text);
+    void operator()(std::vector<std::filesystem::path>* target) const { target->push_back(path()); }
+    // An empty path would count as an option that was not given.
+    std::filesystem::path path() const {
+      TWELL_REQUIRE(!text.empty(), "{} must be a path, got ''", option.flag_);
+      return text;
     }
   };
   std::visit(Setter{*this, text}, target_);
@@ -496,8 +500,8 @@ class Parser {
       if (values.empty()) continue;
       if (values.size() > 1 && !option->collects()) {
         if (!option->is_flag()) {
-          fmt::print(stderr, "twell: warning: {} was given twice; the last one, {}, is used\n",
-                     option->flag_, values.back());
+          print_error("twell: warning: {} was given twice; the last one, {}, is used\n",
+                      option->flag_, values.back());
         }
         values = {values.back()};
       }

@@ -88,7 +88,7 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
     std::string why;
     if (common.device == "auto") why = EngineCuda::cannot_run(load_config(common.checkpoint), plan);
     if (why.empty()) return std::make_unique<EngineCuda>(common.checkpoint, plan, load);
-    fmt::print(stderr, "twell: running on the CPU: {}\n", why);
+    print_error("twell: running on the CPU: {}\n", why);
   }
 #else
   use_cuda(common);  // throws for "cuda"

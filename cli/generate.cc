@@ -192,7 +192,7 @@ class Output {
   void print_finished() {
     for (; next_ < done_.size(); ++next_) {
       if (!prompts_[next_].fault.empty()) {
-        fmt::print(stderr, "twell: error: {}\n", prompts_[next_].fault);
+        print_error("twell: error: {}\n", prompts_[next_].fault);
       } else if (done_[next_]) {
         print(next_);
       } else {
@@ -238,11 +238,10 @@ void print_summary(const Output& output, double seconds, Session& session,
   if (output.generations().size() == 1) {
     const Generation& one = output.generations().front().value();
     const auto tokens = static_cast<double>(one.ids.size());
-    fmt::print(stderr,
-               "[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]\n",
-               one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
-               static_cast<double>(one.prompt_tokens) / one.prefill_seconds,
-               stop_reason_name(one.reason), active);
+    print_error("[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]\n",
+                one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
+                static_cast<double>(one.prompt_tokens) / one.prefill_seconds,
+                stop_reason_name(one.reason), active);
     return;
   }
   int64_t answered = 0, tokens = 0, prompt_tokens = 0;
@@ -252,8 +251,8 @@ void print_summary(const Output& output, double seconds, Session& session,
     tokens += std::ssize(generation->ids);
     prompt_tokens += generation->prompt_tokens;
   }
-  fmt::print(stderr, "[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]\n", answered,
-             prompt_tokens, tokens, static_cast<double>(tokens) / seconds, active);
+  print_error("[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]\n", answered,
+              prompt_tokens, tokens, static_cast<double>(tokens) / seconds, active);
 }
 
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/loading.h"
+#include "cli/process.h"
 
 #include <fmt/core.h>
 
@@ -38,9 +39,7 @@ std::unique_ptr<TextSource> open_files(const CommonOptions& common, const TextOp
   options.paths = common.data;
   options.json_field = text.json_field;
   options.bad_file = text.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
-  options.log = [](LogLevel, std::string_view message) {
-    fmt::print(stderr, "twell: {}\n", message);
-  };
+  options.log = [](LogLevel, std::string_view message) { print_error("twell: {}\n", message); };
   return std::make_unique<TextSource>(options);
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <new>
 #include <string>
 #include <system_error>
@@ -28,7 +29,7 @@ int fail(int code, std::string message) {
   // Keep the message on one line, whatever a file name or a broken file contains.
   std::replace_if(
       message.begin(), message.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
-  fmt::print(stderr, "twell: error: {}\n", message);
+  print_error("twell: error: {}\n", message);
   return code;
 }
 
@@ -54,6 +55,9 @@ int run(int argc, char** argv) {
     return close_output(run_command_line(root, argc, argv));
   } catch (const Interrupted&) {
     return interrupted_exit_code();
+  } catch (const std::filesystem::filesystem_error& error) {
+    return fail(kExitInput,
+                fmt::format("cannot use {}: {}", error.path1().string(), error.code().message()));
   } catch (const std::system_error& error) {
     if (std::ferror(stdout) != 0) return close_output(kExitFailure, error.code().value());
     return fail(kExitFailure, error.what());

@@ -106,8 +106,8 @@ int close_output(int code, int error) {
   if (error == 0) error = errno;
   if (!lost && std::ferror(stdout) == 0) return code;
   if (error != EPIPE) {
-    fmt::print(stderr, "twell: error: cannot write to standard output{}{}\n",
-               error == 0 ? "" : ": ", error == 0 ? "" : std::strerror(error));
+    print_error("twell: error: cannot write to standard output{}{}\n", error == 0 ? "" : ": ",
+                error == 0 ? "" : std::strerror(error));
   }
   return code == kExitOk ? kExitFailure : code;
 }

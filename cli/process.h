@@ -2,10 +2,14 @@
 // Operating system services: memory limits, signals, and standard input and output.
 #pragma once
 
+#include <fmt/core.h>
+
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace twell::cli {
 
@@ -36,5 +40,12 @@ void write_out(std::string_view text);
 // Flushes standard output and returns `code`, or kExitFailure when output was lost. The loss is
 // reported on stderr unless the reader closed the pipe. `error`: errno of an earlier failed write.
 int close_output(int code, int error = 0);
+// Writes a message to standard error. One that cannot be written, because the log's disk is full
+// say, is lost: it must not end what the command does.
+template <typename... Values>
+void print_error(fmt::format_string<Values...> format, Values&&... values) {
+  const std::string message = fmt::format(format, std::forward<Values>(values)...);
+  std::fwrite(message.data(), 1, message.size(), stderr);
+}
 
 }  // namespace twell::cli

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/progress_line.h"
+#include "cli/process.h"
 
 #include <fmt/core.h>
 #include <sys/ioctl.h>
@@ -76,7 +77,7 @@ LogSink ProgressLine::log_sink() {
   return [this](LogLevel level, std::string_view message) {
     if (level == LogLevel::kInfo) return print(message);
     clear();
-    fmt::print(stderr, "twell: warning: {}\n", message);
+    print_error("twell: warning: {}\n", message);
   };
 }
 

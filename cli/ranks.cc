@@ -196,8 +196,8 @@ class Processes {
         ending.failed = true;
         if (WIFEXITED(status) && WEXITSTATUS(status) == kExitInput) ending.input_error = true;
         if (WIFSIGNALED(status)) {
-          fmt::print(stderr, "twell: rank {} was ended by signal {} ({})\n", rank, WTERMSIG(status),
-                     ::strsignal(WTERMSIG(status)));
+          print_error("twell: rank {} was ended by signal {} ({})\n", rank, WTERMSIG(status),
+                      ::strsignal(WTERMSIG(status)));
         }
       }
       running = running || process.running;
@@ -258,7 +258,7 @@ int launch_ranks(const Launch& launch) {
       std::error_code missing;
       if (!has_checkpoint(launch.out)) fs::resize_file(launch.out / "metrics.jsonl", 0, missing);
     }
-    fmt::print(stderr, "twell: restart {} of {}\n", restarts + 1, launch.max_restarts);
+    print_error("twell: restart {} of {}\n", restarts + 1, launch.max_restarts);
   }
 }
 
@@ -270,7 +270,7 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
   rendezvous_->on_fault(this, [rendezvous = rendezvous_.get()] {
     std::thread([text = rendezvous->fault()] {
       std::this_thread::sleep_for(kLastResort);
-      fmt::print(stderr, "twell: error: {}\n", text);
+      print_error("twell: error: {}\n", text);
       ::_exit(kExitFailure);
     }).detach();
   });

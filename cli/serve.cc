@@ -55,7 +55,7 @@ std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& chec
   try {
     return ChatTemplate::load(checkpoint);
   } catch (const InputError& error) {
-    fmt::print(stderr, "twell: no /v1/chat/completions: {}\n", error.what());
+    print_error("twell: no /v1/chat/completions: {}\n", error.what());
     return std::nullopt;
   }
 }

@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 
 #include "cli/device.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/train/engine_cpu.h"
 #ifdef TWELL_HAVE_CUDA
@@ -30,7 +31,7 @@ TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const Mod
 #ifdef TWELL_HAVE_CUDA
   const std::string why = cuda_run_unsupported(config, options);
   if (!why.empty() && common.device == "auto") {
-    fmt::print(stderr, "twell: training on the CPU: {}\n", why);
+    print_error("twell: training on the CPU: {}\n", why);
     return;
   }
   TWELL_REQUIRE(why.empty(), "--device cuda: {}", why);

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <pty.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -603,6 +604,39 @@ TEST_F(CliTest, LostOutputIsAFailure) {
     EXPECT_EQ(closed.code, 1) << command[0];
     EXPECT_THAT(closed.err, testing::Not(HasSubstr("error"))) << command[0];
   }
+}
+
+// Standard error is on a full disk.
+TEST_F(CliTest, LostErrorMessagesChangeNoExitCode) {
+  fs::create_symlink("/dev/full", folder_ / "stderr");
+  const auto code = [&](const std::vector<std::string>& arguments) {
+    int status = 0;
+    ::waitpid(start(arguments), &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  };
+  EXPECT_EQ(code({"eval", "--checkpoint", "missing", "--data", "text"}), 2);
+  EXPECT_EQ(code({"train", "--stpes", "1"}), 2);
+  EXPECT_EQ(
+      code({"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2"}), 0);
+}
+
+TEST_F(CliTest, PathsThatNameNoFileOrFolder) {
+  fs::create_symlink("loop", folder_ / "loop");
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  const std::string loop = "Too many levels of symbolic links";
+  expect_refused({"eval", "--checkpoint", "loop", "--data", "text"}, loop);
+  expect_refused({"report", "--out", "loop"}, loop);
+  expect_refused(train("loop"), loop);
+  expect_refused({"tokenize", "--data", "text", "--vocab-size", "300", "--out", "pipe"}, "pipe");
+  const Result bench = run({"bench", "ffn", "--tokens", "1", "--width", "8", "--ffn", "16",
+                            "--threads", "1", "--jsonl", "pipe"});
+  EXPECT_EQ(bench.code, 2);
+  EXPECT_THAT(bench.err, HasSubstr("cannot write pipe"));
+  // An option whose value is missing, because a shell variable is not set, must not count as
+  // absent.
+  expect_refused({"serve", "--checkpoint", golden("model"), "--port", "0", "--api-key-file", ""},
+                 "--api-key-file must be a path, got ''");
+  expect_refused({"eval", "--checkpoint", golden("model"), "--data", ""}, "--data must be a path");
 }
 
 // Progress lines are cut to the terminal's width.
