@@ -9,7 +9,6 @@
 #include "twell/model/rotary.h"
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
-#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
@@ -281,6 +280,31 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   done(ForwardStage::kNorm);
 }
 
+layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
+                                       const BF16* norm) const {
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  return {.input = {.tokens = staged_.tokens,
+                    .width = config_.width,
+                    .x = x,
+                    .norm = device_bf16(norm),
+                    .eps = static_cast<float>(config_.norm_eps),
+                    .constant_weights = true},
+          .heads = config_.heads,
+          .kv_heads = config_.kv_heads,
+          .head_dim = config_.head_dim,
+          .w = device_bf16(w.w_qkv.data),
+          .bias = device_bf16(w.b_qkv),
+          .cos = cos_.data(),
+          .sin = sin_.data(),
+          .positions = batch.positions,
+          .cache_rows = batch.cache_rows,
+          .q = qkv_.data(),
+          .q_stride = qkv_width(config_),
+          .keys = staged_.cache->keys(layer),
+          .values = staged_.cache->values(layer)};
+}
+
 void ForwardCuda::project(int64_t layer) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
@@ -303,26 +327,12 @@ void ForwardCuda::project(int64_t layer) {
     qkv_cuda(ctx_, fused);
     return;
   }
-  const batch_ops::Qkv few{.input = {.tokens = staged_.tokens,
-                                     .width = config_.width,
-                                     .x = hidden_.data(),
-                                     .constant_weights = true},
-                           .heads = config_.heads,
-                           .kv_heads = config_.kv_heads,
-                           .head_dim = config_.head_dim,
-                           .w = device_bf16(w.w_qkv.data),
-                           .bias = device_bf16(w.b_qkv),
-                           .cos = cos_.data(),
-                           .sin = sin_.data(),
-                           .positions = batch.positions,
-                           .cache_rows = batch.cache_rows,
-                           .q = qkv_.data(),
-                           .q_stride = qkv_width(config_),
-                           .keys = rope.keys,
-                           .values = rope.values};
-  if (cached && !config_.qk_norm && ctx_.compute_capability() == 90 && batch_ops::takes(few)) {
-    TWELL_CUDA_CHECK(batch_ops::launch_qkv(few, ctx_.stream()));
-    return;
+  if (cached && !config_.qk_norm && ctx_.compute_capability() == 90) {
+    const layer_ops::Qkv few = cached_qkv(layer, hidden_.data(), nullptr);
+    if (batch_ops::takes(few)) {
+      TWELL_CUDA_CHECK(batch_ops::launch_qkv(few, ctx_.stream()));
+      return;
+    }
   }
   linear_cuda(ctx_, {.rows = padded_tokens(),
                      .cols = w.w_qkv.rows,
@@ -412,28 +422,9 @@ GpuLayersPath ForwardCuda::path() const {
 
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const float eps = static_cast<float>(config_.norm_eps);
-  TWELL_CUDA_CHECK(layer_ops::launch_qkv({.input = {.tokens = staged_.tokens,
-                                                    .width = config_.width,
-                                                    .x = residual_.data(),
-                                                    .norm = device_bf16(w.attention_norm),
-                                                    .eps = eps,
-                                                    .constant_weights = true},
-                                          .heads = config_.heads,
-                                          .kv_heads = config_.kv_heads,
-                                          .head_dim = config_.head_dim,
-                                          .w = device_bf16(w.w_qkv.data),
-                                          .bias = device_bf16(w.b_qkv),
-                                          .cos = cos_.data(),
-                                          .sin = sin_.data(),
-                                          .positions = batch.positions,
-                                          .cache_rows = batch.cache_rows,
-                                          .q = qkv_.data(),
-                                          .q_stride = qkv_width(config_),
-                                          .keys = staged_.cache->keys(layer),
-                                          .values = staged_.cache->values(layer)},
-                                         ctx_.stream()));
+  TWELL_CUDA_CHECK(
+      layer_ops::launch_qkv(cached_qkv(layer, residual_.data(), w.attention_norm), ctx_.stream()));
   attention(layer);
   TWELL_CUDA_CHECK(layer_ops::launch_linear({.input = {.tokens = staged_.tokens,
                                                        .width = config_.q_width(),

@@ -18,6 +18,7 @@
 #include "twell/model/model_cuda.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/decode/decode_layers.h"
+#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
@@ -101,6 +102,9 @@ class ForwardCuda {
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
   void attention(int64_t layer);
+  // The layer's q/k/v product of x (through the RMS norm with these weights, unless null), whose
+  // keys and values go into the cache.
+  layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden
   // Padded number of rows in matrix products: few different shapes need few plans.

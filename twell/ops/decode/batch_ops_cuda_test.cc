@@ -121,25 +121,14 @@ TEST_P(BatchOpsCuda, GateUp) {
     const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
     const auto counts = upload(std::vector<ActivityCuda>(1));
     const Input input = input_of(GetParam(), device_x);
-    if (gated) {
-      TWELL_CUDA_CHECK(launch_gate_up({.input = input,
-                                       .ffn = ffn,
-                                       .w_gate = device_gate.data(),
-                                       .w_up = device_up.data(),
-                                       .h = h.data(),
-                                       .squared = squared,
-                                       .activity = counts.data()},
-                                      stream.get()));
-    } else {
-      TWELL_CUDA_CHECK(launch_linear({.input = input,
-                                      .cols = ffn,
-                                      .w = device_up.data(),
-                                      .y = h.data(),
-                                      .relu = true,
-                                      .squared = squared,
-                                      .activity = counts.data()},
-                                     stream.get()));
-    }
+    TWELL_CUDA_CHECK(launch_gate_up({.input = input,
+                                     .ffn = ffn,
+                                     .w_gate = gated ? device_gate.data() : nullptr,
+                                     .w_up = device_up.data(),
+                                     .h = h.data(),
+                                     .squared = squared,
+                                     .activity = counts.data()},
+                                    stream.get()));
     stream.synchronize();
     const Floats got = to_floats(download(h));
     uint64_t nnz = 0;
@@ -286,6 +275,10 @@ TEST_F(BatchOpsCuda, RefusesOtherShapes) {
   EXPECT_EQ(launch_linear({.input = {.tokens = 9, .width = 68}, .cols = 64}, stream.get()),
             cudaErrorInvalidValue);
   EXPECT_EQ(launch_down({.input = {.tokens = 9, .width = 64}, .cols = 60}, stream.get()),
+            cudaErrorInvalidValue);
+  const DeviceBuffer<__nv_bfloat16> norm(64);
+  EXPECT_EQ(launch_linear({.input = {.tokens = 9, .width = 64, .norm = norm.data()}, .cols = 64},
+                          stream.get()),
             cudaErrorInvalidValue);
   EXPECT_FALSE(takes(Qkv{.input = {.tokens = 9, .width = 64}, .head_dim = 96}));
 }

@@ -361,7 +361,8 @@ cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream
 }
 
 bool valid(const Input& input) {
-  return input.tokens >= 1 && input.tokens <= kMaxTokens && input.width > 0 && input.width % 8 == 0;
+  return input.tokens >= 1 && input.tokens <= kMaxTokens && input.width > 0 &&
+         input.width % 8 == 0 && input.norm == nullptr;
 }
 int parts(int64_t count, int of) { return static_cast<int>((count + of - 1) / of); }
 
@@ -381,13 +382,11 @@ Params params_of(const Input& input, ActivityCuda* activity) {
 }  // namespace
 
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {
-  const auto& [input, cols, w, residual, y, f32_out, relu, squared, activity] = problem;
-  const int relu_out = relu ? (squared ? 2 : 1) : 0;
+  const auto& [input, cols, w, residual, y, f32_out] = problem;
   if (!valid(input) || cols % 8 != 0) return cudaErrorInvalidValue;
-  Params params = params_of(input, activity);
+  Params params = params_of(input, nullptr);
   params.first = params.second = matrix_tensor_map(w, cols, input.width, kHalf);
-  return launch<LinearRows>(params, {cols, residual, y, f32_out, relu_out}, parts(cols, kRows),
-                            stream);
+  return launch<LinearRows>(params, {cols, residual, y, f32_out, 0}, parts(cols, kRows), stream);
 }
 
 cudaError_t launch_down(const Down& problem, cudaStream_t stream) {
@@ -425,8 +424,13 @@ cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
   const Input& input = problem.input;
   if (!valid(input) || problem.ffn % 8 != 0) return cudaErrorInvalidValue;
   Params params = params_of(input, problem.activity);
-  params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
   params.second = matrix_tensor_map(problem.w_up, problem.ffn, input.width, kHalf);
+  if (problem.w_gate == nullptr) {
+    params.first = params.second;
+    return launch<LinearRows>(params, {problem.ffn, nullptr, problem.h, 0, problem.squared ? 2 : 1},
+                              parts(problem.ffn, kRows), stream);
+  }
+  params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
   return launch<GateUpRows>(params, {problem.ffn, problem.h, problem.squared},
                             parts(problem.ffn, kHalf), stream);
 }

@@ -4,7 +4,8 @@
 //   linear    y = n(x) w^T [+ residual]
 //   qkv       q, k, v = n(x) w^T [+ bias]; q and k rotated; k and v stored in the cache
 //   gate_up   h = relu(n(x) w_gate^T) * (n(x) w_up^T), or relu(n(x) w_up^T) without a gate
-// where n(x) is x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation.
+// where n(x) is x, or the RMS norm of x rounded to bf16. bf16 with f32 accumulation. The problems
+// are also those of batch_ops.h, which takes more tokens and no norm.
 //
 // All are bound by reading the weights once. They are launched with programmatic dependent launch;
 // before they wait for the previous kernel they read weights only, and these only if declared
@@ -29,7 +30,7 @@ int64_t max_tokens(int64_t width);
 
 // Device memory throughout; matrices contiguous row-major, 16-byte aligned.
 struct Input {
-  int64_t tokens = 0;                   // M, 1 to 8
+  int64_t tokens = 0;                   // M
   int64_t width = 0;                    // D, a multiple of 8
   const __nv_bfloat16* x = nullptr;     // [M, D]
   const __nv_bfloat16* norm = nullptr;  // [D] weight of the norm, or null: none

@@ -122,20 +122,7 @@ class FfnCallCuda {
 
   // Up to 8 tokens: norm, gate and up as one kernel, down by cuBLASLt.
   void dense_rows() const {
-    TWELL_CUDA_CHECK(
-        layer_ops::launch_gate_up({.input = {.tokens = chunk_.tokens,
-                                             .width = workspace_.width(),
-                                             .x = chunk_.x,
-                                             .norm = chunk_.norm,
-                                             .eps = chunk_.eps,
-                                             .constant_weights = true},
-                                   .ffn = workspace_.ffn(),
-                                   .w_gate = workspace_.gated() ? chunk_.weights.w_gate : nullptr,
-                                   .w_up = chunk_.weights.w_up,
-                                   .h = workspace_.gate_.data(),
-                                   .squared = squared(),
-                                   .activity = plan_.counts},
-                                  ctx_.stream()));
+    TWELL_CUDA_CHECK(layer_ops::launch_gate_up(gate_up(), ctx_.stream()));
     matmul_cuda(ctx_,
                 {.rows = chunk_.tokens,
                  .cols = workspace_.width(),
@@ -146,33 +133,10 @@ class FfnCallCuda {
 
   // 9 to 64 tokens: gate and up as one kernel, down as another.
   void dense_batch() const {
-    const batch_ops::Input x{.tokens = chunk_.tokens,
-                             .width = workspace_.width(),
-                             .x = chunk_.x,
-                             .constant_weights = true};
-    __nv_bfloat16* h = workspace_.gate_.data();
-    if (workspace_.gated()) {
-      TWELL_CUDA_CHECK(batch_ops::launch_gate_up({.input = x,
-                                                  .ffn = workspace_.ffn(),
-                                                  .w_gate = chunk_.weights.w_gate,
-                                                  .w_up = chunk_.weights.w_up,
-                                                  .h = h,
-                                                  .squared = squared(),
-                                                  .activity = plan_.counts},
-                                                 ctx_.stream()));
-    } else {
-      TWELL_CUDA_CHECK(batch_ops::launch_linear({.input = x,
-                                                 .cols = workspace_.ffn(),
-                                                 .w = chunk_.weights.w_up,
-                                                 .y = h,
-                                                 .relu = true,
-                                                 .squared = squared(),
-                                                 .activity = plan_.counts},
-                                                ctx_.stream()));
-    }
+    TWELL_CUDA_CHECK(batch_ops::launch_gate_up(gate_up(), ctx_.stream()));
     TWELL_CUDA_CHECK(batch_ops::launch_down({.input = {.tokens = chunk_.tokens,
                                                        .width = workspace_.ffn(),
-                                                       .x = h,
+                                                       .x = workspace_.gate_.data(),
                                                        .constant_weights = true},
                                              .cols = workspace_.width(),
                                              .w = chunk_.weights.w_down,
@@ -227,6 +191,21 @@ class FfnCallCuda {
  private:
   bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
+  // Gate and up of up to 64 tokens into gate_.
+  layer_ops::GateUp gate_up() const {
+    return {.input = {.tokens = chunk_.tokens,
+                      .width = workspace_.width(),
+                      .x = chunk_.x,
+                      .norm = chunk_.norm,
+                      .eps = chunk_.eps,
+                      .constant_weights = true},
+            .ffn = workspace_.ffn(),
+            .w_gate = workspace_.gated() ? chunk_.weights.w_gate : nullptr,
+            .w_up = chunk_.weights.w_up,
+            .h = workspace_.gate_.data(),
+            .squared = squared(),
+            .activity = plan_.counts};
+  }
   // Runs the gate GEMM and returns the problem of what follows it.
   SparseUpDownCuda packed_gate(const GateProgress& progress = {}) const {
     FfnWorkspaceCuda& w = workspace_;
