@@ -40,9 +40,11 @@ class EvaluateCudaTest : public testing::Test {
 };
 
 TEST_F(EvaluateCudaTest, FiguresEqualCpu) {
-  for (const auto& [length, stride, batch] : std::vector<std::tuple<int64_t, int64_t, int64_t>>{
-           {48, 48, 0}, {48, 16, 500}, {10, 3, 64}}) {
-    const EvaluateOptions options{.length = length, .stride = stride, .batch_tokens = batch};
+  for (const EvaluateOptions& options :
+       std::vector<EvaluateOptions>{{.length = 48, .stride = 48},
+                                    {.length = 48, .stride = 16, .batch_tokens = 500},
+                                    {.length = 10, .stride = 3, .batch_tokens = 64},
+                                    {.length = 48, .stride = 48, .document_end = 5}}) {
     ScorerCpu cpu_scorer(cpu_, *model_);
     Evaluator cpu(cpu_scorer, options);
     add_texts(cpu);
