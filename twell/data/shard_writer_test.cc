@@ -128,6 +128,23 @@ TEST_F(ShardWriting, DoesNotDependOnThreads) {
   }
 }
 
+TEST_F(ShardWriting, SeveralThreadsShareAPart) {
+  // Some six batches of text, whose encoding takes differently long.
+  std::string lines;
+  for (int i = 0; lines.size() < size_t{3} << 20; ++i) {
+    const std::string words(static_cast<size_t>(i * 7919 % 30000), static_cast<char>('a' + i % 26));
+    lines += fmt::format("{{\"needed\": \"{} {}\"}}\n", i, words);
+  }
+  folder_.write("data/2a.jsonl.zst", zst(lines));
+  TokenizeOptions options = kSmallParts;
+  options.shard_tokens = 1'000'000;
+  ASSERT_EQ(write("one", options), "");
+  options.threads = 6;
+  ASSERT_EQ(write("shared", options), "");
+  EXPECT_EQ(shards("shared"), shards("one"));
+  EXPECT_EQ(write("stopped", options, 500), "killed");
+}
+
 TEST_F(ShardWriting, GoesOnWhereItWasInterrupted) {
   ASSERT_EQ(write("whole", kSmallParts), "");
   const int texts = encoded_;
