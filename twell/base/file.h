@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files: memory-mapped reading, and writes that either happen whole or not at all.
 // Only regular files are read; a pipe or device is refused without waiting for it.
-// Writes go to `.NAME.tmp.PID` beside the target first. One that a killed process left behind is
-// removed by the next write to the same target.
-// Every failure is an InputError naming the path and the system's reason.
+// Writes go to `.NAME.tmp.PID` in the target's folder first. One that a killed process left behind
+// is removed by the next write to the same target. Every failure is an InputError naming the path
+// and the system's reason.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +41,8 @@ class MappedFile {
 
 std::string read_file(const std::filesystem::path& path);
 
-// A file being written under a temporary name beside `path`. commit() syncs it and renames it into
-// place; without commit() the destructor removes it and `path` keeps its content.
+// A file being written under a temporary name in the folder of `path`. commit() syncs it and
+// renames it into place; without commit() the destructor removes it and `path` keeps its content.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);
@@ -64,7 +64,7 @@ class AtomicFile {
 
 void write_file_atomic(const std::filesystem::path& path, std::string_view text);
 
-// Fills a temporary folder beside `path` through fill(folder), syncs it, and swaps it into place;
+// Fills a temporary folder next to `path` through fill(folder), syncs it, and swaps it into place;
 // an existing folder is replaced only once the new one is complete.
 void write_folder_atomic(const std::filesystem::path& path,
                          const std::function<void(const std::filesystem::path&)>& fill);

@@ -322,7 +322,7 @@ void require_known_keys(const Fields& fields, const FamilySpec& family) {
   }
 }
 
-// The rotary keys. Older files have rope_theta beside rope_scaling (null when plain), newer ones
+// The rotary keys. Older files have rope_theta next to rope_scaling (null when plain), newer ones
 // both inside rope_parameters.
 
 struct RopeTypeName {

@@ -143,7 +143,8 @@ void require_contiguous(const SafetensorsContent& content, std::span<const std::
                 data.size() - next);
 }
 
-// Writing makes two passes over the tensors, because the header in front contains their hash.
+// Writing makes two passes over the tensors, because the header, which comes first, contains their
+// hash.
 
 // Alignment of the first tensor, so that mapped files can be used directly.
 constexpr size_t kDataAlignment = 64;

@@ -58,7 +58,7 @@ class CpuCosts : public ExecutionCosts {
   }
 
   // Costs are in units of one (token, neuron) pair of the up and down products. Every execution
-  // also runs the gate projection: one GEMM beside two (gated), or one beside one.
+  // also runs the gate projection: one GEMM in addition to two (gated), or to one.
   void add(const FfnWork& work, ExpectedFfn& expected) const {
     const FfnExecution execution = cheapest_execution(work);
     const double dense = dense_cost(work);

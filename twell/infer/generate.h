@@ -35,7 +35,7 @@ struct Generation {
   double decode_seconds = 0.0;
 };
 
-// The tokens of a prompt, with the begin token of the tokenizer's template in front unless
+// The tokens of a prompt, with the begin token of the tokenizer's template first, unless
 // begin_token is false. A prompt without any token starts with the end-of-text token, as documents
 // do in training. InputError when there is no such token, or when the model's vocabulary is smaller
 // than the tokenizer's.

@@ -25,8 +25,9 @@ struct KvFormat {
 
 class KvCache {
  public:
-  // For `slots` sequences of at most `capacity` tokens each. blocks: memory for so many, which the
-  // caller assigns with set_table(); 0: every slot has all the blocks that its capacity needs.
+  // For `slots` sequences of at most `capacity` tokens each. blocks: memory for this number of
+  // blocks, which the caller assigns with set_table(); 0: every slot has all the blocks that its
+  // capacity needs.
   KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, const KvFormat& format = {},
           int64_t blocks = 0);
   static int64_t bytes(const ModelConfig& config, int64_t slots, int64_t capacity,

@@ -15,7 +15,7 @@ class ScorerCuda : public Scorer {
  public:
   ScorerCuda(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy = FfnPolicy::kAuto);
   ~ScorerCuda() override;
-  // Estimate of the device memory that a scorer takes beside the model.
+  // Estimate of the device memory that a scorer takes in addition to the model.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ScorerPlan& plan);
 
@@ -48,7 +48,7 @@ class ScorerCuda : public Scorer {
   DeviceBuffer<float> losses_;           // [N]
   DeviceBuffer<__nv_bfloat16> hidden_;   // [head_rows, D]
   DeviceBuffer<float> logits_;           // [head_rows, V]
-  std::unique_ptr<FiredNeurons> fired_;  // made when a batch asks for it
+  std::unique_ptr<FiredNeurons> fired_;  // allocated by the first batch that needs it
 };
 
 }  // namespace twell

@@ -17,12 +17,12 @@ namespace twell {
 // What the forward pass keeps of one layer for the backward pass. What backward computes again
 // (recompute.h) lies in memory that all layers share.
 struct LayerActivationsCuda {
-  __nv_bfloat16* attention_in = nullptr;      // [M, D] residual stream in front of the attention
+  __nv_bfloat16* attention_in = nullptr;      // [M, D] residual stream before the attention
   __nv_bfloat16* attention_normed = nullptr;  // [M, D]
   __nv_bfloat16* qkv = nullptr;               // [M, (H + 2 * H_kv) * hd], queries and keys rotated
   float* logsumexp = nullptr;                 // [B, H, T]
   __nv_bfloat16* attended = nullptr;          // [M, H * hd]
-  __nv_bfloat16* ffn_in = nullptr;            // [M, D] residual stream in front of the FFN
+  __nv_bfloat16* ffn_in = nullptr;            // [M, D] residual stream before the FFN
   __nv_bfloat16* ffn_normed = nullptr;        // [M, D]
 };
 
@@ -65,7 +65,8 @@ struct TrainingCuda::Buffers {
   ActivationViewsCuda views;
   std::vector<FfnSavedCuda> ffn;         // [L]
   std::vector<FfnExpectation> prepared;  // [L] what each was prepared for
-  // A feed-forward layer, the attention of a layer and the head use this memory in turn.
+  // A feed-forward layer, the attention of a layer and the head use this memory one after the
+  // other.
   DeviceBuffer<std::byte> scratch;
   bool scratch_hybrid = false;
   std::optional<FfnTrainWorkspaceCuda> ffn_workspace;

@@ -100,7 +100,7 @@ fs::path find_file(const Task& task, const fs::path& folder) {
       task.split, kParquet, fmt::join(task.folders, ", ")));
 }
 
-// Reads the labels beside a file of items: dev-labels.lst for dev.jsonl.gz.
+// Reads the labels of a file of items: dev-labels.lst for dev.jsonl.gz.
 std::vector<std::string> read_labels(const fs::path& items) {
   const std::string name = items.filename().string();
   const fs::path path = items.parent_path() / (name.substr(0, name.find(kLines)) + "-labels.lst");

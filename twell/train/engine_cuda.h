@@ -5,7 +5,7 @@
 // ones replay a CUDA graph.
 //
 // With several ranks the last micro-batch of a step is enqueued op by op, so that the gradients of
-// finished layers are reduced on a second stream beside the rest of its backward pass.
+// finished layers are reduced on a second stream while its backward pass goes on.
 #pragma once
 
 #include <array>

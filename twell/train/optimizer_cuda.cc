@@ -16,7 +16,7 @@ int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
 }  // namespace
 
-// What several ranks need: a second stream, on which they communicate beside the pass.
+// What several ranks need: a second stream, on which they communicate while the pass runs.
 struct OptimizerCuda::Exchange {
   Exchange(NcclCommunicator& communicator, const ShardLayout& layout, DType gradients,
            cudaStream_t pass)

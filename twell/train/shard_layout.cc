@@ -8,7 +8,7 @@
 namespace twell {
 namespace {
 
-// The layer of a parameter; -1 for the embedding, `layers` for what comes after the last layer.
+// The layer of a parameter; -1 for the embedding, `layers` for the final norm and the head.
 int64_t layer_of(const ParamSpec& param, int64_t layers) {
   constexpr std::string_view kLayers = "model.layers.";
   const std::string_view name = param.name;

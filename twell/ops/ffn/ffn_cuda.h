@@ -101,8 +101,8 @@ struct FfnForwardCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
-  // [D] weight of an RMS norm of x in front, or null. Only where gpu_ffn_takes_norm; x may then be
-  // y if `add`.
+  // [D] weight of an RMS norm applied to x first, or null. Only where gpu_ffn_takes_norm; x may
+  // then be y if `add`.
   const __nv_bfloat16* norm = nullptr;
   float eps = 1e-5f;  // of the norm
   bool add = false;   // y += instead of =

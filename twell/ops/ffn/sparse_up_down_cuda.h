@@ -60,7 +60,7 @@ class TileUnionWorkspace {
   int64_t max_tokens() const { return max_tokens_; }
   int64_t ffn() const { return ffn_; }
   int64_t bytes() const;
-  // For GateGemmCuda::progress of the gate GEMM that a call of so many tokens follows.
+  // For GateGemmCuda::progress of the gate GEMM before a call of `tokens` tokens.
   GateProgress progress(int64_t tokens) const;
   // Memory for at least [max_tokens, ffn] values that is free between calls.
   __nv_bfloat16* values() const { return activations_.data(); }
@@ -177,7 +177,7 @@ struct Gate {
   int rows;                // M
   int col_tiles;
   int slots;  // words per (row, tile)
-  // For find_unions: GateProgress::words of the gate GEMM in front and their meaning. Null: the
+  // For find_unions: GateProgress::words of the preceding gate GEMM and their meaning. Null: the
   // gate is complete when the predecessor is.
   const int32_t* packed = nullptr;
   GatePhases phases = {};
@@ -206,7 +206,7 @@ struct Tiles {
                                // of a row XORed with row % 8: the image WGMMA reads
   int32_t* order;              // [tiles] by falling union size
   int2* up_items;              // {tile, first block | blocks << 16}; of find_unions, which adds
-                               // them as it goes along, 0 at the start
+                               // them as it finds unions, 0 at the start
   Counts* counts;
   int blocks;  // ceil(F / kBlock)
   int max_tiles;

@@ -42,7 +42,7 @@ void activate(Context& ctx, const BlendedActivation& f, const FfnSaved& saved, i
   });
 }
 
-// d_h [M, F] becomes the gradient in front of the ReLU.
+// d_h [M, F] becomes the gradient before the ReLU.
 void backward_rows(Context& ctx, ConstMatrixF h, float l1_scale, MatrixF d_h) {
   ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
     for (int64_t m = begin; m < end; ++m) {
@@ -62,7 +62,7 @@ void gated_backward_rows(Context& ctx, const DenseBackwardStep& step, float l1_s
   });
 }
 
-// d_h [M, F] becomes the gradient in front of the activation; d_up (gated) and h [M, F] are
+// d_h [M, F] becomes the gradient before the activation; d_up (gated) and h [M, F] are
 // written.
 void smooth_backward_rows(Context& ctx, const BlendedActivation& f, const DenseBackwardStep& step,
                           float l1_scale, MatrixF d_h, MatrixF d_up, MatrixF h) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward and backward of one training FFN, dense against hybrid, over densities. Each row times
-// the two in turn and reports their medians, so that a busy machine slows both.
+// the two alternately and reports their medians, so that a busy machine slows both.
 //   ffn_train_bench --benchmark_counters_tabular=true
 #include <benchmark/benchmark.h>
 #include <time.h>

@@ -66,7 +66,7 @@ __device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
   return d_h + (h > 0.0f ? l1_scale : (h < 0.0f ? -l1_scale : 0.0f));
 }
 
-// g becomes the gradient in front of the activation, u becomes d_u and d_h becomes h, all 0 where
+// g becomes the gradient before the activation, u becomes d_u and d_h becomes h, all 0 where
 // the neuron is not active.
 __device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u, bool squared,
                                               float l1_scale) {

@@ -328,7 +328,7 @@ struct CompactSpan {
   int64_t first;
   int64_t count;
   MatrixF d_gate;  // [count, W], gated only
-  MatrixF d_up;    // [count, W]; not gated: the gradient in front of the ReLU
+  MatrixF d_up;    // [count, W]; not gated: the gradient before the ReLU
   MatrixF h;       // [count, W]
 };
 

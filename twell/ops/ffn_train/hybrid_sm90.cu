@@ -4,7 +4,7 @@
 // Neurons and tokens have a fixed order everywhere, so that sums repeat bit for bit. All pointers
 // of kernels are device memory.
 //
-// Per chunk of tokens, beside the kernels of unions (ops/ffn/sparse_up_down_cuda.h):
+// Kernels per chunk of tokens; those of unions are in ops/ffn/sparse_up_down_cuda.h:
 //   forward   gate GEMM, find_unions, place_gates; up: u on the unions; keep; down
 //   backward  up with d_y and w_down: d_h on the unions; expand; down with two products: d_x;
 //             then by neuron: rank, neuron_unions, transpose, weight_grads

@@ -719,7 +719,7 @@ __device__ void finish_part(const Problem& problem, int64_t row, int heavy, int 
   }
 }
 
-// Adds the counts of the rows that this CTA takes, in turn with the others, to the layer's.
+// Adds the counts of this CTA's share of the rows to the layer's.
 __device__ void count_rows(const Problem& problem) {
   unsigned long long sum = 0;
   int most = 0;
@@ -739,7 +739,7 @@ __device__ void count_rows(const Problem& problem) {
   }
 }
 
-// One CTA per (heavy row, part, chunk); its warps take quarters of tiles in turn.
+// One CTA per (heavy row, part, chunk); its warps take quarters of tiles round-robin.
 template <int Pieces>
 __global__ void __launch_bounds__(kHeavyWarps * 32) heavy_rows_kernel(const Problem problem) {
   __shared__ NonzeroList lists[kHeavyWarps];
