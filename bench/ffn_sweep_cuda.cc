@@ -245,10 +245,14 @@ FfnSweepRow measure(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape
   automatic.update(ctx);
   call(automatic, 0);  // makes the cuBLASLt plans, which a capture must not do
   row.chosen = automatic[0].plan.execution;
+  const GpuFfnLaunch ran =
+      choose_gpu_ffn(workspace.layer(), {.tokens = tokens, .policy = FfnPolicy::kTileUnion},
+                     row.activity)
+          .launch;
   for (const GpuFfnRow& entry : gpu_ffn_table()) {
     const double cost = entry.cost(workspace.layer(), tokens, row.activity);
     if (entry.launch == GpuFfnLaunch::kDenseGemms) row.dense_estimate_us = cost;
-    if (entry.execution == row.sparse) row.sparse_estimate_us = cost;
+    if (entry.launch == ran) row.sparse_estimate_us = cost;
   }
   // A graph holds several short calls in sequence, so that its launch time is a small share.
   const int64_t calls = std::max(operands.copies(), tokens <= 1024 ? kShortCalls : int64_t{2});

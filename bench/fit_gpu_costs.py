@@ -3,7 +3,8 @@
 """Fits the costs of twell/ops/ffn/dispatch.cc to a sweep: prints its constants, how well each execution
 is predicted, and the same for each shape when it is left out of the fit.
 
-    python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv
+    python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv \
+        bench/results/2026-11-24-h200-medium-batch.csv
 
 Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
 relative, so that short and long calls weigh the same. The features are those of the C++ functions of
@@ -78,6 +79,42 @@ def tile_union_cost(row):
             "spilled_value": m * f * density, "tile": tiles, "word": m * f}
 
 
+MEDIUM_TOKENS = 1024
+
+
+# As MediumBatchSchedule: tiles, neurons of a segment, rounds, CTAs and clusters of up, columns and
+# CTAs of down.
+def medium_schedule(tokens, width, ffn):
+    tiles = max(ceil(tokens / 128), 1.0)
+    least = None
+    for of in (48, 64, 80, 96, 128, 160, 176, 192):
+        segments = ceil(ffn / of)
+        turns = ceil(tiles * segments / SMS)
+        if segments <= 384 and (least is None or turns * (of + 64) < least):
+            least, neurons, rounds = turns * (of + 64), of, turns
+    up_split = 4 if tiles <= 3 else 2 if tiles <= 12 else 1
+    clusters = SMS // 4 - 3 if up_split == 4 else SMS // up_split
+    columns = 64 if tiles * ceil(width / 64) <= SMS else 128
+    down_split = 2 if 2 * tiles * ceil(width / columns) <= SMS else 1
+    return tiles, neurons, rounds, up_split, max(clusters // tiles, 1.0), columns, down_split
+
+
+def medium_cost(row):
+    m, d, f = row["tokens"], row["width"], row["ffn"]
+    tiles, neurons, rounds, up_split, clusters, columns, down_split = medium_schedule(m, d, f)
+    union = row["union_share"] * f if row["union_share"] >= 0 else independent_union(row, 128)
+    outside = (tiles * 128 - m) * (0.5 if tiles % 2 == 0 else 1.0)
+    chunk = min(max(ceil(ceil(union / clusters) / 16) * 16, 16.0), 192.0)
+    up_turns = max(ceil(union / (chunk * clusters)), 1.0) * max(tiles * up_split / SMS, 1.0)
+    down_turns = ceil(tiles * ceil(d / columns) * down_split / SMS)
+    return {"launches": 1.0, "gate_round": rounds, "gate_x": rounds * 128 * d,
+            "gate_weight": rounds * neurons * d, "gate_outside": rounds * d * outside,
+            "first_bytes": 2 * d * f, "up_round": up_turns, "up_width": up_turns * d / up_split,
+            "up_work": up_turns * d / up_split * chunk, "row_bytes": 2 * tiles * union * d,
+            "down_round": down_turns, "down_neuron": down_turns * union / down_split,
+            "down_work": down_turns * union / down_split * (128 + columns), "image": m * union}
+
+
 def dense_cost(row, parameters):
     flops_per_us, bytes_per_us, elementwise, launches, exponent, throttle = parameters
     m, d, f = row["tokens"], row["width"], row["ffn"]
@@ -113,6 +150,9 @@ def main():
     if not rows:
         sys.exit(__doc__)
     start = [800, 4, 7, 13, 3, 0.05]
+    medium = [row for row in rows
+              if row["sparse"] == "medium-batch" and row["tokens"] <= MEDIUM_TOKENS]
+    rows = [row for row in rows if row["sparse"] != "medium-batch"]
 
     batch = [row for row in rows
              if 9 <= row["tokens"] <= 64 and row["ffn"] <= BATCH_FFN and row["width"] > 512]
@@ -131,8 +171,10 @@ def main():
     show("dense batch", errors(batch, dense_batch_cost, weights, "dense_us"))
     print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))
     for execution, features in (("decode-rows", few_cost), ("small-batch", few_cost),
-                                ("tile-union", tile_union_cost)):
-        chosen = [row for row in rows if row["sparse"] == execution]
+                                ("tile-union", tile_union_cost), ("medium-batch", medium_cost)):
+        chosen = [row for row in rows + medium if row["sparse"] == execution]
+        if not chosen:
+            continue
         weights = fit(chosen, features)
         show(execution, errors(chosen, features, weights))
         print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// WGMMA, bf16 operands in shared memory with the 128-byte swizzle, f32 accumulators in registers.
-// Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
+// WGMMA, bf16 operands in shared memory with a 128-byte or 32-byte swizzle, f32 accumulators in
+// registers. Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
 //
 // Accumulator layout of one warpgroup, m64nN: warp w holds rows 16w .. 16w + 15; lane l = 4g + t
 // holds of each block i of 8 columns  acc[4i + 0, 1]: row g,     columns 8i + 2t, 8i + 2t + 1
@@ -29,6 +29,12 @@ __device__ __forceinline__ uint64_t k_major_operand(uint32_t address) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
          ((address & 0x3ffffu) >> 4);
 }
+// K-major with the 32-byte swizzle: rows of 16 elements (32 bytes), whose two 16-byte pieces are
+// swapped in rows 4 to 7 of every eight.
+__device__ __forceinline__ uint64_t narrow_k_major_operand(uint32_t address) {
+  return (uint64_t{3} << 62) | (uint64_t{256 >> 4} << 32) | (uint64_t{1} << 16) |
+         ((address & 0x3ffffu) >> 4);
+}
 // N-major: 8 rows of K by 64 columns per swizzle atom. The next 8 rows are 1024 bytes on, the next
 // 64 columns column_stride bytes, the next 16 rows of K 2048 bytes.
 __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t column_stride) {
@@ -44,9 +50,29 @@ __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t c
 template <int N, bool BIsNMajor, bool AIsMMajor = false, int Registers>
 __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint64_t b,
                                       bool accumulate) {
-  static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 192 || N == 256);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 ||
+                N == 176 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
-  if constexpr (N == 64) {
+  if constexpr (N == 32) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, p, 1, 1, %20, %19;\n}\n"
+        : TWELL_ACC16(0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 48) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+        "%17, %18, %19, %20, %21, %22, %23}, "
+        "%24, %25, p, 1, 1, %28, %27;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC4(16), TWELL_ACC4(20)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 64) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -88,6 +114,35 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
         "%64, %65, p, 1, 1, %68, %67;\n}\n"
         : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 160) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %82, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
+        "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
+        "%77, %78, %79}, "
+        "%80, %81, p, 1, 1, %84, %83;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
+          "n"(AIsMMajor ? 1 : 0));
+  } else if constexpr (N == 176) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %90, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
+        "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
+        "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}, "
+        "%88, %89, p, 1, 1, %92, %91;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
+          TWELL_ACC4(80), TWELL_ACC4(84)
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
           "n"(AIsMMajor ? 1 : 0));
   } else if constexpr (N == 192) {

@@ -9,14 +9,15 @@
 #include <limits>
 
 #include "twell/base/error.h"
+#include "twell/ops/ffn/hopper/medium_batch_schedule.h"
 
 namespace twell {
 namespace {
 
-// Fitted by bench/fit_gpu_costs.py to a sweep over ten shapes on an H200 of 132 SMs at 1.98 GHz
-// (bench/results/2026-11-23-h200-ffn-sweep.csv). Times are in microseconds. Rates are per SM and
-// GHz, bytes per microsecond are shares of the device memory's bandwidth, so that other devices
-// scale with their SMs, their clock and their memory.
+// Fitted by bench/fit_gpu_costs.py to sweeps over ten shapes on an H200 of 132 SMs at 1.98 GHz
+// (bench/results/2026-11-23-h200-ffn-sweep.csv, 2026-11-24-h200-medium-batch.csv). Times are in
+// microseconds. Rates are per SM and GHz, bytes per microsecond are shares of the device memory's
+// bandwidth, so that other devices scale with their SMs, their clock and their memory.
 constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;
 struct GpuCosts {
   // Dense: three GEMMs; a power mean joins their compute and memory bounds.
@@ -39,6 +40,15 @@ struct GpuCosts {
   Few decode = {5.39, 86.1e6 / kFitBandwidth, 2.241e6 / kFitBandwidth, 0.003677, 0.1404, 0.003353};
   Few small = {0.0, 6.689e6 / kFitBandwidth, 3.189e6 / kFitBandwidth, 0.001621, 6.653, 0.001766};
   double small_again = 0.85;  // time of a further call of a small batch, in that of the first
+  // Medium batch: microseconds, per round, per value of x, of the first weight, of a chunk.
+  struct Medium {
+    double launches = 2.207, gate_round = 2.282, gate_x = 5.066e-05, gate_weight = 8.484e-06,
+           gate_outside = 6.145e-05, up_round = 3.962, up_width = 0.007749, up_work = 5.037e-05,
+           down_round = 1.711, down_neuron = 0.00471, down_work = 1.62e-05, image = 7.052e-06;
+    double first_bytes = 2.0 / 9.28e-08 / kFitBandwidth,
+           row_bytes = 2.0 / 1.075e-07 / kFitBandwidth;
+  };
+  Medium medium;
   // Tile-union.
   double launches = 19.17;    // of its kernels, finding unions included
   double heavy_rows = 6.437;  // where rows of many active neurons get tiles of their own
@@ -63,6 +73,8 @@ constexpr double kSmallNeurons = 192.0;  // neurons of a cluster in a pass of a 
 constexpr double kSmallGroup = 64.0;     // in groups
 constexpr int64_t kSmallTokens = 64;
 constexpr double kClusterSms = 4.0;
+constexpr double kMediumGroup = 16.0;   // neurons of a medium batch's union come in groups,
+constexpr double kMediumChunk = 192.0;  // and of `up` in chunks of at most so many
 constexpr double kTile = 128.0;         // tokens of a tile-union tile
 constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
 constexpr double kBlock = 64.0;         // neurons of a block of a union,
@@ -155,6 +167,43 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   return cost + (rounds + 0.5) * down_item;
 }
 
+// Each of the three kernels has a fixed time per round of CTAs, and reads x, weights and h at rates
+// of its own.
+double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const GpuCosts::Medium& costs = kCosts.medium;
+  const MediumBatchSchedule schedule(tokens, layer.width, layer.ffn, layer.device.multiprocessors);
+  const auto count = [](int64_t value) { return static_cast<double>(value); };
+  const double neurons = activity.union_share >= 0.0 ? activity.union_share * s.f
+                                                     : independent_union(s, activity, kTile);
+  const double tiles = count(schedule.tiles), rounds = count(schedule.rounds);
+  // TMA takes longer for rows past the last token than for tokens. CTAs that share a segment with
+  // another tile wait less for them.
+  const double outside = (tiles * kTile - s.m) * (schedule.tiles % 2 == 0 ? 0.5 : 1.0);
+  const double gate =
+      rounds * (costs.gate_round + s.d * (costs.gate_x * kTile + costs.gate_outside * outside +
+                                          costs.gate_weight * count(schedule.neurons)));
+  // Up runs a tile's union in chunks of up to 192 neurons, one per cluster at a time.
+  const double clusters = count(schedule.up_clusters), split = count(schedule.up_split);
+  const double chunk =
+      std::clamp(std::ceil(std::ceil(neurons / clusters) / kMediumGroup) * kMediumGroup,
+                 kMediumGroup, kMediumChunk);
+  const double turns =
+      std::max(std::ceil(neurons / (chunk * clusters)), 1.0) * std::max(tiles * split / s.sms, 1.0);
+  const double up =
+      layer.gated
+          ? turns * (costs.up_round + s.d / split * (costs.up_width + costs.up_work * chunk))
+          : costs.up_round;
+  const double columns = count(schedule.columns), parts = count(schedule.down_split);
+  const double down_turns = std::ceil(tiles * std::ceil(s.d / columns) * parts / s.sms);
+  const double down =
+      down_turns * (costs.down_round +
+                    neurons / parts * (costs.down_neuron + costs.down_work * (kTile + columns)));
+  return costs.launches + (gate + up + down + costs.image * s.m * neurons) * kFitGhz / s.ghz +
+         s.move(2.0 * s.d * s.f, costs.first_bytes) +
+         s.move(2.0 * s.d * tiles * neurons, costs.row_bytes);
+}
+
 // `workers` CTAs or clusters divide the neurons; each takes up to `neurons` in a pass, in whole
 // groups. Of the other weights, the rows of neurons active for any token are read.
 double few_cost(const GpuFfnLayer& layer, const Sizes& s, const LayerActivity& activity,
@@ -198,10 +247,15 @@ constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max
 constexpr int64_t kUnionWidth = 131072;
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
+// With more, tile-union is faster: its gate GEMM loads larger tiles.
+constexpr int64_t kMediumActivations = 7'000'000;
+constexpr int64_t kMediumFfn = 65536;  // at most so many segments as a CTA has threads
+
 // Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
 constexpr int64_t kBatchFfn = 8448;
 
-// Dense launches are tried in the order of the table, and so are sparse ones.
+// Dense launches are tried in the order of the table, and so are sparse ones under a policy that
+// the caller sets.
 constexpr std::array kTable = {
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseRows,
               .execution = FfnExecution::kDense,
@@ -284,6 +338,23 @@ constexpr std::array kTable = {
               .takes_norm = false,
               .counts_rows = false,
               .cost = small_batch_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kMediumBatch,
+              .execution = FfnExecution::kTileUnion,
+              .policy = FfnPolicy::kTileUnion,
+              .other_policy = FfnPolicy::kTileUnion,
+              .least_tokens = 65,
+              .most_tokens = 1024,
+              .least_capability = kHopper,
+              .most_capability = kHopper,
+              .most_width = kUnionWidth,
+              .most_ffn = kMediumFfn,
+              .most_weights = (int64_t{1} << 34) - 1,
+              .zeros_only = true,
+              .rows_in_shared_memory = false,
+              .takes_norm = false,
+              .counts_rows = false,
+              .most_activations = kMediumActivations,
+              .cost = medium_batch_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kTileUnion,
               .execution = FfnExecution::kTileUnion,
               .policy = FfnPolicy::kTileUnion,
@@ -386,6 +457,31 @@ const GpuFfnRow* find_row(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnP
   return nullptr;
 }
 
+// The sparse launch that auto weighs against dense: the cheapest of those for a limited number of
+// tokens, else the first that takes the call. Null where there is none: row-fused is not chosen on
+// Hopper.
+const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                                 const LayerActivity& activity) {
+  const GpuFfnRow* best = nullptr;
+  double least = 0.0;
+  for (const GpuFfnRow& row : kTable) {
+    const bool hopper = layer.device.compute_capability == kHopper;
+    if (row.launch == GpuFfnLaunch::kRowFused && hopper) continue;
+    // The tile-union policy names every sparse launch.
+    if (!names(FfnPolicy::kTileUnion, row) || !gpu_ffn_unsupported(row, layer, call).empty()) {
+      continue;
+    }
+    if (row.most_tokens == kAny) return best != nullptr ? best : &row;
+    if (activity.nnz_per_token < 0.0) return &row;
+    const double cost = row.cost(layer, call.tokens, activity);
+    if (best == nullptr || cost < least) {
+      best = &row;
+      least = cost;
+    }
+  }
+  return best;
+}
+
 const GpuFfnRow& required(const GpuFfnRow* row, const GpuFfnCall& call) {
   TWELL_CHECK(row != nullptr, "no execution takes a feed-forward call of {} tokens{}{}",
               call.tokens, call.norm ? " with the norm in front" : "",
@@ -434,6 +530,10 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
   if (call.tokens < row.least_tokens || call.tokens > most) {
     return fmt::format("{} tokens, it takes {} to {}", call.tokens, row.least_tokens, most);
   }
+  if (call.tokens > row.most_activations / layer.ffn) {
+    return fmt::format("{} tokens of {} neurons, it takes up to {} activations", call.tokens,
+                       layer.ffn, row.most_activations);
+  }
   if (call.norm && !row.takes_norm) return "it does not compute the norm in front";
   if (call.norm && call.tokens > layer.row_tokens) {
     return fmt::format("the norm of {} tokens, at most {}", call.tokens, layer.row_tokens);
@@ -459,10 +559,8 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
     return chosen(required(dense_row, call), no_row(layer, call));
   }
   const GpuFfnRow& dense = required(dense_row, call);
-  // The tile-union policy names every sparse launch, but row-fused is not chosen on Hopper.
-  const GpuFfnRow* sparse = find_row(layer, call, FfnPolicy::kTileUnion);
-  const bool portable = layer.device.compute_capability != kHopper;
-  if (sparse == nullptr || (sparse->launch == GpuFfnLaunch::kRowFused && !portable)) {
+  const GpuFfnRow* sparse = cheapest_sparse(layer, call, activity);
+  if (sparse == nullptr) {
     return chosen(dense, "no sparse execution takes a layer of this size");
   }
   if (activity.nnz_per_token < 0.0) return chosen(*sparse, "nothing measured yet");
@@ -473,7 +571,7 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
   choice.cost = pays ? sparse_us : dense_us;
   choice.dense_cost = dense_us;
   const std::string unions =
-      sparse->launch == GpuFfnLaunch::kTileUnion && activity.union_share >= 0.0
+      sparse->execution == FfnExecution::kTileUnion && activity.union_share >= 0.0
           ? fmt::format(", {:.0f} in the union of 128 tokens",
                         activity.union_share * static_cast<double>(layer.ffn))
           : "";

@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace twell {
@@ -58,6 +59,7 @@ LayerActivity activity_of(const Measured& measured) {
 
 // One case of the sweep that the costs are fitted to.
 struct SweepRow {
+  std::string pattern;
   GpuFfnLayer layer;
   int64_t tokens = 0;
   LayerActivity activity;
@@ -65,8 +67,8 @@ struct SweepRow {
   double dense_us = 0.0, sparse_us = 0.0;
 };
 
-std::vector<SweepRow> sweep() {
-  std::ifstream file(TWELL_SOURCE_DIR "/bench/results/2026-11-23-h200-ffn-sweep.csv");
+std::vector<SweepRow> sweep(const char* name = "2026-11-23-h200-ffn-sweep.csv") {
+  std::ifstream file(std::string(TWELL_SOURCE_DIR "/bench/results/") + name);
   std::vector<SweepRow> rows;
   std::string line;
   while (std::getline(file, line)) {
@@ -74,7 +76,8 @@ std::vector<SweepRow> sweep() {
     std::vector<std::string> field;
     std::stringstream stream(line);
     for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
-    rows.push_back({.layer = {.width = std::stoll(field.at(0)), .ffn = std::stoll(field.at(1))},
+    rows.push_back({.pattern = field.at(3),
+                    .layer = {.width = std::stoll(field.at(0)), .ffn = std::stoll(field.at(1))},
                     .tokens = std::stoll(field.at(2)),
                     .activity = {.nnz_per_token = std::stod(field.at(4)),
                                  .union_share = std::stod(field.at(5)),
@@ -86,24 +89,49 @@ std::vector<SweepRow> sweep() {
   return rows;
 }
 
+// Medium batches, by shape, tokens and pattern.
+using MediumKey = std::tuple<int64_t, int64_t, int64_t, std::string>;
+std::map<MediumKey, SweepRow> medium_batches() {
+  std::map<MediumKey, SweepRow> rows;
+  for (SweepRow& row : sweep("2026-11-24-h200-medium-batch.csv")) {
+    const MediumKey key{row.layer.width, row.layer.ffn, row.tokens, row.pattern};
+    rows.emplace(key, std::move(row));
+  }
+  return rows;
+}
+
 // The sweep has ten shapes from D 512, F 2048 to D 8192, F 28672, twenty numbers of tokens from 1
 // to 65,536, and activity from 0.05% to all.
 TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
   const std::vector<SweepRow> rows = sweep();
+  const std::map<MediumKey, SweepRow> medium = medium_batches();
   ASSERT_EQ(rows.size(), 2800u);
-  int64_t slower = 0, off_the_best = 0;
+  ASSERT_EQ(medium.size(), 1100u);
+  int64_t slower = 0, off_the_best = 0, off_the_best_of_three = 0;
   double worst = 10.0;
   for (const SweepRow& row : rows) {
     // Here dense is of cuBLASLt: no pattern ran the dense batch that the table knows.
     if (row.layer.width == 512 && row.tokens >= 9 && row.tokens <= 64) continue;
-    const GpuFfnChoice choice = choose_gpu_ffn(row.layer, {.tokens = row.tokens}, row.activity);
-    const double runs = choice.execution == FfnExecution::kDense ? row.dense_us : row.sparse_us;
+    const auto found = medium.find({row.layer.width, row.layer.ffn, row.tokens, row.pattern});
+    const SweepRow* also = found == medium.end() ? nullptr : &found->second;
+    const bool counts = also != nullptr && row.tokens <= 1024;  // medium batches, as a rule
+    const LayerActivity& activity = counts ? also->activity : row.activity;
+    const GpuFfnChoice choice = choose_gpu_ffn(row.layer, {.tokens = row.tokens}, activity);
+    const bool is_medium = choice.launch == GpuFfnLaunch::kMediumBatch;
+    if (is_medium && also == nullptr) continue;  // not measured
+    const double runs = choice.execution == FfnExecution::kDense ? row.dense_us
+                        : is_medium                              ? also->sparse_us
+                                                                 : row.sparse_us;
+    const double best =
+        std::min({row.dense_us, row.sparse_us, also == nullptr ? row.sparse_us : also->sparse_us});
     worst = std::min(worst, row.dense_us / runs);
     if (row.dense_us / runs < 0.97) ++slower;
     if (runs > 1.07 * std::min(row.dense_us, row.sparse_us)) ++off_the_best;
+    if (runs > 1.07 * best) ++off_the_best_of_three;
   }
   EXPECT_LE(slower, 28);
-  EXPECT_LE(off_the_best, 86);
+  EXPECT_LE(off_the_best, 86);  // the better one of dense and what `sparse` names
+  EXPECT_LE(off_the_best_of_three, 110);
   EXPECT_GE(worst, 0.69);
 }
 
@@ -120,16 +148,20 @@ TEST(GpuFfnCosts, PredictTheSweep) {
       if (entry.launch == GpuFfnLaunch::kDenseGemms && !batch) {
         errors["dense"].push_back(std::abs(std::log(cost / row.dense_us)));
       }
-      if (ffn_execution_name(entry.execution) == row.sparse) {
+      if (entry.launch != GpuFfnLaunch::kMediumBatch &&
+          ffn_execution_name(entry.execution) == row.sparse) {
         errors[row.sparse].push_back(std::abs(std::log(cost / row.sparse_us)));
       }
     }
   }
-  const std::map<std::string, std::pair<double, double>> least = {{"dense", {0.92, 1.0}},
-                                                                  {"dense batch", {0.99, 1.0}},
-                                                                  {"decode-rows", {0.55, 0.99}},
-                                                                  {"small-batch", {0.65, 0.99}},
-                                                                  {"tile-union", {0.63, 0.96}}};
+  for (const auto& [key, row] : medium_batches()) {
+    if (row.tokens > 1024) continue;
+    const double us = cost(row.layer, GpuFfnLaunch::kMediumBatch, row.tokens, row.activity);
+    errors["medium batch"].push_back(std::abs(std::log(us / row.sparse_us)));
+  }
+  const std::map<std::string, std::pair<double, double>> least = {
+      {"medium batch", {0.89, 0.99}}, {"dense", {0.92, 1.0}},        {"dense batch", {0.99, 1.0}},
+      {"decode-rows", {0.55, 0.99}},  {"small-batch", {0.65, 0.99}}, {"tile-union", {0.63, 0.96}}};
   for (const auto& [execution, shares] : least) {
     const std::vector<double>& all = errors[execution];
     ASSERT_FALSE(all.empty()) << execution;
@@ -219,7 +251,7 @@ struct Expected {
   bool refused = false;
 };
 Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerActivity& activity,
-                  bool dense_is_cheaper) {
+                  bool dense_is_cheaper, GpuFfnLaunch chosen = GpuFfnLaunch::kSmallBatch) {
   const bool hopper = layer.device.compute_capability == 90;
   const bool relu = layer.activation != Activation::kSilu;  // or relu2, of the layers below
   const bool few = call.tokens >= 1 && call.tokens <= 8;
@@ -237,8 +269,16 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   if (call.policy == FfnPolicy::kAuto && measured && dense_is_cheaper) return {dense};
   if (!hopper) return {GpuFfnLaunch::kRowFused};
   if (!call.counts_rows && few) return {GpuFfnLaunch::kDecodeRows};
-  if (!call.counts_rows && call.tokens <= 128) return {GpuFfnLaunch::kSmallBatch};
-  return {call.policy == FfnPolicy::kRowFused ? GpuFfnLaunch::kRowFused : GpuFfnLaunch::kTileUnion};
+  if (!call.counts_rows && call.tokens <= 64) return {GpuFfnLaunch::kSmallBatch};
+  // Auto weighs these by their costs, once measured.
+  if (!call.counts_rows && call.tokens <= 128) {
+    const bool weighs = call.policy == FfnPolicy::kAuto && measured;
+    const bool medium = weighs && chosen == GpuFfnLaunch::kMediumBatch;
+    return {medium ? chosen : GpuFfnLaunch::kSmallBatch};
+  }
+  if (call.policy == FfnPolicy::kRowFused) return {GpuFfnLaunch::kRowFused};
+  if (call.counts_rows || call.tokens > 1024) return {GpuFfnLaunch::kTileUnion};
+  return {GpuFfnLaunch::kMediumBatch};
 }
 
 std::vector<GpuFfnLayer> every_layer() {
@@ -271,7 +311,7 @@ TEST(GpuFfnDispatch, EveryCall) {
   for (const GpuFfnLayer& layer : every_layer()) {
     for (const FfnPolicy policy :
          {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
-      for (const int64_t tokens : {1, 5, 8, 9, 63, 64, 65, 128, 4096}) {
+      for (const int64_t tokens : {1, 5, 8, 9, 63, 64, 65, 128, 129, 1024, 4096}) {
         for (const bool norm : {false, true}) {
           for (const bool counts : {false, true}) {
             for (const LayerActivity& activity : {unmeasured, light, full}) {
@@ -288,7 +328,8 @@ TEST(GpuFfnDispatch, EveryCall) {
               }
               const GpuFfnChoice choice = choose_gpu_ffn(layer, call, activity);
               const bool dense = choice.execution == FfnExecution::kDense;
-              EXPECT_EQ(choice.launch, expected(layer, call, activity, dense).launch);
+              EXPECT_EQ(choice.launch,
+                        expected(layer, call, activity, dense, choice.launch).launch);
               if (policy == FfnPolicy::kAuto && activity.nnz_per_token == 5632.0) {
                 EXPECT_TRUE(dense);
               }
@@ -346,7 +387,8 @@ TEST(GpuFfnDispatch, RefusesWhatIsTooLarge) {
   for (const GpuFfnRow& row : gpu_ffn_table()) {
     const GpuFfnCall call{.tokens = row.least_tokens};
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
-              row.launch != GpuFfnLaunch::kTileUnion && row.launch != GpuFfnLaunch::kDenseBatch);
+              row.launch != GpuFfnLaunch::kTileUnion && row.launch != GpuFfnLaunch::kMediumBatch &&
+                  row.launch != GpuFfnLaunch::kDenseBatch);
   }
 }
 

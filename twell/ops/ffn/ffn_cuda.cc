@@ -7,6 +7,7 @@
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/hopper/medium_batch_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
@@ -156,6 +157,24 @@ class FfnCallCuda {
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
+  }
+
+  void medium_batch() const {
+    medium_batch_ffn_cuda(ctx_,
+                          {.tokens = chunk_.tokens,
+                           .width = workspace_.width(),
+                           .ffn = workspace_.ffn(),
+                           .x = chunk_.x,
+                           .w_gate = chunk_.weights.w_gate,
+                           .w_up = chunk_.weights.w_up,
+                           .w_down = chunk_.weights.w_down,
+                           .y = chunk_.y,
+                           .add = chunk_.add,
+                           .squared = squared(),
+                           .gate = workspace_.gate_.data(),
+                           .activity = plan_.counts,
+                           .weights_are_constant = true},
+                          workspace_.tile_union_);
   }
 
   void tile_union() const {
@@ -314,6 +333,9 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
       case GpuFfnLaunch::kDecodeRows:
       case GpuFfnLaunch::kSmallBatch:
         call.few_tokens();
+        break;
+      case GpuFfnLaunch::kMediumBatch:
+        call.medium_batch();
         break;
       case GpuFfnLaunch::kTileUnion:
         call.tile_union();

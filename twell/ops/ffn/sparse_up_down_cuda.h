@@ -28,6 +28,8 @@
 
 namespace twell {
 
+struct MediumBatchFfnCuda;
+
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct SparseUpDownCuda {
   int64_t tokens = 0;                     // M
@@ -67,6 +69,7 @@ class TileUnionWorkspace {
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
+  friend void medium_batch_ffn_cuda(CudaContext&, const MediumBatchFfnCuda&, TileUnionWorkspace&);
   int64_t max_tokens_;
   int64_t ffn_;
   DeviceBuffer<int32_t> tile_tokens_;        // [tiles, 128]

@@ -1,0 +1,1006 @@
+// SPDX-License-Identifier: Apache-2.0
+// Feed-forward layer for a few tiles of 128 tokens, as three kernels.
+//
+// 1. gate: a CTA computes the gate of a segment of up to 192 neurons for a tile, and writes the
+// values of those active for any of its tokens. CTAs of a cluster share a tile of tokens or a
+// segment, which is loaded once, by multicast.
+//
+// 2. up: the active neurons of all segments form the union of the tile. A cluster computes h for up
+// to 192 of them; its CTAs divide the width, and add up their sums through distributed shared
+// memory. So x is read a few times only, however few neurons a CTA has.
+//
+// 3. down: y = h w_down. The CTAs of a cluster divide the union, and add up their sums likewise.
+//
+// In all three, warpgroup 0 fills a ring buffer, with TMA and by gathering weight rows, and
+// warpgroups 1 and 2 multiply 64 tokens each with WGMMA.
+#include <algorithm>
+#include <array>
+
+#include "twell/base/rounding.h"
+#include "twell/ops/ffn/hopper/medium_batch_cuda.h"
+#include "twell/ops/ffn/hopper/medium_batch_schedule.h"
+#include "twell/sm90/barrier.cuh"
+#include "twell/sm90/bf16_pair.cuh"
+#include "twell/sm90/block_scan.cuh"
+#include "twell/sm90/copy.cuh"
+#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/tensor_map.h"
+#include "twell/sm90/wgmma.cuh"
+
+namespace twell {
+namespace medium_batch {
+namespace {
+
+using namespace sm90;
+
+constexpr int kTokens = 128;  // of a tile: two warpgroups of 64 rows
+constexpr int kGroup = 16;    // neurons: the k of one WGMMA
+constexpr int kGroupBytes = kTokens * kGroup * 2;
+constexpr int kThreads = 384;
+constexpr int kProducers = 128;
+constexpr int kConsumers = 256;
+
+// What the kernels pass on. A tile has F rounded up to 16 places for neurons.
+struct Lists {
+  // Of gate: the active neurons of a segment stand from place segment * neurons on.
+  __nv_bfloat16* gate;  // [tiles, places, 128 tokens]
+  int32_t* ids;         // [tiles, places] neurons
+  int32_t* counts;      // [tiles, segments] active neurons
+  // Of up: the union, without gaps.
+  uint8_t* h;          // [tiles, places / 16] of [128 tokens, 16 neurons] with the 32-byte swizzle
+  int32_t* union_ids;  // [tiles, places] neurons, then -1 up to a multiple of 16
+  int32_t* totals;     // [tiles] neurons
+  int places;
+  int segments;
+  int neurons;  // of a segment
+};
+
+// Position in a ring buffer of a number of stages known at run time. The parity flips with every
+// round.
+struct Cursor {
+  int stages;
+  uint32_t parity;
+  int stage = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+constexpr int kTileK = 64;
+constexpr int kMaxNeurons = 192;  // of a CTA of gate, or of a cluster of up, at a time
+constexpr int kMaxStages = 8;
+constexpr int kAccumulators = kMaxNeurons / 2;
+constexpr uint32_t kBytesX = kTokens * kTileK * 2;
+constexpr uint32_t kSharedBytes = 232448;  // all that a CTA may have
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Calls multiply.run<N>() for the smallest N, of those WGMMA is instantiated for, that holds
+// `neurons`.
+template <typename Multiply>
+__device__ __forceinline__ void for_width(int neurons, const Multiply& multiply) {
+  if (neurons <= 32) {
+    multiply.template operator()<32>();
+  } else if (neurons <= 48) {
+    multiply.template operator()<48>();
+  } else if (neurons <= 64) {
+    multiply.template operator()<64>();
+  } else if (neurons <= 80) {
+    multiply.template operator()<80>();
+  } else if (neurons <= 96) {
+    multiply.template operator()<96>();
+  } else if (neurons <= 128) {
+    multiply.template operator()<128>();
+  } else if (neurons <= 160) {
+    multiply.template operator()<160>();
+  } else if (neurons <= 176) {
+    multiply.template operator()<176>();
+  } else {
+    multiply.template operator()<192>();
+  }
+}
+
+// One k-step of 64 tokens by N neurons; x and the weight stand one after the other in the stage.
+template <int N>
+__device__ __forceinline__ void multiply_step(float (&acc)[kAccumulators], uint32_t stage,
+                                              int warpgroup, bool accumulate) {
+  const uint64_t a = k_major_operand(stage + warpgroup * (kBytesX / 2));
+  const uint64_t b = k_major_operand(stage + kBytesX);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kTileK / 16; ++i) {
+    wgmma<N, false>(acc, a + i * 2, b + i * 2, accumulate || i > 0);
+  }
+  wgmma_commit();
+}
+
+namespace gate {
+
+constexpr uint32_t kMaskBytes = 8 * 4 + 16;  // masks of active neurons, their non-zeros
+constexpr uint32_t kRingBytes =
+    (kSharedBytes - 1024 - 2 * kMaxStages * 8 - kMaskBytes) / 1024 * 1024;
+// The values of active neurons, in the ring buffer's memory.
+static_assert(kMaxNeurons * kTokens * 2 <= kRingBytes);
+
+struct Params {
+  CUtensorMap map_x;        // [M, D], boxes of 128 / cluster_y rows
+  CUtensorMap map_w;        // the first weight [F, D], boxes of neurons / cluster_x rows
+  const __nv_bfloat16* up;  // [F, D] rows of active neurons are prefetched into the L2; or null
+  Lists lists;
+  ActivityCuda* activity;  // or null
+  int tokens, width, ffn, tiles;
+  int k_steps;  // ceil(D / kTileK)
+  int stages;
+  int cluster_x, cluster_y;  // CTAs of a cluster along the tokens, along the neurons
+  bool early_weights;        // the first weight may be read before the predecessor has finished
+};
+
+struct Shared {
+  uint32_t ring, full, empty, masks;
+  uint32_t stage_bytes;
+  __device__ Shared(void* base, int neurons) {
+    ring = (smem_address(base) + 1023) & ~1023u;
+    full = ring + kRingBytes;
+    empty = full + kMaxStages * 8;
+    masks = empty + kMaxStages * 8;
+    stage_bytes = kBytesX + static_cast<uint32_t>(neurons) * 128;
+  }
+  __device__ __forceinline__ uint32_t stage(int index) const { return ring + index * stage_bytes; }
+};
+
+// Active neurons of a CTA. In the accumulators, lane t of a quad has columns 8i + 2t and 8i + 2t +
+// 1 of every block i. Word 2t + i / 16 of the masks has bits i % 16 and 16 + i % 16 for them.
+// Positions are counted in the order of these words.
+struct ActiveSet {
+  uint32_t words[8];
+  __device__ __forceinline__ explicit ActiveSet(const Shared& shared) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = load_shared(shared.masks + i * 4);
+  }
+  __device__ __forceinline__ int count() const {
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total += __popc(words[i]);
+    return total;
+  }
+  // Active neurons in words below `word`.
+  __device__ __forceinline__ int before(int word) const {
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total += i < word ? __popc(words[i]) : 0;
+    return total;
+  }
+};
+
+struct Cta {
+  const Params& params;
+  const Shared& shared;
+  const int tile = static_cast<int>(blockIdx.x), segment = static_cast<int>(blockIdx.y);
+  const int x = tile % params.cluster_x, y = segment % params.cluster_y;  // within the cluster
+  const int first = segment * params.lists.neurons;                       // neuron
+  // A cluster may reach past the last tile or the last segment.
+  __device__ __forceinline__ bool outside() const {
+    return tile >= params.tiles || segment >= params.lists.segments;
+  }
+};
+
+// The thread that fills the ring buffers of its cluster.
+struct Producer {
+  const Cta& cta;
+  const Params& p = cta.params;
+  const Shared& s = cta.shared;
+  // This CTA's share of x for all CTAs of its tile.
+  __device__ __forceinline__ void load_x(int stage, int k) const {
+    const int rows = kTokens / p.cluster_y;
+    uint32_t mask = 0;
+    for (int i = 0; i < p.cluster_y; ++i) mask |= 1u << (cta.x + i * p.cluster_x);
+    tensor_load_multicast(s.stage(stage) + cta.y * rows * 128, &p.map_x, k * kTileK,
+                          cta.tile * kTokens + cta.y * rows, s.full + stage * 8,
+                          static_cast<uint16_t>(mask));
+  }
+  // This CTA's share of the weight for all CTAs of its segment.
+  __device__ __forceinline__ void load_weight(int stage, int k) const {
+    const int rows = p.lists.neurons / p.cluster_x;
+    const uint32_t mask = ((1u << p.cluster_x) - 1) << (cta.y * p.cluster_x);
+    barrier_arrive_expect(s.full + stage * 8, s.stage_bytes);
+    tensor_load_multicast(s.stage(stage) + kBytesX + cta.x * rows * 128, &p.map_w, k * kTileK,
+                          cta.first + cta.x * rows, s.full + stage * 8,
+                          static_cast<uint16_t>(mask));
+  }
+
+  __device__ __forceinline__ void run() const {
+    const int early = p.early_weights ? min(p.stages, p.k_steps) : 0;
+    for (int k = 0; k < early; ++k) load_weight(k, k);
+    wait_for_previous_kernel();
+    // Trigger dependents only after griddepcontrol.wait; earlier would delay our own wait.
+    allow_next_kernel();
+    Cursor cursor{p.stages, 1};  // a new ring buffer is empty
+    for (int k = 0; k < p.k_steps; ++k, cursor.advance()) {
+      if (k >= early) {
+        barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
+        load_weight(cursor.stage, k);
+      }
+      load_x(cursor.stage, k);
+    }
+  }
+};
+
+struct Consumer {
+  const Cta& cta;
+  const Params& p = cta.params;
+  const Shared& s = cta.shared;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4, quad = thread % 4;
+  // The CTAs that load what this one reads, which are those that read what this one loads: of the
+  // same tile, and of the same segment. Thread i of a warpgroup tells the i-th.
+  const int readers = p.cluster_x + p.cluster_y - 1;
+  const int reader =
+      thread < p.cluster_y
+          ? cta.x + thread * p.cluster_x
+          : (thread - p.cluster_y + (thread - p.cluster_y >= cta.x ? 1 : 0)) + cta.y * p.cluster_x;
+
+  __device__ __forceinline__ void release(int stage) const {
+    if (thread < readers) {
+      barrier_arrive_cluster(s.empty + stage * 8, static_cast<uint32_t>(reader));
+    }
+  }
+
+  // acc = x w^T for N neurons.
+  template <int N>
+  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators]) const {
+    Cursor cursor{p.stages, 0};
+    int previous = 0;
+    for (int k = 0; k < p.k_steps; ++k) {
+      barrier_wait(s.full + cursor.stage * 8, cursor.parity);
+      multiply_step<N>(acc, s.stage(cursor.stage), warpgroup, k > 0);
+      if (k > 0) {
+        wgmma_wait<1>();
+        release(previous);
+      }
+      previous = cursor.stage;
+      cursor.advance();
+    }
+    wgmma_wait<0>();
+    release(previous);
+  }
+
+  // Writes the active neurons and their gate, and counts.
+  __device__ __forceinline__ void write(const float (&acc)[kAccumulators]) const {
+    constexpr int kBlocks = kMaxNeurons / 8;
+    uint32_t upper[kBlocks], lower[kBlocks];  // pairs of columns, of rows `row` and row + 8
+    const int last = min(p.lists.neurons, p.ffn - cta.first);
+    const bool upper_in = cta.tile * kTokens + row < p.tokens;
+    const bool lower_in = cta.tile * kTokens + row + 8 < p.tokens;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      // Rows past the last token and neurons past the last are read as zeros, whose products with
+      // Inf or NaN are NaN.
+      const bool inside = 8 * i < last;
+      upper[i] = inside && upper_in ? relu_bf16x2(acc[4 * i], acc[4 * i + 1]) : 0;
+      lower[i] = inside && lower_in ? relu_bf16x2(acc[4 * i + 2], acc[4 * i + 3]) : 0;
+    }
+    int nnz = 0;
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t in_upper = 0, in_lower = 0;
+#pragma unroll
+      for (int i = min(kBlocks, word * 16 + 16) - 1; i >= word * 16; --i) {
+        in_upper = in_upper + in_upper + __vminu2(upper[i], 0x00010001u);
+        in_lower = in_lower + in_lower + __vminu2(lower[i], 0x00010001u);
+      }
+      nnz += __popc(in_upper) + __popc(in_lower);
+      uint32_t any = in_upper | in_lower;
+      any |= __shfl_xor_sync(~0u, any, 4);
+      any |= __shfl_xor_sync(~0u, any, 8);
+      any |= __shfl_xor_sync(~0u, any, 16);
+      if (thread % 32 < 4 && any != 0) {
+        asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(s.masks + (quad * 2 + word) * 4), "r"(any)
+                     : "memory");
+      }
+    }
+    nnz = __reduce_add_sync(~0u, nnz);
+    if (thread % 32 == 0 && nnz > 0) {
+      asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(s.masks + 8 * 4), "r"(nnz) : "memory");
+    }
+    named_barrier(1, kConsumers);  // nothing reads the ring buffer any more, too
+    const ActiveSet active(s);
+    // The gate of both rows.
+    int position = active.before(2 * quad);
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const uint32_t mask = load_shared(s.masks + (2 * quad + word) * 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = word * 16; i < min(kBlocks, word * 16 + 16); ++i) {
+          if ((mask >> (half * 16 + i % 16) & 1) == 0) continue;
+          const uint32_t at = s.ring + (position * kTokens + row) * 2;
+          asm volatile("st.shared.b16 [%0], %1;" ::"r"(at),
+                       "h"(static_cast<uint16_t>(upper[i] >> (16 * half)))
+                       : "memory");
+          asm volatile("st.shared.b16 [%0], %1;" ::"r"(at + 16),
+                       "h"(static_cast<uint16_t>(lower[i] >> (16 * half)))
+                       : "memory");
+          ++position;
+        }
+      }
+    }
+    fence_async_shared();
+    named_barrier(1, kConsumers);
+    if (!cta.outside()) publish(active);
+  }
+
+  __device__ __forceinline__ void publish(const ActiveSet& active) const {
+    wait_for_previous_kernel();  // the predecessor may still read the lists
+    const int total = active.count();
+    const int64_t place = int64_t{cta.tile} * p.lists.places + cta.first;
+    const int index = warpgroup * 128 + thread;  // a bit of the masks
+    const int word = index / 32, bit = index % 32;
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mask = i == word ? active.words[i] : mask;
+    if ((mask >> bit & 1) != 0) {
+      const int position = active.before(word) + __popc(mask & ((1u << bit) - 1));
+      const int neuron = cta.first + (word % 2 * 16 + bit % 16) * 8 + word / 2 * 2 + bit / 16;
+      p.lists.ids[place + position] = neuron;
+      if (p.up != nullptr) bulk_prefetch(p.up + int64_t{neuron} * p.width, p.width * 2);
+    }
+    if (index > 0) return;
+    p.lists.counts[int64_t{cta.tile} * p.lists.segments + cta.segment] = total;
+    if (p.activity != nullptr) {
+      atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(load_shared(s.masks + 8 * 4)));
+      atomicAdd(&p.activity->union_neurons, static_cast<unsigned long long>(total));
+      if (cta.segment == 0) {
+        atomicAdd(&p.activity->unions, 1ull);
+        atomicAdd(&p.activity->tokens,
+                  static_cast<unsigned long long>(min(kTokens, p.tokens - cta.tile * kTokens)));
+      }
+    }
+    if (total == 0) return;
+    bulk_store(p.lists.gate + place * kTokens, s.ring, total * kTokens * 2);
+    bulk_store_commit();
+    bulk_store_wait();
+  }
+
+  __device__ __forceinline__ void run() const {
+    float acc[kAccumulators];
+    for_width(p.lists.neurons, [&]<int N>() { multiply<N>(acc); });
+    write(acc);
+  }
+};
+
+// Grid: [tiles, segments], each rounded up to whole clusters.
+__global__ void __launch_bounds__(kThreads, 1)
+    medium_gate_sm90_kernel(const __grid_constant__ Params params) {
+  extern __shared__ uint8_t memory[];
+  const Shared shared(memory, params.lists.neurons);
+  const Cta cta{params, shared};
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&params.map_x);
+    prefetch_tensor_map(&params.map_w);
+    for (int i = 0; i < params.stages; ++i) {
+      barrier_init(shared.full + i * 8, 1);
+      barrier_init(shared.empty + i * 8, 2 * (params.cluster_x + params.cluster_y - 1));
+    }
+    fence_barrier_init();
+  }
+  if (threadIdx.x < 9) store_shared(shared.masks + threadIdx.x * 4, 0);
+  __syncthreads();
+  cluster_sync();
+  if (threadIdx.x < kProducers) {
+    registers_decrease<24>();
+    if (threadIdx.x == 0) Producer{cta}.run();
+    __syncwarp();
+  } else {
+    registers_increase<240>();
+    Consumer{cta}.run();
+    __syncwarp();
+  }
+  cluster_sync();  // no CTA leaves while another may still signal its barriers
+}
+
+}  // namespace gate
+
+namespace up {
+
+constexpr uint32_t kPlaceBytes = kMaxNeurons * 4;
+constexpr uint32_t kRingBytes =
+    (kSharedBytes - 1024 - kPlaceBytes - 2 * kMaxStages * 8 - 256) / 1024 * 1024;
+
+struct Params {
+  CUtensorMap map_x;          // [M, D], boxes of 128 rows
+  const __nv_bfloat16* up;    // [F, D], null without a gate
+  const __nv_bfloat16* down;  // [F, D] rows of active neurons are prefetched into the L2
+  Lists lists;
+  int width, k_steps;
+  bool squared;  // f(g) = g^2
+};
+
+struct Shared {
+  uint32_t ring, places, full, empty;
+  __device__ explicit Shared(void* base) {
+    ring = (smem_address(base) + 1023) & ~1023u;
+    places = ring + kRingBytes;  // of the neurons in Lists::gate; -1 past the last
+    full = places + kPlaceBytes;
+    empty = full + kMaxStages * 8;
+  }
+};
+
+// Neurons [first, first + size) of a tile's union; size is a multiple of 16. Stages have room for
+// `most` neurons.
+struct Chunk {
+  const Params& p;
+  const Shared& s;
+  int tile, first, size, most;
+  int k_begin, k_end;  // k-steps of this CTA
+
+  __device__ __forceinline__ uint32_t stage(int index) const {
+    return s.ring + index * (kBytesX + most * 128);
+  }
+
+  // Warpgroup 0. Thread t gathers piece t % 8 of rows t / 8 + 16 i.
+  __device__ __forceinline__ void produce(Cursor& cursor) const {
+    const int thread = static_cast<int>(threadIdx.x), pieces = p.width / 8;
+    constexpr uint32_t kNone = ~0u;
+    uint32_t rows[kMaxNeurons / 16];
+    const int32_t* ids = p.lists.ids + int64_t{tile} * p.lists.places;
+#pragma unroll
+    for (int i = 0; i < kMaxNeurons / 16; ++i) {
+      rows[i] = kNone;
+      if (16 * i >= size) continue;
+      const auto place = static_cast<int>(load_shared(s.places + (thread / 8 + 16 * i) * 4));
+      if (place >= 0) rows[i] = static_cast<uint32_t>(ids[place]) * pieces + thread % 8;
+    }
+    const auto* weight = reinterpret_cast<const uint4*>(p.up);
+    for (int k = k_begin; k < k_end; ++k, cursor.advance()) {
+      barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
+      const uint32_t landed = s.full + cursor.stage * 8;
+      if (thread == 0) {
+        barrier_expect(landed, kBytesX);
+        tensor_load(stage(cursor.stage), &p.map_x, k * kTileK, tile * kTokens, landed);
+      }
+      __syncwarp();  // without it the warp gathers in two halves, several times slower
+      const bool inside = k * kTileK + thread % 8 * 8 < p.width;
+      const uint32_t to =
+          stage(cursor.stage) + kBytesX + thread / 8 * 128 + ((thread % 8) ^ (thread / 8 % 8)) * 16;
+      const uint4* from = weight + k * (kTileK / 8);
+#pragma unroll
+      for (int i = 0; i < kMaxNeurons / 16; ++i) {
+        // What stands in rows past the last neuron only reaches columns that are not used.
+        if (rows[i] != kNone) gather16(to + i * 2048, from + (inside ? rows[i] : 0), inside);
+      }
+      gather_arrive(landed);
+    }
+  }
+
+  // Warpgroups 1 and 2.
+  template <int N>
+  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], Cursor& cursor) const {
+    const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+    const bool releases = threadIdx.x % 128 == 0;
+    int previous = 0;
+    for (int k = k_begin; k < k_end; ++k) {
+      barrier_wait(s.full + cursor.stage * 8, cursor.parity);
+      // Gathers write through the generic proxy, WGMMA reads through the async proxy.
+      fence_async_shared();
+      multiply_step<N>(acc, stage(cursor.stage), warpgroup, k > k_begin);
+      if (k > k_begin) {
+        wgmma_wait<1>();
+        if (releases) barrier_arrive(s.empty + previous * 8);
+      }
+      previous = cursor.stage;
+      cursor.advance();
+    }
+    wgmma_wait<0>();
+    if (releases && k_end > k_begin) barrier_arrive(s.empty + previous * 8);
+  }
+
+  // Sends a block of 8 neurons to the CTA that adds it up: in the ring buffer's memory, [block of
+  // that CTA][from CTA][thread] float4.
+  __device__ __forceinline__ void send(const float (&acc)[kAccumulators], int split,
+                                       int rank) const {
+    const int thread = static_cast<int>(threadIdx.x) - kProducers;
+#pragma unroll
+    for (int i = 0; i < kMaxNeurons / 8; ++i) {
+      if (8 * i >= size) break;
+      const bool empty = k_end == k_begin;
+      const uint32_t to =
+          remote_address(s.ring + ((i / split * split + rank) * kConsumers + thread) * 16,
+                         static_cast<uint32_t>(i % split));
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "f"(empty ? 0.0f : acc[4 * i]), "f"(empty ? 0.0f : acc[4 * i + 1]),
+                   "f"(empty ? 0.0f : acc[4 * i + 2]), "f"(empty ? 0.0f : acc[4 * i + 3])
+                   : "memory");
+    }
+  }
+
+  // The gate of a thread's values of a block of 8 neurons: of two neurons in each half, {of its
+  // row, of the row 8 below}. 0 past the last neuron.
+  __device__ __forceinline__ uint2 load_gate(int block) const {
+    const int thread = static_cast<int>(threadIdx.x) - kProducers;
+    const int row = thread / 32 * 16 + thread % 32 / 4, first_place = 8 * block + 2 * (thread % 4);
+    const uint16_t* gate = reinterpret_cast<const uint16_t*>(p.lists.gate) +
+                           int64_t{tile} * p.lists.places * kTokens + row;
+    uint2 pairs{};
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const auto place = static_cast<int>(load_shared(s.places + (first_place + c) * 4));
+      if (place < 0) continue;
+      pairs.x |= static_cast<uint32_t>(gate[int64_t{place} * kTokens]) << (16 * c);
+      pairs.y |= static_cast<uint32_t>(gate[int64_t{place} * kTokens + 8]) << (16 * c);
+    }
+    return pairs;
+  }
+
+  // The gate of this CTA's first blocks, loaded while the product runs.
+  static constexpr int kAhead = 4;
+  __device__ __forceinline__ void load_ahead(uint2 (&gates)[kAhead], int split, int rank) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      gates[i] = 8 * (rank + i * split) < size ? load_gate(rank + i * split) : uint2{};
+    }
+  }
+
+  // Adds up this CTA's blocks in the order of the CTAs, and writes h.
+  __device__ __forceinline__ void write(const uint2 (&gates)[kAhead], int split, int rank) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) write_block(rank + i * split, gates[i], split);
+    for (int i = rank + kAhead * split; 8 * i < size; i += split) {
+      write_block(i, load_gate(i), split);
+    }
+  }
+  __device__ __forceinline__ void write_block(int block, uint2 gate, int split) const {
+    if (8 * block >= size) return;
+    const int thread = static_cast<int>(threadIdx.x) - kProducers;
+    const int row = thread / 32 * 16 + thread % 32 / 4, quad = thread % 4;
+    uint8_t* to = p.lists.h + (int64_t{tile} * p.lists.places + first) / kGroup * kGroupBytes +
+                  row * (kGroup * 2) + quad * 4;
+    float4 u{};
+    for (int from = 0; p.up != nullptr && from < split; ++from) {
+      float4 v;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                   : "r"(s.ring + ((block / split * split + from) * kConsumers + thread) * 16)
+                   : "memory");
+      u.x += v.x;
+      u.y += v.y;
+      u.z += v.z;
+      u.w += v.w;
+    }
+    const auto h = [&](uint32_t g, float low, float high, int neuron) {
+      if (p.up == nullptr) low = high = 1.0f;
+      if (p.squared) {
+        low *= low_half(g);
+        high *= high_half(g);
+      }
+      // Past the last neuron the sums are of what stood in shared memory.
+      const auto inside = [&](int of) {
+        return static_cast<int>(load_shared(s.places + of * 4)) >= 0;
+      };
+      return bf16x2(inside(neuron) ? low * low_half(g) : 0.0f,
+                    inside(neuron + 1) ? high * high_half(g) : 0.0f);
+    };
+    const int neuron = 8 * block + 2 * quad, swap = row / 4 % 2;  // of row + 8 too
+    to += block / 2 * kGroupBytes + ((block % 2) ^ swap) * 16;
+    *reinterpret_cast<uint32_t*>(to) = h(gate.x, u.x, u.y, neuron);
+    *reinterpret_cast<uint32_t*>(to + 8 * kGroup * 2) = h(gate.y, u.z, u.w, neuron);
+  }
+};
+
+// Where the segments' neurons stand in the union: thread i has segment i.
+struct Union {
+  const Lists& lists;
+  int tile;
+  int count, before, total;  // of this thread's segment, of those before it, of all
+
+  __device__ __forceinline__ Union(const Lists& lists_in, int tile_in, int* scratch)
+      : lists(lists_in), tile(tile_in) {
+    const int segment = static_cast<int>(threadIdx.x);
+    count = segment < lists.segments ? lists.counts[int64_t{tile} * lists.segments + segment] : 0;
+    before = block_scan<kThreads>(count, scratch, total);
+  }
+  // Writes the places of neurons [first, first + size) of the union.
+  __device__ __forceinline__ void write_places(uint32_t places, int first, int size) const {
+    const int index = static_cast<int>(threadIdx.x);
+    if (index < size && first + index >= total) store_shared(places + index * 4, ~0u);
+    const int from = max(first - before, 0), to = min(first + size - before, count);
+    for (int i = from; i < to; ++i) {
+      store_shared(places + (before + i - first) * 4, index * lists.neurons + i);
+    }
+  }
+};
+
+// Grid: [CTAs that divide the width, which form a cluster; clusters of a tile; tiles].
+__global__ void __launch_bounds__(kThreads, 1)
+    medium_up_sm90_kernel(const __grid_constant__ Params p) {
+  extern __shared__ uint8_t memory[];
+  __shared__ int scratch[32];
+  const Shared s(memory);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&p.map_x);
+    for (int i = 0; i < kMaxStages; ++i) {
+      barrier_init(s.full + i * 8, kProducers);
+      barrier_init(s.empty + i * 8, 2);
+    }
+    fence_barrier_init();
+  }
+  const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  const int clusters = static_cast<int>(gridDim.y), cluster = static_cast<int>(blockIdx.y);
+  const int tile = static_cast<int>(blockIdx.z);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Union neurons(p.lists, tile, scratch);
+  if (threadIdx.x == 0 && rank == 0 && cluster == 0) p.lists.totals[tile] = neurons.total;
+  const auto padded = [](int count) { return (count + kGroup - 1) / kGroup * kGroup; };
+  const int most = min(padded((neurons.total + clusters - 1) / clusters), kMaxNeurons);
+  const int stages = min(kMaxStages, static_cast<int>(kRingBytes / (kBytesX + most * 128)));
+  Chunk chunk{p, s, tile, 0, 0, most, p.k_steps * rank / split, p.k_steps * (rank + 1) / split};
+  Cursor filled{stages, 1}, read{stages, 0};
+  int32_t* union_ids = p.lists.union_ids + int64_t{tile} * p.lists.places;
+  for (chunk.first = cluster * most; chunk.first < neurons.total; chunk.first += clusters * most) {
+    chunk.size = min(most, padded(neurons.total - chunk.first));
+    __syncthreads();  // the previous chunk is written
+    neurons.write_places(s.places, chunk.first, chunk.size);
+    __syncthreads();
+    float acc[kAccumulators];
+    uint2 gates[Chunk::kAhead];
+    if (threadIdx.x >= kProducers) chunk.load_ahead(gates, split, rank);
+    if (p.up != nullptr) {
+      if (threadIdx.x < kProducers) {
+        chunk.produce(filled);
+      } else {
+        for_width(chunk.size, [&]<int N>() { chunk.template multiply<N>(acc, read); });
+      }
+    }
+    if (threadIdx.x < kProducers) {
+      for (int i = rank + split * static_cast<int>(threadIdx.x); i < chunk.size;
+           i += split * kProducers) {
+        const auto place = static_cast<int>(load_shared(s.places + i * 4));
+        const int id = place < 0 ? -1 : p.lists.ids[int64_t{tile} * p.lists.places + place];
+        union_ids[chunk.first + i] = id;
+        if (id >= 0) bulk_prefetch(p.down + int64_t{id} * p.width, p.width * 2);
+      }
+    }
+    __syncwarp();
+    if (p.up != nullptr) {
+      cluster_sync();  // all have multiplied; nothing writes the ring buffers any more
+      if (threadIdx.x >= kProducers) chunk.send(acc, split, rank);
+      __syncwarp();
+      cluster_sync();
+    }
+    if (threadIdx.x >= kProducers) chunk.write(gates, split, rank);
+    // TMA and gathers write the ring buffer next.
+    fence_async_shared();
+  }
+}
+
+}  // namespace up
+
+namespace down {
+
+constexpr int kStepGroups = 4;
+constexpr uint32_t kBytesA = kStepGroups * kGroupBytes;
+constexpr uint32_t kColumnBlockBytes = kStepGroups * kGroup * 128;  // 64 rows by 64 columns
+
+struct Params {
+  Lists lists;
+  const __nv_bfloat16* weight;  // [F, D]
+  __nv_bfloat16* y;             // [M, D]
+  int tokens, width;
+  bool add;
+};
+
+template <int Columns>
+constexpr uint32_t kStageBytes = kBytesA + Columns / 64 * kColumnBlockBytes;
+template <int Columns>
+constexpr int kStages = Columns == 64 ? 8 : 6;
+template <int Columns>
+constexpr uint32_t kSharedBytes =
+    kStages<Columns>* kStageBytes<Columns> + 2 * kStages<Columns> * 8 + 1024;
+
+template <int Columns>
+struct Shared {
+  uint32_t ring, full, empty;
+  __device__ explicit Shared(void* base) {
+    ring = (smem_address(base) + 1023) & ~1023u;
+    full = ring + kStages<Columns> * kStageBytes<Columns>;
+    empty = full + kStages<Columns> * 8;
+  }
+};
+
+// A warp loads one group of every step: its h by a bulk copy, 16 rows of the weight by gathers.
+template <int Columns>
+__device__ __forceinline__ void produce(const Params& p, const Shared<Columns>& s, int tile,
+                                        int column, int begin, int end) {
+  constexpr int kPieces = Columns / 8, kRows = 32 / kPieces;  // 16-byte pieces; rows at a time
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int pieces = p.width / 8, piece = lane % kPieces;
+  const bool inside = column + piece * 8 < p.width;
+  const uint32_t to_lane = kBytesA + piece / 8 * kColumnBlockBytes + warp * 16 * 128;
+  const auto* weight = reinterpret_cast<const uint4*>(p.weight) + column / 8 + piece;
+  const int32_t* ids = p.lists.union_ids + int64_t{tile} * p.lists.places;
+  const uint8_t* h = p.lists.h + int64_t{tile} * p.lists.places / kGroup * kGroupBytes;
+  const auto load_id = [&](int group) {
+    return group < end ? ids[group * kGroup + lane % 16] : -1;
+  };
+  RingCursor<kStages<Columns>> cursor{0, 1};
+  int next_id = load_id(begin + warp);
+  for (int group = begin + warp; group - warp < end; group += kStepGroups, cursor.advance()) {
+    const int id = next_id;
+    next_id = load_id(group + kStepGroups);
+    barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
+    const uint32_t stage = s.ring + cursor.stage * kStageBytes<Columns>;
+    const uint32_t landed = s.full + cursor.stage * 8;
+    if (lane == 0) {
+      barrier_expect(landed, kGroupBytes);
+      // A step's missing groups repeat the last one, multiplied by rows of zeros.
+      bulk_load(stage + warp * kGroupBytes, h + int64_t{min(group, end - 1)} * kGroupBytes,
+                kGroupBytes, landed);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kGroup; i += kRows) {
+      const int r = i + lane / kPieces;
+      const int row = __shfl_sync(~0u, id, r);
+      const bool valid = inside && row >= 0;
+      gather16(stage + to_lane + r * 128 + ((piece % 8) ^ (r % 8)) * 16,
+               weight + (valid ? int64_t{row} * pieces : 0), valid);
+    }
+    gather_arrive(landed);
+  }
+}
+
+// Sums of a CTA of the cluster, in the ring buffer's memory: [from CTA][block of 8 columns][thread]
+// float4. A CTA adds up a part of the columns, in the order of the CTAs.
+template <int Columns>
+__device__ __forceinline__ void consume(const Params& p, const Shared<Columns>& s, int tile,
+                                        int column, int steps) {
+  constexpr int kBlocks = Columns / 8;
+  const int thread = static_cast<int>(threadIdx.x) - kProducers, warpgroup = thread / 128;
+  float acc[Columns / 2];
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i) acc[i] = 0.0f;
+  RingCursor<kStages<Columns>> cursor;
+  int previous = 0;
+  for (int k = 0; k < steps; ++k, cursor.advance()) {
+    barrier_wait(s.full + cursor.stage * 8, cursor.parity);
+    fence_async_shared();
+    const uint32_t stage = s.ring + cursor.stage * kStageBytes<Columns>;
+    const uint64_t a = narrow_k_major_operand(stage + warpgroup * (kGroupBytes / 2));
+    const uint64_t b = n_major_operand(stage + kBytesA, kColumnBlockBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kStepGroups; ++i) {
+      wgmma<Columns, true>(acc, a + i * (kGroupBytes / 16), b + i * (2048 / 16), true);
+    }
+    wgmma_commit();
+    if (k > 0) {
+      wgmma_wait<1>();
+      if (thread % 128 == 0) barrier_arrive(s.empty + previous * 8);
+    }
+    previous = cursor.stage;
+  }
+  wgmma_wait<0>();
+  const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  const int share = kBlocks / split;  // blocks that a CTA adds up
+  if (split > 1) {
+    cluster_sync();  // all have multiplied; nothing writes the ring buffers any more
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const uint32_t to =
+          remote_address(s.ring + ((rank * share + i % share) * kConsumers + thread) * 16,
+                         static_cast<uint32_t>(i / share));
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(acc[4 * i]),
+                   "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
+                   : "memory");
+    }
+    cluster_sync();
+  }
+  const int row = tile * kTokens + warpgroup * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  const auto write = [&](int at_row, int at_column, float low, float high) {
+    if (at_row >= p.tokens || at_column >= p.width) return;
+    auto* to = reinterpret_cast<uint32_t*>(p.y + int64_t{at_row} * p.width + at_column);
+    if (p.add) {
+      const uint32_t old = *to;
+      low += low_half(old);
+      high += high_half(old);
+    }
+    *to = bf16x2(low, high);
+  };
+  const int first = column + thread % 4 * 2;
+  if (split == 1) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      write(row, first + 8 * i, acc[4 * i], acc[4 * i + 1]);
+      write(row + 8, first + 8 * i, acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    return;
+  }
+  for (int i = 0; i < share; ++i) {
+    float4 sum{};
+    for (int from = 0; from < split; ++from) {
+      float4 v;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                   : "r"(s.ring + ((from * share + i) * kConsumers + thread) * 16)
+                   : "memory");
+      sum.x += v.x;
+      sum.y += v.y;
+      sum.z += v.z;
+      sum.w += v.w;
+    }
+    write(row, first + 8 * (rank * share + i), sum.x, sum.y);
+    write(row + 8, first + 8 * (rank * share + i), sum.z, sum.w);
+  }
+}
+
+// Grid: [CTAs that divide a tile's groups, which form a cluster; columns; tiles].
+template <int Columns>
+__global__ void __launch_bounds__(kThreads, 1)
+    medium_down_sm90_kernel(const __grid_constant__ Params params) {
+  extern __shared__ uint8_t memory[];
+  const Shared<Columns> shared(memory);
+  const int tile = static_cast<int>(blockIdx.z), column = static_cast<int>(blockIdx.y) * Columns;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages<Columns>; ++i) {
+      barrier_init(shared.full + i * 8, kProducers);
+      barrier_init(shared.empty + i * 8, 2);
+    }
+    fence_barrier_init();
+  }
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  fence_async_global();  // h is read by bulk copies
+  __syncthreads();
+  const int total = (params.lists.totals[tile] + kGroup - 1) / kGroup;
+  const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  const int begin = total * rank / split, end = total * (rank + 1) / split;
+  const int steps = (end - begin + kStepGroups - 1) / kStepGroups;
+  if (threadIdx.x < kProducers) {
+    registers_decrease<88>();
+    if (steps > 0) produce<Columns>(params, shared, tile, column, begin, end);
+    if (split > 1) {
+      __syncwarp();
+      cluster_sync();
+      cluster_sync();
+    }
+  } else {
+    registers_increase<208>();
+    consume<Columns>(params, shared, tile, column, steps);
+  }
+}
+
+}  // namespace down
+
+// Launches as a dependent of the kernel in front, in clusters.
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cluster, uint32_t shared_bytes,
+                   cudaStream_t stream, const Params& params) {
+  const cudaError_t status = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (status != cudaSuccess) return status;
+  std::array<cudaLaunchAttribute, 2> attributes{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster.x, cluster.y, cluster.z};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes.data();
+  config.numAttrs = static_cast<unsigned>(attributes.size());
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+}  // namespace medium_batch
+
+std::string medium_batch_ffn_unsupported(const CudaContext& ctx,
+                                         const MediumBatchFfnCuda& problem) {
+  if (ctx.compute_capability() != 90) {
+    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
+                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
+  }
+  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
+    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
+                       problem.ffn);
+  }
+  // Segments of 192 neurons are one per thread; pieces of 16 bytes of a weight are counted in 32
+  // bits; a prefetch of a row of a weight has a limited size.
+  static_assert(kMaxMediumFfn <= int64_t{medium_batch::kMaxNeurons} * medium_batch::kThreads);
+  if (problem.ffn > kMaxMediumFfn || problem.ffn * problem.width >= int64_t{1} << 34 ||
+      problem.tokens > int64_t{1} << 22) {
+    return fmt::format("[{}, {}] with FFN size {} is too large", problem.tokens, problem.width,
+                       problem.ffn);
+  }
+  return {};
+}
+
+void medium_batch_ffn_cuda(CudaContext& ctx, const MediumBatchFfnCuda& problem,
+                           TileUnionWorkspace& workspace) {
+  using namespace medium_batch;
+  const std::string unsupported = medium_batch_ffn_unsupported(ctx, problem);
+  TWELL_CHECK(unsupported.empty(), "medium batch FFN: {}", unsupported);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.ffn <= workspace.ffn(),
+              "medium batch FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              workspace.max_tokens(), workspace.ffn());
+  if (problem.tokens == 0) return;
+  const MediumBatchSchedule schedule(problem.tokens, problem.width, problem.ffn,
+                                     ctx.multiprocessors());
+  const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
+             ffn = static_cast<int>(problem.ffn);
+  // CTAs of a cluster of gate share a segment, or a tile where the number of tiles is odd.
+  const int cluster_x = schedule.tiles % 2 == 0 ? 2 : 1;
+  const int cluster_y = schedule.tiles % 2 == 0 || schedule.tiles == 1 ? 1 : 2;
+  const bool gated = problem.w_gate != nullptr;
+  // The workspace's lists per tile and column tile have room for more than [tiles, F] ids, its
+  // masks for as many words as a tile has segments of at least 48 neurons.
+  const Lists lists{.gate = problem.gate,
+                    .ids = reinterpret_cast<int32_t*>(workspace.entries_.data()),
+                    .counts = reinterpret_cast<int32_t*>(workspace.mask_.data()),
+                    .h = reinterpret_cast<uint8_t*>(workspace.activations_.data()),
+                    .union_ids = workspace.union_ids_.data(),
+                    .totals = workspace.union_size_.data(),
+                    .places = ceil_div(ffn, kGroup) * kGroup,
+                    .segments = static_cast<int>(schedule.segments),
+                    .neurons = static_cast<int>(schedule.neurons)};
+  const int k_steps = ceil_div(width, kTileK);
+  const gate::Params of_gate{
+      .map_x = matrix_tensor_map(problem.x, tokens, width, kTokens / cluster_y),
+      .map_w = matrix_tensor_map(gated ? problem.w_gate : problem.w_up, ffn, width,
+                                 lists.neurons / cluster_x),
+      .up = gated ? problem.w_up : nullptr,
+      .lists = lists,
+      .activity = problem.activity,
+      .tokens = tokens,
+      .width = width,
+      .ffn = ffn,
+      .tiles = static_cast<int>(schedule.tiles),
+      .k_steps = k_steps,
+      .stages = std::min<int>(kMaxStages, gate::kRingBytes / (kBytesX + lists.neurons * 128)),
+      .cluster_x = cluster_x,
+      .cluster_y = cluster_y,
+      .early_weights = problem.weights_are_constant};
+  TWELL_CUDA_CHECK(launch(gate::medium_gate_sm90_kernel,
+                          dim3(ceil_div(schedule.tiles, cluster_x) * cluster_x,
+                               ceil_div(schedule.segments, cluster_y) * cluster_y),
+                          dim3(cluster_x, cluster_y), kSharedBytes, ctx.stream(), of_gate));
+  const up::Params of_up{.map_x = matrix_tensor_map(problem.x, tokens, width, kTokens),
+                         .up = gated ? problem.w_up : nullptr,
+                         .down = problem.w_down,
+                         .lists = lists,
+                         .width = width,
+                         .k_steps = k_steps,
+                         .squared = problem.squared};
+  TWELL_CUDA_CHECK(launch(up::medium_up_sm90_kernel,
+                          dim3(schedule.up_split, schedule.up_clusters, schedule.tiles),
+                          dim3(schedule.up_split), kSharedBytes - 256, ctx.stream(), of_up));
+  const down::Params of_down{.lists = lists,
+                             .weight = problem.w_down,
+                             .y = problem.y,
+                             .tokens = tokens,
+                             .width = width,
+                             .add = problem.add};
+  const auto launch_down = [&]<int Columns>() {
+    return launch(down::medium_down_sm90_kernel<Columns>,
+                  dim3(schedule.down_split, ceil_div(width, Columns), schedule.tiles),
+                  dim3(schedule.down_split), down::kSharedBytes<Columns>, ctx.stream(), of_down);
+  };
+  TWELL_CUDA_CHECK(schedule.columns == 64 ? launch_down.operator()<64>()
+                                          : launch_down.operator()<128>());
+}
+
+}  // namespace twell
