@@ -129,7 +129,7 @@ ShardWork::ShardWork(const fs::path& target, const json& options, const TextSour
     if (!replace) throw;
     finished_.assign(parts_.size(), false);
   }
-  // A tokenizer that was trained on other text goes too.
+  // Without finished parts nothing depends on a tokenizer that was trained on other text.
   std::error_code ignored;
   if (finished() == 0 && before != now) fs::remove(folder_ / "tokenizer.json", ignored);
   number_the_rest();
@@ -215,15 +215,15 @@ void ShardWork::take_over(const std::vector<FinishedPart>& found, const TextSour
           "--changed-files redo, or delete the folder to begin again",
           folder_.string(), path, why));
     }
-    // A part with gaps is made again where gaps are faults.
+    // With BadFile::kError a part that skipped something must be made again.
     if (part.units_skipped > 0 && source.options().bad_file == BadFile::kError) continue;
     parts_[index->second] = part;
     finished_[index->second] = true;
   }
 }
 
-// A part's number is its position in the job, unless files that came in between have shifted it and
-// a part that was finished before has the number.
+// A part's number is its position in the job. Where a part that was finished before has that
+// number, because new files have shifted the positions, it gets one that no part has.
 void ShardWork::number_the_rest() {
   std::set<int64_t> used;
   for (size_t i = 0; i < parts_.size(); ++i) {

@@ -27,8 +27,8 @@ constexpr uint64_t kSplitStream = 0x53504c4954;  // random-number stream; "SPLIT
 constexpr int64_t kLeastValidation = 4097;       // two windows of 2,048 tokens and the last target
 constexpr auto kProgressInterval = std::chrono::milliseconds(100);
 
-// A batch of text that a thread reads at once ends with the piece that reaches one of these: large
-// enough that reading, which one thread per part does at a time, is seldom interrupted.
+// A batch ends with the piece that reaches one of these limits. It takes some 20 ms to encode, so
+// that threads that share a part seldom wait for each other.
 constexpr int64_t kBatchBytes = int64_t{512} << 10;
 constexpr size_t kBatchPieces = 1 << 14;
 
@@ -60,7 +60,7 @@ nlohmann::json options_json(const TextSource& source, const nlohmann::json& toke
           {"part_bytes", options.part_bytes}};
 }
 
-// Consecutive text of a part, then its ids.
+// Consecutive text of a part and, after encoding, its ids.
 struct Batch {
   struct Piece {
     std::string text;
@@ -124,7 +124,7 @@ struct ShardWriter::Impl {
     progress.parts_finished = work.finished();
   }
 
-  // ---- One thread's work --------------------------------------------------------------------
+  // ---- A worker thread ----------------------------------------------------------------------
 
   void run_thread(const TokenEncoder& encoder) {
     try {

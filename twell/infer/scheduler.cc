@@ -258,7 +258,8 @@ Draw Scheduler::draw_of(const Request& request) const {
 void Scheduler::admit_waiting() {
   const int64_t block = session_.cache_use().block_tokens;
   const auto blocks = [&](int64_t tokens) { return (tokens + block - 1) / block; };
-  // For the rest of its tokens and, unless it ends before, one to grow.
+  // Blocks that a request will still take: for the rest of its tokens, and one to grow if its
+  // capacity does not end there.
   const auto blocks_ahead = [&](const Request& request) {
     const int64_t held = blocks(request.fed), fed = blocks(std::ssize(request.context));
     return std::min(fed + 1, blocks(session_.capacity())) - held;

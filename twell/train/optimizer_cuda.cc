@@ -30,7 +30,7 @@ struct OptimizerCuda::Exchange {
     sent = DeviceBuffer<__nv_bfloat16>(most);
     received = DeviceBuffer<__nv_bfloat16>(most);
   }
-  // Of every rank's piece, with what the last bucket lacks.
+  // Size of the first rank's piece of the bucket. In the last bucket later pieces may be smaller.
   static int64_t piece_size(const ShardLayout& layout, const GradientBucket& bucket) {
     return piece_of(bucket.end - bucket.begin, layout.ranks(), 0).size();
   }
