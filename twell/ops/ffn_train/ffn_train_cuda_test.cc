@@ -3,10 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <barrier>
 #include <cmath>
 #include <functional>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "twell/base/cuda_gtest.h"
@@ -380,6 +383,32 @@ TEST(FfnTrainCudaGraph, Replays) {
     replay_as_graph(stream, 1, [&] { layer.enqueue(); });
     EXPECT_EQ(once, layer.result());
   }
+}
+
+// Two contexts share the GPU, so that neither has all its CTAs resident. Weight gradients wait for
+// pieces of the same neurons that other CTAs compute.
+TEST(FfnTrainCudaContexts, TwoAtOnceGiveWhatEachGivesAlone) {
+  TWELL_GPU_TEST();
+  const Problem p = make_bf16_problem(3000, 256, 1032, true, [](int64_t m) { return m * 7 % 200; });
+  LayerCuda layer(ctx, p);
+  if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) {
+    GTEST_SKIP() << "no hybrid execution on this GPU";
+  }
+  const LayerResult alone = layer.run(FfnTrainExecution::kHybrid, 200.0);
+  std::barrier together(2);
+  std::array<std::thread, 2> threads;
+  for (std::thread& thread : threads) {
+    thread = std::thread([&] {
+      const CudaStream own;
+      CudaContext context(own.get());
+      LayerCuda mine(context, p);
+      for (int i = 0; i < 20; ++i) {
+        together.arrive_and_wait();
+        EXPECT_EQ(mine.run(FfnTrainExecution::kHybrid, 200.0), alone);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 // Both executions count the unions; the hybrid one has tiles of their own for heavy tokens.
