@@ -2,8 +2,7 @@
 // Up and down on the active neurons of packed gates, on the CPU, with weights of f32, bf16 or f16:
 //   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
 //   non-gated:  y[m] = sum over active n of  g[m, n] * w_down[n]
-// with g[m, n]^2 instead of g[m, n] if `squared`,
-// in two orders:
+// with g[m, n]^2 instead of g[m, n] if `squared`, in two orders:
 //   row-fused   token by token; each active neuron's weight rows are read for each token
 //   tile-union  per tile of tokens; each weight row of the union of the tile's active neurons is
 //               read once and applied to the tokens it is active on
@@ -30,8 +29,6 @@ struct SparseUpDown {
   MatrixF y;            // [M, D], written; overlaps nothing
   bool squared = false;  // the activation is relu2
 };
-// The active pairs, with what h is a multiple of: g or g^2. In memory of `scope`.
-Csr active_pairs(Context& ctx, Arena::Scope& scope, const SparseUpDown& problem);
 
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);
 void tile_union_up_down(Context& ctx, const SparseUpDown& problem);
