@@ -11,9 +11,11 @@
 #include <span>
 
 #include "twell/base/cuda.h"
-#include "twell/model/tensor_upload_kernels.h"
 
 namespace twell {
+
+// The dtype of a stored tensor.
+enum class StoredFloat { kF32, kF16, kBF16 };
 
 // Copies tensors to the device in pieces of 32 MiB, two in flight: while the device converts one,
 // the host copies the next into page-locked memory, from a mapped file for example. The destructor
