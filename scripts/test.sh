@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs what it needs, checks the sources, builds, and runs every test this machine can run.
-#   scripts/test.sh            checks, all CPU tests under sanitizers, release build and its tests
+#   scripts/test.sh            checks, all CPU tests under sanitizers, release build and its tests,
+#                              the Python package (downloads PyTorch once: 0.8 to 3 GB)
 #   scripts/test.sh --quick    without the sanitizers
-#   scripts/test.sh --python   the Python package's tests alone (downloads PyTorch: 0.8 to 3 GB)
+#   scripts/test.sh --python   the Python package's tests alone
 # CUDA code is compiled where a CUDA toolkit is found; its tests run where there is a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -51,3 +52,8 @@ cmake --build --preset dev --target twell twell_release_tests
 
 step "tests of the release build"
 ctest --test-dir build/release --label-regex 'simd|cli|gpu' --output-on-failure -j "$jobs"
+
+if [[ $quick == 0 ]]; then
+  step "Python package"
+  scripts/test_python.sh --if-possible
+fi
