@@ -35,7 +35,7 @@ struct MediumBatchSchedule {
       segments = count;
       rounds = turns;
     }
-    // Not all SMs of a GPC can be part of a cluster of four.
+    // Clusters of four at one time: an H200 runs no more than 31, since GPCs have 16 or 18 SMs.
     up_split = tiles <= 3 ? 4 : tiles <= 12 ? 2 : 1;
     const int64_t clusters = up_split == 4 ? sms / 4 - 3 : sms / up_split;
     up_clusters = std::max<int64_t>(clusters / tiles, 1);

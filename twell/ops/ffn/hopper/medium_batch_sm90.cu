@@ -37,8 +37,8 @@ constexpr int kTokens = 128;  // of a tile: two warpgroups of 64 rows
 constexpr int kGroup = 16;    // neurons: the k of one WGMMA
 constexpr int kGroupBytes = kTokens * kGroup * 2;
 constexpr int kThreads = 384;
-constexpr int kProducers = 128;
-constexpr int kConsumers = 256;
+constexpr int kProducers = 128;  // threads of warpgroup 0, which loads
+constexpr int kConsumers = 256;  // of warpgroups 1 and 2, which multiply
 
 // What the kernels pass on. A tile has F rounded up to 16 places for neurons.
 struct Lists {
@@ -74,7 +74,7 @@ constexpr int kMaxNeurons = 192;  // of a CTA of gate, or of a cluster of up, at
 constexpr int kMaxStages = 8;
 constexpr int kAccumulators = kMaxNeurons / 2;
 constexpr uint32_t kBytesX = kTokens * kTileK * 2;
-constexpr uint32_t kSharedBytes = 232448;  // all that a CTA may have
+constexpr uint32_t kSharedBytes = 232448;  // 227 KiB, the most a CTA can have
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Calls multiply.run<N>() for the smallest N, of those WGMMA is instantiated for, that holds
-// `neurons`.
+// Calls multiply.operator()<N>() for the least N that is not less than `neurons`, of those for
+// which wgmma is written out.
 template <typename Multiply>
 __device__ __forceinline__ void for_width(int neurons, const Multiply& multiply) {
   if (neurons <= 32) {
@@ -415,6 +415,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 namespace up {
 
 constexpr uint32_t kPlaceBytes = kMaxNeurons * 4;
+// 1,024 bytes align it to the swizzle atom; 256 are left to static shared memory.
 constexpr uint32_t kRingBytes =
     (kSharedBytes - 1024 - kPlaceBytes - 2 * kMaxStages * 8 - 256) / 1024 * 1024;
 
@@ -437,8 +438,8 @@ struct Shared {
   }
 };
 
-// Neurons [first, first + size) of a tile's union; size is a multiple of 16. Stages have room for
-// `most` neurons.
+// Neurons [first, first + size) of a tile's union, which a cluster computes at a time; size is a
+// multiple of 16. Stages have room for `most` neurons.
 struct Chunk {
   const Params& p;
   const Shared& s;
