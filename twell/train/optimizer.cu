@@ -5,12 +5,149 @@
 #include <utility>
 #include <vector>
 
+#include "twell/base/for_each.cuh"
 #include "twell/model/model_cuda.h"
+#include "twell/ops/adamw/split_weight.cuh"
 #include "twell/train/activity.h"
-#include "twell/train/device_update.h"
 
 namespace twell {
 namespace {
+
+constexpr int kThreads = 256;
+
+// Equals normal() of rng.h.
+__device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
+  uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32);
+  uint32_t c2 = static_cast<uint32_t>(stream), c3 = static_cast<uint32_t>(stream >> 32);
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c3 = static_cast<uint32_t>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  const double u1 = (static_cast<double>(c0) + 1.0) * 0x1p-32;
+  const double u2 = static_cast<double>(c1) * 0x1p-32;
+  return static_cast<float>(sqrt(-2.0 * log(u1)) * cospi(2.0 * u2));
+}
+
+// Splits f32 weights into halves (split_weight.h; rest null: the upper halves alone).
+struct SplitHalves {
+  const float* from;
+  __nv_bfloat16* upper;
+  int16_t* rest;
+  __device__ void operator()(int64_t i) const {
+    int16_t lower;
+    split(from[i], upper[i], lower);
+    if (rest != nullptr) rest[i] = lower;
+  }
+};
+
+// The f32 weights of halves.
+struct JoinHalves {
+  const __nv_bfloat16* upper;
+  const int16_t* rest;
+  float* to;
+  __device__ void operator()(int64_t i) const { to[i] = join(upper[i], rest[i]); }
+};
+
+// For each neuron j with active[j] == 0: w[j] <- (1 - strength) w[j] + strength N(0, std_dev^2), in
+// f32, on weights in halves. Element d of neuron j uses random number first_index + j * width + d
+// of the stream (rng.h), up to the last bit of the device's logarithm and cosine.
+struct ReinitDead {
+  int64_t neurons = 0;                        // F
+  int64_t width = 0;                          // D
+  const uint8_t* active = nullptr;            // [F]
+  const float* skip_unless_finite = nullptr;  // one value; otherwise nothing changes
+  float strength = 0.0f;
+  float std_dev = 0.0f;
+  uint64_t seed = 0;
+  uint64_t stream = 0;
+  uint64_t first_index = 0;
+  __nv_bfloat16* weight = nullptr;  // [F, D] upper halves
+  int16_t* weight_rest = nullptr;   // lower halves of elements [begin, end) of [F, D] row-major
+  int64_t begin = 0;                // only these elements change
+  int64_t end = 0;
+};
+
+// One CTA per neuron.
+__global__ void __launch_bounds__(kThreads) reinit_kernel(ReinitDead p) {
+  const int64_t neuron = blockIdx.x;
+  if (p.active[neuron] != 0 || isnan(*p.skip_unless_finite)) return;
+  for (int64_t d = threadIdx.x; d < p.width; d += kThreads) {
+    const int64_t at = neuron * p.width + d;
+    if (at < p.begin || at >= p.end) continue;
+    int16_t& rest = p.weight_rest[at - p.begin];
+    const float noise = draw_normal(p.seed, p.stream, p.first_index + static_cast<uint64_t>(at));
+    const float old = join(p.weight[at], rest);
+    const float value = (1.0f - p.strength) * old + p.strength * p.std_dev * noise;
+    split(value, p.weight[at], rest);
+  }
+}
+
+cudaError_t launch_reinit_dead(const ReinitDead& p, cudaStream_t stream) {
+  if (p.neurons == 0) return cudaSuccess;
+  reinit_kernel<<<static_cast<unsigned>(p.neurons), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// to[i] = from[i], rounded to nearest.
+struct Round {
+  const float* from;
+  __nv_bfloat16* to;
+  __device__ void operator()(int64_t i) const { to[i] = __float2bfloat16_rn(from[i]); }
+};
+
+// sum[i] = the sum over ranks, in order, of parts[rank][i]; own rank's part is what sum[i] held.
+struct AddParts {
+  const __nv_bfloat16* parts;
+  int64_t ranks, own, n;
+  float* sum;
+  __device__ void operator()(int64_t i) const {
+    float total = 0.0f;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      total += rank == own ? sum[i] : __bfloat162float(parts[rank * n + i]);
+    }
+    sum[i] = total;
+  }
+};
+
+// *squares = sum over i of norms[i].norm^2, of the pieces of one rank, in order.
+struct SumSquares {
+  const GradientNorm* norms;
+  int64_t count;
+  double* squares;
+  __device__ void operator()(int64_t) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < count; ++i) sum += norms[i].norm * norms[i].norm;
+    *squares = sum;
+  }
+};
+
+// *result = the norm of the squares [ranks] of all ranks, added in order, and its clipping factor
+// (adamw_cuda.h).
+struct NormOfRanks {
+  const double* squares;
+  int64_t ranks;
+  double clip_norm;
+  GradientNorm* result;
+  __device__ void operator()(int64_t) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < ranks; ++i) sum += squares[i];
+    GradientNorm out;
+    out.norm = sqrt(sum);
+    if (!isfinite(out.norm)) {
+      out.clip_factor = nanf("");
+    } else if (clip_norm > 0.0 && out.norm > clip_norm) {
+      out.clip_factor = static_cast<float>(clip_norm / out.norm);
+    }
+    *result = out;
+  }
+};
 
 int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
@@ -119,10 +256,12 @@ void OptimizerCuda::reduce(size_t bucket) {
   if (options_.gradient_dtype != DType::kBF16)
     return ranks.reduce_scatter_sum(grads, piece, stream);
   const int64_t count = ranks.size();
-  TWELL_CUDA_CHECK(launch_round_gradients(grads, count * piece, exchange_->sent.data(), stream));
+  TWELL_CUDA_CHECK(launch_for_each(count * piece, Round{grads, exchange_->sent.data()}, stream));
   ranks.all_to_all(exchange_->sent.data(), exchange_->received.data(), piece, stream);
-  TWELL_CUDA_CHECK(launch_add_parts(exchange_->received.data(), count, ranks.rank(), piece,
-                                    grads + ranks.rank() * piece, stream));
+  TWELL_CUDA_CHECK(launch_for_each(piece,
+                                   AddParts{exchange_->received.data(), count, ranks.rank(), piece,
+                                            grads + ranks.rank() * piece},
+                                   stream));
 }
 
 void OptimizerCuda::merge_active(uint8_t* active, int64_t count) {
@@ -147,13 +286,13 @@ void OptimizerCuda::gradient_norm(GradientNorm* norm) {
   for (size_t i = 0; i < layout_.pieces().size(); ++i) {
     if (layout_.pieces()[i].size > 0) of_piece(layout_.pieces()[i], norms + i);
   }
-  TWELL_CUDA_CHECK(
-      launch_sum_squares(norms, exchange_->norms.size(), squares + layout_.rank(), ctx_.stream()));
+  TWELL_CUDA_CHECK(launch_for_each(
+      1, SumSquares{norms, exchange_->norms.size(), squares + layout_.rank()}, ctx_.stream()));
   exchange_->after(ctx_.stream());
   exchange_->ranks.all_gather(squares, sizeof(double), exchange_->stream.get());
   exchange_->before(ctx_.stream());
-  TWELL_CUDA_CHECK(
-      launch_norm_of_ranks(squares, layout_.ranks(), options_.clip_norm, norm, ctx_.stream()));
+  TWELL_CUDA_CHECK(launch_for_each(
+      1, NormOfRanks{squares, layout_.ranks(), options_.clip_norm, norm}, ctx_.stream()));
 }
 
 void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* norm) {
@@ -244,9 +383,11 @@ void OptimizerCuda::download(const OptimizerTensors& to) const {
   check_sizes(to);
   if (!to.weights.empty()) {
     for (const ShardPiece& piece : layout_.pieces()) {
-      TWELL_CUDA_CHECK(launch_join_weights(weights_.data() + piece.begin,
-                                           rest_.data() + piece.local, piece.size,
-                                           grads_.data() + piece.begin, ctx_.stream()));
+      TWELL_CUDA_CHECK(
+          launch_for_each(piece.size,
+                          JoinHalves{weights_.data() + piece.begin, rest_.data() + piece.local,
+                                     grads_.data() + piece.begin},
+                          ctx_.stream()));
     }
     gather_joined();
     copy(grads_, to.weights);
@@ -286,12 +427,14 @@ void OptimizerCuda::upload(const OptimizerTensors& from) {
   check_sizes(from);
   if (!from.weights.empty()) {
     copy(std::span<const float>(from.weights), grads_);
-    TWELL_CUDA_CHECK(launch_split_weights(grads_.data(), layout_.parameters(), weights_.data(),
-                                          nullptr, ctx_.stream()));
+    TWELL_CUDA_CHECK(launch_for_each(
+        layout_.parameters(), SplitHalves{grads_.data(), weights_.data(), nullptr}, ctx_.stream()));
     for (const ShardPiece& piece : layout_.pieces()) {
-      TWELL_CUDA_CHECK(launch_split_weights(grads_.data() + piece.begin, piece.size,
-                                            weights_.data() + piece.begin,
-                                            rest_.data() + piece.local, ctx_.stream()));
+      TWELL_CUDA_CHECK(
+          launch_for_each(piece.size,
+                          SplitHalves{grads_.data() + piece.begin, weights_.data() + piece.begin,
+                                      rest_.data() + piece.local},
+                          ctx_.stream()));
     }
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   }
