@@ -13,8 +13,7 @@
 #include <vector>
 
 #include "bench/harness_cuda.h"
-#include "twell/ops/ffn/dense_ffn_cuda.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {

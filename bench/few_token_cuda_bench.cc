@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "bench/harness_cuda.h"
-#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 #include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
 
 namespace twell {

@@ -7,7 +7,7 @@
 
 #include "bench/harness_cuda.h"
 #include "twell/base/rng.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
 namespace {

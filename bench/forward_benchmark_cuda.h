@@ -12,7 +12,7 @@
 
 #include "bench/pattern_replay_cuda.h"
 #include "twell/model/forward_cuda.h"
-#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/ffn/dense_ffn_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 
 #include <gtest/gtest.h>
 

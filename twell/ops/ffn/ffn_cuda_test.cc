@@ -10,8 +10,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
-#include "twell/ops/ffn/dense_ffn_cuda.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 #include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 

@@ -15,7 +15,6 @@
 
 #include "twell/base/rounding.h"
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"

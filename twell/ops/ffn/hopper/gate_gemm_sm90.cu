@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/dependent_launch.cuh"

@@ -4,13 +4,201 @@
 #include <algorithm>
 
 #include "twell/base/rounding.h"
+#include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
-#include "twell/ops/ffn/gate_gemm_cuda.h"
 #include "twell/ops/ffn/hopper/medium_batch_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
+
+// --- The dense layer ----------------------------------------------------------------------------
+
+namespace {
+
+// In a gated layer counting is free, as part of the multiplication. Without a gate it is a pass of
+// its own over a sample of the tokens.
+constexpr int64_t kSampleStride = 16;
+constexpr int kThreads = 256;
+
+// Adds up the counts of a CTA's threads for one token. Either output may be null. All threads call
+// it.
+__device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityCuda* counts) {
+  if (row_nnz == nullptr && counts == nullptr) return;
+  __shared__ int total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (row_nnz != nullptr) row_nnz[row] = total;
+  if (counts != nullptr) {
+    atomicAdd(&counts->tokens, 1ull);
+    atomicAdd(&counts->nnz, static_cast<unsigned long long>(total));
+    atomicMax(&counts->max_row_nnz, static_cast<unsigned long long>(total));
+  }
+}
+
+template <Activation kActivation>
+__device__ float activate(float x) {
+  if constexpr (kActivation == Activation::kRelu) return x <= 0.0f ? 0.0f : x;  // a NaN stays
+  if constexpr (kActivation == Activation::kRelu2) return x <= 0.0f ? 0.0f : x * x;
+  if constexpr (kActivation == Activation::kSilu) return x / (1.0f + expf(-x));
+  if constexpr (kActivation == Activation::kGelu) return 0.5f * x * erfcf(-0.70710678f * x);
+  if constexpr (kActivation == Activation::kGeluTanh) {
+    // 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+    return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+  }
+  return x / (1.0f + expf(-1.702f * x));  // quick GELU
+}
+
+// One CTA per token.
+template <Activation kActivation>
+__global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMultiply p) {
+  const int pieces = static_cast<int>(p.ffn / 8);
+  const int64_t row = int64_t{blockIdx.x} * p.stride;
+  int count = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    const int64_t at = row * pieces + i;
+    const uint4 g = reinterpret_cast<const uint4*>(p.g)[at];
+    const uint4 u = p.u != nullptr ? reinterpret_cast<const uint4*>(p.u)[at] : uint4{};
+    uint4 h;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&g)[k]);
+      float2 f = {activate<kActivation>(x.x), activate<kActivation>(x.y)};
+      if constexpr (kActivation == Activation::kRelu2) {
+        count += !(x.x <= 0.0f) + !(x.y <= 0.0f);  // the square may underflow
+      } else {
+        count += (f.x != 0.0f) + (f.y != 0.0f);
+      }
+      if (p.u != nullptr) {
+        const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
+        f = {f.x * factor.x, f.y * factor.y};
+      }
+      reinterpret_cast<__nv_bfloat162*>(&h)[k] = __floats2bfloat162_rn(f.x, f.y);
+    }
+    if (p.h != nullptr) reinterpret_cast<uint4*>(p.h)[at] = h;
+  }
+  count_active(count, row, p.row_nnz, p.counts);
+}
+
+template <Activation kActivation>
+cudaError_t launch(const ActivateMultiply& p, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>((p.tokens + p.stride - 1) / p.stride);
+  activate_multiply_kernel<kActivation><<<rows, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_activate_multiply(const ActivateMultiply& p, cudaStream_t stream) {
+  if (p.tokens == 0) return cudaSuccess;
+  switch (p.activation) {
+    case Activation::kRelu:
+      return launch<Activation::kRelu>(p, stream);
+    case Activation::kSilu:
+      return launch<Activation::kSilu>(p, stream);
+    case Activation::kGelu:
+      return launch<Activation::kGelu>(p, stream);
+    case Activation::kGeluTanh:
+      return launch<Activation::kGeluTanh>(p, stream);
+    case Activation::kQuickGelu:
+      return launch<Activation::kQuickGelu>(p, stream);
+    case Activation::kRelu2:
+      return launch<Activation::kRelu2>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+                           __nv_bfloat16* gate, __nv_bfloat16* hidden, Activation activation,
+                           bool add, bool biased)
+    : tokens_(tokens),
+      ffn_(ffn),
+      width_(width),
+      gated_(gated),
+      biased_(biased),
+      activation_(activation),
+      gate_(gate),
+      hidden_(hidden) {
+  const bool relu = relu_in_epilogue();
+  TWELL_CHECK(width % 8 == 0 && ffn % 8 == 0, "width {} and FFN size {} must be multiples of 8",
+              width, ffn);
+  const MatmulShapeCuda up{
+      .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = relu && !gated};
+  if (gated) {
+    const MatmulShapeCuda shape{
+        .rows = tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = relu};
+    gate_plan_ = std::make_unique<MatmulPlanCuda>(ctx, shape);
+  }
+  up_plan_ = std::make_unique<MatmulPlanCuda>(ctx, up);
+  const MatmulShapeCuda down{.rows = tokens, .cols = width, .inner = ffn, .add = add};
+  down_plan_ = std::make_unique<MatmulPlanCuda>(ctx, down);
+}
+
+DenseFfnCuda::DenseFfnCuda(CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn, bool gated,
+                           Activation activation, bool add)
+    : DenseFfnCuda(ctx, tokens, width, ffn, gated, nullptr, nullptr, activation, add) {
+  owned_ = DeviceBuffer<__nv_bfloat16>(tokens * ffn * (in_place() ? 1 : 2));
+  hidden_ = owned_.data();
+  if (!in_place()) gate_ = owned_.data() + tokens * ffn;
+}
+
+void DenseFfnCuda::tune(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+                        __nv_bfloat16* y) {
+  if (gated_) gate_plan_->tune(ctx, x, weights.w_gate, gate_);
+  up_plan_->tune(ctx, x, weights.w_up, gated_ ? hidden_ : gate_values());
+  down_plan_->tune(ctx, hidden_, weights.w_down, y);
+}
+
+void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
+                        const __nv_bfloat16* x) const {
+  const MatmulPlanCuda& plan = gated_ ? *gate_plan_ : *up_plan_;
+  plan.run(ctx, x, gated_ ? weights.w_gate : weights.w_up, gate_values());
+  if (biased_) add_bias(ctx, gated_ ? weights.b_gate : weights.b_up, ffn_, gate_values());
+}
+
+void DenseFfnCuda::add_bias(CudaContext& ctx, const __nv_bfloat16* bias, int64_t width,
+                            __nv_bfloat16* x) const {
+  TWELL_CUDA_CHECK(
+      launch_bias_forward({.tokens = tokens_, .width = width, .bias = bias, .x = x}, ctx.stream()));
+}
+
+void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+                           __nv_bfloat16* y, const DenseCountsCuda& counts) const {
+  if (gated_) {
+    up_plan_->run(ctx, x, weights.w_up, hidden_);
+    if (biased_) add_bias(ctx, weights.b_up, ffn_, hidden_);
+  }
+  if (!in_place() || counts.row_nnz != nullptr || counts.activity != nullptr) {
+    const bool samples = in_place() && counts.row_nnz == nullptr;
+    TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
+                                               .g = gate_values(),
+                                               .u = gated_ ? hidden_ : nullptr,
+                                               .h = in_place() ? nullptr : hidden_,
+                                               .tokens = tokens_,
+                                               .ffn = ffn_,
+                                               .row_nnz = counts.row_nnz,
+                                               .counts = counts.activity,
+                                               .stride = samples ? kSampleStride : 1},
+                                              ctx.stream()));
+  }
+  down_plan_->run(ctx, hidden_, weights.w_down, y);
+  if (biased_) add_bias(ctx, weights.b_down, width_, y);
+}
+
+void DenseFfnCuda::forward(CudaContext& ctx, const FfnWeightsCuda& weights, const __nv_bfloat16* x,
+                           __nv_bfloat16* y, const DenseCountsCuda& counts) const {
+  gate(ctx, weights, x);
+  up_down(ctx, weights, x, y, counts);
+}
+
+// --- The choice of executions -------------------------------------------------------------------
+
 namespace {
 
 constexpr int64_t kTwellTile = 256;
