@@ -131,7 +131,7 @@ double read_seconds(const CudaContext& ctx, const ModelCuda& model, int64_t batc
   const int64_t unread = config.tied_embeddings ? 0 : 2 * config.vocab_size * config.width;
   const int64_t bytes =
       model.bytes() - unread +
-      KvCacheCuda::bytes(config, batch, arguments.prompt + (arguments.tokens + 1) / 2);
+      batch * (arguments.prompt + (arguments.tokens + 1) / 2) * KvCacheCuda::token_bytes(config);
   return 1e-6 * static_cast<double>(bytes) / gpu_device(ctx).bandwidth;
 }
 

@@ -296,6 +296,10 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   options.on_text = output.on_text();
   std::vector<size_t> asked;  // prompt index of each request
   const auto on_done = [&](int64_t request, Generation generation) {
+    Prompt& prompt = prompts[asked[static_cast<size_t>(request)]];
+    if (generation.reason == StopReason::kNotFinite) {
+      prompt.fault = fmt::format("{}: {}", prompt.source, kNoTokenReason);
+    }
     output.add(asked[static_cast<size_t>(request)], std::move(generation));
   };
   Scheduler scheduler(*session, tokenizer);
@@ -312,7 +316,8 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
     print_summary(output, elapsed.count(), *session, engine->device());
   }
   if (stop) return interrupted_exit_code();
-  return asked.size() == prompts.size() ? kExitOk : kExitInput;
+  const auto faulty = [](const Prompt& prompt) { return !prompt.fault.empty(); };
+  return std::ranges::any_of(prompts, faulty) ? kExitInput : kExitOk;
 }
 
 }  // namespace

@@ -134,9 +134,9 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .at_least(0);
   command
       .value("--cache-mib", &arguments->cache_mib, "N",
-             "Memory for keys and values in MiB. On the CPU sequences share it, and when it is "
-             "short the youngest waits and is computed again; 0: what all sequences need, if there "
-             "is so much")
+             "Memory for keys and values in MiB, which sequences share; when it is short, the "
+             "youngest waits and is computed again; 0: what all sequences need, if there is so "
+             "much")
       .range(0, 1 << 30);
   command.flag("--cache-8bit", &arguments->cache_8bit,
                "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");

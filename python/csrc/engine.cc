@@ -207,7 +207,7 @@ class LoadedEngine {
     const std::unique_ptr<Session> session =
         engine_->session({.slots = 1, .capacity = std::ssize(ids), .ffn = policy_});
     std::vector<float> all(ids.size() * static_cast<size_t>(config_.vocab_size));
-    session->append_scored(0, ids, [&](int64_t first, ConstMatrixF rows) {
+    session->append_logits(0, ids, [&](int64_t first, ConstMatrixF rows) {
       for (int64_t i = 0; i < rows.rows; ++i) {
         std::copy_n(rows.row(i), rows.cols, all.data() + (first + i) * rows.cols);
       }

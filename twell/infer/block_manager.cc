@@ -119,6 +119,16 @@ void BlockManager::release(int64_t number) {
   sequence = {};
 }
 
+std::vector<int32_t> BlockManager::discard(int64_t number) {
+  std::vector<int32_t> freed;
+  for (const int32_t block : at(number).table) {
+    hide(block);
+    if (blocks_[static_cast<size_t>(block)].references == 1) freed.push_back(block);
+  }
+  release(number);
+  return freed;
+}
+
 int32_t BlockManager::take() {
   if (free_.empty()) evict(oldest_);
   const int32_t block = free_.back();
@@ -154,13 +164,20 @@ void BlockManager::unlink(int32_t number) {
 }
 
 void BlockManager::evict(int32_t number) {
-  Block& block = blocks_[static_cast<size_t>(number)];
   unlink(number);
+  hide(number);
+  blocks_[static_cast<size_t>(number)] = {};
+  free_.push_back(number);
+}
+
+// The block cannot be found any more.
+void BlockManager::hide(int32_t number) {
+  Block& block = blocks_[static_cast<size_t>(number)];
+  if (block.text == 0) return;
   const auto [begin, end] = by_hash_.equal_range(hash_of(block.before, tokens_of(number)));
   by_hash_.erase(
       std::find_if(begin, end, [&](const auto& entry) { return entry.second == number; }));
-  block = {};
-  free_.push_back(number);
+  block.text = 0;
 }
 
 }  // namespace twell

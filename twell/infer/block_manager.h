@@ -33,6 +33,9 @@ class BlockManager {
   // Adds tokens, for which reserve() made room and whose keys and values are in the cache now.
   void append(int64_t sequence, std::span<const int32_t> ids);
   void release(int64_t sequence);  // the sequence is empty afterwards
+  // The same, and no later sequence takes over a block of it. Sequences that share one keep theirs.
+  // Returns the blocks that no sequence holds any more.
+  std::vector<int32_t> discard(int64_t sequence);
 
   int64_t length(int64_t sequence) const { return at(sequence).length; }
   std::span<const int32_t> table(int64_t sequence) const { return at(sequence).table; }
@@ -47,8 +50,8 @@ class BlockManager {
   using Text = uint64_t;
   struct Block {
     int64_t references = 0;
-    Text text = 0;    // with which this block ends; 0: cannot be found, not full or a duplicate
-    Text before = 0;  // in front of this block
+    Text text = 0;                   // with which this block ends; 0: cannot be found
+    Text before = 0;                 // in front of this block
     int32_t older = -1, newer = -1;  // neighbours in the order of eviction, while cached
   };
   struct Sequence {
@@ -66,6 +69,7 @@ class BlockManager {
   void drop(int32_t block);
   void evict(int32_t block);
   void unlink(int32_t block);
+  void hide(int32_t block);
   void filled(Sequence& sequence, int32_t block);
 
   int64_t block_tokens_;

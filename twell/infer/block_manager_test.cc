@@ -46,6 +46,23 @@ TEST(BlockManager, SharesFullBlocksOfEqualBeginnings) {
   EXPECT_EQ(manager.start(2, other), 0);
 }
 
+TEST(BlockManager, DiscardedBlocksAreNotShared) {
+  BlockManager manager(6, 4, 3);
+  fill(manager, 0, counting(1, 10));
+  EXPECT_EQ(manager.start(1, counting(1, 12)), 8);
+  EXPECT_EQ(manager.discard(0).size(), 1u);  // sequence 1 keeps the other two
+  EXPECT_EQ(manager.start(2, counting(1, 12)), 0);
+  EXPECT_EQ(manager.length(1), 8);
+  ASSERT_TRUE(manager.reserve(1, 4));
+  manager.append(1, counting(9, 4));
+  manager.release(1);
+  EXPECT_EQ(manager.used(), 0);
+  EXPECT_EQ(manager.start(2, counting(1, 12)), 0);  // the beginning is gone
+  EXPECT_EQ(manager.available(), 6);
+  fill(manager, 2, counting(1, 24));
+  EXPECT_EQ(manager.used(), 6);
+}
+
 TEST(BlockManager, ReleasedBlocksStayUntilTheirMemoryIsNeeded) {
   BlockManager manager(4, 4, 2);
   fill(manager, 0, counting(1, 16));

@@ -23,7 +23,9 @@ EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan
                        const LoadOptions& load)
     : ctx_(stream_.get()),
       model_(load_model_cuda(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan),
-                             load)) {}
+                             load)),
+      scorer_bytes_(plan.scorer ? ScorerCuda::bytes_needed(ctx_, model_->config(), *plan.scorer)
+                                : 0) {}
 
 std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan) {
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
@@ -33,7 +35,7 @@ std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& 
 }
 
 std::unique_ptr<Session> EngineCuda::session(const SessionOptions& options) {
-  return std::make_unique<SessionCuda>(ctx_, *model_, options);
+  return std::make_unique<SessionCuda>(ctx_, *model_, options, scorer_bytes_);
 }
 
 std::unique_ptr<Scorer> EngineCuda::scorer(FfnPolicy policy) {

@@ -27,6 +27,7 @@ class EngineCuda : public Engine {
   CudaStream stream_;
   CudaContext ctx_;
   std::unique_ptr<ModelCuda> model_;
+  int64_t scorer_bytes_;  // planned
 };
 
 }  // namespace twell

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/infer/sampler.h"
 
 namespace twell {
 
@@ -69,6 +70,7 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
                    [&](int64_t, Generation generation) { result = std::move(generation); }));
   while (scheduler.step()) {
   }
+  TWELL_REQUIRE(result.reason != StopReason::kNotFinite, "{}", kNoTokenReason);
   return result;
 }
 

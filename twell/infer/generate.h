@@ -54,7 +54,7 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
                                std::string_view prompt, const GenerateOptions& options,
                                OnDone on_done);
 
-// Runs a single request.
+// Runs a single request. InputError kNoTokenReason.
 Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
                     const GenerateOptions& options);
 

@@ -184,6 +184,88 @@ TEST_F(GenerateCudaTest, CancelledRequestsLeaveTheirSlots) {
   }
 }
 
+// Sequences share blocks of equal beginnings and wait for each other's memory.
+TEST_F(GenerateCudaTest, ShortCacheGivesWhatEachGivesAlone) {
+  const std::string beginning = random_text(150, 99);
+  std::vector<std::string> prompts;
+  for (uint64_t i = 0; i < 24; ++i) {
+    prompts.push_back((i % 2 == 0 ? beginning : std::string()) +
+                      random_text(static_cast<int64_t>(1 + i * 29 % 170), i));
+  }
+  const auto options = [](size_t i) {
+    return GenerateOptions{.max_tokens = static_cast<int64_t>(130 + i * 11 % 60),
+                           .sampler = {.temperature = 0.0f}};
+  };
+  const auto run_all = [&](Session& session, bool share) {
+    std::vector<Generation> done(prompts.size());
+    Scheduler scheduler(session, tokenizer_);
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      GenerationRequest request = text_request(
+          model_->config, tokenizer_, prompts[i], options(i),
+          [&done, i](int64_t, Generation generation) { done[i] = std::move(generation); });
+      request.share_beginning = share;
+      request.stop_at_end_of_text = false;
+      scheduler.submit(std::move(request));
+    }
+    while (scheduler.step()) {
+    }
+    return std::pair(done, scheduler.stats());
+  };
+  // All slots together would need 48 blocks.
+  SessionCuda session(
+      *ctx_, *device_model_,
+      {.slots = 6, .capacity = 512, .cache_bytes = 12 * KvCacheCuda::block_bytes(model_->config)});
+  EXPECT_EQ(session.cache_use().blocks, 12);
+  EXPECT_EQ(session.capacity(), 512);
+  SessionCuda alone(*ctx_, *device_model_, {.capacity = 512});
+  const auto [done, stats] = run_all(session, true);
+  const auto [want, own_stats] = run_all(alone, false);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_EQ(std::ssize(want[i].ids), options(i).max_tokens);
+    expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids);
+  }
+  EXPECT_GT(stats.preemptions, 0);
+  EXPECT_GT(stats.cached_tokens, 0);
+  EXPECT_EQ(stats.cache.used, 0);
+}
+
+// Also where blocks of the request that failed serve the next ones.
+TEST_F(GenerateCudaTest, OutputThatIsNotFiniteEndsItsRequestAlone) {
+  ModelConfig config = model_->config;
+  config.tied_embeddings = false;
+  Model model(config);
+  init_weights(cpu_, model, 1);
+  const Matrix<float> embedding = model_matrices(config, model.flat.data()).embedding;
+  embedding.data[tokenizer_.encode("Z")[0] * embedding.cols] =
+      std::numeric_limits<float>::quiet_NaN();
+  for (float& value : model.flat.span()) value = to_float(to_bf16(value));
+  const ModelCuda device_model(*ctx_, model);
+  const auto options = [](size_t) {
+    return GenerateOptions{.max_tokens = 20, .sampler = {.temperature = 0.0f}};
+  };
+  std::vector<std::string> prompts;
+  for (uint64_t i = 0; i < 12; ++i) {
+    prompts.push_back(random_text(static_cast<int64_t>(20 + i * 53 % 300), i));
+    if (i % 3 == 1) prompts.back() = "Z" + prompts.back();
+  }
+  SessionCuda session(
+      *ctx_, device_model,
+      {.slots = 4, .capacity = 512, .cache_bytes = 16 * KvCacheCuda::block_bytes(config)});
+  SessionCuda alone(*ctx_, device_model, {.capacity = 512});
+  const std::vector<Generation> done = run(session, prompts, options);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    SCOPED_TRACE(i);
+    if (i % 3 == 1) {
+      EXPECT_EQ(done[i].reason, StopReason::kNotFinite);
+      EXPECT_TRUE(done[i].ids.empty());
+      continue;
+    }
+    const Generation want = generate(alone, tokenizer_, prompts[i], options(i));
+    expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want.ids);
+  }
+}
+
 TEST_F(GenerateCudaTest, SessionsGiveTheirMemoryBack) {
   const auto use = [&](int64_t slots) {
     SessionCuda session(*ctx_, *device_model_, {.slots = slots});
@@ -213,7 +295,7 @@ TEST_F(GenerateCudaTest, WhatDoesNotFitIsRefusedBeforeTheWeightsAreLoaded) {
   const EnginePlan fits{.session = SessionOptions{.slots = 2}};
   EXPECT_EQ(EngineCuda::cannot_run(model_->config, fits), "");
   EXPECT_EQ(EngineCuda(folder.path(), fits).config(), model_->config);
-  const EnginePlan session{.session = SessionOptions{.slots = int64_t{1} << 24}};
+  const EnginePlan session{.session = SessionOptions{.slots = int64_t{1} << 28}};
   const EnginePlan scorer{
       .scorer = ScorerPlan{
           .tokens = int64_t{1} << 32, .sequences = 1, .length = kContext, .cache_tokens = 0}};

@@ -21,16 +21,17 @@ bool more_likely(const Candidate& a, const Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
 
+// Empty where no token can be drawn.
 std::vector<Candidate> most_likely(std::span<const float> logits, int64_t count) {
   std::vector<Candidate> candidates(logits.size());
   for (size_t i = 0; i < logits.size(); ++i) {
-    if (std::isnan(logits[i])) refuse_logits();
+    if (std::isnan(logits[i])) return {};
     candidates[i] = {logits[i], static_cast<int32_t>(i)};
   }
   const auto end = candidates.begin() + std::min<int64_t>(count, std::ssize(candidates));
   std::partial_sort(candidates.begin(), end, candidates.end(), more_likely);
   candidates.erase(end, candidates.end());
-  if (candidates.empty() || !std::isfinite(candidates.front().logit)) refuse_logits();
+  if (!candidates.empty() && !std::isfinite(candidates.front().logit)) return {};
   return candidates;
 }
 
@@ -65,25 +66,39 @@ void keep_min_p(std::vector<double>& weights, double min_p) {
 
 }  // namespace
 
-void refuse_logits() {
-  throw InputError(
-      "the model's output is NaN or infinite, so that no token can be drawn: its weights are "
-      "damaged, or its activations too large");
-}
-
 void SamplerOptions::validate() const {
   TWELL_REQUIRE(temperature >= 0.0f && std::isfinite(temperature),
                 "temperature must be 0 (greedy) or a positive number, got {}", temperature);
   TWELL_REQUIRE(top_k >= 0, "top-k must be 0 (off) or positive, got {}", top_k);
   TWELL_REQUIRE(top_p > 0.0f && top_p <= 1.0f, "top-p must be in (0, 1], got {}", top_p);
   TWELL_REQUIRE(min_p >= 0.0f && min_p < 1.0f, "min-p must be in [0, 1), got {}", min_p);
+  TWELL_REQUIRE(repetition_penalty > 0.0f && std::isfinite(repetition_penalty),
+                "the repetition penalty must be a positive number, 1 for none, got {}",
+                repetition_penalty);
+  TWELL_REQUIRE(std::isfinite(frequency_penalty), "the frequency penalty must be a number, got {}",
+                frequency_penalty);
+  TWELL_REQUIRE(std::isfinite(presence_penalty), "the presence penalty must be a number, got {}",
+                presence_penalty);
 }
 
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index) {
-  if (options.temperature == 0.0f) return most_likely(logits, 1).front().id;
-  const int64_t count = options.top_k > 0 ? options.top_k : std::ssize(logits);
-  const std::vector<Candidate> candidates = most_likely(logits, count);
+               uint64_t index, std::span<const SeenToken> seen) {
+  std::vector<float> after_penalties;
+  if (options.penalizes() && !seen.empty()) {
+    after_penalties.assign(logits.begin(), logits.end());
+    for (const auto& [id, times] : seen) {
+      if (id >= std::ssize(logits)) continue;
+      float& logit = after_penalties[static_cast<size_t>(id)];
+      logit = penalized(logit, times, options.repetition_penalty, options.frequency_penalty,
+                        options.presence_penalty);
+    }
+    logits = after_penalties;
+  }
+  const int64_t all = options.top_k > 0 ? options.top_k : std::ssize(logits);
+  const std::vector<Candidate> candidates =
+      most_likely(logits, options.temperature == 0.0f ? 1 : all);
+  if (candidates.empty()) return kNoToken;
+  if (options.temperature == 0.0f) return candidates.front().id;
   std::vector<double> weights = relative_weights(candidates, options.temperature);
   if (options.top_p < 1.0f) keep_top_p(weights, options.top_p);
   if (options.min_p > 0.0f) keep_min_p(weights, options.min_p);

@@ -4,26 +4,58 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
+
+#include "twell/base/host_device.h"
 
 namespace twell {
+
+// In place of a token that cannot be drawn: a logit is NaN or the largest is not finite.
+inline constexpr int32_t kNoToken = -1;
+inline constexpr std::string_view kNoTokenReason =
+    "the model's output is NaN or infinite, so that no token can be drawn: its weights are "
+    "damaged, "
+    "or its activations too large";
 
 struct SamplerOptions {
   float temperature = 1.0f;  // 0: greedy, the lowest id among equals
   int64_t top_k = 0;         // keep the k most likely tokens; 0: all
   float top_p = 1.0f;        // keep the smallest set of most likely tokens with this total mass
   float min_p = 0.0f;        // drop tokens less likely than min_p times the most likely one
+  // Positive logits of tokens of the prompt and of the new text are divided by this, others
+  // multiplied.
+  float repetition_penalty = 1.0f;
+  float frequency_penalty = 0.0f;  // taken from a token's logit for each time it is in the new text
+  float presence_penalty = 0.0f;   // taken once from the logits of tokens in the new text
   uint64_t seed = 0;
 
   void validate() const;  // InputError with the value
+  bool penalizes() const {
+    return repetition_penalty != 1.0f || frequency_penalty != 0.0f || presence_penalty != 0.0f;
+  }
 };
 
-// Filters apply in the order temperature, top-k, top-p, min-p, each to the result of the previous
-// one. A pure function of its arguments: `stream` identifies the sequence, `index` the token in it.
-// InputError when a logit is NaN or the largest is not finite.
-int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index);
+// A token of the prompt or of the new text.
+struct SeenToken {
+  int32_t id = 0;
+  int32_t times = 0;  // in the new text
+};
 
-// Throws the InputError about logits that cannot be sampled.
-[[noreturn]] void refuse_logits();
+// The token's logit after penalties, the same to the bit on all devices.
+TWELL_HOST_DEVICE inline float penalized(float logit, int32_t times, float repetition,
+                                         float frequency, float presence) {
+  const float repeated = logit > 0.0f ? logit / repetition : logit * repetition;
+  if (times == 0) return repeated;
+  // The product is exact in f64, so that a fused multiply-add gives the same.
+  const double taken = static_cast<double>(frequency) * times + presence;
+  return static_cast<float>(repeated - taken);
+}
+
+// Penalties apply to the tokens in `seen`, each of which is there once; then filters, in the order
+// temperature, top-k, top-p, min-p, each to the result of the previous one. A pure function of its
+// arguments: `stream` identifies the sequence, `index` the token in it. Returns kNoToken for logits
+// from which none can be drawn.
+int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
+               uint64_t index, std::span<const SeenToken> seen = {});
 
 }  // namespace twell

@@ -63,6 +63,25 @@ TEST(Sampler, MinPDropsTheUnlikely) {
   EXPECT_EQ(draw({.min_p = 0.2f}, 2000).size(), 3u);
 }
 
+TEST(Sampler, PenaltiesMakeSeenTokensLessLikely) {
+  const auto greedy = [](SamplerOptions options, std::vector<SeenToken> seen) {
+    options.temperature = 0.0f;
+    return sample(kLogits, options, 0, 0, seen);
+  };
+  EXPECT_EQ(greedy({}, {{1, 5}}), 1);  // no penalty
+  EXPECT_EQ(greedy({.repetition_penalty = 1.1f}, {{1, 0}}), 3);
+  EXPECT_EQ(greedy({.repetition_penalty = 4.0f}, {{1, 0}, {3, 2}}), 2);
+  EXPECT_EQ(greedy({.repetition_penalty = 0.5f}, {{2, 0}, {1, 0}}), 1);
+  EXPECT_EQ(greedy({.presence_penalty = 0.1f}, {{1, 1}}), 3);
+  EXPECT_EQ(greedy({.presence_penalty = 0.1f}, {{1, 0}}), 1);  // of the prompt only
+  EXPECT_EQ(greedy({.frequency_penalty = 0.4f}, {{1, 1}, {3, 3}}), 1);
+  EXPECT_EQ(greedy({.frequency_penalty = 0.4f}, {{1, 3}, {3, 3}}), 2);
+  EXPECT_EQ(greedy({.frequency_penalty = -1.0f}, {{4, 6}}), 4);
+  // A negative logit grows in size.
+  EXPECT_FLOAT_EQ(penalized(-3.0f, 0, 2.0f, 0.0f, 0.0f), -6.0f);
+  EXPECT_FLOAT_EQ(penalized(3.0f, 2, 2.0f, 0.25f, 0.5f), 0.5f);
+}
+
 TEST(Sampler, SameSeedSameChoices) {
   EXPECT_EQ(draw({.seed = 3}, 200), draw({.seed = 3}, 200));
   std::vector<int32_t> first, second;
@@ -81,16 +100,22 @@ TEST(Sampler, MinusInfinityIsNeverDrawn) {
 
 TEST(Sampler, RefusesWhatCannotBeSampled) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_THROW(sample(std::vector<float>{0.0f, nan}, {}, 0, 0), InputError);
   const float minus_inf = -std::numeric_limits<float>::infinity();
-  EXPECT_THROW(sample(std::vector<float>{minus_inf, minus_inf}, {}, 0, 0), InputError);
-  EXPECT_THROW(sample(std::vector<float>{-minus_inf, 0.0f}, {}, 0, 0), InputError);
+  for (const float temperature : {0.0f, 1.0f}) {
+    const SamplerOptions options{.temperature = temperature};
+    EXPECT_EQ(sample(std::vector<float>{0.0f, nan}, options, 0, 0), kNoToken);
+    EXPECT_EQ(sample(std::vector<float>{minus_inf, minus_inf}, options, 0, 0), kNoToken);
+    EXPECT_EQ(sample(std::vector<float>{-minus_inf, 0.0f}, options, 0, 0), kNoToken);
+  }
   EXPECT_THROW(SamplerOptions{.temperature = -1.0f}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.temperature = nan}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.top_k = -1}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.top_p = 0.0f}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.top_p = 1.5f}.validate(), InputError);
   EXPECT_THROW(SamplerOptions{.min_p = 1.0f}.validate(), InputError);
+  EXPECT_THROW(SamplerOptions{.repetition_penalty = 0.0f}.validate(), InputError);
+  EXPECT_THROW(SamplerOptions{.frequency_penalty = nan}.validate(), InputError);
+  EXPECT_THROW(SamplerOptions{.presence_penalty = nan}.validate(), InputError);
 }
 
 }  // namespace

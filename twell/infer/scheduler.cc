@@ -2,6 +2,7 @@
 #include "twell/infer/scheduler.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "twell/base/error.h"
@@ -41,6 +42,8 @@ std::string_view stop_reason_name(StopReason reason) {
       return "cancelled";
     case StopReason::kFailed:
       return "failed";
+    case StopReason::kNotFinite:
+      return "no finite output";
   }
   TWELL_CHECK(false, "unknown stop reason {}", static_cast<int>(reason));
 }
@@ -59,7 +62,17 @@ int64_t Histogram::count() const {
 
 struct Scheduler::Request {
   explicit Request(GenerationRequest asked_in)
-      : asked(std::move(asked_in)), context(asked.prompt), stream(asked.stop_strings) {}
+      : asked(std::move(asked_in)), context(asked.prompt), stream(asked.stop_strings) {
+    for (const int32_t id : context) see(id, 0);
+  }
+
+  // Notes a token for penalties.
+  void see(int32_t id, int32_t times) {
+    if (!asked.sampler.penalizes()) return;
+    const auto [place, is_new] = seen_at.try_emplace(id, seen.size());
+    if (is_new) seen.push_back({.id = id});
+    seen[place->second].times += times;
+  }
 
   bool is_cancelled() const {
     return cancelled.load() || (asked.cancel != nullptr && asked.cancel->load());
@@ -71,13 +84,20 @@ struct Scheduler::Request {
     return asked.prompt_log_probs && std::ssize(prompt_log_probs) < prompt_tokens() - 1;
   }
   bool only_scores() const { return asked.max_tokens == 0; }
+  StopReason end_of_scores() const {
+    const auto is_nan = [](const TokenLogProbs& one) { return std::isnan(one.token.log_prob); };
+    return std::ranges::any_of(prompt_log_probs, is_nan) ? StopReason::kNotFinite
+                                                         : StopReason::kMaxTokens;
+  }
 
   int64_t number = 0;
   GenerationRequest asked;
   std::vector<int32_t> context;  // the prompt and every token drawn
-  int64_t fed = 0;               // tokens of the context that are in the session
-  int64_t slot = -1;             // -1 while waiting
-  uint64_t drawn = 0;            // tokens drawn so far
+  std::vector<SeenToken> seen;   // its different tokens, if there are penalties
+  std::unordered_map<int32_t, size_t> seen_at;
+  int64_t fed = 0;     // tokens of the context that are in the session
+  int64_t slot = -1;   // -1 while waiting
+  uint64_t drawn = 0;  // tokens drawn so far
   TextStream stream;
   std::vector<TokenLogProbs> prompt_log_probs;  // so far
   bool prompt_reported = false;                 // an event has delivered them
@@ -249,7 +269,9 @@ Draw Scheduler::draw_of(const Request& request) const {
   // The output head can have padding rows beyond the tokenizer's ids; these are never drawn.
   return {.sampler = request.asked.sampler,
           .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
-          .index = request.drawn};
+          .index = request.drawn,
+          .seen = request.seen,
+          .log_probs = request.only_scores() ? std::nullopt : request.asked.log_probs};
 }
 
 // The first request in the queue waits until the cache has room for the rest of its prompt and for
@@ -369,9 +391,7 @@ void Scheduler::feed_prompts() {
       // The draw after an incomplete prompt is ignored.
       if (request.left() > std::ssize(prompts[i].ids)) continue;
       pieces[piece_of[i]].next = next[i];
-      if (request.asked.log_probs && !request.only_scores()) {
-        note_log_probs(request, next[i], session_.drawn_from(static_cast<int64_t>(i)));
-      }
+      request.log_probs = session_.drawn_log_probs(static_cast<int64_t>(i));
     }
   }
 
@@ -391,7 +411,7 @@ void Scheduler::feed_prompts() {
     }
     if (request->drawn == 0) request->decode_start = now;
     const std::optional<StopReason> stop =
-        request->only_scores() ? StopReason::kMaxTokens : take(*request, pieces[i].next);
+        request->only_scores() ? request->end_of_scores() : take(*request, pieces[i].next);
     if (stop) {
       ended.push_back({std::move(request), *stop});
     } else {
@@ -405,26 +425,22 @@ void Scheduler::feed_prompts() {
 // Feeds a piece and notes the log-probabilities of the prompt's tokens after it. Returns the token
 // drawn after a complete prompt.
 int32_t Scheduler::feed_scored(Request& request, std::span<const int32_t> piece) {
-  int32_t next = -1;
+  const std::span<const int32_t> prompt = request.asked.prompt;
+  const auto next_one = static_cast<size_t>(request.fed) + 1;
+  // After a preemption they are computed again.
+  request.prompt_log_probs.resize(next_one - 1);
   const Draw draw = draw_of(request);
-  session_.append_scored(request.slot, piece, [&](int64_t first, ConstMatrixF logits) {
-    for (int64_t row = 0; row < logits.rows; ++row) {
-      const std::span<const float> values(logits.row(row), static_cast<size_t>(logits.cols));
-      const int64_t position = request.fed + first + row;
-      if (position + 1 < request.prompt_tokens()) {
-        // After a preemption, the first ones are known already.
-        if (position < std::ssize(request.prompt_log_probs)) continue;
-        request.prompt_log_probs.push_back(
-            token_log_probs(values, request.asked.prompt[static_cast<size_t>(position + 1)],
-                            *request.asked.prompt_log_probs, draw.vocab));
-      } else if (!request.only_scores()) {
-        next = sample(values.first(static_cast<size_t>(draw.vocab)), draw.sampler, draw.stream,
-                      draw.index);
-        if (request.asked.log_probs) note_log_probs(request, next, values);
-      }
-    }
-  });
-  return next;
+  const bool draws = request.left() == std::ssize(piece) && !request.only_scores();
+  Drawn drawn = session_.append_scored(
+      {.slot = request.slot,
+       .ids = piece,
+       .targets = prompt.subspan(next_one, std::min(piece.size(), prompt.size() - next_one)),
+       .top = *request.asked.prompt_log_probs,
+       .vocab = draw.vocab,
+       .draw = draws ? std::optional(draw) : std::nullopt},
+      request.prompt_log_probs);
+  request.log_probs = std::move(drawn.log_probs);
+  return drawn.id;
 }
 
 void Scheduler::grow_running() {
@@ -444,8 +460,7 @@ void Scheduler::grow_running() {
   std::vector<int32_t> next(slots.size());
   session_.decode_and_draw(slots, ids, draws, next);
   for (size_t i = 0; i < next.size(); ++i) {
-    if (!running_[i]->asked.log_probs) continue;
-    note_log_probs(*running_[i], next[i], session_.drawn_from(static_cast<int64_t>(i)));
+    running_[i]->log_probs = session_.drawn_log_probs(static_cast<int64_t>(i));
   }
   Requests going_on;
   std::vector<Ended> ended;
@@ -461,15 +476,13 @@ void Scheduler::grow_running() {
   for (Ended& one : ended) end(std::move(one.request), one.reason);
 }
 
-void Scheduler::note_log_probs(Request& request, int32_t id, std::span<const float> logits) {
-  request.log_probs = token_log_probs(logits, id, *request.asked.log_probs, draw_of(request).vocab);
-}
-
 // Adds the token. Returns why the request ends with it; its last event is then left to end().
 std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
   const GenerationRequest& asked = request.asked;
+  if (id == kNoToken) return StopReason::kNotFinite;
   ++request.drawn;
   request.context.push_back(id);
+  request.see(id, 1);
   const auto& stop_tokens = asked.stop_tokens;
   if ((asked.stop_at_end_of_text && id == tokenizer_.eos_token()) ||
       std::find(stop_tokens.begin(), stop_tokens.end(), id) != stop_tokens.end()) {
@@ -517,7 +530,11 @@ void Scheduler::emit(Request& request, std::optional<StopReason> stop) {
 void Scheduler::end(std::unique_ptr<Request> request, StopReason reason) {
   request->new_text += request->stream.finish();
   if (request->slot >= 0) {
-    session_.clear(request->slot);
+    if (reason == StopReason::kNotFinite) {
+      session_.discard(request->slot);
+    } else {
+      session_.clear(request->slot);
+    }
     free_slots_.push_back(request->slot);
   }
   ++counts_.ended[static_cast<size_t>(reason)];

@@ -34,8 +34,16 @@
 
 namespace twell {
 
-enum class StopReason { kEndOfText, kStopString, kMaxTokens, kContextFull, kCancelled, kFailed };
-inline constexpr size_t kStopReasons = 6;
+enum class StopReason {
+  kEndOfText,
+  kStopString,
+  kMaxTokens,
+  kContextFull,
+  kCancelled,
+  kFailed,     // the session has thrown
+  kNotFinite,  // kNoTokenReason, of this request alone
+};
+inline constexpr size_t kStopReasons = 7;
 std::string_view stop_reason_name(StopReason reason);
 
 // Of one request.
@@ -161,7 +169,6 @@ class Scheduler {
   int32_t feed_scored(Request& request, std::span<const int32_t> piece);
   void grow_running();
   std::optional<StopReason> take(Request& request, int32_t id);
-  void note_log_probs(Request& request, int32_t id, std::span<const float> logits);
   void emit(Request& request, std::optional<StopReason> stop);
   void end(std::unique_ptr<Request> request, StopReason reason);
   void end_all(StopReason reason);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <set>
 #include <thread>
 
 #include "twell/base/error.h"
@@ -133,6 +134,77 @@ TEST_F(SchedulerCpuTest, StopsAtStringsAndTokensWithoutReportingThem) {
   finish(scheduler);
   EXPECT_EQ(cut.text, all.text.substr(0, all.text.find(asked.stop_strings[0])));
   EXPECT_EQ(cut.stop, StopReason::kStopString);
+}
+
+TEST_F(SchedulerCpuTest, OutputThatIsNotFiniteEndsItsRequestAlone) {
+  constexpr int32_t kNan = 50;
+  const auto model = model_with_nan(ctx_, kVocab, kNan);
+  const SessionOptions options{.slots = 4, .cache = {.block_tokens = 16}};
+  std::vector<int32_t> bad = random_ids(20, 40, 1);
+  bad[3] = kNan;
+  const std::vector<std::vector<int32_t>> good = {random_ids(5, 40, 2), random_ids(20, 40, 3)};
+  std::vector<Heard> alone(2), together(2), failed(4);
+  for (size_t i = 0; i < 2; ++i) {
+    SessionCpu session(ctx_, *model, options);
+    Scheduler scheduler(session, tokenizer_);
+    scheduler.submit(request(good[i], 12, alone[i]));
+    finish(scheduler);
+    EXPECT_EQ(alone[i].stop, StopReason::kMaxTokens);
+  }
+  SessionCpu session(ctx_, *model, options);
+  Scheduler scheduler(session, tokenizer_);
+  scheduler.submit(request(good[0], 12, together[0]));
+  scheduler.submit(request(bad, 12, failed[0]));
+  GenerationRequest scored = request(bad, 12, failed[1]);
+  scored.log_probs = scored.prompt_log_probs = 2;
+  scheduler.submit(scored);
+  GenerationRequest only_scores = request(bad, 0, failed[2]);
+  only_scores.prompt_log_probs = 0;
+  scheduler.submit(only_scores);
+  scheduler.submit(request(good[1], 12, together[1]));
+  finish(scheduler);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(together[i].ids, alone[i].ids);
+    EXPECT_EQ(together[i].stop, StopReason::kMaxTokens);
+  }
+  // Its keys and values are not shared either.
+  scheduler.submit(request(bad, 12, failed[3]));
+  finish(scheduler);
+  for (const Heard& heard : failed) {
+    EXPECT_EQ(heard.stop, StopReason::kNotFinite);
+    EXPECT_EQ(heard.ends, 1);
+    EXPECT_TRUE(heard.ids.empty());
+    EXPECT_EQ(heard.usage.cached_tokens, 0);
+  }
+  EXPECT_EQ(scheduler.stats().cache.used, 0);
+  EXPECT_THROW(generate(session, tokenizer_, tokenizer_.token_bytes(kNan), {}), InputError);
+}
+
+// A penalty that no logit makes up for lets no token come twice, also across a preemption.
+TEST_F(SchedulerCpuTest, PenaltiesCountPromptAndNewText) {
+  SessionCpu session(ctx_, *model_, {.slots = 2});
+  Scheduler scheduler(session, tokenizer_);
+  std::vector<Heard> heard(2);
+  const std::vector<int32_t> prompt = random_ids(10, kVocab, 5);
+  GenerationRequest present = request(prompt, 20, heard[0]);
+  present.sampler.presence_penalty = 1e6f;
+  scheduler.submit(present);
+  GenerationRequest repeated = request(prompt, 20, heard[1]);
+  repeated.sampler.presence_penalty = 1e6f;
+  repeated.sampler.repetition_penalty = 1e6f;
+  repeated.log_probs = 3;
+  scheduler.submit(repeated);
+  finish(scheduler);
+  for (const Heard& one : heard) {
+    const std::set<int32_t> different(one.ids.begin(), one.ids.end());
+    EXPECT_EQ(different.size(), one.ids.size());
+  }
+  // Log-probabilities are those of the model.
+  SessionCpu judge(ctx_, *model_, {});
+  const std::span<const float> logits = judge.append(0, prompt);
+  const TokenLogProbs want = token_log_probs(logits, heard[1].ids[0], 3, kVocab - 1);
+  EXPECT_EQ(heard[1].log_probs[0].token.id, want.token.id);
+  EXPECT_NEAR(heard[1].log_probs[0].token.log_prob, want.token.log_prob, 1e-5);
 }
 
 TEST_F(SchedulerCpuTest, RefusesWhatItCannotTake) {

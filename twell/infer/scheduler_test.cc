@@ -12,7 +12,6 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
-#include "twell/infer/block_manager.h"
 #include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
@@ -32,10 +31,9 @@ class FakeSession : public Session {
  public:
   FakeSession(int64_t slots, int64_t capacity, int64_t blocks, int64_t block_tokens,
               int64_t prefill_tokens)
-      : manager_(blocks, block_tokens, slots),
+      : Session({slots, capacity, blocks, block_tokens}),
+        tables_(static_cast<size_t>(slots)),
         memory_(static_cast<size_t>(blocks * block_tokens), -1),
-        slots_(slots),
-        capacity_(capacity),
         prefill_tokens_(prefill_tokens) {
     config_.vocab_size = kVocab;
     config_.context = capacity;
@@ -63,30 +61,18 @@ class FakeSession : public Session {
       next[i] = next_of(read(slots[i]), draws[i]);
     }
   }
-  void append_scored(int64_t slot, std::span<const int32_t> ids,
-                     const OnLogits& on_logits) override {
-    fed += std::ssize(ids);
-    write(slot, ids);
-    const std::vector<float> rows(ids.size() * kVocab);
-    on_logits(0, {rows.data(), std::ssize(ids), kVocab});
+  void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
+  Drawn append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores) override {
+    fed += std::ssize(prompt.ids);
+    write(prompt.slot, prompt.ids);
+    for (const int32_t target : prompt.targets) {
+      scores.push_back(token_log_probs(logits_, target, prompt.top, kVocab));
+    }
+    if (!prompt.draw) return {};
+    return {.id = next_of(read(prompt.slot), *prompt.draw), .log_probs = std::nullopt};
   }
-  std::span<const float> drawn_from(int64_t) override { return logits_; }
-  int64_t start(int64_t slot, std::span<const int32_t> ids) override {
-    clear(slot);
-    return manager_.start(slot, ids);
-  }
-  bool reserve(int64_t slot, int64_t tokens) override {
-    return length(slot) + tokens <= capacity_ && manager_.reserve(slot, tokens);
-  }
-  int64_t free_tokens() const override { return manager_.available() * manager_.block_tokens(); }
-  CacheUse cache_use() const override {
-    return {manager_.block_tokens(), manager_.blocks(), manager_.used(), manager_.cached()};
-  }
+  std::optional<TokenLogProbs> drawn_log_probs(int64_t) override { return std::nullopt; }
   std::vector<ActiveNeurons> active_neurons() const override { return {}; }
-  void clear(int64_t slot) override { manager_.release(slot); }
-  int64_t length(int64_t slot) const override { return manager_.length(slot); }
-  int64_t slots() const override { return slots_; }
-  int64_t capacity() const override { return capacity_; }
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return config_; }
   double nnz_per_token() override { return 0.0; }
@@ -95,16 +81,20 @@ class FakeSession : public Session {
   int64_t fail_after = -1;       // calls of append_and_draw; negative: never
 
  private:
+  void show(int64_t slot, std::span<const int32_t> table, int64_t) override {
+    tables_[static_cast<size_t>(slot)].assign(table.begin(), table.end());
+  }
   int32_t& at(int64_t slot, int64_t position) {
-    const int64_t block_tokens = manager_.block_tokens();
-    const int32_t block = manager_.table(slot)[static_cast<size_t>(position / block_tokens)];
+    const int64_t block_tokens = cache_use().block_tokens;
+    const int32_t block =
+        tables_[static_cast<size_t>(slot)][static_cast<size_t>(position / block_tokens)];
     return memory_[static_cast<size_t>(block * block_tokens + position % block_tokens)];
   }
   void write(int64_t slot, std::span<const int32_t> ids) {
     for (size_t i = 0; i < ids.size(); ++i) {
       at(slot, length(slot) + static_cast<int64_t>(i)) = ids[i];
     }
-    manager_.append(slot, ids);
+    appended(slot, ids);
   }
   std::vector<int32_t> read(int64_t slot) {
     std::vector<int32_t> ids;
@@ -112,10 +102,10 @@ class FakeSession : public Session {
     return ids;
   }
 
-  BlockManager manager_;
+  std::vector<std::vector<int32_t>> tables_;
   std::vector<int32_t> memory_;
   ModelConfig config_;
-  int64_t slots_, capacity_, prefill_tokens_;
+  int64_t prefill_tokens_;
   std::vector<float> logits_ = std::vector<float>(kVocab);
 };
 

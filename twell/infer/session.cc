@@ -1,27 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/infer/session.h"
 
-#include <limits>
+#include <algorithm>
 
 #include "twell/base/error.h"
 
 namespace twell {
 
-int64_t Session::checked_slots(const SessionOptions& options) {
-  TWELL_REQUIRE(options.slots > 0, "a session needs at least one sequence, got {}", options.slots);
-  return options.slots;
-}
+Session::Session(const CachePlan& plan)
+    : plan_(plan), blocks_(plan.blocks, plan.block_tokens, plan.slots) {}
 
-int64_t Session::checked_capacity(const SessionOptions& options, const ModelConfig& config) {
+Session::CachePlan Session::full_cache(const SessionOptions& options, const ModelConfig& config) {
+  TWELL_REQUIRE(options.slots > 0, "a session needs at least one sequence, got {}", options.slots);
   TWELL_REQUIRE(options.capacity >= 0 && options.capacity <= config.context,
                 "a sequence holds at most the model's context of {} tokens, got {}", config.context,
                 options.capacity);
-  return options.capacity == 0 ? config.context : options.capacity;
+  TWELL_REQUIRE(options.cache_bytes >= 0, "a cache of {} bytes", options.cache_bytes);
+  TWELL_REQUIRE(options.cache.block_tokens >= 1, "a block of {} tokens",
+                options.cache.block_tokens);
+  CachePlan plan{.slots = options.slots,
+                 .capacity = options.capacity == 0 ? config.context : options.capacity,
+                 .block_tokens = options.cache.block_tokens};
+  plan.blocks = plan.slots * plan.blocks_each();
+  return plan;
 }
 
-int64_t Session::checked_cache_bytes(const SessionOptions& options) {
-  TWELL_REQUIRE(options.cache_bytes >= 0, "a cache of {} bytes", options.cache_bytes);
-  return options.cache_bytes;
+Session::CachePlan Session::cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes) {
+  TWELL_REQUIRE(bytes >= block_bytes,
+                "a cache of {} bytes is smaller than a block of {} tokens, {} bytes", bytes,
+                plan.block_tokens, block_bytes);
+  plan.blocks = std::min(plan.blocks, bytes / block_bytes);
+  plan.capacity = std::min(plan.capacity, plan.blocks * plan.block_tokens);
+  return plan;
 }
 
 int64_t Session::checked_prefill_tokens(const SessionOptions& options, int64_t suits) {
@@ -31,32 +41,78 @@ int64_t Session::checked_prefill_tokens(const SessionOptions& options, int64_t s
   return options.prefill_tokens == 0 ? suits : options.prefill_tokens;
 }
 
-void Session::require_room(int64_t slot, std::span<const int32_t> ids) const {
+void Session::make_room(int64_t slot, std::span<const int32_t> ids) {
   TWELL_REQUIRE(!ids.empty(), "nothing to append: a sequence starts with at least one token");
   const int64_t total = length(slot) + std::ssize(ids);
   TWELL_REQUIRE(total <= capacity(),
                 "{} tokens do not fit the context of {}: shorten the prompt or ask for fewer",
                 total, capacity());
+  TWELL_REQUIRE(reserve(slot, std::ssize(ids)),
+                "the cache has no room for {} more tokens: {} of its {} blocks of {} are in use",
+                ids.size(), blocks_.used(), blocks_.blocks(), blocks_.block_tokens());
 }
 
 int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
   const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
-  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index);
+  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen);
 }
 
-int64_t Session::start(int64_t slot, std::span<const int32_t>) {
-  clear(slot);
-  return 0;
+int64_t Session::start(int64_t slot, std::span<const int32_t> ids) {
+  blocks_.release(slot);
+  const int64_t held = blocks_.start(slot, ids);
+  show(slot, blocks_.table(slot), held);
+  return held;
 }
 
-bool Session::reserve(int64_t slot, int64_t tokens) { return length(slot) + tokens <= capacity(); }
+bool Session::reserve(int64_t slot, int64_t tokens) {
+  if (length(slot) + tokens > capacity()) return false;
+  const size_t before = blocks_.table(slot).size();
+  if (!blocks_.reserve(slot, tokens)) return false;
+  if (blocks_.table(slot).size() != before) show(slot, blocks_.table(slot), length(slot));
+  return true;
+}
 
-int64_t Session::free_tokens() const { return std::numeric_limits<int64_t>::max(); }
+void Session::clear(int64_t slot) {
+  blocks_.release(slot);
+  show(slot, {}, 0);
+}
+
+void Session::discard(int64_t slot) {
+  const std::vector<int32_t> freed = blocks_.discard(slot);
+  show(slot, {}, 0);
+  clear_blocks(freed);
+}
+
+Drawn Session::append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores) {
+  Drawn drawn;
+  append_logits(prompt.slot, prompt.ids, [&](int64_t first, ConstMatrixF rows) {
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      const std::span<const float> values(rows.row(row), static_cast<size_t>(rows.cols));
+      const auto i = static_cast<size_t>(first + row);
+      if (i < prompt.targets.size()) {
+        scores.push_back(token_log_probs(values, prompt.targets[i], prompt.top,
+                                         prompt.vocab == 0 ? rows.cols : prompt.vocab));
+      }
+      if (i + 1 < prompt.ids.size() || !prompt.draw) continue;
+      drawn.id = draw_from(values, *prompt.draw);
+      drawn.log_probs = log_probs_from(values, *prompt.draw, drawn.id);
+    }
+  });
+  return drawn;
+}
+
+std::optional<TokenLogProbs> Session::log_probs_from(std::span<const float> logits,
+                                                     const Draw& draw, int32_t id) {
+  if (!draw.log_probs || id == kNoToken) return std::nullopt;
+  return token_log_probs(logits, id, *draw.log_probs,
+                         draw.vocab == 0 ? std::ssize(logits) : draw.vocab);
+}
 
 CacheUse Session::cache_use() const {
-  CacheUse use{.block_tokens = capacity(), .blocks = slots()};
-  for (int64_t slot = 0; slot < slots(); ++slot) use.used += length(slot) > 0;
-  return use;
+  return {.block_tokens = blocks_.block_tokens(),
+          .blocks = blocks_.blocks(),
+          .used = blocks_.used(),
+          .cached = blocks_.cached()};
 }
 
 }  // namespace twell

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// An inference session with one model: prefill and decode over a cache of past tokens. The
-// interface is the same for all devices; session_cpu.h and session_cuda.h implement it.
+// An inference session with one model: prefill and decode over a cache of past tokens, which is
+// paged: sequences that begin with the same tokens share blocks. The interface and the bookkeeping
+// of blocks are the same for all devices; session_cpu.h and session_cuda.h do the rest.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "twell/base/matrix.h"
+#include "twell/infer/block_manager.h"
+#include "twell/infer/log_probs.h"
 #include "twell/infer/sampler.h"
 #include "twell/model/config.h"
 #include "twell/model/kv_cache.h"
@@ -22,11 +26,10 @@ struct SessionOptions {
   int64_t prefill_tokens = 0;  // prompt tokens that go through the layers together; 0: what suits
                                // the device
   FfnPolicy ffn = FfnPolicy::kAuto;
-  // Memory for keys and values; 0: what all slots need at full capacity. With less, sequences share
-  // it, and capacity is at most what one of them can have alone. On the GPU, where every slot has
-  // its own, only an upper bound.
+  // Memory for keys and values; 0: what all slots need at full capacity, on the GPU at most what is
+  // free. With less, sequences share it, and capacity is at most what one of them can have alone.
   int64_t cache_bytes = 0;
-  KvFormat cache;  // on the CPU; on the GPU keys and values are in bf16
+  KvFormat cache;  // on the GPU keys and values are in bf16, in blocks of kKvBlock tokens
 };
 
 // Parameters of drawing a sequence's next token: see sample().
@@ -35,6 +38,9 @@ struct Draw {
   int64_t vocab = 0;    // ids below this one; 0: all
   uint64_t stream = 0;  // selects the seed's random numbers
   uint64_t index = 0;
+  std::span<const SeenToken> seen;  // for penalties
+  // Whether its log-probability is wanted, and of how many most likely ones.
+  std::optional<int64_t> log_probs;
 };
 
 // New tokens to append to a slot's sequence.
@@ -43,8 +49,22 @@ struct Prompt {
   std::span<const int32_t> ids;
 };
 
-// Use of the cache of keys and values, in blocks of tokens. A session without blocks has one block
-// per slot, as long as the capacity.
+// The same, with the log-probabilities of the tokens that follow.
+struct ScoredPrompt {
+  int64_t slot = 0;
+  std::span<const int32_t> ids;
+  std::span<const int32_t> targets;  // the tokens after the first ids, as many as are wanted
+  int64_t top = 0;                   // and of so many most likely ones
+  int64_t vocab = 0;                 // among ids below this one; 0: all
+  std::optional<Draw> draw;          // of a token after the last id
+};
+
+struct Drawn {
+  int32_t id = kNoToken;
+  std::optional<TokenLogProbs> log_probs;  // if asked for
+};
+
+// Use of the cache of keys and values, in blocks of tokens.
 struct CacheUse {
   int64_t block_tokens = 0;
   int64_t blocks = 0;  // in all
@@ -71,8 +91,8 @@ class Session {
   // next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // The same for several sequences, and draws the next token of each; on the GPU the logits are not
-  // copied to the host. Slots must be distinct. Errors as for sample().
+  // The same for several sequences, and draws the next token of each, or kNoToken; on the GPU the
+  // logits are not copied to the host. Slots must be distinct.
   virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
                                std::span<int32_t> next) = 0;
   virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
@@ -82,29 +102,33 @@ class Session {
   // them: rows [n, V] after ids first, first + 1, ..., valid during the call. On the GPU they are
   // copied to the host.
   using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
-  virtual void append_scored(int64_t slot, std::span<const int32_t> ids,
+  virtual void append_logits(int64_t slot, std::span<const int32_t> ids,
                              const OnLogits& on_logits) = 0;
-  // The logits [V] that the last append_and_draw or decode_and_draw drew entry `row` of `next`
-  // from, valid until the next call. On the GPU they are copied to the host now.
-  virtual std::span<const float> drawn_from(int64_t row) = 0;
+  // The same, and adds a score for each target; draws a token if one is wanted.
+  virtual Drawn append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores);
+  // Log-probabilities, without penalties, of the tokens that the last append_and_draw or
+  // decode_and_draw drew as entry `row` of `next`, where its Draw asked for them.
+  virtual std::optional<TokenLogProbs> drawn_log_probs(int64_t row) = 0;
 
   // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them
   // the cache already holds, fewer than all; the caller appends the rest.
-  virtual int64_t start(int64_t slot, std::span<const int32_t> ids);
+  int64_t start(int64_t slot, std::span<const int32_t> ids);
   // Makes room for so many more tokens of the slot's sequence. False when the cache is full;
   // nothing has changed then. Appending without it makes room too, and throws InputError when there
   // is none.
-  virtual bool reserve(int64_t slot, int64_t tokens);
+  bool reserve(int64_t slot, int64_t tokens);
   // Tokens for which reserve() can still make room, over all slots together.
-  virtual int64_t free_tokens() const;
-  virtual CacheUse cache_use() const;
+  int64_t free_tokens() const { return blocks_.available() * blocks_.block_tokens(); }
+  CacheUse cache_use() const;
   // [L] without waiting for the device: on the GPU as of the last update of its counts.
   virtual std::vector<ActiveNeurons> active_neurons() const = 0;
 
-  virtual void clear(int64_t slot) = 0;  // forget the sequence
-  virtual int64_t length(int64_t slot) const = 0;
-  virtual int64_t slots() const = 0;
-  virtual int64_t capacity() const = 0;  // tokens per sequence
+  void clear(int64_t slot);  // forget the sequence
+  // The same, and shares its keys and values no more, because they are not finite.
+  void discard(int64_t slot);
+  int64_t length(int64_t slot) const { return blocks_.length(slot); }
+  int64_t slots() const { return plan_.slots; }
+  int64_t capacity() const { return plan_.capacity; }  // tokens per sequence
   // Prompt tokens per pass through the layers; calls that append more run several passes.
   virtual int64_t prefill_tokens() const = 0;
   virtual const ModelConfig& config() const = 0;
@@ -112,15 +136,35 @@ class Session {
   virtual double nnz_per_token() = 0;
 
  protected:
-  Session() = default;
-  // The values that the options request, checked against the model. InputError.
-  static int64_t checked_slots(const SessionOptions& options);
-  static int64_t checked_capacity(const SessionOptions& options, const ModelConfig& config);
-  static int64_t checked_cache_bytes(const SessionOptions& options);
+  struct CachePlan {
+    int64_t slots = 0, capacity = 0, blocks = 0, block_tokens = 0;
+    int64_t blocks_each() const { return (capacity + block_tokens - 1) / block_tokens; }
+  };
+  explicit Session(const CachePlan& plan);
+  // The plan for all slots at full capacity, checked against the model. InputError.
+  static CachePlan full_cache(const SessionOptions& options, const ModelConfig& config);
+  // The same with as many of its blocks as the memory holds. InputError if that is none.
+  static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   static int32_t draw_from(std::span<const float> logits, const Draw& draw);
-  // InputError when ids is empty or does not fit.
-  void require_room(int64_t slot, std::span<const int32_t> ids) const;
+  // Of the token that was drawn, if asked for.
+  static std::optional<TokenLogProbs> log_probs_from(std::span<const float> logits,
+                                                     const Draw& draw, int32_t id);
+  // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
+  // cache.
+  void make_room(int64_t slot, std::span<const int32_t> ids);
+  // Call when the keys and values of ids, for which there is room, are in the cache or will be
+  // before anything reads them.
+  void appended(int64_t slot, std::span<const int32_t> ids) { blocks_.append(slot, ids); }
+  int64_t blocks() const { return plan_.blocks; }
+  // The device's cache is told that this is the slot's sequence.
+  virtual void show(int64_t slot, std::span<const int32_t> table, int64_t length) = 0;
+  // Keys and values in these blocks, which no sequence holds, are not finite.
+  virtual void clear_blocks(std::span<const int32_t>) {}
+
+ private:
+  CachePlan plan_;
+  BlockManager blocks_;
 };
 
 }  // namespace twell

@@ -13,69 +13,27 @@ constexpr int64_t kPrefillTokens = 512;
 
 }  // namespace
 
-// At most the blocks that all slots need at full capacity.
 SessionCpu::CachePlan SessionCpu::cache_plan(const ModelConfig& config,
                                              const SessionOptions& options) {
-  const int64_t block_tokens = options.cache.block_tokens;
-  TWELL_REQUIRE(block_tokens >= 1, "a block of {} tokens", block_tokens);
-  const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
-  const int64_t each = (capacity + block_tokens - 1) / block_tokens;
-  if (checked_cache_bytes(options) == 0) return {slots * each, capacity};
-  const int64_t block_bytes = KvCache::block_bytes(config, options.cache);
-  const int64_t blocks = std::min(slots * each, options.cache_bytes / block_bytes);
-  TWELL_REQUIRE(blocks >= 1, "a cache of {} bytes is smaller than a block of {} tokens, {} bytes",
-                options.cache_bytes, block_tokens, block_bytes);
-  return {blocks, std::min(capacity, blocks * block_tokens)};
+  const CachePlan plan = full_cache(options, config);
+  if (options.cache_bytes == 0) return plan;
+  return cache_within(plan, options.cache_bytes, KvCache::block_bytes(config, options.cache));
 }
 
 SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options)
-    : SessionCpu(ctx, model, options, cache_plan(model.config, options)) {}
-
-SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOptions& options,
-                       const CachePlan& plan)
-    : ctx_(ctx),
+    : Session(cache_plan(model.config, options)),
+      ctx_(ctx),
       model_(model),
       state_(model.config, options.ffn),
-      blocks_(plan.blocks, options.cache.block_tokens, options.slots),
-      cache_(model.config, options.slots, plan.capacity, options.cache, plan.blocks),
+      cache_(model.config, slots(), capacity(), options.cache, blocks()),
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
-      hidden_(std::max(std::min(prefill_tokens_, cache_.capacity()), options.slots) *
-              model.config.width),
-      logits_(options.slots * model.config.vocab_size) {}
+      hidden_(std::max(std::min(prefill_tokens_, capacity()), slots()) * model.config.width),
+      logits_(slots() * model.config.vocab_size),
+      drawn_log_probs_(static_cast<size_t>(slots())) {}
 
-int64_t SessionCpu::start(int64_t slot, std::span<const int32_t> ids) {
-  clear(slot);
-  const int64_t held = blocks_.start(slot, ids);
-  cache_.set_table(slot, blocks_.table(slot));
-  cache_.set_length(slot, held);
-  return held;
-}
-
-bool SessionCpu::reserve(int64_t slot, int64_t tokens) {
-  if (length(slot) + tokens > capacity() || !blocks_.reserve(slot, tokens)) return false;
-  const std::span<const int32_t> table = blocks_.table(slot);
-  if (table.size() != cache_.table(slot).size()) cache_.set_table(slot, table);
-  return true;
-}
-
-CacheUse SessionCpu::cache_use() const {
-  return {.block_tokens = blocks_.block_tokens(),
-          .blocks = blocks_.blocks(),
-          .used = blocks_.used(),
-          .cached = blocks_.cached()};
-}
-
-void SessionCpu::clear(int64_t slot) {
-  blocks_.release(slot);
-  cache_.set_table(slot, {});
-  cache_.set_length(slot, 0);
-}
-
-void SessionCpu::make_room(int64_t slot, std::span<const int32_t> ids) {
-  require_room(slot, ids);
-  TWELL_REQUIRE(reserve(slot, std::ssize(ids)),
-                "the cache has no room for {} more tokens: {} of its {} blocks of {} are in use",
-                ids.size(), blocks_.used(), blocks_.blocks(), blocks_.block_tokens());
+void SessionCpu::show(int64_t slot, std::span<const int32_t> table, int64_t length) {
+  cache_.set_table(slot, table);
+  cache_.set_length(slot, length);
 }
 
 MatrixF SessionCpu::run_layers(std::span<const int32_t> ids,
@@ -85,7 +43,7 @@ MatrixF SessionCpu::run_layers(std::span<const int32_t> ids,
           {.ids = ids, .sequences = sequences, .cache = &cache_, .hidden = hidden});
   for (const ForwardSequence& sequence : sequences) {
     const auto count = static_cast<size_t>(sequence.tokens);
-    blocks_.append(sequence.slot, ids.first(count));
+    appended(sequence.slot, ids.first(count));
     ids = ids.subspan(count);
   }
   return hidden;
@@ -121,7 +79,8 @@ void SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<cons
               slots());
   for (size_t i = 0; i < prompts.size(); ++i) {
     const auto row = static_cast<int64_t>(i);
-    next[i] = draw_from(append_to(row, prompts[i].slot, prompts[i].ids), draws[i]);
+    append_to(row, prompts[i].slot, prompts[i].ids);
+    next[i] = draw_row(row, draws[i]);
   }
 }
 
@@ -129,11 +88,11 @@ void SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const
                                  std::span<const Draw> draws, std::span<int32_t> next) {
   decode(slots, ids);
   for (size_t i = 0; i < slots.size(); ++i) {
-    next[i] = draw_from(logits_row(static_cast<int64_t>(i)), draws[i]);
+    next[i] = draw_row(static_cast<int64_t>(i), draws[i]);
   }
 }
 
-void SessionCpu::append_scored(int64_t slot, std::span<const int32_t> ids,
+void SessionCpu::append_logits(int64_t slot, std::span<const int32_t> ids,
                                const OnLogits& on_logits) {
   make_room(slot, ids);
   constexpr int64_t kLogitRows = 64;  // enough for the output head to be a matrix product
@@ -152,7 +111,15 @@ void SessionCpu::append_scored(int64_t slot, std::span<const int32_t> ids,
   }
 }
 
-std::span<const float> SessionCpu::drawn_from(int64_t row) { return logits_row(row); }
+int32_t SessionCpu::draw_row(int64_t row, const Draw& draw) {
+  const int32_t id = draw_from(logits_row(row), draw);
+  drawn_log_probs_[static_cast<size_t>(row)] = log_probs_from(logits_row(row), draw, id);
+  return id;
+}
+
+std::optional<TokenLogProbs> SessionCpu::drawn_log_probs(int64_t row) {
+  return drawn_log_probs_[static_cast<size_t>(row)];
+}
 
 std::vector<ActiveNeurons> SessionCpu::active_neurons() const {
   std::vector<ActiveNeurons> layers;
@@ -164,9 +131,9 @@ std::vector<ActiveNeurons> SessionCpu::active_neurons() const {
 }
 
 ConstMatrixF SessionCpu::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {
-  TWELL_CHECK(slots.size() == ids.size() && !slots.empty() && std::ssize(slots) <= cache_.slots(),
+  TWELL_CHECK(slots.size() == ids.size() && !slots.empty() && std::ssize(slots) <= this->slots(),
               "decode takes one token for each of 1..{} sequences, got {} slots and {} tokens",
-              cache_.slots(), slots.size(), ids.size());
+              this->slots(), slots.size(), ids.size());
   std::vector<ForwardSequence> sequences;
   for (size_t i = 0; i < slots.size(); ++i) {
     make_room(slots[i], ids.subspan(i, 1));

@@ -41,47 +41,85 @@ bool draws_alike(const Draw& a, const Draw& b) {
 
 }  // namespace
 
-ForwardPlanCuda SessionCuda::forward_plan(const ModelConfig& config,
-                                          const SessionOptions& options) {
-  const int64_t capacity = checked_capacity(options, config), slots = checked_slots(options);
-  const int64_t bytes = KvCacheCuda::bytes(config, slots, capacity);
+SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
+                                              const SessionOptions& options) {
   TWELL_REQUIRE(!options.cache.eight_bits, "keys and values in 8 bits run on the CPU alone");
-  TWELL_REQUIRE(checked_cache_bytes(options) == 0 || bytes <= options.cache_bytes,
-                "keys and values of {} sequences of {} tokens take {} bytes, more than the {} "
-                "given: run fewer sequences at a time or shorter ones",
-                slots, capacity, bytes, options.cache_bytes);
+  TWELL_REQUIRE(options.cache.block_tokens == kKvBlock,
+                "the GPU's cache has blocks of {} tokens, not of {}", kKvBlock,
+                options.cache.block_tokens);
+  const CachePlan plan = full_cache(options, config);
+  if (options.cache_bytes == 0) return plan;
+  return cache_within(plan, options.cache_bytes, KvCacheCuda::block_bytes(config));
+}
+
+ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionOptions& options) {
   const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
-  return {.max_tokens = std::max(std::min(prefill, capacity * slots), slots),
-          .max_sequences = slots,
-          .max_length = capacity,
+  return {.max_tokens = std::max(std::min(prefill, cache.capacity * cache.slots), cache.slots),
+          .max_sequences = cache.slots,
+          .max_length = cache.capacity,
           .ffn = options.ffn};
+}
+
+int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& config,
+                                 const CachePlan& cache, const SessionOptions& options) {
+  return ForwardCuda::bytes_needed(ctx, config, forward_plan(cache, options)) +
+         KvCacheCuda::block_bytes(config) +
+         cache.slots * (4 * config.vocab_size + 2 * config.width + 4 * cache.blocks_each());
 }
 
 int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                                   const SessionOptions& options) {
-  const ForwardPlanCuda plan = forward_plan(config, options);
-  return ForwardCuda::bytes_needed(ctx, config, plan) +
-         KvCacheCuda::bytes(config, plan.max_sequences, plan.max_length) +
-         plan.max_sequences * (4 * config.vocab_size + 2 * config.width);
+  const CachePlan plan = full_plan(config, options);
+  return other_bytes(ctx, config, plan, options) + KvCacheCuda::bytes(config, 1, plan.capacity);
 }
 
-SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options)
-    : ctx_(ctx),
+// The whole plan, or the blocks that the free memory holds besides everything else, but at least
+// one sequence's, which is refused where it does not fit.
+SessionCuda::CachePlan SessionCuda::cache_plan(const CudaContext& ctx, const ModelConfig& config,
+                                               const SessionOptions& options,
+                                               int64_t reserved_bytes) {
+  CachePlan plan = full_plan(config, options);
+  require_device_memory(
+      bytes_needed(ctx, config, options) + reserved_bytes,
+      fmt::format("activations of {} sequences and the keys and values of one of {} tokens",
+                  plan.slots, plan.capacity));
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  // Libraries and graphs allocate as they go.
+  const int64_t spare = std::min(static_cast<int64_t>(total) / 20, int64_t{2} << 30);
+  const int64_t left = static_cast<int64_t>(free) - spare - reserved_bytes -
+                       other_bytes(ctx, config, plan, options) -
+                       ForwardCuda::screen_bytes(ctx, config, forward_plan(plan, options));
+  plan.blocks =
+      std::min(plan.blocks, std::max(left / KvCacheCuda::block_bytes(config), plan.blocks_each()));
+  return plan;
+}
+
+SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options,
+                         int64_t reserved_bytes)
+    : Session(cache_plan(ctx, model.config(), options, reserved_bytes)),
+      ctx_(ctx),
       model_(model),
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
-      forward_(ctx, model, forward_plan(model.config(), options)),
-      cache_(model.config(), options.slots, checked_capacity(options, model.config())),
-      logits_(options.slots * model.config().vocab_size),
-      next_(options.slots),
-      last_rows_(options.slots),
-      uniforms_(options.slots),
-      last_hidden_(options.slots * model.config().width),
-      host_logits_(logits_.size()),
+      forward_(ctx, model, forward_plan(full_plan(model.config(), options), options)),
+      cache_(model.config(), slots(), capacity(), blocks()),
+      logits_(slots() * model.config().vocab_size),
+      next_(slots()),
+      last_rows_(slots()),
+      uniforms_(slots()),
+      last_hidden_(slots() * model.config().width),
+      drawn_log_probs_(static_cast<size_t>(slots())),
+      host_logits_(slots() * model.config().vocab_size),
       host_next_(next_.size()) {
   forward_.make_screens();  // last, with the memory that is left
 }
 
 SessionCuda::~SessionCuda() { cudaStreamSynchronize(ctx_.stream()); }
+
+void SessionCuda::show(int64_t slot, std::span<const int32_t> table, int64_t length) {
+  cache_.set_table(slot, table);
+  cache_.set_length(slot, length);
+}
 
 std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t> ids) {
   const Prompt prompt{.slot = slot, .ids = ids};
@@ -117,26 +155,31 @@ void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<cons
   count_tokens(count);
 }
 
-void SessionCuda::append_scored(int64_t slot, std::span<const int32_t> ids,
+void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
                                 const OnLogits& on_logits) {
-  require_room(slot, ids);
+  make_room(slot, ids);
   const int64_t most = std::min(prefill_tokens_, forward_.plan().max_tokens);
   for (int64_t begin = 0; begin < std::ssize(ids); begin += most) {
     const int64_t count = std::min(most, std::ssize(ids) - begin);
     const ForwardSequence sequence{.tokens = count, .slot = slot};
     forward_.run(ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)),
                  {&sequence, 1}, &cache_);
-    // As many rows at a time as logits_ holds.
+    // As many rows at a time as the host's buffer holds.
     for (int64_t row = 0; row < count; row += slots()) {
       const int64_t some = std::min(slots(), count - row);
       forward_.logits(forward_.hidden() + row * config().width, some, logits_.data());
       on_logits(begin + row, read_logits(some));
     }
   }
+  appended(slot, ids);
   count_tokens(std::ssize(ids));
 }
 
-std::span<const float> SessionCuda::drawn_from(int64_t row) {
+std::optional<TokenLogProbs> SessionCuda::drawn_log_probs(int64_t row) {
+  return drawn_log_probs_[static_cast<size_t>(row)];
+}
+
+std::span<const float> SessionCuda::host_row(int64_t row) {
   const int64_t vocab = config().vocab_size;
   float* const to = host_logits_.data() + row * vocab;
   TWELL_CUDA_CHECK(cudaMemcpyAsync(to, logits_.data() + row * vocab,
@@ -144,6 +187,10 @@ std::span<const float> SessionCuda::drawn_from(int64_t row) {
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   return {to, static_cast<size_t>(vocab)};
+}
+
+void SessionCuda::clear_blocks(std::span<const int32_t> blocks) {
+  cache_.enqueue_clear(blocks, ctx_.stream());
 }
 
 std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
@@ -158,9 +205,9 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
 }
 
 void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
-  TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= cache_.slots(),
-              "{} prompts for {} sequences", prompts.size(), cache_.slots());
-  for (const Prompt& prompt : prompts) require_room(prompt.slot, prompt.ids);
+  TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= slots(), "{} prompts for {} sequences",
+              prompts.size(), slots());
+  for (const Prompt& prompt : prompts) make_room(prompt.slot, prompt.ids);
   const int64_t room = std::min(prefill_tokens_, forward_.plan().max_tokens);
   const int64_t width = config().width;
   std::vector<int32_t> ids, last_rows;
@@ -197,6 +244,7 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
     }
   }
   if (!ids.empty()) run();
+  for (const Prompt& prompt : prompts) appended(prompt.slot, prompt.ids);
   forward_.logits(last_hidden_.data(), ended, logits_.data());
 }
 
@@ -208,11 +256,14 @@ void SessionCuda::enqueue_layers(int64_t sequences) {
 void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                                  std::span<const float> uniforms) {
   const int64_t count = std::ssize(slots);
-  TWELL_CHECK(slots.size() == ids.size() && count > 0 && count <= cache_.slots(),
+  TWELL_CHECK(slots.size() == ids.size() && count > 0 && count <= this->slots(),
               "decode takes one token for each of 1..{} sequences, got {} slots and {} tokens",
-              cache_.slots(), slots.size(), ids.size());
+              this->slots(), slots.size(), ids.size());
   std::vector<ForwardSequence> sequences;
-  for (const int64_t slot : slots) sequences.push_back({.tokens = 1, .slot = slot});
+  for (size_t i = 0; i < slots.size(); ++i) {
+    make_room(slots[i], ids.subspan(i, 1));
+    sequences.push_back({.tokens = 1, .slot = slots[i]});
+  }
   forward_.stage(ids, sequences, &cache_, uniforms);
   if (graphs_.size() > kMaxGraphs) graphs_.clear();
   Graph& graph = graphs_[{count, forward_.path()}];
@@ -226,6 +277,7 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
     graph.graph.launch(ctx_.stream());
   }
   forward_.enqueued();
+  for (size_t i = 0; i < slots.size(); ++i) appended(slots[i], ids.subspan(i, 1));
 }
 
 ConstMatrixF SessionCuda::read_logits(int64_t rows) {
@@ -260,9 +312,15 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
   TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_.data(), next_.data(), draws.size() * sizeof(int32_t),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  std::copy_n(host_next_.data(), draws.size(), next.begin());
+  // Penalties and log-probabilities are computed on the host, from the rows that need them.
   for (size_t i = 0; i < draws.size(); ++i) {
-    if (host_next_[i] < 0) refuse_logits();
-    next[i] = host_next_[i];
+    drawn_log_probs_[i].reset();
+    const bool penalizes = draws[i].sampler.penalizes() && !draws[i].seen.empty();
+    if (next[i] == kNoToken || (!penalizes && !draws[i].log_probs)) continue;
+    const std::span<const float> logits = host_row(static_cast<int64_t>(i));
+    if (penalizes) next[i] = draw_from(logits, draws[i]);
+    drawn_log_probs_[i] = log_probs_from(logits, draws[i], next[i]);
   }
 }
 

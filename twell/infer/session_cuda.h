@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A session on the GPU. From its second step on, decoding a given number of sequences replays a
+// A session on the GPU. The cache takes what its sequences need, or what activations leave of the
+// device's memory. From its second step on, decoding a given number of sequences replays a
 // CUDA graph. The host waits for the device only to read results.
 #pragma once
 
@@ -10,13 +11,15 @@
 
 namespace twell {
 
-// The model and the context must outlive the session. InputError when cache and activations do not
-// fit into device memory; the message gives the numbers.
+// The model and the context must outlive the session. InputError when activations and the keys and
+// values of one sequence do not fit into device memory; the message gives the numbers.
 class SessionCuda : public Session {
  public:
-  SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options);
+  // reserved_bytes: device memory that the cache leaves to others.
+  SessionCuda(CudaContext& ctx, const ModelCuda& model, const SessionOptions& options,
+              int64_t reserved_bytes = 0);
   ~SessionCuda() override;
-  // Estimated device memory that a session takes in addition to the model.
+  // Estimated device memory that a session takes at least in addition to the model.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const SessionOptions& options);
 
@@ -27,14 +30,10 @@ class SessionCuda : public Session {
                        std::span<int32_t> next) override;
   void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
                        std::span<const Draw> draws, std::span<int32_t> next) override;
-  void append_scored(int64_t slot, std::span<const int32_t> ids,
+  void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
-  std::span<const float> drawn_from(int64_t row) override;
+  std::optional<TokenLogProbs> drawn_log_probs(int64_t row) override;
   std::vector<ActiveNeurons> active_neurons() const override;
-  void clear(int64_t slot) override { cache_.set_length(slot, 0); }
-  int64_t length(int64_t slot) const override { return cache_.length(slot); }
-  int64_t slots() const override { return cache_.slots(); }
-  int64_t capacity() const override { return cache_.capacity(); }
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config(); }
   double nnz_per_token() override;  // waits for the device
@@ -45,7 +44,15 @@ class SessionCuda : public Session {
     CudaGraph graph;
   };
 
-  static ForwardPlanCuda forward_plan(const ModelConfig& config, const SessionOptions& options);
+  static ForwardPlanCuda forward_plan(const CachePlan& cache, const SessionOptions& options);
+  static CachePlan full_plan(const ModelConfig& config, const SessionOptions& options);
+  static CachePlan cache_plan(const CudaContext& ctx, const ModelConfig& config,
+                              const SessionOptions& options, int64_t reserved_bytes);
+  // Device memory of a session but for its keys and values.
+  static int64_t other_bytes(const CudaContext& ctx, const ModelConfig& config,
+                             const CachePlan& cache, const SessionOptions& options);
+  void show(int64_t slot, std::span<const int32_t> table, int64_t length) override;
+  void clear_blocks(std::span<const int32_t> blocks) override;
   // Enqueue the layers and the output head, for the last token of each prompt or one token per
   // slot.
   void enqueue_prompts(std::span<const Prompt> prompts);
@@ -55,6 +62,8 @@ class SessionCuda : public Session {
   // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
   void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
+  // A row of logits, copied to the host.
+  std::span<const float> host_row(int64_t row);
   // Call after reading results. Updates the FFN layers' executions at intervals that double, so
   // that graphs are captured again only a few times.
   void count_tokens(int64_t new_tokens);
@@ -72,8 +81,9 @@ class SessionCuda : public Session {
   DeviceBuffer<int32_t> last_rows_;          // [slots] rows of the prompts' last tokens
   DeviceBuffer<float> uniforms_;             // [slots] for prompts
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for prompts
-  PinnedBuffer<float> host_logits_;          // [slots, V]
-  PinnedBuffer<int32_t> host_next_;          // [slots]
+  std::vector<std::optional<TokenLogProbs>> drawn_log_probs_;  // [slots]
+  PinnedBuffer<float> host_logits_;                            // [slots, V]
+  PinnedBuffer<int32_t> host_next_;                            // [slots]
   // Key: number of sequences, ForwardCuda::path().
   std::map<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t tokens_ = 0;        // since the last update of the FFN plans

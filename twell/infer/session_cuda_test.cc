@@ -83,15 +83,34 @@ TEST_F(SessionCudaTest, AppendAndDecodeEqualCpu) {
 
 TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const std::vector<SamplerOptions> samplers = {{.temperature = 0.9f, .top_k = 30, .seed = 5},
-                                                {.temperature = 0.7f, .top_p = 0.9f, .seed = 6}};
+                                                {.temperature = 0.7f,
+                                                 .top_p = 0.9f,
+                                                 .repetition_penalty = 1.2f,
+                                                 .frequency_penalty = 0.3f,
+                                                 .presence_penalty = 0.1f,
+                                                 .seed = 6}};
+  const std::vector<SeenToken> seen = {{3, 0}, {70, 2}, {200, 1}, {256, 4}};
   const auto draws = [&](uint64_t index) {
     std::vector<Draw> out;
-    for (const SamplerOptions& sampler : samplers) out.push_back({sampler, kVocab - 1, 0, index});
+    for (const SamplerOptions& sampler : samplers) {
+      out.push_back({sampler, kVocab - 1, 0, index, seen, 5});
+    }
     return out;
   };
   const auto drawn = [](std::span<const float> logits, const Draw& draw) {
     return sample(logits.first(static_cast<size_t>(draw.vocab)), draw.sampler, draw.stream,
-                  draw.index);
+                  draw.index, draw.seen);
+  };
+  const auto expect_log_probs = [](const TokenLogProbs& got, std::span<const float> logits,
+                                   int32_t id) {
+    const TokenLogProbs want = token_log_probs(logits, id, 5, kVocab - 1);
+    EXPECT_EQ(got.token.id, id);
+    EXPECT_NEAR(got.token.log_prob, want.token.log_prob, 1e-5);
+    ASSERT_EQ(got.top.size(), want.top.size());
+    for (size_t i = 0; i < want.top.size(); ++i) {
+      EXPECT_EQ(got.top[i].id, want.top[i].id);
+      EXPECT_NEAR(got.top[i].log_prob, want.top[i].log_prob, 1e-5);
+    }
   };
   SessionCuda logits_read(*ctx_, *device_model_, {.slots = 2});
   SessionCuda on_device(*ctx_, *device_model_, {.slots = 2});
@@ -103,7 +122,9 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const std::vector<Draw> first = draws(0);
   for (size_t i = 0; i < 2; ++i) {
     on_device.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
-    other[i] = drawn(logits_read.append(prompts[i].slot, prompts[i].ids), first[i]);
+    const std::span<const float> logits = logits_read.append(prompts[i].slot, prompts[i].ids);
+    other[i] = drawn(logits, first[i]);
+    expect_log_probs(on_device.drawn_log_probs(0).value(), logits, next[i]);
   }
   EXPECT_EQ(next, other);
   const std::vector<int64_t> slots = {0, 1};
@@ -112,11 +133,45 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
     on_device.decode_and_draw(slots, ids, draws(step), next);
     const ConstMatrixF logits = logits_read.decode(slots, ids);
     for (size_t i = 0; i < 2; ++i) {
-      other[i] =
-          drawn({logits.row(static_cast<int64_t>(i)), static_cast<size_t>(kVocab)}, draws(step)[i]);
+      const std::span<const float> own(logits.row(static_cast<int64_t>(i)), size_t{kVocab});
+      other[i] = drawn(own, draws(step)[i]);
+      expect_log_probs(on_device.drawn_log_probs(static_cast<int64_t>(i)).value(), own, next[i]);
     }
     ASSERT_EQ(next, other) << step;
   }
+}
+
+TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
+  SessionCuda cuda(*ctx_, *device_model_, {.slots = 2, .prefill_tokens = 17});
+  SessionCpu cpu(cpu_, *model_, {.slots = 2});
+  const std::vector<int32_t> ids = random_ids(40, kVocab, 9);
+  const std::span<const int32_t> all(ids);
+  const Draw draw{.sampler = {.temperature = 0.0f}, .vocab = kVocab - 1, .log_probs = 3};
+  const auto values = [&](Session& session) {
+    std::vector<TokenLogProbs> scores;
+    const ScoredPrompt first{
+        .slot = 1, .ids = all.first(25), .targets = all.subspan(1, 25), .top = 2, .vocab = 0};
+    EXPECT_EQ(session.append_scored(first, scores).id, kNoToken);
+    const ScoredPrompt rest{
+        .slot = 1, .ids = all.subspan(25), .targets = all.subspan(26), .top = 2, .draw = draw};
+    const auto [next, log_probs] = session.append_scored(rest, scores);
+    EXPECT_EQ(session.length(1), 40);
+    EXPECT_EQ(scores.size(), 39u);
+    scores.push_back(log_probs.value());
+    EXPECT_EQ(scores.back().token.id, next);
+    EXPECT_EQ(scores.back().top.size(), 3u);
+    EXPECT_EQ(scores.back().top[0].id, next);
+    std::vector<float> out;
+    for (size_t i = 0; i < scores.size(); ++i) {
+      if (i < 39) {
+        EXPECT_EQ(scores[i].token.id, ids[i + 1]);
+        EXPECT_EQ(scores[i].top.size(), 2u);
+      }
+      out.push_back(scores[i].token.log_prob);
+    }
+    return out;
+  };
+  expect_close(values(cuda), values(cpu));
 }
 
 TEST_F(SessionCudaTest, GreedyGenerationEqualsCpuUpToTies) {
@@ -139,6 +194,26 @@ TEST_F(SessionCudaTest, RefusesWhatDoesNotFit) {
   EXPECT_EQ(session.length(0), 10);
   // The cache would take terabytes.
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
+}
+
+// A cache of all slots at the full context takes only what is free.
+TEST_F(SessionCudaTest, CacheTakesWhatIsFree) {
+  ModelConfig config = model_->config;
+  config.context = int64_t{1} << 17;
+  config.kv_heads = config.heads;
+  config.head_dim = 64;
+  Model model(config);
+  init_weights(cpu_, model, 1);
+  const ModelCuda device_model(*ctx_, model);
+  SessionCuda session(*ctx_, device_model, {.slots = 8192});
+  size_t free = 0, total = 0;
+  TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  EXPECT_LT(free, total / 10);
+  EXPECT_EQ(session.capacity(), config.context);
+  EXPECT_GE(session.cache_use().blocks, config.context / kKvBlock);
+  EXPECT_LT(session.cache_use().blocks, 8192 * config.context / kKvBlock);
+  expect_close(session.append(0, random_ids(200, kVocab, 4)),
+               SessionCpu(cpu_, model, {.capacity = 256}).append(0, random_ids(200, kVocab, 4)));
 }
 
 // Kernels belong to the process, also what they may use: two models of different widths decode on a

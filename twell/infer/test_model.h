@@ -2,6 +2,7 @@
 // A small random model and a tokenizer for the tests of this room.
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,17 @@ inline std::unique_ptr<Model> test_model(Context& ctx, int64_t vocab_size, uint6
   config.init_std = 0.3;  // large, so that logits differ by far more than rounding
   auto model = std::make_unique<Model>(config);
   init_weights(ctx, *model, seed);
+  return model;
+}
+
+// The same with an output head of its own, and a token after which every output is NaN.
+inline std::unique_ptr<Model> model_with_nan(Context& ctx, int64_t vocab_size, int32_t nan_token) {
+  ModelConfig config = test_model(ctx, vocab_size)->config;
+  config.tied_embeddings = false;
+  auto model = std::make_unique<Model>(config);
+  init_weights(ctx, *model, 1);
+  const Matrix<float> embedding = model_matrices(config, model->flat.data()).embedding;
+  embedding.data[nan_token * embedding.cols] = std::numeric_limits<float>::quiet_NaN();
   return model;
 }
 

@@ -20,9 +20,9 @@ struct BatchArrays {
   int32_t* q_begin = nullptr;     // [S]; from here on: see AttentionSequencesCuda
   int32_t* q_len = nullptr;
   int32_t* kv_len = nullptr;
-  int64_t* kv_begin = nullptr;
-  float* uniforms = nullptr;  // [S] random numbers of the sampler
-  size_t bytes = 0;           // total size
+  int64_t* kv_begin = nullptr;  // with a cache: where the sequence's table begins
+  float* uniforms = nullptr;    // [S] random numbers of the sampler
+  size_t bytes = 0;             // total size
 };
 
 class BatchCuda {

@@ -64,7 +64,16 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
     model_ = rounded_model(cpu_, config);
     device_model_ = std::make_unique<ModelCuda>(*ctx_, *model_);
     const auto slots = std::ssize(kLengths);
-    cache_ = std::make_unique<KvCacheCuda>(config, slots, config.context);
+    // Blocks scattered over the cache.
+    const int64_t each = (config.context + kKvBlock - 1) / kKvBlock, blocks = slots * each + 1;
+    cache_ = std::make_unique<KvCacheCuda>(config, slots, config.context, blocks);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      std::vector<int32_t> table;
+      for (int64_t i = slot * each; i < (slot + 1) * each; ++i) {
+        table.push_back(static_cast<int32_t>(i * 11 % blocks));
+      }
+      cache_->set_table(slot, table);
+    }
     for (size_t slot = 0; slot < kLengths.size(); ++slot) {
       texts_.push_back(random_ids(kLengths[slot] + kSteps, config.vocab_size, slot));
     }

@@ -140,17 +140,22 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
 }
 
+int64_t ForwardCuda::screen_bytes(const CudaContext& ctx, const ModelConfig& c,
+                                  const ForwardPlanCuda& plan) {
+  if (plan.ffn == FfnPolicy::kDense || decode_shape(ctx, c, plan).tokens == 0 ||
+      !decode_layers_take_screens(c.width, c.q_width(), c.ffn, c.head_dim)) {
+    return 0;
+  }
+  return c.layers * c.ffn * (screen_row_bytes(c.width) + static_cast<int64_t>(sizeof(float)));
+}
+
 bool ForwardCuda::make_screens() {
   const ModelConfig& c = config_;
-  if (plan_.ffn == FfnPolicy::kDense || decode_shape_.tokens == 0 ||
-      !decode_layers_take_screens(c.width, c.q_width(), c.ffn, c.head_dim)) {
-    return false;
-  }
+  const int64_t bytes = screen_bytes(ctx_, c, plan_);
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  if (bytes == 0 || 2 * bytes > static_cast<int64_t>(free)) return false;
   const int64_t neurons = c.layers * c.ffn, row_bytes = screen_row_bytes(c.width);
-  const int64_t bytes = neurons * (row_bytes + static_cast<int64_t>(sizeof(float)));
-  if (2 * bytes > static_cast<int64_t>(free)) return false;
   screen_rows_ = DeviceBuffer<uint8_t>(neurons * row_bytes);
   screen_errors_ = DeviceBuffer<float>(neurons);
   for (int64_t layer = 0; layer < c.layers; ++layer) {
@@ -191,11 +196,11 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     host.q_begin[i] = static_cast<int32_t>(row);
     host.q_len[i] = static_cast<int32_t>(tokens);
     host.kv_len[i] = static_cast<int32_t>(past + tokens);
-    host.kv_begin[i] = cache == nullptr ? row : cache->first_row(slot);
+    host.kv_begin[i] = cache == nullptr ? row : cache->table_begin(slot);
     host.uniforms[i] = uniforms.empty() ? 0.0f : uniforms[i];
     for (int64_t t = 0; t < tokens; ++t, ++row) {
       host.positions[row] = static_cast<int32_t>(past + t);
-      host.cache_rows[row] = cache == nullptr ? 0 : cache->first_row(slot) + past + t;
+      host.cache_rows[row] = cache == nullptr ? 0 : cache->row(slot, past + t);
     }
     staged_.max_q_len = std::max(staged_.max_q_len, tokens);
     staged_.max_kv_len = std::max(staged_.max_kv_len, past + tokens);
@@ -204,6 +209,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
+  if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
 }
 
 int64_t ForwardCuda::padded_tokens() const {
@@ -221,32 +227,33 @@ void ForwardCuda::norm(const BF16* weight) const {
                                    ctx_.stream()));
 }
 
-void ForwardCuda::attention(int64_t layer) {
+AttentionCuda ForwardCuda::attention_of(int64_t layer) const {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const KvCacheCuda* const cache = staged_.cache;
+  const __nv_bfloat16* const own_keys = qkv_.data() + config_.q_width();
   const int64_t stride = qkv_width(config_);
-  const bool cached = staged_.cache != nullptr;
-  const __nv_bfloat16* keys = cached ? staged_.cache->keys(layer) : qkv_.data() + config_.q_width();
-  const __nv_bfloat16* values =
-      cached ? staged_.cache->values(layer) : qkv_.data() + config_.q_width() + config_.kv_width();
-  attention_cuda(ctx_,
-                 {.heads = config_.heads,
-                  .kv_heads = config_.kv_heads,
-                  .head_dim = config_.head_dim,
-                  .sequences = {.count = staged_.sequences,
-                                .max_q_len = staged_.max_q_len,
-                                .q_begin = batch.q_begin,
-                                .q_len = batch.q_len,
-                                .kv_len = batch.kv_len,
-                                .kv_begin = batch.kv_begin,
-                                .uniform = staged_.uniform},
-                  .q = qkv_.data(),
-                  .q_stride = stride,
-                  .k = keys,
-                  .v = values,
-                  .kv_stride = cached ? config_.kv_width() : stride,
-                  .window = config_.window_of(layer),
-                  .out = attended_.data()},
-                 attention_);
+  return {.heads = config_.heads,
+          .kv_heads = config_.kv_heads,
+          .head_dim = config_.head_dim,
+          .sequences = {.count = staged_.sequences,
+                        .max_q_len = staged_.max_q_len,
+                        .max_kv_len = staged_.max_kv_len,
+                        .rows = staged_.tokens,
+                        .q_begin = batch.q_begin,
+                        .q_len = batch.q_len,
+                        .kv_len = batch.kv_len,
+                        .kv_begin = batch.kv_begin,
+                        .tables = cache == nullptr ? nullptr : cache->tables(),
+                        .blocks = cache == nullptr ? 0 : cache->blocks(),
+                        .uniform = staged_.uniform,
+                        .ragged = staged_.ragged},
+          .q = qkv_.data(),
+          .q_stride = stride,
+          .k = cache == nullptr ? own_keys : cache->keys(layer),
+          .v = cache == nullptr ? own_keys + config_.kv_width() : cache->values(layer),
+          .kv_stride = cache == nullptr ? stride : config_.kv_width(),
+          .window = config_.window_of(layer),
+          .out = attended_.data()};
 }
 
 void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
@@ -263,6 +270,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .out = residual_.data()},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
+  staged_.ragged = attention_ragged(ctx_, attention_of(0), attention_);
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
   const GpuLayersPath path = choose_gpu_layers(layers_, staged_batch(observed, hooks.one_kernel));
   if (path == GpuLayersPath::kOneKernel) {
@@ -463,6 +471,7 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .sin = sin_.data(),
                        .positions = batch.positions,
                        .cache_rows = batch.cache_rows,
+                       .tables = staged_.cache->tables(),
                        .kv_begin = batch.kv_begin,
                        .kv_len = batch.kv_len,
                        .x = residual_.data(),

@@ -57,9 +57,13 @@ class ForwardCuda {
   // sequence, if the model supports them and they take less than half of the free memory; otherwise
   // returns false. Results stay the same. The model's weights must not change afterwards.
   bool make_screens();
+  // Device memory of the screens, 0 where the model or the device does not support them.
+  static int64_t screen_bytes(const CudaContext& ctx, const ModelConfig& config,
+                              const ForwardPlanCuda& plan);
 
-  // Checks the batch, writes its description to host memory and advances the cache. InputError when
-  // a sequence would exceed the context or the cache's capacity. uniforms, one per sequence or
+  // Checks the batch, writes its description to host memory, advances the cache, whose blocks must
+  // have room, and enqueues the copy of its tables. InputError when a sequence would exceed the
+  // context or the cache's capacity. uniforms, one per sequence or
   // none, are copied to the device too, for a sampler.
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {});
@@ -94,6 +98,7 @@ class ForwardCuda {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
     int64_t kv_segments = 0;  // of kDecodeSegment keys, over all sequences
     bool uniform = false;     // equally long whole sequences, no cache
+    AttentionRagged ragged;   // made by enqueue()
     KvCacheCuda* cache = nullptr;
   };
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
@@ -101,7 +106,8 @@ class ForwardCuda {
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
-  void attention(int64_t layer);
+  AttentionCuda attention_of(int64_t layer) const;
+  void attention(int64_t layer) { attention_cuda(ctx_, attention_of(layer), attention_); }
   // The layer's q/k/v product of x (through the RMS norm with these weights, unless null), whose
   // keys and values go into the cache.
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;

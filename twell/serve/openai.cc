@@ -151,6 +151,9 @@ AnswerOptions parse_options(Fields& fields) {
   if (sampler.top_p == 0.0f) sampler.temperature = 0.0f;  // only the most likely token is left
   if (sampler.top_p == 0.0f) sampler.top_p = 1.0f;
   sampler.min_p = fields.real("min_p", 0.0f, 0.0, 1.0);
+  sampler.presence_penalty = fields.real("presence_penalty", 0.0f, -2.0, 2.0);
+  sampler.frequency_penalty = fields.real("frequency_penalty", 0.0f, -2.0, 2.0);
+  sampler.repetition_penalty = fields.real("repetition_penalty", 1.0f, 0.01, 100.0);
   sampler.top_k = std::max<int64_t>(fields.whole("top_k", -1, INT32_MAX).value_or(0), 0);
   const std::optional<int64_t> seed = fields.whole("seed", INT64_MIN, INT64_MAX);
   options.seeded = seed.has_value();
@@ -167,9 +170,6 @@ AnswerOptions parse_options(Fields& fields) {
     inner.finish();
     if (!options.stream) refuse("stream_options", "goes with \"stream\": true only");
   }
-  fields.unsupported("presence_penalty", 0, "penalties are not supported; leave it out");
-  fields.unsupported("frequency_penalty", 0, "penalties are not supported; leave it out");
-  fields.unsupported("repetition_penalty", 1, "penalties are not supported; leave it out");
   fields.unsupported("logit_bias", json::object(), "not supported; leave it out");
   return options;
 }

@@ -54,8 +54,11 @@ TEST(OpenAi, CompletionFields) {
           "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": -1, "n": 2,
           "stop": "end", "stream": true, "stream_options": {"include_usage": true},
           "ignore_eos": true, "add_special_tokens": false, "best_of": 2, "suffix": null,
-          "presence_penalty": 0.0, "logit_bias": {}, "user": "someone"})",
+          "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.25, "logit_bias": {}, "user": "someone"})",
       kMost);
+  EXPECT_EQ(request.options.sampler.presence_penalty, 0.5f);
+  EXPECT_EQ(request.options.sampler.frequency_penalty, -1.0f);
+  EXPECT_EQ(request.options.sampler.repetition_penalty, 1.25f);
   EXPECT_EQ(request.prompts.size(), 2u);
   EXPECT_TRUE(request.echo);
   EXPECT_FALSE(request.begin_token);
@@ -100,7 +103,8 @@ TEST(OpenAi, RefusedFieldsAreNamedWithTheirValue) {
       {R"({"prompt": "a", "temprature": 1})", "temprature", "no such field"},
       {R"({"prompt": "a", "stream_options": {}})", "stream_options", "stream"},
       {R"({"prompt": "a", "stream": true, "stream_options": {"x": 1}})", "stream_options.x", "x"},
-      {R"({"prompt": "a", "frequency_penalty": 0.1})", "frequency_penalty", "penalties"},
+      {R"({"prompt": "a", "frequency_penalty": 2.1})", "frequency_penalty", "2.1"},
+      {R"({"prompt": "a", "repetition_penalty": 0})", "repetition_penalty", "0"},
       {R"({"prompt": {}})", "prompt", "expected"},
       {R"({"prompt": []})", "prompt", "expected"},
       {R"({"prompt": ["a", 1]})", "prompt", "expected"},

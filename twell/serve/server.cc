@@ -208,6 +208,7 @@ struct Job {
 
 std::optional<ApiError> failure_of(const AnswerEvent& event) {
   if (event.stop == StopReason::kFailed) return ApiError(500, "the model failed");
+  if (event.stop == StopReason::kNotFinite) return ApiError(500, std::string(kNoTokenReason));
   if (event.stop == StopReason::kCancelled) return ApiError(503, "the server is stopping");
   return std::nullopt;
 }

@@ -2,12 +2,47 @@
 #include "twell/ops/attention/attention_cuda.h"
 
 #include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "twell/base/carver.h"
 
 namespace twell {
 namespace {
 
 constexpr int64_t kSplitKeys = 256;  // minimum: with fewer, combining costs as much as a split
 constexpr int64_t kMaxSplits = 64;   // bounds the workspace for long contexts
+
+// Fewer queries than a tile of cuDNN has are not worth a plan of their own, which takes 50 ms.
+constexpr int64_t kRaggedQueries = 128;
+constexpr int64_t kMaxRagged = 256;  // sequences; bounds the workspace
+
+// 1, 4, 16, 64, 256: cuDNN passes over empty sequences quickly.
+int64_t ragged_count(int64_t sequences) {
+  int64_t count = 1;
+  while (count < sequences) count *= 4;
+  return count;
+}
+
+// The arrays from `memory` on, and their size in int32.
+struct RaggedMemory {
+  AttentionRagged arrays;
+  int64_t size;
+};
+RaggedMemory ragged_memory(int32_t* memory, int64_t count, int64_t max_kv_len) {
+  AttentionRagged to{.count = count,
+                     .max_kv_len = (max_kv_len + kKvBlock - 1) / kKvBlock * kKvBlock};
+  Carver carver(memory, 64);
+  for (int32_t** array : {&to.q_len, &to.kv_len, &to.q_at, &to.out_at, &to.kv_at}) {
+    *array = carver.take<int32_t>(count + 1);
+  }
+  to.blocks = carver.take<int32_t>(count * (to.max_kv_len / kKvBlock));
+  return {to, carver.bytes() / static_cast<int64_t>(sizeof(int32_t))};
+}
+
+int64_t most_ragged(int64_t max_sequences) {
+  return ragged_count(std::min(max_sequences, kMaxRagged));
+}
 
 AttentionSplits split_keys(int64_t max_sequences, int64_t max_kv_len) {
   const int64_t share = (max_kv_len + kMaxSplits - 1) / kMaxSplits;
@@ -27,8 +62,11 @@ int64_t partial_results(const AttentionSplits& splits, int64_t heads) {
 AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t heads,
                                                int64_t head_dim, int64_t max_kv_len)
     : splits_(split_keys(max_sequences, max_kv_len)),
+      ragged_count_(most_ragged(max_sequences)),
+      max_kv_len_(max_kv_len),
       partial_(partial_results(splits_, heads) * (head_dim + 2)),
-      arrived_(max_sequences * heads) {
+      arrived_(max_sequences * heads),
+      ragged_(ragged_memory(nullptr, ragged_count_, max_kv_len).size) {
   splits_.values = partial_.data();
   splits_.max_sum = partial_.data() + partial_results(splits_, heads) * head_dim;
   splits_.arrived = arrived_.data();
@@ -40,7 +78,32 @@ int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t head
                                              int64_t max_kv_len) {
   return partial_results(split_keys(max_sequences, max_kv_len), heads) * (head_dim + 2) *
              static_cast<int64_t>(sizeof(float)) +
-         max_sequences * heads * static_cast<int64_t>(sizeof(int32_t));
+         (max_sequences * heads +
+          ragged_memory(nullptr, most_ragged(max_sequences), max_kv_len).size) *
+             static_cast<int64_t>(sizeof(int32_t));
+}
+
+AttentionRagged AttentionWorkspaceCuda::ragged(int64_t count) const {
+  if (count > ragged_count_) return {};
+  return ragged_memory(ragged_.data(), count, max_kv_len_).arrays;
+}
+
+AttentionRagged attention_ragged(CudaContext& ctx, const AttentionCuda& problem,
+                                 const AttentionWorkspaceCuda& workspace) {
+  const AttentionSequencesCuda& sequences = problem.sequences;
+  if (sequences.tables == nullptr || sequences.max_q_len < kRaggedQueries ||
+      ctx.compute_capability() < 90 || !cudnn_found()) {
+    return {};
+  }
+  // cuDNN's offsets are 32-bit.
+  const int64_t stride = std::max(problem.q_stride, problem.heads * problem.head_dim);
+  if (sequences.rows * stride > std::numeric_limits<int32_t>::max()) return {};
+  AttentionRagged ragged = workspace.ragged(ragged_count(sequences.count));
+  if (ragged.count == 0) return {};
+  ragged.max_q_len =
+      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(sequences.max_q_len)));
+  TWELL_CUDA_CHECK(launch_attention_ragged(problem, ragged, ctx.stream()));
+  return ragged;
 }
 
 const char* attention_unsupported(int64_t head_dim) {
@@ -63,7 +126,7 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
     TWELL_CUDA_CHECK(launch_attention_decode(problem, workspace.splits(), ctx.stream()));
     return;
   }
-  if (problem.sequences.uniform && attention_cudnn(ctx, problem)) return;
+  if (attention_cudnn(ctx, problem)) return;
   TWELL_CUDA_CHECK(launch_attention_tiled(problem, ctx.stream()));
 }
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal attention through cuDNN's graph API: the forward pass of uniform batches
-// (attention_cuda.h) and a training batch's forward and backward (attention_train_cuda.h). This is
+// Causal attention through cuDNN's graph API: the forward pass of uniform batches and of ragged
+// ones over a paged cache (attention_cuda.h), and a training batch's forward and backward
+// (attention_train_cuda.h). This is
 // the only file that includes cudnn-frontend, which takes 20 s to compile. libcudnn is loaded on
 // first use, so that the program also starts without it; a build without cuDNN's headers reports
 // that instead.
 #include <algorithm>
 #include <cmath>
+#include <compare>
 #include <map>
 #include <memory>
-#include <tuple>
 #include <unordered_map>
 
 #include "twell/ops/attention/attention_cuda.h"
@@ -124,12 +125,14 @@ struct Plan {
 
 // Tensors of both graphs, by the ids that execute() binds pointers to.
 constexpr int64_t kQ = 1, kK = 2, kV = 3, kOut = 4, kLogSumExp = 5, kDOut = 6, kDQ = 7, kDK = 8,
-                  kDV = 9, kMask = 10;
+                  kDV = 9, kMask = 10, kQLen = 11, kKvLen = 12, kQAt = 13, kOutAt = 14,
+                  kKBlocks = 15, kVBlocks = 16;
+
+using TensorPtr = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // Adds a bf16 input [batch, heads, tokens, head_dim], stored token by token in rows `stride` apart.
-std::shared_ptr<fe::graph::Tensor_attributes> add_rows(Plan& plan, int64_t uid, int64_t batch,
-                                                       int64_t heads, int64_t tokens,
-                                                       int64_t head_dim, int64_t stride) {
+TensorPtr add_rows(Plan& plan, int64_t uid, int64_t batch, int64_t heads, int64_t tokens,
+                   int64_t head_dim, int64_t stride) {
   return plan.graph.tensor(fe::graph::Tensor_attributes()
                                .set_uid(uid)
                                .set_data_type(fe::DataType_t::BFLOAT16)
@@ -138,7 +141,7 @@ std::shared_ptr<fe::graph::Tensor_attributes> add_rows(Plan& plan, int64_t uid, 
 }
 
 // Adds a document mask, which all heads share.
-std::shared_ptr<fe::graph::Tensor_attributes> add_mask(Plan& plan, int64_t batch, int64_t tokens) {
+TensorPtr add_mask(Plan& plan, int64_t batch, int64_t tokens) {
   const int64_t row = document_mask_row(tokens);
   return plan.graph.tensor(fe::graph::Tensor_attributes()
                                .set_uid(kMask)
@@ -147,9 +150,36 @@ std::shared_ptr<fe::graph::Tensor_attributes> add_mask(Plan& plan, int64_t batch
                                .set_stride({tokens * row, tokens * row, row, 1}));
 }
 
-// batch, tokens, heads, kv_heads, head_dim, q_stride, kv_stride, logsumexp, mask
-using PlanKey =
-    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
+struct PlanKey {
+  int64_t count, max_q_len, max_kv_len, heads, kv_heads, head_dim, q_stride, kv_stride;
+  int64_t blocks, window;  // of ragged sequences; blocks of the cache
+  bool logsumexp, mask;
+  bool ragged() const { return blocks > 0; }
+  auto operator<=>(const PlanKey&) const = default;
+};
+
+PlanKey key_of(const AttentionCuda& p) {
+  PlanKey key{.count = p.sequences.count,
+              .max_q_len = p.sequences.max_q_len,
+              .max_kv_len = p.sequences.max_q_len,
+              .heads = p.heads,
+              .kv_heads = p.kv_heads,
+              .head_dim = p.head_dim,
+              .q_stride = p.q_stride,
+              .kv_stride = p.kv_stride,
+              .blocks = 0,
+              .window = 0,
+              .logsumexp = p.logsumexp != nullptr,
+              .mask = p.mask != nullptr};
+  if (p.sequences.uniform) return key;
+  const AttentionRagged& ragged = p.sequences.ragged;
+  key.count = ragged.count;
+  key.max_q_len = ragged.max_q_len;
+  key.max_kv_len = ragged.max_kv_len;
+  key.blocks = p.sequences.blocks;
+  key.window = p.window < ragged.max_kv_len ? p.window : 0;
+  return key;
+}
 
 // Plans of the forward pass, and what the last call ran on.
 struct ForwardPlans {
@@ -157,34 +187,70 @@ struct ForwardPlans {
   std::string report;
 };
 
-void build(CudaContext& ctx, Plan& plan, const AttentionCuda& p) {
-  const int64_t batch = p.sequences.count, tokens = p.sequences.max_q_len;
-  const auto rows = [&](int64_t uid, int64_t heads, int64_t stride) {
-    return add_rows(plan, uid, batch, heads, tokens, p.head_dim, stride);
+// Adds a contiguous int32 input.
+TensorPtr add_ints(Plan& plan, int64_t uid, int64_t rows, int64_t cols = 1) {
+  return plan.graph.tensor(fe::graph::Tensor_attributes()
+                               .set_uid(uid)
+                               .set_data_type(fe::DataType_t::INT32)
+                               .set_dim({rows, 1, cols, 1})
+                               .set_stride({cols, cols, 1, 1}));
+}
+
+void build(CudaContext& ctx, Plan& plan, const PlanKey& key) {
+  const auto rows = [&](int64_t uid, int64_t heads, int64_t tokens, int64_t stride) {
+    return add_rows(plan, uid, key.count, heads, tokens, key.head_dim, stride);
   };
-  const auto q = rows(kQ, p.heads, p.q_stride), k = rows(kK, p.kv_heads, p.kv_stride),
-             v = rows(kV, p.kv_heads, p.kv_stride);
-  fe::graph::SDPA_attributes attributes;
-  attributes.set_name("attention")
-      .set_generate_stats(p.logsumexp != nullptr)
-      .set_causal_mask(true)
-      .set_attn_scale(1.0f / std::sqrt(static_cast<float>(p.head_dim)));
-  auto mask = p.mask == nullptr ? nullptr : add_mask(plan, batch, tokens);
-  if (mask != nullptr) attributes.set_bias(mask);
-  const auto outputs = plan.graph.sdpa(q, k, v, attributes);
+  const auto offsets = [&](int64_t uid) { return add_ints(plan, uid, key.count + 1); };
+  auto options = fe::graph::SDPA_attributes()
+                     .set_name("attention")
+                     .set_generate_stats(key.logsumexp)
+                     .set_attn_scale(1.0f / std::sqrt(static_cast<float>(key.head_dim)));
+  const TensorPtr q = rows(kQ, key.heads, key.max_q_len, key.q_stride);
+  TensorPtr k, v;
+  if (key.ragged()) {
+    q->set_ragged_offset(offsets(kQAt));
+    // A batch of blocks; the tables name those of a sequence.
+    const auto cache = [&](int64_t uid) {
+      return add_rows(plan, uid, key.blocks, key.kv_heads, kKvBlock, key.head_dim, key.kv_stride);
+    };
+    k = cache(kK);
+    v = cache(kV);
+    const auto tables = [&](int64_t uid) {
+      return add_ints(plan, uid, key.count, key.max_kv_len / kKvBlock);
+    };
+    options.set_paged_attention_k_table(tables(kKBlocks))
+        .set_paged_attention_v_table(tables(kVBlocks))
+        .set_paged_attention_max_seq_len_kv(static_cast<int>(key.max_kv_len))
+        .set_padding_mask(true)
+        .set_seq_len_q(add_ints(plan, kQLen, key.count))
+        .set_seq_len_kv(add_ints(plan, kKvLen, key.count))
+        .set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT)
+        .set_diagonal_band_right_bound(0);
+    if (key.window > 0) {
+      options.set_diagonal_band_left_bound(static_cast<int>(key.window));
+    }
+  } else {
+    k = rows(kK, key.kv_heads, key.max_kv_len, key.kv_stride);
+    v = rows(kV, key.kv_heads, key.max_kv_len, key.kv_stride);
+    options.set_causal_mask(true);
+    if (key.mask) options.set_bias(add_mask(plan, key.count, key.max_q_len));
+  }
+  const auto outputs = plan.graph.sdpa(q, k, v, options);
   outputs[0]
       ->set_output(true)
       .set_uid(kOut)
       .set_data_type(fe::DataType_t::BFLOAT16)
-      .set_dim({batch, p.heads, tokens, p.head_dim})
-      .set_stride({tokens * p.heads * p.head_dim, p.head_dim, p.heads * p.head_dim, 1});
-  if (p.logsumexp != nullptr) {
+      .set_dim({key.count, key.heads, key.max_q_len, key.head_dim})
+      .set_stride(
+          {key.max_q_len * key.heads * key.head_dim, key.head_dim, key.heads * key.head_dim, 1});
+  if (key.ragged()) outputs[0]->set_ragged_offset(offsets(kOutAt));
+  if (key.logsumexp) {
     outputs[1]
         ->set_output(true)
         .set_uid(kLogSumExp)
         .set_data_type(fe::DataType_t::FLOAT)
-        .set_dim({batch, p.heads, tokens, 1})
-        .set_stride({p.heads * tokens, tokens, 1, 1});
+        .set_dim({key.count, key.heads, key.max_q_len, 1})
+        .set_stride({key.heads * key.max_q_len, key.max_q_len, 1, 1});
   }
   plan.compile(ctx);
 }
@@ -245,39 +311,48 @@ const char* cudnn_status() { return library().status.c_str(); }
 
 std::string attention_report(CudaContext& ctx) { return ctx.service<ForwardPlans>().report; }
 
+bool cudnn_found() { return library().loaded; }
+
 bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
+  const bool uniform = p.sequences.uniform;
+  if (!uniform && p.sequences.ragged.count == 0) return false;
   ForwardPlans& cache = ctx.service<ForwardPlans>();
-  if (p.sequences.uniform && p.window > 0 && p.window < p.sequences.max_q_len) {
+  if (uniform && p.window > 0 && p.window < p.sequences.max_q_len) {
     cache.report = fmt::format("own kernel, which attends through a window of {}", p.window);
     return false;
   }
-  if (!library().loaded || !p.sequences.uniform) {
-    if (p.sequences.uniform) cache.report = fmt::format("own kernel, cuDNN: {}", cudnn_status());
+  if (!library().loaded) {
+    cache.report = fmt::format("own kernel, cuDNN: {}", cudnn_status());
     return false;
   }
-  const PlanKey key{p.sequences.count, p.sequences.max_q_len,
-                    p.heads,           p.kv_heads,
-                    p.head_dim,        p.q_stride,
-                    p.kv_stride,       p.logsumexp != nullptr,
-                    p.mask != nullptr};
+  const PlanKey key = key_of(p);
   auto found = cache.plans.find(key);
   if (found == cache.plans.end()) {
     found = cache.plans.try_emplace(key).first;
-    build(ctx, found->second, p);
+    build(ctx, found->second, key);
   }
   Plan& plan = found->second;
-  cache.report = plan.refusal.empty()
-                     ? std::string(cudnn_status())
-                     : fmt::format("own kernel, {} refuses {} x {} tokens, {} heads of {}: {}",
-                                   cudnn_status(), p.sequences.count, p.sequences.max_q_len,
-                                   p.heads, p.head_dim, plan.refusal);
+  cache.report =
+      plan.refusal.empty()
+          ? std::string(cudnn_status())
+          : fmt::format("own kernel, {} refuses {} x {} tokens, {} heads of {}: {}", cudnn_status(),
+                        key.count, key.max_q_len, p.heads, p.head_dim, plan.refusal);
   if (!plan.refusal.empty()) return false;
   std::unordered_map<int64_t, void*> operands = {{kQ, const_cast<__nv_bfloat16*>(p.q)},
                                                  {kK, const_cast<__nv_bfloat16*>(p.k)},
                                                  {kV, const_cast<__nv_bfloat16*>(p.v)},
                                                  {kOut, p.out}};
-  if (p.logsumexp != nullptr) operands[kLogSumExp] = p.logsumexp;
-  if (p.mask != nullptr) operands[kMask] = const_cast<__nv_bfloat16*>(p.mask);
+  if (key.logsumexp) operands[kLogSumExp] = p.logsumexp;
+  if (key.mask) operands[kMask] = const_cast<__nv_bfloat16*>(p.mask);
+  if (key.ragged()) {
+    const AttentionRagged& ragged = p.sequences.ragged;
+    operands.insert({{kQLen, ragged.q_len},
+                     {kKvLen, ragged.kv_len},
+                     {kQAt, ragged.q_at},
+                     {kOutAt, ragged.out_at},
+                     {kKBlocks, ragged.blocks},
+                     {kVBlocks, ragged.blocks}});
+  }
   plan.execute(ctx, operands);
   return true;
 }
@@ -291,6 +366,8 @@ std::string attention_report(CudaContext&) {
 }
 
 bool attention_cudnn(CudaContext&, const AttentionCuda&) { return false; }
+
+bool cudnn_found() { return false; }
 
 #endif
 

@@ -96,18 +96,22 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int kv_head = static_cast<int>(blockIdx.y) / groups;
   const int head_in_group = static_cast<int>(blockIdx.y) % groups * kGroup;
   sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
-  const int kv_len = p.sequences.kv_len[sequence];
+  const int kv_len = p.sequences.kv_len[sequence], q_len = p.sequences.q_len[sequence];
+  const int64_t q_row = p.sequences.q_begin[sequence];
+  const int64_t kv_begin = p.sequences.kv_begin[sequence];
   const int keys = static_cast<int>(splits.keys), oldest = oldest_key<kSliding>(p, kv_len);
   const int begin = max(split * keys, oldest), end = min(kv_len, (split + 1) * keys);
-  if (begin >= end || p.sequences.q_len[sequence] == 0) return;
+  KvRows rows(p.sequences.tables == nullptr ? nullptr : p.sequences.tables + kv_begin, kv_begin,
+              end);
+  rows.hold(begin);
+  sm90::wait_for_previous_kernel();
+  if (begin >= end || q_len == 0) return;
   const int used = (kv_len + keys - 1) / keys - oldest / keys;  // splits with a visible key
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int at = lane % kLanes * kPiece;  // this lane's part of a head
   const bool inside = at < p.head_dim;
-  const int64_t q_row = p.sequences.q_begin[sequence];
-  const int64_t kv_at = p.sequences.kv_begin[sequence] * p.kv_stride + kv_head * p.head_dim + at;
+  const int64_t kv_at = kv_head * p.head_dim + at;
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
   float q[kGroup][kPiece] = {};
 #pragma unroll
@@ -127,12 +131,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int base = begin; base < end; base += kStep * kInFlight) {
     uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
     const int first = base + warp * kKeysPerWarp + lane / kLanes;
+    if (!rows.holds(base + kStep * kInFlight - 1)) rows.hold(base);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int key = first + u * kStep;
+      const int64_t from = rows.row(key) * p.kv_stride + kv_at;
       if (!inside || key >= end) continue;
-      k_bits[u] = load_bits(p.k + kv_at + key * p.kv_stride);
-      v_bits[u] = load_bits(p.v + kv_at + key * p.kv_stride);
+      k_bits[u] = load_bits(p.k + from);
+      v_bits[u] = load_bits(p.v + from);
     }
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {

@@ -8,19 +8,43 @@
 
 #include <cstdint>
 
+#include "twell/format/kv_blocks.h"
+
 namespace twell {
 
-// Arrays in device memory, so that a captured graph can be replayed with other lengths.
+// Sequences as cuDNN takes them. Few different sizes need few of its plans, so these are rounded
+// up; further sequences are empty. cuDNN multiplies values behind the end of a sequence's keys, in
+// its last block and in block 0, by zero: they must be finite.
+struct AttentionRagged {
+  int64_t count = 0;          // 0: not made
+  int64_t max_q_len = 0;      // rounded up
+  int64_t max_kv_len = 0;     // rounded up
+  int32_t* q_len = nullptr;   // [count]
+  int32_t* kv_len = nullptr;  // [count]
+  int32_t* q_at = nullptr;    // [count + 1] where a sequence begins in q, in elements
+  int32_t* out_at = nullptr;  // [count + 1] in out
+  int32_t* kv_at = nullptr;   // [count + 1] in k and v, without tables
+  int32_t* blocks = nullptr;  // [count, max_kv_len / kKvBlock] the tables, with tables
+};
+
+// Arrays in device memory, so that a captured graph can be replayed with other lengths and tables.
+// No kernel on the stream writes them: decode reads them while the kernel before it still runs.
 struct AttentionSequencesCuda {
   int64_t count = 0;
-  int64_t max_q_len = 0;              // upper bound of q_len
-  const int32_t* q_begin = nullptr;   // [count] first row in q and out
-  const int32_t* q_len = nullptr;     // [count]
-  const int32_t* kv_len = nullptr;    // [count] at least q_len; 0 with q_len 0
-  const int64_t* kv_begin = nullptr;  // [count] first row in k and v
+  int64_t max_q_len = 0;             // upper bound of q_len
+  int64_t max_kv_len = 0;            // upper bound of kv_len
+  int64_t rows = 0;                  // of q; without tables not fewer than k and v have
+  const int32_t* q_begin = nullptr;  // [count] first row in q and out
+  const int32_t* q_len = nullptr;    // [count]
+  const int32_t* kv_len = nullptr;   // [count] at least q_len; 0 with q_len 0
+  // [count] first row in k and v; with tables, where the sequence's table of blocks begins
+  const int64_t* kv_begin = nullptr;
+  const int32_t* tables = nullptr;  // format/kv_blocks.h; null: sequences are contiguous
+  int64_t blocks = 0;               // of k and v, with tables
   // Every sequence has q_len = kv_len = max_q_len, sequence i starting at row i * max_q_len of q, k
   // and v.
   bool uniform = false;
+  AttentionRagged ragged;  // attention_ragged()
 };
 
 struct AttentionCuda {
@@ -49,6 +73,9 @@ struct AttentionSplits {
   int32_t* arrived = nullptr;  // [sequences, H] splits done so far, 0 between calls
 };
 
+// Writes the arrays of `ragged`, whose sizes are set, for the problem's sequences.
+cudaError_t launch_attention_ragged(const AttentionCuda& problem, const AttentionRagged& ragged,
+                                    cudaStream_t stream);
 cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);
 // max_q_len 1; query i is row q_begin[i].
 cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,

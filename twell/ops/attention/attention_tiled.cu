@@ -50,16 +50,15 @@ __device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* 
                : "r"(shared_address(p)));
 }
 
-// Copies rows [begin, begin + kRows) to a shared tile; zeros from row `end` and column hd on.
+// Copies kRows rows to a shared tile; zeros from row `rows` and column hd on.
 template <int kHeadDim, int kRows>
-__device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int begin,
-                          int end, int head_dim) {
+__device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int rows,
+                          int head_dim) {
   constexpr int kPieces = kHeadDim / kPiece;
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
     const int row = i / kPieces, col = i % kPieces * kPiece;
-    const bool valid = begin + row < end && col < head_dim;
-    copy_async(tile + row * kRow<kHeadDim> + col,
-               valid ? from + (begin + row) * stride + col : from, valid);
+    const bool valid = row < rows && col < head_dim;
+    copy_async(tile + row * kRow<kHeadDim> + col, valid ? from + row * stride + col : from, valid);
   }
 }
 
@@ -79,10 +78,9 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   if (first >= q_len) return;
   const int hd = static_cast<int>(p.head_dim), past = kv_len - q_len;
   const int64_t q_row = p.sequences.q_begin[sequence];
-  const int64_t kv_row = p.sequences.kv_begin[sequence];
-  const int64_t kv_at = kv_row * p.kv_stride + head / (p.heads / p.kv_heads) * p.head_dim;
-  const __nv_bfloat16* keys = p.k + kv_at;
-  const __nv_bfloat16* values = p.v + kv_at;
+  const int64_t kv_begin = p.sequences.kv_begin[sequence];
+  const int32_t* table = p.sequences.tables == nullptr ? nullptr : p.sequences.tables + kv_begin;
+  const int64_t kv_at = head / (p.heads / p.kv_heads) * p.head_dim;
 
   const int last_key = min(kv_len, past + first + kQueries);  // one past it
   const int tile_end = (last_key + kKeys - 1) / kKeys;
@@ -90,13 +88,17 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   const int window = static_cast<int>(p.window);
   const int tile_begin = kSliding ? max(past + first + 1 - window, 0) / kKeys : 0;
   const auto load_keys = [&](int tile) {
-    const int slot = tile % 2 * kKeys * kStride;
-    load_tile<kHeadDim, kKeys>(k_tiles + slot, keys, p.kv_stride, tile * kKeys, kv_len, hd);
-    load_tile<kHeadDim, kKeys>(v_tiles + slot, values, p.kv_stride, tile * kKeys, kv_len, hd);
+    static_assert(kKvBlock == kKeys, "a tile is a block");
+    const int slot = tile % 2 * kKeys * kStride, first_key = tile * kKeys;
+    const int64_t row = table == nullptr ? kv_begin + first_key : kv_row(table[tile], first_key);
+    const int64_t from = row * p.kv_stride + kv_at;
+    const int left = kv_len - first_key;
+    load_tile<kHeadDim, kKeys>(k_tiles + slot, p.k + from, p.kv_stride, left, hd);
+    load_tile<kHeadDim, kKeys>(v_tiles + slot, p.v + from, p.kv_stride, left, hd);
     commit_copies();
   };
-  load_tile<kHeadDim, kQueries>(q_tile, p.q + q_row * p.q_stride + head * p.head_dim, p.q_stride,
-                                first, q_len, hd);
+  load_tile<kHeadDim, kQueries>(q_tile, p.q + (q_row + first) * p.q_stride + head * p.head_dim,
+                                p.q_stride, q_len - first, hd);
   load_keys(tile_begin);
 
   float out[kHeadDim / 8][4] = {};

@@ -23,6 +23,7 @@
 
 #include "twell/base/host_device.h"
 #include "twell/format/activity_cuda.h"
+#include "twell/format/kv_blocks.h"
 #include "twell/ops/decode/gate_screen.h"
 
 namespace twell {
@@ -30,6 +31,7 @@ namespace twell {
 inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int kMaxDecodeLayers = 128;
 inline constexpr int64_t kDecodeSegment = 512;  // keys that a CTA attends to at a time
+static_assert(kDecodeSegment % kKvBlock == 0 && kDecodeSegment / kKvBlock <= 32);
 TWELL_HOST_DEVICE constexpr int64_t decode_segments(int64_t keys) {
   return (keys + kDecodeSegment - 1) / kDecodeSegment;
 }
@@ -94,10 +96,11 @@ struct DecodeLayers {
   const float* cos = nullptr;           // [positions, hd / 2]
   const float* sin = nullptr;           // [positions, hd / 2]
   const int32_t* positions = nullptr;   // [M]
-  const int64_t* cache_rows = nullptr;  // [M] where the tokens' keys and values are stored:
-                                        // kv_begin + kv_len - 1
-  const int64_t* kv_begin = nullptr;    // [M] first row of the sequence in the cache
-  const int32_t* kv_len = nullptr;      // [M] rows of the sequence, with the token's own
+  const int64_t* cache_rows = nullptr;  // [M] where the tokens' keys and values are stored: the
+                                        // row of key kv_len - 1
+  const int32_t* tables = nullptr;      // of blocks, format/kv_blocks.h
+  const int64_t* kv_begin = nullptr;    // [M] where the sequence's table begins
+  const int32_t* kv_len = nullptr;      // [M] keys of the sequence, with the token's own
   __nv_bfloat16* x = nullptr;           // [M, D] in and out
   DecodeWorkspace workspace;
   DecodeLayer layer[kMaxDecodeLayers];

@@ -32,11 +32,10 @@ using sm90::scaled;
 using sm90::to_floats;
 
 // --- Attention ---
-// The work is cut into items:
-// one head's query over one segment of its sequence's keys. CTAs take items round-robin; within
-// one, warps share the keys, and kLanes lanes read a key's row together, 16 bytes each. A sequence
-// of one segment gives the attended values at once; the partial results of a longer one are merged
-// by the CTAs that read them for the output projection.
+// The work is cut into items: one head's query over one segment of its sequence's keys. CTAs take
+// items round-robin; within one, warps share the keys, and kLanes lanes read a key's row together,
+// 16 bytes each. A sequence of one segment gives the attended values at once; the partial results
+// of a longer one are merged by the CTAs that read them for the output projection.
 
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -74,7 +73,7 @@ struct BatchShared {
     }
   }
 
-  // Calls what(item, kv_len, kv_begin) for the items of this CTA, assigned round-robin over all
+  // Calls what(item, kv_len, table) for the items of this CTA, assigned round-robin over all
   // sequences. kv_share: query heads per key head.
   template <typename What>
   __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
@@ -88,7 +87,7 @@ struct BatchShared {
         const int head = segments == 1 ? item : item / segments;
         what(
             AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
-            keys, kv_begin[token]);
+            keys, p.tables + kv_begin[token]);
       }
       item -= items;
     }
@@ -107,20 +106,26 @@ __device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
 
 // Prefetches the item's keys and values into the L2 cache; by one warp.
 __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
-                                         const AttendItem& item, int kv_len, int64_t kv_begin) {
+                                         const AttendItem& item, int kv_len, const int32_t* table) {
   const int begin = item.segment * static_cast<int>(kDecodeSegment);
   const int end = min(kv_len - 1, begin + static_cast<int>(kDecodeSegment));
   // By sectors, not by TMA, which would take as long for a row of 128 bytes as for a long one,
   // while the weights wait.
   constexpr int kSector = 16;  // values
   const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
+  if (begin >= end) return;
+  KvRows rows(table, 0, end);
+  rows.hold(begin);
 #pragma unroll 1
-  for (int i = lane; i < (end - begin) * sectors; i += 32) {
-    const int key = begin + i / sectors;
-    const int64_t from =
-        ((kv_begin + key) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
-    sm90::prefetch_around(layer.keys + from);
-    sm90::prefetch_around(layer.values + from);
+  for (int key = begin; key < end; key += kKvBlock) {
+    const int64_t row = rows.row(key);
+#pragma unroll 1
+    for (int i = lane; i < min(end - key, kKvBlock) * sectors; i += 32) {
+      const int64_t from =
+          ((row + i / sectors) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
+      sm90::prefetch_around(layer.keys + from);
+      sm90::prefetch_around(layer.values + from);
+    }
   }
 }
 
@@ -145,7 +150,7 @@ __device__ __forceinline__ void fetch_token(const DecodeLayers& p, uint32_t tag,
 template <int kLanes>
 __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer& layer,
                                        uint32_t tag, const AttendItem& item, int kv_len,
-                                       int64_t kv_begin, AttendShared<kLanes>& shared) {
+                                       const int32_t* table, AttendShared<kLanes>& shared) {
   constexpr int kInFlight = 6;  // keys that a lane loads ahead
   constexpr int kKeysPerWarp = 32 / kLanes, kStep = kWarps * kKeysPerWarp;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -154,16 +159,19 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
   const int begin = item.segment * static_cast<int>(kDecodeSegment);
   const int end = min(kv_len, begin + static_cast<int>(kDecodeSegment));
   const int64_t stride = int64_t{p.kv_heads} * p.head_dim;
-  const int64_t first_value = kv_begin * stride + int64_t{item.kv_head} * p.head_dim + at;
+  const int64_t first_value = int64_t{item.kv_head} * p.head_dim + at;
   const int newest = kv_len - 1;
+  KvRows rows(table, 0, end);
+  rows.hold(begin);
   uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
   const auto load = [&](int first) {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int key = first + u * kStep;
+      const int64_t from = rows.row(key) * stride + first_value;
       if (!inside || key >= end || key == newest) continue;
-      k_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.keys + first_value + key * stride));
-      v_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.values + first_value + key * stride));
+      k_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.keys + from));
+      v_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.values + from));
     }
   };
   const int lane_key = warp * kKeysPerWarp + lane / kLanes;
@@ -1284,9 +1292,10 @@ class Layers {
                       }
                     });
     if (step == 0) {
-      s_.batch.each_item(p_, kv_share_, [&](const AttendItem& item, int kv_len, int64_t kv_begin) {
-        attend<kLanes>(p_, l, tag_, item, kv_len, kv_begin, s_.attend);
-      });
+      s_.batch.each_item(p_, kv_share_,
+                         [&](const AttendItem& item, int kv_len, const int32_t* table) {
+                           attend<kLanes>(p_, l, tag_, item, kv_len, table, s_.attend);
+                         });
     } else if (step == 2) {
       sync_threads();
     }
@@ -1322,9 +1331,10 @@ class Layers {
         sm90::prefetch_around(l.screen.errors + neurons_.begin + neuron);
       }
     }
-    s_.batch.each_item(p_, kv_share_, [&](const AttendItem& item, int kv_len, int64_t kv_begin) {
-      prefetch(p_, l, item, kv_len, kv_begin);
-    });
+    s_.batch.each_item(p_, kv_share_,
+                       [&](const AttendItem& item, int kv_len, const int32_t* table) {
+                         prefetch(p_, l, item, kv_len, table);
+                       });
   }
 
   __device__ __forceinline__ void load_batch() {
