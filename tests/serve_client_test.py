@@ -167,7 +167,7 @@ class ServeTest(unittest.TestCase):
         self.assertEqual(raised.exception.code, "model_not_found")
         for fields, word in (({"temperature": -1}, "temperature"), ({"n": 0}, "n"),
                              ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"),
-                             ({"presence_penalty": 1}, "penalties"), ({"best_of": 3}, "best_of"),
+                             ({"presence_penalty": 3}, "presence_penalty"), ({"best_of": 3}, "best_of"),
                              ({"extra_body": {"temprature": 1}}, "temprature"),
                              ({"prompt": [1, 400]}, "token 400"), ({"prompt": []}, "prompt"),
                              ({"prompt": "a " * 100}, "too long"), ({"n": 65}, "64"),
