@@ -3,7 +3,7 @@
 # Builds the wheel of the Python package from the objects of build/release, installs it into a clean
 # virtual environment, and runs its tests on the CPU.
 #   scripts/test_python.sh                 downloads what is missing, or fails
-#   scripts/test_python.sh --if-possible   says so and succeeds where PyPI cannot be reached
+#   scripts/test_python.sh --if-possible   says so and succeeds where they cannot be installed
 # PyTorch, transformers and lm-eval are installed once, into .cache/python: where there is a CUDA
 # toolkit, 0.8 GB of wheels, because PyTorch then finds most of CUDA's libraries there; elsewhere
 # PyTorch brings them, 3 GB.
@@ -23,19 +23,22 @@ others=(
   scikit-build-core==0.11.6 ninja nanobind==3.1.0 nanobind-backend==1.0.0
 )
 wanted="${torch[*]} ${needs_of_torch[*]} ${without_needs[*]} ${others[*]}"
+install() {
+  rm -rf "$cache"
+  python3 -m venv "$cache" &&
+    "$python" -m pip install --quiet --retries 1 "${needs_of_torch[@]}" &&
+    "$python" -m pip install --quiet --no-deps "${torch[@]}" "${without_needs[@]}" &&
+    { "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install --quiet torch==2.11.0; } &&
+    "$python" -m pip install --quiet "${others[@]}" &&
+    echo "$wanted" >"$cache/complete"
+}
 if [[ $(cat "$cache/complete" 2>/dev/null) != "$wanted" ]]; then
   echo "test_python: installing PyTorch, transformers and lm-eval into .cache/python"
-  rm -rf "$cache"
-  python3 -m venv "$cache"
-  if ! "$python" -m pip install --quiet --retries 1 "${needs_of_torch[@]}"; then
-    echo "test_python: PyPI cannot be reached, so the Python package is not tested" >&2
+  if ! install; then
+    echo "test_python: they cannot be installed, so the Python package is not tested" >&2
     [[ ${1:-} == --if-possible ]] && exit 0
     exit 1
   fi
-  "$python" -m pip install --quiet --no-deps "${torch[@]}" "${without_needs[@]}"
-  "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install --quiet torch==2.11.0
-  "$python" -m pip install --quiet "${others[@]}"
-  echo "$wanted" >"$cache/complete"
 fi
 
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir build/wheels \
