@@ -43,7 +43,7 @@ class CliTest : public twell::CommandTest {
   }
 
   static std::string golden(const std::string& part) {
-    return std::string(TWELL_SOURCE_DIR) + "/tests/golden/tasks/" + part;
+    return TWELL_SOURCE_DIR "/tests/golden/tasks/" + part;
   }
   // Arguments of a run of a micro model, followed by `more`.
   static std::vector<std::string> train(const std::string& out,
@@ -283,7 +283,7 @@ TEST_F(CliTest, ConfigFiles) {
 }
 
 TEST_F(CliTest, Recipes) {
-  const std::string folder = std::string(TWELL_SOURCE_DIR) + "/recipes/";
+  const std::string folder = TWELL_SOURCE_DIR "/recipes/";
   const Result small = run({"train", "--dry-run", "--config", folder + "quickstart.toml"});
   EXPECT_EQ(small.code, 0) << small.err;
   EXPECT_THAT(small.out, ContainsRegex("steps +1000\n"));
@@ -416,35 +416,34 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   write(
       "silu/checkpoint/tokenizer_config.json",
       R"({"chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"})");
-  const std::vector<std::string> sparsify = {
-      "train",
-      "--from",
-      "silu/checkpoint",
-      "--shards",
-      "silu/shards",
-      "--out",
-      "sparse",
-      "--relufy",
-      "--relufy-steps",
-      "2",
-      "--distill",
-      "0.5",
-      "--steps",
-      "4",
-      "--micro-batch",
-      "2",
-      "--threads",
-      "1",
-      "--l1",
-      "1e-3",
-      "--l1-ramp-steps",
-      "2",
-      "--sequence-length",
-      "16",
-      "--tasks",
-      "piqa,arc_easy",
-      "--task-data",
-      std::string(TWELL_SOURCE_DIR) + "/tests/golden/tasks/data"};
+  const std::vector<std::string> sparsify = {"train",
+                                             "--from",
+                                             "silu/checkpoint",
+                                             "--shards",
+                                             "silu/shards",
+                                             "--out",
+                                             "sparse",
+                                             "--relufy",
+                                             "--relufy-steps",
+                                             "2",
+                                             "--distill",
+                                             "0.5",
+                                             "--steps",
+                                             "4",
+                                             "--micro-batch",
+                                             "2",
+                                             "--threads",
+                                             "1",
+                                             "--l1",
+                                             "1e-3",
+                                             "--l1-ramp-steps",
+                                             "2",
+                                             "--sequence-length",
+                                             "16",
+                                             "--tasks",
+                                             "piqa,arc_easy",
+                                             "--task-data",
+                                             TWELL_SOURCE_DIR "/tests/golden/tasks/data"};
   const Result sparsified = run(sparsify);
   ASSERT_EQ(sparsified.code, 0) << sparsified.err;
   EXPECT_THAT(sparsified.out, HasSubstr("original       sparse"));
