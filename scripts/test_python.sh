@@ -18,9 +18,10 @@ torch=(
 needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
 # It requires torch, which would bring all of CUDA's libraries again.
 without_needs=(accelerate==1.11.0)
+# No Ninja: that of PyPI writes another log than the system's, so either would build all anew.
 others=(
   transformers==5.17.0 lm_eval==0.4.13 psutil numpy pytest==8.4.2 matplotlib==3.10.7
-  scikit-build-core==0.11.6 ninja nanobind==3.1.0 nanobind-backend==1.0.0
+  scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0
 )
 wanted="${torch[*]} ${needs_of_torch[*]} ${without_needs[*]} ${others[*]}"
 install() {
