@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "python/csrc/bindings.h"
 #include "twell/base/error.h"
 #include "twell/chat_template/chat_template.h"
 #include "twell/checkpoint/checkpoint.h"
@@ -33,11 +34,7 @@
 namespace nb = nanobind;
 
 namespace twell::python {
-namespace {
 
-namespace fs = std::filesystem;
-
-// The device of "auto", "cpu", "cuda" or "cuda:N"; -1: the CPU. InputError where there is none.
 int device_index(const std::string& name) {
   const bool automatic = name == "auto";
   TWELL_REQUIRE(automatic || name == "cpu" || name.starts_with("cuda"),
@@ -57,6 +54,10 @@ int device_index(const std::string& name) {
                 "device '{}': use auto, cpu, cuda or cuda:N", name);
   return std::stoi(number.substr(1));
 }
+
+namespace {
+
+namespace fs = std::filesystem;
 
 // The folder of a checkpoint, also where a training run's folder is given.
 fs::path checkpoint_folder(const fs::path& folder) {
@@ -407,6 +408,7 @@ NB_MODULE(_engine, m) {
         }
         return found;
       });
+  bind_training(m);
   m.def("load", [](const std::string& checkpoint, const std::string& device, int threads,
                    int64_t slots, int64_t context, const std::string& ffn, bool cache_8bit) {
     const nb::gil_scoped_release release;

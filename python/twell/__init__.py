@@ -6,7 +6,7 @@
 
 Ops with autograd: `twell.ffn`, `twell.ffn_train`. Models: `patch`, `unpatch`, `relufy`, `l1`,
 `update`, `stats`, `reinit_dead`. transformers' Trainer: `SparsityCallback`. Checkpoints without
-transformers: `Engine`.
+transformers: `Engine`, `tokenize`, `Trainer`.
 `python -m twell.doctor` says what this installation can do.
 """
 
@@ -17,6 +17,8 @@ from .plan import Plan, TrainCounts
 __all__ = [
     "Engine",
     "Generation",
+    "Trainer",
+    "tokenize",
     "LayerStats",
     "Plan",
     "SparsityCallback",
@@ -40,6 +42,10 @@ def __getattr__(name):
         from . import engine
 
         return getattr(engine, name)
+    if name in ("Trainer", "tokenize"):
+        from . import training
+
+        return getattr(training, name)
     if name == "SparsityCallback":
         from .callback import SparsityCallback
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by the engine: step by step and as a whole run, the same losses and a usable model."""
+
+import json
+import pathlib
+
+import pytest
+
+import twell
+
+SMALL = {
+    "width": 32, "ffn": 64, "layers": 2, "heads": 4, "context": 32, "steps": 6, "micro_batch": 2,
+    "validate_every": 3, "validation_sequences": 2, "l1": 1e-4, "device": "cpu", "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = "one two three four five six seven eight nine ten".split()
+    text = " ".join(words[i * i % 10] for i in range(6000))
+    (folder / "text.txt").write_text(text)
+    tokens, held_out = twell.tokenize(folder / "text.txt", folder / "shards", vocab_size=270,
+                                      validation_fraction=0.1)
+    assert tokens > 10 * 64 and held_out > 64
+    return folder / "shards"
+
+
+def test_steps_and_a_run_give_the_same_losses(shards, tmp_path):
+    trainer = twell.Trainer(out=tmp_path / "steps", shards=shards, **SMALL)
+    losses = [metrics["ce"] for metrics in trainer]
+    assert len(losses) == 6 and trainer.steps_done == 6 and losses[-1] < losses[0]
+    checkpoint = trainer.save()
+    assert trainer.validate() < 6.0
+    with pytest.raises(ValueError, match="ended after 6 steps"):
+        trainer.step()
+
+    seen = []
+    run = twell.Trainer(out=tmp_path / "run", shards=shards, **SMALL)
+    last = run.run(seen.append)
+    assert [m["ce"] for m in seen if m["step"] > 0] == losses
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    assert [metrics["ce"] for metrics in written if metrics["step"] > 0] == losses
+
+    texts = [twell.Engine(folder, device="cpu").generate("one two", max_tokens=8, temperature=0).text
+             for folder in (checkpoint, last, tmp_path / "run")]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_run_ends_when_it_is_told_to(shards, tmp_path):
+    trainer = twell.Trainer(out=tmp_path / "short", shards=shards, **SMALL)
+    checkpoint = trainer.run(lambda metrics: metrics["step"] < 2)
+    assert trainer.steps_done == 2 and pathlib.Path(checkpoint, "model.safetensors").exists()
+
+    def fail(metrics):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        twell.Trainer(out=tmp_path / "failed", shards=shards, **SMALL).run(fail)
+
+
+def test_starts_from_a_checkpoint(shards, tmp_path):
+    first = twell.Trainer(out=tmp_path / "first", shards=shards, **SMALL)
+    before = [metrics["ce"] for metrics in first]
+    options = {k: v for k, v in SMALL.items() if k not in ("width", "ffn", "layers", "heads", "context")}
+    second = twell.Trainer(out=tmp_path / "second", shards=shards, from_=first.save(), **options)
+    assert second.step()["ce"] < before[0]
+
+
+def test_faults(shards, tmp_path):
+    with pytest.raises(ValueError, match="there is no option widht"):
+        twell.Trainer(out=tmp_path / "a", shards=shards, widht=32)
+    with pytest.raises(ValueError, match="option steps"):
+        twell.Trainer(out=tmp_path / "a", shards=shards, steps="many")
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        twell.Trainer(out=tmp_path / "a", shards=tmp_path)
+    trainer = twell.Trainer(out=tmp_path / "b", shards=shards, **SMALL)
+    with pytest.raises(ValueError, match="before the first step"):
+        trainer.save()
+    trainer.step()
+    with pytest.raises(ValueError, match="has begun already"):
+        trainer.run()
