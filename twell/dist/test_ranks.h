@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "twell/dist/communicator.h"
@@ -13,6 +14,19 @@
 #include "twell/dist/rendezvous.h"
 
 namespace twell {
+
+// A rank of a job on this machine whose rank 0 listens on `listener`.
+inline RankIdentity local_identity(int rank, int ranks, const LocalListener& listener,
+                                   std::string job = {}) {
+  RankIdentity identity;
+  identity.rank = identity.local_rank = rank;
+  identity.size = identity.local_size = ranks;
+  identity.host = "127.0.0.1";
+  identity.port = listener.port;
+  identity.job = std::move(job);
+  if (rank == 0) identity.listener = listener.socket;
+  return identity;
+}
 
 // Calls body(rendezvous) on a thread for each rank, and returns what each threw, or "".
 inline std::vector<std::string> run_rendezvous(
@@ -24,13 +38,7 @@ inline std::vector<std::string> run_rendezvous(
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        RankIdentity identity;
-        identity.rank = identity.local_rank = rank;
-        identity.size = identity.local_size = ranks;
-        identity.host = "127.0.0.1";
-        identity.port = listener.port;
-        if (rank == 0) identity.listener = listener.socket;
-        Rendezvous rendezvous(identity, timeout);
+        Rendezvous rendezvous(local_identity(rank, ranks, listener), timeout);
         try {
           body(rendezvous);
         } catch (const RankFault&) {

@@ -10,7 +10,7 @@
 
 namespace twell {
 
-// In place of a token that cannot be drawn: a logit is NaN or the largest is not finite.
+// Stands for a token that cannot be drawn, because a logit is NaN or the largest is not finite.
 inline constexpr int32_t kNoToken = -1;
 inline constexpr std::string_view kNoTokenReason =
     "the model's output is NaN or infinite, so that no token can be drawn: its weights are "

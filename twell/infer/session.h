@@ -147,7 +147,7 @@ class Session {
   static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   static int32_t draw_from(std::span<const float> logits, const Draw& draw);
-  // Of the token that was drawn, if asked for.
+  // Returns the log-probability of the drawn token `id`, if `draw` asks for it.
   static std::optional<TokenLogProbs> log_probs_from(std::span<const float> logits,
                                                      const Draw& draw, int32_t id);
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the

@@ -164,7 +164,7 @@ void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
     const ForwardSequence sequence{.tokens = count, .slot = slot};
     forward_.run(ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)),
                  {&sequence, 1}, &cache_);
-    // As many rows at a time as the host's buffer holds.
+    // The host's buffer holds slots() rows, so logits are copied that many at a time.
     for (int64_t row = 0; row < count; row += slots()) {
       const int64_t some = std::min(slots(), count - row);
       forward_.logits(forward_.hidden() + row * config().width, some, logits_.data());

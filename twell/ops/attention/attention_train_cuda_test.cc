@@ -32,8 +32,8 @@ struct Operands {
         kv_width(s.kv_heads * s.head_dim),
         qkv(random_bf16(tokens * s.row(), 1)),
         d_out(random_bf16(tokens * width, 2)) {
-    // Behind a mask: documents of one token up to the whole sequence, some of them longer than the
-    // tiles of the kernels and so with whole tiles of keys behind the mask.
+    // Documents have one token up to the whole sequence. Some are longer than the kernels' tiles,
+    // so that the mask hides whole tiles of keys.
     for (int64_t token = 0, i = 0; token < tokens; token += documents.back(), ++i) {
       const int64_t left = s.length - token % s.length;
       const int64_t wanted[] = {5, 1, 300, 64, 17, 129, 1, 1000};

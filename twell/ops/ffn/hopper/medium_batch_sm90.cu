@@ -42,11 +42,11 @@ constexpr int kConsumers = 256;  // of warpgroups 1 and 2, which multiply
 
 // What the kernels pass on. A tile has F rounded up to 16 places for neurons.
 struct Lists {
-  // Of gate: the active neurons of a segment stand from place segment * neurons on.
+  // The gate kernel writes these; the active neurons of a segment begin at place segment * neurons.
   __nv_bfloat16* gate;  // [tiles, places, 128 tokens]
   int32_t* ids;         // [tiles, places] neurons
   int32_t* counts;      // [tiles, segments] active neurons
-  // Of up: the union, without gaps.
+  // The up kernel writes these, for the union of all segments, without gaps.
   uint8_t* h;          // [tiles, places / 16] of [128 tokens, 16 neurons] with the 32-byte swizzle
   int32_t* union_ids;  // [tiles, places] neurons, then -1 up to a multiple of 16
   int32_t* totals;     // [tiles] neurons
@@ -478,7 +478,7 @@ struct Chunk {
       const uint4* from = weight + k * (kTileK / 8);
 #pragma unroll
       for (int i = 0; i < kMaxNeurons / 16; ++i) {
-        // What stands in rows past the last neuron only reaches columns that are not used.
+        // Rows past the last neuron keep stale values, which only reach columns that are not used.
         if (rows[i] != kNone) gather16(to + i * 2048, from + (inside ? rows[i] : 0), inside);
       }
       gather_arrive(landed);
@@ -585,7 +585,7 @@ struct Chunk {
         low *= low_half(g);
         high *= high_half(g);
       }
-      // Past the last neuron the sums are of what stood in shared memory.
+      // Columns past the last neuron were multiplied with stale shared memory, so they are dropped.
       const auto inside = [&](int of) {
         return static_cast<int>(load_shared(s.places + of * 4)) >= 0;
       };
