@@ -115,9 +115,7 @@ ModelConfig match_tokenizer(const TrainFlags& flags, ModelConfig config,
     if (!flags.model.vocab_size) config.vocab_size = tokenizer.vocab_size();
     config.eos_token = tokenizer.eos_token();
   }
-  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
-                "the tokenizer has {} tokens, the model's vocabulary only {}",
-                tokenizer.vocab_size(), config.vocab_size);
+  check_tokenizer(config, tokenizer);
   config.validate();
   return config;
 }

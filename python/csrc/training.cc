@@ -92,9 +92,7 @@ ModelConfig model_of(Options& options, const Tokenizer& tokenizer) {
     config.vocab_size = options.get<int64_t>("vocab_size", tokenizer.vocab_size());
     config.eos_token = tokenizer.eos_token();
   }
-  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
-                "the tokenizer has {} tokens, the model's vocabulary only {}",
-                tokenizer.vocab_size(), config.vocab_size);
+  check_tokenizer(config, tokenizer);
   config.validate();
   return config;
 }

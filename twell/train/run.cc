@@ -200,4 +200,10 @@ TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run
   }
 }
 
+void check_tokenizer(const ModelConfig& config, const Tokenizer& tokenizer) {
+  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
+                "the tokenizer has {} tokens, the model's vocabulary only {}",
+                tokenizer.vocab_size(), config.vocab_size);
+}
+
 }  // namespace twell

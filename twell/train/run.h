@@ -62,4 +62,7 @@ TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run
 // Runs on the CPU (engine_cpu.h), without a teacher.
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);
 
+// InputError when the tokenizer has more tokens than the model's vocabulary.
+void check_tokenizer(const ModelConfig& config, const Tokenizer& tokenizer);
+
 }  // namespace twell
