@@ -4,7 +4,7 @@
 is predicted, and the same for each shape when it is left out of the fit.
 
     python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv \
-        bench/results/2026-11-24-h200-medium-batch.csv
+        bench/results/2026-11-23-h200-medium-batch.csv
 
 Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
 relative, so that short and long calls weigh the same. The features are those of the C++ functions of

@@ -15,7 +15,7 @@ namespace twell {
 namespace {
 
 // Fitted by bench/fit_gpu_costs.py to sweeps over ten shapes on an H200 of 132 SMs at 1.98 GHz
-// (bench/results/2026-11-23-h200-ffn-sweep.csv, 2026-11-24-h200-medium-batch.csv). Times are in
+// (bench/results/2026-11-23-h200-ffn-sweep.csv, 2026-11-23-h200-medium-batch.csv). Times are in
 // microseconds. Rates are per SM and GHz, bytes per microsecond are shares of the device memory's
 // bandwidth, so that other devices scale with their SMs, their clock and their memory.
 constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;

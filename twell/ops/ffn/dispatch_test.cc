@@ -93,7 +93,7 @@ std::vector<SweepRow> sweep(const char* name = "2026-11-23-h200-ffn-sweep.csv") 
 using MediumKey = std::tuple<int64_t, int64_t, int64_t, std::string>;
 std::map<MediumKey, SweepRow> medium_batches() {
   std::map<MediumKey, SweepRow> rows;
-  for (SweepRow& row : sweep("2026-11-24-h200-medium-batch.csv")) {
+  for (SweepRow& row : sweep("2026-11-23-h200-medium-batch.csv")) {
     const MediumKey key{row.layer.width, row.layer.ffn, row.tokens, row.pattern};
     rows.emplace(key, std::move(row));
   }
