@@ -33,6 +33,7 @@ struct ServeArguments {
   int64_t prefill_tokens = 0;
   int64_t max_connections = 512;
   int64_t max_body = int64_t{4} << 20;
+  int64_t request_mib = 4096;
   int64_t request_seconds = 30;
   int64_t write_seconds = 20;
   int64_t drain_seconds = 30;
@@ -76,6 +77,7 @@ int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
   options.http.read = std::chrono::seconds(arguments.request_seconds);
   options.http.write = std::chrono::seconds(arguments.write_seconds);
   options.max_waiting = arguments.max_waiting;
+  options.request_bytes = arguments.request_mib << 20;
   options.prefill_tokens = arguments.prefill_tokens;
   options.drain = std::chrono::seconds(arguments.drain_seconds);
 
@@ -155,6 +157,11 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .range(1, 900);
   command.value("--max-body", &arguments->max_body, "BYTES", "Size of a request's body")
       .range(1024, 1 << 30);
+  command
+      .value("--request-mib", &arguments->request_mib, "N",
+             "Memory in MiB for the bodies, prompts and answers of all requests in progress; what "
+             "does not fit is answered with 503")
+      .range(1, 1 << 30);
   command
       .value("--request-seconds", &arguments->request_seconds, "N",
              "Time from the first byte of a request to its last")

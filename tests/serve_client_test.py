@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -556,6 +557,40 @@ class OtherServersTest(unittest.TestCase):
         self.assertEqual(connections[2].head()[0], 503)
         for connection in connections:
             connection.close()
+        self.assertEqual(served.stop(), 0)
+
+    def test_memory_of_requests(self):
+        """Bodies and answers share --request-mib, which is given back."""
+        served = Served(BINARY, "--request-mib", "1")
+        connection = Connection(served)
+        # As JSON values such a body takes many times its size.
+        status, answer = connection.post("/v1/completions", {"prompt": [[1]] * 9000})
+        self.assertEqual((status, answer["error"]["code"]), (503, "overloaded"))
+        long = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "logprobs": 20}
+        for _ in range(5):
+            status, answer = connection.post("/v1/completions", {**long, "n": 64, "echo": True})
+            self.assertEqual(status, 503)
+            self.assertIn("no memory for the answer", answer["error"]["message"])
+            for stream in (False, True):
+                connection.send(request_bytes("POST", "/v1/completions", {**long, "stream": stream}))
+                status, _, text = connection.reply()
+                self.assertEqual(status, 200)
+                self.assertNotIn(b'"error"', text)
+        connection.close()
+        self.assertEqual(served.stop(), 0)
+
+    def test_more_connections_than_threads(self):
+        if b"__asan_init" in pathlib.Path(BINARY).read_bytes():
+            self.skipTest("AddressSanitizer needs the address space")
+        served = Served(BINARY, "--max-connections", "1")
+        status = pathlib.Path(f"/proc/{served.process.pid}/status").read_text()
+        most = int(re.search(r"VmPeak:\s+(\d+) kB", status).group(1)) * 1024 + (1 << 30)
+        out = subprocess.run(
+            [BINARY, "serve", "--checkpoint", str(served.checkpoint), "--device", "cpu", "--port",
+             "0", "--max-connections", "900"], capture_output=True, text=True, timeout=60,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (most, most)))
+        self.assertEqual(out.returncode, 2, out.stderr)
+        self.assertIn("allow fewer connections", out.stderr)
         self.assertEqual(served.stop(), 0)
 
     def test_refused_starts(self):

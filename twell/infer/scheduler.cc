@@ -113,7 +113,7 @@ struct Scheduler::Request {
 };
 
 struct Scheduler::Ended {
-  std::unique_ptr<Request> request;
+  Request* request;
   StopReason reason;
 };
 
@@ -162,8 +162,8 @@ std::optional<int64_t> Scheduler::submit(GenerationRequest asked) {
   }
   request->number = submitted_++;
   const int64_t number = request->number;
-  live_.emplace(number, request.get());
-  waiting_.push_back(std::move(request));
+  waiting_.push_back(request.get());
+  live_.emplace(number, std::move(request));
   changed_.notify_all();
   return number;
 }
@@ -237,9 +237,9 @@ bool Scheduler::advance() {
 void Scheduler::end_cancelled() {
   Requests ended;
   const auto take_out = [&](auto& requests) {
-    std::erase_if(requests, [&](std::unique_ptr<Request>& request) {
+    std::erase_if(requests, [&](Request* request) {
       if (!request->is_cancelled()) return false;
-      ended.push_back(std::move(request));
+      ended.push_back(request);
       return true;
     });
   };
@@ -249,20 +249,26 @@ void Scheduler::end_cancelled() {
     const std::lock_guard lock(mutex_);
     take_out(waiting_);
   }
-  for (auto& request : ended) end(std::move(request), StopReason::kCancelled);
+  for (Request* request : ended) end(*request, StopReason::kCancelled);
 }
 
 void Scheduler::end_all(StopReason reason) {
-  Requests ended = std::move(running_);
-  for (auto& request : starting_) ended.push_back(std::move(request));
-  {
-    const std::lock_guard lock(mutex_);
-    for (auto& request : waiting_) ended.push_back(std::move(request));
-    waiting_.clear();
-  }
   running_.clear();
   starting_.clear();
-  for (auto& request : ended) end(std::move(request), reason);
+  Requests ended;
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_.clear();
+    for (const auto& [number, request] : live_) ended.push_back(request.get());
+  }
+  std::ranges::sort(ended, {}, [](const Request* request) { return request->number; });
+  for (Request* request : ended) {
+    try {
+      end(*request, reason);
+    } catch (const std::exception&) {
+      // The session cannot even forget the sequence: its slot is lost, but the others still end.
+    }
+  }
 }
 
 Draw Scheduler::draw_of(const Request& request) const {
@@ -287,11 +293,11 @@ void Scheduler::admit_waiting() {
     return std::min(fed + 1, blocks(session_.capacity())) - held;
   };
   while (!free_slots_.empty()) {
-    std::unique_ptr<Request> request;
+    Request* request = nullptr;
     {
       const std::lock_guard lock(mutex_);
       if (waiting_.empty()) return;
-      request = std::move(waiting_.front());
+      request = waiting_.front();
       waiting_.pop_front();
     }
     const int64_t slot = free_slots_.back();
@@ -309,7 +315,7 @@ void Scheduler::admit_waiting() {
       session_.clear(slot);
       request->fed = 0;
       const std::lock_guard lock(mutex_);
-      waiting_.push_front(std::move(request));
+      waiting_.push_front(request);
       return;
     }
     request->slot = slot;
@@ -320,7 +326,7 @@ void Scheduler::admit_waiting() {
       request->usage.cached_tokens = request->fed;
       counts_.cached_tokens += request->fed;
     }
-    starting_.push_back(std::move(request));
+    starting_.push_back(request);
   }
 }
 
@@ -328,14 +334,14 @@ void Scheduler::admit_waiting() {
 // again.
 void Scheduler::preempt_youngest() {
   Requests& from = starting_.empty() ? running_ : starting_;
-  std::unique_ptr<Request> request = std::move(from.back());
+  Request* const request = from.back();
   from.pop_back();
   session_.clear(request->slot);
   free_slots_.push_back(std::exchange(request->slot, -1));
   request->fed = 0;
   ++counts_.preemptions;
   const std::lock_guard lock(mutex_);
-  waiting_.push_front(std::move(request));
+  waiting_.push_front(request);
 }
 
 // Makes room for tokens of the request, at the cost of those that arrived after it. False when it
@@ -343,7 +349,7 @@ void Scheduler::preempt_youngest() {
 bool Scheduler::reserve_or_preempt(const Request& request, int64_t tokens) {
   while (!session_.reserve(request.slot, tokens)) {
     const Requests& youngest = starting_.empty() ? running_ : starting_;
-    if (youngest.back().get() == &request) return false;
+    if (youngest.back() == &request) return false;
     preempt_youngest();
   }
   return true;
@@ -399,27 +405,27 @@ void Scheduler::feed_prompts() {
   Requests not_through;
   std::vector<Ended> ended;
   for (size_t i = 0; i < starting_.size(); ++i) {
-    std::unique_ptr<Request>& request = starting_[i];
+    Request* const request = starting_[i];
     if (i < pieces.size()) {
       request->fed += std::ssize(pieces[i].ids);
       counts_.prompt_tokens += std::ssize(pieces[i].ids);
       request->usage.prefill_seconds += seconds(now - start);
     }
     if (request->left() > 0) {
-      not_through.push_back(std::move(request));
+      not_through.push_back(request);
       continue;
     }
     if (request->drawn == 0) request->decode_start = now;
     const std::optional<StopReason> stop =
         request->only_scores() ? request->end_of_scores() : take(*request, pieces[i].next);
     if (stop) {
-      ended.push_back({std::move(request), *stop});
+      ended.push_back({request, *stop});
     } else {
-      running_.push_back(std::move(request));
+      running_.push_back(request);
     }
   }
   starting_ = std::move(not_through);
-  for (Ended& one : ended) end(std::move(one.request), one.reason);
+  for (const Ended& one : ended) end(*one.request, one.reason);
 }
 
 // Feeds a piece and notes the log-probabilities of the prompt's tokens after it. Returns the token
@@ -452,7 +458,7 @@ void Scheduler::grow_running() {
   std::vector<int64_t> slots;
   std::vector<int32_t> ids;
   std::vector<Draw> draws;
-  for (const auto& request : running_) {
+  for (const Request* request : running_) {
     slots.push_back(request->slot);
     ids.push_back(request->context.back());
     draws.push_back(draw_of(*request));
@@ -467,13 +473,13 @@ void Scheduler::grow_running() {
   for (size_t i = 0; i < next.size(); ++i) {
     ++running_[i]->fed;
     if (const std::optional<StopReason> stop = take(*running_[i], next[i])) {
-      ended.push_back({std::move(running_[i]), *stop});
+      ended.push_back({running_[i], *stop});
     } else {
-      going_on.push_back(std::move(running_[i]));
+      going_on.push_back(running_[i]);
     }
   }
   running_ = std::move(going_on);
-  for (Ended& one : ended) end(std::move(one.request), one.reason);
+  for (const Ended& one : ended) end(*one.request, one.reason);
 }
 
 // Adds the token. Returns why the request ends with it; its last event is then left to end().
@@ -527,23 +533,25 @@ void Scheduler::emit(Request& request, std::optional<StopReason> stop) {
   request.asked.on_event(event);
 }
 
-void Scheduler::end(std::unique_ptr<Request> request, StopReason reason) {
-  request->new_text += request->stream.finish();
-  if (request->slot >= 0) {
-    if (reason == StopReason::kNotFinite) {
-      session_.discard(request->slot);
-    } else {
-      session_.clear(request->slot);
-    }
-    free_slots_.push_back(request->slot);
-  }
+void Scheduler::end(Request& request, StopReason reason) {
+  request.new_text += request.stream.finish();
   ++counts_.ended[static_cast<size_t>(reason)];
-  counts_.request_seconds.add(seconds(Clock::now() - request->submitted));
+  counts_.request_seconds.add(seconds(Clock::now() - request.submitted));
+  std::unique_ptr<Request> owned;
   {
     const std::lock_guard lock(mutex_);
-    live_.erase(request->number);
+    const auto live = live_.find(request.number);
+    owned = std::move(live->second);
+    live_.erase(live);
   }
-  emit(*request, reason);
+  emit(request, reason);
+  if (request.slot < 0) return;
+  if (reason == StopReason::kNotFinite) {
+    session_.discard(request.slot);
+  } else {
+    session_.clear(request.slot);
+  }
+  free_slots_.push_back(request.slot);
 }
 
 }  // namespace twell

@@ -158,7 +158,7 @@ class Scheduler {
   using Clock = std::chrono::steady_clock;
   struct Request;
   struct Ended;
-  using Requests = std::vector<std::unique_ptr<Request>>;
+  using Requests = std::vector<Request*>;
 
   bool advance();
   void end_cancelled();
@@ -170,7 +170,7 @@ class Scheduler {
   void grow_running();
   std::optional<StopReason> take(Request& request, int32_t id);
   void emit(Request& request, std::optional<StopReason> stop);
-  void end(std::unique_ptr<Request> request, StopReason reason);
+  void end(Request& request, StopReason reason);
   void end_all(StopReason reason);
   Draw draw_of(const Request& request) const;
   void publish();
@@ -188,8 +188,9 @@ class Scheduler {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<std::unique_ptr<Request>> waiting_;
-  std::unordered_map<int64_t, Request*> live_;  // every request that has not ended
+  std::deque<Request*> waiting_;
+  // Owns every request that has not ended, so that none is lost when the session throws.
+  std::unordered_map<int64_t, std::unique_ptr<Request>> live_;
   int64_t submitted_ = 0, refused_ = 0;
   bool draining_ = false;
   SchedulerStats stats_;

@@ -79,9 +79,11 @@ class FakeSession : public Session {
 
   int64_t fed = 0, decoded = 0;  // tokens
   int64_t fail_after = -1;       // calls of append_and_draw; negative: never
+  int64_t fail_show_after = -1;  // changes of a sequence's blocks; negative: never
 
  private:
   void show(int64_t slot, std::span<const int32_t> table, int64_t) override {
+    if (fail_show_after >= 0 && fail_show_after-- == 0) throw Error("the device is gone");
     tables_[static_cast<size_t>(slot)].assign(table.begin(), table.end());
   }
   int32_t& at(int64_t slot, int64_t position) {
@@ -314,6 +316,29 @@ TEST_F(SchedulerTest, AFailureOfTheSessionEndsEveryRequest) {
   while (scheduler.step()) {
   }
   EXPECT_EQ(after.ids.size(), 5u);
+}
+
+// Wherever the session throws (a sequence starts, grows, is preempted or ends), every request hears
+// of its end once, and cancelling it afterwards is harmless.
+TEST_F(SchedulerTest, NoRequestIsLostWhereverTheSessionFails) {
+  int64_t failures = 0;
+  for (int64_t after = 0; after < 40; ++after) {
+    FakeSession session(3, 64, 12, 4, 8);
+    session.fail_show_after = after;
+    Scheduler scheduler(session, tokenizer_);
+    Heard heard[5];
+    for (Heard& one : heard) scheduler.submit(request(counting(1, 6), 9, one));
+    try {
+      while (scheduler.step()) {
+      }
+    } catch (const Error&) {
+      ++failures;
+    }
+    for (const Heard& one : heard) EXPECT_EQ(one.ends, 1) << "after " << after;
+    for (int64_t number = 0; number < 5; ++number) scheduler.cancel(number);
+    EXPECT_FALSE(scheduler.step());
+  }
+  EXPECT_GE(failures, 20);
 }
 
 // Threads submit, cancel and look at the statistics while the engine thread runs.

@@ -13,7 +13,6 @@ namespace {
 
 // Enough tokens to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
-// The number of graphs kept, one for each kind of step.
 constexpr size_t kMaxGraphs = 32;
 
 // Copies from host memory that may be freed before the copy runs: CUDA stages small pageable data.
@@ -110,7 +109,8 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       last_hidden_(slots() * model.config().width),
       drawn_log_probs_(static_cast<size_t>(slots())),
       host_logits_(slots() * model.config().vocab_size),
-      host_next_(next_.size()) {
+      host_next_(next_.size()),
+      graphs_(kMaxGraphs) {
   forward_.make_screens();  // last, with the memory that is left
 }
 
@@ -265,14 +265,14 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
     sequences.push_back({.tokens = 1, .slot = slots[i]});
   }
   forward_.stage(ids, sequences, &cache_, uniforms);
-  if (graphs_.size() > kMaxGraphs) graphs_.clear();
-  Graph& graph = graphs_[{count, forward_.path()}];
+  Graph& graph = graphs_.at({count, forward_.path()}, forward_.ffn_plans().revision());
   if (!graph.warm) {
     enqueue_layers(count);
     graph.warm = true;
   } else {
     if (!graph.graph.captured()) {
       graph.graph = CudaGraph(ctx_.stream(), [&] { enqueue_layers(count); });
+      ++graphs_captured_;
     }
     graph.graph.launch(ctx_.stream());
   }
@@ -328,16 +328,11 @@ void SessionCuda::count_tokens(int64_t new_tokens) {
   tokens_ += new_tokens;
   if (tokens_ < update_after_) return;
   update_after_ = 2 * tokens_;
-  update_ffn_plans();
-}
-
-void SessionCuda::update_ffn_plans() {
   forward_.ffn_plans().update(ctx_);
-  graphs_.clear();
 }
 
 double SessionCuda::nnz_per_token() {
-  update_ffn_plans();
+  forward_.ffn_plans().update(ctx_);
   double nnz = 0.0;
   const FfnPlansCuda& plans = forward_.ffn_plans();
   for (int64_t layer = 0; layer < plans.size(); ++layer) nnz += plans[layer].plan.nnz_per_token();

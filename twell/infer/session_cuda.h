@@ -4,9 +4,10 @@
 // CUDA graph. The host waits for the device only to read results.
 #pragma once
 
-#include <map>
+#include <utility>
 
 #include "twell/infer/session.h"
+#include "twell/infer/step_graphs.h"
 #include "twell/model/forward_cuda.h"
 
 namespace twell {
@@ -36,7 +37,8 @@ class SessionCuda : public Session {
   std::vector<ActiveNeurons> active_neurons() const override;
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config(); }
-  double nnz_per_token() override;  // waits for the device
+  double nnz_per_token() override;                              // waits for the device
+  int64_t graphs_captured() const { return graphs_captured_; }  // so far
 
  private:
   struct Graph {
@@ -67,9 +69,6 @@ class SessionCuda : public Session {
   // Call after reading results. Updates the FFN layers' executions at intervals that double, so
   // that graphs are captured again only a few times.
   void count_tokens(int64_t new_tokens);
-  // Reads the activity counted by the FFN layers, updates their executions, and drops the graphs,
-  // which contain the previous executions.
-  void update_ffn_plans();
 
   CudaContext& ctx_;
   const ModelCuda& model_;
@@ -85,9 +84,10 @@ class SessionCuda : public Session {
   PinnedBuffer<float> host_logits_;                            // [slots, V]
   PinnedBuffer<int32_t> host_next_;                            // [slots]
   // Key: number of sequences, ForwardCuda::path().
-  std::map<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
-  int64_t tokens_ = 0;        // since the last update of the FFN plans
-  int64_t update_after_ = 1;  // tokens until the next update
+  StepGraphs<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
+  int64_t graphs_captured_ = 0;
+  int64_t tokens_ = 0;        // so far
+  int64_t update_after_ = 1;  // tokens at which the FFN plans are updated next
 };
 
 }  // namespace twell

@@ -81,6 +81,20 @@ TEST_F(SessionCudaTest, AppendAndDecodeEqualCpu) {
   expect_close(got.append(2, a), want.append(2, a));
 }
 
+// A graph contains the executions of its capture, which nnz_per_token() may change.
+TEST_F(SessionCudaTest, UpdatedExecutionsAreCapturedAgain) {
+  SessionCuda session(*ctx_, *device_model_, {.slots = 1});
+  session.append(0, random_ids(20, kVocab, 1));  // so many that no step below updates by itself
+  const std::vector<int64_t> slots = {0};
+  const std::vector<int32_t> ids = {3};
+  const auto step = [&] { session.decode(slots, ids); };
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(session.graphs_captured(), 1);
+  session.nnz_per_token();
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(session.graphs_captured(), 2);
+}
+
 TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const std::vector<SamplerOptions> samplers = {{.temperature = 0.9f, .top_k = 30, .seed = 5},
                                                 {.temperature = 0.7f,

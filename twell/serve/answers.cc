@@ -4,6 +4,22 @@
 #include <utility>
 
 namespace twell {
+namespace {
+
+// A log-probability as JSON values and as text, with the token's name and its bytes.
+constexpr int64_t kLogProbBytes = 512;
+
+int64_t bytes_of(const TokenLogProbs& token) { return kLogProbBytes * (1 + std::ssize(token.top)); }
+
+// The most that an event takes here and in the answer, which is a copy, JSON values and their text.
+int64_t bytes_of(const GenerationEvent& event) {
+  int64_t bytes = int64_t{sizeof(AnswerEvent)} + 4 * std::ssize(event.text);
+  if (event.log_probs != nullptr) bytes += bytes_of(*event.log_probs);
+  for (const TokenLogProbs& token : event.prompt_log_probs) bytes += bytes_of(token);
+  return bytes;
+}
+
+}  // namespace
 
 Answers::~Answers() {
   if (done()) return;
@@ -13,6 +29,15 @@ Answers::~Answers() {
 bool Answers::submit(GenerationRequest request) {
   request.on_event = [mailbox = mailbox_,
                       sequence = requests_.size()](const GenerationEvent& event) {
+    const int64_t bytes = bytes_of(event);
+    {
+      const std::lock_guard lock(mailbox->mutex);
+      mailbox->overflowed = mailbox->overflowed || !mailbox->share.grow(bytes);
+      if (mailbox->overflowed) {
+        mailbox->arrived.notify_one();
+        return;
+      }
+    }
     AnswerEvent copy{
         .sequence = sequence,
         .token = event.token,
@@ -24,9 +49,12 @@ bool Answers::submit(GenerationRequest request) {
     {
       const std::lock_guard lock(mailbox->mutex);
       mailbox->events.push_back(std::move(copy));
+      mailbox->waiting_bytes += bytes;
     }
     mailbox->arrived.notify_one();
   };
+  // The scheduler has the prompt twice: as it was, and with the new tokens.
+  if (!prompts_.grow(2 * std::ssize(request.prompt) * int64_t{sizeof(int32_t)})) return false;
   const std::optional<int64_t> number = scheduler_.submit(std::move(request));
   if (number) requests_.push_back(*number);
   return number.has_value();
@@ -34,10 +62,18 @@ bool Answers::submit(GenerationRequest request) {
 
 std::vector<AnswerEvent> Answers::take(std::chrono::milliseconds at_most) {
   std::unique_lock lock(mailbox_->mutex);
-  mailbox_->arrived.wait_for(lock, at_most, [&] { return !mailbox_->events.empty(); });
+  mailbox_->arrived.wait_for(lock, at_most,
+                             [&] { return mailbox_->overflowed || !mailbox_->events.empty(); });
   std::vector<AnswerEvent> events = std::exchange(mailbox_->events, {});
+  const int64_t bytes = std::exchange(mailbox_->waiting_bytes, 0);
+  if (!keeps_events_) mailbox_->share.shrink(bytes);
   for (const AnswerEvent& event : events) ended_ += event.stop.has_value();
   return events;
+}
+
+bool Answers::overflowed() const {
+  const std::lock_guard lock(mailbox_->mutex);
+  return mailbox_->overflowed;
 }
 
 }  // namespace twell

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "twell/infer/scheduler.h"
+#include "twell/serve/memory_budget.h"
 
 namespace twell {
 
@@ -27,32 +28,47 @@ struct AnswerEvent {
   Usage usage;
 };
 
-// Used by one thread. The number of events that wait is bounded by the tokens of the answers.
+// Used by one thread.
 class Answers {
  public:
-  explicit Answers(Scheduler& scheduler)
-      : scheduler_(scheduler), mailbox_(std::make_shared<Mailbox>()) {}
+  // The budget holds the prompts, and the events until they are taken, or as long as this object
+  // lives where `keeps_events`. Both arguments must outlive the engine thread.
+  Answers(Scheduler& scheduler, MemoryBudget& budget, bool keeps_events)
+      : scheduler_(scheduler),
+        prompts_(budget),
+        mailbox_(std::make_shared<Mailbox>(budget)),
+        keeps_events_(keeps_events) {}
   // Cancels the sequences that have not ended.
   ~Answers();
   Answers(const Answers&) = delete;
   Answers& operator=(const Answers&) = delete;
 
-  // False when the scheduler is full or drains. InputError as for Scheduler::submit().
+  // False when the scheduler is full or drains, or the budget is used up. InputError as for
+  // Scheduler::submit().
   bool submit(GenerationRequest request);
   // Waits for events, at most so long, and returns those that are new, in order.
   std::vector<AnswerEvent> take(std::chrono::milliseconds at_most);
+  // Whether events were lost because the budget was used up. Nothing more arrives then.
+  bool overflowed() const;
   // Whether every event of every sequence has been taken.
   bool done() const { return ended_ == requests_.size(); }
 
  private:
   struct Mailbox {
-    std::mutex mutex;
+    explicit Mailbox(MemoryBudget& budget) : share(budget) {}
+
+    std::mutex mutex;  // guards what follows
     std::condition_variable arrived;
     std::vector<AnswerEvent> events;
+    MemoryBudget::Share share;
+    int64_t waiting_bytes = 0;  // of `events`
+    bool overflowed = false;
   };
 
   Scheduler& scheduler_;
+  MemoryBudget::Share prompts_;
   std::shared_ptr<Mailbox> mailbox_;  // the engine thread may add to it after our end
+  bool keeps_events_;
   std::vector<int64_t> requests_;
   size_t ended_ = 0;
 };

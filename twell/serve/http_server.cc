@@ -8,10 +8,14 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <set>
+#include <system_error>
 #include <thread>
 
 #include "twell/base/error.h"
@@ -170,14 +174,82 @@ void send_reply(HttpReply reply, httplib::Response& to) {
   to.set_chunked_content_provider(
       reply.type, [stream = std::move(reply.stream)](size_t, httplib::DataSink& sink) {
         bool good = true;
-        stream([&](std::string_view piece) {
-          good = good && sink.write(piece.data(), piece.size());
-          return good;
-        });
+        try {
+          stream([&](std::string_view piece) {
+            good = good && sink.write(piece.data(), piece.size());
+            return good;
+          });
+        } catch (const std::exception&) {
+          return false;
+        }
         if (good) sink.done();
         return good;
       });
 }
+
+// Threads that take connections in order of arrival. Unlike the library's pool, it throws when the
+// system has no more threads, and the process lives on.
+class ConnectionThreads final : public httplib::TaskQueue {
+ public:
+  // stopping: set by shutdown(), which the library calls when it accepts no more connections.
+  ConnectionThreads(int64_t count, std::atomic<bool>& stopping) : stopping_(stopping) {
+    try {
+      while (std::ssize(threads_) < count) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error& error) {
+      const size_t started = threads_.size();
+      shutdown();
+      throw InputError(fmt::format(
+          "only {} of {} threads could be started, one for each connection ({}): allow fewer "
+          "connections or more threads and memory",
+          started, count, error.code().message()));
+    }
+  }
+  ~ConnectionThreads() override { shutdown(); }
+
+  // From version 0.14 on it returns whether the task was taken.
+  using Taken = decltype(std::declval<httplib::TaskQueue&>().enqueue(std::function<void()>()));
+  Taken enqueue(std::function<void()> task) override {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    arrived_.notify_one();
+    return Taken(true);
+  }
+  void shutdown() override {
+    stopping_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    arrived_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+ private:
+  // Until there are no more tasks.
+  void work() {
+    while (true) {
+      std::function<void()> task;
+      {
+        std::unique_lock lock(mutex_);
+        arrived_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
+        if (tasks_.empty()) return;
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+
+  std::atomic<bool>& stopping_;
+  std::mutex mutex_;  // guards tasks_ and closed_
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> tasks_;
+  bool closed_ = false;
+  std::vector<std::thread> threads_;
+};
 
 }  // namespace
 
@@ -187,7 +259,7 @@ struct HttpServer::Impl : httplib::Server {
   Impl(const HttpLimits& limits_in, ErrorBody error_body_in, Admit admit_in)
       : limits(limits_in), error_body(std::move(error_body_in)), admit(std::move(admit_in)) {
     new_task_queue = [this] {
-      return new httplib::ThreadPool(static_cast<size_t>(limits.connections + kRefusingThreads));
+      return new ConnectionThreads(limits.connections + kRefusingThreads, stopping);
     };
     set_tcp_nodelay(true);                              // a token is sent at once
     set_keep_alive_timeout(limits.keep_alive.count());  // as replies promise it
@@ -324,6 +396,17 @@ struct HttpServer::Impl : httplib::Server {
 
   bool process_and_close_socket(socket_t socket) override {
     Connection connection(socket, limits);
+    try {
+      serve_or_refuse(socket, connection);
+    } catch (const std::exception&) {
+      // Out of memory, most likely: this connection ends, the others go on.
+    }
+    connection.close();
+    --active;
+    return true;
+  }
+
+  void serve_or_refuse(socket_t socket, Connection& connection) {
     if (++active > limits.connections) {
       const std::string body = error_body(503, "too many connections; try again later");
       const std::string reply = fmt::format(
@@ -334,9 +417,6 @@ struct HttpServer::Impl : httplib::Server {
     } else {
       serve(connection);
     }
-    connection.close();
-    --active;
-    return true;
   }
 
   // Without a limit of its own here the library would let five connections wait.
@@ -349,7 +429,8 @@ struct HttpServer::Impl : httplib::Server {
   std::vector<std::pair<std::string, Handler>> gets_below;
   std::set<std::string> posts;
   std::atomic<int64_t> active{0};
-  std::atomic<bool> stopping{false}, started{false}, returned{false};
+  // stopping: connections end. told: by stop().
+  std::atomic<bool> stopping{false}, told{false}, started{false}, returned{false};
 };
 
 HttpServer::HttpServer(const HttpLimits& limits, ErrorBody error_body, Admit admit)
@@ -386,12 +467,17 @@ int HttpServer::bind(const std::string& host, int port) {
 
 void HttpServer::run() {
   impl_->started = true;
-  if (!impl_->stopping) impl_->listen_after_bind();
-  impl_->returned = true;
+  struct Return {
+    ~Return() { returned = true; }
+    std::atomic<bool>& returned;
+  } const at_the_end{impl_->returned};
+  if (impl_->told) return;
+  impl_->listen_after_bind();
+  TWELL_REQUIRE(impl_->told, "the server cannot accept connections any more");
 }
 
 void HttpServer::stop() {
-  impl_->stopping = true;
+  impl_->told = impl_->stopping = true;
   // The library ignores stop() until it listens.
   while (impl_->started && !impl_->returned && !impl_->is_running()) {
     std::this_thread::sleep_for(milliseconds(1));

@@ -42,7 +42,8 @@ struct HttpReply {
   std::string type = "application/json";
   std::string body;
   std::vector<std::pair<std::string, std::string>> headers;
-  // When set, called after the headers are sent, and writes the body in pieces. It must not throw.
+  // When set, called after the headers are sent, and writes the body in pieces. An exception closes
+  // the connection in the middle of the body.
   std::function<void(const Write& write)> stream;
 };
 
@@ -67,7 +68,8 @@ class HttpServer {
 
   // Listens; port 0 picks a free one. Returns the port. InputError when the address is not usable.
   int bind(const std::string& host, int port);
-  // Serves until stop(), then waits until the handlers in progress have returned.
+  // Serves until stop(), then waits until the handlers in progress have returned. InputError when
+  // there are fewer threads than connections, or when no more connections can be accepted.
   void run();
   // Thread-safe. Connections without a request in progress are closed.
   void stop();

@@ -32,6 +32,10 @@ constexpr milliseconds kPoll{20};             // how often run() looks at its fl
 // Time for cancelled requests to report their end to clients that read slowly.
 constexpr std::chrono::seconds kGoodbye{5};
 
+// The most that a byte of a JSON text takes as values: "[]," is a value of 16 bytes with a list of
+// 32, in lists that grow by doubling.
+constexpr int64_t kParsedBytes = 40;
+
 constexpr const char* kServerSentEvents = "text/event-stream";
 constexpr const char* kOneModel = "/v1/models/";
 
@@ -48,6 +52,13 @@ HttpReply error_reply(const ApiError& error) {
 
 ApiError overloaded() {
   return {503, "the server has no room for the request now; try again later", {}, "overloaded"};
+}
+ApiError answer_too_large() {
+  return {503,
+          "the server has no memory for the answer now; ask for fewer choices, tokens or "
+          "log-probabilities, or try again later",
+          {},
+          "overloaded"};
 }
 
 // The client has closed the connection, so nobody reads the reply.
@@ -79,16 +90,18 @@ struct Collected {
 
 class CompletionFormat final : public Format {
  public:
-  struct Sequence {
-    std::vector<int32_t> prompt;  // where it is echoed
-    std::string prompt_text;
+  // Of a prompt that is echoed.
+  struct Echo {
+    int32_t first_token = 0;
+    std::string text;
   };
-  CompletionFormat(const Tokenizer& tokenizer, bool echo, bool log_probs,
-                   std::vector<Sequence> sequences)
-      : echo_(echo),
-        log_probs_(log_probs),
-        sequences_(std::move(sequences)),
-        collected_(sequences_.size(), Collected(tokenizer)) {}
+  // echoes: of each prompt, or none. Choices of a prompt are consecutive sequences.
+  CompletionFormat(const Tokenizer& tokenizer, bool log_probs, int64_t prompts, int64_t choices,
+                   std::vector<Echo> echoes)
+      : log_probs_(log_probs),
+        choices_(static_cast<size_t>(choices)),
+        echoes_(std::move(echoes)),
+        collected_(static_cast<size_t>(prompts * choices), Collected(tokenizer)) {}
 
   ordered_json delta(const AnswerEvent& event) override {
     add(event);
@@ -100,11 +113,11 @@ class CompletionFormat final : public Format {
   }
   void add(const AnswerEvent& event) override {
     Collected& collected = collected_[event.sequence];
-    const Sequence& sequence = sequences_[event.sequence];
-    if (!std::exchange(collected.begun, true) && echo_) {
-      collected.text = sequence.prompt_text;
+    if (!std::exchange(collected.begun, true) && !echoes_.empty()) {
+      const Echo& echo = echoes_[event.sequence / choices_];
+      collected.text = echo.text;
       if (log_probs_) {
-        collected.completion_log_probs.add_first(sequence.prompt.front());
+        collected.completion_log_probs.add_first(echo.first_token);
         for (const TokenLogProbs& token : event.prompt_log_probs) {
           collected.completion_log_probs.add(token);
         }
@@ -125,8 +138,9 @@ class CompletionFormat final : public Format {
   const char* id_prefix() const override { return "cmpl"; }
 
  private:
-  bool echo_, log_probs_;
-  std::vector<Sequence> sequences_;
+  bool log_probs_;
+  size_t choices_;
+  std::vector<Echo> echoes_;
   std::vector<Collected> collected_;
 };
 
@@ -184,8 +198,11 @@ class ChatFormat final : public Format {
 
 // An HTTP request and everything that its answer needs until the last byte is sent.
 struct Job {
-  explicit Job(Scheduler& scheduler) : answers(scheduler) {}
+  // The events of a stream are dropped once they are sent.
+  Job(Scheduler& scheduler, MemoryBudget& budget, bool stream)
+      : echoes(budget), answers(scheduler, budget, !stream) {}
 
+  MemoryBudget::Share echoes;
   Answers answers;
   std::unique_ptr<Format> format;
   std::vector<Usage> usage;         // of each sequence so far
@@ -222,6 +239,7 @@ struct Server::Impl {
         tokenizer(tokenizer_in),
         chat(chat_in),
         options(std::move(options_in)),
+        memory(options.request_bytes),
         scheduler(session, tokenizer,
                   {.max_waiting = options.max_waiting, .prefill_tokens = options.prefill_tokens}),
         http(
@@ -396,7 +414,7 @@ struct Server::Impl {
   }
 
   std::shared_ptr<Job> new_job(AnswerOptions wanted) {
-    auto job = std::make_shared<Job>(scheduler);
+    auto job = std::make_shared<Job>(scheduler, memory, wanted.stream);
     if (!wanted.seeded) wanted.sampler.seed = std::random_device()();
     job->options = std::move(wanted);
     ++in_progress;
@@ -414,41 +432,58 @@ struct Server::Impl {
     }
   }
 
+  // What `parse` makes of the body, whose values as JSON take memory for a moment.
+  template <typename Parse>
+  auto parsed(const std::string& body, const Parse& parse) {
+    MemoryBudget::Share values(memory);
+    if (!values.grow(kParsedBytes * std::ssize(body))) throw overloaded();
+    return parse(body);
+  }
+
   HttpReply complete(const HttpRequest& http_request) {
-    CompletionRequest request = parse_completion(http_request.body, options.max_waiting);
+    CompletionRequest request = parsed(http_request.body, [this](const std::string& body) {
+      return parse_completion(body, options.max_waiting);
+    });
     check_model(request.options.model);
     const std::shared_ptr<Job> job = new_job(std::move(request.options));
     const bool log_probs = job->options.log_probs.has_value();
     const int64_t max_tokens = job->options.max_tokens.value_or(kCompletionTokens);
     std::vector<GenerationRequest> generations;
-    std::vector<CompletionFormat::Sequence> sequences;
+    std::vector<CompletionFormat::Echo> echoes;
     for (auto& prompt : request.prompts) {
-      CompletionFormat::Sequence sequence;
       std::vector<int32_t> ids;
-      if (const auto* text = std::get_if<std::string>(&prompt)) {
-        sequence.prompt_text = *text;
-        ids = encode(*text, request.begin_token, "prompt");
+      std::string text;
+      if (auto* given = std::get_if<std::string>(&prompt)) {
+        ids = encode(*given, request.begin_token, "prompt");
+        text = std::move(*given);
       } else {
         ids = std::move(std::get<std::vector<int32_t>>(prompt));
         check_ids(ids, "prompt");
-        if (request.echo) sequence.prompt_text = tokenizer.decode(ids);
+        if (request.echo) text = tokenizer.decode(ids);
       }
-      if (request.echo) sequence.prompt = ids;
+      if (request.echo) {
+        // Each choice has the text as a value and as JSON.
+        if (!job->echoes.grow(4 * job->options.choices * std::ssize(text))) {
+          throw answer_too_large();
+        }
+        echoes.push_back({.first_token = ids.empty() ? 0 : ids.front(), .text = std::move(text)});
+      }
       GenerationRequest one =
           generation(std::move(ids), job->options, max_tokens, options.stop_tokens, "prompt");
       if (request.echo && log_probs) one.prompt_log_probs = job->options.log_probs;
       if (max_tokens == 0 && !log_probs) one.prompt_log_probs = 0;
       generations.push_back(std::move(one));
-      sequences.insert(sequences.end(), static_cast<size_t>(job->options.choices), sequence);
     }
-    job->format = std::make_unique<CompletionFormat>(tokenizer, request.echo, log_probs,
-                                                     std::move(sequences));
+    job->format = std::make_unique<CompletionFormat>(
+        tokenizer, log_probs, std::ssize(request.prompts), job->options.choices, std::move(echoes));
     for (const GenerationRequest& one : generations) submit_choices(*job, one);
     return reply(job, http_request);
   }
 
   HttpReply converse(const HttpRequest& http_request) {
-    ChatRequest request = parse_chat(http_request.body, options.max_waiting);
+    ChatRequest request = parsed(http_request.body, [this](const std::string& body) {
+      return parse_chat(body, options.max_waiting);
+    });
     check_model(request.options.model);
     const std::shared_ptr<Job> job = new_job(std::move(request.options));
     // The template writes the begin token itself.
@@ -482,6 +517,7 @@ struct Server::Impl {
         job.usage[event.sequence] = event.usage;
         job.format->add(event);
       }
+      if (job.answers.overflowed()) throw answer_too_large();
       if (!request.connected()) throw ClientGone();
     }
     ordered_json choices = ordered_json::array();
@@ -518,6 +554,10 @@ struct Server::Impl {
         if (choice.is_null()) continue;
         piece += chunk(ordered_json::array({std::move(choice)}), wanted.stream_continuous_usage);
       }
+      if (job.answers.overflowed()) {
+        write(piece + event_text(error_json(answer_too_large())) + "data: [DONE]\n\n");
+        return;
+      }
       if (!connected() || (!piece.empty() && !write(piece))) return;
     }
     std::string end;
@@ -536,8 +576,8 @@ struct Server::Impl {
     }
   }
 
-  HttpReply tokenize(const HttpRequest& http_request) const {
-    const TokenizeRequest request = parse_tokenize(http_request.body);
+  HttpReply tokenize(const HttpRequest& http_request) {
+    const TokenizeRequest request = parsed(http_request.body, parse_tokenize);
     check_model(request.model);
     std::vector<int32_t> ids;
     tokenizer.encode_sequence(request.prompt ? *request.prompt : render(*request.messages_json),
@@ -546,8 +586,8 @@ struct Server::Impl {
         {{"count", ids.size()}, {"max_model_len", session.capacity()}, {"tokens", ids}});
   }
 
-  HttpReply detokenize(const HttpRequest& http_request) const {
-    const std::vector<int32_t> ids = parse_detokenize(http_request.body);
+  HttpReply detokenize(const HttpRequest& http_request) {
+    const std::vector<int32_t> ids = parsed(http_request.body, parse_detokenize);
     for (const int32_t id : ids) {
       if (id >= tokenizer.vocab_size()) {
         throw ApiError(400,
@@ -566,7 +606,7 @@ struct Server::Impl {
   }
 
   void run(const std::atomic<bool>& stop) {
-    std::exception_ptr failure;
+    std::exception_ptr failure, http_failure;
     std::thread engine([&] {
       try {
         scheduler.run();
@@ -579,8 +619,16 @@ struct Server::Impl {
         failed = true;
       }
     });
-    std::thread connections([this] { http.run(); });
-    while (!stop && !failed) std::this_thread::sleep_for(kPoll);
+    std::atomic<bool> listens = true;
+    std::thread connections([&] {
+      try {
+        http.run();
+      } catch (...) {
+        http_failure = std::current_exception();
+      }
+      listens = false;
+    });
+    while (!stop && !failed && listens) std::this_thread::sleep_for(kPoll);
     stopping = true;
     wait_until_idle(std::chrono::steady_clock::now() + options.drain);
     scheduler.cancel_all();
@@ -590,6 +638,7 @@ struct Server::Impl {
     connections.join();
     engine.join();
     if (failure) std::rethrow_exception(failure);
+    if (http_failure) std::rethrow_exception(http_failure);
   }
 
   Session& session;
@@ -597,6 +646,7 @@ struct Server::Impl {
   const ChatTemplate* chat;
   const ServerOptions options;
   const int64_t started = std::time(nullptr);
+  MemoryBudget memory;
   Scheduler scheduler;
   HttpServer http;
   int64_t longest_token = 1;  // bytes

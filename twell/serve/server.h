@@ -27,7 +27,10 @@ struct ServerOptions {
   std::vector<int32_t> chat_stop_tokens;  // end a chat completion
   ApiKeys keys;
   HttpLimits http;
-  int64_t max_waiting = 1024;      // sequences without a slot; more are answered with 503
+  int64_t max_waiting = 1024;  // sequences without a slot; more are answered with 503
+  // For the bodies, prompts and answers of all requests in progress; what does not fit is answered
+  // with 503.
+  int64_t request_bytes = int64_t{4} << 30;
   int64_t prefill_tokens = 0;      // SchedulerOptions::prefill_tokens
   std::chrono::seconds drain{30};  // for running requests once the server is told to stop
   // Joules that the device has used so far; empty where unknown.

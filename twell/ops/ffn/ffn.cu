@@ -244,6 +244,7 @@ FfnPlansCuda::FfnPlansCuda(CudaContext& ctx, int64_t layers, int64_t ffn, FfnPol
 }
 
 void FfnPlansCuda::update(CudaContext& ctx) {
+  ++revision_;
   std::vector<ActivityCuda> counts(plans_.size());
   const auto bytes = static_cast<size_t>(counts_.bytes());
   TWELL_CUDA_CHECK(

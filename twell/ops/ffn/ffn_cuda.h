@@ -140,9 +140,12 @@ class FfnPlansCuda {
 
   // Waits for the stream and adds the layers' counts since the last call to their plans.
   void update(CudaContext& ctx);
+  // Updates so far. The same calls have the same choices, captured or not, until it changes.
+  int64_t revision() const { return revision_; }
 
  private:
   int64_t ffn_;
+  int64_t revision_ = 0;
   DeviceBuffer<ActivityCuda> counts_;  // [L]
   std::vector<FfnPlanCuda> plans_;     // [L]
 };
