@@ -61,10 +61,18 @@ json source_of(const json& options, const TextSource& source) {
   return out;
 }
 
+// The object in the file; null where there is none, or one nested so deeply that copying and
+// comparing it, which recurse, could overflow the stack.
 json read_json(const fs::path& path) {
+  constexpr int kMaxDepth = 16;
   if (!fs::exists(path)) return {};
-  json out = json::parse(read_file(path), nullptr, /*allow_exceptions=*/false);
-  return out.is_object() ? out : json();
+  bool deep = false;
+  const auto check = [&](int depth, json::parse_event_t, const json&) {
+    deep = deep || depth > kMaxDepth;
+    return depth <= kMaxDepth;
+  };
+  json out = json::parse(read_file(path), check, /*allow_exceptions=*/false);
+  return out.is_object() && !deep ? out : json();
 }
 
 // The first option that differs, with both values; empty when none does.

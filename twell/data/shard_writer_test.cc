@@ -168,6 +168,19 @@ TEST_F(ShardWriting, GoesOnWhereItWasInterrupted) {
   EXPECT_FALSE(fs::exists(folder_.path() / "shards.partial"));
 }
 
+// Records that could not have been written by an interrupted job count as none.
+TEST_F(ShardWriting, DeeplyNestedRecordsAreDamaged) {
+  const std::string deep = std::string(200000, '[') + std::string(200000, ']');
+  ASSERT_EQ(write("whole", kSmallParts), "");
+  ASSERT_EQ(write("shards", kSmallParts, 250), "killed");
+  folder_.write("shards.partial/parts/00000.json",
+                R"({"number": 0, "inputs": ["x"], "units_skipped": 0, "shards": )" + deep + "}");
+  EXPECT_EQ(write("shards", kSmallParts, 250), "killed");
+  folder_.write("shards.partial/source.json", R"({"options": {"seed": )" + deep + "}}");
+  EXPECT_EQ(write("shards", kSmallParts), "");
+  EXPECT_EQ(shards("shards"), shards("whole"));
+}
+
 TEST_F(ShardWriting, NothingIsKeptOfNoFinishedPart) {
   EXPECT_EQ(write("shards", kSmallParts, 1), "killed");
   EXPECT_FALSE(fs::exists(folder_.path() / "shards.partial"));
