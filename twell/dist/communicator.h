@@ -28,6 +28,14 @@ struct PieceRange {
 // multiple of 8 elements (16 bytes of bf16), except that the last ones may be shorter or empty.
 PieceRange piece_of(int64_t size, int ranks, int rank);
 
+// A collective call that goes on while its caller does something else. Its values must outlive it.
+class PendingCall {
+ public:
+  virtual ~PendingCall() = default;  // without wait(): the call is given up
+  // Returns when this rank's values are complete and no longer read.
+  virtual void wait() = 0;
+};
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -41,8 +49,9 @@ class Communicator {
   // In place, of the pieces of piece_of: this rank's piece becomes the sum over all ranks; the rest
   // of `values` stays.
   virtual void reduce_scatter_sum(std::span<float> values) = 0;
-  // In place: every rank's piece is copied from that rank.
-  virtual void all_gather(std::span<float> values) = 0;
+  // Starts all_gather below. Until the call's wait() returns, nobody may write to the values, nor
+  // read the pieces of other ranks. Further calls may be made meanwhile.
+  virtual std::unique_ptr<PendingCall> start_all_gather(std::span<float> values) = 0;
   // all [size() * mine.size()]: the bytes of every rank in order.
   virtual void all_gather_bytes(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
   virtual void broadcast(std::span<std::byte> bytes, int root) = 0;
@@ -50,6 +59,8 @@ class Communicator {
   virtual void barrier() = 0;
 
   // On top of the calls above.
+  // In place: every rank's piece is copied from that rank.
+  void all_gather(std::span<float> values) { start_all_gather(values)->wait(); }
   std::vector<double> all_gather_values(std::span<const double> mine);  // [size() * mine.size()]
   std::string broadcast_text(std::string text, int root);
 };

@@ -126,13 +126,13 @@ class GlooCommunicator : public Communicator {
     }
   }
 
-  void all_gather(std::span<float> values) override {
+  std::unique_ptr<PendingCall> start_all_gather(std::span<float> values) override {
     const auto part = [&](int rank) {
       const PieceRange piece = piece_of(static_cast<int64_t>(values.size()), size_, rank);
       return std::as_writable_bytes(
           values.subspan(static_cast<size_t>(piece.begin), static_cast<size_t>(piece.size())));
     };
-    exchange([&](int) { return part(rank_); }, part);
+    return start([&](int) { return part(rank_); }, part);
   }
 
   void all_gather_bytes(std::span<const std::byte> mine, std::span<std::byte> all) override {
@@ -157,33 +157,51 @@ class GlooCommunicator : public Communicator {
   }
 
  private:
+  static constexpr const char* kFailed = "a collective call failed";
   using Part = std::function<std::span<std::byte>(int rank)>;
 
-  // Sends outgoing(r) to and receives incoming(r) from every other rank r. Empty parts are not
-  // sent.
-  void exchange(const Part& outgoing, const Part& incoming) {
+  class Exchange : public PendingCall {
+   public:
+    explicit Exchange(GlooCommunicator& owner) : owner_(owner) {}
+    void wait() override {
+      owner_.guarded(kFailed, [this] {
+        for (const auto& buffer : receives) owner_.wait(*buffer, /*receive=*/true);
+        for (const auto& buffer : sends) owner_.wait(*buffer, /*receive=*/false);
+      });
+    }
+
+    std::vector<std::unique_ptr<UnboundBuffer>> receives, sends;
+
+   private:
+    GlooCommunicator& owner_;
+  };
+
+  // Starts to send outgoing(r) to and to receive incoming(r) from every other rank r. Empty parts
+  // are not sent.
+  std::unique_ptr<PendingCall> start(const Part& outgoing, const Part& incoming) {
     rendezvous_.enter_call();
     rendezvous_.check();
     const uint64_t slot = next_slot_++;
-    guarded("a collective call failed", [&] {
-      std::vector<std::unique_ptr<UnboundBuffer>> receives, sends;
+    auto call = std::make_unique<Exchange>(*this);
+    guarded(kFailed, [&] {
       // Nearest rank first, so that not all ranks send to the same one.
       for (int distance = 1; distance < size_; ++distance) {
         const int from = (rank_ + size_ - distance) % size_, to = (rank_ + distance) % size_;
         const std::span<std::byte> in = incoming(from), out = outgoing(to);
         if (!in.empty()) {
-          receives.push_back(context_->createUnboundBuffer(in.data(), in.size()));
-          receives.back()->recv(from, slot);
+          call->receives.push_back(context_->createUnboundBuffer(in.data(), in.size()));
+          call->receives.back()->recv(from, slot);
         }
         if (!out.empty()) {
-          sends.push_back(context_->createUnboundBuffer(out.data(), out.size()));
-          sends.back()->send(to, slot);
+          call->sends.push_back(context_->createUnboundBuffer(out.data(), out.size()));
+          call->sends.back()->send(to, slot);
         }
       }
-      for (const auto& buffer : receives) wait(*buffer, /*receive=*/true);
-      for (const auto& buffer : sends) wait(*buffer, /*receive=*/false);
     });
+    return call;
   }
+
+  void exchange(const Part& outgoing, const Part& incoming) { start(outgoing, incoming)->wait(); }
 
   void wait(UnboundBuffer& buffer, bool receive) {
     {

@@ -44,8 +44,10 @@ class Pass {
   using LayerGrads = LayerMatrices<float>;
 
   void forward() {
+    await_weights(-1);
     embedding_forward(ctx_, batch_.inputs, weights_.embedding, views_.layers[0].attention_in);
     for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
+      await_weights(static_cast<int64_t>(layer));
       const LayerWeights& w = weights_.layers[layer];
       LayerActivations& a = views_.layers[layer];
       attention_norm_forward(layer, w, a);
@@ -53,8 +55,13 @@ class Pass {
       norm_forward(a.attention_in, views_.delta, a.ffn_in, w.ffn_norm, a.ffn_normed, a.ffn_inv_rms);
       feed_forward_forward(layer, w, a);
     }
+    await_weights(config_.layers);
     norm_forward(views_.layers.back().ffn_in, views_.delta, views_.final_in, weights_.final_norm,
                  views_.final_normed, views_.final_inv_rms);
+  }
+
+  void await_weights(int64_t layer) const {
+    if (batch_.before_layer) batch_.before_layer(layer);
   }
 
   // The loss includes the output head, because all logits are never stored; hence it also computes

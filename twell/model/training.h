@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -66,6 +67,9 @@ struct TrainingBatch {
   float teacher_share = 0.0f;
   std::vector<double> nnz_hint;  // [L] mean nnz of the previous step, or empty
   std::vector<std::vector<uint8_t>>* active = nullptr;  // [L][F]: see FfnTrainForward
+  // Called before forward first reads the weights of a layer, in order: -1 for the embedding, L for
+  // the final norm and the head.
+  std::function<void(int64_t layer)> before_layer = {};
 };
 
 struct TrainingResult {

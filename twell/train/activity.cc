@@ -57,24 +57,32 @@ std::vector<LayerMetrics> StepActivity::metrics() const {
 }
 
 void reinit_dead_neurons(Context& ctx, const TrainOptions& options, int64_t step,
-                         const std::vector<std::vector<uint8_t>>& active, Model& model) {
+                         const std::vector<std::vector<uint8_t>>& active,
+                         std::span<const ShardPiece> pieces, Model& model) {
   const auto weights = model_matrices<float>(model.config, model.flat.data());
   const float strength = static_cast<float>(options.reinit_strength);
   const float std_dev = static_cast<float>(options.reinit_std);
   for (size_t layer = 0; layer < active.size(); ++layer) {
     const MatrixF firing = weights.layers[layer].ffn.firing();  // [F, D]
-    ctx.parallel_for(firing.rows, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t j = begin; j < end; ++j) {
-        if (active[layer][static_cast<size_t>(j)] != 0) continue;
-        float* row = firing.row(j);
-        const int64_t first = (step * firing.rows + j) * firing.cols;
-        for (int64_t d = 0; d < firing.cols; ++d) {
-          const float noise =
-              normal(options.seed, kReinitStream + layer, static_cast<uint64_t>(first + d));
-          row[d] = (1.0f - strength) * row[d] + strength * std_dev * noise;
+    const int64_t at = firing.data - model.flat.data(), size = firing.rows * firing.cols;
+    for (const ShardPiece& piece : pieces) {
+      // Elements of the projection that lie in the piece.
+      const int64_t first = std::max<int64_t>(piece.begin - at, 0);
+      const int64_t last = std::min(piece.begin + piece.size - at, size);
+      if (first >= last) continue;
+      const int64_t row = first / firing.cols, rows = (last - 1) / firing.cols + 1 - row;
+      ctx.parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
+        for (int64_t j = row + begin; j < row + end; ++j) {
+          if (active[layer][static_cast<size_t>(j)] != 0) continue;
+          const int64_t up_to = std::min(last, (j + 1) * firing.cols);
+          for (int64_t i = std::max(first, j * firing.cols); i < up_to; ++i) {
+            const float noise =
+                normal(options.seed, kReinitStream + layer, static_cast<uint64_t>(step * size + i));
+            firing.data[i] = (1.0f - strength) * firing.data[i] + strength * std_dev * noise;
+          }
         }
-      }
-    });
+      });
+    }
   }
 }
 

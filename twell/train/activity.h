@@ -13,6 +13,7 @@
 #include "twell/ops/ffn_train/ffn_train.h"
 #include "twell/train/metrics.h"
 #include "twell/train/options.h"
+#include "twell/train/shard_layout.h"
 
 namespace twell {
 
@@ -39,8 +40,10 @@ class StepActivity {
 inline constexpr uint64_t kReinitStream = 0x7265'696e'6974'0000;
 
 // For each inactive neuron j, in the projection that decides whether it is active: w[j] <- (1 -
-// strength) w[j] + strength N(0, std^2). A pure function of the seed and the step.
+// strength) w[j] + strength N(0, std^2). A pure function of the seed and the step. Changes the
+// given pieces of the parameters alone.
 void reinit_dead_neurons(Context& ctx, const TrainOptions& options, int64_t step,
-                         const std::vector<std::vector<uint8_t>>& active, Model& model);
+                         const std::vector<std::vector<uint8_t>>& active,
+                         std::span<const ShardPiece> pieces, Model& model);
 
 }  // namespace twell

@@ -50,17 +50,21 @@ TEST_P(Reinit, MovesDeadNeuronsOnlyAndRepeats) {
   for (auto& layer : activity.active()) std::fill(layer.begin(), layer.end(), uint8_t{1});
   activity.active()[1][3] = 0;
 
-  const auto reinit = [&](int threads, int64_t step) {
+  using Cut = std::vector<std::vector<ShardPiece>>;
+  const Cut whole = {{{.begin = 0, .size = Model(config).flat.size(), .local = 0}}};
+  const auto reinit = [&](int threads, int64_t step, const Cut& cut) {
     Context ctx(threads);
     auto model = std::make_unique<Model>(config);
     init_weights(ctx, *model, 1);
-    reinit_dead_neurons(ctx, options, step, activity.active(), *model);
+    for (const auto& pieces : cut) {
+      reinit_dead_neurons(ctx, options, step, activity.active(), pieces, *model);
+    }
     return model;
   };
   Context ctx(1);
   Model before(config);
   init_weights(ctx, before, 1);
-  const auto after = reinit(1, 5);
+  const auto after = reinit(1, 5, whole);
   const float* row = before.weights.layers[1].ffn.firing().row(3);
   const int64_t begin = row - before.flat.data();
   double noise = 0.0;
@@ -76,8 +80,12 @@ TEST_P(Reinit, MovesDeadNeuronsOnlyAndRepeats) {
   EXPECT_GT(noise, 0.25 * static_cast<double>(config.width));  // the mean is the width
 
   const size_t bytes = static_cast<size_t>(before.flat.size()) * sizeof(float);
-  EXPECT_EQ(std::memcmp(after->flat.data(), reinit(2, 5)->flat.data(), bytes), 0);
-  EXPECT_NE(std::memcmp(after->flat.data(), reinit(1, 6)->flat.data(), bytes), 0);
+  EXPECT_EQ(std::memcmp(after->flat.data(), reinit(2, 5, whole)->flat.data(), bytes), 0);
+  EXPECT_NE(std::memcmp(after->flat.data(), reinit(1, 6, whole)->flat.data(), bytes), 0);
+  // Ranks move their own pieces, whose cuts lie within rows.
+  Cut ranks;
+  for (const int rank : {0, 1, 2}) ranks.push_back(ShardLayout(before, 3, rank).pieces());
+  EXPECT_EQ(std::memcmp(after->flat.data(), reinit(1, 5, ranks)->flat.data(), bytes), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Gates, Reinit, testing::Bool());

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 
 #include "twell/base/error.h"
 #include "twell/ops/adamw/adamw.h"
@@ -37,6 +38,7 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
       state_(model.config, {options.micro_batch, options.sequence_length}),
       optimizer_(model, layout_),
       activity_(model.config),
+      gathering_(layout_.buckets().size()),
       grads_(model.flat.size()),
       inputs_(batch_size(options)),
       targets_(batch_size(options)),
@@ -57,6 +59,41 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
   // One reservation; otherwise the ops of the first step would allocate blocks of growing size.
   ctx.scratch().reserve(static_cast<size_t>(
       TrainingState::scratch_bytes(model.config, {options.micro_batch, options.sequence_length})));
+}
+
+TrainEngineCpu::~TrainEngineCpu() {
+  if (std::uncaught_exceptions() > 0) return;
+  try {
+    await_weights(model_.config.layers);
+  } catch (const RankFault&) {  // whoever makes the next call learns of it
+  }
+}
+
+void TrainEngineCpu::start_gathering() {
+  if (ranks_ == nullptr) return;
+  // The order of buckets is that of the layers.
+  for (size_t i = 0; i < gathering_.size(); ++i) {
+    gathering_[i] = ranks_->start_all_gather(bucket_of(model_.flat.span(), layout_.buckets()[i]));
+  }
+}
+
+void TrainEngineCpu::await_weights(int64_t layer) {
+  // The first weights of a layer may lie in the bucket before.
+  for (size_t i = 0; i < gathering_.size(); ++i) {
+    if (gathering_[i] == nullptr || layout_.buckets()[i].layer > layer) continue;
+    gathering_[i]->wait();
+    gathering_[i] = nullptr;
+  }
+}
+
+void TrainEngineCpu::read_state(const StateFn& use) {
+  await_weights(model_.config.layers);
+  use(tensors());
+}
+
+void TrainEngineCpu::write_state(const StateFn& fill) {
+  await_weights(model_.config.layers);
+  fill(tensors());
 }
 
 void TrainEngineCpu::ask_teacher(TrainingBatch& batch) {
@@ -99,6 +136,7 @@ int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOut
     batch.policy = options_.ffn_policy;
     for (const LayerHint& hint : request.hints) batch.nnz_hint.push_back(hint.nnz);
     batch.active = &activity_.active();
+    batch.before_layer = [this](int64_t layer) { await_weights(layer); };
     const TrainingResult result = forward_backward(ctx_, model_, batch, state_, grads_.span());
     activity_.add(result.layers);
     outcome.ce += result.loss_sum;
@@ -137,18 +175,15 @@ StepOutcome TrainEngineCpu::step(const StepRequest& request) {
   outcome.grad_norm = reduce_gradients(outcome);
   if (!std::isfinite(outcome.ce) || !std::isfinite(outcome.grad_norm)) return outcome;
   optimizer_.step(ctx_, options_, request.step, outcome.grad_norm, grads_.span(), model_);
-  if (ranks_ != nullptr) {
-    for (const GradientBucket& bucket : layout_.buckets()) {
-      ranks_->all_gather(bucket_of(model_.flat.span(), bucket));
-    }
-  }
   if (options_.reinit_dead) {
-    reinit_dead_neurons(ctx_, options_, request.step, activity_.active(), model_);
+    reinit_dead_neurons(ctx_, options_, request.step, activity_.active(), layout_.pieces(), model_);
   }
+  start_gathering();
   return outcome;
 }
 
 double TrainEngineCpu::validate() {
+  await_weights(model_.config.layers);
   // Validates half a training micro-batch at a time, which fits into the scratch memory of
   // training.
   ValidationOptions validation;

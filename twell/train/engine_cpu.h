@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training steps on the CPU, in f32. With several ranks, gradients are reduced after the backward
-// pass of the last micro-batch, and weights gathered after the optimizer's step.
+// pass of the last micro-batch. Updated weights are gathered in the order in which the next forward
+// pass uses them, while it runs.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -27,20 +29,25 @@ class TrainEngineCpu : public TrainEngine {
   // the model is distilled from it with the share options.distill. ranks: null for a single one.
   TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
                  const Model* teacher = nullptr, Communicator* ranks = nullptr);
+  // Other ranks may still be waiting for weights of this one.
+  ~TrainEngineCpu() override;
 
   Model& model() override { return model_; }
   StepOutcome step(const StepRequest& request) override;
   double validate() override;
   Communicator* ranks() const override { return ranks_; }
   const ShardLayout& layout() const override { return layout_; }
-  void read_state(const StateFn& use) override { use(tensors()); }
-  void write_state(const StateFn& fill) override { fill(tensors()); }
+  void read_state(const StateFn& use) override;
+  void write_state(const StateFn& fill) override;
 
  private:
   // Returns the number of tokens.
   int64_t accumulate_gradients(const StepRequest& request, StepOutcome& outcome);
   double reduce_gradients(StepOutcome& outcome);  // returns their norm
   void ask_teacher(TrainingBatch& batch);
+  void start_gathering();
+  // Waits for the weights of all layers up to this one; -1: of the embedding, L: of all.
+  void await_weights(int64_t layer);
   OptimizerTensors tensors() const {
     return {optimizer_.exp_avg(), optimizer_.exp_avg_sq(), model_.flat.span()};
   }
@@ -55,6 +62,8 @@ class TrainEngineCpu : public TrainEngine {
   TrainingState state_;
   Optimizer optimizer_;
   StepActivity activity_;
+  // Of each bucket, while its weights are being gathered; otherwise null.
+  std::vector<std::unique_ptr<PendingCall>> gathering_;
   Buffer<float> grads_;                    // [N]
   std::vector<int32_t> inputs_, targets_;  // [B * T] of one micro-batch
   std::vector<int64_t> documents_;         // their lengths; empty without a document mask

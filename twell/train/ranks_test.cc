@@ -63,7 +63,8 @@ class RanksTest : public testing::Test {
     const RunFolder follower(out);
     const auto resume_from = first.latest();
     return run_rendezvous(ranks, [&](Rendezvous& rendezvous) {
-      const auto all = ranks > 1 ? gloo_communicator(rendezvous) : nullptr;
+      auto all = ranks > 1 ? gloo_communicator(rendezvous) : nullptr;
+      if (late_ && ranks > 1) all = std::make_unique<LateGathers>(std::move(all));
       const int rank = rendezvous.identity().rank;
       Context ctx(1);
       std::unique_ptr<Model> model;
@@ -82,7 +83,9 @@ class RanksTest : public testing::Test {
       TrainEngineCpu engine(ctx, *model, data_.shards, options, nullptr, all.get());
       Watched watched(engine, [&](int64_t step) {
         if (poison_.rank == rank && poison_.after_step == step) {
-          model->flat[model->flat.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+          engine.read_state([](const OptimizerTensors& state) {
+            state.weights[state.weights.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+          });
         }
         // The last rank alone asks to stop.
         if (rank == ranks - 1 && step == stop_after) stop = true;
@@ -99,6 +102,44 @@ class RanksTest : public testing::Test {
       weights_[static_cast<size_t>(rank)].assign(flat.begin(), flat.end());
     });
   }
+
+  // Gathers weights when they are waited for, and not before: until then those of other ranks are
+  // NaN. Everything else is the communicator's.
+  class LateGathers : public Communicator {
+   public:
+    explicit LateGathers(std::unique_ptr<Communicator> all) : all_(std::move(all)) {}
+    int rank() const override { return all_->rank(); }
+    int size() const override { return all_->size(); }
+    Rendezvous& rendezvous() override { return all_->rendezvous(); }
+    void all_reduce_sum(std::span<double> values) override { all_->all_reduce_sum(values); }
+    void all_reduce_max(std::span<uint8_t> values) override { all_->all_reduce_max(values); }
+    void reduce_scatter_sum(std::span<float> values) override { all_->reduce_scatter_sum(values); }
+    std::unique_ptr<PendingCall> start_all_gather(std::span<float> values) override {
+      const PieceRange own = piece_of(std::ssize(values), size(), rank());
+      for (int64_t i = 0; i < std::ssize(values); ++i) {
+        if (i >= own.begin && i < own.end) continue;
+        values[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
+      }
+      return std::make_unique<Pending>(*all_, values);
+    }
+    void all_gather_bytes(std::span<const std::byte> mine, std::span<std::byte> all) override {
+      all_->all_gather_bytes(mine, all);
+    }
+    void broadcast(std::span<std::byte> bytes, int root) override { all_->broadcast(bytes, root); }
+    void barrier() override { all_->barrier(); }
+
+   private:
+    class Pending : public PendingCall {
+     public:
+      Pending(Communicator& ranks, std::span<float> weights) : ranks_(ranks), weights_(weights) {}
+      void wait() override { ranks_.all_gather(weights_); }
+
+     private:
+      Communicator& ranks_;
+      std::span<float> weights_;
+    };
+    std::unique_ptr<Communicator> all_;
+  };
 
   // Calls after_step on every rank, where on_progress is called on the first only.
   class Watched : public TrainEngine {
@@ -140,14 +181,19 @@ class RanksTest : public testing::Test {
   Curve curve_;
   Weights weights_;
   Poison poison_;
+  bool late_ = false;  // LateGathers
 };
 
-TEST_F(RanksTest, TheCurveIsThatOfOneRankAndRepeatsBitForBit) {
-  EXPECT_THAT(run(1, out("1"), options(12)), Each(StrEq("")));
+class CurveTest : public RanksTest, public testing::WithParamInterface<FfnTrainPolicy> {};
+
+TEST_P(CurveTest, IsThatOfOneRankAndRepeatsBitForBit) {
+  TrainOptions given = options(12);
+  given.ffn_policy = GetParam();
+  EXPECT_THAT(run(1, out("1"), given), Each(StrEq("")));
   const Curve one = curve_;
   const std::vector<float> weights = weights_[0];
   for (const int ranks : {2, 3, 4}) {
-    EXPECT_THAT(run(ranks, out(std::to_string(ranks)), options(12)), Each(StrEq("")));
+    EXPECT_THAT(run(ranks, out(std::to_string(ranks)), given), Each(StrEq("")));
     ASSERT_EQ(curve_.ce.size(), one.ce.size());
     ASSERT_EQ(curve_.validation.size(), one.validation.size());
     // The first loss differs by the order of a sum of doubles; later ones by weights that differ
@@ -162,10 +208,35 @@ TEST_F(RanksTest, TheCurveIsThatOfOneRankAndRepeatsBitForBit) {
     for (const std::vector<float>& of_rank : weights_) EXPECT_TRUE(same(of_rank, weights_[0]));
     const Curve first = curve_;
     const std::vector<float> before = weights_[0];
-    run(ranks, out(std::to_string(ranks) + "-again"), options(12));
+    run(ranks, out(std::to_string(ranks) + "-again"), given);
     EXPECT_EQ(curve_.ce, first.ce);
     EXPECT_EQ(curve_.validation, first.validation);
     EXPECT_TRUE(same(weights_[0], before));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Executions, CurveTest,
+                         testing::Values(FfnTrainPolicy::kDense, FfnTrainPolicy::kHybrid),
+                         [](const auto& param) {
+                           return param.param == FfnTrainPolicy::kDense ? "dense" : "hybrid";
+                         });
+
+// Nothing reads another rank's weights of a layer before they were waited for: neither the next
+// step's forward pass nor the validation, a checkpoint or the reinitialisation.
+TEST_F(RanksTest, WeightsAreWaitedForBeforeTheirFirstUse) {
+  for (const int ranks : {2, 4}) {
+    const std::string name = std::to_string(ranks);
+    TrainOptions given = options(8);
+    given.save_every = 3;
+    late_ = false;
+    EXPECT_THAT(run(ranks, out(name), given), Each(StrEq("")));
+    const Curve curve = curve_;
+    const std::vector<float> weights = weights_[0];
+    late_ = true;
+    EXPECT_THAT(run(ranks, out(name + "-late"), given), Each(StrEq("")));
+    EXPECT_EQ(curve_.ce, curve.ce);
+    EXPECT_EQ(curve_.validation, curve.validation);
+    EXPECT_TRUE(same(weights_[0], weights));
   }
 }
 
