@@ -50,6 +50,15 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, ui
                : "memory");
 }
 
+// The same, each matrix transposed: lanes 8i .. 8i + 7 give the addresses of its columns.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t r0,
+                                                          uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -25,6 +25,7 @@
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/dependent_launch.cuh"
 #include "twell/sm90/tensor_map.h"
+#include "twell/sm90/warp_mma.cuh"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell {
@@ -69,6 +70,9 @@ struct Cursor {
   }
 };
 
+// Each CTA runs a loop for tens of k-steps at most, so fetching instructions takes a good part of
+// its time. So loops are not unrolled, and nothing that is the same in every step is computed in
+// them.
 constexpr int kTileK = 64;
 constexpr int kMaxNeurons = 192;  // of a CTA of gate, or of a cluster of up, at a time
 constexpr int kMaxStages = 8;
@@ -76,11 +80,6 @@ constexpr int kAccumulators = kMaxNeurons / 2;
 constexpr uint32_t kBytesX = kTokens * kTileK * 2;
 constexpr uint32_t kSharedBytes = 232448;  // 227 KiB, the most a CTA can have
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -126,15 +125,23 @@ __device__ __forceinline__ void multiply_step(float (&acc)[kAccumulators], uint3
 
 namespace gate {
 
-constexpr uint32_t kMaskBytes = 8 * 4 + 16;  // masks of active neurons, their non-zeros
+constexpr uint32_t kCountBytes = 2 * 8 * 4;  // of 8 warps: masks of active neurons, non-zeros
 constexpr uint32_t kRingBytes =
-    (kSharedBytes - 1024 - 2 * kMaxStages * 8 - kMaskBytes) / 1024 * 1024;
-// The values of active neurons, in the ring buffer's memory.
-static_assert(kMaxNeurons * kTokens * 2 <= kRingBytes);
+    (kSharedBytes - 1024 - 2 * kMaxStages * 8 - kCountBytes) / 1024 * 1024;
+// The finished tile, in the ring buffer's memory: a row of 128 tokens per neuron. The pitch keeps
+// the 16-byte pieces that a warp stores or loads at a time in different banks.
+constexpr uint32_t kRowBytes = kTokens * 2 + 16;
+static_assert(kMaxNeurons * kRowBytes <= kRingBytes);
+
+// One operand: boxes of so many rows that the CTAs of a cluster that read the same rows load one
+// each. Boxes of the last rows are lower, because TMA takes long for rows outside of the matrix.
+struct Boxes {
+  CUtensorMap map, last_map;
+  int rows, last_rows;
+};
 
 struct Params {
-  CUtensorMap map_x;        // [M, D], boxes of 128 / cluster_y rows
-  CUtensorMap map_w;        // the first weight [F, D], boxes of neurons / cluster_x rows
+  Boxes x, weight;          // [M, D], the first weight [F, D]
   const __nv_bfloat16* up;  // [F, D] rows of active neurons are prefetched into the L2; or null
   Lists lists;
   ActivityCuda* activity;  // or null
@@ -145,103 +152,105 @@ struct Params {
   bool early_weights;        // the first weight may be read before the predecessor has finished
 };
 
+// With more than the CTA was launched with, 168 per thread, the kernel would wait for ever.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+static_assert(kProducers * kProducerRegisters + kConsumers * kConsumerRegisters <= kThreads * 168);
+
 struct Shared {
-  uint32_t ring, full, empty, masks;
+  uint32_t ring, full, empty, masks, nonzeros;
   uint32_t stage_bytes;
   __device__ Shared(void* base, int neurons) {
     ring = (smem_address(base) + 1023) & ~1023u;
     full = ring + kRingBytes;
     empty = full + kMaxStages * 8;
     masks = empty + kMaxStages * 8;
+    nonzeros = masks + 8 * 4;
     stage_bytes = kBytesX + static_cast<uint32_t>(neurons) * 128;
   }
   __device__ __forceinline__ uint32_t stage(int index) const { return ring + index * stage_bytes; }
-};
-
-// Active neurons of a CTA. In the accumulators, lane t of a quad has columns 8i + 2t and 8i + 2t +
-// 1 of every block i. Word 2t + i / 16 of the masks has bits i % 16 and 16 + i % 16 for them.
-// Positions are counted in the order of these words.
-struct ActiveSet {
-  uint32_t words[8];
-  __device__ __forceinline__ explicit ActiveSet(const Shared& shared) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = load_shared(shared.masks + i * 4);
-  }
-  __device__ __forceinline__ int count() const {
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) total += __popc(words[i]);
-    return total;
-  }
-  // Active neurons in words below `word`.
-  __device__ __forceinline__ int before(int word) const {
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) total += i < word ? __popc(words[i]) : 0;
-    return total;
-  }
 };
 
 struct Cta {
   const Params& params;
   const Shared& shared;
   const int tile = static_cast<int>(blockIdx.x), segment = static_cast<int>(blockIdx.y);
-  const int x = tile % params.cluster_x, y = segment % params.cluster_y;  // within the cluster
-  const int first = segment * params.lists.neurons;                       // neuron
-  // A cluster may reach past the last tile or the last segment.
-  __device__ __forceinline__ bool outside() const {
-    return tile >= params.tiles || segment >= params.lists.segments;
-  }
+  // Within the cluster, which has one or two CTAs each way.
+  const int x = tile & (params.cluster_x - 1), y = segment & (params.cluster_y - 1);
+  const int first = segment * params.lists.neurons;
+  // A cluster may reach past the last segment.
+  __device__ __forceinline__ bool outside() const { return segment >= params.lists.segments; }
 };
 
-// The thread that fills the ring buffers of its cluster.
-struct Producer {
-  const Cta& cta;
-  const Params& p = cta.params;
-  const Shared& s = cta.shared;
-  // This CTA's share of x for all CTAs of its tile.
-  __device__ __forceinline__ void load_x(int stage, int k) const {
-    const int rows = kTokens / p.cluster_y;
-    uint32_t mask = 0;
-    for (int i = 0; i < p.cluster_y; ++i) mask |= 1u << (cta.x + i * p.cluster_x);
-    tensor_load_multicast(s.stage(stage) + cta.y * rows * 128, &p.map_x, k * kTileK,
-                          cta.tile * kTokens + cta.y * rows, s.full + stage * 8,
-                          static_cast<uint16_t>(mask));
-  }
-  // This CTA's share of the weight for all CTAs of its segment.
-  __device__ __forceinline__ void load_weight(int stage, int k) const {
-    const int rows = p.lists.neurons / p.cluster_x;
-    const uint32_t mask = ((1u << p.cluster_x) - 1) << (cta.y * p.cluster_x);
-    barrier_arrive_expect(s.full + stage * 8, s.stage_bytes);
-    tensor_load_multicast(s.stage(stage) + kBytesX + cta.x * rows * 128, &p.map_w, k * kTileK,
-                          cta.first + cta.x * rows, s.full + stage * 8,
-                          static_cast<uint16_t>(mask));
-  }
+// The boxes of one operand that a CTA loads.
+struct Loads {
+  const CUtensorMap* map;
+  int row;          // of the matrix
+  uint32_t offset;  // of the box in the stage
+  uint32_t bytes;   // of all boxes that land in this CTA
+  uint16_t mask;    // of the CTAs that read it
+  bool shared;      // by several CTAs
 
-  __device__ __forceinline__ void run() const {
-    const int early = p.early_weights ? min(p.stages, p.k_steps) : 0;
-    for (int k = 0; k < early; ++k) load_weight(k, k);
-    wait_for_previous_kernel();
-    // Trigger dependents only after griddepcontrol.wait; earlier would delay our own wait.
-    allow_next_kernel();
-    Cursor cursor{p.stages, 1};  // a new ring buffer is empty
-    for (int k = 0; k < p.k_steps; ++k, cursor.advance()) {
-      if (k >= early) {
-        barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
-        load_weight(cursor.stage, k);
-      }
-      load_x(cursor.stage, k);
+  // `index` of the `count` CTAs that read rows from `first` on.
+  __device__ __forceinline__ Loads(const Boxes& boxes, bool last, bool none, int first, int index,
+                                   int count, uint32_t readers) {
+    const int rows = last ? boxes.last_rows : boxes.rows;
+    map = last ? &boxes.last_map : &boxes.map;
+    row = first + index * rows;
+    offset = static_cast<uint32_t>(index * rows * 128);
+    bytes = none ? 0 : static_cast<uint32_t>(count * rows * 128);
+    mask = static_cast<uint16_t>(readers);
+    shared = count > 1;
+  }
+  __device__ __forceinline__ void load(uint32_t to, int k, uint32_t landed) const {
+    if (bytes == 0) return;
+    if (shared) {
+      tensor_load_multicast(to + offset, map, k * kTileK, row, landed, mask);
+    } else {
+      tensor_load(to + offset, map, k * kTileK, row, landed);
     }
   }
 };
+
+// Run by the thread that fills the ring buffers of its cluster. A k-step has few cycles, so all
+// that is the same in each is computed before.
+__device__ __forceinline__ void produce(const Cta& cta) {
+  const Params& p = cta.params;
+  const Shared& s = cta.shared;
+  const int x = cta.x, y = cta.y;
+  // CTAs of a tile stand cluster_x apart, those of a segment side by side.
+  const uint32_t column = p.cluster_y == 1 ? 1 : 1 | 1 << p.cluster_x;
+  const Loads tokens(p.x, cta.tile == p.tiles - 1, false, cta.tile * kTokens, y, p.cluster_y,
+                     column << x);
+  const Loads neurons(p.weight, cta.segment == p.lists.segments - 1, cta.outside(), cta.first, x,
+                      p.cluster_x, ((1u << p.cluster_x) - 1) << (y * p.cluster_x));
+  const uint32_t bytes = tokens.bytes + neurons.bytes;
+  const auto load_weight = [&](int stage, int k) {
+    barrier_arrive_expect(s.full + stage * 8, bytes);
+    neurons.load(s.stage(stage) + kBytesX, k, s.full + stage * 8);
+  };
+  const int early = p.early_weights ? min(p.stages, p.k_steps) : 0;
+#pragma unroll 1
+  for (int k = 0; k < early; ++k) load_weight(k, k);
+  wait_for_previous_kernel();
+  // Trigger dependents only after griddepcontrol.wait; earlier would delay our own wait.
+  allow_next_kernel();
+  Cursor cursor{p.stages, 1};  // a new ring buffer is empty
+#pragma unroll 1
+  for (int k = 0; k < p.k_steps; ++k, cursor.advance()) {
+    if (k >= early) {
+      barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
+      load_weight(cursor.stage, k);
+    }
+    tokens.load(s.stage(cursor.stage), k, s.full + cursor.stage * 8);
+  }
+}
 
 struct Consumer {
   const Cta& cta;
   const Params& p = cta.params;
   const Shared& s = cta.shared;
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4, quad = thread % 4;
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   // The CTAs that load what this one reads, which are those that read what this one loads: of the
   // same tile, and of the same segment. Thread i of a warpgroup tells the i-th.
   const int readers = p.cluster_x + p.cluster_y - 1;
@@ -261,6 +270,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply(float (&acc)[kAccumulators]) const {
     Cursor cursor{p.stages, 0};
     int previous = 0;
+#pragma unroll 1
     for (int k = 0; k < p.k_steps; ++k) {
       barrier_wait(s.full + cursor.stage * 8, cursor.parity);
       multiply_step<N>(acc, s.stage(cursor.stage), warpgroup, k > 0);
@@ -275,108 +285,87 @@ struct Consumer {
     release(previous);
   }
 
-  // Writes the active neurons and their gate, and counts.
-  __device__ __forceinline__ void write(const float (&acc)[kAccumulators]) const {
-    constexpr int kBlocks = kMaxNeurons / 8;
-    uint32_t upper[kBlocks], lower[kBlocks];  // pairs of columns, of rows `row` and row + 8
-    const int last = min(p.lists.neurons, p.ffn - cta.first);
-    const bool upper_in = cta.tile * kTokens + row < p.tokens;
-    const bool lower_in = cta.tile * kTokens + row + 8 < p.tokens;
+  // The gate in bf16, into the tile in shared memory. Rows of the ring buffer that were not loaded
+  // are stale, so tokens past the last are set to 0, and neurons past the last are not read.
+  __device__ __forceinline__ void store_tile(const float (&acc)[kAccumulators]) const {
+    const int row = warpgroup * 64 + thread / 32 * 16;
+    const bool upper_in = cta.tile * kTokens + row + lane / 4 < p.tokens;
+    const bool lower_in = cta.tile * kTokens + row + lane / 4 + 8 < p.tokens;
+    const uint32_t to = s.ring + (lane / 16 * 8 + lane % 8) * kRowBytes +
+                        static_cast<uint32_t>(row + lane / 8 % 2 * 8) * 2;
+    const auto pair = [](bool in, float low, float high) {
+      return in ? relu_bf16x2(low, high) : 0;
+    };
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      // Rows past the last token and neurons past the last are read as zeros, whose products with
-      // Inf or NaN are NaN.
-      const bool inside = 8 * i < last;
-      upper[i] = inside && upper_in ? relu_bf16x2(acc[4 * i], acc[4 * i + 1]) : 0;
-      lower[i] = inside && lower_in ? relu_bf16x2(acc[4 * i + 2], acc[4 * i + 3]) : 0;
+    for (int i = 0; i < kMaxNeurons / 8; i += 2) {
+      if (8 * i >= p.lists.neurons) break;
+      store_matrices_transposed(to + i * 8 * kRowBytes, pair(upper_in, acc[4 * i], acc[4 * i + 1]),
+                                pair(lower_in, acc[4 * i + 2], acc[4 * i + 3]),
+                                pair(upper_in, acc[4 * i + 4], acc[4 * i + 5]),
+                                pair(lower_in, acc[4 * i + 6], acc[4 * i + 7]));
     }
-    int nnz = 0;
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      uint32_t in_upper = 0, in_lower = 0;
-#pragma unroll
-      for (int i = min(kBlocks, word * 16 + 16) - 1; i >= word * 16; --i) {
-        in_upper = in_upper + in_upper + __vminu2(upper[i], 0x00010001u);
-        in_lower = in_lower + in_lower + __vminu2(lower[i], 0x00010001u);
+  }
+
+  // Writes the active neurons of the tile and their gate, and counts. A thread has a neuron.
+  __device__ __forceinline__ void publish() const {
+    const int index = warpgroup * 128 + thread, warp = index / 32;
+    const uint32_t row = s.ring + index * kRowBytes;
+    uint32_t halves = 0;
+    if (index < min(p.lists.neurons, p.ffn - cta.first)) {
+#pragma unroll 4
+      for (int i = 0; i < kTokens / 8; ++i) {
+        const uint4 v = load_shared16(row + i * 16);
+        for (const uint32_t pair : {v.x, v.y, v.z, v.w}) halves += __vminu2(pair, 0x00010001u);
       }
-      nnz += __popc(in_upper) + __popc(in_lower);
-      uint32_t any = in_upper | in_lower;
-      any |= __shfl_xor_sync(~0u, any, 4);
-      any |= __shfl_xor_sync(~0u, any, 8);
-      any |= __shfl_xor_sync(~0u, any, 16);
-      if (thread % 32 < 4 && any != 0) {
-        asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(s.masks + (quad * 2 + word) * 4), "r"(any)
-                     : "memory");
-      }
     }
-    nnz = __reduce_add_sync(~0u, nnz);
-    if (thread % 32 == 0 && nnz > 0) {
-      asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(s.masks + 8 * 4), "r"(nnz) : "memory");
+    const auto nonzeros = static_cast<int>((halves & 0xffff) + (halves >> 16));
+    const uint32_t mask = __ballot_sync(~0u, nonzeros > 0);
+    const int of_warp = __reduce_add_sync(~0u, nonzeros);
+    if (lane == 0) {
+      store_shared(s.masks + warp * 4, mask);
+      store_shared(s.nonzeros + warp * 4, of_warp);
     }
-    named_barrier(1, kConsumers);  // nothing reads the ring buffer any more, too
-    const ActiveSet active(s);
-    // The gate of both rows.
-    int position = active.before(2 * quad);
+    named_barrier(1, kConsumers);
+    int before = __popc(mask & ((1u << lane) - 1)), total = 0, nnz = 0;
 #pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      const uint32_t mask = load_shared(s.masks + (2 * quad + word) * 4);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = word * 16; i < min(kBlocks, word * 16 + 16); ++i) {
-          if ((mask >> (half * 16 + i % 16) & 1) == 0) continue;
-          const uint32_t at = s.ring + (position * kTokens + row) * 2;
-          asm volatile("st.shared.b16 [%0], %1;" ::"r"(at),
-                       "h"(static_cast<uint16_t>(upper[i] >> (16 * half)))
-                       : "memory");
-          asm volatile("st.shared.b16 [%0], %1;" ::"r"(at + 16),
-                       "h"(static_cast<uint16_t>(lower[i] >> (16 * half)))
-                       : "memory");
-          ++position;
+    for (int i = 0; i < kConsumers / 32; ++i) {
+      const int count = __popc(load_shared4(s.masks + i * 4));
+      before += i < warp ? count : 0;
+      total += count;
+      nnz += static_cast<int>(load_shared4(s.nonzeros + i * 4));
+    }
+    wait_for_previous_kernel();  // the predecessor may still read the lists
+    const int64_t place = int64_t{cta.tile} * p.lists.places + cta.first + before;
+    if (nonzeros > 0) {
+      const int neuron = cta.first + index;
+      bulk_store(p.lists.gate + place * kTokens, row, kTokens * 2);
+      bulk_store_commit();
+      p.lists.ids[place] = neuron;
+      if (p.up != nullptr) bulk_prefetch(p.up + int64_t{neuron} * p.width, p.width * 2);
+    }
+    if (index == 0 && !cta.outside()) {
+      p.lists.counts[int64_t{cta.tile} * p.lists.segments + cta.segment] = total;
+      if (p.activity != nullptr) {
+        atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(nnz));
+        atomicAdd(&p.activity->union_neurons, static_cast<unsigned long long>(total));
+        if (cta.segment == 0) {
+          atomicAdd(&p.activity->unions, 1ull);
+          atomicAdd(&p.activity->tokens,
+                    static_cast<unsigned long long>(min(kTokens, p.tokens - cta.tile * kTokens)));
         }
       }
     }
-    fence_async_shared();
-    named_barrier(1, kConsumers);
-    if (!cta.outside()) publish(active);
-  }
-
-  __device__ __forceinline__ void publish(const ActiveSet& active) const {
-    wait_for_previous_kernel();  // the predecessor may still read the lists
-    const int total = active.count();
-    const int64_t place = int64_t{cta.tile} * p.lists.places + cta.first;
-    const int index = warpgroup * 128 + thread;  // a bit of the masks
-    const int word = index / 32, bit = index % 32;
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) mask = i == word ? active.words[i] : mask;
-    if ((mask >> bit & 1) != 0) {
-      const int position = active.before(word) + __popc(mask & ((1u << bit) - 1));
-      const int neuron = cta.first + (word % 2 * 16 + bit % 16) * 8 + word / 2 * 2 + bit / 16;
-      p.lists.ids[place + position] = neuron;
-      if (p.up != nullptr) bulk_prefetch(p.up + int64_t{neuron} * p.width, p.width * 2);
-    }
-    if (index > 0) return;
-    p.lists.counts[int64_t{cta.tile} * p.lists.segments + cta.segment] = total;
-    if (p.activity != nullptr) {
-      atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(load_shared(s.masks + 8 * 4)));
-      atomicAdd(&p.activity->union_neurons, static_cast<unsigned long long>(total));
-      if (cta.segment == 0) {
-        atomicAdd(&p.activity->unions, 1ull);
-        atomicAdd(&p.activity->tokens,
-                  static_cast<unsigned long long>(min(kTokens, p.tokens - cta.tile * kTokens)));
-      }
-    }
-    if (total == 0) return;
-    bulk_store(p.lists.gate + place * kTokens, s.ring, total * kTokens * 2);
-    bulk_store_commit();
     bulk_store_wait();
   }
 
   __device__ __forceinline__ void run() const {
     float acc[kAccumulators];
     for_width(p.lists.neurons, [&]<int N>() { multiply<N>(acc); });
-    write(acc);
+    named_barrier(1, kConsumers);  // nothing reads the ring buffer any more
+    store_tile(acc);
+    fence_async_shared();  // bulk stores read it
+    named_barrier(1, kConsumers);
+    publish();
   }
 };
 
@@ -387,27 +376,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Shared shared(memory, params.lists.neurons);
   const Cta cta{params, shared};
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&params.map_x);
-    prefetch_tensor_map(&params.map_w);
     for (int i = 0; i < params.stages; ++i) {
       barrier_init(shared.full + i * 8, 1);
       barrier_init(shared.empty + i * 8, 2 * (params.cluster_x + params.cluster_y - 1));
     }
     fence_barrier_init();
   }
-  if (threadIdx.x < 9) store_shared(shared.masks + threadIdx.x * 4, 0);
   __syncthreads();
-  cluster_sync();
+  cluster_arrive_relaxed();
+  cluster_wait();
   if (threadIdx.x < kProducers) {
-    registers_decrease<24>();
-    if (threadIdx.x == 0) Producer{cta}.run();
+    registers_decrease<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(cta);
     __syncwarp();
   } else {
-    registers_increase<240>();
+    registers_increase<kConsumerRegisters>();
     Consumer{cta}.run();
     __syncwarp();
   }
-  cluster_sync();  // no CTA leaves while another may still signal its barriers
+  // No CTA leaves while another may still signal its barriers.
+  cluster_arrive_relaxed();
+  cluster_wait();
 }
 
 }  // namespace gate
@@ -460,10 +449,11 @@ struct Chunk {
     for (int i = 0; i < kMaxNeurons / 16; ++i) {
       rows[i] = kNone;
       if (16 * i >= size) continue;
-      const auto place = static_cast<int>(load_shared(s.places + (thread / 8 + 16 * i) * 4));
+      const auto place = static_cast<int>(load_shared4(s.places + (thread / 8 + 16 * i) * 4));
       if (place >= 0) rows[i] = static_cast<uint32_t>(ids[place]) * pieces + thread % 8;
     }
     const auto* weight = reinterpret_cast<const uint4*>(p.up);
+#pragma unroll 1
     for (int k = k_begin; k < k_end; ++k, cursor.advance()) {
       barrier_wait(s.empty + cursor.stage * 8, cursor.parity);
       const uint32_t landed = s.full + cursor.stage * 8;
@@ -491,6 +481,7 @@ struct Chunk {
     const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
     const bool releases = threadIdx.x % 128 == 0;
     int previous = 0;
+#pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
       barrier_wait(s.full + cursor.stage * 8, cursor.parity);
       // Gathers write through the generic proxy, WGMMA reads through the async proxy.
@@ -509,16 +500,16 @@ struct Chunk {
 
   // Sends a block of 8 neurons to the CTA that adds it up: in the ring buffer's memory, [block of
   // that CTA][from CTA][thread] float4.
-  __device__ __forceinline__ void send(const float (&acc)[kAccumulators], int split,
+  __device__ __forceinline__ void send(const float (&acc)[kAccumulators], int log_split,
                                        int rank) const {
     const int thread = static_cast<int>(threadIdx.x) - kProducers;
+    const bool empty = k_end == k_begin;
 #pragma unroll
     for (int i = 0; i < kMaxNeurons / 8; ++i) {
       if (8 * i >= size) break;
-      const bool empty = k_end == k_begin;
-      const uint32_t to =
-          remote_address(s.ring + ((i / split * split + rank) * kConsumers + thread) * 16,
-                         static_cast<uint32_t>(i % split));
+      const int to_rank = i & ((1 << log_split) - 1), part = i - to_rank + rank;
+      const uint32_t to = remote_address(s.ring + (part * kConsumers + thread) * 16,
+                                         static_cast<uint32_t>(to_rank));
       asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to),
                    "f"(empty ? 0.0f : acc[4 * i]), "f"(empty ? 0.0f : acc[4 * i + 1]),
                    "f"(empty ? 0.0f : acc[4 * i + 2]), "f"(empty ? 0.0f : acc[4 * i + 3])
@@ -536,7 +527,7 @@ struct Chunk {
     uint2 pairs{};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const auto place = static_cast<int>(load_shared(s.places + (first_place + c) * 4));
+      const auto place = static_cast<int>(load_shared4(s.places + (first_place + c) * 4));
       if (place < 0) continue;
       pairs.x |= static_cast<uint32_t>(gate[int64_t{place} * kTokens]) << (16 * c);
       pairs.y |= static_cast<uint32_t>(gate[int64_t{place} * kTokens + 8]) << (16 * c);
@@ -544,35 +535,24 @@ struct Chunk {
     return pairs;
   }
 
-  // The gate of this CTA's first blocks, loaded while the product runs.
-  static constexpr int kAhead = 4;
-  __device__ __forceinline__ void load_ahead(uint2 (&gates)[kAhead], int split, int rank) const {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      gates[i] = 8 * (rank + i * split) < size ? load_gate(rank + i * split) : uint2{};
-    }
-  }
-
   // Adds up this CTA's blocks in the order of the CTAs, and writes h.
-  __device__ __forceinline__ void write(const uint2 (&gates)[kAhead], int split, int rank) const {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) write_block(rank + i * split, gates[i], split);
-    for (int i = rank + kAhead * split; 8 * i < size; i += split) {
-      write_block(i, load_gate(i), split);
-    }
+  __device__ __forceinline__ void write(int log_split, int rank) const {
+    const int split = 1 << log_split;
+#pragma unroll 1
+    for (int i = rank; 8 * i < size; i += split) write_block(i, load_gate(i), log_split);
   }
-  __device__ __forceinline__ void write_block(int block, uint2 gate, int split) const {
-    if (8 * block >= size) return;
+  __device__ __forceinline__ void write_block(int block, uint2 gate, int log_split) const {
     const int thread = static_cast<int>(threadIdx.x) - kProducers;
     const int row = thread / 32 * 16 + thread % 32 / 4, quad = thread % 4;
     uint8_t* to = p.lists.h + (int64_t{tile} * p.lists.places + first) / kGroup * kGroupBytes +
                   row * (kGroup * 2) + quad * 4;
     float4 u{};
-    for (int from = 0; p.up != nullptr && from < split; ++from) {
+    for (int from = 0; p.up != nullptr && from < 1 << log_split; ++from) {
+      const int part = (block >> log_split << log_split) + from;
       float4 v;
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                    : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(s.ring + ((block / split * split + from) * kConsumers + thread) * 16)
+                   : "r"(s.ring + (part * kConsumers + thread) * 16)
                    : "memory");
       u.x += v.x;
       u.y += v.y;
@@ -587,7 +567,7 @@ struct Chunk {
       }
       // Columns past the last neuron were multiplied with stale shared memory, so they are dropped.
       const auto inside = [&](int of) {
-        return static_cast<int>(load_shared(s.places + of * 4)) >= 0;
+        return static_cast<int>(load_shared4(s.places + of * 4)) >= 0;
       };
       return bf16x2(inside(neuron) ? low * low_half(g) : 0.0f,
                     inside(neuron + 1) ? high * high_half(g) : 0.0f);
@@ -636,7 +616,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_barrier_init();
   }
-  const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  // A power of two, because the compiler turns divisions into many instructions.
+  const int split = static_cast<int>(gridDim.x), log_split = __ffs(split) - 1;
+  const int rank = static_cast<int>(blockIdx.x);
   const int clusters = static_cast<int>(gridDim.y), cluster = static_cast<int>(blockIdx.y);
   const int tile = static_cast<int>(blockIdx.z);
   wait_for_previous_kernel();
@@ -646,7 +628,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto padded = [](int count) { return (count + kGroup - 1) / kGroup * kGroup; };
   const int most = min(padded((neurons.total + clusters - 1) / clusters), kMaxNeurons);
   const int stages = min(kMaxStages, static_cast<int>(kRingBytes / (kBytesX + most * 128)));
-  Chunk chunk{p, s, tile, 0, 0, most, p.k_steps * rank / split, p.k_steps * (rank + 1) / split};
+  Chunk chunk{
+      p, s, tile, 0, 0, most, p.k_steps * rank >> log_split, p.k_steps * (rank + 1) >> log_split};
   Cursor filled{stages, 1}, read{stages, 0};
   int32_t* union_ids = p.lists.union_ids + int64_t{tile} * p.lists.places;
   for (chunk.first = cluster * most; chunk.first < neurons.total; chunk.first += clusters * most) {
@@ -655,8 +638,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     neurons.write_places(s.places, chunk.first, chunk.size);
     __syncthreads();
     float acc[kAccumulators];
-    uint2 gates[Chunk::kAhead];
-    if (threadIdx.x >= kProducers) chunk.load_ahead(gates, split, rank);
     if (p.up != nullptr) {
       if (threadIdx.x < kProducers) {
         chunk.produce(filled);
@@ -667,20 +648,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < kProducers) {
       for (int i = rank + split * static_cast<int>(threadIdx.x); i < chunk.size;
            i += split * kProducers) {
-        const auto place = static_cast<int>(load_shared(s.places + i * 4));
+        const auto place = static_cast<int>(load_shared4(s.places + i * 4));
         const int id = place < 0 ? -1 : p.lists.ids[int64_t{tile} * p.lists.places + place];
         union_ids[chunk.first + i] = id;
         if (id >= 0) bulk_prefetch(p.down + int64_t{id} * p.width, p.width * 2);
       }
     }
+    // The consumers have waited for all gathers, but race detectors look at who issued them.
+    gathers_commit();
+    gathers_wait<0>();
     __syncwarp();
     if (p.up != nullptr) {
-      cluster_sync();  // all have multiplied; nothing writes the ring buffers any more
-      if (threadIdx.x >= kProducers) chunk.send(acc, split, rank);
+      // All have multiplied, and nothing writes the ring buffers any more.
+      cluster_arrive_relaxed();
+      cluster_wait();
+      if (threadIdx.x >= kProducers) chunk.send(acc, log_split, rank);
       __syncwarp();
       cluster_sync();
     }
-    if (threadIdx.x >= kProducers) chunk.write(gates, split, rank);
+    if (threadIdx.x >= kProducers) chunk.write(log_split, rank);
     // TMA and gathers write the ring buffer next.
     fence_async_shared();
   }
@@ -737,6 +723,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared<Columns>& 
   };
   RingCursor<kStages<Columns>> cursor{0, 1};
   int next_id = load_id(begin + warp);
+#pragma unroll 1
   for (int group = begin + warp; group - warp < end; group += kStepGroups, cursor.advance()) {
     const int id = next_id;
     next_id = load_id(group + kStepGroups);
@@ -774,6 +761,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<Columns>& 
   for (int i = 0; i < Columns / 2; ++i) acc[i] = 0.0f;
   RingCursor<kStages<Columns>> cursor;
   int previous = 0;
+#pragma unroll 1
   for (int k = 0; k < steps; ++k, cursor.advance()) {
     barrier_wait(s.full + cursor.stage * 8, cursor.parity);
     fence_async_shared();
@@ -794,14 +782,17 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<Columns>& 
   }
   wgmma_wait<0>();
   const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
-  const int share = kBlocks / split;  // blocks that a CTA adds up
+  // Blocks that a CTA adds up: kBlocks / split, a power of two.
+  const int log_share = __ffs(kBlocks) - __ffs(split), share = 1 << log_share;
   if (split > 1) {
-    cluster_sync();  // all have multiplied; nothing writes the ring buffers any more
+    // All have multiplied, and nothing writes the ring buffers any more.
+    cluster_arrive_relaxed();
+    cluster_wait();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      const uint32_t to =
-          remote_address(s.ring + ((rank * share + i % share) * kConsumers + thread) * 16,
-                         static_cast<uint32_t>(i / share));
+      const uint32_t to = remote_address(
+          s.ring + (((rank << log_share) + (i & (share - 1))) * kConsumers + thread) * 16,
+          static_cast<uint32_t>(i >> log_share));
       asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(acc[4 * i]),
                    "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
                    : "memory");
@@ -834,7 +825,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared<Columns>& 
       float4 v;
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                    : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(s.ring + ((from * share + i) * kConsumers + thread) * 16)
+                   : "r"(s.ring + (((from << log_share) + i) * kConsumers + thread) * 16)
                    : "memory");
       sum.x += v.x;
       sum.y += v.y;
@@ -872,8 +863,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     registers_decrease<88>();
     if (steps > 0) produce<Columns>(params, shared, tile, column, begin, end);
     if (split > 1) {
+      gathers_commit();
+      gathers_wait<0>();
       __syncwarp();
-      cluster_sync();
+      cluster_arrive_relaxed();
+      cluster_wait();
       cluster_sync();
     }
   } else {
@@ -959,10 +953,19 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const MediumBatchFfnCuda& problem,
                     .segments = static_cast<int>(schedule.segments),
                     .neurons = static_cast<int>(schedule.neurons)};
   const int k_steps = ceil_div(width, kTileK);
+  // Operands of `rows` rows, of which a tile has `of_tile` and `ctas` CTAs load a part each; parts
+  // are whole swizzle atoms of 8 rows.
+  const auto boxes = [&](const void* matrix, int rows, int of_tile, int ctas) {
+    const int part = of_tile / ctas;
+    const int last = ceil_div(rows - (rows - 1) / of_tile * of_tile, 8 * ctas) * 8;
+    return gate::Boxes{.map = matrix_tensor_map(matrix, rows, width, part),
+                       .last_map = matrix_tensor_map(matrix, rows, width, last),
+                       .rows = part,
+                       .last_rows = last};
+  };
   const gate::Params of_gate{
-      .map_x = matrix_tensor_map(problem.x, tokens, width, kTokens / cluster_y),
-      .map_w = matrix_tensor_map(gated ? problem.w_gate : problem.w_up, ffn, width,
-                                 lists.neurons / cluster_x),
+      .x = boxes(problem.x, tokens, kTokens, cluster_y),
+      .weight = boxes(gated ? problem.w_gate : problem.w_up, ffn, lists.neurons, cluster_x),
       .up = gated ? problem.w_up : nullptr,
       .lists = lists,
       .activity = problem.activity,
