@@ -14,10 +14,11 @@ import math
 import pathlib
 import sys
 
+from panels import COLOURS, Panel, write
+
 WINDOW = 20  # divides the 100 steps between validations, so that a window ends at each
-COLOURS = ["#8c95a6", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00"]
 BLACK = "#111111"  # dense runs
-WIDTH, HEIGHT, LEFT, TOP, GAP = 340, 300, 48, 44, 66  # of a panel, its margins, between panels
+UNIT = "million tokens"
 
 
 def condense(runs: list[str]) -> None:
@@ -48,56 +49,6 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
-class Panel:
-    """Axes at (x, y), linear or logarithmic upwards, and what is drawn between them."""
-
-    def __init__(self, index: int, title: str, xs, ys, log: bool = False):
-        self.x0, self.y0 = LEFT + index * (WIDTH + GAP), TOP
-        self.xs, self.ys, self.log = xs, ys, log
-        self.out = [f'<text x="{self.x0}" y="{TOP - 14}" class="title">{title}</text>']
-        for value in ticks(*xs, False):
-            x, bottom = self.at(value, ys[0])
-            self.out.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" class="x">{value:g}</text>')
-        for value in ticks(*ys, log):
-            x, y = self.at(xs[0], value)
-            self.out.append(f'<path d="M{x:.1f} {y:.1f}h{WIDTH}" class="grid"/>'
-                            f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" class="y">{value:g}</text>')
-        self.out.append(f'<text x="{self.x0 + WIDTH}" y="{TOP + HEIGHT + 32}" class="y">'
-                        "million tokens</text>")
-
-    def at(self, x: float, y: float):
-        low, high = self.ys
-        if self.log:
-            low, high, y = math.log(low), math.log(high), math.log(y)
-        return (self.x0 + WIDTH * (x - self.xs[0]) / (self.xs[1] - self.xs[0]),
-                self.y0 + HEIGHT * (1 - (min(max(y, low), high) - low) / (high - low)))
-
-    def line(self, points, colour: str, style: str = "") -> None:
-        """What lies above the axes is left out."""
-        shown = (self.at(x, y) for x, y in points if y < self.ys[1])
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
-        self.out.append(f'<polyline points="{path}" stroke="{colour}" class="{style}"/>')
-
-    def dots(self, points, colour: str) -> None:
-        for x, y in (self.at(*p) for p in points):
-            self.out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>')
-
-    def label(self, line: int, text: str, colour: str, style: str = "") -> None:
-        x, y = self.x0 + WIDTH - 36, TOP + 18 + 16 * line
-        self.out.append(f'<rect x="{x - 120}" y="{y - 12}" width="155" height="16" fill="white"/>'
-                        f'<text x="{x}" y="{y}" class="y">{text}</text>'
-                        f'<polyline points="{x + 6},{y - 4} {x + 32},{y - 4}" stroke="{colour}" '
-                        f'class="{style}"/>')
-
-
-def ticks(low: float, high: float, log: bool) -> list[float]:
-    if log:
-        return [10.0**e for e in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
-    step = 10 ** math.floor(math.log10((high - low) / 2))
-    step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 6)
-    return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
 def plot(source: str, target: str) -> None:
     runs = {}
     for row in csv.DictReader(open(source)):
@@ -106,9 +57,10 @@ def plot(source: str, target: str) -> None:
     end = max(tokens[name][-1] for name in runs)
     held_out = [float(r["val_ce"]) for rows in runs.values() for r in rows if r["val_ce"]]
     lowest = min(float(r["ce"]) for rows in runs.values() for r in rows)
-    loss = Panel(0, "Cross-entropy (line: training, dots: held out)", (0, end),
+    loss = Panel(0, "Cross-entropy (line: training, dots: held out)", UNIT, (0, end),
                  (math.floor(2 * lowest) / 2, math.ceil(max(held_out))))
-    active = Panel(1, "Active neurons per token, mean of layers", (0, end), (4, 4000), log=True)
+    active = Panel(1, "Active neurons per token, mean of layers", UNIT, (0, end), (4, 4000),
+                   log=True)
     panels = [loss, active]
     dense = [name for name in runs if name.endswith("-dense")]
     drawn = {}
@@ -127,18 +79,11 @@ def plot(source: str, target: str) -> None:
         points = [(x, auto[r["step"]] - float(r["ce"]))
                   for x, r in zip(tokens[name], runs[name]) if r["step"] in auto]
         bound = 1.2 * max(abs(y) for _, y in points)
-        panel = Panel(len(panels), f"Training loss, automatic less dense, L1 {name[:-6]}",
+        panel = Panel(len(panels), f"Training loss, automatic less dense, L1 {name[:-6]}", UNIT,
                       (0, end), (-bound, bound))
         panel.line(points, BLACK)
         panels.append(panel)
-    width = LEFT + len(panels) * (WIDTH + GAP) - GAP + 16
-    style = ("text{font:12px sans-serif;fill:#2e3440}.title{font-weight:bold}.x{text-anchor:middle}"
-             ".y{text-anchor:end}.grid{stroke:#d8dee9}polyline{fill:none;stroke-width:1.6}"
-             ".dashed{stroke-width:1.2;stroke-dasharray:4 4}")
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 46}">',
-             f"<style>{style}</style>", '<rect width="100%" height="100%" fill="white"/>']
-    lines += [element for panel in panels for element in panel.out] + ["</svg>"]
-    pathlib.Path(target).write_text("\n".join(lines) + "\n")
+    write(panels, target)
 
 
 def main() -> None:

@@ -103,19 +103,29 @@ double decode_step_seconds(CudaContext& ctx, const ModelCuda& model, FfnPolicy p
   const ModelConfig& config = model.config();
   const int64_t capacity = std::min(config.context, arguments.prompt + arguments.tokens + 8);
   SessionCuda session(ctx, model, {.slots = batch, .capacity = capacity, .ffn = policy});
-  const Draw greedy{.sampler = {.temperature = 0.0f}};
+  std::vector<Draw> draws(static_cast<size_t>(batch));
   std::vector<int64_t> slots;
   std::vector<int32_t> next(static_cast<size_t>(batch));
   for (int64_t slot = 0; slot < batch; ++slot) {
     slots.push_back(slot);
-    const auto prompt = random_tokens(arguments.prompt, config.vocab_size,
-                                      arguments.subject.seed + static_cast<uint64_t>(slot));
-    const Prompt of_slot{.slot = slot, .ids = prompt};
-    session.append_and_draw({&of_slot, 1}, {&greedy, 1}, {&next[static_cast<size_t>(slot)], 1});
+    const auto i = static_cast<size_t>(slot);
+    const auto length = static_cast<size_t>(arguments.prompt);
+    std::vector<int32_t> random;
+    std::span<const int32_t> ids = arguments.prompts;
+    if (ids.empty()) {
+      random = random_tokens(arguments.prompt, config.vocab_size, arguments.subject.seed + i);
+      ids = random;
+    } else {
+      ids = ids.subspan(i * length, length);
+    }
+    draws[i].sampler.temperature = static_cast<float>(arguments.temperature);
+    draws[i].stream = i;
+    const Prompt of_slot{.slot = slot, .ids = ids};
+    session.append_and_draw({&of_slot, 1}, {&draws[i], 1}, {&next[i], 1});
   }
-  const std::vector<Draw> draws(static_cast<size_t>(batch), greedy);
   std::vector<double> seconds;
   for (int64_t step = 0; step < arguments.tokens; ++step) {
+    for (Draw& draw : draws) ++draw.index;
     const Clock::time_point start = Clock::now();
     session.decode_and_draw(slots, std::vector<int32_t>(next), draws, next);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
@@ -217,6 +227,8 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
     row["subject"] = loaded.description;
     row["batch"] = batch;
     row["prompt"] = arguments.prompt;
+    row["tokens"] = arguments.tokens;
+    row["temperature"] = arguments.temperature;
     row["dense_tokens_per_s"] = sequences / dense;
     row["sparse_tokens_per_s"] = sequences / sparse;
     row["dense_share_of_bound"] = bound / dense;

@@ -32,8 +32,10 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments);
 struct BenchDecode {
   BenchSubject subject;
   std::vector<int64_t> batches = {1, 8, 64};
-  int64_t prompt = 128;  // tokens in the cache when timing starts
-  int64_t tokens = 128;  // tokens decoded per sequence
+  int64_t prompt = 128;          // P: tokens in the cache when timing starts
+  int64_t tokens = 128;          // tokens decoded per sequence
+  std::vector<int32_t> prompts;  // [largest batch, P]; empty: random ids are drawn
+  double temperature = 0.0;
   std::filesystem::path jsonl;
 };
 int run_bench_decode_cuda(const BenchDecode& arguments);

@@ -54,26 +54,12 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   return subject;
 }
 
-// The first tokens of the text that fill the batch, in the checkpoint's tokenizer.
+// The first tokens of the text that fill the batch.
 std::vector<int32_t> batch_of_text(const CommonOptions& common,
                                    const BenchForwardArguments& arguments) {
-  const ModelConfig config = load_config(common.checkpoint);
-  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const int64_t context = config.context;
-  const int64_t length = arguments.comparison.length == 0 ? context : arguments.comparison.length;
-  const auto wanted = static_cast<size_t>(arguments.comparison.sequences * length);
-  std::vector<int32_t> ids;
-  TextPieces text(common, arguments.text, tokenizer, 0);
-  text.for_each([&](const TextPiece& piece) {
-    ids.insert(ids.end(), piece.ids.begin(), piece.ids.end());
-    return ids.size() < wanted;
-  });
-  TWELL_REQUIRE(ids.size() >= wanted,
-                "the text has {} tokens, {} sequences of {} need {}: give more text or lower "
-                "--batch or --sequence-length",
-                ids.size(), arguments.comparison.sequences, length, wanted);
-  ids.resize(wanted);
-  return ids;
+  const int64_t length = arguments.comparison.length == 0 ? load_config(common.checkpoint).context
+                                                          : arguments.comparison.length;
+  return first_tokens(common, arguments.text, arguments.comparison.sequences * length);
 }
 
 Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArguments& arguments) {

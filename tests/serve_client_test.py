@@ -427,6 +427,33 @@ class ServeTest(unittest.TestCase):
 
     # Hostile bodies.
 
+    def test_load_client_counts_every_token(self):
+        # One request at a time, so the rate of tokens is that of the server's own counter.
+        with tempfile.TemporaryDirectory() as folder:
+            rows = pathlib.Path(folder) / "rows.jsonl"
+            command = [sys.executable, ROOT / "bench/serve_throughput.py", "--url",
+                       self.served.url, "--seconds", "1.5", "--prompt-tokens", "8", "--new-tokens",
+                       "16", "--first-id", "0", "--last-id", "90", "--json", rows]
+            before = self.metric("twell_generated_tokens_total")
+            for load in (["--concurrency", "1", "--label", "dense"],
+                         ["--concurrency", "3", "--label", "auto", "--processes", "2"],
+                         ["--rate", "20"]):
+                subprocess.run([*command, *load], check=True, stdout=subprocess.DEVNULL)
+            generated = self.metric("twell_generated_tokens_total") - before
+            one, three, open_loop = map(json.loads, rows.read_text().splitlines())
+            self.assertLessEqual(16 * (one["requests"] + three["requests"] + open_loop["requests"]),
+                                 generated)
+            self.assertAlmostEqual(one["tokens_per_s"] * one["seconds"] / 16, 0.8 * one["requests"],
+                                   delta=0.5 * one["requests"] + 2)
+            self.assertEqual(one["unit"], "requests at a time")
+            self.assertLessEqual(three["first_token_ms_p50"], three["first_token_ms_p95"])
+            self.assertGreater(open_loop["requests"], 0)
+            shown = subprocess.run([sys.executable, ROOT / "bench/plot_serve.py", rows,
+                                    rows.with_suffix(".svg")], check=True, capture_output=True,
+                                   text=True).stdout
+            self.assertIn("between tokens", shown)
+            self.assertIn("<svg", rows.with_suffix(".svg").read_text())
+
     def test_mutated_bodies(self):
         """Every mutated body is answered with 4xx or a valid answer."""
         rng = random.Random(11)

@@ -3,7 +3,7 @@
 
     python python/tests/gpu_check.py --patterns FILE         all parts, with a Llama of preset 0.5b
     python python/tests/gpu_check.py --only model --preset 2b --train-batch 8 --patterns FILE
-    python python/tests/gpu_check.py --only model --checkpoint DIR [--tokens FILE.npy]
+    python python/tests/gpu_check.py --only model --checkpoint DIR [--tokens FILE]
     python python/tests/gpu_check.py --only ops    ops | graphs | engine | curve | overhead | model
 
 --patterns: activations captured from a trained model, as `twell bench ffn --patterns` takes them.
@@ -281,6 +281,7 @@ def make_model(args):
 
     if args.checkpoint:
         model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16)
+        model.config.use_cache = False
         return model.cuda(), f"trained ({args.checkpoint})"
     config = LlamaConfig(
         vocab_size=49152, hidden_size=2048, intermediate_size=5632,
@@ -365,10 +366,8 @@ def put_patterns(model, file):
 
 def token_ids(model, batch, length, file=None):
     if file:
-        import numpy
-
-        ids = torch.from_numpy(numpy.load(file, mmap_mode="r")[: batch * length].astype("int64"))
-        return ids.view(batch, length).cuda()
+        ids = torch.from_file(file, size=batch * length, dtype=torch.uint16)
+        return ids.view(batch, length).long().cuda()
     return torch.arange(length, device="cuda").repeat(batch, 1)
 
 
@@ -471,6 +470,9 @@ def measure_model(model, kind, patched, args):
 
 def check_model(args):
     model, kind = make_model(args)
+    if args.save:
+        model.save_pretrained(args.save)
+        return
     if not args.unchecked:
         compare_with_f32(model, args)
     measure_both(model, kind, args)
@@ -607,12 +609,15 @@ def main():
     parser.add_argument("--preset", default="0.5b", choices=list(LAYERS))
     parser.add_argument("--checkpoint", help="folder of a trained ReLU model (Hugging Face layout)")
     parser.add_argument("--patterns", help="captured activations (.safetensors), see above")
-    parser.add_argument("--tokens", help="token ids as .npy, for a checkpoint")
+    parser.add_argument("--tokens", help="shard of 16-bit token ids from twell tokenize, for a "
+                        "checkpoint")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a forward pass")
     parser.add_argument("--train-batch", type=int, default=16, help="sequences of a training step")
     parser.add_argument("--compile", default="layers", choices=["layers", "full", "none"])
     parser.add_argument("--l1", type=float, default=1e-4, help="coefficient, for the patched model")
     parser.add_argument("--unchecked", action="store_true", help="measure the model alone")
+    parser.add_argument("--save", help="only write the model of these patterns to a folder; the "
+                        "most likely token after any of the first 2,048 is that token again")
     parser.add_argument("--only", choices=["ops", "graphs", "engine", "curve", "overhead", "model"])
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, twell {twell.__version__}")
