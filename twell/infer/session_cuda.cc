@@ -13,7 +13,8 @@ namespace {
 
 // Enough tokens to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
-constexpr size_t kMaxGraphs = 32;
+// A server's steps have any number of sequences.
+constexpr size_t kMaxGraphs = 256;
 
 // Copies from host memory that may be freed before the copy runs: CUDA stages small pageable data.
 template <typename T>

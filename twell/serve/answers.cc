@@ -27,7 +27,7 @@ Answers::~Answers() {
 }
 
 bool Answers::submit(GenerationRequest request) {
-  request.on_event = [mailbox = mailbox_,
+  request.on_event = [&waker = waker_, mailbox = mailbox_,
                       sequence = requests_.size()](const GenerationEvent& event) {
     const int64_t bytes = bytes_of(event);
     {
@@ -46,12 +46,14 @@ bool Answers::submit(GenerationRequest request) {
         .stop = event.stop,
         .usage = event.usage};
     if (event.log_probs != nullptr) copy.log_probs = *event.log_probs;
+    bool first = false;
     {
       const std::lock_guard lock(mailbox->mutex);
+      first = mailbox->events.empty();
       mailbox->events.push_back(std::move(copy));
       mailbox->waiting_bytes += bytes;
     }
-    mailbox->arrived.notify_one();
+    if (first) waker.wake({mailbox, &mailbox->arrived});
   };
   // The scheduler has the prompt twice: as it was, and with the new tokens.
   if (!prompts_.grow(2 * std::ssize(request.prompt) * int64_t{sizeof(int32_t)})) return false;

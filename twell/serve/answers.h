@@ -14,6 +14,7 @@
 
 #include "twell/infer/scheduler.h"
 #include "twell/serve/memory_budget.h"
+#include "twell/serve/waker.h"
 
 namespace twell {
 
@@ -32,9 +33,10 @@ struct AnswerEvent {
 class Answers {
  public:
   // The budget holds the prompts, and the events until they are taken, or as long as this object
-  // lives where `keeps_events`. Both arguments must outlive the engine thread.
-  Answers(Scheduler& scheduler, MemoryBudget& budget, bool keeps_events)
+  // lives where `keeps_events`. All arguments must outlive the engine thread.
+  Answers(Scheduler& scheduler, Waker& waker, MemoryBudget& budget, bool keeps_events)
       : scheduler_(scheduler),
+        waker_(waker),
         prompts_(budget),
         mailbox_(std::make_shared<Mailbox>(budget)),
         keeps_events_(keeps_events) {}
@@ -66,6 +68,7 @@ class Answers {
   };
 
   Scheduler& scheduler_;
+  Waker& waker_;
   MemoryBudget::Share prompts_;
   std::shared_ptr<Mailbox> mailbox_;  // the engine thread may add to it after our end
   bool keeps_events_;

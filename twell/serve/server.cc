@@ -199,8 +199,8 @@ class ChatFormat final : public Format {
 // An HTTP request and everything that its answer needs until the last byte is sent.
 struct Job {
   // The events of a stream are dropped once they are sent.
-  Job(Scheduler& scheduler, MemoryBudget& budget, bool stream)
-      : echoes(budget), answers(scheduler, budget, !stream) {}
+  Job(Scheduler& scheduler, Waker& waker, MemoryBudget& budget, bool stream)
+      : echoes(budget), answers(scheduler, waker, budget, !stream) {}
 
   MemoryBudget::Share echoes;
   Answers answers;
@@ -414,7 +414,7 @@ struct Server::Impl {
   }
 
   std::shared_ptr<Job> new_job(AnswerOptions wanted) {
-    auto job = std::make_shared<Job>(scheduler, memory, wanted.stream);
+    auto job = std::make_shared<Job>(scheduler, waker, memory, wanted.stream);
     if (!wanted.seeded) wanted.sampler.seed = std::random_device()();
     job->options = std::move(wanted);
     ++in_progress;
@@ -647,6 +647,7 @@ struct Server::Impl {
   const ServerOptions options;
   const int64_t started = std::time(nullptr);
   MemoryBudget memory;
+  Waker waker;
   Scheduler scheduler;
   HttpServer http;
   int64_t longest_token = 1;  // bytes
