@@ -76,7 +76,8 @@ def main():
         sys.exit(__doc__)
     all_rows = [json.loads(line) for line in open(sys.argv[1])]
     decode = {row["batch"]: row for row in all_rows if row["bench"] == "decode"}
-    forward = {row["sequences"]: row for row in all_rows if row["bench"] == "forward"}
+    forward = {row["sequences"]: row for row in all_rows
+               if row["bench"] == "forward" and "body" in row["dense"]}  # not those of a CPU
     rows = sorted((row for row in all_rows if row["bench"] == "serve" and row["label"] in MODES),
                   key=lambda row: (row["load"], row["label"] == "auto"))
     for row in rows:
