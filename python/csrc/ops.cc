@@ -53,12 +53,10 @@ struct Weights {
 };
 
 FfnSaved saved_view(const Tensor& saved, const LayerShape& shape) {
+  check_saved(saved, shape, false, 0, 0, 0);
   auto* const bytes = static_cast<std::byte*>(saved.mutable_data_ptr());
   TWELL_CHECK(reinterpret_cast<uintptr_t>(bytes) % kAlignment == 0,
               "saved activations are not aligned to {} bytes", kAlignment);
-  TWELL_CHECK(saved.numel() == saved_bytes(shape, false, 0, 0, 0),
-              "{} bytes of saved activations, expected {}", saved.numel(),
-              saved_bytes(shape, false, 0, 0, 0));
   return {shape.tokens, shape.ffn, shape.gated, reinterpret_cast<float*>(bytes + kAlignment)};
 }
 
@@ -130,6 +128,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cpu(
   FfnSaved kept = saved_view(saved, shape);
   SavedHeader header;
   std::memcpy(&header, saved.const_data_ptr(), sizeof header);
+  TWELL_REQUIRE((header.execution == static_cast<int64_t>(FfnTrainExecution::kDense) ||
+                 header.execution == static_cast<int64_t>(FfnTrainExecution::kHybrid)) &&
+                    header.tokens == shape.tokens && header.tail_rows >= 0 &&
+                    header.tail_rows <= shape.tokens,
+                "`saved` is not what ffn_train returned for these operands");
   kept.execution = static_cast<FfnTrainExecution>(header.execution);
   kept.tokens = header.tokens;
   if (kept.execution == FfnTrainExecution::kHybrid) {
@@ -257,10 +260,21 @@ LayerShape check_layer(const Tensor& x, const std::optional<Tensor>& w_gate, con
 
 void check_gradients(const Tensor& d_y, const std::optional<Tensor>& d_l1, const Tensor& x) {
   TWELL_REQUIRE(d_y.dim() == 2 && d_y.size(0) == x.size(0) && d_y.size(1) == x.size(1) &&
-                    d_y.scalar_type() == x.scalar_type(),
-                "d_y differs from y in shape or dtype");
-  TWELL_REQUIRE(!d_l1 || (d_l1->numel() == 1 && d_l1->scalar_type() == ScalarType::Float),
-                "d_l1 must be one float32 value");
+                    d_y.scalar_type() == x.scalar_type() &&
+                    d_y.get_device_index() == x.get_device_index(),
+                "d_y differs from y in shape, dtype or device");
+  TWELL_REQUIRE(!d_l1 || (d_l1->numel() == 1 && d_l1->scalar_type() == ScalarType::Float &&
+                          d_l1->get_device_index() == x.get_device_index()),
+                "d_l1 must be one float32 value on the device of x");
+}
+
+void check_saved(const Tensor& saved, const LayerShape& shape, bool cuda, int64_t execution,
+                 int64_t nnz, int64_t union_neurons) {
+  const int64_t expected = saved_bytes(shape, cuda, execution, nnz, union_neurons);
+  TWELL_REQUIRE(saved.scalar_type() == ScalarType::Byte && saved.is_contiguous() &&
+                    saved.numel() == expected && (saved.get_device_index() >= 0) == cuda,
+                "`saved` must be the {} bytes that ffn_train returned for these operands",
+                expected);
 }
 
 #ifndef TWELL_HAVE_CUDA
@@ -287,12 +301,16 @@ int64_t saved_bytes(const LayerShape& shape, bool cuda, int64_t execution, int64
 
 }  // namespace twell::python
 
-// Bytes of `saved`, for fake kernels, which have no tensors to pass.
+// Bytes of `saved`, for fake kernels, which have no tensors to pass; -1 where there is no answer.
 extern "C" __attribute__((visibility("default"))) int64_t twell_saved_bytes(
     int64_t tokens, int64_t width, int64_t ffn, int gated, int cuda, int64_t execution, int64_t nnz,
-    int64_t union_neurons) {
-  return twell::python::saved_bytes({tokens, width, ffn, gated != 0, twell::Activation::kRelu},
-                                    cuda != 0, execution, nnz, union_neurons);
+    int64_t union_neurons) noexcept {
+  try {
+    return twell::python::saved_bytes({tokens, width, ffn, gated != 0, twell::Activation::kRelu},
+                                      cuda != 0, execution, nnz, union_neurons);
+  } catch (const std::exception&) {
+    return -1;  // an exception would end the process in the C code that calls this
+  }
 }
 
 STABLE_TORCH_LIBRARY(twell, m) {

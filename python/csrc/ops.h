@@ -25,6 +25,9 @@ LayerShape check_layer(const torch::stable::Tensor& x,
 void check_gradients(const torch::stable::Tensor& d_y,
                      const std::optional<torch::stable::Tensor>& d_l1,
                      const torch::stable::Tensor& x);
+// InputError unless `saved` has the bytes of saved_bytes() on the CPU or a GPU.
+void check_saved(const torch::stable::Tensor& saved, const LayerShape& shape, bool cuda,
+                 int64_t execution, int64_t nnz, int64_t union_neurons);
 
 // Bytes that forward keeps for backward. nnz, union_neurons: what the GPU's hybrid execution
 // expects per token and per tile of 128 tokens (negative: unknown); the others ignore them.

@@ -238,9 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
   const LayerShape shape =
       check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
   check_gradients(d_y_in, d_l1, x_in);
-  TWELL_CHECK(saved.numel() == saved_bytes(shape, true, execution, nnz, union_neurons),
-              "{} bytes of saved activations, expected {}", saved.numel(),
-              saved_bytes(shape, true, execution, nnz, union_neurons));
+  check_saved(saved, shape, true, execution, nnz, union_neurons);
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);

@@ -37,7 +37,9 @@ using nlohmann::json;
 // Takes options by name, and knows which nobody asked for.
 class Options {
  public:
-  explicit Options(const std::string& text) : given_(json::parse(text)) {}
+  explicit Options(const std::string& text) : given_(json::parse(text, nullptr, false)) {
+    TWELL_REQUIRE(given_.is_object(), "an option is not a finite number");
+  }
 
   template <typename T>
   void take(const char* name, T& value) {
@@ -132,6 +134,13 @@ TrainOptions training_of(Options& options) {
   return train;
 }
 
+// Ends a long call with the exception of a Python signal handler (Ctrl-C). Without the GIL.
+void check_signals() {
+  const nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// One thread at a time may use a run; its callback may not either.
 class TrainingRun {
  public:
   explicit TrainingRun(const std::string& text)
@@ -176,6 +185,7 @@ class TrainingRun {
 
   // One optimizer step; its metrics as the text of a JSON object, as in metrics.jsonl.
   std::string step() {
+    const Use use(busy_);
     TWELL_REQUIRE(!ran_, "run() has trained this model already");
     select_device();
     if (!trainer_) {
@@ -191,11 +201,13 @@ class TrainingRun {
     return metrics_json(metrics).dump();
   }
   double validate() {
+    const Use use(busy_);
     select_device();
     return engine_->validate();
   }
   // Saves a checkpoint in the run's folder and returns where.
   std::string save() {
+    const Use use(busy_);
     TWELL_REQUIRE(trainer_ != nullptr, "nothing to save before the first step()");
     select_device();
     const Checkpoint saved =
@@ -209,6 +221,7 @@ class TrainingRun {
   // The whole run, as `twell train` does it. on_step gets the metrics of each step and may return
   // false, or throw, to save and end.
   std::string run(const nb::callable& on_step) {
+    const Use use(busy_);
     TWELL_REQUIRE(trainer_ == nullptr && !ran_, "the run has begun already");
     ran_ = true;
     std::atomic<bool> stop = false;
@@ -239,6 +252,18 @@ class TrainingRun {
   }
 
  private:
+  class Use {
+   public:
+    explicit Use(std::atomic<bool>& busy) : busy_(busy) {
+      TWELL_REQUIRE(!busy.exchange(true), "another call of this trainer has not returned yet");
+    }
+    ~Use() { busy_ = false; }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    std::atomic<bool>& busy_;
+  };
 #ifdef TWELL_HAVE_CUDA
   struct Gpu {
     CudaStream stream;
@@ -264,8 +289,9 @@ class TrainingRun {
   std::unique_ptr<Model> model_;
   std::unique_ptr<TrainEngine> engine_;
   std::unique_ptr<Trainer> trainer_;
-  int64_t done_ = 0;
+  std::atomic<int64_t> done_ = 0;
   bool ran_ = false;
+  std::atomic<bool> busy_ = false;
 };
 
 // Writes token shards with their tokenizer, which is learned from the text unless one is given.
@@ -279,6 +305,7 @@ std::pair<int64_t, int64_t> tokenize(const std::vector<std::string>& data, const
   constexpr int64_t kSampleBytes = int64_t{32} << 20;  // of text that a tokenizer is learned from
   int64_t bytes = 0;
   const auto next = [&](std::string& piece) {
+    check_signals();
     if (bytes >= kSampleBytes || !source.next(piece)) return false;
     bytes += std::ssize(piece);
     return true;
@@ -289,7 +316,10 @@ std::pair<int64_t, int64_t> tokenize(const std::vector<std::string>& data, const
   source.rewind();
   const ShardCounts counts =
       write_shards(source, tokenizer, folder,
-                   {.validation_fraction = validation_fraction, .seed = seed, .threads = threads});
+                   {.validation_fraction = validation_fraction,
+                    .seed = seed,
+                    .threads = threads,
+                    .progress = [](const TokenizeProgress&) { check_signals(); }});
   tokenizer.save(folder / "tokenizer.json");
   return {counts.train_tokens, counts.validation_tokens};
 }

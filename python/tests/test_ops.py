@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
+from twell._library import has_cuda
 
 # float32 sums of a few hundred terms: rounding grows with the square root of their number.
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
@@ -176,6 +178,33 @@ def test_refuses_unknown_plans_and_policies():
         torch.ops.twell.ffn(x, *weights, "silu", twell.Plan().handle)
     with pytest.raises(ValueError, match="unknown policy 'fast'"):
         twell.Plan("fast")
+
+
+def test_refuses_what_forward_did_not_keep():
+    plan = twell.Plan("dense")
+    x, *weights = (t.float() for t in layer(4, 8, 16, True))
+    y, _, _, saved = torch.ops.twell.ffn_train(x, *weights, "relu", plan.handle, 0, 0, 0)
+
+    def backward(d_y, kept):
+        return torch.ops.twell.ffn_train_backward(
+            d_y, None, x, *weights, kept, "relu", plan.handle, 0, 0, 0
+        )
+
+    for kept in (saved[:-1], saved[64:], saved.int(), torch.full_like(saved, 0x7F)):
+        with pytest.raises(RuntimeError, match="`saved`"):
+            backward(torch.ones_like(y), kept)
+    with pytest.raises(RuntimeError, match="d_y differs from y"):
+        backward(torch.ones_like(y).double(), saved)
+    assert backward(torch.ones_like(y), saved)[0].shape == x.shape
+
+
+@pytest.mark.skipif(has_cuda(), reason="this build has an answer")
+def test_fake_tensors_of_a_gpu_without_cuda():
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+        w = torch.empty(16, 8, device="cuda", dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="no CUDA ops"):
+            torch.ops.twell.ffn_train(x, w, w, w, "relu", 1, 1, 8, 8)
 
 
 def test_plan_follows_activity():

@@ -3,6 +3,10 @@
 
 import json
 import pathlib
+import shutil
+import signal
+import threading
+import time
 
 import pytest
 
@@ -68,11 +72,40 @@ def test_starts_from_a_checkpoint(shards, tmp_path):
     assert second.step()["ce"] < before[0]
 
 
+def test_one_call_at_a_time(shards, tmp_path):
+    trainer = twell.Trainer(out=tmp_path / "calls", shards=shards, **SMALL)
+    faults = []
+
+    def use(metrics):
+        for call in (trainer.step, trainer.save, trainer.validate, trainer.run):
+            with pytest.raises(ValueError, match="has not returned yet"):
+                call()
+            faults.append(call)
+
+    trainer.run(use)
+    assert len(faults) >= 4 * SMALL["steps"]
+
+
+def test_control_c_ends_tokenize(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{i} of many words and more\n" * 40000)
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        while time.monotonic() < start + 60:
+            twell.tokenize(tmp_path / "text", tmp_path / "shards", vocab_size=300)
+            shutil.rmtree(tmp_path / "shards")
+    assert time.monotonic() < start + 30
+
+
 def test_faults(shards, tmp_path):
     with pytest.raises(ValueError, match="there is no option widht"):
         twell.Trainer(out=tmp_path / "a", shards=shards, widht=32)
     with pytest.raises(ValueError, match="option steps"):
         twell.Trainer(out=tmp_path / "a", shards=shards, steps="many")
+    with pytest.raises(ValueError, match="not a finite number"):
+        twell.Trainer(out=tmp_path / "a", shards=shards, lr=float("nan"))
     with pytest.raises(ValueError, match="tokenizer.json"):
         twell.Trainer(out=tmp_path / "a", shards=tmp_path)
     trainer = twell.Trainer(out=tmp_path / "b", shards=shards, **SMALL)

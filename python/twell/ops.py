@@ -92,9 +92,12 @@ def _saved_bytes(x, ffn_size, gated, execution, nnz, union_neurons):
     if execution == 0:
         return planes * _round_up(2 * tokens * ffn_size, 256)
     if all(isinstance(size, int) for size in (tokens, nnz, union_neurons)):
-        return library.twell_saved_bytes(
+        size = library.twell_saved_bytes(
             tokens, x.shape[1], ffn_size, gated, True, execution, nnz, union_neurons
         )
+        if size < 0:
+            raise RuntimeError("this build of twell has no CUDA ops for this layer")
+        return size
     return torch.library.get_ctx().new_dynamic_size()
 
 
