@@ -17,7 +17,8 @@ namespace twell::jinja {
 namespace {
 
 constexpr std::string_view kBlanks = " \t\n\r\f\v";
-constexpr size_t kTextOverhead = 64;  // bytes of a text's object and allocation header
+constexpr size_t kTextOverhead = 64;    // bytes of a text's object and allocation header
+constexpr size_t kSearchOverhead = 32;  // bytes that are copied in the time of an empty search
 
 // The remaining steps and bytes of a rendering; all code that reads or makes content charges it.
 class Budget {
@@ -74,7 +75,7 @@ class Budget {
 
 // Position of part in text. Linear in both sizes, unlike std::string::find.
 size_t find_text(Budget& budget, std::string_view text, std::string_view part, size_t from = 0) {
-  budget.bytes(part.size());
+  budget.bytes(kSearchOverhead + part.size());
   if (from > text.size()) return std::string::npos;
   if (part.empty()) return from;
   const char* begin = text.data() + from;

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -132,6 +133,11 @@ std::optional<RankIdentity> rank_identity(const std::function<const char*(const 
   TWELL_REQUIRE(identity->rank < identity->size && identity->local_rank < identity->size,
                 "the launcher says rank {} (local rank {}) of {}", identity->rank,
                 identity->local_rank, identity->size);
+  constexpr int kLastPort = 65535;
+  TWELL_REQUIRE(identity->port <= kLastPort,
+                "the port after MASTER_PORT {} is needed, and there is none: set a lower one",
+                identity->port - 1);
+  identity->ports = std::min(identity->ports, kLastPort + 1 - identity->port);
   return identity;
 }
 

@@ -53,6 +53,16 @@ TEST(RankIdentity, TorchrunsStoreKeepsItsPort) {
   EXPECT_GT(identity->ports, 1);
 }
 
+TEST(RankIdentity, NoPortBeyondTheLast) {
+  Variables variables = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "65530"}};
+  EXPECT_EQ(read(variables)->port, 65530);
+  EXPECT_EQ(read(variables)->ports, 6);
+  variables["MASTER_PORT"] = "65535";
+  EXPECT_EQ(read(variables)->ports, 1);
+  variables["TORCHELASTIC_RUN_ID"] = "abc";
+  EXPECT_THAT(refusal(variables), testing::HasSubstr("MASTER_PORT 65535"));
+}
+
 TEST(RankIdentity, SlurmNamesTheFirstNode) {
   Variables variables = {{"SLURM_PROCID", "3"},
                          {"SLURM_STEP_NUM_TASKS", "4"},
