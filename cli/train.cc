@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -289,6 +290,9 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
         good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
   } catch (const Interrupted&) {
     ranks.fail("it was interrupted");
+    throw;
+  } catch (const std::bad_alloc&) {
+    ranks.fail("out of memory");
     throw;
   } catch (const std::exception& error) {
     ranks.fail(error.what());

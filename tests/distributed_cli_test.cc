@@ -144,6 +144,8 @@ TEST_F(DistributedTest, TheLauncherResumesByItself) {
                                             "--l1-ramp-steps",
                                             "20",
                                             "--document-mask",
+                                            "--ffn-policy",
+                                            "hybrid",
                                             "--reinit-dead"};
   const Result whole = run(train("whole", options));
   ASSERT_EQ(whole.code, 0) << whole.err;
@@ -161,6 +163,17 @@ TEST_F(DistributedTest, TheLauncherResumesByItself) {
     return slurp(folder_ / run / "checkpoint" / "model.safetensors");
   };
   EXPECT_TRUE(weights("lost") == weights("whole"));
+}
+
+TEST_F(DistributedTest, ADivergedRunIsNotRestarted) {
+  // A weight decay that multiplies the weights by about -1,000 in every step.
+  const Result result = run(train("run", {"--steps", "100", "--ranks", "2", "--lr", "10",
+                                          "--weight-decay", "100", "--max-restarts", "3"}));
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("training diverged"));
+  EXPECT_THAT(result.err, HasSubstr("on rank 0; lower the learning rate"));
+  EXPECT_THAT(result.err, HasSubstr("the last good checkpoint is run"));
+  EXPECT_EQ(result.err.find("restart"), std::string::npos) << result.err;
 }
 
 TEST_F(DistributedTest, ASignalToTheLauncherSaves) {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/dist/test_ranks.h"
@@ -32,12 +33,12 @@ class RanksTest : public testing::Test {
     std::vector<int64_t> dead;
   };
   using Weights = std::vector<std::vector<float>>;  // of each rank
-  struct Poison {
+  struct Fault {
     int rank = -1;
     int64_t after_step = 0;
   };
 
-  ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+  virtual ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
 
   // Four micro-batches a step; dead neurons are reinitialised, gradients clipped.
   static TrainOptions options(int64_t steps) {
@@ -55,6 +56,7 @@ class RanksTest : public testing::Test {
                                int64_t stop_after = -1) {
     curve_ = {};
     weights_.assign(static_cast<size_t>(ranks), {});
+    layers_.assign(static_cast<size_t>(ranks), {});
     options.ranks = ranks;
     options = resolve_options(options, config());
     const bool resume = fs::exists(out);
@@ -81,7 +83,10 @@ class RanksTest : public testing::Test {
                         false,        stop,
                         {},           {}};
       TrainEngineCpu engine(ctx, *model, data_.shards, options, nullptr, all.get());
-      Watched watched(engine, [&](int64_t step) {
+      Watched watched(engine, [&](int64_t step, const StepOutcome& outcome) {
+        layers_[static_cast<size_t>(rank)].push_back(outcome.layers);
+        if (rank == out_of_memory_.rank && step == out_of_memory_.after_step)
+          throw std::bad_alloc();
         if (poison_.rank == rank && poison_.after_step == step) {
           engine.read_state([](const OptimizerTensors& state) {
             state.weights[state.weights.size() / 2] = std::numeric_limits<float>::quiet_NaN();
@@ -144,12 +149,13 @@ class RanksTest : public testing::Test {
   // Calls after_step on every rank, where on_progress is called on the first only.
   class Watched : public TrainEngine {
    public:
-    Watched(TrainEngine& engine, std::function<void(int64_t step)> after_step)
+    using AfterStep = std::function<void(int64_t step, const StepOutcome& outcome)>;
+    Watched(TrainEngine& engine, AfterStep after_step)
         : engine_(engine), after_step_(std::move(after_step)) {}
     Model& model() override { return engine_.model(); }
     StepOutcome step(const StepRequest& request) override {
       StepOutcome outcome = engine_.step(request);
-      after_step_(request.step);
+      after_step_(request.step, outcome);
       return outcome;
     }
     double validate() override { return engine_.validate(); }
@@ -160,7 +166,7 @@ class RanksTest : public testing::Test {
 
    private:
     TrainEngine& engine_;
-    std::function<void(int64_t step)> after_step_;
+    AfterStep after_step_;
   };
 
   static double distance(const std::vector<float>& a, const std::vector<float>& b) {
@@ -180,7 +186,9 @@ class RanksTest : public testing::Test {
   MicroData data_{temp_.path()};
   Curve curve_;
   Weights weights_;
-  Poison poison_;
+  std::vector<std::vector<std::vector<LayerMetrics>>> layers_;  // [ranks][steps][L]
+  Fault poison_;                                                // a weight becomes NaN
+  Fault out_of_memory_;
   bool late_ = false;  // LateGathers
 };
 
@@ -220,6 +228,46 @@ INSTANTIATE_TEST_SUITE_P(Executions, CurveTest,
                          [](const auto& param) {
                            return param.param == FfnTrainPolicy::kDense ? "dense" : "hybrid";
                          });
+
+// Layers wide enough for hybrid, which become sparse enough for it in the middle of the run.
+class OnePlanTest : public RanksTest {
+ protected:
+  ModelConfig config() const override {
+    ModelConfig config = RanksTest::config();
+    config.width = 64;
+    config.head_dim = 32;
+    config.ffn = 160;
+    return config;
+  }
+};
+
+TEST_F(OnePlanTest, AllRanksRunTheSameExecutionsAndKnowTheSameActivity) {
+  TrainOptions given = options(24);
+  given.micro_batch = 8;
+  given.batch_tokens = 4 * 8 * 16;
+  given.l1_coeff = 0.5;
+  given.validate_every = 0;
+  given.reinit_dead = false;
+  EXPECT_THAT(run(4, out("run"), given), Each(StrEq("")));
+  int64_t hybrid = 0, all = 0, dead = 0;
+  for (size_t step = 0; step < layers_[0].size(); ++step) {
+    for (size_t layer = 0; layer < layers_[0][step].size(); ++layer) {
+      const LayerMetrics& first = layers_[0][step][layer];
+      hybrid += first.execution == FfnTrainExecution::kHybrid ? 1 : 0;
+      dead += first.dead;
+      ++all;
+      for (size_t rank = 1; rank < layers_.size(); ++rank) {
+        const LayerMetrics& other = layers_[rank][step][layer];
+        EXPECT_EQ(other.execution, first.execution) << "rank " << rank << ", step " << step;
+        EXPECT_EQ(other.nnz, first.nnz) << "rank " << rank << ", step " << step;
+        EXPECT_EQ(other.dead, first.dead) << "rank " << rank << ", step " << step;
+      }
+    }
+  }
+  EXPECT_GT(hybrid, 0);
+  EXPECT_LT(hybrid, all);
+  EXPECT_GT(dead, 0);
+}
 
 // Nothing reads another rank's weights of a layer before they were waited for: neither the next
 // step's forward pass nor the validation, a checkpoint or the reinitialisation.
@@ -288,6 +336,19 @@ TEST_F(RanksTest, ANonFiniteNumberNamesItsRankAndStep) {
     EXPECT_THAT(error, HasSubstr("at step 4 on rank 1"));
     EXPECT_THAT(error, HasSubstr("step-000002"));
   }
+  EXPECT_EQ(checkpoint_fault(out("run") / "checkpoint"), "");
+  EXPECT_EQ(RunFolder(out("run")).latest()->step, 2);
+}
+
+TEST_F(RanksTest, ARankWithoutMemoryIsNamedWithItsStep) {
+  TrainOptions given = options(6);
+  given.save_every = 2;
+  given.validate_every = 0;
+  out_of_memory_ = {.rank = 2, .after_step = 3};
+  const auto errors = run(3, out("run"), given);
+  EXPECT_EQ(errors[0], "rank 2 failed in step 3: std::bad_alloc");
+  EXPECT_EQ(errors[1], errors[0]);
+  EXPECT_EQ(errors[2], "std::bad_alloc");
   EXPECT_EQ(checkpoint_fault(out("run") / "checkpoint"), "");
   EXPECT_EQ(RunFolder(out("run")).latest()->step, 2);
 }
