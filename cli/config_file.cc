@@ -4,12 +4,14 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/utf8.h"
 #include "twell/checkpoint/json.h"
 
 namespace twell::cli {
@@ -25,11 +27,44 @@ std::string json_scalar(const nlohmann::json& value, const std::string& key) {
   return value.dump();
 }
 
+// toml++ 3.3 has undefined behaviour at some characters that are not ASCII, so it gets ASCII alone:
+// their bytes become _xHH, and so does each '_' before an 'x', so that to_utf8 finds no other _x.
+std::string to_ascii(std::string_view text) {
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  std::string ascii;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    if (byte >= 0x80 || text.substr(i).starts_with("_x")) {
+      ascii += fmt::format("_x{:02x}", byte);
+    } else {
+      ascii += text[i];
+    }
+  }
+  return ascii;
+}
+
+// The inverse of to_ascii, of a part of its text.
+std::string to_utf8(std::string_view ascii) {
+  std::string text;
+  for (size_t i = 0; i < ascii.size(); ++i) {
+    unsigned byte = 0;
+    if (ascii.substr(i).starts_with("_x") && i + 4 <= ascii.size() &&
+        std::from_chars(&ascii[i + 2], &ascii[i] + 4, byte, 16).ptr == &ascii[i] + 4) {
+      text += static_cast<char>(byte);
+      i += 3;
+    } else {
+      text += ascii[i];
+    }
+  }
+  return text;
+}
+
 // Converts TOML to JSON. A date has no JSON type and becomes null, which every option rejects.
 nlohmann::json to_json(const toml::node& node) {
   if (const toml::table* table = node.as_table()) {
     nlohmann::json object = nlohmann::json::object();
-    for (const auto& [key, value] : *table) object[std::string(key.str())] = to_json(value);
+    for (const auto& [key, value] : *table) object[to_utf8(key.str())] = to_json(value);
     return object;
   }
   if (const toml::array* array = node.as_array()) {
@@ -37,7 +72,7 @@ nlohmann::json to_json(const toml::node& node) {
     for (const toml::node& element : *array) list.push_back(to_json(element));
     return list;
   }
-  if (const auto* text = node.as_string()) return text->get();
+  if (const auto* text = node.as_string()) return to_utf8(text->get());
   if (const auto* number = node.as_integer()) return number->get();
   if (const auto* truth = node.as_boolean()) return truth->get();
   if (const auto* number = node.as_floating_point()) {
@@ -47,41 +82,15 @@ nlohmann::json to_json(const toml::node& node) {
   return nullptr;
 }
 
-// Offset of the first byte that TOML allows in strings and comments alone: one that is not ASCII.
-// text.size() when there is none. toml++ 3.3 has undefined behaviour at such a byte.
-size_t find_stray_byte(std::string_view text) {
-  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
-  for (size_t i = text.starts_with(kByteOrderMark) ? 3 : 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (static_cast<unsigned char>(c) >= 0x80) return i;
-    if (c == '#') {
-      i = std::min(text.find('\n', i), text.size());
-      continue;
-    }
-    if (c != '"' && c != '\'') continue;
-    const std::string three(3, c);
-    const bool multiline = text.substr(i).starts_with(three);
-    const std::string_view quotes = std::string_view(three).substr(0, multiline ? 3 : 1);
-    for (i += quotes.size(); i < text.size() && !text.substr(i).starts_with(quotes); ++i) {
-      if (c == '"' && text[i] == '\\') ++i;
-    }
-    i += quotes.size() - 1;
-    // A multi-line string may end with two quotes of its own.
-    for (int own = 0; multiline && own < 2 && i + 1 < text.size() && text[i + 1] == c; ++own) ++i;
-  }
-  return text.size();
-}
-
 nlohmann::json parse_toml(const std::string& text, const std::string& source) {
-  const size_t stray = find_stray_byte(text);
-  TWELL_REQUIRE(stray == text.size(), "{}:{}: a character outside strings that is not ASCII",
-                source,
-                1 + std::count(text.begin(), text.begin() + static_cast<int64_t>(stray), '\n'));
+  const size_t invalid = find_invalid_utf8(text);
+  TWELL_REQUIRE(invalid == text.size(), "{}:{}: not UTF-8", source,
+                1 + std::count(text.begin(), text.begin() + static_cast<int64_t>(invalid), '\n'));
   try {
-    return to_json(toml::parse(text));
+    return to_json(toml::parse(to_ascii(text)));
   } catch (const toml::parse_error& error) {
     throw InputError(
-        fmt::format("{}:{}: {}", source, error.source().begin.line, error.description()));
+        fmt::format("{}:{}: {}", source, error.source().begin.line, to_utf8(error.description())));
   }
 }
 

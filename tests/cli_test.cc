@@ -259,21 +259,23 @@ TEST_F(CliTest, ConfigFiles) {
   // In quotes, '#' starts no comment and brackets start no list.
   write("#1 [a].txt", "text");
   write("quoted.toml",
-        "[run]\ndata = [\"text\", \"#1 [a].txt\"] # both\nout = \"run #1\"\nsteps = 1\n");
+        "[run]\ndata = [\"text\", \"#1 [a].txt\"] # both\nout = \"run_x \u03bb #1\"\nsteps = 1\n");
   EXPECT_EQ(run({"train", "--config", "quoted.toml", "--width", "16", "--ffn", "48", "--layers",
                  "1", "--heads", "2", "--context", "16", "--vocab-size", "300", "--threads", "1"})
                 .code,
             0);
-  EXPECT_TRUE(fs::exists(folder_ / "run #1" / "checkpoint"));
+  EXPECT_TRUE(fs::exists(folder_ / "run_x \u03bb #1" / "checkpoint"));
 
   refused("b.json", R"({"widht": 64})", "unknown key 'widht'");
   refused("b.toml", "widht = 64\n", "unknown key 'widht'");
   refused("b.json", R"({"width": 64, "width": 32})", "width");
   refused("b.toml", "width = 64\nsteps = 3\nwidth = 32\n", "width");
   refused("b.toml", "width = 64\nsteps 3\n", "b.toml:2: ");
-  refused("b.toml", "steps = 3\n\u03bb = 2\n", "b.toml:2: a character outside strings");
-  refused("b.toml", "out = \"\"\"\n\u03bb\"\"\"\"\"#\u03bb\n\u03bb",
-          "b.toml:3: a character outside");
+  refused("b.toml", "steps = 3\n\u03bb = 2\n", "unknown key '\u03bb'");
+  refused("b.toml", "max_x\u03bb_x3 = 2\n", "unknown key 'max_x\u03bb_x3'");
+  refused("b.toml", "out = \"\"\"\n\u03bb\"\"\"\"\"#\u03bb\n\u03bb", "b.toml:3: ");
+  refused("b.toml", "steps = 5cz\"a\ufcff\n", "b.toml:1: ");
+  refused("b.toml", "steps = 5\n#\xCE\n", "b.toml:2: not UTF-8");
   refused("b.toml", "steps = 1979-05-27\n", "steps must be a string, number or boolean");
   refused("b.toml", "lr = inf\n", "got inf");
   refused("b.json", R"({"steps": "many"})", "steps");

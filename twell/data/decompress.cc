@@ -193,21 +193,27 @@ class ZstdDecoder : public Decoder {
     while (sink.pos == 0) {
       const std::span<const uint8_t> in = input_.peek();
       if (in.empty() && !in_frame_) break;
-      // At the end of the file this drains the output that the decoder still holds.
-      ZSTD_inBuffer source{in.data(), in.size(), 0};
+      // A frame's first call gets too few bytes for a whole frame, because libzstd checks a frame
+      // that it can decode in one call more strictly, so that the size of `out` would decide what
+      // is corrupt. At the end of the file, a call drains the output that the decoder still holds.
+      const size_t size = begins_frame_ ? std::min(in.size(), kMagicBytes) : in.size();
+      ZSTD_inBuffer source{in.data(), size, 0};
       const size_t code = ZSTD_decompressStream(stream_, &sink, &source);
       if (ZSTD_isError(code)) {
         input_.fail(fmt::format("corrupt zstd stream ({})", ZSTD_getErrorName(code)));
       }
       input_.consume(source.pos);
       in_frame_ = code != 0;
+      begins_frame_ = !in_frame_;
       if (in.empty() && in_frame_ && sink.pos == 0) input_.fail("truncated zstd stream");
     }
     return sink.pos;
   }
 
  private:
+  static constexpr size_t kMagicBytes = 4;
   ZSTD_DStream* stream_;
+  bool begins_frame_ = true;
   bool in_frame_ = true;  // from the start, so that an empty file counts as truncated
 };
 
