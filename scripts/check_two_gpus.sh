@@ -60,7 +60,7 @@ check "reinitialised dead neurons" train reinit --gpus 2 --reinit-dead
 signal_rank() {  # signal_rank OUT SIGNAL STEP: sends it to rank 1 when the run has done the step
   local i
   for ((i = 0; i < 6000; ++i)); do
-    [[ $(wc -l <"$work/$1/metrics.jsonl" 2>/dev/null || echo 0) -ge $3 ]] && break
+    [[ $(cat "$work/$1/metrics.jsonl" 2>/dev/null | wc -l) -ge $3 ]] && break
     sleep 0.01
   done
   kill "-$2" "$(sed -n 's/^ranks: 2 processes, [0-9]* \([0-9]*\)$/\1/p' "$work/$1.out")"
@@ -75,7 +75,7 @@ check "a killed run resumes by itself" restarted
 check "to the same bits" same_weights two restarted
 
 lost() {  # lost OUT SIGNAL PATTERN: a rank is lost in the middle of a run
-  train "$1" --gpus 2 --collective-timeout 10 --steps 100000 --validate-every 0 &
+  train "$1" --gpus 2 --collective-timeout 10 --steps 100000 --warmup-steps 10 --validate-every 0 &
   local launcher=$!
   signal_rank "$1" "$2" 50
   wait $launcher && return 1
