@@ -7,7 +7,7 @@ file, and draws that file as SVG. Needs only Python's standard library.
   plot_recipe.py plot recipe.csv recipe.svg
 
 A run is named after its coefficient; the suffix `-dense` marks the run with dense execution only. A
-row is the mean of WINDOW steps."""
+row is the mean of WINDOW steps; its dead neurons are those of the last step."""
 import csv
 import json
 import math
@@ -38,6 +38,9 @@ def condense(runs: list[str]) -> None:
                    "nnz": f"{mean(r['nnz'] for r in part):.1f}"}
             for i, layer in enumerate(layers):
                 row[f"nnz_{i}"] = f"{mean(l['nnz'] for l in layer):.1f}"
+            for i, layer in enumerate(layers):
+                row[f"dead_{i}"] = layer[-1]["dead"]
+            row["dead_share"] = f"{mean(l[-1]['dead_share'] for l in layers):.4f}"
             if writer is None:
                 writer = csv.DictWriter(sys.stdout, row.keys(), lineterminator="\n")
                 writer.writeheader()
@@ -62,6 +65,10 @@ def plot(source: str, target: str) -> None:
     active = Panel(1, "Active neurons per token, mean of layers", UNIT, (0, end), (4, 4000),
                    log=True)
     panels = [loss, active]
+    dead = None
+    if all("dead_share" in row for rows in runs.values() for row in rows):
+        dead = Panel(2, "Dead neurons, %, mean of layers", UNIT, (0, end), (0, 100))
+        panels.append(dead)
     dense = [name for name in runs if name.endswith("-dense")]
     drawn = {}
     for i, name in enumerate([name for name in runs if name not in dense] + dense):
@@ -72,6 +79,8 @@ def plot(source: str, target: str) -> None:
         rows, xs = runs[name], tokens[name]
         loss.line([(x, float(r["ce"])) for x, r in zip(xs, rows)], colour, style)
         active.line([(x, float(r["nnz"])) for x, r in zip(xs, rows)], colour, style)
+        if dead is not None:
+            dead.line([(x, 100 * float(r["dead_share"])) for x, r in zip(xs, rows)], colour, style)
         if name not in dense:  # their dots would hide those of the automatic run
             loss.dots([(x, float(r["val_ce"])) for x, r in zip(xs, rows) if r["val_ce"]], colour)
     for name in dense:
