@@ -392,7 +392,12 @@ struct ShardWriter::Impl {
         const bool stays = s == first && at < keep;
         const int64_t end = stays ? keep : shards[s].tokens;
         ids.resize(static_cast<size_t>(std::min<int64_t>(end - at, 1 << 20)));
-        unpack_ids(file.bytes().data() + at * all.id_bytes(), all.id_bytes(), ids);
+        const uint32_t largest =
+            unpack_ids(file.bytes().data() + at * all.id_bytes(), all.id_bytes(), ids);
+        // A part that an earlier job finished can have been altered since.
+        TWELL_REQUIRE(largest < encoder.vocab_size,
+                      "{} holds token {}, outside the vocabulary of {}: delete {} to begin again",
+                      file.path().string(), largest, encoder.vocab_size, work.folder().string());
         (stays ? kept : moved).append(ids);
         if (stays) continue;
         for (const int32_t id : ids) bytes += id == encoder.eos ? 0 : encoder.token_bytes(id);

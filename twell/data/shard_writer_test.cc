@@ -181,6 +181,29 @@ TEST_F(ShardWriting, DeeplyNestedRecordsAreDamaged) {
   EXPECT_EQ(shards("shards"), shards("whole"));
 }
 
+// All parts are finished, and then altered before their tail moves to the other split.
+TEST_F(ShardWriting, AlteredPartsAreRefused) {
+  const TokenizeOptions options{.validation_fraction = 0.0003, .part_bytes = 2000, .threads = 1};
+  const auto write_with = [&](const TokenEncoder& with) -> std::string {
+    TextSource source(text());
+    try {
+      ShardWriter(source, "bytes", folder_.path() / "shards", options, /*replace=*/false)
+          .write(with);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  TokenEncoder interrupted = encoder();
+  interrupted.token_bytes = [](int32_t) -> int64_t { throw Error("killed"); };
+  EXPECT_EQ(write_with(interrupted), "killed");
+  for (const auto& [file, bytes] : shards("shards.partial")) {
+    if (!file.ends_with(".bin")) continue;
+    folder_.write("shards.partial/" + file, std::string(bytes.size(), '\xff'));
+  }
+  EXPECT_THAT(write_with(encoder()), HasSubstr("outside the vocabulary of 257"));
+}
+
 TEST_F(ShardWriting, NothingIsKeptOfNoFinishedPart) {
   EXPECT_EQ(write("shards", kSmallParts, 1), "killed");
   EXPECT_FALSE(fs::exists(folder_.path() / "shards.partial"));
