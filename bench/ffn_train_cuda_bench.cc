@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times the feed-forward layer in training on the GPU, forward and backward, dense against hybrid,
 // on one activation pattern after the other. It checks errors before it times.
-//   ffn_train_cuda_bench [--patterns FILE]... [--layer N]... [--nnz K]... [--full-rows K]...
-//                        [--tokens M]... [--check] [--jsonl FILE]
+//   ffn_train_cuda_bench [--width D] [--ffn F] [--patterns FILE]... [--layer N]... [--nnz K]...
+//                        [--full-rows K]... [--tokens M]... [--check] [--relu2] [--jsonl FILE]
 // A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and continues with
 // the pattern; the dense execution runs on operands whose gate has as many non-zeros. For each file
 // it prints the mean of dense / chosen, where choose_gpu_ffn_train chooses from the pattern's
-// counts. --check compares both with f32 sums on the pattern's first 4,096 tokens.
+// counts. --check compares both with f32 sums on the pattern's first 4,096 tokens. Patterns of
+// other than F neurons are stretched to F. --relu2 also times the hybrid execution of relu2.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -33,8 +34,10 @@ struct Options {
   std::vector<int64_t> tokens = {16384};
   int64_t width = 2048;
   int64_t ffn = 5632;
+  int64_t captured_ffn = 5632;
   int rounds = 21;
   bool check = false;
+  bool relu2 = false;
   bool time = true;
   std::string jsonl;
 };
@@ -124,21 +127,21 @@ struct Layer {
     d_w_down = upload(zeros);
   }
   void clear_counts() { counts = upload(std::vector<FfnTrainCountsCuda>(1)); }
-  FfnTrainWeightsCuda weights() const {
-    return {operands.w_gate.data(), operands.w_up.data(), operands.w_down.data()};
+  FfnTrainWeightsCuda weights(Activation activation) const {
+    return {operands.w_gate.data(), operands.w_up.data(), operands.w_down.data(), activation};
   }
-  FfnTrainForwardCuda forward(bool replay) const {
+  FfnTrainForwardCuda forward(bool replay, Activation activation = Activation::kRelu) const {
     return {.tokens = shape.max_tokens,
-            .weights = weights(),
+            .weights = weights(activation),
             .x = operands.x.data(),
             .y = y.data(),
             .counts = counts.data(),
             .active = active.data(),
             .replay = replay ? gate.view() : TwellPacked{}};
   }
-  FfnTrainBackwardCuda backward() const {
+  FfnTrainBackwardCuda backward(Activation activation = Activation::kRelu) const {
     return {.tokens = shape.max_tokens,
-            .weights = weights(),
+            .weights = weights(activation),
             .x = operands.x.data(),
             .d_y = operands.d_y.data(),
             .l1_scale = l1_scale.data(),
@@ -270,18 +273,21 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   const FfnTrainForwardCuda dense_forward = layer.forward(false), replay = layer.forward(true);
   const auto run = [&](const FfnTrainForwardCuda& forward, FfnSavedCuda& saved) {
     ffn_train_forward_cuda(ctx, forward, saved, workspace);
-    ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
+    ffn_train_backward_cuda(ctx, layer.backward(forward.weights.activation), saved, workspace);
   };
+  const FfnTrainForwardCuda squared = layer.forward(true, Activation::kRelu2);
   run(dense_forward, dense);  // warm-up: tunes and allocates
   run(replay, hybrid);
   stream.synchronize();
-  const auto times =
-      time_pieces(stream.get(), options.rounds,
-                  {[&] { ffn_train_forward_cuda(ctx, dense_forward, dense, workspace); },
-                   [&] { ffn_train_backward_cuda(ctx, layer.backward(), dense, workspace); },
-                   [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
-                   [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
-                   [&] { run(dense_forward, dense); }, [&] { run(replay, hybrid); }});
+  std::vector<std::function<void()>> pieces = {
+      [&] { ffn_train_forward_cuda(ctx, dense_forward, dense, workspace); },
+      [&] { ffn_train_backward_cuda(ctx, layer.backward(), dense, workspace); },
+      [&] { ffn_train_forward_cuda(ctx, replay, hybrid, workspace); },
+      [&] { ffn_train_backward_cuda(ctx, layer.backward(), hybrid, workspace); },
+      [&] { run(dense_forward, dense); },
+      [&] { run(replay, hybrid); }};
+  if (options.relu2) pieces.emplace_back([&] { run(squared, hybrid); });
+  const auto times = time_pieces(stream.get(), options.rounds, pieces);
   layer.clear_counts();
   ffn_train_forward_cuda(ctx, layer.forward(true), hybrid, workspace);
   stream.synchronize();
@@ -301,6 +307,7 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   row["hybrid_backward_ms"] = timing_json(times[3]);
   row["dense_ms"] = timing_json(times[4]);
   row["hybrid_ms"] = timing_json(times[5]);
+  if (options.relu2) row["hybrid_relu2_ms"] = timing_json(times[6]);
   row["speedup"] = speedup;
   row["choice"] = std::string(ffn_train_execution_name(choice));
   row["choice_speedup"] = choice == FfnTrainExecution::kHybrid ? speedup : 1.0;
@@ -311,12 +318,15 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   row["workspace_bytes"] = workspace.bytes();
   fmt::print(
       "{:14} {:6} {:7.1f}   {:.3f} + {:.3f} = {:.3f}   {:.3f} + {:.3f} = {:.3f}   {:.2f}x  {:6}  "
-      "union {:.0f}  saved {:.1f}%  recomputed {}\n",
+      "union {:.0f}  saved {:.1f}%  recomputed {}{}\n",
       pattern.name, layer.shape.max_tokens, layer.nnz, times[0].median, times[1].median,
       times[4].median, times[2].median, times[3].median, times[5].median, speedup,
       ffn_train_execution_name(choice), union_neurons,
       100.0 * static_cast<double>(hybrid.bytes()) / static_cast<double>(dense.bytes()),
-      counts.recomputed);
+      counts.recomputed,
+      options.relu2 ? fmt::format("  relu2 {:.3f}, {:.3f} of relu", times[6].median,
+                                  times[6].median / times[5].median)
+                    : "");
   std::fflush(stdout);
   return row;
 }
@@ -330,8 +340,13 @@ struct PatternGroup {
 std::vector<PatternGroup> all_patterns(const Options& options) {
   std::vector<PatternGroup> groups;
   for (const std::string& file : options.patterns) {
-    groups.push_back({std::filesystem::path(file).stem().string(),
-                      read_patterns(file, options.layers, options.ffn)});
+    PatternGroup& group = groups.emplace_back();
+    group.name = std::filesystem::path(file).stem().string();
+    group.patterns = read_patterns(file, options.layers, options.captured_ffn);
+    if (options.ffn == options.captured_ffn) continue;
+    for (FfnPattern& pattern : group.patterns) {
+      pattern = stretch_pattern(pattern, options.captured_ffn, options.ffn);
+    }
   }
   const int64_t most = *std::max_element(options.tokens.begin(), options.tokens.end());
   const int64_t rows = std::min<int64_t>(most, 16384);
@@ -390,7 +405,12 @@ void run(const Options& options) {
 int main(int argc, char** argv) {
   twell::Options options;
   CLI::App app("The feed-forward layer in training on the GPU, dense and hybrid.");
+  app.add_option("--width", options.width, "width of the layer")->capture_default_str();
+  app.add_option("--ffn", options.ffn, "neurons of the layer")->capture_default_str();
   app.add_option("--patterns", options.patterns, "safetensors files of captured patterns");
+  app.add_option("--captured-ffn", options.captured_ffn, "neurons of those patterns")
+      ->needs("--patterns")
+      ->capture_default_str();
   app.add_option("--layer", options.layers, "layers of the files; not given: all that they have")
       ->needs("--patterns");
   app.add_option("--nnz", options.nnz, "non-zeros per token of random patterns");
@@ -400,6 +420,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
   app.add_flag("--check", options.check, "errors against f32 first");
+  app.add_flag("--relu2", options.relu2, "also time the hybrid execution of relu2");
   app.add_flag("!--no-time", options.time, "no timing");
   app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");
   CLI11_PARSE(app, argc, argv);

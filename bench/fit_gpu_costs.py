@@ -80,6 +80,8 @@ def tile_union_cost(row):
 
 
 MEDIUM_TOKENS = 1024
+# With fewer neurons of a CTA, the gate and up wait for x.
+GATE_NEURONS, UP_NEURONS = 96, 32
 
 
 # Computes what MediumBatchSchedule computes. Returns tiles, neurons of a segment, rounds, CTAs and
@@ -103,16 +105,16 @@ def medium_cost(row):
     m, d, f = row["tokens"], row["width"], row["ffn"]
     tiles, neurons, rounds, up_split, clusters, columns, down_split = medium_schedule(m, d, f)
     union = row["union_share"] * f if row["union_share"] >= 0 else independent_union(row, 128)
-    outside = (tiles * 128 - m) * (0.5 if tiles % 2 == 0 else 1.0)
     chunk = min(max(ceil(ceil(union / clusters) / 16) * 16, 16.0), 192.0)
     up_turns = max(ceil(union / (chunk * clusters)), 1.0) * max(tiles * up_split / SMS, 1.0)
     down_turns = ceil(tiles * ceil(d / columns) * down_split / SMS)
-    return {"launches": 1.0, "gate_round": rounds, "gate_x": rounds * 128 * d,
-            "gate_weight": rounds * neurons * d, "gate_outside": rounds * d * outside,
-            "first_bytes": 2 * d * f, "up_round": up_turns, "up_width": up_turns * d / up_split,
-            "up_work": up_turns * d / up_split * chunk, "row_bytes": 2 * tiles * union * d,
-            "down_round": down_turns, "down_neuron": down_turns * union / down_split,
-            "down_work": down_turns * union / down_split * (128 + columns), "image": m * union}
+    return {"gate_round": rounds, "gate_weight": rounds * max(neurons, GATE_NEURONS) * d,
+            "first_bytes": 2 * d * f, "up_round": up_turns,
+            "up_work": up_turns * d / up_split * max(chunk, UP_NEURONS),
+            "row_bytes": 2 * tiles * union * d, "down_round": down_turns,
+            "down_neuron": down_turns * union / down_split,
+            "down_work": down_turns * union / down_split * (128 + columns), "image": m * union,
+            "tile": tiles}
 
 
 def dense_cost(row, parameters):

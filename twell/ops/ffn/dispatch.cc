@@ -40,13 +40,13 @@ struct GpuCosts {
   Few decode = {5.39, 86.1e6 / kFitBandwidth, 2.241e6 / kFitBandwidth, 0.003677, 0.1404, 0.003353};
   Few small = {0.0, 6.689e6 / kFitBandwidth, 3.189e6 / kFitBandwidth, 0.001621, 6.653, 0.001766};
   double small_again = 0.85;  // time of a further call of a small batch, in that of the first
-  // Medium batch: microseconds, per round, per value of x, of the first weight, of a chunk.
+  // Medium batch: microseconds, per round, per value of the first weight or of a chunk, per tile.
   struct Medium {
-    double launches = 2.207, gate_round = 2.282, gate_x = 5.066e-05, gate_weight = 8.484e-06,
-           gate_outside = 6.145e-05, up_round = 3.962, up_width = 0.007749, up_work = 5.037e-05,
-           down_round = 1.711, down_neuron = 0.00471, down_work = 1.62e-05, image = 7.052e-06;
-    double first_bytes = 2.0 / 9.28e-08 / kFitBandwidth,
-           row_bytes = 2.0 / 1.075e-07 / kFitBandwidth;
+    double gate_round = 4.106, gate_weight = 3.866e-05, up_round = 4.817, up_work = 7.554e-05,
+           down_round = 0.4431, down_neuron = 0.004738, down_work = 2.125e-05, image = 3.587e-06,
+           tile = 0.4636;
+    double first_bytes = 1.0 / 1.16e-07 / kFitBandwidth,
+           row_bytes = 1.0 / 1.139e-07 / kFitBandwidth;
   };
   Medium medium;
   // Tile-union.
@@ -75,6 +75,8 @@ constexpr int64_t kSmallTokens = 64;
 constexpr double kClusterSms = 4.0;
 constexpr double kMediumGroup = 16.0;   // neurons of a medium batch's union come in groups,
 constexpr double kMediumChunk = 192.0;  // and of `up` in chunks of at most so many
+constexpr double kMediumGate = 96.0;    // with fewer neurons of a CTA, the gate
+constexpr double kMediumUp = 32.0;      // and `up` wait for x
 constexpr double kTile = 128.0;         // tokens of a tile-union tile
 constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
 constexpr double kBlock = 64.0;         // neurons of a block of a union,
@@ -167,8 +169,8 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   return cost + (rounds + 0.5) * down_item;
 }
 
-// Each of the three kernels has a fixed time per round of CTAs, and reads x, weights and h at rates
-// of its own.
+// Each of the three kernels has a fixed time per round of CTAs, and reads weights and h at rates of
+// its own. Unions of tiles differ, so the more tiles, the longer the others wait for the largest.
 double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const GpuCosts::Medium& costs = kCosts.medium;
@@ -177,12 +179,9 @@ double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
   const double neurons = activity.union_share >= 0.0 ? activity.union_share * s.f
                                                      : independent_union(s, activity, kTile);
   const double tiles = count(schedule.tiles), rounds = count(schedule.rounds);
-  // TMA takes longer for rows past the last token than for tokens. CTAs that share a segment with
-  // another tile wait less for them.
-  const double outside = (tiles * kTile - s.m) * (schedule.tiles % 2 == 0 ? 0.5 : 1.0);
   const double gate =
-      rounds * (costs.gate_round + s.d * (costs.gate_x * kTile + costs.gate_outside * outside +
-                                          costs.gate_weight * count(schedule.neurons)));
+      rounds *
+      (costs.gate_round + costs.gate_weight * s.d * std::max(count(schedule.neurons), kMediumGate));
   // Up runs a tile's union in chunks of up to 192 neurons, one per cluster at a time.
   const double clusters = count(schedule.up_clusters), split = count(schedule.up_split);
   const double chunk =
@@ -192,14 +191,14 @@ double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
       std::max(std::ceil(neurons / (chunk * clusters)), 1.0) * std::max(tiles * split / s.sms, 1.0);
   const double up =
       layer.gated
-          ? turns * (costs.up_round + s.d / split * (costs.up_width + costs.up_work * chunk))
+          ? turns * (costs.up_round + s.d / split * costs.up_work * std::max(chunk, kMediumUp))
           : costs.up_round;
   const double columns = count(schedule.columns), parts = count(schedule.down_split);
   const double down_turns = std::ceil(tiles * std::ceil(s.d / columns) * parts / s.sms);
   const double down =
       down_turns * (costs.down_round +
                     neurons / parts * (costs.down_neuron + costs.down_work * (kTile + columns)));
-  return costs.launches + (gate + up + down + costs.image * s.m * neurons) * kFitGhz / s.ghz +
+  return (gate + up + down + costs.image * s.m * neurons + costs.tile * tiles) * kFitGhz / s.ghz +
          s.move(2.0 * s.d * s.f, costs.first_bytes) +
          s.move(2.0 * s.d * tiles * neurons, costs.row_bytes);
 }
@@ -247,8 +246,8 @@ constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max
 constexpr int64_t kUnionWidth = 131072;
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
-// With more, tile-union is faster: its gate GEMM loads larger tiles.
-constexpr int64_t kMediumActivations = 7'000'000;
+// With more, tile-union is nearly always faster: its gate GEMM loads larger tiles.
+constexpr int64_t kMediumActivations = 12'000'000;
 constexpr int64_t kMediumFfn = 65536;  // at most so many segments as a CTA has threads
 
 // Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
@@ -343,7 +342,7 @@ constexpr std::array kTable = {
               .policy = FfnPolicy::kTileUnion,
               .other_policy = FfnPolicy::kTileUnion,
               .least_tokens = 65,
-              .most_tokens = 1024,
+              .most_tokens = 2048,
               .least_capability = kHopper,
               .most_capability = kHopper,
               .most_width = kUnionWidth,
@@ -457,27 +456,24 @@ const GpuFfnRow* find_row(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnP
   return nullptr;
 }
 
-// The sparse launch that auto weighs against dense: the cheapest of those for a limited number of
-// tokens, else the first that takes the call. Null where there is none: row-fused is not chosen on
-// Hopper.
+// The sparse launch that auto weighs against dense: the cheapest one, or the first before anything
+// is measured. Null where none takes the call: row-fused is not chosen on Hopper.
 const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& call,
                                  const LayerActivity& activity) {
   const GpuFfnRow* best = nullptr;
   double least = 0.0;
   for (const GpuFfnRow& row : kTable) {
-    const bool hopper = layer.device.compute_capability == kHopper;
-    if (row.launch == GpuFfnLaunch::kRowFused && hopper) continue;
     // The tile-union policy names every sparse launch.
-    if (!names(FfnPolicy::kTileUnion, row) || !gpu_ffn_unsupported(row, layer, call).empty()) {
+    const bool hopper = layer.device.compute_capability == kHopper;
+    if ((row.launch == GpuFfnLaunch::kRowFused && hopper) || !names(FfnPolicy::kTileUnion, row) ||
+        !gpu_ffn_unsupported(row, layer, call).empty()) {
       continue;
     }
-    if (row.most_tokens == kAny) return best != nullptr ? best : &row;
     if (activity.nnz_per_token < 0.0) return &row;
     const double cost = row.cost(layer, call.tokens, activity);
-    if (best == nullptr || cost < least) {
-      best = &row;
-      least = cost;
-    }
+    if (best != nullptr && cost >= least) continue;
+    best = &row;
+    least = cost;
   }
   return best;
 }

@@ -8,15 +8,15 @@
 //   dense GEMMs   dense         any      any          no                   yes
 //   decode rows   decode-rows   1-8      Hopper       yes                  no
 //   small batch   small-batch   9-128    Hopper       no                   no
-//   medium batch  tile-union    65-1024  Hopper       no                   no
+//   medium batch  tile-union    65-2048  Hopper       no                   no
 //   tile-union    tile-union    any      Hopper       no                   yes
 //   row-fused     row-fused     any      sm_80 on     no                   yes
 //
 // A policy names one or more of these; the first one of the table that takes the call runs, but
-// auto weighs small and medium batches by their costs. So
-// tile-union and auto run few tokens as decode rows, a small batch or a medium one, and a call with
-// a norm runs a launch that computes it. Plain arithmetic without CUDA headers: the choice depends
-// only on its arguments, and its tests need no GPU.
+// auto takes the cheapest by estimate. So tile-union and auto run few tokens as decode rows, a
+// small batch or a medium one, and a call with a norm runs a launch that computes it. Plain
+// arithmetic without CUDA headers: the choice depends only on its arguments, and its tests need no
+// GPU.
 #pragma once
 
 #include <cstdint>

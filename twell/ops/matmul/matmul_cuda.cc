@@ -32,6 +32,20 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
   return layout;
 }
 
+// cuBLASLt's first proposals are the fastest, or nearly, but for products of up to some thousand
+// rows where they have one of these tiles. There its second is 0.95 of their time in the mean, and
+// 0.68 at best (bench/results/2026-11-23-h200-matmul.csv, of cuBLASLt 13.1).
+bool prefers_second(const MatmulShapeCuda& shape, const cublasLtMatmulAlgo_t& first) {
+  constexpr int64_t kMostRows = 4096;
+  if (shape.rows > kMostRows || shape.trans_a || shape.f32_out) return false;  // not measured
+  int32_t tile = 0;
+  size_t written = 0;
+  TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&first, CUBLASLT_ALGO_CONFIG_TILE_ID,
+                                                          &tile, sizeof(tile), &written));
+  return tile == CUBLASLT_MATMUL_TILE_96x64 || tile == CUBLASLT_MATMUL_TILE_96x128 ||
+         tile == CUBLASLT_MATMUL_TILE_192x192 || tile == CUBLASLT_MATMUL_TILE_320x128;
+}
+
 struct MatmulPlans {
   std::map<MatmulShapeCuda, MatmulPlanCuda> plans;
   bool tuning = false;
@@ -70,6 +84,7 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
   TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && proposal_count_ > 0,
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
+  if (proposal_count_ > 1 && prefers_second(shape, proposals_[0].algo)) chosen_ = 1;
 }
 
 MatmulPlanCuda::~MatmulPlanCuda() {

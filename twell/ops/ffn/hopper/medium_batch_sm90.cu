@@ -654,9 +654,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (id >= 0) bulk_prefetch(p.down + int64_t{id} * p.width, p.width * 2);
       }
     }
-    // The consumers have waited for all gathers, but race detectors look at who issued them.
-    gathers_commit();
-    gathers_wait<0>();
     __syncwarp();
     if (p.up != nullptr) {
       // All have multiplied, and nothing writes the ring buffers any more.
@@ -863,8 +860,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     registers_decrease<88>();
     if (steps > 0) produce<Columns>(params, shared, tile, column, begin, end);
     if (split > 1) {
-      gathers_commit();
-      gathers_wait<0>();
       __syncwarp();
       cluster_arrive_relaxed();
       cluster_wait();
