@@ -79,7 +79,7 @@ def tile_union_cost(row):
             "spilled_value": m * f * density, "tile": tiles, "word": m * f}
 
 
-MEDIUM_TOKENS = 1024
+MEDIUM_ACTIVATIONS = 12e6  # most tokens times F of a medium batch
 # With fewer neurons of a CTA, the gate and up wait for x.
 GATE_NEURONS, UP_NEURONS = 96, 32
 
@@ -153,7 +153,8 @@ def main():
         sys.exit(__doc__)
     start = [800, 4, 7, 13, 3, 0.05]
     medium = [row for row in rows
-              if row["sparse"] == "medium-batch" and row["tokens"] <= MEDIUM_TOKENS]
+              if row["sparse"] == "medium-batch"
+              and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS]
     rows = [row for row in rows if row["sparse"] != "medium-batch"]
 
     batch = [row for row in rows

