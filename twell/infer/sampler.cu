@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One CTA per row. The filters always keep a prefix of the tokens sorted by falling logit. Instead
-// of sorting, radix selection on the logits' bits finds the prefix, by its number of tokens (top-k)
-// or by its probability mass (top-p, and the draw itself).
+// One CTA per row of logits. The filters always keep a prefix of the tokens sorted by falling
+// logit. Instead of sorting, radix selection on the logits' bits finds the prefix, by its number of
+// tokens (top-k) or by its probability mass (top-p, and the draw itself).
 #include "twell/infer/sampler_cuda.h"
 
 #include "twell/base/reduce.cuh"
@@ -32,8 +32,9 @@ struct Prefix {
 
 class Row {
  public:
-  __device__ Row(const SampleCuda& p, const float* logits, float top)
-      : p_(p), logits_(logits), top_(top), per_unit_(1.4426950408889634f / p.temperature) {}
+  // `vocab` logits, of which the largest is top. temperature: of weight() and mass().
+  __device__ Row(const float* logits, int64_t vocab, float top, float temperature)
+      : logits_(logits), vocab_(vocab), top_(top), per_unit_(1.4426950408889634f / temperature) {}
 
   __device__ float weight(float logit) const { return exp2f((logit - top_) * per_unit_); }
   __device__ u64 mass(float logit, float least) const {
@@ -49,7 +50,7 @@ class Row {
     if (threadIdx.x == 0) sum = 0;
     __syncthreads();
     u64 mine = 0, tie = 0;
-    for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
       const uint32_t key = key_of(logits_[i]);
       if (key > prefix.key) mine += count(logits_[i]);
       if (key == prefix.key) tie = count(logits_[i]);
@@ -76,7 +77,7 @@ class Row {
       __syncthreads();
       u64 mine[kDigits] = {};
       const int fixed = shift + kDigitBits;  // lowest bit of the digits found already
-      for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+      for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
         const uint32_t key = key_of(logits_[i]);
         if (fixed < 32 && (key >> fixed) != (found >> fixed)) continue;
         const uint32_t digit = (key >> shift) % kDigits;
@@ -99,45 +100,54 @@ class Row {
     __syncthreads();
     if (threadIdx.x == 0) each = 1;
     __syncthreads();
-    for (int64_t i = threadIdx.x; i < p_.vocab; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
       if (key_of(logits_[i]) == found && count(logits_[i]) != 0) each = count(logits_[i]);
     }
     __syncthreads();
     return {found, (limit - above + each - 1) / each};
   }
 
-  // Writes the last token of a prefix: the `ties`-th, by id, of those with its key.
-  __device__ void write_last(const Prefix& prefix, int32_t* id) const {
+  // Calls what(rank, id) for the tokens of the prefix with its key, by rising id, from rank 0 on.
+  template <typename What>
+  __device__ void each_tie(const Prefix& prefix, const What& what) const {
+    __shared__ int of_warp[2][kWarps];  // in turn, so that one barrier per round is enough
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u64 seen = 0;
-    for (int64_t base = 0; base < p_.vocab; base += kThreads) {
+    int turn = 0;
+    for (int64_t base = 0; base < vocab_ && seen < prefix.ties; base += kThreads, turn ^= 1) {
       const int64_t i = base + threadIdx.x;
-      const bool match = i < p_.vocab && key_of(logits_[i]) == prefix.key;
-      const u64 here = static_cast<u64>(__syncthreads_count(match));
-      if (seen + here < prefix.ties) {
-        seen += here;
-        continue;
+      const bool match = i < vocab_ && key_of(logits_[i]) == prefix.key;
+      const unsigned matches = __ballot_sync(0xffffffffu, match);
+      if (lane == 0) of_warp[turn][warp] = __popc(matches);
+      const bool any = __syncthreads_or(match) != 0;
+      if (!any) continue;
+      u64 rank = seen + static_cast<u64>(__popc(matches & ((1u << lane) - 1)));
+      for (unsigned w = 0; w < kWarps; ++w) {
+        if (w < warp) rank += static_cast<u64>(of_warp[turn][w]);
+        seen += static_cast<u64>(of_warp[turn][w]);
       }
-      if (threadIdx.x == 0) {
-        for (int64_t at = base; seen < prefix.ties; ++at) {
-          seen += key_of(logits_[at]) == prefix.key ? 1 : 0;
-          *id = static_cast<int32_t>(at);
-        }
-      }
-      return;
+      if (match && rank < prefix.ties) what(rank, static_cast<int32_t>(i));
     }
   }
 
+  // Writes the last token of a prefix.
+  __device__ void write_last(const Prefix& prefix, int32_t* id) const {
+    each_tie(prefix, [&](u64 rank, int32_t token) {
+      if (rank + 1 == prefix.ties) *id = token;
+    });
+  }
+
  private:
-  const SampleCuda& p_;
   const float* logits_;
+  int64_t vocab_;
   float top_, per_unit_;
 };
 
 // Largest logit; NaN if any logit is NaN.
-__device__ float largest(const SampleCuda& p, const float* logits) {
+__device__ float largest(const float* logits, int64_t vocab) {
   float top = -INFINITY;
   bool nan = false;
-  for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) {
+  for (int64_t i = threadIdx.x; i < vocab; i += kThreads) {
     nan |= isnan(logits[i]);
     top = fmaxf(top, logits[i]);
   }
@@ -181,12 +191,12 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
     write_most_likely(p, logits, id);
     return;
   }
-  const float top = largest(p, logits);
+  const float top = largest(logits, p.vocab);
   if (!isfinite(top)) {
     if (threadIdx.x == 0) *id = -1;
     return;
   }
-  const Row row(p, logits, top);
+  const Row row(logits, p.vocab, top, p.temperature);
   Prefix kept{0, static_cast<u64>(p.vocab)};  // all tokens: keys of numbers are above 0
   if (p.top_k > 0 && p.top_k < p.vocab) {
     kept = row.select(static_cast<u64>(p.top_k), [](float) { return u64{1}; });
@@ -208,11 +218,92 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
   row.write_last(row.select(min(drawn + 1, total), of_kept(p.min_p)), id);
 }
 
+__global__ void __launch_bounds__(kThreads) log_probs_kernel(LogProbsCuda p) {
+  const float* logits = p.logits + blockIdx.x * p.vocab;
+  TokenLogProb* out = p.out + blockIdx.x * p.out_stride;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const float top = largest(logits, p.vocab);
+  double sum = 0.0;
+  for (int64_t i = thread; i < p.vocab; i += kThreads) {
+    sum += static_cast<double>(expf(logits[i] - top));
+  }
+  sum = warp_sum(sum);
+  __shared__ double of_warp[kWarps];
+  if (thread % 32 == 0) of_warp[thread / 32] = sum;
+  __syncthreads();
+  sum = 0.0;
+  for (const double of_one : of_warp) sum += of_one;
+  const double log_sum = isfinite(top) ? top + log(sum) : static_cast<double>(NAN);
+  const auto log_prob = [&](int32_t id) { return static_cast<float>(logits[id] - log_sum); };
+  if (thread == 0) {
+    const int32_t id = p.ids[blockIdx.x];
+    out[0] = {id, id >= 0 && id < p.vocab ? log_prob(id) : NAN};
+  }
+  const auto count = static_cast<int>(min(p.top, min(p.top_vocab, p.vocab)));
+  if (thread < p.top - count) out[1 + count + thread] = {kNoToken, NAN};
+  if (count == 0) return;
+  if (!isfinite(top)) {
+    if (thread < count) out[1 + thread] = {kNoToken, NAN};
+    return;
+  }
+  const int64_t vocab = min(p.top_vocab, p.vocab);
+  const Row row(logits, vocab, top, 1.0f);
+  const Prefix prefix = row.select(static_cast<u64>(count), [](float) { return u64{1}; });
+  __shared__ u64 found[kMostTop];  // key above a number that is larger for smaller ids
+  __shared__ int size;
+  if (thread == 0) size = 0;
+  __syncthreads();
+  const auto entry = [&](int32_t id) {
+    return u64{key_of(logits[id])} << 32 | (~0u - static_cast<uint32_t>(id));
+  };
+  for (int64_t i = thread; i < vocab; i += kThreads) {
+    if (key_of(logits[i]) > prefix.key) {
+      found[atomicAdd(&size, 1)] = entry(static_cast<int32_t>(i));
+    }
+  }
+  const int larger = count - static_cast<int>(prefix.ties);
+  row.each_tie(prefix, [&](u64 rank, int32_t id) { found[larger + rank] = entry(id); });
+  __syncthreads();
+  if (thread >= count) return;
+  int rank = 0;
+  for (int i = 0; i < count; ++i) rank += found[i] > found[thread];
+  const auto id = static_cast<int32_t>(~0u - static_cast<uint32_t>(found[thread]));
+  out[1 + rank] = {id, log_prob(id)};
+}
+
+__global__ void penalize_kernel(PenalizeCuda p) {
+  const PenalizedRow row = p.rows[blockIdx.x];
+  float* const logits = p.logits + row.row * p.vocab;
+  for (int64_t i = row.begin + threadIdx.x; i < row.end; i += blockDim.x) {
+    const auto [id, times] = p.seen[i];
+    if (id >= p.vocab) continue;
+    if (p.undo) {
+      logits[id] = p.before[i];
+    } else {
+      p.before[i] = logits[id];
+      logits[id] = penalized(logits[id], times, row.repetition, row.frequency, row.presence);
+    }
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_sample(const SampleCuda& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   sample_kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_penalize(const PenalizeCuda& p, cudaStream_t stream) {
+  if (p.count == 0) return cudaSuccess;
+  penalize_kernel<<<static_cast<unsigned>(p.count), 256, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_log_probs(const LogProbsCuda& p, cudaStream_t stream) {
+  if (p.top < 0 || p.top > kMostTop) return cudaErrorInvalidValue;
+  if (p.rows == 0) return cudaSuccess;
+  log_probs_kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -73,6 +74,130 @@ INSTANTIATE_TEST_SUITE_P(
                     SamplerOptions{.temperature = 0.8f, .top_k = 300, .top_p = 0.95f},
                     SamplerOptions{.min_p = 0.2f},
                     SamplerOptions{.top_k = 50, .top_p = 0.5f, .min_p = 0.01f}));
+
+struct PenaltyCase {
+  std::vector<float> logits;
+  std::vector<SeenToken> seen;
+  std::vector<PenalizedRow> rows;
+};
+
+// Rows 3, 0 and 2 of four are penalized; one seen token is outside the vocabulary.
+PenaltyCase penalty_case(int64_t vocab, const SamplerOptions& options) {
+  PenaltyCase out;
+  for (uint64_t i = 0; i < static_cast<uint64_t>(4 * vocab); ++i) {
+    out.logits.push_back(3.0f * normal(5, 1, i));
+  }
+  for (const int32_t row : {3, 0, 2}) {
+    const int64_t begin = std::ssize(out.seen);
+    for (int32_t id = row; id <= vocab; id += 3 + row) out.seen.push_back({id, id % 4});
+    out.rows.push_back({row, begin, std::ssize(out.seen), options.repetition_penalty,
+                        options.frequency_penalty, options.presence_penalty});
+  }
+  return out;
+}
+
+TEST_P(SamplerCudaTest, PenaltiesEqualTheCpus) {
+  TWELL_SKIP_WITHOUT_GPU();
+  SamplerOptions options = GetParam();
+  options.repetition_penalty = 1.3f;
+  options.frequency_penalty = 0.2f;
+  options.presence_penalty = 0.7f;
+  constexpr int64_t kVocab = 1000;
+  const PenaltyCase given = penalty_case(kVocab, options);
+  std::array<std::span<const SeenToken>, 4> seen;
+  for (const PenalizedRow& row : given.rows) {
+    seen[static_cast<size_t>(row.row)] =
+        std::span(given.seen)
+            .subspan(static_cast<size_t>(row.begin), static_cast<size_t>(row.end - row.begin));
+  }
+  const CudaStream stream;
+  const auto logits = upload(given.logits);
+  const auto device_seen = upload(given.seen);
+  const auto rows = upload(given.rows);
+  const auto before = poisoned<float>(device_seen.size());
+  const auto ids = poisoned<int32_t>(4);
+  PenalizeCuda penalties{.count = rows.size(),
+                         .rows = rows.data(),
+                         .seen = device_seen.data(),
+                         .vocab = kVocab,
+                         .logits = logits.data(),
+                         .before = before.data()};
+  for (uint64_t index = 0; index < 10; ++index) {
+    std::vector<float> uniforms;
+    for (uint64_t row = 0; row < 4; ++row) uniforms.push_back(uniform(options.seed, row, index));
+    const auto device_uniforms = upload(uniforms);
+    penalties.undo = false;
+    TWELL_CUDA_CHECK(launch_penalize(penalties, stream.get()));
+    TWELL_CUDA_CHECK(launch_sample({.rows = 4,
+                                    .vocab = kVocab,
+                                    .stride = kVocab,
+                                    .logits = logits.data(),
+                                    .uniforms = device_uniforms.data(),
+                                    .ids = ids.data(),
+                                    .temperature = options.temperature,
+                                    .top_k = options.top_k,
+                                    .top_p = options.top_p,
+                                    .min_p = options.min_p},
+                                   stream.get()));
+    penalties.undo = true;
+    TWELL_CUDA_CHECK(launch_penalize(penalties, stream.get()));
+    stream.synchronize();
+    const auto got = download(ids);
+    for (size_t row = 0; row < 4; ++row) {
+      const std::span<const float> own(given.logits.data() + row * kVocab, size_t{kVocab});
+      ASSERT_EQ(got[row], sample(own, options, row, index, seen[row])) << row << ", " << index;
+    }
+    ASSERT_EQ(download(logits), given.logits);
+  }
+}
+
+TEST(LogProbsCudaTest, EqualTheCpus) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const CudaStream stream;
+  constexpr int64_t kRows = 4, kVocab = 5000, kEach = 1 + kMostTop;
+  std::vector<float> logits;
+  for (int64_t i = 0; i < kRows * kVocab; ++i) {
+    const float value = 4.0f * normal(9, 1, static_cast<uint64_t>(i));
+    // Row 0 has ties, at the top and at the end of the list.
+    logits.push_back(i < kVocab ? std::round(value / 4.0f) : value);
+  }
+  logits[3 * kVocab + 5] = std::nanf("");
+  const std::vector<int32_t> ids = {17, 4999, 0, 1};
+  const auto device_logits = upload(logits);
+  const auto device_ids = upload(ids);
+  for (const auto& [top, top_vocab] :
+       {std::pair{0, 5000}, std::pair{1, 4990}, std::pair{20, 4990}, std::pair{20, 7}}) {
+    const auto out = poisoned<TokenLogProb>(kRows * kEach);
+    TWELL_CUDA_CHECK(launch_log_probs({.rows = kRows,
+                                       .vocab = kVocab,
+                                       .logits = device_logits.data(),
+                                       .ids = device_ids.data(),
+                                       .top = top,
+                                       .top_vocab = top_vocab,
+                                       .out = out.data(),
+                                       .out_stride = kEach},
+                                      stream.get()));
+    stream.synchronize();
+    const auto got = download(out);
+    for (int64_t row = 0; row < 3; ++row) {
+      const std::span<const float> own(logits.data() + row * kVocab, size_t{kVocab});
+      const TokenLogProbs want =
+          token_log_probs(own, ids[static_cast<size_t>(row)], top, top_vocab);
+      const TokenLogProb* const of_row = got.data() + row * kEach;
+      EXPECT_EQ(of_row[0].id, want.token.id);
+      EXPECT_NEAR(of_row[0].log_prob, want.token.log_prob, 1e-5);
+      for (int64_t i = 0; i < top; ++i) {
+        const bool exists = i < std::ssize(want.top);
+        const TokenLogProb one = exists ? want.top[static_cast<size_t>(i)] : TokenLogProb{};
+        EXPECT_EQ(of_row[1 + i].id, one.id) << "row " << row << ", place " << i;
+        if (exists) {
+          EXPECT_NEAR(of_row[1 + i].log_prob, one.log_prob, 1e-5);
+        }
+      }
+    }
+    EXPECT_TRUE(std::isnan(got[static_cast<size_t>(3 * kEach)].log_prob));
+  }
+}
 
 TEST(SamplerCudaTest, MarksRowsThatCannotBeSampled) {
   TWELL_SKIP_WITHOUT_GPU();

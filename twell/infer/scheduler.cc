@@ -378,26 +378,19 @@ void Scheduler::feed_prompts() {
 
   std::vector<Prompt> prompts;
   std::vector<Draw> draws;
-  std::vector<size_t> piece_of;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    Request& request = *starting_[i];
-    if (request.wants_prompt_scores()) {
-      pieces[i].next = feed_scored(request, pieces[i].ids);
-      continue;
-    }
-    prompts.push_back({.slot = request.slot, .ids = pieces[i].ids});
-    draws.push_back(draw_of(request));
-    piece_of.push_back(i);
+    prompts.push_back(prompt_of(*starting_[i], pieces[i].ids));
+    draws.push_back(draw_of(*starting_[i]));
   }
   if (!prompts.empty()) {
     std::vector<int32_t> next(prompts.size());
     session_.append_and_draw(prompts, draws, next);
     for (size_t i = 0; i < next.size(); ++i) {
-      Request& request = *starting_[piece_of[i]];
+      Request& request = *starting_[i];
       // The draw after an incomplete prompt is ignored.
       if (request.left() > std::ssize(prompts[i].ids)) continue;
-      pieces[piece_of[i]].next = next[i];
-      request.log_probs = session_.drawn_log_probs(static_cast<int64_t>(i));
+      pieces[i].next = next[i];
+      note_log_probs(request, next[i], static_cast<int64_t>(i));
     }
   }
 
@@ -428,25 +421,18 @@ void Scheduler::feed_prompts() {
   for (const Ended& one : ended) end(*one.request, one.reason);
 }
 
-// Feeds a piece and notes the log-probabilities of the prompt's tokens after it. Returns the token
-// drawn after a complete prompt.
-int32_t Scheduler::feed_scored(Request& request, std::span<const int32_t> piece) {
+Prompt Scheduler::prompt_of(Request& request, std::span<const int32_t> piece) const {
+  Prompt out{.slot = request.slot, .ids = piece};
+  if (!request.wants_prompt_scores()) return out;
   const std::span<const int32_t> prompt = request.asked.prompt;
   const auto next_one = static_cast<size_t>(request.fed) + 1;
   // After a preemption they are computed again.
   request.prompt_log_probs.resize(next_one - 1);
-  const Draw draw = draw_of(request);
-  const bool draws = request.left() == std::ssize(piece) && !request.only_scores();
-  Drawn drawn = session_.append_scored(
-      {.slot = request.slot,
-       .ids = piece,
-       .targets = prompt.subspan(next_one, std::min(piece.size(), prompt.size() - next_one)),
-       .top = *request.asked.prompt_log_probs,
-       .vocab = draw.vocab,
-       .draw = draws ? std::optional(draw) : std::nullopt},
-      request.prompt_log_probs);
-  request.log_probs = std::move(drawn.log_probs);
-  return drawn.id;
+  out.targets = prompt.subspan(next_one, std::min(piece.size(), prompt.size() - next_one));
+  out.top = *request.asked.prompt_log_probs;
+  out.vocab = draw_of(request).vocab;
+  out.scores = &request.prompt_log_probs;
+  return out;
 }
 
 void Scheduler::grow_running() {
@@ -466,7 +452,7 @@ void Scheduler::grow_running() {
   std::vector<int32_t> next(slots.size());
   session_.decode_and_draw(slots, ids, draws, next);
   for (size_t i = 0; i < next.size(); ++i) {
-    running_[i]->log_probs = session_.drawn_log_probs(static_cast<int64_t>(i));
+    note_log_probs(*running_[i], next[i], static_cast<int64_t>(i));
   }
   Requests going_on;
   std::vector<Ended> ended;
@@ -480,6 +466,11 @@ void Scheduler::grow_running() {
   }
   running_ = std::move(going_on);
   for (const Ended& one : ended) end(*one.request, one.reason);
+}
+
+void Scheduler::note_log_probs(Request& request, int32_t id, int64_t row) {
+  if (id == kNoToken || request.only_scores() || !request.asked.log_probs) return;
+  request.log_probs = session_.drawn_log_probs(row);
 }
 
 // Adds the token. Returns why the request ends with it; its last event is then left to end().

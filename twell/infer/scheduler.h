@@ -166,9 +166,12 @@ class Scheduler {
   bool reserve_or_preempt(const Request& request, int64_t tokens);
   void preempt_youngest();
   void feed_prompts();
-  int32_t feed_scored(Request& request, std::span<const int32_t> piece);
+  // The piece as the session takes it, with the scores that the request wants.
+  Prompt prompt_of(Request& request, std::span<const int32_t> piece) const;
   void grow_running();
   std::optional<StopReason> take(Request& request, int32_t id);
+  // Notes those of the token that the session drew as entry `row`, if they are wanted.
+  void note_log_probs(Request& request, int32_t id, int64_t row);
   void emit(Request& request, std::optional<StopReason> stop);
   void end(Request& request, StopReason reason);
   void end_all(StopReason reason);

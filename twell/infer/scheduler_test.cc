@@ -49,6 +49,9 @@ class FakeSession : public Session {
     for (size_t i = 0; i < prompts.size(); ++i) {
       fed += std::ssize(prompts[i].ids);
       write(prompts[i].slot, prompts[i].ids);
+      for (const int32_t target : prompts[i].targets) {
+        prompts[i].scores->push_back(token_log_probs(logits_, target, prompts[i].top, kVocab));
+      }
       next[i] = next_of(read(prompts[i].slot), draws[i]);
     }
     if (fail_after >= 0 && fail_after-- == 0) throw Error("the device is gone");
@@ -62,16 +65,7 @@ class FakeSession : public Session {
     }
   }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
-  Drawn append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores) override {
-    fed += std::ssize(prompt.ids);
-    write(prompt.slot, prompt.ids);
-    for (const int32_t target : prompt.targets) {
-      scores.push_back(token_log_probs(logits_, target, prompt.top, kVocab));
-    }
-    if (!prompt.draw) return {};
-    return {.id = next_of(read(prompt.slot), *prompt.draw), .log_probs = std::nullopt};
-  }
-  std::optional<TokenLogProbs> drawn_log_probs(int64_t) override { return std::nullopt; }
+  TokenLogProbs drawn_log_probs(int64_t) override { return token_log_probs(logits_, 0, 0, kVocab); }
   std::vector<ActiveNeurons> active_neurons() const override { return {}; }
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return config_; }

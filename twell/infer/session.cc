@@ -83,31 +83,6 @@ void Session::discard(int64_t slot) {
   clear_blocks(freed);
 }
 
-Drawn Session::append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores) {
-  Drawn drawn;
-  append_logits(prompt.slot, prompt.ids, [&](int64_t first, ConstMatrixF rows) {
-    for (int64_t row = 0; row < rows.rows; ++row) {
-      const std::span<const float> values(rows.row(row), static_cast<size_t>(rows.cols));
-      const auto i = static_cast<size_t>(first + row);
-      if (i < prompt.targets.size()) {
-        scores.push_back(token_log_probs(values, prompt.targets[i], prompt.top,
-                                         prompt.vocab == 0 ? rows.cols : prompt.vocab));
-      }
-      if (i + 1 < prompt.ids.size() || !prompt.draw) continue;
-      drawn.id = draw_from(values, *prompt.draw);
-      drawn.log_probs = log_probs_from(values, *prompt.draw, drawn.id);
-    }
-  });
-  return drawn;
-}
-
-std::optional<TokenLogProbs> Session::log_probs_from(std::span<const float> logits,
-                                                     const Draw& draw, int32_t id) {
-  if (!draw.log_probs || id == kNoToken) return std::nullopt;
-  return token_log_probs(logits, id, *draw.log_probs,
-                         draw.vocab == 0 ? std::ssize(logits) : draw.vocab);
-}
-
 CacheUse Session::cache_use() const {
   return {.block_tokens = blocks_.block_tokens(),
           .blocks = blocks_.blocks(),

@@ -47,21 +47,11 @@ struct Draw {
 struct Prompt {
   int64_t slot = 0;
   std::span<const int32_t> ids;
-};
-
-// The same, with the log-probabilities of the tokens that follow.
-struct ScoredPrompt {
-  int64_t slot = 0;
-  std::span<const int32_t> ids;
-  std::span<const int32_t> targets;  // the tokens after the first ids, as many as are wanted
-  int64_t top = 0;                   // and of so many most likely ones
-  int64_t vocab = 0;                 // among ids below this one; 0: all
-  std::optional<Draw> draw;          // of a token after the last id
-};
-
-struct Drawn {
-  int32_t id = kNoToken;
-  std::optional<TokenLogProbs> log_probs;  // if asked for
+  // The tokens after the first ids whose log-probabilities are wanted, at most one for each id.
+  std::span<const int32_t> targets;
+  int64_t top = 0;                               // and those of so many most likely ones
+  int64_t vocab = 0;                             // among ids below this one; 0: all
+  std::vector<TokenLogProbs>* scores = nullptr;  // those of the targets are added to it
 };
 
 // Use of the cache of keys and values, in blocks of tokens.
@@ -92,7 +82,8 @@ class Session {
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
   // The same for several sequences, and draws the next token of each, or kNoToken; on the GPU the
-  // logits are not copied to the host. Slots must be distinct.
+  // logits are not copied to the host, and prompts pass the layers together. Slots must be
+  // distinct.
   virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
                                std::span<int32_t> next) = 0;
   virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
@@ -104,11 +95,9 @@ class Session {
   using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
   virtual void append_logits(int64_t slot, std::span<const int32_t> ids,
                              const OnLogits& on_logits) = 0;
-  // The same, and adds a score for each target; draws a token if one is wanted.
-  virtual Drawn append_scored(const ScoredPrompt& prompt, std::vector<TokenLogProbs>& scores);
-  // Log-probabilities, without penalties, of the tokens that the last append_and_draw or
-  // decode_and_draw drew as entry `row` of `next`, where its Draw asked for them.
-  virtual std::optional<TokenLogProbs> drawn_log_probs(int64_t row) = 0;
+  // Of the token that the last call drew as entry `row` of `next`, without penalties. It was not
+  // kNoToken, and its Draw asked for them.
+  virtual TokenLogProbs drawn_log_probs(int64_t row) = 0;
 
   // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them
   // the cache already holds, fewer than all; the caller appends the rest.
@@ -147,9 +136,6 @@ class Session {
   static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   static int32_t draw_from(std::span<const float> logits, const Draw& draw);
-  // Returns the log-probability of the drawn token `id`, if `draw` asks for it.
-  static std::optional<TokenLogProbs> log_probs_from(std::span<const float> logits,
-                                                     const Draw& draw, int32_t id);
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
   // cache.
   void make_room(int64_t slot, std::span<const int32_t> ids);

@@ -29,7 +29,7 @@ SessionCpu::SessionCpu(Context& ctx, const ModelView& model, const SessionOption
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       hidden_(std::max(std::min(prefill_tokens_, capacity()), slots()) * model.config.width),
       logits_(slots() * model.config.vocab_size),
-      drawn_log_probs_(static_cast<size_t>(slots())) {}
+      drawn_(static_cast<size_t>(slots())) {}
 
 void SessionCpu::show(int64_t slot, std::span<const int32_t> table, int64_t length) {
   cache_.set_table(slot, table);
@@ -79,9 +79,28 @@ void SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<cons
               slots());
   for (size_t i = 0; i < prompts.size(); ++i) {
     const auto row = static_cast<int64_t>(i);
-    append_to(row, prompts[i].slot, prompts[i].ids);
+    if (prompts[i].targets.empty()) {
+      append_to(row, prompts[i].slot, prompts[i].ids);
+    } else {
+      append_scored(row, prompts[i]);
+    }
     next[i] = draw_row(row, draws[i]);
   }
+}
+
+void SessionCpu::append_scored(int64_t row, const Prompt& prompt) {
+  const int64_t vocab = prompt.vocab == 0 ? model_.config.vocab_size : prompt.vocab;
+  append_logits(prompt.slot, prompt.ids, [&](int64_t first, ConstMatrixF rows) {
+    for (int64_t i = 0; i < rows.rows; ++i) {
+      const std::span<const float> values(rows.row(i), static_cast<size_t>(rows.cols));
+      const int64_t at = first + i;
+      if (at < std::ssize(prompt.targets)) {
+        prompt.scores->push_back(
+            token_log_probs(values, prompt.targets[static_cast<size_t>(at)], prompt.top, vocab));
+      }
+      if (at + 1 == std::ssize(prompt.ids)) std::ranges::copy(values, logits_row(row).begin());
+    }
+  });
 }
 
 void SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
@@ -113,12 +132,14 @@ void SessionCpu::append_logits(int64_t slot, std::span<const int32_t> ids,
 
 int32_t SessionCpu::draw_row(int64_t row, const Draw& draw) {
   const int32_t id = draw_from(logits_row(row), draw);
-  drawn_log_probs_[static_cast<size_t>(row)] = log_probs_from(logits_row(row), draw, id);
+  drawn_[static_cast<size_t>(row)] = {
+      .id = id, .top = draw.log_probs.value_or(0), .vocab = draw.vocab};
   return id;
 }
 
-std::optional<TokenLogProbs> SessionCpu::drawn_log_probs(int64_t row) {
-  return drawn_log_probs_[static_cast<size_t>(row)];
+TokenLogProbs SessionCpu::drawn_log_probs(int64_t row) {
+  const auto [id, top, vocab] = drawn_[static_cast<size_t>(row)];
+  return token_log_probs(logits_row(row), id, top, vocab == 0 ? model_.config.vocab_size : vocab);
 }
 
 std::vector<ActiveNeurons> SessionCpu::active_neurons() const {

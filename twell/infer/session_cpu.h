@@ -23,7 +23,7 @@ class SessionCpu : public Session {
                        std::span<const Draw> draws, std::span<int32_t> next) override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
-  std::optional<TokenLogProbs> drawn_log_probs(int64_t row) override;
+  TokenLogProbs drawn_log_probs(int64_t row) override;
   std::vector<ActiveNeurons> active_neurons() const override;
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config; }
@@ -39,6 +39,8 @@ class SessionCpu : public Session {
   std::span<const float> append_to(int64_t row, int64_t slot, std::span<const int32_t> ids);
   std::span<float> logits_row(int64_t row) const;
   // Draws from row `row` of logits_.
+  // Appends a prompt with targets, and leaves the logits after its last token in logits_row(row).
+  void append_scored(int64_t row, const Prompt& prompt);
   int32_t draw_row(int64_t row, const Draw& draw);
 
   Context& ctx_;
@@ -46,9 +48,13 @@ class SessionCpu : public Session {
   ForwardState state_;
   KvCache cache_;
   int64_t prefill_tokens_;
-  Buffer<float> hidden_;                                       // [max(prefill tokens, slots), D]
-  Buffer<float> logits_;                                       // [slots, V]
-  std::vector<std::optional<TokenLogProbs>> drawn_log_probs_;  // [slots]
+  Buffer<float> hidden_;  // [max(prefill tokens, slots), D]
+  Buffer<float> logits_;  // [slots, V]
+  struct Drawn {
+    int32_t id = kNoToken;
+    int64_t top = 0, vocab = 0;
+  };
+  std::vector<Drawn> drawn_;  // [slots] from logits_
 };
 
 }  // namespace twell

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "twell/base/rng.h"
-#include "twell/infer/sampler_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
@@ -13,6 +12,8 @@ namespace {
 
 // Enough tokens to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
+// Prompt tokens scored together: enough for the output head to be a matrix product.
+constexpr int64_t kScoreRows = 64;
 // A server's steps have any number of sequences.
 constexpr size_t kMaxGraphs = 256;
 
@@ -63,8 +64,8 @@ ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionO
 int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& config,
                                  const CachePlan& cache, const SessionOptions& options) {
   return ForwardCuda::bytes_needed(ctx, config, forward_plan(cache, options)) +
-         KvCacheCuda::block_bytes(config) +
-         cache.slots * (4 * config.vocab_size + 2 * config.width + 4 * cache.blocks_each());
+         4 * std::max(cache.slots, kScoreRows) * (config.vocab_size + 2 * (2 + kMostTop)) +
+         cache.slots * (2 * config.width + 4 * cache.blocks_each());
 }
 
 int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
@@ -103,12 +104,17 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       forward_(ctx, model, forward_plan(full_plan(model.config(), options), options)),
       cache_(model.config(), slots(), capacity(), blocks()),
-      logits_(slots() * model.config().vocab_size),
+      logit_rows_(std::max(slots(), kScoreRows)),
+      logits_(logit_rows_ * model.config().vocab_size),
       next_(slots()),
       last_rows_(slots()),
       uniforms_(slots()),
       last_hidden_(slots() * model.config().width),
-      drawn_log_probs_(static_cast<size_t>(slots())),
+      targets_(logit_rows_),
+      log_probs_(logit_rows_ * (1 + kMostTop)),
+      host_log_probs_(log_probs_.size()),
+      drawn_top_(static_cast<size_t>(slots())),
+      penalized_(slots()),
       host_logits_(slots() * model.config().vocab_size),
       host_next_(next_.size()),
       graphs_(kMaxGraphs) {
@@ -176,18 +182,71 @@ void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
   count_tokens(std::ssize(ids));
 }
 
-std::optional<TokenLogProbs> SessionCuda::drawn_log_probs(int64_t row) {
-  return drawn_log_probs_[static_cast<size_t>(row)];
+TokenLogProbs SessionCuda::drawn_log_probs(int64_t row) {
+  return log_probs_of(row, drawn_top_[static_cast<size_t>(row)]);
 }
 
-std::span<const float> SessionCuda::host_row(int64_t row) {
-  const int64_t vocab = config().vocab_size;
-  float* const to = host_logits_.data() + row * vocab;
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(to, logits_.data() + row * vocab,
-                                   static_cast<size_t>(vocab) * sizeof(float),
+void SessionCuda::enqueue_log_probs(int64_t row, int64_t rows, const int32_t* ids, int64_t top,
+                                    int64_t vocab) {
+  const int64_t all = config().vocab_size, each = 1 + kMostTop;
+  TWELL_CHECK(top >= 0 && top <= kMostTop, "log-probabilities of {} most likely tokens", top);
+  TWELL_CUDA_CHECK(launch_log_probs({.rows = rows,
+                                     .vocab = all,
+                                     .logits = logits_.data() + row * all,
+                                     .ids = ids,
+                                     .top = top,
+                                     .top_vocab = vocab == 0 ? all : std::min(vocab, all),
+                                     .out = log_probs_.data() + row * each,
+                                     .out_stride = each},
+                                    ctx_.stream()));
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_log_probs_.data() + row * each,
+                                   log_probs_.data() + row * each,
+                                   static_cast<size_t>(rows * each) * sizeof(TokenLogProb),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  return {to, static_cast<size_t>(vocab)};
+}
+
+TokenLogProbs SessionCuda::log_probs_of(int64_t row, int64_t top) const {
+  const TokenLogProb* const of_row = host_log_probs_.data() + row * (1 + kMostTop);
+  TokenLogProbs out{.token = of_row[0], .top = {of_row + 1, of_row + 1 + top}};
+  std::erase_if(out.top, [](const TokenLogProb& one) { return one.id == kNoToken; });
+  return out;
+}
+
+void SessionCuda::penalize(std::span<const Draw> draws) {
+  std::vector<PenalizedRow> rows;
+  std::vector<SeenToken> seen;
+  for (size_t i = 0; i < draws.size(); ++i) {
+    const SamplerOptions& sampler = draws[i].sampler;
+    if (!sampler.penalizes() || draws[i].seen.empty()) continue;
+    const int64_t begin = std::ssize(seen);
+    seen.insert(seen.end(), draws[i].seen.begin(), draws[i].seen.end());
+    rows.push_back({.row = static_cast<int64_t>(i),
+                    .begin = begin,
+                    .end = std::ssize(seen),
+                    .repetition = sampler.repetition_penalty,
+                    .frequency = sampler.frequency_penalty,
+                    .presence = sampler.presence_penalty});
+  }
+  penalties_ = {.count = std::ssize(rows)};
+  if (rows.empty()) return;
+  if (seen_.size() < std::ssize(seen)) {
+    seen_ = DeviceBuffer<SeenToken>(2 * std::ssize(seen));
+    before_ = DeviceBuffer<float>(seen_.size());
+  }
+  send(ctx_, penalized_.data(), rows);
+  send(ctx_, seen_.data(), seen);
+  penalties_ = {.count = std::ssize(rows),
+                .rows = penalized_.data(),
+                .seen = seen_.data(),
+                .vocab = config().vocab_size,
+                .logits = logits_.data(),
+                .before = before_.data()};
+  TWELL_CUDA_CHECK(launch_penalize(penalties_, ctx_.stream()));
+}
+
+void SessionCuda::undo_penalties() {
+  penalties_.undo = true;
+  TWELL_CUDA_CHECK(launch_penalize(penalties_, ctx_.stream()));
 }
 
 void SessionCuda::clear_blocks(std::span<const int32_t> blocks) {
@@ -208,11 +267,16 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
 void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
   TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= slots(), "{} prompts for {} sequences",
               prompts.size(), slots());
-  for (const Prompt& prompt : prompts) make_room(prompt.slot, prompt.ids);
+  for (const Prompt& prompt : prompts) {
+    TWELL_CHECK(prompt.targets.size() <= prompt.ids.size(), "{} scores of {} tokens",
+                prompt.targets.size(), prompt.ids.size());
+    make_room(prompt.slot, prompt.ids);
+  }
   const int64_t room = std::min(prefill_tokens_, forward_.plan().max_tokens);
   const int64_t width = config().width;
   std::vector<int32_t> ids, last_rows;
   std::vector<ForwardSequence> sequences;
+  std::vector<Piece> scored;
   int64_t ended = 0;  // prompts whose last token has passed the layers
   const auto run = [&] {
     forward_.run(ids, sequences, &cache_);
@@ -227,9 +291,11 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
                                         ctx_.stream()));
       ended += std::ssize(last_rows);
     }
+    score(scored);
     ids.clear();
     last_rows.clear();
     sequences.clear();
+    scored.clear();
   };
   for (const Prompt& prompt : prompts) {
     for (int64_t begin = 0; begin < std::ssize(prompt.ids);) {
@@ -237,6 +303,11 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
       const auto piece = prompt.ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
       ids.insert(ids.end(), piece.begin(), piece.end());
       sequences.push_back({.tokens = count, .slot = prompt.slot});
+      if (begin < std::ssize(prompt.targets)) {
+        const int64_t row = std::ssize(ids) - count;
+        scored.push_back(
+            {&prompt, begin, std::min(count, std::ssize(prompt.targets) - begin), row});
+      }
       begin += count;
       if (begin == std::ssize(prompt.ids)) {
         last_rows.push_back(static_cast<int32_t>(std::ssize(ids) - 1));
@@ -247,6 +318,45 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
   if (!ids.empty()) run();
   for (const Prompt& prompt : prompts) appended(prompt.slot, prompt.ids);
   forward_.logits(last_hidden_.data(), ended, logits_.data());
+}
+
+void SessionCuda::score(std::span<const Piece> pieces) {
+  struct Run {
+    const Prompt* prompt;
+    int64_t row, count;  // of the logits
+  };
+  int64_t done = 0;  // targets of the first piece
+  while (!pieces.empty()) {
+    // Always as many rows, so that one plan serves, and from a multiple of them on: hidden() has
+    // room for whole blocks.
+    const int64_t begin = (pieces[0].row + done) / kScoreRows * kScoreRows;
+    forward_.logits(forward_.hidden() + begin * config().width, kScoreRows, logits_.data());
+    std::vector<int32_t> targets(static_cast<size_t>(kScoreRows));
+    std::vector<Run> runs;
+    while (!pieces.empty() && pieces[0].row + done < begin + kScoreRows) {
+      const Piece& piece = pieces[0];
+      const int64_t row = piece.row + done - begin;
+      const int64_t count = std::min(piece.count - done, kScoreRows - row);
+      std::ranges::copy(piece.prompt->targets.subspan(static_cast<size_t>(piece.begin + done),
+                                                      static_cast<size_t>(count)),
+                        targets.begin() + row);
+      runs.push_back({piece.prompt, row, count});
+      done += count;
+      if (done < piece.count) break;
+      pieces = pieces.subspan(1);
+      done = 0;
+    }
+    send(ctx_, targets_.data(), targets);
+    for (const auto& [prompt, row, count] : runs) {
+      enqueue_log_probs(row, count, targets_.data() + row, prompt->top, prompt->vocab);
+    }
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+    for (const auto& [prompt, row, count] : runs) {
+      for (int64_t i = row; i < row + count; ++i) {
+        prompt->scores->push_back(log_probs_of(i, prompt->top));
+      }
+    }
+  }
 }
 
 void SessionCuda::enqueue_layers(int64_t sequences) {
@@ -293,6 +403,7 @@ ConstMatrixF SessionCuda::read_logits(int64_t rows) {
 void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                            std::span<int32_t> next) {
   const int64_t vocab = config().vocab_size;
+  penalize(draws);
   // Draw rows with equal parameters in one launch; usually that is all rows.
   for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
     const Draw& draw = draws[begin];
@@ -310,19 +421,23 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                                     .min_p = draw.sampler.min_p},
                                    ctx_.stream()));
   }
+  undo_penalties();
+  // Those of rows that want the same, in one launch.
+  for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
+    const Draw& draw = draws[begin];
+    while (end < draws.size() && draws[end].log_probs == draw.log_probs &&
+           draws[end].vocab == draw.vocab) {
+      drawn_top_[end++] = draw.log_probs.value_or(0);
+    }
+    if (!draw.log_probs) continue;
+    const auto row = static_cast<int64_t>(begin);
+    enqueue_log_probs(row, static_cast<int64_t>(end - begin), next_.data() + row, *draw.log_probs,
+                      draw.vocab);
+  }
   TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_.data(), next_.data(), draws.size() * sizeof(int32_t),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   std::copy_n(host_next_.data(), draws.size(), next.begin());
-  // Penalties and log-probabilities are computed on the host, from the rows that need them.
-  for (size_t i = 0; i < draws.size(); ++i) {
-    drawn_log_probs_[i].reset();
-    const bool penalizes = draws[i].sampler.penalizes() && !draws[i].seen.empty();
-    if (next[i] == kNoToken || (!penalizes && !draws[i].log_probs)) continue;
-    const std::span<const float> logits = host_row(static_cast<int64_t>(i));
-    if (penalizes) next[i] = draw_from(logits, draws[i]);
-    drawn_log_probs_[i] = log_probs_from(logits, draws[i], next[i]);
-  }
 }
 
 void SessionCuda::count_tokens(int64_t new_tokens) {

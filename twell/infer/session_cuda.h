@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "twell/infer/sampler_cuda.h"
 #include "twell/infer/session.h"
 #include "twell/infer/step_graphs.h"
 #include "twell/model/forward_cuda.h"
@@ -33,7 +34,7 @@ class SessionCuda : public Session {
                        std::span<const Draw> draws, std::span<int32_t> next) override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
-  std::optional<TokenLogProbs> drawn_log_probs(int64_t row) override;
+  TokenLogProbs drawn_log_probs(int64_t row) override;
   std::vector<ActiveNeurons> active_neurons() const override;
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config(); }
@@ -56,16 +57,30 @@ class SessionCuda : public Session {
   void show(int64_t slot, std::span<const int32_t> table, int64_t length) override;
   void clear_blocks(std::span<const int32_t> blocks) override;
   // Enqueue the layers and the output head, for the last token of each prompt or one token per
-  // slot.
+  // slot. Prompts are packed, and waited for where scores are wanted.
   void enqueue_prompts(std::span<const Prompt> prompts);
+  // A part of a prompt in a pass through the layers.
+  struct Piece {
+    const Prompt* prompt;
+    int64_t begin, count;  // of the prompt's ids
+    int64_t row;           // in the pass
+  };
+  // Adds the scores of the pieces' targets, once the pass is enqueued.
+  void score(std::span<const Piece> pieces);
   void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
   // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
   void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
-  // A row of logits, copied to the host.
-  std::span<const float> host_row(int64_t row);
+  // Applies the draws' penalties to their rows of logits; undo_penalties() takes them back.
+  void penalize(std::span<const Draw> draws);
+  void undo_penalties();
+  // Enqueues the log-probabilities of these tokens, one for each row of logits from `row` on, and
+  // of `top` most likely ones, and their copy to the host.
+  void enqueue_log_probs(int64_t row, int64_t rows, const int32_t* ids, int64_t top, int64_t vocab);
+  // Those of a row, after waiting for the device.
+  TokenLogProbs log_probs_of(int64_t row, int64_t top) const;
   // Call after reading results. Updates the FFN layers' executions at intervals that double, so
   // that graphs are captured again only a few times.
   void count_tokens(int64_t new_tokens);
@@ -75,14 +90,22 @@ class SessionCuda : public Session {
   int64_t prefill_tokens_;
   ForwardCuda forward_;
   KvCacheCuda cache_;
-  DeviceBuffer<float> logits_;               // [slots, V]
+  int64_t logit_rows_;                       // max(slots, those scored at a time)
+  DeviceBuffer<float> logits_;               // [logit_rows, V]
   DeviceBuffer<int32_t> next_;               // [slots]
   DeviceBuffer<int32_t> last_rows_;          // [slots] rows of the prompts' last tokens
   DeviceBuffer<float> uniforms_;             // [slots] for prompts
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for prompts
-  std::vector<std::optional<TokenLogProbs>> drawn_log_probs_;  // [slots]
-  PinnedBuffer<float> host_logits_;                            // [slots, V]
-  PinnedBuffer<int32_t> host_next_;                            // [slots]
+  DeviceBuffer<int32_t> targets_;            // [logit_rows] of scored prompts
+  DeviceBuffer<TokenLogProb> log_probs_;     // [logit_rows, 1 + kMostTop]
+  PinnedBuffer<TokenLogProb> host_log_probs_;
+  std::vector<int64_t> drawn_top_;        // [slots] most likely tokens wanted of each draw
+  PenalizeCuda penalties_;                // in force
+  DeviceBuffer<PenalizedRow> penalized_;  // [slots]
+  DeviceBuffer<SeenToken> seen_;          // as many as were needed so far
+  DeviceBuffer<float> before_;
+  PinnedBuffer<float> host_logits_;  // [slots, V]
+  PinnedBuffer<int32_t> host_next_;  // [slots]
   // Key: number of sequences, ForwardCuda::path().
   StepGraphs<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t graphs_captured_ = 0;

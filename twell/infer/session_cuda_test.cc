@@ -138,7 +138,7 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
     on_device.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
     const std::span<const float> logits = logits_read.append(prompts[i].slot, prompts[i].ids);
     other[i] = drawn(logits, first[i]);
-    expect_log_probs(on_device.drawn_log_probs(0).value(), logits, next[i]);
+    expect_log_probs(on_device.drawn_log_probs(0), logits, next[i]);
   }
   EXPECT_EQ(next, other);
   const std::vector<int64_t> slots = {0, 1};
@@ -149,7 +149,7 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
     for (size_t i = 0; i < 2; ++i) {
       const std::span<const float> own(logits.row(static_cast<int64_t>(i)), size_t{kVocab});
       other[i] = drawn(own, draws(step)[i]);
-      expect_log_probs(on_device.drawn_log_probs(static_cast<int64_t>(i)).value(), own, next[i]);
+      expect_log_probs(on_device.drawn_log_probs(static_cast<int64_t>(i)), own, next[i]);
     }
     ASSERT_EQ(next, other) << step;
   }
@@ -163,15 +163,19 @@ TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
   const Draw draw{.sampler = {.temperature = 0.0f}, .vocab = kVocab - 1, .log_probs = 3};
   const auto values = [&](Session& session) {
     std::vector<TokenLogProbs> scores;
-    const ScoredPrompt first{
-        .slot = 1, .ids = all.first(25), .targets = all.subspan(1, 25), .top = 2, .vocab = 0};
-    EXPECT_EQ(session.append_scored(first, scores).id, kNoToken);
-    const ScoredPrompt rest{
-        .slot = 1, .ids = all.subspan(25), .targets = all.subspan(26), .top = 2, .draw = draw};
-    const auto [next, log_probs] = session.append_scored(rest, scores);
+    int32_t next = kNoToken;
+    const Prompt first{.slot = 1,
+                       .ids = all.first(25),
+                       .targets = all.subspan(1, 25),
+                       .top = 2,
+                       .scores = &scores};
+    session.append_and_draw({&first, 1}, {&draw, 1}, {&next, 1});
+    const Prompt rest{
+        .slot = 1, .ids = all.subspan(25), .targets = all.subspan(26), .top = 2, .scores = &scores};
+    session.append_and_draw({&rest, 1}, {&draw, 1}, {&next, 1});
     EXPECT_EQ(session.length(1), 40);
     EXPECT_EQ(scores.size(), 39u);
-    scores.push_back(log_probs.value());
+    scores.push_back(session.drawn_log_probs(0));
     EXPECT_EQ(scores.back().token.id, next);
     EXPECT_EQ(scores.back().top.size(), 3u);
     EXPECT_EQ(scores.back().top[0].id, next);
@@ -186,6 +190,50 @@ TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
     return out;
   };
   expect_close(values(cuda), values(cpu));
+}
+
+// Prompts of one call pass the layers together, in passes of 64 tokens here, some with scores.
+TEST_F(SessionCudaTest, PackedPromptsScoreWhatEachScoresAlone) {
+  constexpr int64_t kPrompts = 7;
+  const Draw draw{.sampler = {.temperature = 0.0f}, .vocab = kVocab, .log_probs = 1};
+  std::vector<std::vector<int32_t>> ids;
+  for (const int64_t length : {40, 1, 33, 48, 2, 47, 12}) {
+    ids.push_back(random_ids(length, kVocab, static_cast<uint64_t>(length)));
+  }
+  SessionCuda together(*ctx_, *device_model_, {.slots = kPrompts, .prefill_tokens = 64});
+  SessionCuda alone(*ctx_, *device_model_, {.slots = kPrompts});
+  std::vector<std::vector<TokenLogProbs>> got(kPrompts), want(kPrompts);
+  const auto prompt_of = [&](size_t i, std::vector<std::vector<TokenLogProbs>>& scores) {
+    const std::span<const int32_t> all(ids[i]);
+    return Prompt{.slot = static_cast<int64_t>(i),
+                  .ids = all,
+                  .targets = i == 2 ? all.first(0) : all.subspan(1),
+                  .top = static_cast<int64_t>(i % 3),
+                  .scores = &scores[i]};
+  };
+  std::vector<Prompt> prompts;
+  for (size_t i = 0; i < ids.size(); ++i) prompts.push_back(prompt_of(i, got));
+  const std::vector<Draw> draws(ids.size(), draw);
+  std::vector<int32_t> next(ids.size());
+  together.append_and_draw(prompts, draws, next);
+  std::vector<float> packed, each;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Prompt own = prompt_of(i, want);
+    int32_t drawn = kNoToken;
+    alone.append_and_draw({&own, 1}, {&draw, 1}, {&drawn, 1});
+    ASSERT_EQ(got[i].size(), i == 2 ? 0 : ids[i].size() - 1);
+    ASSERT_EQ(got[i].size(), want[i].size());
+    for (size_t at = 0; at < got[i].size(); ++at) {
+      EXPECT_EQ(got[i][at].token.id, ids[i][at + 1]);
+      EXPECT_EQ(got[i][at].top.size(), i % 3);
+      packed.push_back(got[i][at].token.log_prob);
+      each.push_back(want[i][at].token.log_prob);
+    }
+    packed.push_back(together.drawn_log_probs(static_cast<int64_t>(i)).token.log_prob);
+    each.push_back(alone.drawn_log_probs(0).token.log_prob);
+  }
+  expect_close(packed, each);
 }
 
 TEST_F(SessionCudaTest, GreedyGenerationEqualsCpuUpToTies) {
