@@ -2,6 +2,7 @@
 #include "twell/model/kv_cache_cuda.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -25,6 +26,9 @@ KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capac
   TWELL_REQUIRE(capacity >= 1 && capacity <= config.context,
                 "a sequence of {} tokens does not fit the model's context of {}", capacity,
                 config.context);
+  TWELL_REQUIRE(blocks_ < std::numeric_limits<int32_t>::max() / kKvBlock,
+                "a cache of {} blocks of {} tokens: its rows are 32-bit numbers", blocks_,
+                kKvBlock);
   require_device_memory((blocks_ + 1) * block_bytes(config) + 4 * slots * table_size_,
                         fmt::format("keys and values of {} tokens", blocks_ * kKvBlock));
   keys_ = DeviceBuffer<__nv_bfloat16>(config.layers * layer_size_);

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 256;  // minimum: with fewer, combining costs as much as a split
 constexpr int64_t kMaxSplits = 64;   // bounds the workspace for long contexts
+constexpr int64_t kMostKeys = 2048;  // of a split: a warp holds 32 blocks of kKvBlock keys
 
 // Fewer queries than a tile of cuDNN has are not worth a plan of their own, which takes 50 ms.
 constexpr int64_t kRaggedQueries = 128;
@@ -48,7 +49,8 @@ AttentionSplits split_keys(int64_t max_sequences, int64_t max_kv_len) {
   const int64_t share = (max_kv_len + kMaxSplits - 1) / kMaxSplits;
   AttentionSplits splits;
   splits.max_sequences = max_sequences;
-  splits.keys = std::max(kSplitKeys, (share + kSplitKeys - 1) / kSplitKeys * kSplitKeys);
+  splits.keys =
+      std::clamp((share + kSplitKeys - 1) / kSplitKeys * kSplitKeys, kSplitKeys, kMostKeys);
   splits.count = (max_kv_len + splits.keys - 1) / splits.keys;
   return splits;
 }
@@ -119,7 +121,7 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
   TWELL_CHECK(problem.kv_heads > 0 && problem.heads % problem.kv_heads == 0,
               "attention: {} heads on {} key/value heads", problem.heads, problem.kv_heads);
   if (problem.sequences.count == 0 || problem.sequences.max_q_len == 0) return;
-  if (problem.sequences.max_q_len == 1 && !problem.sequences.uniform) {
+  if (problem.sequences.max_q_len == 1 && problem.sequences.tables != nullptr) {
     TWELL_CHECK(problem.sequences.count <= workspace.splits().max_sequences,
                 "attention: {} sequences in a workspace for {}", problem.sequences.count,
                 workspace.splits().max_sequences);

@@ -3,11 +3,11 @@
 // meaning as attention.h: head h of the queries reads key/value head h / (H / H_kv); query i of a
 // sequence sees keys 0 .. kv_len - q_len + i, or the last `window` of them.
 //
-// One query per sequence (decode) runs a kernel that reads the visible keys and values once. Its
-// number of key splits depends only on the workspace, so a sequence gives the same bits whatever
-// else is in the batch. Where cuDNN is found it runs uniform batches of whole sequences no longer
-// than the window and, from Hopper on, what attention_ragged() prepared; everything else runs our
-// tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
+// One query per sequence over a paged cache (decode) runs a kernel that reads the visible keys and
+// values once. Its number of key splits depends only on the workspace, so a sequence gives the same
+// bits whatever else is in the batch. Where cuDNN is found it runs uniform batches of whole
+// sequences no longer than the window and, from Hopper on, what attention_ragged() prepared;
+// everything else runs our tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one query per sequence over its cached keys: bound by reading keys and values once.
+// Attention of one query per sequence over its paged cache: bound by reading keys and values once.
 // With a sliding window only the last keys are read.
 // A block handles one split of the keys of one sequence and key/value head, for up to kGroup of the
 // query heads that share it. A few lanes read a key's row together, 16 bytes each. The last block
@@ -98,20 +98,21 @@ __global__ void __launch_bounds__(32 * kWarps)
   sm90::allow_next_kernel();
   const int kv_len = p.sequences.kv_len[sequence], q_len = p.sequences.q_len[sequence];
   const int64_t q_row = p.sequences.q_begin[sequence];
-  const int64_t kv_begin = p.sequences.kv_begin[sequence];
   const int keys = static_cast<int>(splits.keys), oldest = oldest_key<kSliding>(p, kv_len);
   const int begin = max(split * keys, oldest), end = min(kv_len, (split + 1) * keys);
-  KvRows rows(p.sequences.tables == nullptr ? nullptr : p.sequences.tables + kv_begin, kv_begin,
-              end);
-  rows.hold(begin);
+  const bool works = begin < end && q_len > 0;
+  const int first_block = works ? begin / kKvBlock : 0;
+  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[sequence] + first_block,
+                    first_block * kKvBlock, works ? end : 1);
   sm90::wait_for_previous_kernel();
-  if (begin >= end || q_len == 0) return;
+  if (!works) return;
   const int used = (kv_len + keys - 1) / keys - oldest / keys;  // splits with a visible key
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int at = lane % kLanes * kPiece;  // this lane's part of a head
   const bool inside = at < p.head_dim;
-  const int64_t kv_at = kv_head * p.head_dim + at;
+  const auto kv_stride = static_cast<int>(p.kv_stride);
+  const int kv_at = kv_head * static_cast<int>(p.head_dim) + at;
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
   float q[kGroup][kPiece] = {};
 #pragma unroll
@@ -131,11 +132,10 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int base = begin; base < end; base += kStep * kInFlight) {
     uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
     const int first = base + warp * kKeysPerWarp + lane / kLanes;
-    if (!rows.holds(base + kStep * kInFlight - 1)) rows.hold(base);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int key = first + u * kStep;
-      const int64_t from = rows.row(key) * p.kv_stride + kv_at;
+      const int64_t from = int64_t{rows.row(key)} * kv_stride + kv_at;
       if (!inside || key >= end) continue;
       k_bits[u] = load_bits(p.k + from);
       v_bits[u] = load_bits(p.v + from);
@@ -284,6 +284,10 @@ cudaError_t launch_size(const AttentionCuda& p, const AttentionSplits& splits,
 
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
+  // A warp holds the blocks of a split.
+  if (p.sequences.tables == nullptr || splits.keys > 32 * kKvBlock || splits.keys % kKvBlock != 0) {
+    return cudaErrorInvalidValue;
+  }
   return p.window > 0 ? launch_size<true>(p, splits, stream)
                       : launch_size<false>(p, splits, stream);
 }

@@ -77,7 +77,8 @@ struct AttentionSplits {
 cudaError_t launch_attention_ragged(const AttentionCuda& problem, const AttentionRagged& ragged,
                                     cudaStream_t stream);
 cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);
-// max_q_len 1; query i is row q_begin[i].
+// max_q_len 1, with tables; query i is row q_begin[i]. splits.keys is a multiple of kKvBlock, at
+// most 32 blocks.
 cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,
                                     cudaStream_t stream);
 

@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   const auto load_keys = [&](int tile) {
     static_assert(kKvBlock == kKeys, "a tile is a block");
     const int slot = tile % 2 * kKeys * kStride, first_key = tile * kKeys;
-    const int64_t row = table == nullptr ? kv_begin + first_key : kv_row(table[tile], first_key);
+    const int64_t row =
+        table == nullptr ? kv_begin + first_key : int64_t{kv_row(table[tile], first_key)};
     const int64_t from = row * p.kv_stride + kv_at;
     const int left = kv_len - first_key;
     load_tile<kHeadDim, kKeys>(k_tiles + slot, p.k + from, p.kv_stride, left, hd);

@@ -56,6 +56,10 @@ struct BatchShared {
   int32_t positions[kMaxDecodeTokens], kv_len[kMaxDecodeTokens];
   int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
   float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
+  // The blocks of this CTA's first items, which are the same in every layer: a load per layer would
+  // delay the keys, and weights that pass through the L2 cache evict the tables.
+  static constexpr int kItems = 4, kBlocks = kDecodeSegment / kKvBlock;
+  int32_t blocks[kItems][kBlocks];
 
   // All threads call this; the caller synchronises.
   __device__ __forceinline__ void load(const DecodeLayers& p) {
@@ -74,20 +78,40 @@ struct BatchShared {
   }
 
   // Calls what(item, kv_len, table) for the items of this CTA, assigned round-robin over all
-  // sequences. kv_share: query heads per key head.
+  // sequences. kv_share: query heads per key head. table: the blocks of the item's segment.
   template <typename What>
   __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
                                             const What& what) const {
-    int item = static_cast<int>(blockIdx.x);
+    each_segment(p, [&](int token, int item, int segments, int number, const int32_t* table) {
+      const int head = segments == 1 ? item : item / segments;
+      what(AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
+           kv_len[token], number < kItems ? blocks[number] : table);
+    });
+  }
+
+  // Call it once the lengths are loaded, with a number of threads of the CTA; the caller
+  // synchronises before and after.
+  __device__ __forceinline__ void load_blocks(const DecodeLayers& p) {
+    each_segment(p, [&](int token, int item, int segments, int number, const int32_t* table) {
+      const int segment = segments == 1 ? 0 : item % segments;
+      const int used = (kv_len[token] + kKvBlock - 1) / kKvBlock - segment * kBlocks;
+      const auto at = static_cast<int>(threadIdx.x);
+      if (number < kItems && at < min(kBlocks, used)) blocks[number][at] = table[at];
+    });
+  }
+
+ private:
+  // Calls what(token, number of the item among the token's, segments, number of the item among this
+  // CTA's, its segment's blocks in device memory).
+  template <typename What>
+  __device__ __forceinline__ void each_segment(const DecodeLayers& p, const What& what) const {
+    int item = static_cast<int>(blockIdx.x), number = 0;
     for (int token = 0; token < p.tokens; ++token) {
-      const int keys = kv_len[token];
-      const auto segments = static_cast<int>(decode_segments(keys));
+      const auto segments = static_cast<int>(decode_segments(kv_len[token]));
       const int items = p.heads * segments;
-      for (; item < items; item += static_cast<int>(gridDim.x)) {
-        const int head = segments == 1 ? item : item / segments;
-        what(
-            AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
-            keys, p.tables + kv_begin[token]);
+      for (; item < items; item += static_cast<int>(gridDim.x), ++number) {
+        const int segment = segments == 1 ? 0 : item % segments;
+        what(token, item, segments, number, p.tables + kv_begin[token] + segment * kBlocks);
       }
       item -= items;
     }
@@ -114,8 +138,7 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
   constexpr int kSector = 16;  // values
   const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
   if (begin >= end) return;
-  KvRows rows(table, 0, end);
-  rows.hold(begin);
+  const KvRows rows(table, begin, end);
 #pragma unroll 1
   for (int key = begin; key < end; key += kKvBlock) {
     const int64_t row = rows.row(key);
@@ -161,8 +184,7 @@ __device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer&
   const int64_t stride = int64_t{p.kv_heads} * p.head_dim;
   const int64_t first_value = int64_t{item.kv_head} * p.head_dim + at;
   const int newest = kv_len - 1;
-  KvRows rows(table, 0, end);
-  rows.hold(begin);
+  const KvRows rows(table, begin, end);
   uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
   const auto load = [&](int first) {
 #pragma unroll
@@ -1186,6 +1208,8 @@ class Layers {
       sm90::fence_async_shared();
     }
     load_batch();
+    __syncthreads();
+    s_.batch.load_blocks(p_);
     __syncthreads();
     if (threadIdx.x < kThreads) {
       sm90::registers_increase<kMultiplyRegisters>();
