@@ -204,7 +204,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
   const int tile = static_cast<int>(blockIdx.y);
   const int first = rank * p.blocks / split, count = (rank + 1) * p.blocks / split - first;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // The same in all lanes, so that the compiler keeps what follows from it in uniform registers,
+  // which WGMMA takes its operands from.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeightStages; ++i) {
@@ -254,15 +257,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int block = 0; block < count; ++block) {
       barrier_wait(smem_address(&weights_full[block % kWeightStages]), block / kWeightStages % 2);
       barrier_wait(smem_address(&input_full[block % kInputStages]), block / kInputStages % 2);
-      const uint32_t w = ring + block % kWeightStages * kStageBytes;
-      const uint32_t x = input_ring + block % kInputStages * kStageBytes;
+      const uint32_t stage = ring + block % kWeightStages * kStageBytes;
+      // Addresses in operands count 16 bytes. Adding to them costs less than making them anew.
+      const uint64_t w = Rows::kDown ? n_major_operand(stage, kStageBytes) : k_major_operand(stage);
+      const uint64_t x = k_major_operand(input_ring + block % kInputStages * kStageBytes);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kBlock / 16; ++step) {
-        const uint64_t operand = Rows::kDown ? n_major_operand(w + step * 2048, kStageBytes)
-                                             : k_major_operand(w + step * 32);
-        wgmma<64, false, Rows::kDown>(acc, operand, k_major_operand(x + step * 32),
-                                      block > 0 || step > 0);
+        wgmma<64, false, Rows::kDown>(acc, w + step * (Rows::kDown ? 2048 : 32) / 16,
+                                      x + step * 32 / 16, block > 0 || step > 0);
       }
       wgmma_commit();
       wgmma_wait<1>();
