@@ -14,6 +14,8 @@ namespace twell::cli {
 struct BenchSubject {
   std::filesystem::path checkpoint;  // empty: use the preset
   std::string preset;
+  int64_t kv_heads = 0;  // of the preset; 0: as many as it has
+  int64_t context = 0;   // longest sequence, if longer than the preset's
   uint64_t seed = 0;
   bool allow_non_finite = false;  // accept NaN and infinity in the checkpoint
 };

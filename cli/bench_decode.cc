@@ -21,6 +21,8 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
   BenchDecode& bench = arguments.bench;
   TWELL_REQUIRE(common.checkpoint.empty() != bench.subject.preset.empty(),
                 "bench decode needs either --checkpoint DIR or --preset NAME");
+  TWELL_REQUIRE(bench.subject.kv_heads == 0 || common.checkpoint.empty(),
+                "--kv-heads changes a preset; the heads of a checkpoint are in its config.json");
   TWELL_REQUIRE(use_cuda(common), "bench decode needs a GPU; there is none here");
   bench.subject.checkpoint = common.checkpoint;
   bench.subject.seed = common.seed;
@@ -44,6 +46,10 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
   add_checkpoint_option(command, common).required(false);
   command.value("--preset", &bench_decode.subject.preset, "NAME",
                 "A preset with random weights instead of a checkpoint");
+  command
+      .value("--kv-heads", &bench_decode.subject.kv_heads, "N",
+             "Key/value heads of the preset, a divisor of its heads (default: one for each head)")
+      .at_least(1);
   add_text_options(command, common, arguments->text);
   command.value("--batch", &bench_decode.batches, "N", "Sequences decoded together; repeatable")
       .at_least(1)

@@ -124,13 +124,15 @@ nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, 
 }
 
 int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& arguments) {
-  BenchForwardCuda bench{
-      .subject = {common.checkpoint, arguments.preset, common.seed, common.allow_non_finite},
-      .sequences = arguments.comparison.sequences,
-      .length = arguments.comparison.length,
-      .seconds = arguments.seconds,
-      .patterns = arguments.patterns,
-      .jsonl = arguments.jsonl};
+  BenchForwardCuda bench{.subject = {.checkpoint = common.checkpoint,
+                                     .preset = arguments.preset,
+                                     .seed = common.seed,
+                                     .allow_non_finite = common.allow_non_finite},
+                         .sequences = arguments.comparison.sequences,
+                         .length = arguments.comparison.length,
+                         .seconds = arguments.seconds,
+                         .patterns = arguments.patterns,
+                         .jsonl = arguments.jsonl};
   if (arguments.preset.empty()) bench.ids = batch_of_text(common, arguments);
   return run_bench_forward_cuda(bench);
 }
