@@ -94,8 +94,10 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
                   cache_.get());
     }
   }
-  // Computes the final hidden states of the next token of these slots.
-  std::vector<__nv_bfloat16> step(ForwardCuda& forward, const std::vector<size_t>& slots) {
+  // Computes the final hidden states of the next token of these slots, where it can in one kernel
+  // if that is asked for.
+  std::vector<__nv_bfloat16> step(ForwardCuda& forward, const std::vector<size_t>& slots,
+                                  bool one_kernel = true) {
     std::vector<int32_t> ids;
     std::vector<ForwardSequence> sequences;
     for (const size_t slot : slots) {
@@ -103,7 +105,7 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
       ids.push_back(texts_[slot][static_cast<size_t>(at)]);
       sequences.push_back({1, static_cast<int64_t>(slot)});
     }
-    forward.run(ids, sequences, cache_.get(), nullptr, {.one_kernel = true});
+    forward.run(ids, sequences, cache_.get(), nullptr, {.one_kernel = one_kernel});
     stream_->synchronize();
     std::vector<__nv_bfloat16> hidden(slots.size() * static_cast<size_t>(model_->config.width));
     TWELL_CUDA_CHECK(cudaMemcpy(hidden.data(), forward.hidden(),
@@ -134,14 +136,18 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
 };
 
 TEST_P(DecodeCudaTest, EqualsCpu) {
-  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kRowFused}) {
+  std::vector<std::vector<float>> wanted;
+  for (const size_t slot : all_) wanted.push_back(cpu_hidden(slot));
+  for (const auto& [policy, one_kernel] :
+       {std::pair{FfnPolicy::kDense, true}, std::pair{FfnPolicy::kRowFused, true},
+        std::pair{FfnPolicy::kDense, false}, std::pair{FfnPolicy::kRowFused, false}}) {
     const auto forward = make_forward(policy);
     prefill(*forward);
     std::vector<__nv_bfloat16> hidden;
-    for (int i = 0; i < kSteps; ++i) hidden = step(*forward, all_);
+    for (int i = 0; i < kSteps; ++i) hidden = step(*forward, all_, one_kernel);
     const auto width = static_cast<size_t>(model_->config.width);
     for (const size_t slot : all_) {
-      const std::vector<float> want = cpu_hidden(slot);
+      const std::vector<float>& want = wanted[slot];
       double error = 0.0, size = 0.0;
       for (size_t i = 0; i < width; ++i) {
         const double got = __bfloat162float(hidden[slot * width + i]);
@@ -152,7 +158,8 @@ TEST_P(DecodeCudaTest, EqualsCpu) {
       // per layer.
       const double layers = static_cast<double>(model_->config.layers);
       EXPECT_LE(std::sqrt(error / size), 2.0 * std::ldexp(std::sqrt(10.0 * layers + 2.0), -9))
-          << "slot " << slot << ", " << ffn_policy_name(policy);
+          << "slot " << slot << ", " << ffn_policy_name(policy) << ", "
+          << (one_kernel ? "one kernel" : "kernels per layer");
     }
   }
 }

@@ -18,6 +18,9 @@
 namespace twell {
 namespace {
 
+// From so many tokens on, a norm and the products of batch_ops.h are faster than those of
+// layer_ops.h, which take the norm along.
+constexpr int64_t kBatchTokens = 4;
 constexpr int64_t kRowStep = 128;  // padded batches have a multiple of this many rows
 
 // Number of bf16 values per token in the buffers of a forward.
@@ -431,18 +434,26 @@ GpuLayersPath ForwardCuda::path() const {
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const float eps = static_cast<float>(config_.norm_eps);
-  TWELL_CUDA_CHECK(
-      layer_ops::launch_qkv(cached_qkv(layer, residual_.data(), w.attention_norm), ctx_.stream()));
+  const layer_ops::Qkv normed = cached_qkv(layer, hidden_.data(), nullptr);
+  const bool batch = staged_.tokens >= kBatchTokens && batch_ops::takes(normed);
+  if (batch) {
+    norm(w.attention_norm);
+    TWELL_CUDA_CHECK(batch_ops::launch_qkv(normed, ctx_.stream()));
+  } else {
+    TWELL_CUDA_CHECK(layer_ops::launch_qkv(cached_qkv(layer, residual_.data(), w.attention_norm),
+                                           ctx_.stream()));
+  }
   attention(layer);
-  TWELL_CUDA_CHECK(layer_ops::launch_linear({.input = {.tokens = staged_.tokens,
-                                                       .width = config_.q_width(),
-                                                       .x = attended_.data(),
-                                                       .constant_weights = true},
-                                             .cols = config_.width,
-                                             .w = device_bf16(w.w_o.data),
-                                             .residual = residual_.data(),
-                                             .y = residual_.data()},
-                                            ctx_.stream()));
+  const layer_ops::Linear output{.input = {.tokens = staged_.tokens,
+                                           .width = config_.q_width(),
+                                           .x = attended_.data(),
+                                           .constant_weights = true},
+                                 .cols = config_.width,
+                                 .w = device_bf16(w.w_o.data),
+                                 .residual = residual_.data(),
+                                 .y = residual_.data()};
+  TWELL_CUDA_CHECK(batch ? batch_ops::launch_linear(output, ctx_.stream())
+                         : layer_ops::launch_linear(output, ctx_.stream()));
   ffn_forward_cuda(ctx_,
                    {.tokens = staged_.tokens,
                     .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),

@@ -598,23 +598,28 @@ int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int6
   return suits ? most : 0;
 }
 
+// The most sequences that one kernel of all layers decodes faster than a few kernels per layer do:
+// 2b with eight takes 52 us a layer dense and 38 sparse by these, 54 and 48 by one.
+constexpr int64_t kOneKernelPays = 4;
+
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) {
   if (batch.observed || !batch.cached) return GpuLayersPath::kSingleOps;
   // The kernel of all layers attends to all keys.
   const bool slides = layers.window > 0 && batch.most_keys > layers.window;
-  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens && !slides) {
-    // One kernel is faster while no CTA attends to more than one segment of keys per layer. Beyond
-    // that, attention is faster as a kernel of its own.
-    const int64_t sms = layers.ffn.device.multiprocessors;
-    const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
-    const bool one_segment =
-        pieces * std::min(batch.most_keys, layers.segment_keys) <= layers.segment_keys;
-    if (one_segment || batch.one_kernel) return GpuLayersPath::kOneKernel;
-  }
   GpuFfnLayer widest = layers.ffn;
   widest.row_tokens = std::min(widest.row_tokens, layers.row_tokens);
   const bool few = gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 &&
                    !layers.qk_norm && !layers.o_bias;
+  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens && !slides) {
+    // One kernel is faster while it has few sequences, and no CTA attends to more than one segment
+    // of keys per layer. Beyond that, attention is faster as a kernel of its own.
+    const int64_t sms = layers.ffn.device.multiprocessors;
+    const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
+    const bool one_segment =
+        pieces * std::min(batch.most_keys, layers.segment_keys) <= layers.segment_keys;
+    const bool pays = one_segment && (batch.tokens <= kOneKernelPays || !few);
+    if (pays || batch.one_kernel) return GpuLayersPath::kOneKernel;
+  }
   return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;
 }
 

@@ -495,9 +495,15 @@ GpuBatch decode(int64_t tokens, int64_t keys) {
 }
 
 TEST(GpuLayersPaths, Decoding) {
-  for (const int64_t tokens : {1, 2, 5, 8}) {
+  for (const int64_t tokens : {1, 2, 4}) {
     EXPECT_EQ(choose_gpu_layers(llama(8), decode(tokens, 10)), GpuLayersPath::kOneKernel);
     EXPECT_EQ(choose_gpu_layers(llama(tokens - 1), decode(tokens, 10)), GpuLayersPath::kFewKernels);
+  }
+  for (const int64_t tokens : {5, 8}) {
+    EXPECT_EQ(choose_gpu_layers(llama(8), decode(tokens, 10)), GpuLayersPath::kFewKernels);
+    GpuLayers layers = llama(8);
+    layers.row_tokens = tokens - 1;
+    EXPECT_EQ(choose_gpu_layers(layers, decode(tokens, 10)), GpuLayersPath::kOneKernel);
   }
   // 32 heads over 132 SMs: four segments of 512 keys each.
   EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2048)), GpuLayersPath::kOneKernel);
