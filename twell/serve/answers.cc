@@ -22,6 +22,13 @@ int64_t bytes_of(const GenerationEvent& event) {
 }  // namespace
 
 Answers::~Answers() {
+  {
+    // Events may still come until the sequences are cancelled; nobody takes them.
+    const std::lock_guard lock(mailbox_->mutex);
+    mailbox_->overflowed = true;
+    mailbox_->events.clear();
+    mailbox_->share.clear();
+  }
   if (done()) return;
   for (const int64_t request : requests_) scheduler_.cancel(request);
 }
@@ -50,6 +57,7 @@ bool Answers::submit(GenerationRequest request) {
     {
       const std::lock_guard lock(mailbox->mutex);
       first = mailbox->events.empty();
+      if (mailbox->overflowed) return;
       mailbox->events.push_back(std::move(copy));
       mailbox->waiting_bytes += bytes;
     }

@@ -64,7 +64,7 @@ class Answers {
     std::vector<AnswerEvent> events;
     MemoryBudget::Share share;
     int64_t waiting_bytes = 0;  // of `events`
-    bool overflowed = false;
+    bool overflowed = false;    // or nobody takes events any more
   };
 
   Scheduler& scheduler_;

@@ -16,7 +16,7 @@ class MemoryBudget {
   class Share {
    public:
     explicit Share(MemoryBudget& budget) : budget_(budget) {}
-    ~Share() { budget_.used_ -= bytes_; }
+    ~Share() { clear(); }
     Share(const Share&) = delete;
     Share& operator=(const Share&) = delete;
 
@@ -33,6 +33,7 @@ class MemoryBudget {
       bytes_ -= bytes;
       budget_.used_ -= bytes;
     }
+    void clear() { shrink(bytes_); }
 
    private:
     MemoryBudget& budget_;
