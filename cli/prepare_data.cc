@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
-#include <ranges>
 
 #include "cli/process.h"
 #include "twell/base/error.h"
@@ -38,8 +37,8 @@ int64_t expected_bytes(const DataRequest& request, const TextSource& source) {
 Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   TextSource source(request.text({}));
   std::string first;
-  TWELL_REQUIRE(source.next(first), "there is no text in {}",
-                fmt::join(request.paths | std::views::transform(&fs::path::native), ", "));
+  const std::vector<std::string> paths(request.paths.begin(), request.paths.end());
+  TWELL_REQUIRE(source.next(first), "there is no text in {}", fmt::join(paths, ", "));
   source.rewind();
   const int64_t limit = request.options.tokenizer_sample_mib << 20;
   const double share =

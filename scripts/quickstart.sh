@@ -72,7 +72,7 @@ else
   default --bad-files skip
   default --max-data-bytes 50000000
   default --preset tiny
-  given --tokens || default --steps 1000
+  given --tokens || default --steps 600
   default --lr 2e-3
   default --l1 1e-3
   default --log-every 5

@@ -19,13 +19,12 @@ if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
   packages+=(python3 python3-venv)
 fi
-recommends=--no-install-recommends
 option=${1:-}
+clang=(clang libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
-  packages+=(clang libomp-dev)
-  recommends=--install-recommends  # clang's sanitizer runtime is one, or part of clang
+  packages+=("${clang[@]}")
 elif [[ $option == --test ]]; then
-  packages+=(libgtest-dev libgmock-dev python3 python3-venv clang-format-14 git)
+  packages+=("${clang[@]}" libgtest-dev libgmock-dev python3 python3-venv clang-format-14 git)
   # Ubuntu has Chromium as a snap only, which containers cannot install; its test is skipped there.
   ! grep -q '^ID=debian' /etc/os-release || packages+=(chromium)
 fi
@@ -74,5 +73,5 @@ echo "setup: installing ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-  "$recommends" "${missing[@]}" >/dev/null
+  --no-install-recommends "${missing[@]}" >/dev/null
 fetch

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs what it needs, checks the sources, builds, and runs every test this machine can run.
-#   scripts/test.sh            checks, all CPU tests under sanitizers, release build and its tests,
-#                              the Python package (downloads PyTorch once: 0.8 to 3 GB)
+#   scripts/test.sh            checks, CPU tests under sanitizers, release build and its tests, the
+#                              Python package (downloads PyTorch once: 0.8 to 3 GB)
 #   scripts/test.sh --quick    without the sanitizers
 #   scripts/test.sh --python   the Python package's tests alone
 # CUDA code is compiled where a CUDA toolkit is found; its tests run where there is a GPU.
@@ -39,11 +39,12 @@ python3 scripts/check_includes.py
 jobs=$(nproc)
 
 if [[ $quick == 0 ]]; then
-  step "all CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+  step "CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer (PyTorch downloads meanwhile)"
+  scripts/test_python.sh --install &
+  trap 'kill %1 2>/dev/null || true' EXIT
   cmake --preset asan >/dev/null
   cmake --build --preset asan
-  # Leak detection is off, because OpenMP's thread pool and oneDNN's caches live until exit.
-  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/asan --output-on-failure -j "$jobs"
+  ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi
 
 step "release build: the command line, tests of vector code and of GPU code, warnings as errors"
@@ -55,5 +56,6 @@ ctest --test-dir build/release --label-regex 'simd|cli|gpu' --output-on-failure 
 
 if [[ $quick == 0 ]]; then
   step "Python package"
+  wait  # for the downloads; what failed is tried again
   scripts/test_python.sh --if-possible
 fi

@@ -4,6 +4,7 @@
 # virtual environment, and runs its tests on the CPU.
 #   scripts/test_python.sh                 downloads what is missing, or fails
 #   scripts/test_python.sh --if-possible   says so and succeeds where they cannot be installed
+#   scripts/test_python.sh --install       only downloads what is missing
 # PyTorch, transformers and lm-eval are installed once, into .cache/python: where there is a CUDA
 # toolkit, 0.8 GB of wheels, because PyTorch then finds most of CUDA's libraries there; elsewhere
 # PyTorch brings them, 3 GB.
@@ -24,13 +25,15 @@ others=(
   scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0
 )
 wanted="${torch[*]} ${needs_of_torch[*]} ${without_needs[*]} ${others[*]}"
+# Without --no-compile, pip compiles all of PyTorch's and transformers' files, of which few are used.
+pip=("$python" -m pip install --quiet --no-compile)
 install() {
   rm -rf "$cache"
   python3 -m venv "$cache" &&
-    "$python" -m pip install --quiet --retries 1 "${needs_of_torch[@]}" &&
-    "$python" -m pip install --quiet --no-deps "${torch[@]}" "${without_needs[@]}" &&
-    { "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install --quiet torch==2.11.0; } &&
-    "$python" -m pip install --quiet "${others[@]}" &&
+    "${pip[@]}" --retries 1 "${needs_of_torch[@]}" &&
+    "${pip[@]}" --no-deps "${torch[@]}" "${without_needs[@]}" &&
+    { "$python" -c 'import torch' 2>/dev/null || "${pip[@]}" torch==2.11.0; } &&
+    "${pip[@]}" "${others[@]}" &&
     echo "$wanted" >"$cache/complete"
 }
 if [[ $(cat "$cache/complete" 2>/dev/null) != "$wanted" ]]; then
@@ -41,6 +44,7 @@ if [[ $(cat "$cache/complete" 2>/dev/null) != "$wanted" ]]; then
     exit 1
   fi
 fi
+[[ ${1:-} != --install ]] || exit 0
 
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir build/wheels \
   -Cbuild-dir=build/release -Ccmake.define.Python_EXECUTABLE="$python" .

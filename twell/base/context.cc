@@ -110,7 +110,8 @@ class Context::Helpers {
 
  private:
   // Both in one word, so that claiming a part of the current job proves that the job is not over.
-  struct Claims {
+  // clang accesses it without a lock only if it is aligned as one.
+  struct alignas(8) Claims {
     uint32_t parts = 0;
     uint32_t next = 0;
   };

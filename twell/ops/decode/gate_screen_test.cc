@@ -58,7 +58,7 @@ class GateScreenTest : public testing::TestWithParam<ScreenCase> {
   const Values weight_ = make_values(kRows * width_, [this](int64_t i) {
     return GetParam().scale(i % width_) * normal(5, 1, static_cast<uint64_t>(i));
   });
-  const Values norm_ = make_values(width_, [this](int64_t i) { return GetParam().norm(i); });
+  const Values norm_ = make_values(width_, [](int64_t i) { return GetParam().norm(i); });
   const GateScreenHost screen_ =
       make_gate_screen(Matrix<const BF16>(weight_.data(), kRows, width_), norm_.data());
 
