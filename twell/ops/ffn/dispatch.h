@@ -71,22 +71,23 @@ enum class GpuFfnLaunch {
   kRowFused
 };
 
+// The defaults: any number of tokens on Hopper, layers of any size, activations that leave zeros.
 struct GpuFfnRow {
   GpuFfnLaunch launch;
-  FfnExecution execution;  // as logs and metrics name it
-  FfnPolicy policy;        // that selects it, besides auto
-  FfnPolicy other_policy;  // another such policy, or the same
-  int64_t least_tokens;    // of a call
-  int64_t most_tokens;
-  int least_capability;  // GPUs of these compute capabilities
-  int most_capability;
-  int64_t most_width;          // D
-  int64_t most_ffn;            // F
-  int64_t most_weights;        // D F
-  bool zeros_only;             // ReLU and relu2, which leave zeros; else any activation
-  bool rows_in_shared_memory;  // at most GpuFfnLayer::row_tokens tokens
-  bool takes_norm;
-  bool counts_rows;
+  FfnExecution execution;           // as logs and metrics name it
+  FfnPolicy policy;                 // that selects it, besides auto
+  FfnPolicy other_policy = policy;  // another such policy
+  int64_t least_tokens = 1;         // of a call
+  int64_t most_tokens = INT64_MAX;
+  int least_capability = 90;  // GPUs of these compute capabilities
+  int most_capability = 90;
+  int64_t most_width = INT64_MAX;      // D
+  int64_t most_ffn = INT64_MAX;        // F
+  int64_t most_weights = INT64_MAX;    // D F
+  bool zeros_only = true;              // ReLU and relu2; else any activation
+  bool rows_in_shared_memory = false;  // at most GpuFfnLayer::row_tokens tokens
+  bool takes_norm = false;
+  bool counts_rows = false;
   bool takes_biases = false;
   int64_t most_activations = INT64_MAX;  // M F of a call
   // Estimated microseconds.
@@ -161,18 +162,18 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);
 enum class FfnTrainExecution { kDense, kHybrid };
 enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
 
+// The defaults are those of GpuFfnRow.
 struct GpuFfnTrainRow {
   FfnTrainExecution execution;
-  int least_capability;  // GPUs of these compute capabilities
-  int most_capability;
-  int64_t most_width;    // D
-  int64_t most_ffn;      // F
-  int64_t most_weights;  // D F
-  bool zeros_only;       // activations with exact zeros: ReLU, relu2; else any
+  int least_capability = 90;  // GPUs of these compute capabilities
+  int most_capability = 90;
+  int64_t most_width = INT64_MAX;    // D
+  int64_t most_ffn = INT64_MAX;      // F
+  int64_t most_weights = INT64_MAX;  // D F
+  bool zeros_only = true;            // ReLU and relu2; else any activation
   // Estimated microseconds of a forward and a backward pass, fitted to an H200.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 };
-std::span<const GpuFfnTrainRow> gpu_ffn_train_table();
 
 // Why this execution cannot train the layer; empty when it can.
 std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer);
