@@ -170,7 +170,7 @@ class Scheduler {
   Prompt prompt_of(Request& request, std::span<const int32_t> piece) const;
   void grow_running();
   std::optional<StopReason> take(Request& request, int32_t id);
-  // Notes those of the token that the session drew as entry `row`, if they are wanted.
+  // Keeps the log-probabilities of the token drawn as entry `row`, if the request wants them.
   void note_log_probs(Request& request, int32_t id, int64_t row);
   void emit(Request& request, std::optional<StopReason> stop);
   void end(Request& request, StopReason reason);

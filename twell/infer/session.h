@@ -49,9 +49,9 @@ struct Prompt {
   std::span<const int32_t> ids;
   // The tokens after the first ids whose log-probabilities are wanted, at most one for each id.
   std::span<const int32_t> targets;
-  int64_t top = 0;                               // and those of so many most likely ones
-  int64_t vocab = 0;                             // among ids below this one; 0: all
-  std::vector<TokenLogProbs>* scores = nullptr;  // those of the targets are added to it
+  int64_t top = 0;                               // most likely tokens scored beside each target,
+  int64_t vocab = 0;                             // with ids below this one; 0: all
+  std::vector<TokenLogProbs>* scores = nullptr;  // the targets' scores are added to it
 };
 
 // Use of the cache of keys and values, in blocks of tokens.
@@ -95,8 +95,8 @@ class Session {
   using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
   virtual void append_logits(int64_t slot, std::span<const int32_t> ids,
                              const OnLogits& on_logits) = 0;
-  // Of the token that the last call drew as entry `row` of `next`, without penalties. It was not
-  // kNoToken, and its Draw asked for them.
+  // Log-probabilities, without penalties, of the token that the last call drew as entry `row` of
+  // `next`. It was not kNoToken, and its Draw asked for them.
   virtual TokenLogProbs drawn_log_probs(int64_t row) = 0;
 
   // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them

@@ -422,7 +422,7 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
                                    ctx_.stream()));
   }
   undo_penalties();
-  // Those of rows that want the same, in one launch.
+  // Log-probabilities, in one launch for consecutive rows with equal wishes.
   for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
     const Draw& draw = draws[begin];
     while (end < draws.size() && draws[end].log_probs == draw.log_probs &&

@@ -79,7 +79,7 @@ class SessionCuda : public Session {
   // Enqueues the log-probabilities of these tokens, one for each row of logits from `row` on, and
   // of `top` most likely ones, and their copy to the host.
   void enqueue_log_probs(int64_t row, int64_t rows, const int32_t* ids, int64_t top, int64_t vocab);
-  // Those of a row, after waiting for the device.
+  // The log-probabilities of a row that were copied; the device must have been waited for.
   TokenLogProbs log_probs_of(int64_t row, int64_t top) const;
   // Call after reading results. Updates the FFN layers' executions at intervals that double, so
   // that graphs are captured again only a few times.
@@ -90,7 +90,7 @@ class SessionCuda : public Session {
   int64_t prefill_tokens_;
   ForwardCuda forward_;
   KvCacheCuda cache_;
-  int64_t logit_rows_;                       // max(slots, those scored at a time)
+  int64_t logit_rows_;                       // slots or, if more, rows scored together
   DeviceBuffer<float> logits_;               // [logit_rows, V]
   DeviceBuffer<int32_t> next_;               // [slots]
   DeviceBuffer<int32_t> last_rows_;          // [slots] rows of the prompts' last tokens
@@ -100,9 +100,9 @@ class SessionCuda : public Session {
   DeviceBuffer<TokenLogProb> log_probs_;     // [logit_rows, 1 + kMostTop]
   PinnedBuffer<TokenLogProb> host_log_probs_;
   std::vector<int64_t> drawn_top_;        // [slots] most likely tokens wanted of each draw
-  PenalizeCuda penalties_;                // in force
+  PenalizeCuda penalties_;                // of the draw under way
   DeviceBuffer<PenalizedRow> penalized_;  // [slots]
-  DeviceBuffer<SeenToken> seen_;          // as many as were needed so far
+  DeviceBuffer<SeenToken> seen_;          // grows with the longest list so far
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]
   PinnedBuffer<int32_t> host_next_;  // [slots]
