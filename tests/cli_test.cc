@@ -693,6 +693,8 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
   // One option may take several values; the only error is the missing GPU.
   expect_refused({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "8"},
                  "bench decode needs a GPU");
+  expect_refused({"bench", "decode", "--checkpoint", "none", "--kv-heads", "4"},
+                 "--kv-heads changes a preset");
   // The last of two values wins, and a log line reports it.
   const Result twice = run({"train", "--dry-run", "--steps", "5", "--steps", "6"});
   EXPECT_EQ(twice.code, 0);
