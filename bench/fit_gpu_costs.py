@@ -6,11 +6,17 @@ is predicted, and the same for each shape when it is left out of the fit.
     python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv \
         bench/results/2026-11-23-h200-medium-batch.csv
 
+With files of `twell bench ffn --sweep --jsonl` it says how well the engine estimated on that device,
+and what auto made of it:
+
+    python3 bench/fit_gpu_costs.py sweep.jsonl
+
 Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
 relative, so that short and long calls weigh the same. The features are those of the C++ functions of
 the same names, on a device of 132 SMs."""
 
 import csv
+import json
 import sys
 
 import numpy
@@ -147,7 +153,27 @@ def show(title, logs):
           f"{numpy.exp(numpy.percentile(logs, 5)):.2f} to {numpy.exp(numpy.percentile(logs, 95)):.2f}")
 
 
+def check(path):
+    with open(path) as file:
+        rows = [json.loads(line) for line in file]
+    print(f"{path}: {rows[0]['gpu']}")
+    for execution in ["dense", *sorted({row["sparse"] for row in rows})]:
+        name = "dense" if execution == "dense" else "sparse"
+        show(execution, numpy.array([numpy.log(row[f"{name}_estimate_us"] / row[f"{name}_us"])
+                                     for row in rows if execution in ("dense", row["sparse"])]))
+    against_dense = numpy.array([row["dense_us"] / row["auto_us"] for row in rows])
+    over_best = numpy.array([row["auto_us"] / min(row["dense_us"], row["sparse_us"])
+                             for row in rows])
+    print(f"auto: {len(rows)} cases, {against_dense.min():.2f} of dense at worst, "
+          f"{(against_dense < 0.97).sum()} below 0.97; {(over_best > 1.07).sum()} over 7% off the best")
+
+
 def main():
+    sweeps = [path for path in sys.argv[1:] if path.endswith(".jsonl")]
+    for path in sweeps:
+        check(path)
+    if sweeps:
+        return
     rows = [row for path in sys.argv[1:] for row in read(path)]
     if not rows:
         sys.exit(__doc__)

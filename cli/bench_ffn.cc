@@ -21,7 +21,7 @@ namespace {
 
 struct BenchFfnArguments {
   FfnBenchmark benchmark;
-  std::string activation = "relu";
+  std::vector<std::string> activations;  // none: relu
   std::filesystem::path patterns;
   std::optional<int64_t> layer;
   int64_t tokens = 0;  // 0: a default for the device
@@ -111,7 +111,9 @@ void require_room(const BenchFfnArguments& arguments) {
 
 int run_sweep(const CommonOptions& common, BenchFfnArguments& arguments, bool cuda) {
   TWELL_REQUIRE(cuda, "--sweep times GPU kernels; this run uses the CPU");
-  TWELL_REQUIRE(arguments.activation == "relu", "--sweep times relu, not {}", arguments.activation);
+  for (const std::string& activation : arguments.activations) {
+    TWELL_REQUIRE(activation == "relu", "--sweep times relu, not {}", activation);
+  }
   constexpr int64_t kCapturedTokens = 1024;  // the sweep repeats these tokens
   arguments.tokens = kCapturedTokens;
   FfnSweepOptions options{.quick = arguments.quick,
@@ -124,25 +126,18 @@ int run_sweep(const CommonOptions& common, BenchFfnArguments& arguments, bool cu
   return kExitOk;
 }
 
-int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
-  const bool cuda = use_cuda(common);
-  if (arguments.sweep) return run_sweep(common, arguments, cuda);
-  if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
-  require_room(arguments);
-  arguments.benchmark.seed = common.seed;
-  arguments.benchmark.activation = parse_activation(arguments.activation, "--activation");
-  const std::vector<FfnPattern> patterns = arguments.patterns.empty()
-                                               ? synthetic_patterns(arguments, common.seed)
-                                               : captured_patterns(arguments);
+// The layer with benchmark.activation on every pattern.
+void run_layer(const CommonOptions& common, const BenchFfnArguments& arguments, bool cuda,
+               const std::vector<FfnPattern>& patterns) {
   if (cuda) {
     run_bench_ffn_cuda(arguments.benchmark, arguments.energy_seconds, patterns, arguments.jsonl);
-    return kExitOk;
+    return;
   }
   Context ctx(common.threads);
   fmt::print("FFN forward, D {}, F {}, {}, {}, f32, on {} ({} threads)\n",
              arguments.benchmark.width, arguments.benchmark.ffn,
-             arguments.benchmark.gated ? "gated" : "not gated", arguments.activation, cpu_name(),
-             ctx.threads());
+             arguments.benchmark.gated ? "gated" : "not gated",
+             activation_name(arguments.benchmark.activation), cpu_name(), ctx.threads());
   fmt::print("  {:<11} {:<11} {:>9} [{:>8}, {:>8}] {:>9} {:>8} {:>8} {:>9}\n", "policy", "runs",
              "ms", "p10", "p90", "tok/s", "GFLOP/s*", "ratio", "error");
   for (const FfnPattern& pattern : patterns) {
@@ -155,6 +150,22 @@ int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
     }
   }
   fmt::print("* dense-equivalent: the operations of the dense layer over the time taken\n");
+}
+
+int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {
+  const bool cuda = use_cuda(common);
+  if (arguments.sweep) return run_sweep(common, arguments, cuda);
+  if (arguments.tokens == 0) arguments.tokens = cuda ? 16384 : 512;
+  require_room(arguments);
+  arguments.benchmark.seed = common.seed;
+  const std::vector<FfnPattern> patterns = arguments.patterns.empty()
+                                               ? synthetic_patterns(arguments, common.seed)
+                                               : captured_patterns(arguments);
+  if (arguments.activations.empty()) arguments.activations = {"relu"};
+  for (const std::string& activation : arguments.activations) {
+    arguments.benchmark.activation = parse_activation(activation, "--activation");
+    run_layer(common, arguments, cuda, patterns);
+  }
   return kExitOk;
 }
 
@@ -185,7 +196,9 @@ void add_bench_ffn_command(Command& bench, CommonOptions& common) {
   command.value("--width", &benchmark.width, "D", "Width of the layer").at_least(1);
   command.value("--ffn", &benchmark.ffn, "F", "Neurons of the layer").at_least(1);
   command.flag("--gated", "--no-gated", &benchmark.gated, "With a gate projection (the default)");
-  command.value("--activation", &arguments->activation, "NAME", "relu, or relu2, its square")
+  command
+      .value("--activation", &arguments->activations, "NAME",
+             "relu, the default, or relu2, its square; repeatable, to compare them")
       .choices({"relu", "relu2"});
   command.value("--repeats", &benchmark.repeats, "N", "Timed rounds, each running everything once")
       .at_least(1);

@@ -33,11 +33,14 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
 }
 
 // cuBLASLt's first proposals are the fastest, or nearly, but for products of up to some thousand
-// rows where they have one of these tiles. There its second is 0.95 of their time in the mean, and
-// 0.68 at best (bench/results/2026-11-23-h200-matmul.csv, of cuBLASLt 13.1).
-bool prefers_second(const MatmulShapeCuda& shape, const cublasLtMatmulAlgo_t& first) {
+// rows on Hopper where they have one of these tiles. There its second takes 0.93 of their time in
+// the mean, and 0.68 at best (bench/results/2026-11-23-h200-matmul.csv, of cuBLASLt 13.1).
+bool prefers_second(const CudaContext& ctx, const MatmulShapeCuda& shape,
+                    const cublasLtMatmulAlgo_t& first) {
   constexpr int64_t kMostRows = 4096;
-  if (shape.rows > kMostRows || shape.trans_a || shape.f32_out) return false;  // not measured
+  const bool measured =
+      ctx.compute_capability() == 90 && shape.rows <= kMostRows && !shape.trans_a && !shape.f32_out;
+  if (!measured) return false;
   int32_t tile = 0;
   size_t written = 0;
   TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&first, CUBLASLT_ALGO_CONFIG_TILE_ID,
@@ -84,7 +87,7 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
   TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && proposal_count_ > 0,
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
-  if (proposal_count_ > 1 && prefers_second(shape, proposals_[0].algo)) chosen_ = 1;
+  if (proposal_count_ > 1 && prefers_second(ctx, shape, proposals_[0].algo)) chosen_ = 1;
 }
 
 MatmulPlanCuda::~MatmulPlanCuda() {

@@ -107,6 +107,8 @@ INSTANTIATE_TEST_SUITE_P(
                     // Two tokens of the last tile; a union longer than a round of chunks.
                     Case{"half fires", 258, 64, 2056, 0}, Case{"all fire", 130, 40, 520, 120},
                     Case{"none fires", 200, 64, 264, -120}, Case{"five tiles", 520, 72, 776, -8},
+                    // More k-steps than stages; a cluster of which half is past the last segment.
+                    Case{"wide", 257, 1096, 520, -30}, Case{"two wide tiles", 200, 1096, 520, -30},
                     Case{"no gate", 300, 72, 264, -3, false},
                     Case{"squared", 257, 24, 264, -6, true, true},
                     Case{"squared without gate", 140, 24, 264, -6, false, true},
