@@ -56,6 +56,10 @@ check "same bits" same_weights two again
 check "gradients in bf16" train bf16 --gpus 2 --gradient-dtype bf16
 check "nearly the same curve" curves one bf16 0.05
 check "reinitialised dead neurons" train reinit --gpus 2 --reinit-dead
+sparse=(--ffn-policy hybrid --l1 1e-3)
+check "hybrid layers, one GPU" train hybrid1 "${sparse[@]}"
+check "hybrid layers, two GPUs" train hybrid2 --gpus 2 "${sparse[@]}"
+check "nearly the same curve" curves hybrid1 hybrid2 0.05
 
 signal_rank() {  # signal_rank OUT SIGNAL STEP: sends it to rank 1 when the run has done the step
   local i
@@ -65,14 +69,16 @@ signal_rank() {  # signal_rank OUT SIGNAL STEP: sends it to rank 1 when the run 
   done
   kill "-$2" "$(sed -n 's/^ranks: 2 processes, [0-9]* \([0-9]*\)$/\1/p' "$work/$1.out")"
 }
-restarted() {  # a rank is killed, and the launcher resumes the run
-  train restarted --gpus 2 --max-restarts 1 &
+restarted() {  # restarted OUT MORE...: a rank is killed, and the launcher resumes the run
+  train "$@" --gpus 2 --max-restarts 1 &
   local launcher=$!
-  signal_rank restarted KILL 30
-  wait $launcher && grep -q "restart 1 of 1" "$work/restarted.err"
+  signal_rank "$1" KILL 30
+  wait $launcher && grep -q "restart 1 of 1" "$work/$1.err"
 }
-check "a killed run resumes by itself" restarted
+check "a killed run resumes by itself" restarted restarted
 check "to the same bits" same_weights two restarted
+check "so does one with hybrid layers" restarted hybrid "${sparse[@]}"
+check "to the same bits" same_weights hybrid2 hybrid
 
 lost() {  # lost OUT SIGNAL PATTERN: a rank is lost in the middle of a run
   train "$1" --gpus 2 --collective-timeout 10 --steps 100000 --warmup-steps 10 --validate-every 0 &
