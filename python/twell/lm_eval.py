@@ -63,10 +63,12 @@ class TwellLM(TemplateLM):
         return self.engine.encode(string, add_special_tokens is not False) if string else []
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        # Of what is too long the end is scored, as by `hf`. The last token is scored, but not fed.
         pairs = []
         for _, context, continuation in requests:
-            room = max(self.max_length - len(continuation), 1)
-            pairs.append((context[-room:], continuation[-(self.max_length - 1) :]))
+            continuation = continuation[-self.max_length :]
+            room = self.max_length + 1 - len(continuation)
+            pairs.append((context[-room:], continuation))
         results = self.engine.loglikelihood(pairs)
         for (key, _, _), result in zip(requests, results):
             if key is not None:
@@ -79,7 +81,7 @@ class TwellLM(TemplateLM):
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,
+                max_seq_len=self.max_length,
                 context_len=1,
             )
             pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]

@@ -64,6 +64,8 @@ struct Scheduler::Request {
   explicit Request(GenerationRequest asked_in)
       : asked(std::move(asked_in)), context(asked.prompt), stream(asked.stop_strings) {
     for (const int32_t id : context) see(id, 0);
+    // Scores need the logits in front of a token only, so the last one is not fed.
+    if (only_scores() && context.size() > 1) context.pop_back();
   }
 
   // Notes a token for penalties.
@@ -92,7 +94,7 @@ struct Scheduler::Request {
 
   int64_t number = 0;
   GenerationRequest asked;
-  std::vector<int32_t> context;  // the prompt and every token drawn
+  std::vector<int32_t> context;  // tokens to feed: the prompt and every token drawn
   std::vector<SeenToken> seen;   // its different tokens, if there are penalties
   std::unordered_map<int32_t, size_t> seen_at;
   int64_t fed = 0;     // tokens of the context that are in the session
@@ -144,10 +146,15 @@ std::optional<int64_t> Scheduler::submit(GenerationRequest asked) {
   }
   TWELL_REQUIRE(asked.max_tokens > 0 || (asked.max_tokens == 0 && asked.prompt_log_probs),
                 "the number of tokens to generate must be positive, got {}", asked.max_tokens);
-  const int64_t new_tokens = asked.max_tokens == 0 ? 0 : 1;
-  TWELL_REQUIRE(std::ssize(asked.prompt) + new_tokens <= session_.capacity(),
-                "the prompt has {} tokens; the context of {} leaves no room for a new one",
-                asked.prompt.size(), session_.capacity());
+  if (asked.max_tokens == 0) {
+    TWELL_REQUIRE(std::ssize(asked.prompt) - 1 <= session_.capacity(),
+                  "the prompt has {} tokens; with a context of {} at most {} can be scored",
+                  asked.prompt.size(), session_.capacity(), session_.capacity() + 1);
+  } else {
+    TWELL_REQUIRE(std::ssize(asked.prompt) < session_.capacity(),
+                  "the prompt has {} tokens; the context of {} leaves no room for a new one",
+                  asked.prompt.size(), session_.capacity());
+  }
   asked.sampler.validate();
   check_log_probs(asked.log_probs);
   check_log_probs(asked.prompt_log_probs);

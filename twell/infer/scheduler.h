@@ -71,8 +71,8 @@ struct GenerationEvent {
 struct GenerationRequest {
   std::vector<int32_t> prompt;  // at least one token
   SamplerOptions sampler;
-  // Most new tokens; the context is also a limit. 0 only with prompt_log_probs: the prompt is
-  // scored and no token is drawn.
+  // Most new tokens; the context is also a limit. 0 only with prompt_log_probs: the prompt, which
+  // may have one token more than the context, is scored and no token is drawn.
   int64_t max_tokens = 256;
   bool stop_at_end_of_text = true;        // at the tokenizer's end-of-text token
   std::vector<int32_t> stop_tokens;       // in addition

@@ -99,19 +99,22 @@ TEST_F(SchedulerCpuTest, LogProbsEqualTheScorers) {
     }
   }
 
-  // Scoring alone draws nothing, even where the prompt fills the context.
+  // Scoring alone draws nothing and does not feed the last token, so a prompt may have one token
+  // more than the context.
   Heard scored;
-  GenerationRequest echo = request(random_ids(model_->config.context, kVocab, 1), 0, scored);
+  GenerationRequest echo = request(random_ids(model_->config.context + 1, kVocab, 1), 0, scored);
   echo.prompt_log_probs = 0;
   scheduler.submit(echo);
   finish(scheduler);
   EXPECT_TRUE(scored.ids.empty());
   EXPECT_EQ(scored.stop, StopReason::kMaxTokens);
-  ASSERT_EQ(std::ssize(scored.prompt_log_probs), model_->config.context - 1);
+  ASSERT_EQ(std::ssize(scored.prompt_log_probs), model_->config.context);
   for (size_t i = 0; i + 1 < prompt.size(); ++i) {
     EXPECT_NEAR(scored.prompt_log_probs[i].token.log_prob, got[i].token.log_prob, 1e-4);
     EXPECT_TRUE(scored.prompt_log_probs[i].top.empty());
   }
+  echo.prompt.push_back(0);
+  EXPECT_THROW(scheduler.submit(echo), InputError);
 }
 
 TEST_F(SchedulerCpuTest, StopsAtStringsAndTokensWithoutReportingThem) {
