@@ -34,6 +34,7 @@ struct GpuDevice {
   int64_t multiprocessors = 132;
   double clock_ghz = 1.98;     // highest clock of the SMs
   double bandwidth = 4.917e6;  // bytes per microsecond of device memory, by its clock and width
+  bool operator==(const GpuDevice&) const = default;
 };
 
 struct GpuFfnLayer {
@@ -44,6 +45,7 @@ struct GpuFfnLayer {
   bool biased = false;     // the projections have biases
   int64_t row_tokens = 8;  // tokens whose rows of D values fit into an SM (layer_ops::max_tokens)
   GpuDevice device;
+  bool operator==(const GpuFfnLayer&) const = default;
 };
 
 struct GpuFfnCall {
@@ -51,6 +53,7 @@ struct GpuFfnCall {
   FfnPolicy policy = FfnPolicy::kAuto;
   bool norm = false;         // the RMS norm of x belongs to the call, and x may be y
   bool counts_rows = false;  // active neurons are counted per token
+  bool operator==(const GpuFfnCall&) const = default;
 };
 
 // Averages over the calls so far.
@@ -58,6 +61,7 @@ struct LayerActivity {
   double nnz_per_token = -1.0;  // negative: nothing measured yet
   double union_share = -1.0;    // union of a tile of 128 tokens over F; negative: not measured
   double extra_tiles = 0.0;     // tiles of heavy rows, per tile of 128 tokens
+  bool operator==(const LayerActivity&) const = default;
 };
 
 enum class GpuFfnLaunch {

@@ -474,13 +474,17 @@ GpuDevice gpu_device(const CudaContext& ctx) {
   return device;
 }
 
-GpuFfnChoice choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan) {
+const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                                    FfnPlanCuda& plan) {
   GpuFfnCall of_plan = call;
   of_plan.policy = plan.plan.policy;
-  GpuFfnChoice choice = choose_gpu_ffn(layer, of_plan, plan.activity);
-  plan.plan.execution = choice.execution;
-  plan.plan.reason = choice.reason;
-  return choice;
+  if (!plan.last || plan.last->layer != layer || plan.last->call != of_plan ||
+      plan.last->activity != plan.activity || plan.plan.reason.empty()) {
+    plan.last = {layer, of_plan, plan.activity, choose_gpu_ffn(layer, of_plan, plan.activity)};
+    plan.plan.reason = plan.last->choice.reason;
+  }
+  plan.plan.execution = plan.last->choice.execution;
+  return plan.last->choice;
 }
 
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
@@ -493,11 +497,11 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   GpuFfnLayer layer = workspace.layer();
   layer.activation = problem.weights.activation;
   layer.biased = problem.weights.biased();
-  const GpuFfnChoice choice = choose_ffn_cuda(layer,
-                                              {.tokens = problem.tokens,
-                                               .norm = problem.norm != nullptr,
-                                               .counts_rows = problem.row_nnz != nullptr},
-                                              plan);
+  const GpuFfnChoice& choice = choose_ffn_cuda(layer,
+                                               {.tokens = problem.tokens,
+                                                .norm = problem.norm != nullptr,
+                                                .counts_rows = problem.row_nnz != nullptr},
+                                               plan);
   const bool few = choice.launch == GpuFfnLaunch::kSmallBatch;
   const int64_t most = few ? kMaxFewTokens : workspace.chunk_tokens(), unit = few ? 1 : 128;
   const int64_t step =

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -120,6 +121,15 @@ struct FfnPlanCuda {
   FfnPlan plan;
   LayerActivity activity;
   ActivityCuda* counts = nullptr;  // device memory: counts since the last update
+
+  // The last choice and what it was made for, because most calls repeat the one before.
+  struct Chosen {
+    GpuFfnLayer layer;
+    GpuFfnCall call;
+    LayerActivity activity;
+    GpuFfnChoice choice;
+  };
+  std::optional<Chosen> last;
 };
 
 // The context's device, as dispatch.h describes it.
@@ -200,8 +210,8 @@ struct FfnForwardCuda {
 };
 
 // Asks the table what a call of this layer runs under the plan's policy, and records it in the
-// plan.
-GpuFfnChoice choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan);
+// plan, where it stays until the next choice.
+const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,

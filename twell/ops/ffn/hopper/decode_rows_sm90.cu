@@ -464,18 +464,19 @@ __global__ void __maxnreg__(96) row_gate_up_sm90_kernel(const __grid_constant__ 
   Kernel(problem, shared, memory).run();
 }
 
+cudaError_t allow_shared_memory() {
+  const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
+  // The largest size, because contexts with other sizes may launch at the same time.
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+}
+
 // One CTA per word of `fired`, at most `ctas`.
 cudaError_t launch(const RowGateUp& problem, int ctas, cudaStream_t stream) {
-  const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
   const int bytes = (once ? problem.rows : kMaxRows) * kPitch;
-  // Allow the largest size every time: contexts with other sizes may launch at the same time.
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  }
-  if (status != cudaSuccess) return status;
   return launch_dependent(row_gate_up_sm90_kernel, dim3(static_cast<unsigned>(ctas)), kThreads,
                           static_cast<uint32_t>(bytes), stream, problem);
 }
@@ -673,21 +674,28 @@ __global__ void __maxnreg__(48) row_down_sm90_kernel(const __grid_constant__ Dow
   Kernel(problem, *reinterpret_cast<Shared*>(dynamic)).run();
 }
 
-cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  constexpr int kShared = sizeof(Shared);
+constexpr int kShared = sizeof(Shared);
+
+cudaError_t allow_shared_memory() {
   const auto* kernel = reinterpret_cast<const void*>(row_down_sm90_kernel);
-  cudaError_t status =
+  const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  }
   if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+}
+
+cudaError_t launch(const Down& problem, cudaStream_t stream) {
   return launch_dependent(row_down_sm90_kernel, dim3((problem.width + kColumns - 1) / kColumns),
                           kThreads, kShared, stream, problem);
 }
 
 }  // namespace
 }  // namespace row_down
+
+cudaError_t prepare_decode_rows() {
+  const cudaError_t status = row_gate_up::allow_shared_memory();
+  return status == cudaSuccess ? row_down::allow_shared_memory() : status;
+}
 
 cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
                                cudaStream_t stream) {

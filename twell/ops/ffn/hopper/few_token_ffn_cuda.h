@@ -57,7 +57,8 @@ class FewTokenWorkspace {
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
-  int clusters_ = 0;  // clusters that fit into the device at one time; 0: not asked yet
+  bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
+  int clusters_ = 0;            // of small batches that fit into the device; 0: not prepared yet
 };
 
 // Why the problem cannot run on this context's device; empty when it can.

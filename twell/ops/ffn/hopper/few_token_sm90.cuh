@@ -28,6 +28,9 @@ struct Down {
   int word_neurons;  // neurons per word of hidden.fired
 };
 
+// Once per device, before the first launch: lets the kernels of decode rows take their shared
+// memory.
+cudaError_t prepare_decode_rows();
 // Both kernels of decode rows, for at most kRowTokens tokens. ctas: one per SM.
 cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
                                cudaStream_t stream);

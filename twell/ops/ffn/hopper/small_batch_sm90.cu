@@ -878,8 +878,6 @@ cudaError_t count_clusters(int* clusters) {
 }
 
 cudaError_t launch(const SplitGateUp& params, int clusters, cudaStream_t stream) {
-  const cudaError_t status = allow_shared_memory();
-  if (status != cudaSuccess) return status;
   return launch_dependent(gate_up_sm90_kernel, dim3(clusters * kSplit), kThreads, kBytes, stream,
                           params);
 }
@@ -1132,14 +1130,15 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
   Kernel(problem, shared, memory).run();
 }
 
-cudaError_t launch(const Down& problem, cudaStream_t stream) {
+cudaError_t allow_shared_memory() {
   const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel);
-  cudaError_t status =
+  const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  }
   if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+}
+
+cudaError_t launch(const Down& problem, cudaStream_t stream) {
   return launch_dependent(split_down_sm90_kernel, dim3(ceil_div(problem.width, kColumns) * kSplit),
                           kThreads, kBytes, stream, problem);
 }
@@ -1232,7 +1231,10 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
               "few-token FFN: norm as part of {} tokens", problem.tokens);
   const few_token::Hidden hidden{workspace.hidden_.data(), workspace.fired_.data(),
                                  workspace.arrived_.data()};
+  // A kernel keeps its attributes, so they are set by the first call of a workspace alone.
   if (problem.tokens <= few_token::kRowTokens) {
+    if (!workspace.rows_prepared_) TWELL_CUDA_CHECK(few_token::prepare_decode_rows());
+    workspace.rows_prepared_ = true;
     TWELL_CUDA_CHECK(
         few_token::launch_decode_rows(problem, hidden, ctx.multiprocessors(), ctx.stream()));
     return;
@@ -1240,6 +1242,7 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   int& at_once = workspace.clusters_;
   if (at_once == 0) {
     TWELL_CUDA_CHECK(few_token::gate_up::count_clusters(&at_once));
+    TWELL_CUDA_CHECK(few_token::split_down::allow_shared_memory());
     TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
   }
   TWELL_CUDA_CHECK(few_token::launch_small_batch(problem, hidden, at_once, ctx.stream()));
