@@ -11,10 +11,13 @@ w_in/w_out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops
 from .plan import Plan
@@ -181,6 +184,36 @@ def _lay_out_by_neuron(weight: nn.Parameter, by_neuron: bool) -> None:
     weight.data = moved(weight.data)
     if weight.grad is not None:
         weight.grad = moved(weight.grad)
+    _watch_optimizers()
+    _MOVED[weight] = True
+
+
+_MOVED = WeakIdKeyDictionary()  # parameters whose memory layout was changed
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_move_moments)
+
+
+@torch.no_grad()
+def _move_moments(optimizer, args, kwargs) -> None:
+    """Before a step of any optimizer: gives its moments the strides of a parameter that was moved
+    after they were made. Fused optimizers pair values by their place in memory."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in _MOVED:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
+                    state[name] = torch.empty_strided(
+                        value.shape, parameter.stride(), dtype=value.dtype, device=value.device
+                    ).copy_(value)
 
 
 class _Updates:
