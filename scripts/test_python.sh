@@ -17,18 +17,19 @@ torch=(
   torch==2.11.0 nvidia-cufile==1.15.1.6 nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
 )
 needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
-# It requires torch, which would bring all of CUDA's libraries again.
-without_needs=(accelerate==1.11.0)
+# Accelerate requires torch, which would bring all of CUDA's libraries again, and kernels a dozen
+# packages that check signatures of downloads.
+without_needs=(accelerate==1.11.0 kernels==0.17.2)
 # No Ninja: that of PyPI writes another log than the system's, so either would build all anew.
 others=(
   transformers==5.17.0 lm_eval==0.4.13 psutil numpy pytest==8.4.2 matplotlib==3.10.7
-  scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0
+  scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0 tomlkit==0.13.3
 )
 wanted="${torch[*]} ${needs_of_torch[*]} ${without_needs[*]} ${others[*]}"
 # Without --no-compile, pip compiles all of PyTorch's and transformers' files, of which few are used.
 pip=("$python" -m pip install --quiet --no-compile)
+# Keeps what is installed already.
 install() {
-  rm -rf "$cache"
   python3 -m venv "$cache" &&
     "${pip[@]}" --retries 1 "${needs_of_torch[@]}" &&
     "${pip[@]}" --no-deps "${torch[@]}" "${without_needs[@]}" &&
@@ -38,7 +39,7 @@ install() {
 }
 if [[ $(cat "$cache/complete" 2>/dev/null) != "$wanted" ]]; then
   echo "test_python: installing PyTorch, transformers and lm-eval into .cache/python"
-  if ! install; then
+  if ! install && { rm -rf "$cache"; ! install; }; then
     echo "test_python: they cannot be installed, so the Python package is not tested" >&2
     [[ ${1:-} == --if-possible ]] && exit 0
     exit 1
@@ -48,6 +49,7 @@ fi
 
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir build/wheels \
   -Cbuild-dir=build/release -Ccmake.define.Python_EXECUTABLE="$python" .
+cmake --build build/release --target twell_hub_cpu >/dev/null
 
 clean=$PWD/build/python_clean
 rm -rf "$clean"

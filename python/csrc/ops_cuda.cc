@@ -198,7 +198,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::opti
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
   const Weights weights(w_gate, w_up, w_down, shape.activation);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = made_like(x);
   Tensor l1 = empty(x, {}, ScalarType::Float);
   Tensor counts = empty(x, {kCounts}, ScalarType::Long);
   Tensor saved =
@@ -243,7 +243,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);
   const Weights weights(w_gate, w_up, w_down, shape.activation);
-  Tensor d_x = torch::stable::empty_like(x);
+  Tensor d_x = made_like(x);
   if (shape.tokens == 0) {
     const auto none = [&](const Tensor& w) {
       return torch::stable::new_zeros(w, w.sizes(), ScalarType::BFloat16);
@@ -290,7 +290,7 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
   const Weights weights(w_gate, w_up, w_down, shape.activation);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = made_like(x);
   if (shape.tokens == 0) return y;
   FfnPlanCuda& plan = call.counted(shape.ffn).inference[0];
   plan.plan.policy = call.plan().policy;
@@ -359,7 +359,7 @@ int64_t saved_bytes_cuda(const LayerShape& shape, int64_t execution, int64_t nnz
 
 }  // namespace twell::python
 
-STABLE_TORCH_LIBRARY_IMPL(twell, CUDA, m) {
+TWELL_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("ffn_train", TORCH_BOX(&twell::python::ffn_train_cuda));
   m.impl("ffn_train_backward", TORCH_BOX(&twell::python::ffn_train_backward_cuda_op));
   m.impl("ffn", TORCH_BOX(&twell::python::ffn_cuda));

@@ -83,6 +83,8 @@ using PlanReport = std::array<double, kPlanFields>;
 // from. Does nothing without a CUDA build.
 void fetch_cuda_counts(Plan& plan);
 
+// The execution of training calls of a shape on the CPU: nnz active neurons per token.
+FfnTrainExecution choose_train_cpu(int64_t tokens, int64_t width, int64_t ffn, double nnz);
 // The execution of training calls of a shape on the GPU that the plan was last used on, by what was
 // measured: nnz active neurons per token, union_share of the neurons in a tile of 128 tokens.
 FfnTrainExecution choose_train_cuda(const Plan& plan, const LayerShape& shape,

@@ -22,17 +22,18 @@ def _load():
             f"the ops of twell do not load with torch {torch.__version__}: {error}; twell needs "
             "torch 2.10 or later, with CUDA if twell was built with it"
         ) from error
-    library = ctypes.CDLL(str(PATH))
-    library.twell_saved_bytes.restype = ctypes.c_int64
-    library.twell_saved_bytes.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 2 + [
-        ctypes.c_int64
-    ] * 3
-    return library
+    return ctypes.CDLL(str(PATH))
 
 
 library = _load()
+ops = torch.ops.twell
+
+
+def add_op_namespace_prefix(name: str) -> str:
+    """The op's qualified name. A kernel of the Hub has another namespace in every build."""
+    return f"twell::{name}"
 
 
 def has_cuda() -> bool:
     """Whether the ops were built with CUDA."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("twell::ffn", "CUDA")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("ffn"), "CUDA")

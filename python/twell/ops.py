@@ -16,14 +16,21 @@ Under torch.autocast operands are converted. Executions differ only in the order
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ._library import library
+from ._library import add_op_namespace_prefix, library
+from ._library import ops as _ops
 from .plan import Plan
 
-_ops = torch.ops.twell
+library.twell_saved_bytes.restype = ctypes.c_int64
+library.twell_saved_bytes.argtypes = (
+    [ctypes.c_int64] * 3 + [ctypes.c_int] * 2 + [ctypes.c_int64] * 3
+)
 
 
 @functools.cache
@@ -45,10 +52,7 @@ def ffn(
     plan: of this layer; without one, all calls share a plan that measures nothing.
     """
     plan = plan or _default_plan()
-    if x.dim() == 2:
-        return _ops.ffn.default(x, w_gate, w_up, w_down, activation, plan.handle)
-    flat = x.reshape(-1, x.shape[-1])
-    return _ops.ffn.default(flat, w_gate, w_up, w_down, activation, plan.handle).view(x.shape)
+    return _ops.ffn.default(x, w_gate, w_up, w_down, activation, plan.handle)
 
 
 def ffn_train(
@@ -69,12 +73,12 @@ def ffn_train(
     Differentiable in x and the weights. Backward runs once: on a GPU it uses up what forward kept.
     """
     plan = plan or _default_plan()
-    flat = x.reshape(-1, x.shape[-1])
-    y, l1, counts, _ = _ops.ffn_train.default(
-        flat, w_gate, w_up, w_down, activation, plan.handle, plan.execution, plan.nnz,
+    run = _TrainCall.apply if _is_plain_call(x) else _ops.ffn_train.default
+    y, l1, counts, _ = run(
+        x, w_gate, w_up, w_down, activation, plan.handle, plan.execution, plan.nnz,
         plan.union_neurons,
     )
-    return y.view(x.shape), l1, counts
+    return y, l1, counts
 
 
 def _round_up(value, multiple: int):
@@ -83,7 +87,7 @@ def _round_up(value, multiple: int):
 
 def _saved_bytes(x, ffn_size, gated, execution, nnz, union_neurons):
     """Bytes of `saved`, in closed form where sizes may be symbolic."""
-    tokens = x.shape[0]
+    tokens = math.prod(x.shape[:-1])
     if tokens == 0:
         return 0
     planes = 2 if gated else 1
@@ -93,7 +97,7 @@ def _saved_bytes(x, ffn_size, gated, execution, nnz, union_neurons):
         return planes * _round_up(2 * tokens * ffn_size, 256)
     if all(isinstance(size, int) for size in (tokens, nnz, union_neurons)):
         size = library.twell_saved_bytes(
-            tokens, x.shape[1], ffn_size, gated, True, execution, nnz, union_neurons
+            tokens, x.shape[-1], ffn_size, gated, True, execution, nnz, union_neurons
         )
         if size < 0:
             raise RuntimeError("this build of twell has no CUDA ops for this layer")
@@ -110,13 +114,13 @@ def _check(x, w_up):
         )
 
 
-@torch.library.register_fake("twell::ffn")
+@torch.library.register_fake(add_op_namespace_prefix("ffn"))
 def _(x, w_gate, w_up, w_down, activation, plan):
     _check(x, w_up)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.register_fake("twell::ffn_train")
+@torch.library.register_fake(add_op_namespace_prefix("ffn_train"))
 def _(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
     _check(x, w_up)
     saved = _saved_bytes(x, w_up.shape[0], w_gate is not None, execution, nnz, union_neurons)
@@ -128,7 +132,7 @@ def _(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
     )
 
 
-@torch.library.register_fake("twell::ffn_train_backward")
+@torch.library.register_fake(add_op_namespace_prefix("ffn_train_backward"))
 def _(d_y, d_l1, x, w_gate, w_up, w_down, saved, activation, plan, execution, nnz, union_neurons):
     def gradient(t):
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
@@ -141,7 +145,7 @@ def _(d_y, d_l1, x, w_gate, w_up, w_down, saved, activation, plan, execution, nn
     )
 
 
-def _setup(ctx, inputs, output):
+def _save(ctx, inputs, output):
     x, w_gate, w_up, w_down, *ctx.rest = inputs
     ctx.gated = w_gate is not None
     ctx.used = False
@@ -165,7 +169,40 @@ def _backward(ctx, d_y, d_l1, d_counts, d_saved):
     return d_x, d_gate if ctx.gated else None, d_up, d_down, None, None, None, None, None
 
 
-torch.library.register_autograd("twell::ffn_train", _backward, setup_context=_setup)
-for _name in ("twell::ffn", "twell::ffn_train"):
-    torch.library.register_autocast(_name, "cuda", torch.bfloat16)
-    torch.library.register_autocast(_name, "cpu", torch.float32)
+# The autograd of torch.library takes several times as long as the whole of a small layer, so an
+# eager call has an autograd.Function of its own. The library's serves torch.compile, autocast and
+# torch.func.
+_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+_in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)
+
+
+class _TrainCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with _below_autograd():
+            output = _ops.ffn_train.default(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        return _backward(ctx, *gradients)
+
+
+def _is_plain_call(x: torch.Tensor) -> bool:
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(x.device.type)
+        or _below_autograd is None
+        or _in_transform is None
+        or _in_transform()
+    )
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("ffn_train"), _backward, setup_context=_save
+)
+for _name in ("ffn", "ffn_train"):
+    torch.library.register_autocast(add_op_namespace_prefix(_name), "cuda", torch.bfloat16)
+    torch.library.register_autocast(add_op_namespace_prefix(_name), "cpu", torch.float32)

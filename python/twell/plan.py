@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from ._library import library  # noqa: F401  (defines torch.ops.twell)
+from ._library import ops as _ops
 
 _POLICIES = {"auto": "auto", "dense": "dense", "sparse": "tile-union"}
 _INFERENCE = ("dense", "row-fused", "tile-union", "decode-rows", "small-batch")
@@ -49,11 +49,11 @@ class Plan:
             raise ValueError(f"unknown policy '{policy}': use auto, dense or sparse")
         self.policy = policy
         self._sibling = sibling
-        self.handle: int = torch.ops.twell.plan_create(
+        self.handle: int = _ops.plan_create(
             sibling.handle if sibling is not None else 0, torch.get_num_threads()
         )
-        torch.ops.twell.plan_set_policy(self.handle, _POLICIES[policy])
-        self._release = weakref.finalize(self, torch.ops.twell.plan_release, self.handle)
+        _ops.plan_set_policy(self.handle, _POLICIES[policy])
+        self._release = weakref.finalize(self, _ops.plan_release, self.handle)
         self._release.atexit = False
         # The execution in training is 0 for dense and 1 for hybrid, which expects so many active
         # neurons per token and in the union of a tile of 128 tokens. These are hints, no limits;
@@ -76,7 +76,7 @@ class Plan:
         """Fetches the counts since the last update, which waits for the GPU, and chooses the
         execution of the next calls. Returns the counts of training."""
         report = torch.zeros(_REPORT_FIELDS, dtype=torch.float64)
-        torch.ops.twell.plan_update(self.handle, report)
+        _ops.plan_update(self.handle, report)
         values = report.tolist()
         tokens = int(values[0])
         self.train = TrainCounts(
@@ -97,7 +97,7 @@ class Plan:
     def _choose(self, tokens: int, width: int, ffn: int, gated: bool, cuda: bool) -> None:
         counts = self.train
         share = counts.union_neurons / ffn if cuda else -1.0
-        self.execution = torch.ops.twell.plan_choose(
+        self.execution = _ops.plan_choose(
             self.handle, cuda, tokens, width, ffn, gated, counts.nnz_per_token, share
         )
         if self.execution == 0:
@@ -112,7 +112,7 @@ class Plan:
         """Flags uint8 [F] on the CPU: 1 for each neuron that fired in training since the last call.
         Call `update` first."""
         flags = torch.empty(ffn, dtype=torch.uint8)
-        torch.ops.twell.plan_active(self.handle, flags)
+        _ops.plan_active(self.handle, flags)
         return flags
 
 

@@ -169,43 +169,6 @@ void check_shapes(const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
 
 }  // namespace
 
-std::string_view ffn_execution_name(FfnExecution execution) {
-  switch (execution) {
-    case FfnExecution::kRowFused:
-      return "row-fused";
-    case FfnExecution::kTileUnion:
-      return "tile-union";
-    case FfnExecution::kDecodeRows:
-      return "decode-rows";
-    case FfnExecution::kSmallBatch:
-      return "small-batch";
-    default:
-      return "dense";
-  }
-}
-
-FfnPolicy parse_ffn_policy(std::string_view name) {
-  if (name == "auto") return FfnPolicy::kAuto;
-  if (name == "dense") return FfnPolicy::kDense;
-  if (name == "row-fused") return FfnPolicy::kRowFused;
-  if (name == "tile-union") return FfnPolicy::kTileUnion;
-  throw InputError(
-      fmt::format("unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name));
-}
-
-std::string_view ffn_policy_name(FfnPolicy policy) {
-  switch (policy) {
-    case FfnPolicy::kDense:
-      return "dense";
-    case FfnPolicy::kRowFused:
-      return "row-fused";
-    case FfnPolicy::kTileUnion:
-      return "tile-union";
-    default:
-      return "auto";
-  }
-}
-
 void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
                  FfnPlan& plan, std::span<int32_t> row_nnz) {
   check_shapes(weights, x, y, row_nnz);
