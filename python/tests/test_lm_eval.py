@@ -26,10 +26,13 @@ def test_same_answers_as_transformers(name, tmp_path):
     plain = get_model("hf")(pretrained=str(tmp_path), dtype="float32", **hf)
     if name == "twell-hf":
         assert len(twell.stats(tested.model)) == 2
-    pairs = requests("loglikelihood", [("one", " two"), ("one and two ", "are"), ("", "ab")])
+    long = "one and two are three " * 6  # of more than 64 tokens the last are scored
+    pairs = requests(
+        "loglikelihood", [("one", " two"), ("one and two ", "are"), ("", "ab"), (long, "four")]
+    )
     for (a, greedy_a), (b, greedy_b) in zip(tested.loglikelihood(pairs), plain.loglikelihood(pairs)):
         assert a == pytest.approx(b, abs=1e-4) and greedy_a == greedy_b
-    texts = requests("loglikelihood_rolling", [("one and two are three " * 2,), ("a",)])
+    texts = requests("loglikelihood_rolling", [(long,), ("a",)])
     assert tested.loglikelihood_rolling(texts) == pytest.approx(
         plain.loglikelihood_rolling(texts), abs=1e-3
     )
