@@ -211,7 +211,8 @@ struct FfnForwardCuda {
 
 // Asks the table what a call of this layer runs under the plan's policy, and records it in the
 // plan, where it stays until the next choice.
-const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call, FfnPlanCuda& plan);
+const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                                    FfnPlanCuda& plan);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
