@@ -5,8 +5,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -63,13 +65,19 @@ class EchoServer {
 
 // Sends the bytes and returns all that comes back.
 std::string talk(int port, std::string_view bytes) {
-  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  TWELL_CHECK(::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0,
-              "the server does not listen");
+  int socket = -1;
+  for (int fault = EINTR; fault != 0;) {  // libFuzzer's timer interrupts system calls
+    socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const bool connected =
+        ::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+    fault = connected ? 0 : errno;
+    TWELL_CHECK(fault == 0 || fault == EINTR, "cannot connect: {}", std::strerror(fault));
+    if (fault != 0) ::close(socket);
+  }
   const timeval limit{.tv_sec = 30, .tv_usec = 0};
   ::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
   ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -78,6 +86,7 @@ std::string talk(int port, std::string_view bytes) {
   char piece[4096];
   for (;;) {
     const ssize_t count = ::recv(socket, piece, sizeof(piece), 0);
+    if (count < 0 && errno == EINTR) continue;
     TWELL_CHECK(count >= 0 || errno != EAGAIN, "the connection does not end");
     if (count <= 0) break;
     reply.append(piece, static_cast<size_t>(count));
