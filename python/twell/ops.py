@@ -170,10 +170,9 @@ def _backward(ctx, d_y, d_l1, d_counts, d_saved):
 
 
 # The autograd of torch.library takes several times as long as the whole of a small layer, so an
-# eager call has an autograd.Function of its own. The library's serves torch.compile, autocast and
-# torch.func.
+# eager call has an autograd.Function of its own. The library's serves torch.compile and autocast.
+# (torch.func takes neither.)
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-_in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 class _TrainCall(torch.autograd.Function):
@@ -195,8 +194,6 @@ def _is_plain_call(x: torch.Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled(x.device.type)
         or _below_autograd is None
-        or _in_transform is None
-        or _in_transform()
     )
 
 
