@@ -36,8 +36,8 @@ void on_signal(int signal) {
 }
 
 // Kernels that oneDNN generates keep their stack pointer in the heap for a while. A signal's frame
-// would overwrite what lies below it, so handlers run on a stack of their own. Of the main thread:
-// it receives the signals of the process, and the threads that compute for it block them.
+// would overwrite what lies below it, so handlers run on a stack of their own. Only the main thread
+// needs one, because the threads that compute for it block signals.
 void use_signal_stack() {
   alignas(64) static std::byte memory[64 * 1024];  // a frame with AMX registers takes 11 KiB
   stack_t stack{};

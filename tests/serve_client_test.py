@@ -593,7 +593,7 @@ class OtherServersTest(unittest.TestCase):
         """Bodies and answers share --request-mib, which is given back."""
         served = Served(BINARY, "--request-mib", "1")
         connection = Connection(served)
-        # As JSON values such a body takes many times its size.
+        # The values that JSON makes of this body take many times its size.
         status, answer = connection.post("/v1/completions", {"prompt": [[1]] * 9000})
         self.assertEqual((status, answer["error"]["code"]), (503, "overloaded"))
         long = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "logprobs": 20}

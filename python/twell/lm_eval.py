@@ -63,7 +63,8 @@ class TwellLM(TemplateLM):
         return self.engine.encode(string, add_special_tokens is not False) if string else []
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-        # Of what is too long the end is scored, as by `hf`. The last token is scored, but not fed.
+        # Only the end of a text that is too long is scored, as by `hf`. The last token is scored, but
+        # not fed, so one token more than the context fits.
         pairs = []
         for _, context, continuation in requests:
             continuation = continuation[-self.max_length :]

@@ -24,8 +24,8 @@ TWELL_HOST_DEVICE inline int32_t kv_row(int32_t block, int key) {
 // a row costs a shuffle in place of a load. All lanes call every function.
 class KvRows {
  public:
-  // Of the keys first <= key < end, at least one, whose blocks begin at `table`; first is a
-  // multiple of kKvBlock.
+  // Serves the keys first <= key < end, at least one. first is a multiple of kKvBlock, and its
+  // block is table[0].
   __device__ __forceinline__ KvRows(const int32_t* table, int first, int end)
       : first_(first),
         block_(table[min(static_cast<int>(threadIdx.x) % 32, (end - first - 1) / kKvBlock)]) {}

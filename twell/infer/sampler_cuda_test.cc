@@ -14,10 +14,9 @@
 namespace twell {
 namespace {
 
-std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, int64_t vocab,
-                               const SamplerOptions& options, uint64_t index) {
-  const CudaStream stream;
-  const auto device_logits = upload(logits);
+// The tokens drawn from rows of logits on the device, once the stream has computed them.
+std::vector<int32_t> draw(const CudaStream& stream, const DeviceBuffer<float>& logits, int64_t rows,
+                          int64_t vocab, const SamplerOptions& options, uint64_t index) {
   std::vector<float> uniforms;
   for (int64_t row = 0; row < rows; ++row) {
     uniforms.push_back(uniform(options.seed, static_cast<uint64_t>(row), index));
@@ -26,8 +25,8 @@ std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, i
   const auto ids = poisoned<int32_t>(rows);
   TWELL_CUDA_CHECK(launch_sample({.rows = rows,
                                   .vocab = vocab,
-                                  .stride = static_cast<int64_t>(logits.size()) / rows,
-                                  .logits = device_logits.data(),
+                                  .stride = logits.size() / rows,
+                                  .logits = logits.data(),
                                   .uniforms = device_uniforms.data(),
                                   .ids = ids.data(),
                                   .temperature = options.temperature,
@@ -37,6 +36,11 @@ std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, i
                                  stream.get()));
   stream.synchronize();
   return download(ids);
+}
+
+std::vector<int32_t> on_device(const std::vector<float>& logits, int64_t rows, int64_t vocab,
+                               const SamplerOptions& options, uint64_t index) {
+  return draw(CudaStream(), upload(logits), rows, vocab, options, index);
 }
 
 class SamplerCudaTest : public testing::TestWithParam<SamplerOptions> {};
@@ -115,7 +119,6 @@ TEST_P(SamplerCudaTest, PenaltiesEqualTheCpus) {
   const auto device_seen = upload(given.seen);
   const auto rows = upload(given.rows);
   const auto before = poisoned<float>(device_seen.size());
-  const auto ids = poisoned<int32_t>(4);
   PenalizeCuda penalties{.count = rows.size(),
                          .rows = rows.data(),
                          .seen = device_seen.data(),
@@ -123,26 +126,12 @@ TEST_P(SamplerCudaTest, PenaltiesEqualTheCpus) {
                          .logits = logits.data(),
                          .before = before.data()};
   for (uint64_t index = 0; index < 10; ++index) {
-    std::vector<float> uniforms;
-    for (uint64_t row = 0; row < 4; ++row) uniforms.push_back(uniform(options.seed, row, index));
-    const auto device_uniforms = upload(uniforms);
     penalties.undo = false;
     TWELL_CUDA_CHECK(launch_penalize(penalties, stream.get()));
-    TWELL_CUDA_CHECK(launch_sample({.rows = 4,
-                                    .vocab = kVocab,
-                                    .stride = kVocab,
-                                    .logits = logits.data(),
-                                    .uniforms = device_uniforms.data(),
-                                    .ids = ids.data(),
-                                    .temperature = options.temperature,
-                                    .top_k = options.top_k,
-                                    .top_p = options.top_p,
-                                    .min_p = options.min_p},
-                                   stream.get()));
+    const auto got = draw(stream, logits, 4, kVocab, options, index);
     penalties.undo = true;
     TWELL_CUDA_CHECK(launch_penalize(penalties, stream.get()));
     stream.synchronize();
-    const auto got = download(ids);
     for (size_t row = 0; row < 4; ++row) {
       const std::span<const float> own(given.logits.data() + row * kVocab, size_t{kVocab});
       ASSERT_EQ(got[row], sample(own, options, row, index, seen[row])) << row << ", " << index;

@@ -90,7 +90,7 @@ struct Collected {
 
 class CompletionFormat final : public Format {
  public:
-  // Of a prompt that is echoed.
+  // What an echoed prompt puts in front of its choices.
   struct Echo {
     int32_t first_token = 0;
     std::string text;

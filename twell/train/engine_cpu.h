@@ -62,7 +62,7 @@ class TrainEngineCpu : public TrainEngine {
   TrainingState state_;
   Optimizer optimizer_;
   StepActivity activity_;
-  // Of each bucket, while its weights are being gathered; otherwise null.
+  // The calls that gather the weights of each bucket; null once a bucket is complete.
   std::vector<std::unique_ptr<PendingCall>> gathering_;
   Buffer<float> grads_;                    // [N]
   std::vector<int32_t> inputs_, targets_;  // [B * T] of one micro-batch
