@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -33,17 +32,6 @@ void on_signal(int signal) {
   if (!waits_for_command || stop_requested) ::_exit(128 + signal);
   received = signal;
   stop_requested = true;
-}
-
-// Kernels that oneDNN generates keep their stack pointer in the heap for a while. A signal's frame
-// would overwrite what lies below it, so handlers run on a stack of their own. Only the main thread
-// needs one, because the threads that compute for it block signals.
-void use_signal_stack() {
-  alignas(64) static std::byte memory[64 * 1024];  // a frame with AMX registers takes 11 KiB
-  stack_t stack{};
-  stack.ss_sp = memory;
-  stack.ss_size = sizeof(memory);
-  ::sigaltstack(&stack, nullptr);
 }
 
 }  // namespace
@@ -74,7 +62,6 @@ void return_freed_memory() {
 }
 
 void handle_signals() {
-  use_signal_stack();
   // Writing to a closed pipe then fails with EPIPE, which a training run survives.
   std::signal(SIGPIPE, SIG_IGN);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
@@ -82,7 +69,7 @@ void handle_signals() {
     if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler == SIG_IGN) continue;
     action = {};
     action.sa_handler = on_signal;
-    action.sa_flags = SA_RESTART | SA_ONSTACK;
+    action.sa_flags = SA_RESTART;
     ::sigaction(signal, &action, nullptr);
   }
 }

@@ -4,18 +4,23 @@
     python python/tests/gpu_check.py --patterns FILE         all parts, with a Llama of preset 0.5b
     python python/tests/gpu_check.py --only model --preset 2b --train-batch 8 --patterns FILE
     python python/tests/gpu_check.py --only model --checkpoint DIR [--tokens FILE]
-    python python/tests/gpu_check.py --only ops    ops | graphs | engine | curve | overhead | model
+    python python/tests/gpu_check.py --only model --limits --patterns FILE
+    python python/tests/gpu_check.py --only ops    or another part, see --help
 
 --patterns: activations captured from a trained model, as `twell bench ffn --patterns` takes them.
 The model's weights are random but for the gates, which are computed so that exactly the captured
 neurons fire: position t of every sequence has the pattern of the file's token t. Patched and
 unpatched models compute the same numbers. Without a file, gates are shifted so that about 1% of the
 neurons fire, some often and most seldom. Rows say which of them they are.
+
+--limits: also what a training step can gain at most (feed-forward layers that take no time, and
+that take what the engine's kernels take), and the kernels of both models' steps.
 """
 
 import argparse
 import copy
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -442,30 +447,100 @@ def measure_model(model, kind, patched, args):
 
     begin = time.perf_counter()
     ids = token_ids(model, args.train_batch, LENGTH, args.tokens)
-    # No change of the weights worth mentioning, so that patterns stay what they are.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True, weight_decay=0.0)
     l1 = args.l1 if patched else 0.0
     if patched:
         for _ in range(2):
-            train_step(model, (model.model, head_loss), ids, optimizer, l1)
+            train_step(model, (model.model, head_loss), ids, still_optimizer(model), l1)
             twell.update(model)
         layers = twell.stats(model)
         row["training runs"] = {e: sum(s.execution == e for s in layers) for e in ("dense", "hybrid")}
         row["train nnz"] = round(statistics.mean(s.nnz_per_token for s in layers), 1)
+    row |= measure_step(model, ids, l1, args)
+    row["train s"] = round(time.perf_counter() - begin, 1)
+    return row
+
+
+def still_optimizer(model):
+    """Changes the weights so little that patterns stay what they are."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True, weight_decay=0.0)
+
+
+def measure_step(model, ids, l1, args):
+    """Time, memory and loss of a compiled training step."""
+    optimizer = still_optimizer(model)
     run = compiled(model, args.compile)
-    loss = train_step(model, run, ids, optimizer, 0.0).item()
+    row = {"loss": round(train_step(model, run, ids, optimizer, 0.0).item(), 5)}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     row["train ms"] = [round(t, 2) for t in milliseconds(
-        lambda: train_step(model, run, ids, optimizer, l1), repeats=6, warmup=2)]
+        lambda: train_step(model, run, ids, optimizer, l1), repeats=args.steps, warmup=2)]
     row["train GB, besides"] = memory()
-    row["loss"] = round(loss, 5)
-    row["train s"] = round(time.perf_counter() - begin, 1)
+    if args.limits:
+        row["kernels"] = kernel_times(lambda: train_step(model, run, ids, optimizer, l1))
     uncompiled(model)
     optimizer.zero_grad(set_to_none=True)
     del optimizer
     torch.cuda.empty_cache()
     return row
+
+
+KERNELS = {"twell": "twell", "attention": "flash|fmha|cudnn.*sdpa", "optimizer": "adam",
+           "copies": "memcpy|memset", "compiled": "^triton", "products": "nvjet|gemm|cutlass|cublas"}
+
+
+def kernel_times(run):
+    """Milliseconds of a call's kernels: by kind, and of those that took longest."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    kinds, kernels = dict.fromkeys((*KERNELS, "other"), 0.0), []
+    for event in profile.key_averages():
+        ms = event.self_device_time_total / 1e3
+        kind = next((k for k, names in KERNELS.items() if re.search(names, event.key, re.I)), "other")
+        kinds[kind] += ms
+        kernels.append((ms, event.count, event.key))
+    longest = [f"{ms:.2f} ({count}) {re.sub('<.*|void |twell::', '', key)[-48:]}"
+               for ms, count, key in sorted(kernels, reverse=True)[:14]]
+    return {kind: round(ms, 2) for kind, ms in kinds.items()} | {"longest": longest}
+
+
+def measure_without_ffn(model, args):
+    """A training step of the model whose feed-forward layers return their input."""
+    layers = model.model.layers
+    kept = [layer.mlp for layer in layers]
+    for layer in layers:
+        layer.mlp = torch.nn.Identity()
+    ids = token_ids(model, args.train_batch, LENGTH, args.tokens)
+    row = measure_step(model, ids, 0.0, args)
+    for layer, mlp in zip(layers, kept):
+        layer.mlp = mlp
+    return row
+
+
+def measure_engine(model, args):
+    """Milliseconds of the kernels of all feed-forward layers, forward and backward, on the inputs
+    that they have in the model: as CUDA graphs, which leave out Python and PyTorch."""
+    inputs = []
+    modules = [layer.mlp for layer in model.model.layers]
+    hooks = [m.register_forward_pre_hook(lambda _, a: inputs.append(a[0].detach().flatten(0, 1)))
+             for m in modules]
+    with torch.no_grad():
+        model.model(token_ids(model, args.train_batch, LENGTH, args.tokens))
+    for hook in hooks:
+        hook.remove()
+    times = []
+    for module, x in zip(modules, inputs):
+        tensors = leaves([x, module.gate_proj.weight, module.up_proj.weight,
+                          module.down_proj.weight.t()], torch.bfloat16)
+        d_y = torch.randn_like(x)
+
+        def both():
+            y, l1, _ = twell.ffn_train(*tensors, module._twell.plan)
+            return torch.autograd.grad([y, l1], tensors, [d_y, torch.ones_like(l1)])
+
+        times.append(per_call(both, 1)[1] / 1e3)
+    return times
 
 
 def check_model(args):
@@ -512,18 +587,61 @@ def compare_with_f32(model, args):
 
 
 def measure_both(model, kind, args):
-    rows = [measure_model(model, kind, False, args)]
-    twell.patch(model, automatic=False)
-    rows.append(measure_model(model, kind, True, args))
     print(f"\n{args.preset if not args.checkpoint else args.checkpoint}: forward of the body "
           f"{args.batch} x {LENGTH}, training step {args.train_batch} x {LENGTH} with head and AdamW; "
           "ms are median, p10, p90; GB: peak of PyTorch's allocator, and besides it")
-    for row in rows:
-        print(json.dumps(row))
-    before, after = rows
+    before = measure_model(model, kind, False, args)
+    print(json.dumps(before), flush=True)
+    without = measure_without_ffn(model, args) if args.limits else {}
+    twell.patch(model, automatic=False)
+    after = measure_model(model, kind, True, args)
+    print(json.dumps(after))
     print(f"forward {before['forward ms'][0] / after['forward ms'][0]:.2f}x, "
           f"training step {before['train ms'][0] / after['train ms'][0]:.2f}x, training memory "
           f"{after['train GB, besides'][0] / before['train GB, besides'][0]:.2f} of unpatched", flush=True)
+    if args.limits:
+        layers = measure_engine(model, args)
+        step, rest, engine = before["train ms"][0], without["train ms"][0], sum(layers)
+        print(f"training step without feed-forward layers {rest:.1f} ms, {step / rest:.2f}x: they take "
+              f"{1 - rest / step:.0%} of the unpatched step; with the engine's kernels in their place "
+              f"{rest + engine:.1f} ms, {step / (rest + engine):.2f}x; of the patched step "
+              f"{after['train ms'][0] - rest - engine:.1f} ms are neither; layers "
+              f"{', '.join(f'{ms:.2f}' for ms in layers)} ms", flush=True)
+
+
+def check_optimizer():
+    """A model that is patched after step 1 of a fused AdamW, and unpatched after step 3, trains as
+    one that is not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=1024,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+                         hidden_act="relu", max_position_embeddings=256, use_cache=False)
+    start = LlamaForCausalLM(config).cuda()
+    ids = torch.randint(0, 512, (5, 8, 256), device="cuda")
+
+    def trained(patched, kind):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{kind: True})
+        for step, batch in enumerate(ids):
+            if patched and step == 1:
+                twell.patch(model)
+            if patched and step == 3:
+                twell.unpatch(model)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [layer.mlp.down_proj.weight - first.mlp.down_proj.weight
+                for layer, first in zip(model.model.layers, start.model.layers)]
+
+    for kind in ("fused", "foreach"):
+        worst = max(relative(a, b) for a, b in zip(trained(True, kind), trained(False, kind)))
+        # Adam's first steps turn roundings of tiny gradients into steps of up to lr. Moments of
+        # other weights would give a difference of about 1.
+        check(f"patched between steps of AdamW({kind}=True)", worst < 0.2, f"{worst:.1e}")
 
 
 def check_curve():
@@ -618,20 +736,26 @@ def main():
     parser.add_argument("--unchecked", action="store_true", help="measure the model alone")
     parser.add_argument("--save", help="only write the model of these patterns to a folder; the "
                         "most likely token after any of the first 2,048 is that token again")
-    parser.add_argument("--only", choices=["ops", "graphs", "engine", "curve", "overhead", "model"])
+    parser.add_argument("--steps", type=int, default=6, help="measured training steps")
+    parser.add_argument("--limits", action="store_true", help="see above")
+    parser.add_argument("--only", nargs="*", help="parts: ops, graphs, optimizer, engine, curve, "
+                        "overhead, model")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, twell {twell.__version__}")
     torch.manual_seed(0)
     parts = {
         "ops": check_ops,
         "graphs": check_compile_and_graphs,
+        "optimizer": check_optimizer,
         "engine": check_engine,
         "curve": check_curve,
         "overhead": measure_overhead,
         "model": lambda: check_model(args),
     }
+    if unknown := [name for name in args.only or () if name not in parts]:
+        parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(parts)}")
     for name, run in parts.items():
-        if args.only in (None, name):
+        if not args.only or name in args.only:
             begin = time.perf_counter()
             run()
             print(f"-- {name}: {time.perf_counter() - begin:.0f} s", flush=True)

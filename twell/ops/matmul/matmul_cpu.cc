@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <omp.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <csignal>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <unordered_map>
 #include <utility>
@@ -124,6 +126,27 @@ class OneThread {
   int before_;
 };
 
+// Kernels that oneDNN generates keep their stack pointer in the heap for a while, where the frame
+// of a signal handler would overwrite what lies below it. So a thread blocks signals while it runs
+// them, as Context's own threads always do, but for signals of faults, which cannot wait.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t signals;
+    sigfillset(&signals);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) {
+      sigdelset(&signals, fault);
+    }
+    pthread_sigmask(SIG_BLOCK, &signals, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_{};
+};
+
 // C [M, N] in a grid of blocks, one for each thread.
 struct Grid {
   int64_t rows = 1, cols = 1;
@@ -212,6 +235,7 @@ void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
            .block = block,
            .scratchpad = scope.alloc<std::byte>(static_cast<int64_t>(primitive.scratchpad_bytes))});
     }
+    const SignalsBlocked signals;  // the caller computes too
     ctx.parallel_for(std::ssize(parts), 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) run(parts[static_cast<size_t>(i)], problem.beta);
     });

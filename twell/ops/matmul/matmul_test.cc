@@ -3,8 +3,12 @@
 
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <pthread.h>
+#include <sys/time.h>
+#include <ucontext.h>
 
 #include <cmath>
+#include <csignal>
 
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"
@@ -146,6 +150,56 @@ TEST(Matmul, EachContextKeepsItsThreads) {
   matmul(one, {x.view(), x.view(), y.view()});
   EXPECT_EQ(omp_get_max_threads(), before);
 }
+
+#if defined(__linux__) && defined(__x86_64__)
+struct StackSeen {
+  uintptr_t begin, end;  // of this thread's stack
+  int signals = 0, elsewhere = 0;
+};
+StackSeen stack_seen;  // handlers access globals only
+
+void look_at_stack(int, siginfo_t*, void* interrupted) {
+  const auto& registers = static_cast<const ucontext_t*>(interrupted)->uc_mcontext.gregs;
+  const auto stack = static_cast<uintptr_t>(registers[REG_RSP]);
+  ++stack_seen.signals;
+  if (stack < stack_seen.begin || stack >= stack_seen.end) ++stack_seen.elsewhere;
+}
+
+// A handler without a stack of its own would overwrite memory otherwise.
+TEST(Matmul, SignalsInterruptNoKernelWhoseStackPointerIsElsewhere) {
+  pthread_attr_t attributes;
+  void* begin = nullptr;
+  size_t bytes = 0;
+  ASSERT_EQ(pthread_getattr_np(pthread_self(), &attributes), 0);
+  ASSERT_EQ(pthread_attr_getstack(&attributes, &begin, &bytes), 0);
+  pthread_attr_destroy(&attributes);
+  stack_seen = {reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(begin) + bytes};
+
+  std::vector<std::byte> memory(64 * 1024);
+  const stack_t own{.ss_sp = memory.data(), .ss_flags = 0, .ss_size = memory.size()};
+  stack_t stack_before{};
+  struct sigaction action {
+  }, action_before{};
+  action.sa_sigaction = look_at_stack;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  ASSERT_EQ(sigaltstack(&own, &stack_before), 0);
+  ASSERT_EQ(sigaction(SIGALRM, &action, &action_before), 0);
+  const itimerval often{.it_interval = {0, 100}, .it_value = {0, 100}}, never{};
+  setitimer(ITIMER_REAL, &often, nullptr);
+  Context ctx(2);
+  const auto x = TestMatrix::random(256, 64, 1), weight = TestMatrix::random(1024, 64, 2),
+             d_y = TestMatrix::random(256, 1024, 3);
+  TestMatrix d_x(256, 64), d_weight(1024, 64);
+  for (int i = 0; i < 400; ++i) {
+    linear_backward(ctx, {x.view(), weight.view(), d_y.view(), d_x.view(), 0.0f, d_weight.view()});
+  }
+  setitimer(ITIMER_REAL, &never, nullptr);
+  sigaction(SIGALRM, &action_before, nullptr);
+  sigaltstack(&stack_before, nullptr);
+  EXPECT_GT(stack_seen.signals, 0);
+  EXPECT_EQ(stack_seen.elsewhere, 0) << "of " << stack_seen.signals;
+}
+#endif
 
 TEST(Matmul, ShapesThatDisagree) {
   Context ctx(1);
