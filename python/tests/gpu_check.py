@@ -154,6 +154,15 @@ def check_ops():
             check(f"refuses {dtype}", False)
         except RuntimeError as error:
             check(f"refuses {dtype}", "bfloat16 on a GPU" in str(error))
+    plan_of = ("relu", plan.handle, plan.execution, plan.nnz, plan.union_neurons)
+    saved = torch.ops.twell.ffn_train(*tensors, *plan_of)[3]
+    for name, other in {"short": saved[:-8], "on the CPU": saved.cpu(), "no bytes": saved.char()}.items():
+        try:
+            torch.ops.twell.ffn_train_backward(
+                torch.ones_like(tensors[0]), None, *tensors, other, *plan_of)
+            check(f"refuses `saved` that is {name}", False)
+        except RuntimeError as error:
+            check(f"refuses `saved` that is {name}", "bytes that ffn_train returned" in str(error))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         wide = leaves(tensors, torch.float32)
         y, _, _ = twell.ffn_train(*wide, plan)
