@@ -135,13 +135,13 @@ DecodeRun run_decode(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy,
     draws[i].sampler.temperature = static_cast<float>(arguments.temperature);
     draws[i].stream = i;
     const Prompt of_slot{.slot = slot, .ids = ids};
-    session.append_and_draw({&of_slot, 1}, {&draws[i], 1}, {&next[i], 1});
+    session.drawn(session.append_and_draw({&of_slot, 1}, {&draws[i], 1}), {&next[i], 1});
   }
   std::vector<double> seconds;
   for (int64_t step = 0; step < arguments.tokens; ++step) {
     for (Draw& draw : draws) ++draw.index;
     const Clock::time_point start = Clock::now();
-    session.decode_and_draw(slots, std::vector<int32_t>(next), draws, next);
+    session.drawn(session.decode_and_draw(slots, next, draws), next);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
   // The median ignores the few slow steps that capture a graph.

@@ -94,29 +94,27 @@ struct Scheduler::Request {
 
   int64_t number = 0;
   GenerationRequest asked;
-  std::vector<int32_t> context;  // tokens to feed: the prompt and every token drawn
+  std::vector<int32_t> context;  // the prompt and every token drawn that is known
   std::vector<SeenToken> seen;   // its different tokens, if there are penalties
   std::unordered_map<int32_t, size_t> seen_at;
-  int64_t fed = 0;     // tokens of the context that are in the session
-  int64_t slot = -1;   // -1 while waiting
-  uint64_t drawn = 0;  // tokens drawn so far
+  int64_t fed = 0;      // tokens in the session, once the passes under way have ended
+  int64_t slot = -1;    // -1 while waiting
+  uint64_t drawn = 0;   // known tokens drawn so far
+  int64_t unknown = 0;  // tokens that passes under way draw,
+  int64_t entry = 0;    // the last of them as this entry
   TextStream stream;
   std::vector<TokenLogProbs> prompt_log_probs;  // so far
   bool prompt_reported = false;                 // an event has delivered them
   int32_t new_token = -1;                       // of the next event; -1: none
   std::string new_text;                         // of the next event
   std::optional<TokenLogProbs> log_probs;       // of the last token
+  std::optional<StopReason> stop;               // once known
   std::atomic<bool> cancelled = false;
   Usage usage;
   Clock::time_point submitted = Clock::now();
   bool admitted = false;  // has had a slot
   std::optional<Clock::time_point> last_token;
   Clock::time_point decode_start;
-};
-
-struct Scheduler::Ended {
-  Request* request;
-  StopReason reason;
 };
 
 Scheduler::Scheduler(Session& session, const Tokenizer& tokenizer, const SchedulerOptions& options)
@@ -215,7 +213,8 @@ void Scheduler::run() {
       changed_.wait(lock, [&] { return draining_ || !live_.empty(); });
       if (live_.empty()) return;
     }
-    step();
+    while (step()) {
+    }
   }
 }
 
@@ -233,12 +232,56 @@ bool Scheduler::advance() {
   ++counts_.steps;
   end_cancelled();
   admit_waiting();
-  if (!starting_.empty()) feed_prompts();
+  const bool fed = feed_prompts();
   end_cancelled();
-  if (!running_.empty()) grow_running();
+  const bool grew = grow_running();
+  while (!fed && !grew && !passes_.empty()) report();
   publish();
   const std::lock_guard lock(mutex_);
-  return !live_.empty();
+  return !live_.empty() || !passes_.empty();
+}
+
+void Scheduler::begun(Pass pass) {
+  passes_.push_back(std::move(pass));
+  while (std::ssize(passes_) > session_.draws_ahead()) report();
+}
+
+void Scheduler::report() {
+  const Pass pass = std::move(passes_.front());
+  passes_.pop_front();
+  const auto is_wanted = [](const Pass::Row& row) { return row.request != nullptr; };
+  if (std::ranges::none_of(pass.rows, is_wanted)) return;
+  std::vector<int32_t> next(pass.rows.size());
+  session_.drawn(pass.call, next);
+  const Clock::time_point now = Clock::now();
+  // Until the last report, the device was at work on the pass before.
+  const double pass_seconds = seconds(now - std::max(pass.start, last_report_));
+  last_report_ = now;
+  for (size_t i = 0; i < pass.rows.size(); ++i) {
+    if (!is_wanted(pass.rows[i])) continue;
+    Request& request = *pass.rows[i].request;
+    if (pass.feeds_prompts) request.usage.prefill_seconds += pass_seconds;
+    if (!pass.rows[i].draws) continue;
+    --request.unknown;
+    if (request.drawn == 0) request.decode_start = now;
+    note_log_probs(request, next[i], static_cast<int64_t>(i));
+    request.stop = request.only_scores() ? request.end_of_scores() : take(request, next[i]);
+  }
+  Requests ended;
+  std::erase_if(running_, [&](Request* request) {
+    if (request->stop) ended.push_back(request);
+    return request->stop.has_value();
+  });
+  for (Request* request : ended) end(*request, *request->stop);
+}
+
+void Scheduler::forget(Request& request) {
+  request.unknown = 0;
+  for (Pass& pass : passes_) {
+    for (Pass::Row& row : pass.rows) {
+      if (row.request == &request) row.request = nullptr;
+    }
+  }
 }
 
 void Scheduler::end_cancelled() {
@@ -262,6 +305,7 @@ void Scheduler::end_cancelled() {
 void Scheduler::end_all(StopReason reason) {
   running_.clear();
   starting_.clear();
+  passes_.clear();
   Requests ended;
   {
     const std::lock_guard lock(mutex_);
@@ -282,7 +326,7 @@ Draw Scheduler::draw_of(const Request& request) const {
   // The output head can have padding rows beyond the tokenizer's ids; these are never drawn.
   return {.sampler = request.asked.sampler,
           .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
-          .index = request.drawn,
+          .index = request.drawn + static_cast<uint64_t>(request.unknown),
           .seen = request.seen,
           .log_probs = request.only_scores() ? std::nullopt : request.asked.log_probs};
 }
@@ -296,7 +340,8 @@ void Scheduler::admit_waiting() {
   // Blocks that a request will still take: for the rest of its tokens, and one to grow if its
   // capacity does not end there.
   const auto blocks_ahead = [&](const Request& request) {
-    const int64_t held = blocks(request.fed), fed = blocks(std::ssize(request.context));
+    const int64_t held = blocks(request.fed);
+    const int64_t fed = blocks(std::ssize(request.context) + request.unknown);
     return std::min(fed + 1, blocks(session_.capacity())) - held;
   };
   while (!free_slots_.empty()) {
@@ -343,6 +388,7 @@ void Scheduler::preempt_youngest() {
   Requests& from = starting_.empty() ? running_ : starting_;
   Request* const request = from.back();
   from.pop_back();
+  forget(*request);
   session_.clear(request->slot);
   free_slots_.push_back(std::exchange(request->slot, -1));
   request->fed = 0;
@@ -363,69 +409,48 @@ bool Scheduler::reserve_or_preempt(const Request& request, int64_t tokens) {
 }
 
 // Feeds the next piece of the prompts, in order of arrival: the rest of some, part of one more.
-void Scheduler::feed_prompts() {
+bool Scheduler::feed_prompts() {
   const Clock::time_point start = Clock::now();
   int64_t room = options_.prefill_tokens;
-  struct Piece {
-    std::span<const int32_t> ids;
-    int32_t next = -1;  // drawn after the last of them
-  };
-  std::vector<Piece> pieces;  // of the first requests in starting_
+  std::vector<std::span<const int32_t>> pieces;  // of the first requests in starting_
   for (size_t i = 0; i < starting_.size() && room > 0; ++i) {
     const Request& request = *starting_[i];
     const int64_t count = std::min(request.left(), room);
     if (!reserve_or_preempt(request, count)) break;
-    pieces.push_back({std::span(request.context)
-                          .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))});
+    pieces.push_back(std::span(request.context)
+                         .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count)));
     room -= count;
   }
-  TWELL_CHECK(!pieces.empty() || !running_.empty(),
+  TWELL_CHECK(starting_.empty() || !pieces.empty() || !running_.empty(),
               "the cache has no room for the only sequence, of {} tokens",
               starting_.front()->context.size());
+  if (pieces.empty()) return false;
 
   std::vector<Prompt> prompts;
   std::vector<Draw> draws;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    prompts.push_back(prompt_of(*starting_[i], pieces[i].ids));
+    prompts.push_back(prompt_of(*starting_[i], pieces[i]));
     draws.push_back(draw_of(*starting_[i]));
   }
-  if (!prompts.empty()) {
-    std::vector<int32_t> next(prompts.size());
-    session_.append_and_draw(prompts, draws, next);
-    for (size_t i = 0; i < next.size(); ++i) {
-      Request& request = *starting_[i];
-      // The draw after an incomplete prompt is ignored.
-      if (request.left() > std::ssize(prompts[i].ids)) continue;
-      pieces[i].next = next[i];
-      note_log_probs(request, next[i], static_cast<int64_t>(i));
-    }
-  }
-
-  const Clock::time_point now = Clock::now();
+  Pass pass{
+      .call = session_.append_and_draw(prompts, draws), .feeds_prompts = true, .start = start};
   Requests not_through;
-  std::vector<Ended> ended;
   for (size_t i = 0; i < starting_.size(); ++i) {
     Request* const request = starting_[i];
-    if (i < pieces.size()) {
-      request->fed += std::ssize(pieces[i].ids);
-      counts_.prompt_tokens += std::ssize(pieces[i].ids);
-      request->usage.prefill_seconds += seconds(now - start);
+    const int64_t fed = i < pieces.size() ? std::ssize(pieces[i]) : 0;
+    request->fed += fed;
+    counts_.prompt_tokens += fed;
+    const bool through = request->left() == 0;
+    if (i < pieces.size()) pass.rows.push_back({.request = request, .draws = through});
+    if (through) {
+      ++request->unknown;
+      request->entry = static_cast<int64_t>(i);
     }
-    if (request->left() > 0) {
-      not_through.push_back(request);
-      continue;
-    }
-    if (request->drawn == 0) request->decode_start = now;
-    const std::optional<StopReason> stop =
-        request->only_scores() ? request->end_of_scores() : take(*request, pieces[i].next);
-    if (stop) {
-      ended.push_back({request, *stop});
-    } else {
-      running_.push_back(request);
-    }
+    (through ? running_ : not_through).push_back(request);
   }
   starting_ = std::move(not_through);
-  for (const Ended& one : ended) end(*one.request, one.reason);
+  begun(std::move(pass));
+  return true;
 }
 
 Prompt Scheduler::prompt_of(Request& request, std::span<const int32_t> piece) const {
@@ -442,37 +467,52 @@ Prompt Scheduler::prompt_of(Request& request, std::span<const int32_t> piece) co
   return out;
 }
 
-void Scheduler::grow_running() {
+bool Scheduler::grows(const Request& request) const {
+  return !request.only_scores() &&
+         request.usage.tokens + request.unknown < request.asked.max_tokens &&
+         request.fed < session_.capacity();
+}
+
+bool Scheduler::needs_tokens() const {
+  const int64_t block = session_.cache_use().block_tokens;
+  int64_t new_blocks = 0;
+  for (const Request* request : running_) {
+    if (!grows(*request)) continue;
+    if (request->unknown > 0 && request->asked.sampler.penalizes()) return true;
+    new_blocks += request->fed % block == 0;
+  }
+  // Sequences that turn out to have ended make room, so that none need be preempted.
+  return new_blocks * block > session_.free_tokens();
+}
+
+bool Scheduler::grow_running() {
+  while (!passes_.empty() && needs_tokens()) report();
   // In order of arrival, so that the oldest are never preempted.
   for (size_t i = 0; i < running_.size(); ++i) {
-    if (!reserve_or_preempt(*running_[i], 1)) preempt_youngest();
+    if (grows(*running_[i]) && !reserve_or_preempt(*running_[i], 1)) preempt_youngest();
   }
-  if (running_.empty()) return;
   std::vector<int64_t> slots;
   std::vector<int32_t> ids;
   std::vector<Draw> draws;
-  for (const Request* request : running_) {
+  Pass pass{.start = Clock::now()};
+  for (Request* request : running_) {
+    if (!grows(*request)) continue;
     slots.push_back(request->slot);
-    ids.push_back(request->context.back());
+    ids.push_back(request->unknown > 0 ? Session::the_drawn(request->entry)
+                                       : request->context.back());
     draws.push_back(draw_of(*request));
+    pass.rows.push_back({.request = request, .draws = true});
   }
-  std::vector<int32_t> next(slots.size());
-  session_.decode_and_draw(slots, ids, draws, next);
-  for (size_t i = 0; i < next.size(); ++i) {
-    note_log_probs(*running_[i], next[i], static_cast<int64_t>(i));
+  if (slots.empty()) return false;
+  pass.call = session_.decode_and_draw(slots, ids, draws);
+  for (size_t i = 0; i < pass.rows.size(); ++i) {
+    Request& request = *pass.rows[i].request;
+    ++request.fed;
+    ++request.unknown;
+    request.entry = static_cast<int64_t>(i);
   }
-  Requests going_on;
-  std::vector<Ended> ended;
-  for (size_t i = 0; i < next.size(); ++i) {
-    ++running_[i]->fed;
-    if (const std::optional<StopReason> stop = take(*running_[i], next[i])) {
-      ended.push_back({running_[i], *stop});
-    } else {
-      going_on.push_back(running_[i]);
-    }
-  }
-  running_ = std::move(going_on);
-  for (const Ended& one : ended) end(*one.request, one.reason);
+  begun(std::move(pass));
+  return true;
 }
 
 void Scheduler::note_log_probs(Request& request, int32_t id, int64_t row) {
@@ -506,7 +546,7 @@ std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
   if (request.stream.stopped()) return StopReason::kStopString;
   if (request.is_cancelled()) return StopReason::kCancelled;
   if (request.usage.tokens == asked.max_tokens) return StopReason::kMaxTokens;
-  if (session_.length(request.slot) == session_.capacity()) return StopReason::kContextFull;
+  if (std::ssize(request.context) > session_.capacity()) return StopReason::kContextFull;
   emit(request, {});
   return {};
 }
@@ -542,6 +582,7 @@ void Scheduler::end(Request& request, StopReason reason) {
     owned = std::move(live->second);
     live_.erase(live);
   }
+  forget(request);
   emit(request, reason);
   if (request.slot < 0) return;
   if (reason == StopReason::kNotFinite) {

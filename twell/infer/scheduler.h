@@ -2,6 +2,12 @@
 // Runs any number of requests on one session with continuous batching: prompts go through the
 // layers in pieces between the tokens of other requests, first come, first served.
 //
+// Where the session computes ahead, a step begins with the tokens that the device is still drawing,
+// and the events of the last step are reported while it runs. A sequence that ends with a token
+// that only the host recognises (a stop string, end of text) or is cancelled is then one token
+// further on the device, which is dropped. Penalties count tokens on the host, so a step with a
+// sequence that has some begins only when its last token is known.
+//
 // In: token ids of prompts. Out: events on the engine thread, one per new token. One thread, the
 // engine thread, calls step() or run(); submit(), cancel(), cancel_all(), drain() and stats() may
 // be called from any thread, also from within an event. The session and the tokenizer must not be
@@ -157,24 +163,45 @@ class Scheduler {
  private:
   using Clock = std::chrono::steady_clock;
   struct Request;
-  struct Ended;
   using Requests = std::vector<Request*>;
+  // A call of the session that draws tokens and has not been reported.
+  struct Pass {
+    struct Row {
+      Request* request;  // null: has ended or lost its place
+      bool draws;        // false: the token after an incomplete prompt, which is ignored
+    };
+    int64_t call = 0;
+    std::vector<Row> rows;
+    bool feeds_prompts = false;
+    Clock::time_point start;
+  };
 
   bool advance();
   void end_cancelled();
   void admit_waiting();
   bool reserve_or_preempt(const Request& request, int64_t tokens);
   void preempt_youngest();
-  void feed_prompts();
+  // Begin a pass of the session; false when there is none to begin.
+  bool feed_prompts();
+  bool grow_running();
   // The piece as the session takes it, with the scores that the request wants.
   Prompt prompt_of(Request& request, std::span<const int32_t> piece) const;
-  void grow_running();
+  // Whether the limits allow the request a further token after those being drawn.
+  bool grows(const Request& request) const;
+  // Whether the next tokens can only be drawn when those being drawn are known.
+  bool needs_tokens() const;
+  // Adds a pass that has begun, and reports those that it does not run ahead of.
+  void begun(Pass pass);
+  // Waits for the tokens of the pass that began first, and reports them.
+  void report();
   std::optional<StopReason> take(Request& request, int32_t id);
   // Keeps the log-probabilities of the token drawn as entry `row`, if the request wants them.
   void note_log_probs(Request& request, int32_t id, int64_t row);
   void emit(Request& request, std::optional<StopReason> stop);
   void end(Request& request, StopReason reason);
   void end_all(StopReason reason);
+  // What passes under way draw for the request is not wanted.
+  void forget(Request& request);
   Draw draw_of(const Request& request) const;
   void publish();
 
@@ -186,6 +213,8 @@ class Scheduler {
   // those in starting_.
   Requests starting_;  // have a slot; prompts incomplete
   Requests running_;
+  std::deque<Pass> passes_;  // in the order in which they began
+  Clock::time_point last_report_;
   std::vector<int64_t> free_slots_;
   SchedulerStats counts_;
 

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <map>
+#include <deque>
 #include <random>
 #include <thread>
 
@@ -19,19 +19,25 @@ namespace {
 
 constexpr int32_t kVocab = 256;
 
-// What follows these tokens.
+// What follows these tokens. Every 16th seed draws no token at times.
 int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
   uint64_t hash = draw.sampler.seed;
   for (const int32_t id : ids) hash = hash * 31 + static_cast<uint64_t>(id);
-  return static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kVocab));
+  for (const SeenToken& seen : draw.seen) {
+    hash = hash * 31 + static_cast<uint64_t>(seen.id * 100 + seen.times);
+  }
+  const auto next = static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kVocab));
+  return draw.sampler.seed % 16 == 15 && next % 16 == 0 ? kNoToken : next;
 }
 
-// Keeps the tokens themselves in the blocks of its cache, and reads them back for every draw.
+// Keeps the tokens themselves in the blocks of its cache, and reads them back for every draw. Knows
+// what a call draws at once, but tells it only when asked.
 class FakeSession : public Session {
  public:
   FakeSession(int64_t slots, int64_t capacity, int64_t blocks, int64_t block_tokens,
-              int64_t prefill_tokens)
+              int64_t prefill_tokens, int64_t ahead = 0)
       : Session({slots, capacity, blocks, block_tokens}),
+        ahead_(ahead),
         tables_(static_cast<size_t>(slots)),
         memory_(static_cast<size_t>(blocks * block_tokens), -1),
         prefill_tokens_(prefill_tokens) {
@@ -41,29 +47,49 @@ class FakeSession : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override {
     write(slot, ids);
+    appended(slot, ids);
     return logits_;
   }
   ConstMatrixF decode(std::span<const int64_t>, std::span<const int32_t>) override { return {}; }
-  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                       std::span<int32_t> next) override {
+  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) override {
+    std::vector<int32_t> next;
     for (size_t i = 0; i < prompts.size(); ++i) {
       fed += std::ssize(prompts[i].ids);
       write(prompts[i].slot, prompts[i].ids);
       for (const int32_t target : prompts[i].targets) {
         prompts[i].scores->push_back(token_log_probs(logits_, target, prompts[i].top, kVocab));
       }
-      next[i] = next_of(read(prompts[i].slot), draws[i]);
+      appended(prompts[i].slot, prompts[i].ids);
+      next.push_back(next_of(read(prompts[i].slot, length(prompts[i].slot)), draws[i]));
     }
-    if (fail_after >= 0 && fail_after-- == 0) throw Error("the device is gone");
+    return begin(std::move(next));
   }
-  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                       std::span<const Draw> draws, std::span<int32_t> next) override {
+  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                          std::span<const Draw> draws) override {
     decoded += std::ssize(slots);
+    std::vector<int32_t> next;
     for (size_t i = 0; i < slots.size(); ++i) {
-      write(slots[i], ids.subspan(i, 1));
-      next[i] = next_of(read(slots[i]), draws[i]);
+      const bool known = ids[i] >= 0;
+      EXPECT_TRUE(known || calls_.back().call == begun_) << "the call before is known";
+      const int32_t id =
+          known ? ids[i] : std::max(calls_.back().next.at(static_cast<size_t>(-1 - ids[i])), 0);
+      write(slots[i], {&id, 1});
+      next.push_back(next_of(read(slots[i], length(slots[i]) + 1), draws[i]));
     }
+    appended(begun_ + 1, slots, ids);
+    return begin(std::move(next));
   }
+  void drawn(int64_t call, std::span<int32_t> next) override {
+    while (!calls_.empty() && calls_.front().call < call) calls_.pop_front();
+    ASSERT_FALSE(calls_.empty());
+    ASSERT_EQ(calls_.front().call, call);
+    ASSERT_EQ(calls_.front().next.size(), next.size());
+    std::ranges::copy(calls_.front().next, next.begin());
+    calls_.pop_front();
+    known(call, next);
+    if (!calls_.empty()) ++overlapped;
+  }
+  int64_t draws_ahead() const override { return ahead_; }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
   TokenLogProbs drawn_log_probs(int64_t) override { return token_log_probs(logits_, 0, 0, kVocab); }
   std::vector<ActiveNeurons> active_neurons() const override { return {}; }
@@ -72,7 +98,8 @@ class FakeSession : public Session {
   double nnz_per_token() override { return 0.0; }
 
   int64_t fed = 0, decoded = 0;  // tokens
-  int64_t fail_after = -1;       // calls of append_and_draw; negative: never
+  int64_t overlapped = 0;        // calls that were asked when the next one had begun
+  int64_t fail_after = -1;       // calls that draw; negative: never
   int64_t fail_show_after = -1;  // changes of a sequence's blocks; negative: never
 
  private:
@@ -86,18 +113,29 @@ class FakeSession : public Session {
         tables_[static_cast<size_t>(slot)][static_cast<size_t>(position / block_tokens)];
     return memory_[static_cast<size_t>(block * block_tokens + position % block_tokens)];
   }
+  int64_t begin(std::vector<int32_t> next) {
+    if (fail_after >= 0 && fail_after-- == 0) throw Error("the device is gone");
+    calls_.push_back({++begun_, std::move(next)});
+    return begun_;
+  }
   void write(int64_t slot, std::span<const int32_t> ids) {
     for (size_t i = 0; i < ids.size(); ++i) {
       at(slot, length(slot) + static_cast<int64_t>(i)) = ids[i];
     }
-    appended(slot, ids);
   }
-  std::vector<int32_t> read(int64_t slot) {
+  std::vector<int32_t> read(int64_t slot, int64_t count) {
     std::vector<int32_t> ids;
-    for (int64_t i = 0; i < length(slot); ++i) ids.push_back(at(slot, i));
+    for (int64_t i = 0; i < count; ++i) ids.push_back(at(slot, i));
     return ids;
   }
 
+  struct Call {
+    int64_t call = 0;
+    std::vector<int32_t> next;
+  };
+  int64_t ahead_;
+  int64_t begun_ = 0;
+  std::deque<Call> calls_;  // that have not been asked
   std::vector<std::vector<int32_t>> tables_;
   std::vector<int32_t> memory_;
   ModelConfig config_;
@@ -132,14 +170,35 @@ class SchedulerTest : public testing::Test {
         .stop_at_end_of_text = false,
         .on_event = [this, &heard](const GenerationEvent& event) { heard.hear(event, steps_); }};
   }
+  struct Alone {
+    std::vector<int32_t> ids;
+    StopReason stop;
+  };
   // What the request gives alone.
-  static std::vector<int32_t> expected(const GenerationRequest& asked, int64_t capacity) {
+  static Alone alone(const GenerationRequest& asked, int64_t capacity) {
     std::vector<int32_t> ids = asked.prompt, out;
+    std::vector<SeenToken> seen;
+    const auto see = [&](int32_t id, int32_t times) {
+      if (!asked.sampler.penalizes()) return;
+      auto at = std::ranges::find(seen, id, &SeenToken::id);
+      if (at == seen.end()) at = seen.insert(at, {.id = id});
+      at->times += times;
+    };
+    for (const int32_t id : ids) see(id, 0);
     while (std::ssize(out) < asked.max_tokens && std::ssize(ids) <= capacity) {
-      out.push_back(next_of(ids, {.sampler = asked.sampler, .index = out.size()}));
-      ids.push_back(out.back());
+      const int32_t next =
+          next_of(ids, {.sampler = asked.sampler, .index = out.size(), .seen = seen});
+      if (next == kNoToken) return {out, StopReason::kNotFinite};
+      if (std::ranges::count(asked.stop_tokens, next) > 0) return {out, StopReason::kEndOfText};
+      out.push_back(next);
+      ids.push_back(next);
+      see(next, 1);
     }
-    return out;
+    const bool enough = std::ssize(out) == asked.max_tokens;
+    return {out, enough ? StopReason::kMaxTokens : StopReason::kContextFull};
+  }
+  static std::vector<int32_t> expected(const GenerationRequest& asked, int64_t capacity) {
+    return alone(asked, capacity).ids;
   }
   static std::vector<int32_t> counting(int32_t first, int64_t count) {
     std::vector<int32_t> ids;
@@ -151,11 +210,13 @@ class SchedulerTest : public testing::Test {
   int64_t steps_ = 0;  // counted by the tests that compare times
 };
 
-// Requests of all lengths with common beginnings, in caches that are too small for them, some of
-// them cancelled: every answer is the one that the request gives alone.
+// Requests of all lengths with common beginnings, in caches that are too small for them, some with
+// stop tokens or penalties, some without a finite output, some cancelled: every answer is the one
+// that the request gives alone, also from a session that computes ahead.
 TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
-  int64_t preemptions = 0, cached = 0, cancelled = 0;
-  for (uint64_t seed = 0; seed < 30; ++seed) {
+  int64_t preemptions = 0, cached = 0, overlapped = 0;
+  std::vector<int64_t> ended(kStopReasons);
+  for (uint64_t seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
     const auto below = [&](int64_t n) {
@@ -163,7 +224,8 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     };
     const int64_t block = 1 + below(6), capacity = 20 + below(40);
     const int64_t least = (capacity + block - 1) / block;
-    FakeSession session(1 + below(8), capacity, least + below(2 * least), block, 1 + below(20));
+    FakeSession session(1 + below(8), capacity, least + below(2 * least), block, 1 + below(20),
+                        /*ahead=*/static_cast<int64_t>(seed % 2));
     Scheduler scheduler(session, tokenizer_);
     constexpr size_t kRequests = 80;
     std::vector<Heard> heard(kRequests);
@@ -175,6 +237,8 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
         std::vector<int32_t> prompt = counting(static_cast<int32_t>(below(2)), below(capacity - 1));
         prompt.push_back(static_cast<int32_t>(below(kVocab)));
         asked.push_back(request(prompt, 1 + below(30), heard[submitted], submitted));
+        if (submitted % 4 == 1) asked.back().stop_tokens = counting(20, 20);
+        if (submitted % 8 == 2) asked.back().sampler.presence_penalty = 1.0f;
         EXPECT_EQ(scheduler.submit(asked.back()), static_cast<int64_t>(submitted));
       }
       if (below(10) == 0) scheduler.cancel(below(kRequests));
@@ -185,16 +249,16 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     int64_t last_first = -1;
     for (size_t i = 0; i < kRequests; ++i) {
       ASSERT_EQ(heard[i].ends, 1) << i;
-      const std::vector<int32_t> want = expected(asked[i], capacity);
+      const auto [want, reason] = alone(asked[i], capacity);
+      ++ended[static_cast<size_t>(*heard[i].stop)];
+      EXPECT_EQ(heard[i].usage.tokens, std::ssize(heard[i].ids));
       if (heard[i].stop == StopReason::kCancelled) {
-        ++cancelled;
         ASSERT_LE(heard[i].ids.size(), want.size());
         EXPECT_TRUE(std::equal(heard[i].ids.begin(), heard[i].ids.end(), want.begin()));
       } else {
         EXPECT_EQ(heard[i].ids, want) << i;
-        EXPECT_EQ(heard[i].stop, std::ssize(want) == asked[i].max_tokens
-                                     ? StopReason::kMaxTokens
-                                     : StopReason::kContextFull);
+        EXPECT_EQ(heard[i].stop, reason) << i;
+        if (want.empty()) continue;
         // Nobody overtakes: first tokens come in order of arrival.
         EXPECT_GE(heard[i].first_at, last_first) << i;
         last_first = heard[i].first_at;
@@ -206,10 +270,49 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     EXPECT_EQ(stats.prompt_tokens, session.fed);
     preemptions += stats.preemptions;
     cached += stats.cached_tokens;
+    overlapped += session.overlapped;
+    if (seed % 2 == 0) {
+      EXPECT_EQ(session.overlapped, 0);
+    }
   }
   EXPECT_GT(preemptions, 100);
   EXPECT_GT(cached, 1000);
-  EXPECT_GT(cancelled, 50);
+  EXPECT_GT(overlapped, 1000);
+  for (const StopReason reason :
+       {StopReason::kCancelled, StopReason::kEndOfText, StopReason::kMaxTokens,
+        StopReason::kContextFull, StopReason::kNotFinite}) {
+    EXPECT_GT(ended[static_cast<size_t>(reason)], 50) << stop_reason_name(reason);
+  }
+}
+
+// A session that computes ahead begins a step before it is asked for the tokens of the last. Limits
+// are known in advance; an end that depends on the token costs one token on the device.
+TEST_F(SchedulerTest, ComputesAheadOfItsReports) {
+  FakeSession session(2, 64, 32, 4, 64, /*ahead=*/1);
+  Scheduler scheduler(session, tokenizer_);
+  Heard limited, full, stopped;
+  std::vector<GenerationRequest> asked = {request(counting(1, 8), 20, limited),
+                                          request(counting(5, 60), 20, full)};
+  for (const GenerationRequest& one : asked) scheduler.submit(one);
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(limited.ids, expected(asked[0], 64));
+  EXPECT_EQ(full.ids, expected(asked[1], 64));
+  EXPECT_EQ(full.stop, StopReason::kContextFull);
+  EXPECT_EQ(session.decoded, 19 + 4);
+  EXPECT_EQ(session.overlapped, 2 + 19 - 1);  // prompts in two pieces, all passes but the last
+
+  GenerationRequest stops = asked[0];
+  stops.stop_tokens = {limited.ids[9]};
+  stops.on_event = [&](const GenerationEvent& event) { stopped.hear(event, 0); };
+  session.decoded = 0;
+  scheduler.submit(stops);
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(stopped.ids, expected(stops, 64));
+  EXPECT_EQ(stopped.stop, StopReason::kEndOfText);
+  EXPECT_EQ(session.decoded, std::ssize(stopped.ids) + 1);
+  EXPECT_EQ(session.cache_use().used, 0);
 }
 
 TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {
@@ -273,8 +376,11 @@ TEST_F(SchedulerTest, SharesBeginningsOnlyWhereAsked) {
   EXPECT_EQ(scheduler.stats().cached_tokens, 40);
 }
 
-TEST_F(SchedulerTest, CancellingTakesEffectWithinAStep) {
-  FakeSession session(2, 64, 32, 4, 64);
+class SchedulerAheadTest : public SchedulerTest, public testing::WithParamInterface<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(Ahead, SchedulerAheadTest, testing::Values(0, 1));
+
+TEST_P(SchedulerAheadTest, CancellingTakesEffectWithinAStep) {
+  FakeSession session(2, 64, 32, 4, 64, GetParam());
   Scheduler scheduler(session, tokenizer_);
   Heard heard, other;
   GenerationRequest asked = request(counting(1, 4), 50, heard);
@@ -294,30 +400,34 @@ TEST_F(SchedulerTest, CancellingTakesEffectWithinAStep) {
   scheduler.cancel(77);  // never was
 }
 
-TEST_F(SchedulerTest, AFailureOfTheSessionEndsEveryRequest) {
-  FakeSession session(2, 64, 32, 4, 64);
-  Scheduler scheduler(session, tokenizer_);
-  Heard heard[4];
-  for (Heard& one : heard) scheduler.submit(request(counting(1, 4), 5, one));
-  session.fail_after = 1;
-  EXPECT_THROW(while (scheduler.step()){}, Error);
-  for (const Heard& one : heard) EXPECT_EQ(one.ends, 1);
-  EXPECT_EQ(heard[3].stop, StopReason::kFailed);
-  EXPECT_EQ(scheduler.stats().running + scheduler.stats().waiting, 0);
-  EXPECT_EQ(session.cache_use().used, 0);
-  Heard after;
-  scheduler.submit(request(counting(1, 4), 5, after));  // what works again is used again
-  while (scheduler.step()) {
+TEST_P(SchedulerAheadTest, AFailureOfTheSessionEndsEveryRequest) {
+  for (int64_t calls = 0; calls < 9; ++calls) {
+    SCOPED_TRACE(calls);
+    FakeSession session(2, 64, 32, 4, 64, GetParam());
+    Scheduler scheduler(session, tokenizer_);
+    Heard heard[4];
+    for (Heard& one : heard) scheduler.submit(request(counting(1, 4), 5, one));
+    session.fail_after = calls;
+    EXPECT_THROW(while (scheduler.step()){}, Error);
+    for (const Heard& one : heard) EXPECT_EQ(one.ends, 1);
+    EXPECT_EQ(heard[3].stop, StopReason::kFailed);
+    EXPECT_EQ(scheduler.stats().running + scheduler.stats().waiting, 0);
+    EXPECT_EQ(session.cache_use().used, 0);
+    Heard after;
+    const GenerationRequest again = request(counting(1, 4), 5, after);
+    scheduler.submit(again);  // what works again is used again
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(after.ids, expected(again, 64));
   }
-  EXPECT_EQ(after.ids.size(), 5u);
 }
 
 // Wherever the session throws (a sequence starts, grows, is preempted or ends), every request hears
 // of its end once, and cancelling it afterwards is harmless.
-TEST_F(SchedulerTest, NoRequestIsLostWhereverTheSessionFails) {
+TEST_P(SchedulerAheadTest, NoRequestIsLostWhereverTheSessionFails) {
   int64_t failures = 0;
   for (int64_t after = 0; after < 40; ++after) {
-    FakeSession session(3, 64, 12, 4, 8);
+    FakeSession session(3, 64, 12, 4, 8, GetParam());
     session.fail_show_after = after;
     Scheduler scheduler(session, tokenizer_);
     Heard heard[5];
@@ -336,9 +446,9 @@ TEST_F(SchedulerTest, NoRequestIsLostWhereverTheSessionFails) {
 }
 
 // Threads submit, cancel and look at the statistics while the engine thread runs.
-TEST_F(SchedulerTest, ThreadsGetTheirOwnAnswers) {
+TEST_P(SchedulerAheadTest, ThreadsGetTheirOwnAnswers) {
   constexpr int kThreads = 6, kEach = 200;
-  FakeSession session(5, 60, 30, 4, 16);
+  FakeSession session(5, 60, 30, 4, 16, GetParam());
   Scheduler scheduler(session, tokenizer_, {.max_waiting = 40});
   std::thread engine([&] { scheduler.run(); });
   std::vector<Heard> heard(kThreads * kEach);

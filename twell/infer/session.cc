@@ -57,6 +57,24 @@ int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
   return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen);
 }
 
+void Session::appended(int64_t call, std::span<const int64_t> slots, std::span<const int32_t> ids) {
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (ids[i] >= 0) {
+      appended(slots[i], ids.subspan(i, 1));
+    } else {
+      unknown_.push_back({.call = call - 1, .entry = int64_t{-1} - ids[i], .slot = slots[i]});
+    }
+  }
+}
+
+void Session::known(int64_t call, std::span<const int32_t> next) {
+  for (const Unknown& one : unknown_) {
+    if (one.call == call) appended(one.slot, next.subspan(static_cast<size_t>(one.entry), 1));
+  }
+  // Calls before this one are not asked any more.
+  std::erase_if(unknown_, [&](const Unknown& one) { return one.call <= call; });
+}
+
 int64_t Session::start(int64_t slot, std::span<const int32_t> ids) {
   blocks_.release(slot);
   const int64_t held = blocks_.start(slot, ids);

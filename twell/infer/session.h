@@ -81,13 +81,22 @@ class Session {
   // next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // The same for several sequences, and draws the next token of each, or kNoToken; on the GPU the
-  // logits are not copied to the host, and prompts pass the layers together. Slots must be
-  // distinct.
-  virtual void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                               std::span<int32_t> next) = 0;
-  virtual void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                               std::span<const Draw> draws, std::span<int32_t> next) = 0;
+  // Begin the same for several sequences, and to draw the next token of each; on the GPU the logits
+  // are not copied to the host, and prompts pass the layers together. Slots must be distinct.
+  // Prompts are scored when the call returns. Returns the call's number, for drawn().
+  virtual int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) = 0;
+  // An id may be the_drawn(entry), and counts towards length() once the call before has been asked
+  // for its tokens; nothing else may be done with these slots until then.
+  virtual int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                                  std::span<const Draw> draws) = 0;
+  // Stands for the token that the call before draws as this entry, and that may not be known yet.
+  static constexpr int32_t the_drawn(int64_t entry) { return static_cast<int32_t>(-1 - entry); }
+  // Waits for the tokens of such a call, kNoToken where none could be drawn. Calls are asked in
+  // their order, or never.
+  virtual void drawn(int64_t call, std::span<int32_t> next) = 0;
+  // How many calls may begin after one that will still be asked for its tokens. With 1, the device
+  // computes a step while the host works on the results of the one before.
+  virtual int64_t draws_ahead() const { return 0; }
 
   // Appends ids to the slot's sequence like append(), and passes on the logits after every one of
   // them: rows [n, V] after ids first, first + 1, ..., valid during the call. On the GPU they are
@@ -95,8 +104,8 @@ class Session {
   using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
   virtual void append_logits(int64_t slot, std::span<const int32_t> ids,
                              const OnLogits& on_logits) = 0;
-  // Log-probabilities, without penalties, of the token that the last call drew as entry `row` of
-  // `next`. It was not kNoToken, and its Draw asked for them.
+  // Log-probabilities, without penalties, of entry `row` of the tokens that drawn() gave last. The
+  // token is not kNoToken, and its Draw asked for them.
   virtual TokenLogProbs drawn_log_probs(int64_t row) = 0;
 
   // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them
@@ -142,6 +151,10 @@ class Session {
   // Call when the keys and values of ids, for which there is room, are in the cache or will be
   // before anything reads them.
   void appended(int64_t slot, std::span<const int32_t> ids) { blocks_.append(slot, ids); }
+  // The same for what this call of decode_and_draw() appends.
+  void appended(int64_t call, std::span<const int64_t> slots, std::span<const int32_t> ids);
+  // Call when the tokens that a call drew are known: the next one may have appended them.
+  void known(int64_t call, std::span<const int32_t> next);
   int64_t blocks() const { return plan_.blocks; }
   // The device's cache is told that this is the slot's sequence.
   virtual void show(int64_t slot, std::span<const int32_t> table, int64_t length) = 0;
@@ -149,8 +162,16 @@ class Session {
   virtual void clear_blocks(std::span<const int32_t>) {}
 
  private:
+  // A token that was appended before it was known.
+  struct Unknown {
+    int64_t call = 0;   // that drew it
+    int64_t entry = 0;  // there
+    int64_t slot = 0;
+  };
+
   CachePlan plan_;
   BlockManager blocks_;
+  std::vector<Unknown> unknown_;
 };
 
 }  // namespace twell

@@ -73,8 +73,7 @@ std::span<const float> SessionCpu::append(int64_t slot, std::span<const int32_t>
   return append_to(0, slot, ids);
 }
 
-void SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                                 std::span<int32_t> next) {
+int64_t SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) {
   TWELL_CHECK(std::ssize(prompts) <= slots(), "{} prompts for {} sequences", prompts.size(),
               slots());
   for (size_t i = 0; i < prompts.size(); ++i) {
@@ -84,8 +83,9 @@ void SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<cons
     } else {
       append_scored(row, prompts[i]);
     }
-    next[i] = draw_row(row, draws[i]);
+    draw_row(row, draws[i]);
   }
+  return ++calls_;
 }
 
 void SessionCpu::append_scored(int64_t row, const Prompt& prompt) {
@@ -103,12 +103,16 @@ void SessionCpu::append_scored(int64_t row, const Prompt& prompt) {
   });
 }
 
-void SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                                 std::span<const Draw> draws, std::span<int32_t> next) {
+int64_t SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                                    std::span<const Draw> draws) {
   decode(slots, ids);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    next[i] = draw_row(static_cast<int64_t>(i), draws[i]);
-  }
+  for (size_t i = 0; i < slots.size(); ++i) draw_row(static_cast<int64_t>(i), draws[i]);
+  return ++calls_;
+}
+
+void SessionCpu::drawn(int64_t call, std::span<int32_t> next) {
+  TWELL_CHECK(call == calls_, "the tokens of call {}, after {} calls", call, calls_);
+  for (size_t i = 0; i < next.size(); ++i) next[i] = drawn_[i].id;
 }
 
 void SessionCpu::append_logits(int64_t slot, std::span<const int32_t> ids,
@@ -130,11 +134,10 @@ void SessionCpu::append_logits(int64_t slot, std::span<const int32_t> ids,
   }
 }
 
-int32_t SessionCpu::draw_row(int64_t row, const Draw& draw) {
-  const int32_t id = draw_from(logits_row(row), draw);
-  drawn_[static_cast<size_t>(row)] = {
-      .id = id, .top = draw.log_probs.value_or(0), .vocab = draw.vocab};
-  return id;
+void SessionCpu::draw_row(int64_t row, const Draw& draw) {
+  drawn_[static_cast<size_t>(row)] = {.id = draw_from(logits_row(row), draw),
+                                      .top = draw.log_probs.value_or(0),
+                                      .vocab = draw.vocab};
 }
 
 TokenLogProbs SessionCpu::drawn_log_probs(int64_t row) {

@@ -17,10 +17,11 @@ class SessionCpu : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
-  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                       std::span<int32_t> next) override;
-  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                       std::span<const Draw> draws, std::span<int32_t> next) override;
+  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) override;
+  // The ids are known: nothing is drawn ahead.
+  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                          std::span<const Draw> draws) override;
+  void drawn(int64_t call, std::span<int32_t> next) override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
   TokenLogProbs drawn_log_probs(int64_t row) override;
@@ -38,10 +39,9 @@ class SessionCpu : public Session {
   // Logits after the last id, in row `row` of logits_.
   std::span<const float> append_to(int64_t row, int64_t slot, std::span<const int32_t> ids);
   std::span<float> logits_row(int64_t row) const;
-  // Draws from row `row` of logits_.
   // Appends a prompt with targets, and leaves the logits after its last token in logits_row(row).
   void append_scored(int64_t row, const Prompt& prompt);
-  int32_t draw_row(int64_t row, const Draw& draw);
+  void draw_row(int64_t row, const Draw& draw);
 
   Context& ctx_;
   const ModelView& model_;
@@ -55,6 +55,7 @@ class SessionCpu : public Session {
     int64_t top = 0, vocab = 0;
   };
   std::vector<Drawn> drawn_;  // [slots] from logits_
+  int64_t calls_ = 0;         // that drew
 };
 
 }  // namespace twell

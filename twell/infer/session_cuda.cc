@@ -143,23 +143,28 @@ ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const
   return logits;
 }
 
-void SessionCuda::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                                  std::span<int32_t> next) {
+int64_t SessionCuda::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) {
   const std::vector<float> uniforms = uniforms_of(draws);
   enqueue_prompts(prompts);
   send(ctx_, uniforms_.data(), uniforms);
-  draw_ids(draws, uniforms_.data(), next);
   int64_t tokens = 0;
   for (const Prompt& prompt : prompts) tokens += std::ssize(prompt.ids);
-  count_tokens(tokens);
+  return draw_ids(draws, uniforms_.data(), tokens);
 }
 
-void SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                                  std::span<const Draw> draws, std::span<int32_t> next) {
+int64_t SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                                     std::span<const Draw> draws) {
   enqueue_decode(slots, ids, uniforms_of(draws));
   const int64_t count = std::ssize(slots);
-  draw_ids(draws, forward_.batch().device(count, count).uniforms, next);
-  count_tokens(count);
+  const float* const uniforms = forward_.batch().device(count, count).uniforms;
+  return draw_ids(draws, uniforms, count);
+}
+
+void SessionCuda::drawn(int64_t call, std::span<int32_t> next) {
+  TWELL_CHECK(call == calls_, "the tokens of call {}, after {} calls", call, calls_);
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
+  std::copy_n(host_next_.data(), next.size(), next.begin());
+  count_tokens(drawing_tokens_);
 }
 
 void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
@@ -400,8 +405,7 @@ ConstMatrixF SessionCuda::read_logits(int64_t rows) {
   return {host_logits_.data(), rows, vocab};
 }
 
-void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
-                           std::span<int32_t> next) {
+int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms, int64_t tokens) {
   const int64_t vocab = config().vocab_size;
   penalize(draws);
   // Draw rows with equal parameters in one launch; usually that is all rows.
@@ -436,8 +440,8 @@ void SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms,
   }
   TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_.data(), next_.data(), draws.size() * sizeof(int32_t),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  std::copy_n(host_next_.data(), draws.size(), next.begin());
+  drawing_tokens_ = tokens;
+  return ++calls_;
 }
 
 void SessionCuda::count_tokens(int64_t new_tokens) {

@@ -28,10 +28,10 @@ class SessionCuda : public Session {
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
   // Short prompts go through the layers together, long ones in pieces.
-  void append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws,
-                       std::span<int32_t> next) override;
-  void decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                       std::span<const Draw> draws, std::span<int32_t> next) override;
+  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) override;
+  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+                          std::span<const Draw> draws) override;
+  void drawn(int64_t call, std::span<int32_t> next) override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
   TokenLogProbs drawn_log_probs(int64_t row) override;
@@ -70,9 +70,10 @@ class SessionCuda : public Session {
   void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
-  // Reads `rows` rows of logits, or draws from them with these random numbers and reads the ids.
   ConstMatrixF read_logits(int64_t rows);
-  void draw_ids(std::span<const Draw> draws, const float* uniforms, std::span<int32_t> next);
+  // Enqueues draws from rows of logits with these random numbers, and the copies of what they give.
+  // Returns the number of the call, of which so many tokens pass the layers.
+  int64_t draw_ids(std::span<const Draw> draws, const float* uniforms, int64_t tokens);
   // Applies the draws' penalties to their rows of logits; undo_penalties() takes them back.
   void penalize(std::span<const Draw> draws);
   void undo_penalties();
@@ -106,6 +107,8 @@ class SessionCuda : public Session {
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]
   PinnedBuffer<int32_t> host_next_;  // [slots]
+  int64_t calls_ = 0;                // that drew
+  int64_t drawing_tokens_ = 0;       // that passed the layers in the last of them
   // Key: number of sequences, ForwardCuda::path().
   StepGraphs<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t graphs_captured_ = 0;

@@ -135,7 +135,7 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   // is close to a boundary.
   const std::vector<Draw> first = draws(0);
   for (size_t i = 0; i < 2; ++i) {
-    on_device.append_and_draw({&prompts[i], 1}, {&first[i], 1}, {&next[i], 1});
+    on_device.drawn(on_device.append_and_draw({&prompts[i], 1}, {&first[i], 1}), {&next[i], 1});
     const std::span<const float> logits = logits_read.append(prompts[i].slot, prompts[i].ids);
     other[i] = drawn(logits, first[i]);
     expect_log_probs(on_device.drawn_log_probs(0), logits, next[i]);
@@ -144,7 +144,7 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const std::vector<int64_t> slots = {0, 1};
   for (uint64_t step = 1; step < 10; ++step) {
     const std::vector<int32_t> ids = next;
-    on_device.decode_and_draw(slots, ids, draws(step), next);
+    on_device.drawn(on_device.decode_and_draw(slots, ids, draws(step)), next);
     const ConstMatrixF logits = logits_read.decode(slots, ids);
     for (size_t i = 0; i < 2; ++i) {
       const std::span<const float> own(logits.row(static_cast<int64_t>(i)), size_t{kVocab});
@@ -169,10 +169,10 @@ TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
                        .targets = all.subspan(1, 25),
                        .top = 2,
                        .scores = &scores};
-    session.append_and_draw({&first, 1}, {&draw, 1}, {&next, 1});
+    session.drawn(session.append_and_draw({&first, 1}, {&draw, 1}), {&next, 1});
     const Prompt rest{
         .slot = 1, .ids = all.subspan(25), .targets = all.subspan(26), .top = 2, .scores = &scores};
-    session.append_and_draw({&rest, 1}, {&draw, 1}, {&next, 1});
+    session.drawn(session.append_and_draw({&rest, 1}, {&draw, 1}), {&next, 1});
     EXPECT_EQ(session.length(1), 40);
     EXPECT_EQ(scores.size(), 39u);
     scores.push_back(session.drawn_log_probs(0));
@@ -215,13 +215,13 @@ TEST_F(SessionCudaTest, PackedPromptsScoreWhatEachScoresAlone) {
   for (size_t i = 0; i < ids.size(); ++i) prompts.push_back(prompt_of(i, got));
   const std::vector<Draw> draws(ids.size(), draw);
   std::vector<int32_t> next(ids.size());
-  together.append_and_draw(prompts, draws, next);
+  together.drawn(together.append_and_draw(prompts, draws), next);
   std::vector<float> packed, each;
   for (size_t i = 0; i < ids.size(); ++i) {
     SCOPED_TRACE(i);
     const Prompt own = prompt_of(i, want);
     int32_t drawn = kNoToken;
-    alone.append_and_draw({&own, 1}, {&draw, 1}, {&drawn, 1});
+    alone.drawn(alone.append_and_draw({&own, 1}, {&draw, 1}), {&drawn, 1});
     ASSERT_EQ(got[i].size(), i == 2 ? 0 : ids[i].size() - 1);
     ASSERT_EQ(got[i].size(), want[i].size());
     for (size_t at = 0; at < got[i].size(); ++at) {
