@@ -17,7 +17,7 @@ using Values = DeviceBuffer<__nv_bfloat16>;
 constexpr int64_t kL2Copies = 4;  // copies of the weights for few tokens
 
 // The operands of one layer: x, and weights of the usual scale.
-struct Layer {
+struct DeviceLayer {
   Values x, w_gate, w_up, w_down;  // w_gate: empty without a gate
   Activation activation;
   FfnWeightsCuda weights() const { return {w_gate.data(), w_up.data(), w_down.data(), activation}; }
@@ -73,9 +73,9 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   auto host_gate = random_operand(o.ffn * o.width, 4, 0.02f, o.seed);
   fill_first_column(host_x, o.width, 1.0f);
   fill_first_column(host_gate, o.width, gate_bias(pattern.nnz_per_token(), o.ffn, o.width));
-  Layer layer{.x = upload(host_x),
-              .w_down = upload(random_operand(o.ffn * o.width, 3, 0.02f, o.seed)),
-              .activation = o.activation};
+  DeviceLayer layer{.x = upload(host_x),
+                    .w_down = upload(random_operand(o.ffn * o.width, 3, 0.02f, o.seed)),
+                    .activation = o.activation};
   if (o.gated) {
     layer.w_gate = upload(host_gate);
     layer.w_up = upload(random_operand(o.ffn * o.width, 2, 0.02f, o.seed));
@@ -157,7 +157,7 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
 
 // A layer for few tokens whose own gate produces the pattern. The rows of x are orthogonal up to
 // rounding and have length sqrt(D), so w_gate = G^T x / D.
-Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t copy) {
+DeviceLayer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t copy) {
   const auto tokens = pattern.tokens();
   std::vector<float> x(static_cast<size_t>(tokens * o.width));
   // Gram-Schmidt orthogonalization of random directions.
@@ -202,7 +202,7 @@ Layer firing_layer(const FfnBenchmark& o, const FfnPattern& pattern, uint64_t co
   const auto other = [&](uint64_t stream) {
     return upload(random_operand(o.ffn * o.width, stream, 0.02f, o.seed + copy));
   };
-  Layer layer{.activation = o.activation};
+  DeviceLayer layer{.activation = o.activation};
   layer.x = upload(x_bf16);
   if (o.gated) {
     layer.w_gate = upload(w_firing);
@@ -218,7 +218,7 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
                                    const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
   const auto tokens = pattern.tokens();
-  std::vector<Layer> copies;
+  std::vector<DeviceLayer> copies;
   for (int64_t copy = 0; copy < kL2Copies; ++copy) {
     copies.push_back(firing_layer(o, pattern, static_cast<uint64_t>(copy)));
   }
@@ -230,7 +230,7 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
 
   FfnPlansCuda plans(ctx, 1, o.ffn, FfnPolicy::kRowFused);
   FfnWorkspaceCuda workspace(ctx, tokens, o.width, o.ffn, o.gated);
-  const auto run = [&](const Layer& layer) {
+  const auto run = [&](const DeviceLayer& layer) {
     ffn_forward_cuda(
         ctx, {.tokens = tokens, .weights = layer.weights(), .x = layer.x.data(), .y = y.data()},
         plans[0], workspace);
@@ -246,13 +246,13 @@ std::vector<FfnCudaRow> few_tokens(CudaContext& ctx, const FfnCudaBenchmark& opt
               pattern.columns.size());
   const GpuFfnChoice choice = choice_of(ctx, o, tokens, FfnPolicy::kAuto, plans[0].activity);
   const std::vector<Piece> layers = {[&] {
-                                       for (const Layer& layer : copies) {
+                                       for (const DeviceLayer& layer : copies) {
                                          dense.forward(ctx, layer.weights(), layer.x.data(),
                                                        dense_y.data());
                                        }
                                      },
                                      [&] {
-                                       for (const Layer& layer : copies) run(layer);
+                                       for (const DeviceLayer& layer : copies) run(layer);
                                      }};
   const auto times = time_pieces(ctx.stream(), o.repeats, layers);
   for (size_t i = 0; i < 2; ++i) {

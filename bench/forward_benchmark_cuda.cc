@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kHeadTokens = 4096;  // tokens per chunk of logits
+constexpr int64_t kDeviceHeadTokens = 4096;  // tokens per chunk of logits
 constexpr int kFullRuns = 5;
 
 const char* stage_name(ForwardStage stage) {
@@ -50,7 +50,7 @@ ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& mo
       forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length)),
       dense_(ctx, std::ssize(ids), model.config().width, model.padded_config().ffn,
              model.config().gated, model.config().activation, /*add=*/true),
-      logits_(std::min(kHeadTokens, std::ssize(ids)) * model.config().vocab_size),
+      logits_(std::min(kDeviceHeadTokens, std::ssize(ids)) * model.config().vocab_size),
       energy_(energy_meter(ctx)) {}
 
 void ForwardBenchmarkCuda::body(const ForwardHooksCuda& hooks) {
@@ -58,8 +58,8 @@ void ForwardBenchmarkCuda::body(const ForwardHooksCuda& hooks) {
 }
 
 void ForwardBenchmarkCuda::head() {
-  for (int64_t begin = 0; begin < std::ssize(ids_); begin += kHeadTokens) {
-    const int64_t count = std::min(kHeadTokens, std::ssize(ids_) - begin);
+  for (int64_t begin = 0; begin < std::ssize(ids_); begin += kDeviceHeadTokens) {
+    const int64_t count = std::min(kDeviceHeadTokens, std::ssize(ids_) - begin);
     forward_.logits(forward_.hidden() + begin * model_.config().width, count, logits_.data());
   }
 }
@@ -163,7 +163,7 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
 }
 
 double ForwardBenchmarkCuda::sparse_error() {
-  const int64_t n = std::min<int64_t>(std::ssize(ids_), kHeadTokens) * model_.config().width;
+  const int64_t n = std::min<int64_t>(std::ssize(ids_), kDeviceHeadTokens) * model_.config().width;
   const auto hidden = [&] {
     std::vector<BF16> values(static_cast<size_t>(n));
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));

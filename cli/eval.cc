@@ -23,8 +23,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kPlainInterval = 30.0;  // seconds between progress lines without a terminal
-
 struct EvalArguments {
   EvalTasksArguments tasks;
   EvaluateOptions evaluate;
@@ -57,7 +55,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
       load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
   Evaluator evaluator(*scorer, arguments.evaluate);
-  ProgressLine progress(kPlainInterval, stderr);
+  ProgressLine progress(30.0, stderr);
   int64_t bytes = 0;
   const Clock::time_point start = Clock::now();
   text.for_each([&](const TextPiece& piece) {

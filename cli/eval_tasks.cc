@@ -22,8 +22,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::ordered_json;
 
-constexpr double kPlainInterval = 30.0;  // seconds between progress lines without a terminal
-
 struct Result {
   const Task* task;
   TaskData data;
@@ -141,7 +139,7 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
       load_engine(common, {.scorer = TaskRunner::plan(config, arguments.run)});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
 
-  ProgressLine progress(kPlainInterval, stderr);
+  ProgressLine progress(30.0, stderr);
   Clock::time_point start;
   TaskRunOptions options = arguments.run;
   options.out = common.out;

@@ -16,7 +16,7 @@
 namespace twell::cli {
 namespace {
 
-constexpr const char* kFooter = R"(Run 'twell COMMAND --help' for the options of a command.
+constexpr const char* kRootFooter = R"(Run 'twell COMMAND --help' for the options of a command.
 
 Exit codes: 0 success, 1 internal error or lost output, 2 unusable input (options, files, data),
 130, 143, 129 ended by SIGINT, SIGTERM, SIGHUP.
@@ -49,7 +49,7 @@ int run(int argc, char** argv) {
   add_tokenize_command(root, common);
   add_doctor_command(root);
   add_completion_command(root);
-  root.footer(kFooter);
+  root.footer(kRootFooter);
   root.before_running([&common] { resolve_inputs(common); });
   try {
     return close_output(run_command_line(root, argc, argv));

@@ -33,10 +33,10 @@ std::string cut_to_width(std::string_view line, size_t columns) {
   return std::string(line.substr(0, bytes)).append(kCut.substr(0, columns));
 }
 
-ProgressLine::ProgressLine(double plain_interval_seconds, std::FILE* stream)
+ProgressLine::ProgressLine(double interval_seconds, std::FILE* stream)
     : stream_(stream),
       terminal_(stream != nullptr && ::isatty(::fileno(stream)) != 0),
-      interval_(plain_interval_seconds) {}
+      interval_(interval_seconds) {}
 
 void ProgressLine::put(std::string_view text) const {
   if (stream_ == nullptr) return;

@@ -19,7 +19,8 @@ std::string cut_to_width(std::string_view line, size_t columns);
 
 class ProgressLine {
  public:
-  explicit ProgressLine(double plain_interval_seconds, std::FILE* stream = stdout);
+  // Without a terminal, at most a line in `interval_seconds`.
+  explicit ProgressLine(double interval_seconds, std::FILE* stream = stdout);
   ~ProgressLine() { finish(); }
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;

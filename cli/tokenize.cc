@@ -14,10 +14,9 @@
 namespace twell::cli {
 namespace {
 
-constexpr double kPlainInterval = 10.0;  // seconds between progress lines without a terminal
 constexpr int64_t kDefaultVocabulary = 8192;
 
-constexpr const char* kFooter = R"(
+constexpr const char* kTokenizeFooter = R"(
 OUT receives the shards with their manifest.json, tokenizer.json, and source.json, which names the
 options and the size and time of every file. 'twell train --shards OUT' trains on them; it checks
 their sizes and every token it reads, --verify every byte.
@@ -66,7 +65,7 @@ int tokenize(const TokenizeFlags& flags, const CommonOptions& common) {
   if (!flags.verify.empty()) return verify(flags.verify);
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
   stop_on_signals();
-  ProgressLine progress(kPlainInterval);
+  ProgressLine progress(10.0);
   const PreparedData prepared =
       prepare_shards({flags.data, common.data, flags.vocab_size, common.seed, common.threads},
                      common.out, progress);
@@ -113,7 +112,7 @@ void add_tokenize_command(Command& root, CommonOptions& common) {
       .choices({"refuse", "redo"});
   add_seed_option(command, common);
   add_threads_option(command, common);
-  command.footer(kFooter);
+  command.footer(kTokenizeFooter);
 }
 
 }  // namespace twell::cli

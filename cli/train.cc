@@ -27,7 +27,7 @@ namespace twell::cli {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kFooter = R"(
+constexpr const char* kTrainFooter = R"(
 OUT holds checkpoint (the newest one, a link into checkpoints/), metrics.jsonl (every step, per
 layer), tokenizer and shards. SIGINT, SIGTERM and SIGHUP finish the step, save and exit with code
 130, 143 and 129; a second one exits at once. A run that ended early continues with --resume.
@@ -405,7 +405,7 @@ void add_train_command(Command& root, CommonOptions& common) {
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
   add_compute_options(command, common);
-  command.footer(kFooter);
+  command.footer(kTrainFooter);
 }
 
 }  // namespace twell::cli

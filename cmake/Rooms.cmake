@@ -43,6 +43,11 @@ if(TWELL_FUZZ)
   target_compile_options(twell_flags INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 
+# With CMAKE_UNITY_BUILD (the preset asan, and scripts/test.sh) the sources of a target are one
+# translation unit, which parses headers and instantiates templates once: a third less compiler
+# time. So names in unnamed namespaces of a room, and those of its CPU tests, must differ. Outside
+# the sanitizer build the library's files are compiled one by one, which shows a missing include.
+
 # The whole library, as its users link it.
 add_library(twell_all INTERFACE)
 add_library(twell::twell ALIAS twell_all)
@@ -128,6 +133,7 @@ function(twell_room_tests room files)
   endif()
   if(gpu_files AND TWELL_HAVE_CUDA)
     twell_test(${room}_cuda_test gpu "${gpu_files}" ${ARGN})
+    set_target_properties(${room}_cuda_test PROPERTIES UNITY_BUILD OFF)
   endif()
 endfunction()
 
@@ -176,8 +182,18 @@ function(twell_room folder)
     list(APPEND deps twell_${dep})
   endforeach()
 
+  # Highway includes some files once for each instruction set, so they stay units of their own.
+  foreach(file ${sources})
+    file(STRINGS ${file} highway REGEX "foreach_target" LIMIT_COUNT 1)
+    if(highway)
+      set_source_files_properties(${file} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    endif()
+  endforeach()
   if(sources)
     add_library(${target} STATIC ${sources})
+    if(NOT TWELL_SANITIZE)
+      set_target_properties(${target} PROPERTIES UNITY_BUILD OFF)
+    endif()
     target_link_libraries(${target} PRIVATE twell_flags PUBLIC ${deps})
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
   else()

@@ -48,7 +48,8 @@ if [[ $quick == 0 ]]; then
 fi
 
 step "release build: the command line, tests of vector code and of GPU code, warnings as errors"
-cmake --preset dev -DTWELL_PYTHON=OFF >/dev/null
+cmake --preset dev -DTWELL_PYTHON=OFF -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 \
+  >/dev/null
 cmake --build --preset dev --target twell twell_release_tests
 
 step "tests of the release build"

@@ -24,7 +24,8 @@ namespace {
 
 constexpr float kL1Coeff = 0.05f;
 constexpr double kLearningRate = 3e-3;
-constexpr int64_t kSteps = 4, kSequences = 3, kLength = 10, kTokens = kSequences * kLength;
+constexpr int64_t kSteps = 4, kStepSequences = 3, kStepLength = 10,
+                  kStepTokens = kStepSequences * kStepLength;
 
 TrainOptions recipe() {
   TrainOptions options;
@@ -68,10 +69,10 @@ class GoldenStep : public ::testing::TestWithParam<Golden> {
 
   TrainingBatch batch(size_t step) const {
     TrainingBatch out;
-    out.inputs = std::span(inputs_).subspan(step * kTokens, kTokens);
-    out.targets = std::span(targets_).subspan(step * kTokens, kTokens);
+    out.inputs = std::span(inputs_).subspan(step * kStepTokens, kStepTokens);
+    out.targets = std::span(targets_).subspan(step * kStepTokens, kStepTokens);
     if (GetParam().masked) out.documents = documents_[step];
-    out.step_tokens = kTokens;
+    out.step_tokens = kStepTokens;
     out.l1_coeff = kL1Coeff;
     return out;
   }
@@ -89,7 +90,8 @@ class GoldenStep : public ::testing::TestWithParam<Golden> {
   std::vector<std::vector<int64_t>> documents_ = [this] {
     std::vector<std::vector<int64_t>> out;
     for (size_t step = 0; step < kSteps; ++step) {
-      out.push_back(document_lengths(std::span(inputs_).subspan(step * kTokens, kTokens), kLength,
+      out.push_back(document_lengths(std::span(inputs_).subspan(step * kStepTokens, kStepTokens),
+                                     kStepLength,
                                      /*end=*/0));
     }
     return out;
@@ -98,18 +100,18 @@ class GoldenStep : public ::testing::TestWithParam<Golden> {
 
 TEST_P(GoldenStep, LogitsOfATransformersCheckpoint) {
   ForwardState state(model_->config, FfnPolicy::kAuto);
-  const Buffer<float> hidden(kTokens * model_->config.width);
-  const Buffer<float> out(kTokens * model_->config.vocab_size);
-  std::vector<ForwardSequence> sequences(kSequences, {.tokens = kLength});
+  const Buffer<float> hidden(kStepTokens * model_->config.width);
+  const Buffer<float> out(kStepTokens * model_->config.vocab_size);
+  std::vector<ForwardSequence> sequences(kStepSequences, {.tokens = kStepLength});
   if (GetParam().masked) {
     // Each document from position 0 on, where PyTorch counts positions in the packed sequence.
     sequences.clear();
     for (const int64_t length : documents_[0]) sequences.push_back({.tokens = length});
   }
-  const MatrixF hidden_matrix = hidden.matrix(kTokens, model_->config.width);
+  const MatrixF hidden_matrix = hidden.matrix(kStepTokens, model_->config.width);
   forward(ctx_, *model_, state,
           {.ids = batch(0).inputs, .sequences = sequences, .hidden = hidden_matrix});
-  logits(ctx_, *model_, hidden_matrix, out.matrix(kTokens, model_->config.vocab_size));
+  logits(ctx_, *model_, hidden_matrix, out.matrix(kStepTokens, model_->config.vocab_size));
   const std::vector<float> expected = values<float>("logits");
   EXPECT_LE(relative_error(out.span(), std::span(expected)), float_tolerance(model_->config));
 }
@@ -122,7 +124,7 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
   const int64_t size = model_->flat.size(), layers = model_->config.layers;
   const double tolerance = float_tolerance(model_->config);
 
-  TrainingState state(model_->config, {kSequences, kLength});
+  TrainingState state(model_->config, {kStepSequences, kStepLength});
   Optimizer optimizer(*model_, ShardLayout(*model_));
   Buffer<float> grad(size);
   std::vector<std::vector<uint8_t>> active(static_cast<size_t>(layers));
@@ -142,8 +144,8 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
     // up to lr * d / |g| too far, and changes the loss by lr * d per weight and step.
     const double drift = static_cast<double>(step) * kLearningRate * tolerance * norm *
                          std::sqrt(static_cast<double>(size));
-    EXPECT_NEAR(result.loss_sum / kTokens, ce[step], tolerance * ce[step] + drift) << step;
-    EXPECT_NEAR(l1_sum / static_cast<double>(kTokens * layers), l1[step],
+    EXPECT_NEAR(result.loss_sum / kStepTokens, ce[step], tolerance * ce[step] + drift) << step;
+    EXPECT_NEAR(l1_sum / static_cast<double>(kStepTokens * layers), l1[step],
                 tolerance * l1[step] + drift / kL1Coeff)
         << step;
     EXPECT_NEAR(norm, grad_norm[step], step == 0 ? tolerance * norm : moved_tolerance() * norm);

@@ -13,8 +13,6 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kSingleFile = "model.safetensors";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
 
@@ -69,15 +67,15 @@ TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType d
 }  // namespace
 
 CheckpointTensors::CheckpointTensors(const fs::path& folder) {
-  const fs::path single = folder / kSingleFile;
+  const fs::path single = folder / kWeightsFile;
   if (fs::exists(single)) {
     source_ = single.string();
-    const auto& file = files_.emplace(kSingleFile, SafetensorsFile(single)).first->second;
+    const auto& file = files_.emplace(kWeightsFile, SafetensorsFile(single)).first->second;
     for (const auto& [name, info] : file.tensors()) tensors_.emplace(name, &info);
     return;
   }
   TWELL_REQUIRE(fs::exists(folder / kIndexFile), "{} holds neither {} nor {}", folder.string(),
-                kSingleFile, kIndexFile);
+                kWeightsFile, kIndexFile);
   read_shards(folder);
 }
 
@@ -121,7 +119,7 @@ bool may_be_extra(const std::string& name, const ModelConfig& config) {
 
 ModelConfig load_config(const fs::path& folder) {
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
-  const fs::path path = folder / "config.json";
+  const fs::path path = folder / kConfigFile;
   return parse_config_text(read_file(path), path.string());
 }
 
@@ -160,11 +158,11 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
 }
 
 void save_model(const Model& model, const fs::path& folder, DType dtype) {
-  write_file_atomic(folder / "config.json", config_to_text(model.config, dtype));
+  write_file_atomic(folder / kConfigFile, config_to_text(model.config, dtype));
   std::vector<TensorToWrite> tensors;
   for (const ParamSpec& spec : model.table) tensors.push_back(tensor_to_write(model, spec, dtype));
   // transformers requires the name of a framework.
-  write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}});
+  write_safetensors(folder / kWeightsFile, tensors, {{"format", "pt"}});
 }
 
 }  // namespace twell

@@ -18,6 +18,11 @@
 
 namespace twell {
 
+// The files of a folder. Weights in several files have an index that names the file of each tensor.
+inline constexpr const char* kConfigFile = "config.json";
+inline constexpr const char* kWeightsFile = "model.safetensors";
+inline constexpr const char* kIndexFile = "model.safetensors.index.json";
+
 // Reads config.json and model.safetensors or its shards (F32, BF16 or F16, converted to f32 on all
 // threads), checking names, shapes, dtypes, sizes, that all values are finite, and the content hash
 // where the file carries one.

@@ -15,7 +15,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr size_t kMaxBytes = size_t{1} << 20;  // published files are a few KiB
-constexpr int kMaxDepth = 16;
+constexpr int kConfigDepth = 16;
 constexpr int64_t kMaxListedLayers = int64_t{1} << 16;  // bounds what a hostile file allocates
 
 // The families.
@@ -650,7 +650,7 @@ ModelConfig parse_config(const json& object, const std::string& source) {
 ModelConfig parse_config_text(std::string_view text, const std::string& source) {
   TWELL_REQUIRE(text.size() <= kMaxBytes, "{}: {} bytes are too many for a model configuration",
                 source, text.size());
-  return parse_config(parse_json(text, source, kMaxDepth), source);
+  return parse_config(parse_json(text, source, kConfigDepth), source);
 }
 
 json config_to_json(const ModelConfig& config) {

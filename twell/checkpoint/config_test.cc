@@ -24,7 +24,7 @@ json hugging_face_config() {
     "rope_scaling": null, "attention_bias": false, "bos_token_id": 1, "eos_token_id": [2]})");
 }
 
-std::string refusal(const json& config) {
+std::string config_refusal(const json& config) {
   try {
     parse_config(config, "config.json");
   } catch (const InputError& error) {
@@ -37,8 +37,8 @@ std::string refusal(const json& config) {
 void expect_refused(const char* key, const json& value, const std::string& words) {
   json config = hugging_face_config();
   config[key] = value;
-  EXPECT_THAT(refusal(config), HasSubstr("config.json: ")) << key << " " << value;
-  EXPECT_THAT(refusal(config), HasSubstr(words)) << key << " " << value;
+  EXPECT_THAT(config_refusal(config), HasSubstr("config.json: ")) << key << " " << value;
+  EXPECT_THAT(config_refusal(config), HasSubstr(words)) << key << " " << value;
 }
 
 TEST(Config, ReadsHuggingFace) {
@@ -202,10 +202,10 @@ TEST(Config, SparsityKeysDecideTheLayerOfPublishedSparseModels) {
   EXPECT_EQ(read.ffn, 192);
   EXPECT_EQ(read.activation, Activation::kRelu);
   config["sparsity_use_hybrid_kernel"] = true;
-  EXPECT_THAT(refusal(config), HasSubstr("sparsity_use_hybrid_kernel true"));
+  EXPECT_THAT(config_refusal(config), HasSubstr("sparsity_use_hybrid_kernel true"));
   config = hugging_face_config();
   config["sparsity_l1_coeff"] = 2e-5;
-  EXPECT_THAT(refusal(config), HasSubstr("sparsity_l1_coeff"));
+  EXPECT_THAT(config_refusal(config), HasSubstr("sparsity_l1_coeff"));
 }
 
 TEST(Config, PublishedSparseModelsAreReluWhateverTheySay) {
@@ -213,7 +213,7 @@ TEST(Config, PublishedSparseModelsAreReluWhateverTheySay) {
   config["model_type"] = "llama_sparse_relu";
   config["architectures"] = {"SparseLlamaForCausalLM"};
   config["hidden_act"] = "silu";
-  EXPECT_EQ(refusal(config), "");
+  EXPECT_EQ(config_refusal(config), "");
 }
 
 TEST(Config, Relu2IsReadAndWritten) {
@@ -235,7 +235,7 @@ TEST(Config, RefusesByName) {
     mistral["model_type"] = "mistral";
     mistral.erase("architectures");
     mistral[key] = true;
-    EXPECT_THAT(refusal(mistral), HasSubstr(fmt::format("{} true is not supported", key)));
+    EXPECT_THAT(config_refusal(mistral), HasSubstr(fmt::format("{} true is not supported", key)));
   }
   expect_refused("rope_scaling", {{"rope_type", "llama3"}}, "factor of rope_scaling is missing");
   expect_refused("rope_parameters", {{"type", "longrope"}}, "\"longrope\"");
@@ -282,7 +282,7 @@ TEST(Config, RefusesTooManyParameters) {
   config["hidden_size"] = 1 << 20;
   config["head_dim"] = 64;
   config["num_hidden_layers"] = 1 << 16;
-  EXPECT_THAT(refusal(config), HasSubstr("parameters, more than"));
+  EXPECT_THAT(config_refusal(config), HasSubstr("parameters, more than"));
 }
 
 TEST(Config, RefusesBrokenText) {

@@ -13,9 +13,7 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kConfigFile = "config.json";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
-constexpr size_t kPiece = size_t{8} << 20;  // bytes copied between releases of their pages
+constexpr size_t kCopyBytes = size_t{8} << 20;  // bytes copied between releases of their pages
 
 bool is_weights_or_code(const fs::path& file) {
   constexpr std::string_view kExtensions[] = {".safetensors", ".bin",  ".pt",   ".pth", ".h5",
@@ -101,9 +99,9 @@ class Conversion {
   void copy(const SafetensorsFile& file, const fs::path& path) {
     AtomicFile out(path);
     const std::span<const std::byte> bytes = file.bytes();
-    for (size_t begin = 0; begin < bytes.size(); begin += kPiece) {
+    for (size_t begin = 0; begin < bytes.size(); begin += kCopyBytes) {
       if (options_.on_piece) options_.on_piece();
-      const auto piece = bytes.subspan(begin, std::min(kPiece, bytes.size() - begin));
+      const auto piece = bytes.subspan(begin, std::min(kCopyBytes, bytes.size() - begin));
       out.write(piece);
       file.release(piece);
     }

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
-ModelConfig small_config() {
+ModelConfig mapped_config() {
   ModelConfig config = preset_config("tiny");
   config.vocab_size = 20;
   config.width = 24;
@@ -61,7 +61,7 @@ class MappedModelTest : public ::testing::Test {
 };
 
 TEST_F(MappedModelTest, HasTheValuesOfTheFileInItsDtype) {
-  ModelConfig config = small_config();
+  ModelConfig config = mapped_config();
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     save(config, dtype);
     expect_values_of_load_model();
@@ -88,7 +88,7 @@ TEST_F(MappedModelTest, HasTheValuesOfTheFileInItsDtype) {
 
 // transformers writes tensors in the order of their names, so that q, k and v lie apart.
 TEST_F(MappedModelTest, TensorsInAnyOrderGiveTheSameHiddenStates) {
-  save(small_config(), DType::kBF16);
+  save(mapped_config(), DType::kBF16);
   const std::unique_ptr<Model> model = load_model(ctx_, folder_.path());
   std::vector<TensorToWrite> tensors;
   {
@@ -123,7 +123,7 @@ TEST_F(MappedModelTest, TensorsInAnyOrderGiveTheSameHiddenStates) {
 
 // Squares of the transposition and their edges.
 TEST_F(MappedModelTest, TransposesDownProjOfAnyShape) {
-  ModelConfig config = small_config();
+  ModelConfig config = mapped_config();
   config.width = 96;
   config.head_dim = 24;
   config.ffn = 1000;
@@ -136,7 +136,7 @@ TEST_F(MappedModelTest, TransposesDownProjOfAnyShape) {
 // A header of odd length leaves every tensor unaligned.
 TEST_F(MappedModelTest, CopiesTensorsThatAreNotAligned) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    save(small_config(), dtype);
+    save(mapped_config(), dtype);
     std::ifstream in(file(), std::ios::binary);
     std::string bytes{std::istreambuf_iterator<char>(in), {}};
     in.close();
@@ -151,8 +151,8 @@ TEST_F(MappedModelTest, CopiesTensorsThatAreNotAligned) {
 }
 
 TEST_F(MappedModelTest, RefusesDamageAsLoadModelDoes) {
-  save(small_config(), DType::kBF16);
-  Model model(small_config());
+  save(mapped_config(), DType::kBF16);
+  Model model(mapped_config());
   init_weights(ctx_, model, 7);
   model.flat[5] = std::numeric_limits<float>::quiet_NaN();
   save_model(model, folder_.path(), DType::kBF16);
@@ -167,7 +167,7 @@ TEST_F(MappedModelTest, RefusesDamageAsLoadModelDoes) {
   EXPECT_THAT(refusal(), HasSubstr("tensor model.embed_tokens.weight has the value nan at [0, 5]"));
   EXPECT_NE(map_model(ctx_, folder_.path(), {.allow_non_finite = true}), nullptr);
 
-  save(small_config(), DType::kBF16);
+  save(mapped_config(), DType::kBF16);
   std::fstream damage(file(), std::ios::in | std::ios::out | std::ios::binary);
   damage.seekg(-3, std::ios::end);
   const char byte = static_cast<char>(damage.get() ^ 1);

@@ -22,7 +22,7 @@ using nlohmann::json;
 static_assert(std::endian::native == std::endian::little, "file contents are mapped as they are");
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference implementation
-constexpr int kMaxDepth = 3;                       // {"tensor": {"shape": [...]}}
+constexpr int kHeaderDepth = 3;                    // {"tensor": {"shape": [...]}}
 constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed between releases of their pages
 
 struct DTypeSize {
@@ -218,7 +218,7 @@ SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std:
   TWELL_REQUIRE(text.starts_with('{'), "{}: the header does not start with '{{'", source);
 
   SafetensorsContent content;
-  const json header = parse_json(text, source, kMaxDepth);
+  const json header = parse_json(text, source, kHeaderDepth);
   for (const auto& [name, entry] : header.items()) {
     if (name == "__metadata__") {
       content.metadata = read_metadata(entry, source);

@@ -12,8 +12,8 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kPiece = 1 << 14;  // values per piece: 64 KiB of f32, which stay in the L2
-constexpr int64_t kStrip = 16;       // rows of a transposed piece: one cache line of f32
+constexpr int64_t kPieceValues = 1 << 14;  // values per piece: 64 KiB of f32, which stay in the L2
+constexpr int64_t kStrip = 16;             // rows of a transposed piece: one cache line of f32
 
 // Loads of a stored value. They go through memcpy because a file need not align its tensors.
 struct LoadF32 {
@@ -135,8 +135,8 @@ int64_t first_non_finite(std::span<const std::byte> values, const std::string& d
     using Load = decltype(load);
     const std::byte* in = values.data();
     const int64_t size = std::ssize(values) / Load::kBytes;
-    for (int64_t begin = 0; begin < size; begin += kPiece) {
-      const int64_t end = std::min(begin + kPiece, size);
+    for (int64_t begin = 0; begin < size; begin += kPieceValues) {
+      const int64_t end = std::min(begin + kPieceValues, size);
       // Without an early exit the compiler vectorizes this loop: of signed integers, for whose
       // maximum every instruction set has an instruction.
       typename Load::Magnitude largest = 0;
@@ -237,9 +237,9 @@ bool equal_values(const TensorInfo& a, const TensorInfo& b) {
   const int64_t size = std::ssize(a.bytes) / static_cast<int64_t>(dtype_size(type_a));
   if (size != std::ssize(b.bytes) / static_cast<int64_t>(dtype_size(type_b))) return false;
   if (type_a == type_b) return std::memcmp(a.bytes.data(), b.bytes.data(), a.bytes.size()) == 0;
-  std::vector<float> piece_a(kPiece), piece_b(kPiece);
-  for (int64_t begin = 0; begin < size; begin += kPiece) {
-    const int64_t count = std::min(kPiece, size - begin);
+  std::vector<float> piece_a(kPieceValues), piece_b(kPieceValues);
+  for (int64_t begin = 0; begin < size; begin += kPieceValues) {
+    const int64_t count = std::min(kPieceValues, size - begin);
     to_floats(a, type_a, begin, count, piece_a.data());
     to_floats(b, type_b, begin, count, piece_b.data());
     if (std::memcmp(piece_a.data(), piece_b.data(), static_cast<size_t>(count) * sizeof(float)) !=
@@ -253,9 +253,9 @@ void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink) 
   const DType stored = float_dtype(info.dtype);
   const int64_t size = std::ssize(info.bytes) / static_cast<int64_t>(dtype_size(stored));
   Encoder encoder(dtype, sink);
-  std::vector<float> piece(static_cast<size_t>(std::min(size, kPiece)));
-  for (int64_t begin = 0; begin < size; begin += kPiece) {
-    const int64_t count = std::min(kPiece, size - begin);
+  std::vector<float> piece(static_cast<size_t>(std::min(size, kPieceValues)));
+  for (int64_t begin = 0; begin < size; begin += kPieceValues) {
+    const int64_t count = std::min(kPieceValues, size - begin);
     to_floats(info, stored, begin, count, piece.data());
     encoder.send({piece.data(), static_cast<size_t>(count)});
   }
@@ -264,8 +264,8 @@ void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink) 
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink) {
   Encoder encoder(dtype, sink);
   const std::span<const float> all(values.data, static_cast<size_t>(values.rows * values.cols));
-  for (size_t begin = 0; begin < all.size(); begin += kPiece) {
-    encoder.send(all.subspan(begin, std::min<size_t>(kPiece, all.size() - begin)));
+  for (size_t begin = 0; begin < all.size(); begin += kPieceValues) {
+    encoder.send(all.subspan(begin, std::min<size_t>(kPieceValues, all.size() - begin)));
   }
 }
 

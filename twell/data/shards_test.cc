@@ -319,7 +319,7 @@ TEST_F(Shards, ReportProgress) {
 }
 
 // All files in the folder except the source text.
-std::map<std::string, std::string> contents(const fs::path& folder) {
+std::map<std::string, std::string> files_and_contents(const fs::path& folder) {
   std::map<std::string, std::string> files;
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     const bool is_text = entry.path().filename() == "text";
@@ -330,26 +330,26 @@ std::map<std::string, std::string> contents(const fs::path& folder) {
 
 TEST_F(Shards, AFaultLeavesTheOldFolderWhole) {
   write(joined(some_documents(50)), {.shard_tokens = 500});
-  const auto before = contents(folder_.path());
+  const auto before = files_and_contents(folder_.path());
   ASSERT_GT(before.size(), 3u);
 
   EXPECT_THAT(write_fault(std::string(9 << 20, 'x') + '\xFF'), HasSubstr("invalid UTF-8"));
-  EXPECT_EQ(contents(folder_.path()), before);
+  EXPECT_EQ(files_and_contents(folder_.path()), before);
 
   TokenEncoder failing = byte_encoder();
   failing.encode = [](std::string_view, std::vector<int32_t>&) { throw Error("encoder fault"); };
   EXPECT_THROW(write("text", {}, failing), Error);
-  EXPECT_EQ(contents(folder_.path()), before);
+  EXPECT_EQ(files_and_contents(folder_.path()), before);
 
-  const auto folder_before = contents(path_);
+  const auto folder_before = files_and_contents(path_);
   const auto stop = [](const TokenizeProgress&) { throw Error("stopped by the user"); };
   EXPECT_THROW(write("text", {.progress = stop}), Error);
-  EXPECT_EQ(contents(path_), folder_before);
+  EXPECT_EQ(files_and_contents(path_), folder_before);
 }
 
 TEST_F(Shards, AFullDiskLeavesTheOldFolderWhole) {
   write(joined(some_documents(50)));
-  const auto before = contents(folder_.path());
+  const auto before = files_and_contents(folder_.path());
   const std::string text(3 << 20, 'x');
   const fs::path file = folder_.write("text", text);
   TextSource source({.paths = {file}});
@@ -372,7 +372,7 @@ TEST_F(Shards, AFullDiskLeavesTheOldFolderWhole) {
   std::signal(SIGXFSZ, old_handler);
 
   EXPECT_THAT(what, AllOf(HasSubstr("cannot write"), HasSubstr("File too large")));
-  EXPECT_EQ(contents(folder_.path()), before);
+  EXPECT_EQ(files_and_contents(folder_.path()), before);
 }
 
 TEST_F(Shards, RefuseAnotherTokenizer) {

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-Tokenizer golden(const std::string& name) {
+Tokenizer golden_tokenizer(const std::string& name) {
   return Tokenizer::load(fs::path(TWELL_SOURCE_DIR) / "tests/golden/tokenizer" / (name + ".json"));
 }
 
@@ -48,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(All, ShardsOf, ::testing::Values("gpt2", "smollm2", "ll
                          [](const auto& tested) { return std::string(tested.param); });
 
 TEST_P(ShardsOf, CuttingADocumentLeavesItsTokensAlone) {
-  const Tokenizer tokenizer = golden(GetParam());
+  const Tokenizer tokenizer = golden_tokenizer(GetParam());
   for (uint64_t seed = 0; seed < 20; ++seed) {
     const std::string text = some_lines(seed, 500);
     std::vector<int32_t> ids;
@@ -63,7 +63,7 @@ TEST_P(ShardsOf, CuttingADocumentLeavesItsTokensAlone) {
 }
 
 TEST_P(ShardsOf, DecodeToTheDocuments) {
-  const Tokenizer tokenizer = golden(GetParam());
+  const Tokenizer tokenizer = golden_tokenizer(GetParam());
   const std::string text = some_lines(1, 300) + "<|endoftext|> is not the end.";
   TextSource source({.paths = {folder_.write("text", text + '\0' + "second")}});
   const ShardCounts counts =

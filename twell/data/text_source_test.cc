@@ -40,7 +40,7 @@ std::vector<std::string> documents_in(const fs::path& path) {
   return documents_of(source);
 }
 
-std::string fault_of(const TextSourceOptions& options) {
+std::string source_fault(const TextSourceOptions& options) {
   try {
     TextSource source(options);
     documents_of(source);
@@ -49,7 +49,7 @@ std::string fault_of(const TextSourceOptions& options) {
   }
   return "no fault";
 }
-std::string fault_of(const fs::path& path) { return fault_of({.paths = {path}}); }
+std::string source_fault(const fs::path& path) { return source_fault({.paths = {path}}); }
 
 TEST(TextSource, ParquetRowsAreDocuments) {
   const fs::path golden = fs::path(TWELL_SOURCE_DIR) / "tests/golden/parquet";
@@ -62,10 +62,10 @@ TEST(TextSource, ParquetRowsAreDocuments) {
   // A row is cut into pieces like any document.
   TextSource cut({.paths = {file}, .json_field = "needed", .piece_bytes = 4});
   EXPECT_EQ(documents_of(cut, 4), documents);
-  EXPECT_THAT(fault_of(file), HasSubstr("row 4 has no text in \"text\""));
-  EXPECT_THAT(fault_of({.paths = {file}, .json_field = "body"}),
+  EXPECT_THAT(source_fault(file), HasSubstr("row 4 has no text in \"text\""));
+  EXPECT_THAT(source_fault({.paths = {file}, .json_field = "body"}),
               HasSubstr("no column \"body\"; there are text, needed"));
-  EXPECT_THAT(fault_of({.paths = {file}, .json_field = "label"}),
+  EXPECT_THAT(source_fault({.paths = {file}, .json_field = "label"}),
               HasSubstr("row 1 has no text in \"label\""));
 }
 
@@ -182,20 +182,22 @@ TEST(PieceLength, PrefersLineStarts) {
 
 TEST(TextSource, RefusesWhatIsNotThere) {
   const TempFolder folder;
-  EXPECT_THAT(fault_of(TextSourceOptions{}), HasSubstr("no text given"));
-  EXPECT_THAT(fault_of(folder.path() / "none"),
+  EXPECT_THAT(source_fault(TextSourceOptions{}), HasSubstr("no text given"));
+  EXPECT_THAT(source_fault(folder.path() / "none"),
               AllOf(HasSubstr("none"), HasSubstr("No such file")));
-  EXPECT_THAT(fault_of(folder.path()), AllOf(HasSubstr(folder.path()), HasSubstr("no text files")));
+  EXPECT_THAT(source_fault(folder.path()),
+              AllOf(HasSubstr(folder.path()), HasSubstr("no text files")));
   folder.write(".hidden", "text");
-  EXPECT_THAT(fault_of(folder.path()), HasSubstr("hidden files do not count"));
-  EXPECT_THAT(fault_of("/dev/zero"), HasSubstr("neither a regular file nor a folder"));
-  EXPECT_THAT(fault_of({.paths = {folder.path() / ".hidden"}, .max_bytes = -1}), HasSubstr("-1"));
+  EXPECT_THAT(source_fault(folder.path()), HasSubstr("hidden files do not count"));
+  EXPECT_THAT(source_fault("/dev/zero"), HasSubstr("neither a regular file nor a folder"));
+  EXPECT_THAT(source_fault({.paths = {folder.path() / ".hidden"}, .max_bytes = -1}),
+              HasSubstr("-1"));
 }
 
 TEST(TextSource, NamesTheFaultOfABadFile) {
   const TempFolder folder;
   const auto fault = [&](const std::string& name, std::string_view text) {
-    const std::string what = fault_of(folder.write(name, text));
+    const std::string what = source_fault(folder.write(name, text));
     EXPECT_THAT(what, HasSubstr((folder.path() / name).string()));
     EXPECT_EQ(what.find('\n'), std::string::npos) << what;
     return what;
@@ -240,7 +242,7 @@ TEST(TextSource, UnreadableFileStopsOrIsSkipped) {
   folder.write("a", "text");
   fs::permissions(folder.write("b", "secret"), fs::perms::none);
   fs::permissions(folder.write("c/d", "secret").parent_path(), fs::perms::none);
-  EXPECT_THAT(fault_of(folder.path()), HasSubstr("Permission denied"));
+  EXPECT_THAT(source_fault(folder.path()), HasSubstr("Permission denied"));
   TextSource source({.paths = {folder.path()}, .bad_file = BadFile::kSkip});
   EXPECT_THAT(documents_of(source), ElementsAre("text"));
   EXPECT_EQ(source.files_skipped(), 2);

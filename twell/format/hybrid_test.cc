@@ -17,8 +17,8 @@ namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-struct Storage {
-  explicit Storage(const HybridShape& s)
+struct HybridStorage {
+  explicit HybridStorage(const HybridShape& s)
       : row_nnz(size(s.rows), -7),
         tail_slot(size(s.rows), -7),
         index(size(s.rows * s.ell_width), 0xfff),
@@ -55,7 +55,7 @@ std::vector<float> sparse_matrix(const std::vector<int64_t>& nnz, int64_t cols) 
 
 void expect_round_trip(const std::vector<int64_t>& nnz, const HybridShape& shape) {
   const std::vector<float> dense = sparse_matrix(nnz, shape.cols);
-  Storage storage(shape);
+  HybridStorage storage(shape);
   HybridF32& hybrid = storage.view;
   ASSERT_TRUE(pack_hybrid(ConstMatrixF(dense.data(), shape.rows, shape.cols), hybrid));
   int64_t heavy = 0, compact_nnz = 0;
@@ -101,14 +101,14 @@ TEST(Hybrid, ColumnsBeyond65536) {
 
 TEST(Hybrid, RefusesMoreHeavyRowsThanTheTailHolds) {
   const std::vector<float> dense = sparse_matrix({5, 20, 20, 20}, 20);
-  Storage storage({4, 20, 5, 2});
+  HybridStorage storage({4, 20, 5, 2});
   EXPECT_FALSE(pack_hybrid(ConstMatrixF(dense.data(), 4, 20), storage.view));
   EXPECT_EQ(storage.row_nnz, (std::vector<int32_t>{5, 20, 20, 20}));
 }
 
 TEST(Hybrid, KeepsNanAndSubnormalNumbers) {
   const std::vector<float> dense = {0.0f, kNan, -0.0f, 1e-45f, 2.0f};
-  Storage exact({1, 5, 5, 0});
+  HybridStorage exact({1, 5, 5, 0});
   ASSERT_TRUE(pack_hybrid(ConstMatrixF(dense.data(), 1, 5), exact.view));
   EXPECT_EQ(exact.row_nnz[0], 3);
   EXPECT_TRUE(std::isnan(exact.value[0]));

@@ -15,8 +15,8 @@ namespace {
 
 // Owns what a Twell view points to; poisoned, so that unwritten words show.
 template <typename Word>
-struct Storage {
-  explicit Storage(const TwellShape& shape, int64_t spill_slots)
+struct TwellStorage {
+  explicit TwellStorage(const TwellShape& shape, int64_t spill_slots)
       : words(shape.words()), spill(spill_slots * shape.tile), row_nnz(shape.rows) {
     for (Word& word : words.span()) word = static_cast<Word>(0xdeadbeefdeadbeefULL);
     for (auto& value : spill.span()) {
@@ -58,7 +58,7 @@ TYPED_TEST(TwellTest, RoundTripsEveryOccupancy) {
     const int64_t cap = shape.capacity();
     const std::vector<int64_t> counts = {0, cap - 1, cap, cap + 1, 256, std::min<int64_t>(40, cap)};
     std::vector<float> row = row_with_counts(shape, counts);
-    Storage<TypeParam> packed(shape, 2);
+    TwellStorage<TypeParam> packed(shape, 2);
     ASSERT_EQ(twell_pack_reference(ConstMatrixF(row.data(), 1, shape.cols), packed.view), 2);
     int64_t total = 0;
     for (int64_t t = 0; t < shape.tiles(); ++t) {
@@ -79,7 +79,7 @@ TYPED_TEST(TwellTest, LastTilePartlyFilledAndFull) {
   std::vector<float> dense(600, 1.5f);
   std::fill_n(dense.begin(), 300, 0.0f);
   dense[299] = 2.0f;
-  Storage<TypeParam> packed(shape, shape.max_spill_slots());
+  TwellStorage<TypeParam> packed(shape, shape.max_spill_slots());
   twell_pack_reference(ConstMatrixF(dense.data(), 2, 300), packed.view);
   EXPECT_EQ(packed.view.count(0, 1), 1);
   EXPECT_EQ(packed.view.count(1, 1), 44);
@@ -95,7 +95,7 @@ TYPED_TEST(TwellTest, ColumnsBeyond65536) {
     dense[column] = static_cast<float>(column % 128 + 1);
   }
   std::fill_n(dense.begin() + 70000, 600, 3.0f);  // overflow in a tile past column 65,536
-  Storage<TypeParam> packed(shape, 4);
+  TwellStorage<TypeParam> packed(shape, 4);
   twell_pack_reference(ConstMatrixF(dense.data(), 1, shape.cols), packed.view);
   std::vector<float> back(dense.size(), -1.0f);
   twell_unpack_reference(packed.view, MatrixF(back.data(), 1, shape.cols));
@@ -110,7 +110,7 @@ TYPED_TEST(TwellTest, RandomDensities) {
       const float drawn = to_float(to_bf16(normal(2, 0, static_cast<uint64_t>(i))));
       dense[i] = uniform(1, 0, static_cast<uint64_t>(i)) < density ? drawn : 0.0f;
     }
-    Storage<TypeParam> packed(shape, shape.max_spill_slots());
+    TwellStorage<TypeParam> packed(shape, shape.max_spill_slots());
     twell_pack_reference<TypeParam>(dense.matrix(shape.rows, shape.cols), packed.view);
     Buffer<float> back(dense.size());
     twell_unpack_reference(packed.view, back.matrix(shape.rows, shape.cols));
@@ -126,7 +126,7 @@ TYPED_TEST(TwellTest, RefusesWhatDoesNotFit) {
   EXPECT_FALSE(twell_unsupported<TypeParam>({4, 0, 256, 8}).empty());
   TwellShape shape{1, 256, 256, 8};
   std::vector<float> full(256, 1.0f);
-  Storage<TypeParam> packed(shape, 0);
+  TwellStorage<TypeParam> packed(shape, 0);
   EXPECT_THROW(twell_pack_reference(ConstMatrixF(full.data(), 1, 256), packed.view), Error);
 }
 
@@ -137,7 +137,7 @@ TEST(TwellPackedLayout, Fixture) {
   dense[3] = 1.0f;
   dense[255] = -2.5f;
   dense[256] = 0.15625f;
-  Storage<uint32_t> packed(shape, 0);
+  TwellStorage<uint32_t> packed(shape, 0);
   twell_pack_reference(ConstMatrixF(dense.data(), 1, 512), packed.view);
   EXPECT_EQ(packed.words[0], 2u);
   EXPECT_EQ(packed.words[1], 0x3f800003u);
@@ -150,7 +150,7 @@ TEST(TwellWideLayout, Fixture) {
   TwellShape shape{1, 70000, 256, 8};
   std::vector<float> dense(70000, 0.0f);
   dense[69999] = 0.1f;
-  Storage<uint64_t> packed(shape, 0);
+  TwellStorage<uint64_t> packed(shape, 0);
   twell_pack_reference(ConstMatrixF(dense.data(), 1, 70000), packed.view);
   const int64_t at = shape.offset(0, shape.tiles() - 1);
   EXPECT_EQ(packed.words[at], 1u);

@@ -13,8 +13,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 61;
-
 // Computes the active neurons, one dot product at a time.
 Pattern fired(const FfnWeights& weights, ConstMatrixF x) {
   Pattern out{.cols = weights.ffn(), .row_begin = {0}, .column = {}};
@@ -45,8 +43,8 @@ class ActivityProfileTest : public testing::Test {
   ConstMatrixF x() const { return x_.matrix(200, 32); }
 
   Context ctx_{2};
-  std::unique_ptr<Model> model_ = test_model(ctx_, kVocab);
-  std::vector<int32_t> ids_ = random_ids(200, kVocab, 4);
+  std::unique_ptr<Model> model_ = test_model(ctx_, kSmallVocab);
+  std::vector<int32_t> ids_ = random_ids(200, kSmallVocab, 4);
   std::vector<ForwardSequence> sequences_ = {
       {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 48}, {.tokens = 8}};
   Buffer<float> x_{200 * 32};
@@ -57,7 +55,7 @@ class ActivityProfileTest : public testing::Test {
 TEST_F(ActivityProfileTest, CountsWhatFires) {
   const ActivityProfile& profile = profiler_.profile();
   EXPECT_EQ(profile.tokens, 200);
-  std::vector<TokenActivity> by_token(kVocab);
+  std::vector<TokenActivity> by_token(kSmallVocab);
   for (size_t layer = 0; layer < 2; ++layer) {
     const LayerProfile& got = profile.layers[layer];
     std::vector<int64_t> counts(96, 0), at(48, 0);
@@ -85,7 +83,7 @@ TEST_F(ActivityProfileTest, CountsWhatFires) {
     EXPECT_EQ(got.decode.runs[0] + got.decode.runs[1] + got.decode.runs[2], 200);
     EXPECT_EQ(got.prompt.runs[0] + got.prompt.runs[1] + got.prompt.runs[2], 1);
   }
-  for (int32_t id = 0; id < kVocab; ++id) {
+  for (int32_t id = 0; id < kSmallVocab; ++id) {
     EXPECT_EQ(profile.by_token[static_cast<size_t>(id)].seen,
               by_token[static_cast<size_t>(id)].seen);
     EXPECT_EQ(profile.by_token[static_cast<size_t>(id)].nnz, by_token[static_cast<size_t>(id)].nnz);
@@ -124,7 +122,7 @@ TEST_F(ActivityProfileTest, ExtremeTokens) {
 
 TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
   Context ctx(2);
-  const auto model = test_model(ctx, kVocab);
+  const auto model = test_model(ctx, kSmallVocab);
   std::vector<double> speedups;
   for (const uint32_t active : {96u, 8u, 1u}) {
     Pattern fired{.cols = 96, .row_begin = {0}, .column = {}};
@@ -174,12 +172,12 @@ TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
 
 TEST(ActivityProfile, SeesWhatTheEvaluatorRuns) {
   Context ctx(2);
-  const auto model = test_model(ctx, kVocab);
+  const auto model = test_model(ctx, kSmallVocab);
   ScorerCpu scorer(ctx, *model);
   ActivityProfiler profiler(model->config, cpu_costs(ctx, model->config));
   Evaluator evaluator(scorer, {.batch_tokens = 100, .profiler = &profiler});
-  evaluator.add(random_ids(130, kVocab, 9));
-  evaluator.add(random_ids(20, kVocab, 10));
+  evaluator.add(random_ids(130, kSmallVocab, 9));
+  evaluator.add(random_ids(20, kSmallVocab, 10));
   const Evaluation& result = evaluator.finish();
   EXPECT_EQ(profiler.profile().tokens, result.tokens);
   for (size_t layer = 0; layer < 2; ++layer) {
@@ -192,7 +190,7 @@ TEST(ActivityProfile, SeesWhatTheEvaluatorRuns) {
 
 TEST(ActivityProfile, RefusesActivationsWithoutZeros) {
   Context ctx(1);
-  auto model = test_model(ctx, kVocab);
+  auto model = test_model(ctx, kSmallVocab);
   model->config.activation = Activation::kSilu;
   EXPECT_THROW(ActivityProfiler(model->config, cpu_costs(ctx, model->config)), InputError);
 }

@@ -13,8 +13,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
-
 class EvaluateCudaTest : public testing::Test {
  protected:
   void SetUp() override {

@@ -15,8 +15,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 61;
-
 // -log p(ids[i + 1]) given the tokens from `begin` on, one token at a time.
 double token_loss(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t begin,
                   int64_t i) {
@@ -43,8 +41,8 @@ double reference_loss(Context& ctx, const Model& model, const std::vector<int32_
 
 TEST(Evaluate, EqualsTokenByTokenScoring) {
   Context ctx(2);
-  const auto model = test_model(ctx, kVocab);
-  const std::vector<int32_t> ids = random_ids(75, kVocab, 9);
+  const auto model = test_model(ctx, kSmallVocab);
+  const std::vector<int32_t> ids = random_ids(75, kSmallVocab, 9);
   for (const auto& [length, stride] :
        {std::pair<int64_t, int64_t>{48, 48}, {16, 16}, {16, 5}, {1, 1}, {48, 1}}) {
     ScorerCpu scorer(ctx, *model);
@@ -60,15 +58,15 @@ TEST(Evaluate, EqualsTokenByTokenScoring) {
 
 TEST(Evaluate, BatchingAndExecutionDoNotChangeTheResult) {
   Context ctx(2);
-  const auto model = test_model(ctx, kVocab);
+  const auto model = test_model(ctx, kSmallVocab);
   double first = 0.0;
   for (const int64_t batch : {1, 50, 4096}) {
     for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion}) {
       ScorerCpu scorer(ctx, *model, policy);
       Evaluator evaluator(scorer, {.batch_tokens = batch});
-      evaluator.add(random_ids(75, kVocab, 9));
-      evaluator.add(random_ids(3, kVocab, 10));
-      evaluator.add(random_ids(1, kVocab, 10));  // nothing to score
+      evaluator.add(random_ids(75, kSmallVocab, 9));
+      evaluator.add(random_ids(3, kSmallVocab, 10));
+      evaluator.add(random_ids(1, kSmallVocab, 10));  // nothing to score
       const Evaluation& result = evaluator.finish();
       EXPECT_EQ(result.tokens, 76);
       if (first == 0.0) first = result.loss_sum;
@@ -79,9 +77,9 @@ TEST(Evaluate, BatchingAndExecutionDoNotChangeTheResult) {
 
 TEST(Evaluate, DocumentsDoNotSeeEachOther) {
   Context ctx(2);
-  const auto model = test_model(ctx, kVocab);
-  std::vector<int32_t> ids = random_ids(75, kVocab - 1, 9);
-  constexpr int32_t kEnd = kVocab - 1;
+  const auto model = test_model(ctx, kSmallVocab);
+  std::vector<int32_t> ids = random_ids(75, kSmallVocab - 1, 9);
+  constexpr int32_t kEnd = kSmallVocab - 1;
   for (const size_t end : {0, 1, 15, 16, 40, 74}) ids[end] = kEnd;
   for (const int64_t stride : {16, 5}) {
     ScorerCpu scorer(ctx, *model);
@@ -119,7 +117,7 @@ TEST(Evaluate, Figures) {
 
 TEST(Evaluate, RefusesImpossibleWindows) {
   Context ctx(1);
-  const auto model = test_model(ctx, kVocab);
+  const auto model = test_model(ctx, kSmallVocab);
   ScorerCpu scorer(ctx, *model);
   EXPECT_THROW(Evaluator(scorer, {.length = 49}), InputError);
   EXPECT_THROW(Evaluator(scorer, {.length = -1}), InputError);

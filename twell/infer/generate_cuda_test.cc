@@ -19,7 +19,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257, kContext = 2304;
+constexpr int64_t kContext = 2304;
 
 int64_t free_bytes() {
   TWELL_CUDA_CHECK(cudaDeviceSynchronize());

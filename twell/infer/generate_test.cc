@@ -13,8 +13,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
-
 class GenerateTest : public testing::Test {
  protected:
   static std::string prompt(size_t i) {

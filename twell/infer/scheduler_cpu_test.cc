@@ -19,8 +19,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
-
 // What a request's events told.
 struct Heard {
   std::vector<int32_t> ids;

@@ -17,7 +17,7 @@
 namespace twell {
 namespace {
 
-constexpr int32_t kVocab = 256;
+constexpr int32_t kScriptedVocab = 256;
 
 // What follows these tokens. Every 16th seed draws no token at times.
 int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
@@ -26,7 +26,8 @@ int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
   for (const SeenToken& seen : draw.seen) {
     hash = hash * 31 + static_cast<uint64_t>(seen.id * 100 + seen.times);
   }
-  const auto next = static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kVocab));
+  const auto next =
+      static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kScriptedVocab));
   return draw.sampler.seed % 16 == 15 && next % 16 == 0 ? kNoToken : next;
 }
 
@@ -41,7 +42,7 @@ class FakeSession : public Session {
         tables_(static_cast<size_t>(slots)),
         memory_(static_cast<size_t>(blocks * block_tokens), -1),
         prefill_tokens_(prefill_tokens) {
-    config_.vocab_size = kVocab;
+    config_.vocab_size = kScriptedVocab;
     config_.context = capacity;
   }
 
@@ -57,7 +58,8 @@ class FakeSession : public Session {
       fed += std::ssize(prompts[i].ids);
       write(prompts[i].slot, prompts[i].ids);
       for (const int32_t target : prompts[i].targets) {
-        prompts[i].scores->push_back(token_log_probs(logits_, target, prompts[i].top, kVocab));
+        prompts[i].scores->push_back(
+            token_log_probs(logits_, target, prompts[i].top, kScriptedVocab));
       }
       appended(prompts[i].slot, prompts[i].ids);
       next.push_back(next_of(read(prompts[i].slot, length(prompts[i].slot)), draws[i]));
@@ -91,7 +93,9 @@ class FakeSession : public Session {
   }
   int64_t draws_ahead() const override { return ahead_; }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
-  TokenLogProbs drawn_log_probs(int64_t) override { return token_log_probs(logits_, 0, 0, kVocab); }
+  TokenLogProbs drawn_log_probs(int64_t) override {
+    return token_log_probs(logits_, 0, 0, kScriptedVocab);
+  }
   std::vector<ActiveNeurons> active_neurons() const override { return {}; }
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return config_; }
@@ -140,10 +144,10 @@ class FakeSession : public Session {
   std::vector<int32_t> memory_;
   ModelConfig config_;
   int64_t prefill_tokens_;
-  std::vector<float> logits_ = std::vector<float>(kVocab);
+  std::vector<float> logits_ = std::vector<float>(kScriptedVocab);
 };
 
-struct Heard {
+struct TimedEvents {
   std::vector<int32_t> ids;
   std::optional<StopReason> stop;
   Usage usage;
@@ -161,7 +165,7 @@ struct Heard {
 
 class SchedulerTest : public testing::Test {
  protected:
-  GenerationRequest request(std::vector<int32_t> prompt, int64_t max_tokens, Heard& heard,
+  GenerationRequest request(std::vector<int32_t> prompt, int64_t max_tokens, TimedEvents& heard,
                             uint64_t seed = 0) {
     return {
         .prompt = std::move(prompt),
@@ -202,7 +206,8 @@ class SchedulerTest : public testing::Test {
   }
   static std::vector<int32_t> counting(int32_t first, int64_t count) {
     std::vector<int32_t> ids;
-    for (int64_t i = 0; i < count; ++i) ids.push_back((first + static_cast<int32_t>(i)) % kVocab);
+    for (int64_t i = 0; i < count; ++i)
+      ids.push_back((first + static_cast<int32_t>(i)) % kScriptedVocab);
     return ids;
   }
 
@@ -228,14 +233,14 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
                         /*ahead=*/static_cast<int64_t>(seed % 2));
     Scheduler scheduler(session, tokenizer_);
     constexpr size_t kRequests = 80;
-    std::vector<Heard> heard(kRequests);
+    std::vector<TimedEvents> heard(kRequests);
     std::vector<GenerationRequest> asked;
     size_t submitted = 0;
     bool going = true;
     while (submitted < kRequests || going) {
       for (int64_t i = below(4); i > 0 && submitted < kRequests; --i, ++submitted) {
         std::vector<int32_t> prompt = counting(static_cast<int32_t>(below(2)), below(capacity - 1));
-        prompt.push_back(static_cast<int32_t>(below(kVocab)));
+        prompt.push_back(static_cast<int32_t>(below(kScriptedVocab)));
         asked.push_back(request(prompt, 1 + below(30), heard[submitted], submitted));
         if (submitted % 4 == 1) asked.back().stop_tokens = counting(20, 20);
         if (submitted % 8 == 2) asked.back().sampler.presence_penalty = 1.0f;
@@ -290,7 +295,7 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
 TEST_F(SchedulerTest, ComputesAheadOfItsReports) {
   FakeSession session(2, 64, 32, 4, 64, /*ahead=*/1);
   Scheduler scheduler(session, tokenizer_);
-  Heard limited, full, stopped;
+  TimedEvents limited, full, stopped;
   std::vector<GenerationRequest> asked = {request(counting(1, 8), 20, limited),
                                           request(counting(5, 60), 20, full)};
   for (const GenerationRequest& one : asked) scheduler.submit(one);
@@ -318,8 +323,8 @@ TEST_F(SchedulerTest, ComputesAheadOfItsReports) {
 TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {
   FakeSession session(4, 1000, 100, 16, 512);
   Scheduler scheduler(session, tokenizer_, {.prefill_tokens = 32});
-  Heard running[2], big;
-  for (Heard& heard : running) scheduler.submit(request(counting(3, 5), 100, heard));
+  TimedEvents running[2], big;
+  for (TimedEvents& heard : running) scheduler.submit(request(counting(3, 5), 100, heard));
   scheduler.step();
   EXPECT_EQ(session.decoded, 2);
   scheduler.submit(request(counting(7, 500), 3, big));
@@ -336,7 +341,7 @@ TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {
 TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
   FakeSession session(3, 40, 10, 4, 64);
   Scheduler scheduler(session, tokenizer_);
-  Heard oldest, youngest, waiting;
+  TimedEvents oldest, youngest, waiting;
   std::vector<GenerationRequest> asked = {request(counting(1, 8), 30, oldest),
                                           request(counting(100, 8), 16, youngest),
                                           request(counting(200, 8), 2, waiting)};
@@ -363,7 +368,7 @@ TEST_F(SchedulerTest, SharesBeginningsOnlyWhereAsked) {
   Scheduler scheduler(session, tokenizer_);
   std::vector<int64_t> cached;
   for (const bool share : {true, true, false, true}) {
-    Heard heard;
+    TimedEvents heard;
     GenerationRequest asked = request(counting(1, 21), 3, heard);
     asked.share_beginning = share;
     scheduler.submit(asked);
@@ -382,7 +387,7 @@ INSTANTIATE_TEST_SUITE_P(Ahead, SchedulerAheadTest, testing::Values(0, 1));
 TEST_P(SchedulerAheadTest, CancellingTakesEffectWithinAStep) {
   FakeSession session(2, 64, 32, 4, 64, GetParam());
   Scheduler scheduler(session, tokenizer_);
-  Heard heard, other;
+  TimedEvents heard, other;
   GenerationRequest asked = request(counting(1, 4), 50, heard);
   const auto inner = asked.on_event;
   asked.on_event = [&](const GenerationEvent& event) {
@@ -405,15 +410,15 @@ TEST_P(SchedulerAheadTest, AFailureOfTheSessionEndsEveryRequest) {
     SCOPED_TRACE(calls);
     FakeSession session(2, 64, 32, 4, 64, GetParam());
     Scheduler scheduler(session, tokenizer_);
-    Heard heard[4];
-    for (Heard& one : heard) scheduler.submit(request(counting(1, 4), 5, one));
+    TimedEvents heard[4];
+    for (TimedEvents& one : heard) scheduler.submit(request(counting(1, 4), 5, one));
     session.fail_after = calls;
     EXPECT_THROW(while (scheduler.step()){}, Error);
-    for (const Heard& one : heard) EXPECT_EQ(one.ends, 1);
+    for (const TimedEvents& one : heard) EXPECT_EQ(one.ends, 1);
     EXPECT_EQ(heard[3].stop, StopReason::kFailed);
     EXPECT_EQ(scheduler.stats().running + scheduler.stats().waiting, 0);
     EXPECT_EQ(session.cache_use().used, 0);
-    Heard after;
+    TimedEvents after;
     const GenerationRequest again = request(counting(1, 4), 5, after);
     scheduler.submit(again);  // what works again is used again
     while (scheduler.step()) {
@@ -430,15 +435,15 @@ TEST_P(SchedulerAheadTest, NoRequestIsLostWhereverTheSessionFails) {
     FakeSession session(3, 64, 12, 4, 8, GetParam());
     session.fail_show_after = after;
     Scheduler scheduler(session, tokenizer_);
-    Heard heard[5];
-    for (Heard& one : heard) scheduler.submit(request(counting(1, 6), 9, one));
+    TimedEvents heard[5];
+    for (TimedEvents& one : heard) scheduler.submit(request(counting(1, 6), 9, one));
     try {
       while (scheduler.step()) {
       }
     } catch (const Error&) {
       ++failures;
     }
-    for (const Heard& one : heard) EXPECT_EQ(one.ends, 1) << "after " << after;
+    for (const TimedEvents& one : heard) EXPECT_EQ(one.ends, 1) << "after " << after;
     for (int64_t number = 0; number < 5; ++number) scheduler.cancel(number);
     EXPECT_FALSE(scheduler.step());
   }
@@ -451,7 +456,7 @@ TEST_P(SchedulerAheadTest, ThreadsGetTheirOwnAnswers) {
   FakeSession session(5, 60, 30, 4, 16, GetParam());
   Scheduler scheduler(session, tokenizer_, {.max_waiting = 40});
   std::thread engine([&] { scheduler.run(); });
-  std::vector<Heard> heard(kThreads * kEach);
+  std::vector<TimedEvents> heard(kThreads * kEach);
   std::vector<GenerationRequest> asked(heard.size());
   std::atomic<int64_t> refused = 0;
   std::vector<std::thread> threads;

@@ -20,8 +20,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
-
 class SessionCudaTest : public testing::Test {
  protected:
   void SetUp() override {

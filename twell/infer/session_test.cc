@@ -15,8 +15,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 257;
-
 double max_abs(std::span<const float> values) {
   double result = 0.0;
   for (const float value : values) result = std::max(result, std::abs(static_cast<double>(value)));

@@ -14,6 +14,8 @@
 
 namespace twell {
 
+inline constexpr int64_t kVocab = 257, kSmallVocab = 61;
+
 inline std::unique_ptr<Model> test_model(Context& ctx, int64_t vocab_size, uint64_t seed = 1) {
   ModelConfig config;
   config.vocab_size = vocab_size;

@@ -62,9 +62,9 @@ void require_fits(const ModelConfig& config, const Forward& problem) {
 }
 
 // One forward pass; everything except its result is in scratch memory.
-class Pass {
+class ForwardPass {
  public:
-  Pass(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem)
+  ForwardPass(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem)
       : ctx_(ctx),
         config_(model.config),
         weights_(model.stored),
@@ -229,7 +229,7 @@ void forward(Context& ctx, const ModelView& model, ForwardState& state, const Fo
   if (const int64_t positions = positions_used(problem); positions > state.rope.max_positions) {
     state.rope = rope_table(model.config, positions);
   }
-  Pass(ctx, model, state, problem).run();
+  ForwardPass(ctx, model, state, problem).run();
 }
 
 void logits(Context& ctx, const ModelView& model, ConstMatrixF hidden, MatrixF out) {

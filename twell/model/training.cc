@@ -19,10 +19,10 @@ namespace {
 
 // Forward and backward of one micro-batch. Each backward function mirrors the forward function of
 // the same name in reverse order.
-class Pass {
+class TrainingPass {
  public:
-  Pass(Context& ctx, const Model& model, const TrainingBatch& batch,
-       TrainingState::Activations& activations, float* d_flat)
+  TrainingPass(Context& ctx, const Model& model, const TrainingBatch& batch,
+               TrainingState::Activations& activations, float* d_flat)
       : ctx_(ctx),
         config_(model.config),
         weights_(model.weights),
@@ -294,7 +294,7 @@ TrainingResult forward_backward(Context& ctx, const Model& model, const Training
   check_batch(model.config, batch, state.activations().shape);
   TWELL_CHECK(std::ssize(d_flat) == model.config.parameter_count(),
               "{} gradients for {} parameters", d_flat.size(), model.config.parameter_count());
-  return Pass(ctx, model, batch, state.activations(), d_flat.data()).run();
+  return TrainingPass(ctx, model, batch, state.activations(), d_flat.data()).run();
 }
 
 }  // namespace twell

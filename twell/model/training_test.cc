@@ -168,10 +168,10 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 // The results of one call, as bits.
-struct Outcome {
+struct TrainingOutcome {
   double loss_sum;
   std::vector<float> grad;
-  bool operator==(const Outcome& other) const {
+  bool operator==(const TrainingOutcome& other) const {
     return loss_sum == other.loss_sum &&
            std::memcmp(grad.data(), other.grad.data(), grad.size() * sizeof(float)) == 0;
   }
@@ -179,8 +179,8 @@ struct Outcome {
 
 class TrainingTest : public ::testing::Test {
  protected:
-  Outcome run(Context& ctx, TrainingState& state, const TrainingBatch& batch) const {
-    Outcome out;
+  TrainingOutcome run(Context& ctx, TrainingState& state, const TrainingBatch& batch) const {
+    TrainingOutcome out;
     out.grad.resize(static_cast<size_t>(config_.parameter_count()));
     out.loss_sum = forward_backward(ctx, model_, batch, state, out.grad).loss_sum;
     return out;
@@ -196,7 +196,7 @@ TEST_F(TrainingTest, RepeatsBitForBitWhateverTheMemoryHeld) {
   Context ctx(2);
   TrainingState state(config_, shape_);
   const TrainingBatch batch = whole_step(data_);
-  const Outcome first = run(ctx, state, batch);
+  const TrainingOutcome first = run(ctx, state, batch);
   EXPECT_TRUE(first == run(ctx, state, batch));
   std::fill_n(state.activations().memory.data(), state.activations().memory.size(),
               std::numeric_limits<float>::quiet_NaN());
@@ -206,7 +206,7 @@ TEST_F(TrainingTest, RepeatsBitForBitWhateverTheMemoryHeld) {
 TEST_F(TrainingTest, MicroBatchesAddUpToTheStep) {
   Context ctx(2);
   TrainingState whole_state(config_, shape_);
-  const Outcome whole = run(ctx, whole_state, whole_step(data_));
+  const TrainingOutcome whole = run(ctx, whole_state, whole_step(data_));
 
   const size_t half = data_.inputs.size() / 2;
   TrainingState state(config_, {2, 9});
@@ -229,9 +229,9 @@ TEST_F(TrainingTest, ADocumentIsAsItIsByItself) {
   const std::vector<int64_t> documents = {9, 1, 8, 4, 4, 1, 2, 2, 2, 2, 1};
   TrainingState state(config_, shape_);
   TrainingBatch batch = whole_step(data_);
-  const Outcome unmasked = run(ctx, state, batch);
+  const TrainingOutcome unmasked = run(ctx, state, batch);
   batch.documents = documents;
-  const Outcome masked = run(ctx, state, batch);
+  const TrainingOutcome masked = run(ctx, state, batch);
   EXPECT_TRUE(masked == run(ctx, state, batch));
 
   std::vector<float> grad(masked.grad.size());

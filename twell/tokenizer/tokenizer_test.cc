@@ -229,11 +229,11 @@ TEST(Tokenizer, DropsBytesThatTheVocabularyLacks) {
 TEST(Tokenizer, HashChangesWithWhatChangesIds) {
   std::set<std::string> hashes;
   const auto add = [&](const std::string& from, const std::string& to) {
-    std::string json = read_file(kGolden / "qwen2.json");
-    const size_t place = json.find(from);
+    std::string text = read_file(kGolden / "qwen2.json");
+    const size_t place = text.find(from);
     ASSERT_NE(place, std::string::npos) << from;
-    json.replace(place, from.size(), to);
-    hashes.insert(Tokenizer::parse(json, "changed").hash());
+    text.replace(place, from.size(), to);
+    hashes.insert(Tokenizer::parse(text, "changed").hash());
   };
   add("{", "{");
   add(R"("ignore_merges":false)", R"("ignore_merges":true)");

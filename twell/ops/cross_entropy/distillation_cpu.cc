@@ -11,7 +11,7 @@ namespace twell {
 namespace {
 
 // A chunk has two matrices of logits, at most 32 MiB together, but enough tokens for a GEMM.
-int64_t chunk_tokens(int64_t tokens, int64_t vocab) {
+int64_t pair_chunk_tokens(int64_t tokens, int64_t vocab) {
   constexpr int64_t kMaxLogits = (int64_t{16} << 20) / static_cast<int64_t>(sizeof(float));
   constexpr int64_t kMinTokens = 128;
   return std::min(tokens, std::max(kMinTokens, kMaxLogits / vocab));
@@ -77,7 +77,7 @@ DistillationResult distill(Context& ctx, const Distillation& problem) {
   Arena::Scope scope(ctx.scratch());
   const int64_t tokens = problem.x.rows, vocab = problem.weight.rows;
   RowLoss* const losses = scope.alloc<RowLoss>(tokens);
-  const int64_t step = chunk_tokens(tokens, vocab);
+  const int64_t step = pair_chunk_tokens(tokens, vocab);
   const MatrixF model_buffer = scope.matrix<float>(step, vocab);
   const MatrixF teacher_buffer = scope.matrix<float>(step, vocab);
   for (int64_t begin = 0; begin < tokens; begin += step) {

@@ -14,7 +14,7 @@ namespace twell {
 namespace {
 
 constexpr int64_t kTokens = 131, kWidth = 24, kVocab = 37;  // two chunks
-constexpr double kEps = 0x1p-23;
+constexpr double kEpsilon = 0x1p-23;
 
 struct Problem {
   TestMatrix x = TestMatrix::random(kTokens, kWidth, 1),
@@ -89,7 +89,7 @@ TEST(Distillation, LossesAndGradientsAreThoseOfTheFormula) {
       }
     }
     // A logit's error is eps times the sum of its terms' sizes, about 20 here; so is e^logit's.
-    const double tolerance = 20.0 * kEps * std::sqrt(kVocab);
+    const double tolerance = 20.0 * kEpsilon * std::sqrt(kVocab);
     EXPECT_EQ(result.tokens, tokens);
     EXPECT_NEAR(result.ce_sum, ce, tolerance * ce);
     EXPECT_NEAR(result.kl_sum, kl, tolerance * (ce + kl));
@@ -125,7 +125,7 @@ TEST(Distillation, WithoutAShareItIsTheCrossEntropy) {
   EXPECT_NEAR(result.ce_sum, cross_entropy(ctx, ce).loss_sum, 1e-5 * result.ce_sum);
   EXPECT_NEAR(result.kl_sum, 0.0, 1e-5 * result.ce_sum) << "a teacher that is the model itself";
   for (int64_t i = 0; i < kTokens * kWidth; ++i) {
-    ASSERT_NEAR(d_x.data()[i], expected.data()[i], 64 * kEps);
+    ASSERT_NEAR(d_x.data()[i], expected.data()[i], 64 * kEpsilon);
   }
 }
 

@@ -19,7 +19,7 @@ constexpr double kTileUnionRow = 25.0;
 
 // A sparse cost must be below this share of the dense cost: a machine on which the constants are
 // off by a fifth still loses nothing against dense.
-constexpr double kSparseShare = 0.8;
+constexpr double kCpuSparseShare = 0.8;
 
 }  // namespace
 
@@ -38,11 +38,12 @@ bool surely_dense(const FfnWork& work) {
   // At best all tokens have the same neurons.
   FfnWork best = work;
   best.union_size = work.nnz / std::max<int64_t>(work.tokens, 1);
-  return kSparseShare * dense_cost(best) <= std::min(row_fused_cost(best), tile_union_cost(best));
+  return kCpuSparseShare * dense_cost(best) <=
+         std::min(row_fused_cost(best), tile_union_cost(best));
 }
 
 FfnExecution cheapest_execution(const FfnWork& work) {
-  const double dense = kSparseShare * dense_cost(work);
+  const double dense = kCpuSparseShare * dense_cost(work);
   const double row_fused = row_fused_cost(work);
   const double tile_union = tile_union_cost(work);
   if (dense <= std::min(row_fused, tile_union)) return FfnExecution::kDense;

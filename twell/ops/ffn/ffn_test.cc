@@ -11,6 +11,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/base/test_matrix.h"
 
 namespace twell {
 namespace {

@@ -9,12 +9,11 @@
 #include <vector>
 
 #include "twell/base/rng.h"
+#include "twell/base/test_matrix.h"
 #include "twell/ops/ffn/gate_pack_simd.h"
 
 namespace twell {
 namespace {
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // TwELL storage that outlives a scope; poisoned.
 struct Storage {

@@ -69,7 +69,7 @@ void parallel_over_rows(Context& ctx, const Csr& pairs, const Fn& fn) {
 
 // Pairs whose up and down rows are processed together: few enough that their weight rows stay in
 // the L2 cache until the second use, and that pointers fit on the stack.
-constexpr int64_t kBlock = 16;
+constexpr int64_t kPairBlock = 16;
 
 // Pairs [begin, end) of one row of the gate.
 struct PairRange {
@@ -81,13 +81,13 @@ struct PairRange {
 // h[i] = gate of pair i * <x, w_up of its neuron>
 void up(const SparseUpDown& problem, const PairRange& range, const float* x, float* h) {
   const auto& [pairs, begin, end] = range;
-  for (int64_t i = begin; i < end; i += kBlock) {
-    const int64_t count = std::min(kBlock, end - i);
+  for (int64_t i = begin; i < end; i += kPairBlock) {
+    const int64_t count = std::min(kPairBlock, end - i);
     float* sums = h + (i - begin);
     std::fill_n(sums, count, 0.0f);
     for (int64_t first = 0; first < problem.w_up.cols; first += kColumnBlock) {
       const int64_t d = std::min(kColumnBlock, problem.w_up.cols - first);
-      const void* rows[kBlock];
+      const void* rows[kPairBlock];
       for (int64_t j = 0; j < count; ++j) rows[j] = problem.w_up.at(pairs.column[i + j], first);
       // Prefetch the same rows' next block if it is as wide, else the rows of down.
       const bool more = first + 2 * d <= problem.w_up.cols;
@@ -108,9 +108,9 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
 void down(const SparseUpDown& problem, const PairRange& range, const float* h, float* y,
           int64_t first, int64_t d) {
   const auto& [pairs, begin, end] = range;
-  for (int64_t i = begin; i < end; i += kBlock) {
-    const int64_t count = std::min(kBlock, end - i);
-    const void* rows[kBlock];
+  for (int64_t i = begin; i < end; i += kPairBlock) {
+    const int64_t count = std::min(kPairBlock, end - i);
+    const void* rows[kPairBlock];
     for (int64_t j = 0; j < count; ++j) {
       rows[j] = problem.w_down.at(pairs.column[i + j], first);
     }
@@ -130,9 +130,9 @@ void run_tokens(const SparseUpDown& problem, const Csr& pairs, int64_t begin, in
     float* y = problem.y.row(row);
     std::fill_n(y, d, 0.0f);
     const int64_t last = pairs.row_begin[row + 1];
-    for (int64_t i = pairs.row_begin[row]; i < last; i += kBlock) {
-      const PairRange block{pairs, i, std::min(i + kBlock, last)};
-      float h[kBlock];
+    for (int64_t i = pairs.row_begin[row]; i < last; i += kPairBlock) {
+      const PairRange block{pairs, i, std::min(i + kPairBlock, last)};
+      float h[kPairBlock];
       if (!problem.w_up.empty()) {
         up(problem, block, problem.x.row(row), h);
       } else {
@@ -150,7 +150,7 @@ void run_pairs(Context& ctx, const SparseUpDown& problem, const Csr& pairs) {
   const float* h = pairs.value;
   if (!problem.w_up.empty()) {
     float* products = scope.alloc<float>(pairs.nnz());
-    ctx.parallel_for(pairs.nnz(), kBlock, [&](int64_t begin, int64_t end, int) {
+    ctx.parallel_for(pairs.nnz(), kPairBlock, [&](int64_t begin, int64_t end, int) {
       const int64_t* after = std::upper_bound(pairs.row_begin, pairs.row_begin + pairs.rows, begin);
       for (int64_t row = after - pairs.row_begin - 1; begin < end; ++row) {
         const int64_t last = std::min(end, pairs.row_begin[row + 1]);

@@ -10,14 +10,13 @@
 #include <vector>
 
 #include "twell/base/rng.h"
+#include "twell/base/test_matrix.h"
 #include "twell/format/twell.h"
 
 namespace twell {
 namespace {
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-Buffer<float> random_matrix(int64_t rows, int64_t cols, uint64_t seed) {
+Buffer<float> normal_values(int64_t rows, int64_t cols, uint64_t seed) {
   Buffer<float> out(rows * cols);
   for (int64_t i = 0; i < out.size(); ++i) out[i] = normal(seed, 0, static_cast<uint64_t>(i));
   return out;
@@ -35,9 +34,9 @@ class Problem {
  public:
   explicit Problem(const Case& c)
       : c_(c),
-        x_(random_matrix(c.m, c.d, 1)),
-        w_up_(random_matrix(c.f, c.d, 2)),
-        w_down_(random_matrix(c.f, c.d, 3)),
+        x_(normal_values(c.m, c.d, 1)),
+        w_up_(normal_values(c.f, c.d, 2)),
+        w_down_(normal_values(c.f, c.d, 3)),
         gate_(c.m * c.f),
         shape_{c.m, c.f, 64, 8},
         words_(shape_.words()),
@@ -119,7 +118,7 @@ class Problem {
   Context ctx_{2};
 };
 
-bool same_bits(const Buffer<float>& a, const Buffer<float>& b) {
+bool equal_bits(const Buffer<float>& a, const Buffer<float>& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.size()) * sizeof(float)) == 0;
 }
 
@@ -139,8 +138,8 @@ TEST(SparseUpDown, BothOrdersAreCorrectAndAgreeBitForBit) {
     const Buffer<float> y = problem.run(row_fused_up_down, 1);
     problem.expect_correct(y);
     for (const int threads : {1, 2, 3, 7}) {
-      EXPECT_TRUE(same_bits(y, problem.run(row_fused_up_down, threads))) << threads;
-      EXPECT_TRUE(same_bits(y, problem.run(tile_union_up_down, threads))) << threads;
+      EXPECT_TRUE(equal_bits(y, problem.run(row_fused_up_down, threads))) << threads;
+      EXPECT_TRUE(equal_bits(y, problem.run(tile_union_up_down, threads))) << threads;
     }
   }
 }

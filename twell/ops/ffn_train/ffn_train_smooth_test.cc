@@ -52,10 +52,10 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-struct Problem {
+struct SmoothProblem {
   static constexpr int64_t kTokens = 600, kWidth = 24, kFfn = 40;  // two chunks of tokens
 
-  explicit Problem(bool gated_in, BlendedActivation f_in) : gated(gated_in), f(f_in) {
+  explicit SmoothProblem(bool gated_in, BlendedActivation f_in) : gated(gated_in), f(f_in) {
     for (int64_t i = 0; i < kTokens * kWidth; ++i) x.data()[i] *= 2.0f;
   }
   FfnWeights weights() const {
@@ -78,11 +78,11 @@ struct Expected {
   int64_t nnz = 0, faint = 0;  // faint: of those, too small for float to hold for certain
 };
 
-Expected reference(const Problem& p) {
+Expected reference(const SmoothProblem& p) {
   const Rows x = rows_of(p.x), d_y = rows_of(p.d_y), w_up = rows_of(p.w_up),
              w_down = rows_of(p.w_down), firing = p.gated ? rows_of(p.w_gate) : w_up;
-  const Rows tokens(x.size(), std::vector<double>(Problem::kWidth));
-  const Rows neurons(w_up.size(), std::vector<double>(Problem::kWidth));
+  const Rows tokens(x.size(), std::vector<double>(SmoothProblem::kWidth));
+  const Rows neurons(w_up.size(), std::vector<double>(SmoothProblem::kWidth));
   Expected e{tokens, tokens, neurons, neurons, neurons};
   Rows& d_firing = p.gated ? e.d_gate : e.d_up;
   for (size_t m = 0; m < x.size(); ++m) {
@@ -118,7 +118,8 @@ void expect_near(const TestMatrix& actual, const Rows& expected, const char* nam
       total += expected[r][c] * expected[r][c];
     }
   }
-  const double tolerance = 0x1p-23 * (std::sqrt(Problem::kTokens) + std::sqrt(Problem::kFfn));
+  const double tolerance =
+      0x1p-23 * (std::sqrt(SmoothProblem::kTokens) + std::sqrt(SmoothProblem::kFfn));
   EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(total)) << name;
 }
 
@@ -128,15 +129,16 @@ class FfnTrainSmooth : public ::testing::TestWithParam<std::tuple<Activation, fl
 
 TEST_P(FfnTrainSmooth, MatchesTheDoubleProgramWhateverThePolicy) {
   const auto& [kind, share, gated] = GetParam();
-  const Problem p(gated, {kind, share});
+  const SmoothProblem p(gated, {kind, share});
   const Expected e = reference(p);
   for (const FfnTrainPolicy policy : {FfnTrainPolicy::kAuto, FfnTrainPolicy::kHybrid}) {
     Context ctx(2);
-    FfnSaved saved(Problem::kTokens, Problem::kFfn, gated);
-    TestMatrix y(Problem::kTokens, Problem::kWidth), d_x(Problem::kTokens, Problem::kWidth);
-    TestMatrix d_gate(Problem::kFfn, Problem::kWidth), d_up = d_gate, d_down = d_gate;
+    FfnSaved saved(SmoothProblem::kTokens, SmoothProblem::kFfn, gated);
+    TestMatrix y(SmoothProblem::kTokens, SmoothProblem::kWidth),
+        d_x(SmoothProblem::kTokens, SmoothProblem::kWidth);
+    TestMatrix d_gate(SmoothProblem::kFfn, SmoothProblem::kWidth), d_up = d_gate, d_down = d_gate;
     for (TestMatrix* d : {&d_gate, &d_up, &d_down}) zero(*d);
-    std::vector<uint8_t> active(Problem::kFfn);
+    std::vector<uint8_t> active(SmoothProblem::kFfn);
     const FfnTrainStats stats = ffn_train_forward(ctx,
                                                   {.weights = p.weights(),
                                                    .x = p.x.view(),
@@ -162,15 +164,15 @@ TEST_P(FfnTrainSmooth, MatchesTheDoubleProgramWhateverThePolicy) {
     EXPECT_NEAR(stats.l1_sum, e.l1_sum, 1e-5 * e.l1_sum);
     EXPECT_LE(stats.nnz, e.nnz + e.faint);
     EXPECT_GE(stats.nnz, e.nnz - e.faint);
-    EXPECT_EQ(active, std::vector<uint8_t>(Problem::kFfn, 1));
+    EXPECT_EQ(active, std::vector<uint8_t>(SmoothProblem::kFfn, 1));
   }
 }
 
 TEST(FfnTrainSmooth, AWholeReluShareIsTheReluLayer) {
-  const Problem relu(true, {}), blend(true, {Activation::kSilu, 1.0f});
+  const SmoothProblem relu(true, {}), blend(true, {Activation::kSilu, 1.0f});
   Context ctx(2);
-  TestMatrix expected(Problem::kTokens, Problem::kWidth), y = expected;
-  FfnSaved saved(Problem::kTokens, Problem::kFfn, true);
+  TestMatrix expected(SmoothProblem::kTokens, SmoothProblem::kWidth), y = expected;
+  FfnSaved saved(SmoothProblem::kTokens, SmoothProblem::kFfn, true);
   ffn_train_forward(ctx, {.weights = relu.weights(), .x = relu.x.view(), .y = expected.view()},
                     saved);
   ffn_train_forward(ctx, {.weights = blend.weights(), .x = relu.x.view(), .y = y.view()}, saved);
