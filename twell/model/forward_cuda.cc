@@ -211,6 +211,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
+  find_sparse_layers();
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
   if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
 }
@@ -425,6 +426,18 @@ GpuBatch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
           .most_keys = staged_.max_kv_len,
           .kv_segments = staged_.kv_segments,
           .one_kernel = one_kernel};
+}
+
+void ForwardCuda::find_sparse_layers() {
+  if (plans_revision_ == ffn_plans_.revision()) return;
+  plans_revision_ = ffn_plans_.revision();
+  int64_t sparse = 0;
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    const GpuFfnCall call{.tokens = kBatchTokens, .policy = ffn_plans_[layer].plan.policy};
+    const GpuFfnChoice choice = choose_gpu_ffn(layers_.ffn, call, ffn_plans_[layer].activity);
+    sparse += choice.execution != FfnExecution::kDense;
+  }
+  layers_.sparse = 2 * sparse > config_.layers;
 }
 
 GpuLayersPath ForwardCuda::path() const {

@@ -102,6 +102,8 @@ class ForwardCuda {
     KvCacheCuda* cache = nullptr;
   };
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
+  // Sets layers_.sparse where the plans have been updated since.
+  void find_sparse_layers();
   // The alternatives of GpuLayersPath: the first two run one layer, the third all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
@@ -128,6 +130,7 @@ class ForwardCuda {
   DecodeWorkspaceShape decode_shape_;
   DeviceBuffer<uint8_t> decode_memory_;  // of a DecodeWorkspace
   GpuLayers layers_;
+  int64_t plans_revision_ = -1;           // of which layers_.sparse is; -1: not set yet
   DeviceBuffer<uint8_t> screen_rows_;     // [L, F, screen_row_bytes(D)]; empty: no screens
   DeviceBuffer<float> screen_errors_;     // [L, F]
   DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]

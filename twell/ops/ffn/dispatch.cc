@@ -531,9 +531,9 @@ int64_t gpu_one_kernel_tokens(const GpuLayers& layers, int64_t layer_count, int6
   return suits ? most : 0;
 }
 
-// The most sequences that one kernel of all layers decodes faster than a few kernels per layer do:
-// 2b with eight takes 52 us a layer dense and 38 sparse by these, 54 and 48 by one.
-constexpr int64_t kOneKernelPays = 4;
+// The most sequences that one kernel of all layers decodes faster than a few kernels per layer do.
+// 2b with four makes 2,215 tokens/s dense and 2,703 sparse by one, 2,071 and 2,816 by these.
+int64_t one_kernel_pays(bool sparse) { return sparse ? 3 : 4; }
 
 GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) {
   if (batch.observed || !batch.cached) return GpuLayersPath::kSingleOps;
@@ -550,7 +550,7 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) 
     const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
     const bool one_segment =
         pieces * std::min(batch.most_keys, layers.segment_keys) <= layers.segment_keys;
-    const bool pays = one_segment && (batch.tokens <= kOneKernelPays || !few);
+    const bool pays = one_segment && (batch.tokens <= one_kernel_pays(layers.sparse) || !few);
     if (pays || batch.one_kernel) return GpuLayersPath::kOneKernel;
   }
   return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;

@@ -140,6 +140,7 @@ struct GpuLayers {
   int64_t window = 0;             // sliding window of some layer; 0: no layer has one
   int64_t row_tokens = 8;         // like GpuFfnLayer::row_tokens, of the wider of D and heads * hd
   int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
+  bool sparse = false;            // most layers decode a few sequences with a sparse execution
   int64_t segment_keys = 512;     // keys a CTA of that kernel attends to at a time
 };
 

@@ -505,6 +505,11 @@ TEST(GpuLayersPaths, Decoding) {
     layers.row_tokens = tokens - 1;
     EXPECT_EQ(choose_gpu_layers(layers, decode(tokens, 10)), GpuLayersPath::kOneKernel);
   }
+  // Where layers are sparse, one kernel pays up to three sequences.
+  GpuLayers sparse = llama(8);
+  sparse.sparse = true;
+  EXPECT_EQ(choose_gpu_layers(sparse, decode(3, 10)), GpuLayersPath::kOneKernel);
+  EXPECT_EQ(choose_gpu_layers(sparse, decode(4, 10)), GpuLayersPath::kFewKernels);
   // 32 heads over 132 SMs: four segments of 512 keys each.
   EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2048)), GpuLayersPath::kOneKernel);
   EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2049)), GpuLayersPath::kFewKernels);
