@@ -35,7 +35,7 @@ class ActivateMultiplyTest : public testing::TestWithParam<Activation> {};
 TEST_P(ActivateMultiplyTest, EqualsReference) {
   TWELL_SKIP_WITHOUT_GPU();
   const CudaStream stream;
-  for (const int64_t tokens : {1, 127, 129}) {
+  for (const int64_t tokens : {1, 127, 129, 1100}) {  // 1,100: up to three of a CTA
     constexpr int64_t kFfn = 2088;  // more than one piece per thread, and not a multiple
     auto g = random_bf16(tokens * kFfn, 1, 3.0f);
     const auto u = random_bf16(tokens * kFfn, 2);
@@ -60,7 +60,7 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
       stream.synchronize();
       const auto got = to_floats(download(h));
       const auto nnz = download(row_nnz);
-      unsigned long long total = 0;
+      unsigned long long total = 0, most = 0;
       for (int64_t m = 0; m < tokens; ++m) {
         // Where f is this small, exponentials may leave the range of f32 slightly earlier or later.
         int32_t at_least = 0, at_most = 0;
@@ -76,10 +76,12 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
         EXPECT_GE(nnz[static_cast<size_t>(m)], at_least);
         EXPECT_LE(nnz[static_cast<size_t>(m)], at_most);
         total += static_cast<unsigned long long>(nnz[static_cast<size_t>(m)]);
+        most = std::max(most, static_cast<unsigned long long>(nnz[static_cast<size_t>(m)]));
       }
       const ActivityCuda sums = download(counts)[0];
       EXPECT_EQ(sums.tokens, static_cast<unsigned long long>(tokens));
       EXPECT_EQ(sums.nnz, total);
+      EXPECT_EQ(sums.max_row_nnz, most);
     }
   }
 }

@@ -17,29 +17,44 @@ namespace twell {
 
 namespace {
 
-// In a gated layer counting is free, as part of the multiplication. Without a gate it is a pass of
-// its own over a sample of the tokens.
+// In a gated layer counting is a part of the multiplication. Without a gate it is a pass of its own
+// over a sample of the tokens.
 constexpr int64_t kSampleStride = 16;
 constexpr int kThreads = 256;
+// CTAs of the multiplication, four per SM of an H200: enough to use the memory, and few atomic
+// additions to the sums, which as one per token took as long as the pass itself.
+constexpr int64_t kMostCtas = 528;
 
-// Adds up the counts of a CTA's threads for one token. Either output may be null. All threads call
-// it.
-__device__ void count_active(int count, int64_t row, int32_t* row_nnz, ActivityCuda* counts) {
-  if (row_nnz == nullptr && counts == nullptr) return;
-  __shared__ int total;
-  if (threadIdx.x == 0) total = 0;
-  __syncthreads();
-  count = __reduce_add_sync(~0u, count);
-  if (threadIdx.x % 32 == 0) atomicAdd(&total, count);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  if (row_nnz != nullptr) row_nnz[row] = total;
-  if (counts != nullptr) {
-    atomicAdd(&counts->tokens, 1ull);
-    atomicAdd(&counts->nnz, static_cast<unsigned long long>(total));
-    atomicMax(&counts->max_row_nnz, static_cast<unsigned long long>(total));
+// Counts active neurons of the tokens of one CTA.
+class ActiveCounter {
+ public:
+  // Adds one token's counts of all threads of the CTA, which all call it.
+  __device__ void add(int count, int64_t row, int32_t* row_nnz) {
+    // Alternating rows, so that threads of the next token do not overwrite what is being read.
+    __shared__ int of_warp[2][kThreads / 32];
+    int* const counts = of_warp[tokens_ % 2];
+    ++tokens_;
+    count = __reduce_add_sync(~0u, count);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    int total = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) total += counts[warp];
+    if (row_nnz != nullptr) row_nnz[row] = total;
+    nnz_ += static_cast<unsigned long long>(total);
+    most_ = max(most_, static_cast<unsigned long long>(total));
   }
-}
+  __device__ void store(ActivityCuda* counts) const {
+    if (counts == nullptr || threadIdx.x != 0) return;
+    atomicAdd(&counts->tokens, tokens_);
+    atomicAdd(&counts->nnz, nnz_);
+    atomicMax(&counts->max_row_nnz, most_);
+  }
+
+ private:
+  unsigned long long tokens_ = 0;
+  unsigned long long nnz_ = 0, most_ = 0;  // thread 0's
+};
 
 template <Activation kActivation>
 __device__ float activate(float x) {
@@ -54,42 +69,46 @@ __device__ float activate(float x) {
   return x / (1.0f + expf(-1.702f * x));  // quick GELU
 }
 
-// One CTA per token.
+// CTAs take tokens in turn.
 template <Activation kActivation>
 __global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMultiply p) {
   const int pieces = static_cast<int>(p.ffn / 8);
-  const int64_t row = int64_t{blockIdx.x} * p.stride;
-  int count = 0;
+  const bool counted = p.row_nnz != nullptr || p.counts != nullptr;
+  ActiveCounter counter;
+  for (int64_t row = blockIdx.x * p.stride; row < p.tokens; row += gridDim.x * p.stride) {
+    int count = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < pieces; i += kThreads) {
-    const int64_t at = row * pieces + i;
-    const uint4 g = reinterpret_cast<const uint4*>(p.g)[at];
-    const uint4 u = p.u != nullptr ? reinterpret_cast<const uint4*>(p.u)[at] : uint4{};
-    uint4 h;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      const int64_t at = row * pieces + i;
+      const uint4 g = reinterpret_cast<const uint4*>(p.g)[at];
+      const uint4 u = p.u != nullptr ? reinterpret_cast<const uint4*>(p.u)[at] : uint4{};
+      uint4 h;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&g)[k]);
-      float2 f = {activate<kActivation>(x.x), activate<kActivation>(x.y)};
-      if constexpr (kActivation == Activation::kRelu2) {
-        count += !(x.x <= 0.0f) + !(x.y <= 0.0f);  // the square may underflow
-      } else {
-        count += (f.x != 0.0f) + (f.y != 0.0f);
+      for (int k = 0; k < 4; ++k) {
+        const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&g)[k]);
+        float2 f = {activate<kActivation>(x.x), activate<kActivation>(x.y)};
+        if constexpr (kActivation == Activation::kRelu2) {
+          count += !(x.x <= 0.0f) + !(x.y <= 0.0f);  // the square may underflow
+        } else {
+          count += (f.x != 0.0f) + (f.y != 0.0f);
+        }
+        if (p.u != nullptr) {
+          const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
+          f = {f.x * factor.x, f.y * factor.y};
+        }
+        reinterpret_cast<__nv_bfloat162*>(&h)[k] = __floats2bfloat162_rn(f.x, f.y);
       }
-      if (p.u != nullptr) {
-        const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
-        f = {f.x * factor.x, f.y * factor.y};
-      }
-      reinterpret_cast<__nv_bfloat162*>(&h)[k] = __floats2bfloat162_rn(f.x, f.y);
+      if (p.h != nullptr) reinterpret_cast<uint4*>(p.h)[at] = h;
     }
-    if (p.h != nullptr) reinterpret_cast<uint4*>(p.h)[at] = h;
+    if (counted) counter.add(count, row, p.row_nnz);
   }
-  count_active(count, row, p.row_nnz, p.counts);
+  counter.store(p.counts);
 }
 
 template <Activation kActivation>
 cudaError_t launch(const ActivateMultiply& p, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>((p.tokens + p.stride - 1) / p.stride);
-  activate_multiply_kernel<kActivation><<<rows, kThreads, 0, stream>>>(p);
+  const auto ctas = static_cast<unsigned>(std::min(ceil_div(p.tokens, p.stride), kMostCtas));
+  activate_multiply_kernel<kActivation><<<ctas, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
