@@ -138,13 +138,19 @@ function(twell_room_tests room files)
 endfunction()
 
 # Kernels in *_sm90.cu require sm_90a instructions. Other *.cu files run on sm_80 and later, with
-# extra code for sm_90, which supports programmatic dependent launch.
+# extra code for sm_90, which supports programmatic dependent launch. The preset dev has no machine
+# code for sm_80 (TWELL_SM80_CODE), which is a third of the time to compile some of them; a GPU of
+# that generation then compiles their PTX when the program starts.
 function(twell_cuda_architectures)
+  set(sm_80 [sm_80,compute_80])
+  if(NOT TWELL_SM80_CODE)
+    set(sm_80 compute_80)
+  endif()
   foreach(file ${ARGN})
     if(file MATCHES "_sm90\\.cu$")
       set(options "-gencode=arch=compute_90a,code=sm_90a")
     elseif(file MATCHES "\\.cu$")
-      set(options "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+      set(options "-gencode=arch=compute_80,code=${sm_80}"
                   "-gencode=arch=compute_90,code=sm_90")
     else()
       continue()
