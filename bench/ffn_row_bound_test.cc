@@ -104,7 +104,8 @@ std::vector<BF16> compute(const FfnRow& row, const Way& way) {
 }
 
 TEST(FfnRowBound, HoldsForEveryWayToCompute) {
-  double worst = 0.0;
+  double worst = 0.0, furthest = 0.0, sum = 0.0;
+  int rows = 0;
   for (uint64_t seed = 0; seed < 30; ++seed) {
     const int64_t width = 8 + static_cast<int64_t>(seed) * 7 % 200;
     const Layer layer(width, 64 + static_cast<int64_t>(seed % 3) * 100,
@@ -115,13 +116,41 @@ TEST(FfnRowBound, HoldsForEveryWayToCompute) {
       EXPECT_LE(bound.least_active, bound.most_active);
       for (const Way& way : {Way{}, Way{.lanes = 16, .rounds_n = true, .rounds_u = true},
                              Way{.lanes = 5, .rounds_u = true, .rounds_product = true}}) {
-        const double ratio = bound.worst(compute(row, way).data());
+        const std::vector<BF16> y = compute(row, way);
+        const double ratio = bound.worst(y.data());
         EXPECT_LE(ratio, 1.0) << "seed " << seed << ", kind " << kind;
         worst = std::max(worst, ratio);
+        const double distance = bound.distance(y.data());
+        furthest = std::max(furthest, distance);
+        sum += distance;
+        ++rows;
       }
     }
   }
   EXPECT_GT(worst, 0.3) << "the bound is far from what happens";
+  EXPECT_LT(furthest, 3.0);
+  EXPECT_GT(sum / rows, 0.4) << "the deviation is far from what happens";
+}
+
+// All 5,000 neurons of an 8 wide layer are active, and their contributions nearly cancel: what
+// roundings leave is many times bf16's precision of y, and still no more than their deviation.
+TEST(FfnRowBound, ExplainsRowsThatCancel) {
+  Layer layer(8, 5000, 1.0f, 7);
+  const FfnRow row = layer.row(true, false, false);
+  for (int64_t j = 1; j < layer.ffn; j += 2) {  // each neuron and one of the opposite sign
+    for (int64_t k = 0; k < layer.width; ++k) {
+      const auto at = static_cast<size_t>(j * layer.width + k);
+      layer.up[at] = layer.up[at - 8];
+      layer.down[at] = to_bf16(-to_float(layer.down[at - 8]));
+    }
+  }
+  const FfnRowBound bound = ffn_row_bound(row);
+  double size = 0.0;
+  for (const double y : bound.y) size += y * y;
+  EXPECT_GT(bound.deviation, 4 * 0x1p-8 * std::sqrt(size));
+  const double distance = bound.distance(compute(row, {.lanes = 4, .rounds_u = true}).data());
+  EXPECT_GT(distance, 0.1);
+  EXPECT_LT(distance, 3.0);
 }
 
 TEST(FfnRowBound, AMissingNeuronBreaksIt) {
@@ -131,11 +160,14 @@ TEST(FfnRowBound, AMissingNeuronBreaksIt) {
     const FfnRowBound bound = ffn_row_bound(row);
     ASSERT_GE(bound.least_active, 8);
     ASSERT_LE(bound.most_active, 60);
-    int64_t found = 0;
+    int64_t found = 0, far = 0;
     for (int64_t missing = 0; missing < bound.least_active; ++missing) {
-      found += bound.worst(compute(row, {.missing = missing}).data()) > 1.0;
+      const std::vector<BF16> y = compute(row, {.missing = missing});
+      found += bound.worst(y.data()) > 1.0;
+      far += bound.distance(y.data()) > 6.0;
     }
     EXPECT_GE(found, bound.least_active * 3 / 4) << "of " << bound.least_active;
+    EXPECT_GE(far, bound.least_active * 3 / 4) << "of " << bound.least_active;
   }
   std::vector<BF16> nan(96, to_bf16(NAN));
   EXPECT_TRUE(std::isnan(ffn_row_bound(layer.row(true, false, false)).worst(nan.data())));
