@@ -65,6 +65,13 @@ nlohmann::json timing_json(const Timing& timing) {
   return {{"median", timing.median}, {"p10", timing.p10}, {"p90", timing.p90}};
 }
 
+nlohmann::json rate_json(const Timing& timing, int64_t tokens) {
+  return {{"tokens_per_s", static_cast<double>(tokens) / timing.median},
+          {"median_s", timing.median},
+          {"p10_s", timing.p10},
+          {"p90_s", timing.p90}};
+}
+
 void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row) {
   if (path.empty()) return;
   // With O_NONBLOCK, opening a pipe that nobody reads fails instead of waiting.

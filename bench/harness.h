@@ -26,6 +26,8 @@ std::string cpu_name();
 nlohmann::json machine_json(int threads);
 // {"median": ..., "p10": ..., "p90": ...}
 nlohmann::json timing_json(const Timing& timing);
+// {"tokens_per_s": ..., "median_s": ..., "p10_s": ..., "p90_s": ...} of a timing in seconds.
+nlohmann::json rate_json(const Timing& timing, int64_t tokens);
 // Appends one JSON line; does nothing when the path is empty. InputError when the write fails.
 void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row);
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/bench_cuda.h"
 
-#ifdef TWELL_HAVE_CUDA
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -60,14 +59,8 @@ double used_mib() {
 }
 
 nlohmann::json run_json(const ForwardRunCuda& run, int64_t tokens) {
-  const auto timing = [tokens](const Timing& t) {
-    return nlohmann::json{{"tokens_per_s", static_cast<double>(tokens) / t.median},
-                          {"median_s", t.median},
-                          {"p10_s", t.p10},
-                          {"p90_s", t.p90}};
-  };
-  nlohmann::json json = {{"body", timing(run.body)},
-                         {"full", timing(run.full)},
+  nlohmann::json json = {{"body", rate_json(run.body, tokens)},
+                         {"full", rate_json(run.full, tokens)},
                          {"millijoules_per_token", 1e3 * run.joules_per_token},
                          {"watts", run.watts},
                          {"nnz_per_token", run.nnz_per_token},
@@ -267,20 +260,3 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
 }
 
 }  // namespace twell::cli
-
-#else
-#include "twell/base/error.h"
-
-// Never called: the commands check for a GPU first.
-namespace twell::cli {
-
-int run_bench_forward_cuda(const BenchForwardCuda&) {
-  throw InputError("this program was built without CUDA");
-}
-
-int run_bench_decode_cuda(const BenchDecode&) {
-  throw InputError("this program was built without CUDA");
-}
-
-}  // namespace twell::cli
-#endif

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPU benchmarks of whole models: `twell bench forward` and `twell bench decode`. Builds without
-// CUDA throw InputError.
+// GPU benchmarks of whole models: `twell bench forward` and `twell bench decode`.
 #pragma once
 
 #include <cstdint>

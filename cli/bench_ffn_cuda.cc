@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/bench_ffn_cuda.h"
 
-#include "twell/base/error.h"
-
-#ifdef TWELL_HAVE_CUDA
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -14,11 +11,9 @@
 #include "bench/ffn_sweep_cuda.h"
 #include "cli/bench.h"
 #include "cli/progress_line.h"
-#endif
+#include "twell/base/error.h"
 
 namespace twell::cli {
-
-#ifdef TWELL_HAVE_CUDA
 namespace {
 
 // TFLOP/s with the dense layer's operations: three (non-gated: two) products of 2 M D F.
@@ -209,14 +204,5 @@ void run_bench_ffn_sweep(const FfnSweepOptions& options) {
       "7% off: where it takes over 7% longer than the better of dense and sparse. Larger shapes\n"
       "take longer than their share of the cases.\n");
 }
-#else
-void run_bench_ffn_cuda(const FfnBenchmark&, double, const std::vector<FfnPattern>&,
-                        const std::filesystem::path&) {
-  throw InputError("this program was built without CUDA");
-}
-void run_bench_ffn_sweep(const FfnSweepOptions&) {
-  throw InputError("this program was built without CUDA");
-}
-#endif
 
 }  // namespace twell::cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU side of `twell bench ffn`; it compiles with and without CUDA.
+// The GPU side of `twell bench ffn`.
 #pragma once
 
 #include <filesystem>

@@ -100,19 +100,15 @@ void print_table(const ForwardComparison& result, const Subject& subject, int th
 }
 
 nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, int threads) {
-  const auto timing = [&](const Timing& t) {
-    return nlohmann::json{{"tokens_per_s", static_cast<double>(result.tokens) / t.median},
-                          {"median_s", t.median},
-                          {"p10_s", t.p10},
-                          {"p90_s", t.p90}};
-  };
   nlohmann::json row = machine_json(threads);
   row["bench"] = "forward";
   row["subject"] = subject.description;
   row["tokens"] = result.tokens;
   row["ffn"] = subject.model->config.ffn;
-  row["dense"] = {{"layers", timing(result.dense_body)}, {"full", timing(result.dense_full)}};
-  row["sparse"] = {{"layers", timing(result.sparse_body)}, {"full", timing(result.sparse_full)}};
+  row["dense"] = {{"layers", rate_json(result.dense_body, result.tokens)},
+                  {"full", rate_json(result.dense_full, result.tokens)}};
+  row["sparse"] = {{"layers", rate_json(result.sparse_body, result.tokens)},
+                   {"full", rate_json(result.sparse_full, result.tokens)}};
   row["max_abs_logit"] = result.max_abs_logit;
   row["max_abs_logit_diff"] = result.max_abs_logit_diff;
   for (const LayerComparison& layer : result.layers) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Benchmark of training steps: `twell bench train`. Builds without CUDA throw InputError.
+// Benchmark of training steps: `twell bench train`, on the GPU.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/bench_train.h"
 
-#ifdef TWELL_HAVE_CUDA
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -216,16 +215,3 @@ int run_bench_train_cuda(const BenchTrain& arguments) {
 }
 
 }  // namespace twell::cli
-
-#else
-#include "twell/base/error.h"
-
-// Never called: the command checks for a GPU first.
-namespace twell::cli {
-
-int run_bench_train_cuda(const BenchTrain&) {
-  throw InputError("this program was built without CUDA");
-}
-
-}  // namespace twell::cli
-#endif
