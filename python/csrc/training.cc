@@ -7,11 +7,15 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
 
 #include "python/csrc/bindings.h"
 #include "twell/base/error.h"
@@ -34,6 +38,22 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
+// The kind of value that an option of type T takes, in words.
+template <typename T>
+constexpr std::string_view kKind = std::is_same_v<T, bool>       ? "True or False"
+                                   : std::is_integral_v<T>       ? "a whole number"
+                                   : std::is_floating_point_v<T> ? "a number"
+                                                                 : "a text";
+
+template <typename T>
+bool is_kind(const json& value) {
+  if constexpr (std::is_same_v<T, bool>) return value.is_boolean();
+  if constexpr (std::is_unsigned_v<T>) return value.is_number_unsigned();
+  if constexpr (std::is_integral_v<T>) return value.is_number_integer();
+  if constexpr (std::is_floating_point_v<T>) return value.is_number();
+  return value.is_string();
+}
+
 // Takes options by name, and knows which nobody asked for.
 class Options {
  public:
@@ -45,12 +65,9 @@ class Options {
   void take(const char* name, T& value) {
     known_.insert(name);
     if (!given_.contains(name)) return;
-    try {
-      value = given_.at(name).get<T>();
-    } catch (const json::exception&) {
-      throw InputError(
-          fmt::format("option {}: {} is not what it takes", name, given_.at(name).dump()));
-    }
+    const json& given = given_.at(name);
+    TWELL_REQUIRE(is_kind<T>(given), "option {}: {} is not {}", name, given.dump(), kKind<T>);
+    value = given.get<T>();
   }
   template <typename T>
   T get(const char* name, T value) {
@@ -74,6 +91,14 @@ class Options {
 
 ModelConfig model_of(Options& options, const Tokenizer& tokenizer) {
   const fs::path from = options.get<std::string>("from", "");
+  if (!from.empty()) {
+    for (const char* name :
+         {"preset", "gated", "width", "ffn", "layers", "heads", "kv_heads", "head_dim", "context",
+          "tied", "activation", "rope_theta", "norm_eps", "init_std", "vocab_size"}) {
+      TWELL_REQUIRE(!options.has(name), "option {}: the checkpoint of from_ decides the model",
+                    name);
+    }
+  }
   const auto gated = options.get<bool>("gated", true);
   ModelConfig config = from.empty()
                            ? preset_config(options.get<std::string>("preset", "tiny"), gated)
@@ -90,6 +115,10 @@ ModelConfig model_of(Options& options, const Tokenizer& tokenizer) {
     options.take("head_dim", config.head_dim);
     options.take("context", config.context);
     options.take("tied", config.tied_embeddings);
+    const auto activation = options.get<std::string>("activation", "relu");
+    config.activation = parse_activation(activation, "option activation");
+    options.take("rope_theta", config.rope_theta);
+    options.take("norm_eps", config.norm_eps);
     options.take("init_std", config.init_std);
     config.vocab_size = options.get<int64_t>("vocab_size", tokenizer.vocab_size());
     config.eos_token = tokenizer.eos_token();
@@ -97,6 +126,17 @@ ModelConfig model_of(Options& options, const Tokenizer& tokenizer) {
   check_tokenizer(config, tokenizer);
   config.validate();
   return config;
+}
+
+// The type that an option names, f32 where it is not given.
+DType dtype_of(Options& options, const char* name, const std::map<std::string, DType>& choices) {
+  const auto named = options.get<std::string>(name, "f32");
+  const auto found = choices.find(named);
+  if (found != choices.end()) return found->second;
+  std::vector<std::string> names;
+  for (const auto& [known, dtype] : choices) names.push_back(known);
+  throw InputError(
+      fmt::format("option {}: '{}' is none of {}", name, named, fmt::join(names, ", ")));
 }
 
 TrainOptions training_of(Options& options) {
@@ -111,6 +151,8 @@ TrainOptions training_of(Options& options) {
   options.take("sequence_length", train.sequence_length);
   options.take("micro_batch", train.micro_batch);
   options.take("batch_tokens", train.batch_tokens);
+  options.take("document_mask", train.document_mask);
+  train.recompute = parse_recompute(options.get<std::string>("recompute", "auto"));
   options.take("lr", train.learning_rate);
   options.take("min_lr_ratio", train.min_lr_ratio);
   options.take("warmup_steps", train.warmup_steps);
@@ -118,8 +160,11 @@ TrainOptions training_of(Options& options) {
   options.take("beta2", train.beta2);
   options.take("eps", train.eps);
   options.take("weight_decay", train.weight_decay);
+  train.moment_dtype =
+      dtype_of(options, "moment_dtype", {{"f32", DType::kF32}, {"bf16", DType::kBF16}});
   options.take("clip", train.clip_norm);
   options.take("l1", train.l1_coeff);
+  train.l1_reduction = parse_l1_reduction(options.get<std::string>("l1_reduction", "sum"));
   options.take("l1_zero_steps", train.l1_zero_steps);
   options.take("l1_ramp_steps", train.l1_ramp_steps);
   options.take("reinit_dead", train.reinit_dead);
@@ -129,6 +174,8 @@ TrainOptions training_of(Options& options) {
   options.take("validation_sequences", train.validation_sequences);
   options.take("save_every", train.save_every);
   options.take("keep_last", train.keep_last);
+  train.save_dtype = dtype_of(options, "save_dtype",
+                              {{"f32", DType::kF32}, {"bf16", DType::kBF16}, {"f16", DType::kF16}});
   options.take("seed", train.seed);
   train.ffn_policy = parse_ffn_train_policy(options.get<std::string>("ffn_policy", "auto"));
   return train;

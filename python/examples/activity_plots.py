@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots which neurons of a model fire: how many per token and layer, how often each neuron, and how
-many distinct ones a tile of tokens needs. Cells are marked with # %%, as notebooks and editors take
-them. Needs matplotlib.
+"""Plots which neurons of a gated ReLU model fire on a text: how many per token and layer, how often
+each neuron, and how many distinct ones a tile of tokens needs. # %% marks cells, which editors run
+one by one as in a notebook. Needs matplotlib.
 
     python python/examples/activity_plots.py MODEL TEXT --out activity.png
 """
@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-parser.add_argument("model")
-parser.add_argument("text", type=pathlib.Path)
-parser.add_argument("--tokens", type=int, default=2048)
+parser.add_argument("model", help="a folder or a name on the Hub")
+parser.add_argument("text", type=pathlib.Path, help="a text file")
+parser.add_argument("--tokens", type=int, default=2048, help="of the text, at most")
 parser.add_argument("--out", default="activity.png")
 args = parser.parse_args()
 
@@ -46,6 +46,8 @@ with torch.no_grad():
     for begin in range(0, ids.shape[1], context):
         model(ids[:, begin : begin + context])
 layers = [torch.cat(parts) for parts in fired.values()]
+if not layers:
+    parser.error(f"{args.model} has no layer whose name ends with mlp.gate_proj")
 
 # %% Three views of the same.
 figure, (per_token, per_neuron, per_tile) = plt.subplots(1, 3, figsize=(15, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates text with a sparse model of transformers, patched.
+"""Generates text with a sparse model of transformers, patched, and prints each layer's activity.
 
     python python/examples/generate.py MODEL "The answer is" --tokens 64
 """
@@ -16,7 +16,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", help="a folder or a name on the Hub")
     parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens")
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.model)

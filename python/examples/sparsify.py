@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a pretrained model with SiLU or GELU sparse with transformers' Trainer: ReLU takes over step
-by step, then the L1 term.
+"""Makes a pretrained model with SiLU or GELU sparse with transformers' Trainer: first ReLU takes over
+in small steps, then the model trains with an L1 term.
 
     python python/examples/sparsify.py MODEL TEXT... --out FOLDER --steps 2000
 
-MODEL is a folder or a name on the Hub; TEXT are text files.
+MODEL is a folder or a name on the Hub; TEXT are text files. FOLDER gets the sparse model, which
+examples/generate.py takes.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import twell
 
 
 class Ramp(TrainerCallback):
-    """Raises the share of ReLU in equal parts over a number of steps, then patches the model."""
+    """Raises the share of ReLU in the activation from 0 to 1 in equal parts over a number of steps."""
 
     def __init__(self, model, steps):
         self.model, self.steps = model, steps
@@ -52,14 +53,16 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=2000, help="with the L1 term")
     parser.add_argument("--ramp", type=int, default=200, help="steps in which ReLU takes over")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--l1", type=float, default=1e-4)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--l1", type=float, default=1e-4, help="coefficient of the L1 term")
+    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     ids = tokenizer("\n".join(p.read_text() for p in args.text))["input_ids"]
+    if len(ids) < args.length:
+        parser.error(f"{len(ids)} tokens of text are fewer than one window of {args.length}")
     data = Windows(ids, args.length)
 
     def train(steps, callbacks):

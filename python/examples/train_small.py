@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small sparse language model in plain PyTorch, on the bytes of text files.
+"""Trains a small sparse language model in plain PyTorch, on the bytes of text files; on a GPU where
+PyTorch has one. Prints the loss of every 50th step and each layer's activity since the print before.
 
     python python/examples/train_small.py README.md docs/*.md --steps 300
 """
@@ -14,7 +15,7 @@ import twell
 
 
 class FeedForward(nn.Module):
-    """The form that twell.patch takes."""
+    """A feed-forward layer as twell.patch takes it: these names, ReLU, no biases."""
 
     def __init__(self, width, neurons):
         super().__init__()
@@ -61,7 +62,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--l1", type=float, default=2e-3)
+    parser.add_argument("--l1", type=float, default=1e-2, help="coefficient of the L1 term")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = torch.tensor(list(b"\n".join(p.read_bytes() for p in args.files)), device=device)

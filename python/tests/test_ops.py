@@ -166,6 +166,16 @@ def test_refuses_in_one_line(change, message):
         assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("trained", range(4))
+def test_inference_refuses_operands_that_want_a_gradient(trained):
+    operands = [t.detach().float() for t in layer(4, 16, 8, True)]
+    operands[trained].requires_grad_()
+    with pytest.raises(RuntimeError, match="use twell.ffn_train"):
+        twell.ffn(*operands)
+    with torch.no_grad():
+        assert not twell.ffn(*operands).requires_grad
+
+
 def test_refuses_unknown_plans_and_policies():
     plan = twell.Plan()
     handle = plan.handle

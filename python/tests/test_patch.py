@@ -246,6 +246,58 @@ def test_contiguous_parameters():
     assert patched.model.layers[0].mlp.down_proj.weight.grad.shape == (64, 128)
 
 
+class Adapter(nn.Module):
+    """As peft wraps a projection: with its weight, and with more than its product."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x):
+        return self.scale * self.base(x)
+
+
+def test_replaced_projections_run_as_they_are(caplog):
+    ids = tokens()
+    plain = model()
+    patched = twell.patch(copy.deepcopy(plain))
+    for m in (plain, patched):
+        mlp = m.model.layers[0].mlp
+        mlp.up_proj = Adapter(mlp.up_proj)
+    losses = [m(ids, labels=ids).loss for m in (plain, patched)]
+    for loss in losses:
+        loss.backward()
+    assert relative(losses[1], losses[0]) < 1e-5
+    scales = [m.model.layers[0].mlp.up_proj.scale.grad for m in (plain, patched)]
+    assert relative(scales[1], scales[0]) < 1e-4
+    assert caplog.text.count("model.layers.0.mlp runs dense") == 1
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, labels=ids).loss, losses[0]) < 1e-5
+
+    wrapped = model()
+    wrapped.model.layers[0].mlp.down_proj.__class__ = type(
+        "Other", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+    twell.patch(wrapped)
+    assert "compute something else than nn.Linear" in caplog.text
+    assert len(twell.stats(wrapped)) == 1
+
+
+def test_one_weight_alone_is_trained():
+    ids = tokens()
+    gradients = []
+    plain = model()
+    for m in (plain, twell.patch(copy.deepcopy(plain))):
+        m.requires_grad_(False)
+        weight = m.model.layers[0].mlp.down_proj.weight.requires_grad_()
+        m(ids, labels=ids).loss.backward()
+        gradients.append(weight.grad)
+    assert relative(gradients[1], gradients[0]) < 1e-4
+
+
 def test_patch_and_unpatch_between_steps_of_a_fused_optimizer():
     plain = model()
     patched = copy.deepcopy(plain)

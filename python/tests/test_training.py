@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 import twell
 
@@ -70,6 +71,21 @@ def test_starts_from_a_checkpoint(shards, tmp_path):
     options = {k: v for k, v in SMALL.items() if k not in ("width", "ffn", "layers", "heads", "context")}
     second = twell.Trainer(out=tmp_path / "second", shards=shards, from_=first.save(), **options)
     assert second.step()["ce"] < before[0]
+    with pytest.raises(ValueError, match="option width: the checkpoint of from_ decides the model"):
+        twell.Trainer(out=tmp_path / "third", shards=shards, from_=first.save(), width=32)
+
+
+def test_options_reach_the_model_and_its_files(shards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"activation": "relu2", "rope_theta": 500.0, "norm_eps": 1e-4, "save_dtype": "bf16",
+             "l1_reduction": "mean", "document_mask": True}
+    trainer = twell.Trainer(out="run", shards=shards, **SMALL, **given)
+    engine = twell.Engine(trainer.run(), device="cpu")
+    assert engine.config["hidden_act"] == "relu2" and engine.config["rms_norm_eps"] == 1e-4
+    embedding = torch.from_dlpack(engine.weights()["model.embed_tokens.weight"])
+    assert embedding.dtype == torch.bfloat16
+    options = json.loads((tmp_path / "run/options.json").read_text())
+    assert options.items() >= given.items() and options["out"] == str(tmp_path / "run")
 
 
 def test_one_call_at_a_time(shards, tmp_path):
@@ -102,8 +118,13 @@ def test_control_c_ends_tokenize(tmp_path):
 def test_faults(shards, tmp_path):
     with pytest.raises(ValueError, match="there is no option widht"):
         twell.Trainer(out=tmp_path / "a", shards=shards, widht=32)
-    with pytest.raises(ValueError, match="option steps"):
-        twell.Trainer(out=tmp_path / "a", shards=shards, steps="many")
+    for name, value, kind in [("steps", "many", "a whole number"), ("steps", 2.5, "a whole number"),
+                              ("lr", "1", "a number"), ("gated", 1, "True or False"),
+                              ("seed", -1, "a whole number"), ("preset", 2, "a text")]:
+        with pytest.raises(ValueError, match=f"option {name}: .* is not {kind}"):
+            twell.Trainer(out=tmp_path / "a", shards=shards, **{name: value})
+    with pytest.raises(ValueError, match="option moment_dtype: 'f16' is none of bf16, f32"):
+        twell.Trainer(out=tmp_path / "a", shards=shards, moment_dtype="f16")
     with pytest.raises(ValueError, match="not a finite number"):
         twell.Trainer(out=tmp_path / "a", shards=shards, lr=float("nan"))
     with pytest.raises(ValueError, match="tokenizer.json"):
@@ -114,3 +135,7 @@ def test_faults(shards, tmp_path):
     trainer.step()
     with pytest.raises(ValueError, match="has begun already"):
         trainer.run()
+    trainer.save()
+    del trainer  # which held the folder
+    with pytest.raises(ValueError, match="continue it with `twell train --resume"):
+        twell.Trainer(out=tmp_path / "b", shards=shards, **SMALL)

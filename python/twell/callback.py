@@ -18,16 +18,18 @@ class SparsityCallback(TrainerCallback):
         l1               sum over neurons of |h|, mean over tokens and layers
         l1_coefficient   of the step
         nnz              active neurons per token, mean over layers
-        dead             share of neurons that fired on no token since the last update, which is
-                         the last log or reinitialisation
+        dead             share of neurons that fired on no token since the last update: the last
+                         log, reinitialisation, or step 1, 2, 4, 8 or 16
         nnz/<layer>, dead/<layer>, where by_layer is True
 
-    Entries are in `trainer.state.log_history`; loggers get them if this callback comes before them.
-    The loss that the Trainer logs includes the L1 term.
+    Entries are in `trainer.state.log_history` and in what the Trainer prints. TensorBoard and other
+    loggers of `report_to` come before callbacks that are given, and do not see them; use
+    `report_to="none"` and `callbacks=[SparsityCallback(), TensorBoardCallback()]`. The loss that the
+    Trainer logs includes the L1 term.
 
     coefficient: of the L1 term after the schedule.
     zero_steps, ramp_steps: steps without L1, and then of linear growth.
-    reinit_every: 0, or after so many steps, neurons that fired on none of their tokens move
+    reinit_every: steps, or 0: never. After so many, neurons that fired on none of their tokens move
         towards random ones (`twell.reinit_dead`), which waits for the GPU.
     reinit_strength, reinit_std: see `twell.reinit_dead`.
     """

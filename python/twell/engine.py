@@ -6,7 +6,8 @@
     for piece in engine.stream("Once upon a time"):
         print(piece.text, end="", flush=True)
 
-Faults of what is given are a ValueError, others a RuntimeError, each with the engine's message.
+Wrong arguments and files are a ValueError, other errors a RuntimeError, each with the engine's
+message.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from . import _engine
 
 @dataclasses.dataclass
 class LogProbs:
-    """Natural logarithms of probabilities, at temperature 1 and without the sampler's filters."""
+    """Natural logarithms of probabilities, at temperature 1 and before top_k, top_p and min_p."""
 
     log_prob: float  # of the token itself
     top: list[tuple[int, float]]  # (id, log-probability) of the most likely ones, most likely first
@@ -28,10 +29,10 @@ class LogProbs:
 
 @dataclasses.dataclass
 class Piece:
-    """What one more token, or the end, added to a text."""
+    """What one more token, or the end of the request, added to a text."""
 
-    text: str  # that is final now; may be empty
-    token: int | None
+    text: str  # empty while the token's bytes are no whole character or may begin a stop string
+    token: int | None  # None in a piece that only ends the text
     log_probs: LogProbs | None
     stop: str | None  # in the last piece: "end of text", "stop string", "token limit",
     # "context full" or "cancelled"
@@ -49,8 +50,8 @@ class Generation:
 
 
 class Engine:
-    """A model on one device. Any number of requests, also of several threads, share it: whoever
-    waits for a token computes one for all of them.
+    """A model on one device. Requests, also of several threads, are computed together: a thread that
+    waits for its next token computes the next token of every request.
 
     checkpoint: folder of a checkpoint in Hugging Face's layout with its tokenizer.json, or of a
         training run, of which it takes the newest checkpoint.
@@ -83,10 +84,12 @@ class Engine:
 
     @property
     def context(self) -> int:
+        """Most tokens of a sequence, its prompt included."""
         return self._loaded.context
 
     @property
     def slots(self) -> int:
+        """Sequences that are computed at once."""
         return self._loaded.slots
 
     @property
@@ -108,6 +111,7 @@ class Engine:
         return self._loaded.encode(text, begin_token)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._loaded.decode(list(tokens))
 
     def stream(self, prompt: str | Sequence[int], **options) -> Iterator[Piece]:
@@ -125,8 +129,8 @@ class Engine:
         temperature: 0 takes the most likely token every time (1.0).
         top_k, top_p, min_p: filters of the sampler (0, 1.0, 0.0: none).
         seed: of the random numbers (0); prompt i of a list has seed + i.
-        stop: text, or texts, in front of which a generation ends.
-        logprobs: also the log-probability of each new token, and of so many most likely ones.
+        stop: a text, or several; the generation ends before the first that appears.
+        logprobs: N: also the log-probabilities of each new token and of the N most likely ones.
         begin_token: see `encode` (True).
         """
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -140,7 +144,7 @@ class Engine:
     def generate_each(
         self, prompts: Sequence[str | Sequence[int]], options: Sequence[dict]
     ) -> list[Generation]:
-        """The same for prompts that differ in their options."""
+        """As `generate`, with a dict of options for each prompt."""
         requests = []
         try:
             for prompt, chosen in zip(prompts, options):
@@ -193,7 +197,7 @@ class Engine:
         return self._loaded.weights()
 
     def active_neurons(self) -> list[float]:
-        """Active feed-forward neurons per token, a mean for each layer."""
+        """Active feed-forward neurons per token, a mean for each layer, as last counted."""
         return self._loaded.active_neurons()
 
     def _tokens(self, prompt, begin_token):

@@ -10,8 +10,9 @@ All weights keep a neuron per row: [F, D]. torch.nn.Linear stores a down project
 `down_proj.weight.t()`, which costs a transposing copy per pass unless the memory already lies
 neuron by neuron (`twell.patch` arranges that).
 
-float32 on the CPU, bfloat16 on a GPU, all operands on one device; anything else is a RuntimeError.
-Under torch.autocast operands are converted. Executions differ only in the order of additions.
+float32 on the CPU, bfloat16 on a GPU, all operands on one device; D and F are multiples of 8 on a GPU.
+Anything else is a RuntimeError. Under torch.autocast operands are converted. Executions differ only
+in the order of additions.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ def _default_plan() -> Plan:
     return Plan()
 
 
+def wants_gradient(*operands: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in operands)
+
+
 def ffn(
     x: torch.Tensor,
     w_gate: torch.Tensor | None,
@@ -46,11 +51,16 @@ def ffn(
     plan: Plan | None = None,
     activation: str = "relu",
 ) -> torch.Tensor:
-    """Inference: y [..., D] of x [..., D]. Has no gradient; see `ffn_train`.
+    """Inference: y [..., D] of x [..., D]. Has no gradient, and refuses operands that want one: call
+    it under `torch.no_grad()`, or use `ffn_train`.
 
     w_gate: [F, D], or None for a layer without a gate. w_up, w_down: [F, D].
     plan: of this layer; without one, all calls share a plan that measures nothing.
     """
+    if torch.is_grad_enabled() and wants_gradient(x, w_gate, w_up, w_down):
+        raise RuntimeError(
+            "twell.ffn has no gradient: call it under torch.no_grad(), or use twell.ffn_train"
+        )
     plan = plan or _default_plan()
     return _ops.ffn.default(x, w_gate, w_up, w_down, activation, plan.handle)
 
@@ -70,7 +80,9 @@ def ffn_train(
     counts  int64 [4]: tokens; active (token, neuron) pairs; sum over tiles of 128 tokens of the
             neurons active in the tile (0 on the CPU); most active neurons of a token
 
-    Differentiable in x and the weights. Backward runs once: on a GPU it uses up what forward kept.
+    plan: see `ffn`.
+    Differentiable in x and the weights, once: no gradients of gradients. Backward runs once per
+    forward, without retain_graph, because on a GPU it uses up what forward kept.
     """
     plan = plan or _default_plan()
     run = _TrainCall.apply if _is_plain_call(x) else _ops.ffn_train.default

@@ -34,10 +34,12 @@ class LayerStats:
     """Activity of one layer between two updates."""
 
     name: str
-    execution: str  # of training calls to come: "dense" or "hybrid"; else of the last inference call
+    # Of the next training calls, "dense" or "hybrid"; where none was seen since the last update, of
+    # the last inference call.
+    execution: str
     tokens: int  # of training
     nnz_per_token: float  # active neurons per token in training
-    max_row_nnz: int
+    max_row_nnz: int  # most active neurons of a token
     l1_per_token: float  # sum over neurons of |h|, mean over tokens
     dead: int  # neurons that fired on no token of training, or -1 where none was seen
     neurons: int
@@ -55,6 +57,12 @@ class _Layer:
         self.gate, self.up, self.down = names
         self.l1 = None  # of the last training forward: sum of |h|, mean over tokens
         self.flags = None  # uint8 [F] of the last update
+        self.warned = False
+
+    def warn_replaced(self):
+        if not self.warned:
+            logger.warning("%s runs dense: its projections are no plain nn.Linear any more", self.name)
+        self.warned = True
 
     def __deepcopy__(self, memo):
         names = (self.gate, self.up, self.down)
@@ -69,14 +77,25 @@ class _SparseForward:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layer = self._twell
-        gate = getattr(self, layer.gate).weight if layer.gate is not None else None
-        up = getattr(self, layer.up).weight
-        down = getattr(self, layer.down).weight.t()
-        if torch.is_grad_enabled() and (x.requires_grad or up.requires_grad):
+        names = (layer.gate, layer.up, layer.down)
+        projections = [getattr(self, name) for name in names if name is not None]
+        if not all(_is_linear(p) for p in projections):  # LoRA replaces them, for instance
+            layer.l1 = None
+            if not torch.compiler.is_compiling():
+                layer.warn_replaced()
+            return super().forward(x)
+        *gate, up, down = (p.weight for p in projections)
+        gate = gate[0] if gate else None
+        down = down.t()
+        if torch.is_grad_enabled() and ops.wants_gradient(x, gate, up, down):
             y, l1, _ = ops.ffn_train(x, gate, up, down, layer.plan, layer.activation)
             layer.l1 = l1 / max(x.numel() // x.shape[-1], 1)
             return y
         return ops.ffn(x, gate, up, down, layer.plan, layer.activation)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
 
 
 def _is_relu(activation) -> bool:
@@ -135,6 +154,8 @@ def _why_dense(module: nn.Module, names) -> str:
         return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
         return "its projections have biases"
+    if not all(p is None or _is_linear(p) for p in (gate, up, down)):
+        return "its projections compute something else than nn.Linear"
     neurons, width = up.weight.shape
     if width % 8 or neurons % 8:
         return f"width {width} and {neurons} neurons are not multiples of 8"
@@ -217,7 +238,7 @@ def _move_moments(optimizer, args, kwargs) -> None:
 
 
 class _Updates:
-    """Updates the plans of a model after forward calls 1, 2, 4, ..., 128 and then every 128th,
+    """Updates the plans of a model after forward calls 1, 2, 4, ..., 128 and then after every 128th,
     where calls are not compiled or captured."""
 
     EVERY = 128
@@ -249,12 +270,13 @@ def patch(
     returns it. Results are the same but for the order of additions.
 
     Parameters stay the same objects, with the same names, shapes and values, so that optimizers and
-    state_dict are not affected. Layers that cannot run sparse keep their forward, with a notice in
-    the log (logger "twell"). Patching again takes up layers that have become ReLU since.
+    state_dict are not affected. Hooks of the projections are not called while their layer is
+    patched. Layers that cannot run sparse keep their forward, with a notice in the log (logger
+    "twell"). Patching again takes up layers that have become ReLU since.
 
     policy: "auto" runs each layer as its measured activity suggests; "dense" or "sparse" force it.
-    automatic: call `update` now and then as the model runs. It waits for the GPU, each time longer
-        after the last; a compiled model skips it, so call `update` yourself after a few steps.
+    automatic: call `update` after forward calls 1, 2, 4, ..., 128 and then after every 128th. It waits
+        for the GPU. A compiled model skips it, so call `update` yourself after a few steps.
     by_neuron: lay the memory of down projections out neuron by neuron (their strides become
         (1, D)), which saves a transposing copy in every pass. False for FSDP2, which takes
         contiguous parameters only: the copies then cost 2 D F values of memory traffic in each
@@ -315,7 +337,7 @@ class BlendedReLU(nn.Module):
 
 def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
     """Replaces the activations of all feed-forward layers by ReLU, in place, and returns the model.
-    It then needs training, with an L1 term, to become good and sparse again.
+    It then needs training, with an L1 term, to become good again, and sparse.
 
     share: below 1, a blend of ReLU and the activation, which runs dense; call again with growing
         shares, and at last with 1.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training by the engine, without PyTorch's autograd: what `twell train` does, step by step.
 
-    twell.tokenize("docs/", "shards", vocab_size=8192)
+    twell.tokenize("docs/", "shards", vocab_size=2048)
     trainer = twell.Trainer(out="runs/first", shards="shards", preset="tiny", steps=1000, l1=2e-5)
     for metrics in trainer:
         print(metrics["step"], metrics["ce"], metrics["l1"])
-    twell.Engine(trainer.save())
+    engine = twell.Engine(trainer.save())
 """
 
 from __future__ import annotations
@@ -40,20 +40,32 @@ def tokenize(
 
 
 class Trainer:
-    """A training run in the folder `out`, on shards of `tokenize` or of `twell tokenize`.
+    """A training run in the folder `out`, on shards of `tokenize` or of `twell tokenize`. `run`
+    trains it as a whole; or iterate over the trainer, or call `step`, and `save`.
 
-    Options are those of `twell train` with `_` for `-`: preset, width, ffn, layers, heads, ...;
-    `from_` for the checkpoint to start from; steps or tokens, sequence_length, micro_batch,
-    batch_tokens, lr, l1, reinit_dead, validate_every, save_every, seed, device, threads, ... A
-    ValueError names those that it does not know.
+    Options are these of `twell train`, whose help explains them, with `_` for `-`:
 
-    Either `run`, or steps and `save`: a run is trained in one of the two ways.
+        device      "auto", "cpu", "cuda" or "cuda:N"; threads, of the CPU
+        model       preset ("tiny"), width, ffn, layers, heads, kv_heads, head_dim, context, gated,
+                    tied, activation, rope_theta, norm_eps, init_std, vocab_size; or instead
+                    from_, a checkpoint to start from
+        length      steps (1000) or tokens, sequence_length, micro_batch (8), batch_tokens,
+                    document_mask
+        optimizer   lr (1e-3), min_lr_ratio, warmup_steps, beta1, beta2, eps, weight_decay, clip
+        sparsity    l1 (2e-5), l1_reduction, l1_zero_steps, l1_ramp_steps, reinit_dead,
+                    reinit_strength, reinit_std, ffn_policy
+        output      validate_every, validation_sequences, save_every, keep_last, save_dtype
+        memory      recompute, moment_dtype; on a GPU
+        seed
+
+    A run that was saved goes on with `twell train --resume --out DIR`. Wrong or unknown options
+    are a ValueError.
     """
 
     def __init__(self, *, out: str | os.PathLike, shards: str | os.PathLike, **options):
+        given = {"out": os.path.abspath(out), "shards": os.path.abspath(shards), **options}
         if "from_" in options:
-            options["from"] = str(options.pop("from_"))
-        given = {"out": str(out), "shards": str(shards), **options}
+            given["from"] = os.path.abspath(given.pop("from_"))
         self._run = _engine.TrainingRun(json.dumps(given))
 
     @property
@@ -66,8 +78,8 @@ class Trainer:
         return self._run.steps_done
 
     def step(self) -> dict:
-        """Trains one step and returns its metrics, as in metrics.jsonl: step, tokens, ce, l1,
-        grad_norm, layers, ..."""
+        """Trains one step and returns its metrics, as docs/formats.md lists them for
+        metrics.jsonl: step, tokens, ce, l1, grad_norm, layers, ..."""
         return json.loads(self._run.step())
 
     def __iter__(self) -> Iterator[dict]:
@@ -85,9 +97,12 @@ class Trainer:
 
     def run(self, on_step: Callable[[dict], bool | None] | None = None) -> str:
         """Trains to the end, with validation, metrics.jsonl and checkpoints. Returns the path of
-        the last checkpoint. on_step gets the metrics of each step, and those of step 0 where the
-        model is validated before it; where it returns False or raises, the run saves and ends, as
-        it does for Ctrl-C."""
+        the last checkpoint.
+
+        on_step: gets the metrics of each step; val_ce is among them after a validation, and those
+            of step 0 have nothing else, where the model is validated before the first step. Where
+            it returns False or raises, the run saves and ends, as it does for Ctrl-C.
+        """
         return self._run.run(
             lambda text: on_step(json.loads(text)) if on_step is not None else None
         )

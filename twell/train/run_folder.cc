@@ -101,7 +101,8 @@ RunFolder::RunFolder(const fs::path& path, bool resume) : path_(path) {
   if (!resume && holds_run(path)) {
     ::close(lock_);
     throw InputError(fmt::format(
-        "{} already holds a training run; continue it with --resume or choose another --out",
+        "{0} already holds a training run: continue it with `twell train --resume --out {0}`, or "
+        "choose another folder",
         path.string()));
   }
   remove_leftovers(path / "checkpoints");
