@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <span>
 #include <string>
 
 #include "python/csrc/ops.h"
@@ -111,26 +112,29 @@ LayerShape check_layer(const Tensor& x, const std::optional<Tensor>& w_gate, con
   return shape;
 }
 
-Tensor made_like(const Tensor& t) {
-  constexpr int64_t kMostDims = 64;
-  const int64_t dims = t.dim();
-  TWELL_REQUIRE(dims <= kMostDims, "a tensor of {} dimensions, at most {} are supported", dims,
-                kMostDims);
-  int64_t sizes[kMostDims], strides[kMostDims];
+Tensor made(const Tensor& like, std::span<const int64_t> sizes, ScalarType dtype) {
+  constexpr size_t kMostDims = 64;
+  TWELL_REQUIRE(sizes.size() <= kMostDims, "a tensor of {} dimensions, at most {} are supported",
+                sizes.size(), kMostDims);
+  int64_t strides[kMostDims];
   int64_t step = 1;
-  for (int64_t i = dims - 1; i >= 0; --i) {
-    sizes[i] = t.size(i);
+  for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = step;
     step *= std::max<int64_t>(sizes[i], 1);
   }
-  int32_t dtype = 0, device_type = 0, device = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device));
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type, device, &made));
-  return Tensor(made);
+  int32_t device_type = 0, device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(std::ssize(sizes), sizes.data(), strides,
+                                                  static_cast<int32_t>(dtype), device_type, device,
+                                                  &handle));
+  return Tensor(handle);
+}
+
+Tensor made_like(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return made(t, {sizes.data(), sizes.size()}, t.scalar_type());
 }
 
 void check_gradients(const Tensor& d_y, const std::optional<Tensor>& d_l1, const Tensor& x) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "python/csrc/plan.h"
@@ -37,8 +38,11 @@ void check_gradients(const torch::stable::Tensor& d_y,
 void check_saved(const torch::stable::Tensor& saved, const LayerShape& shape, bool cuda,
                  int64_t execution, int64_t nnz, int64_t union_neurons);
 
-// Not initialised, contiguous, of the shape, dtype and device of t. Costs a fraction of PyTorch's
-// empty_like, which the stable ABI finds by name and calls with a boxed stack.
+// A tensor that is not initialised, contiguous, on the device of `like`. Costs a fraction of
+// PyTorch's new_empty, which the stable ABI finds by name and calls with a boxed stack.
+torch::stable::Tensor made(const torch::stable::Tensor& like, std::span<const int64_t> sizes,
+                           torch::headeronly::ScalarType dtype);
+// The same, of the shape and dtype of t.
 torch::stable::Tensor made_like(const torch::stable::Tensor& t);
 
 // Bytes that forward keeps for backward. nnz, union_neurons: what the GPU's hybrid execution

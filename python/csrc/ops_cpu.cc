@@ -61,7 +61,9 @@ FfnSaved saved_view(const Tensor& saved, const LayerShape& shape) {
 }
 
 Tensor zeros(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_zeros(like, {size.begin(), size.size()}, dtype);
+  Tensor t = made(like, {size.begin(), size.size()}, dtype);
+  std::memset(t.mutable_data_ptr(), 0, static_cast<size_t>(t.numel()) * t.element_size());
+  return t;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cpu(Tensor x_in, std::optional<Tensor> w_gate,

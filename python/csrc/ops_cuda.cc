@@ -154,7 +154,7 @@ class Call {
 
 Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_empty(like, {size.begin(), size.size()}, dtype);
+  return made(like, {size.begin(), size.size()}, dtype);
 }
 const __nv_bfloat16* bf16(const Tensor& t) {
   return static_cast<const __nv_bfloat16*>(t.const_data_ptr());
