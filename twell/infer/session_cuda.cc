@@ -112,12 +112,14 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       last_hidden_(slots() * model.config().width),
       targets_(logit_rows_),
       log_probs_(logit_rows_ * (1 + kMostTop)),
-      host_log_probs_(log_probs_.size()),
-      drawn_top_(static_cast<size_t>(slots())),
       penalized_(slots()),
       host_logits_(slots() * model.config().vocab_size),
-      host_next_(next_.size()),
       graphs_(kMaxGraphs) {
+  for (Results& results : results_) {
+    results.next = PinnedBuffer<int32_t>(next_.size());
+    results.log_probs = PinnedBuffer<TokenLogProb>(log_probs_.size());
+    results.top.resize(static_cast<size_t>(slots()));
+  }
   forward_.make_screens();  // last, with the memory that is left
 }
 
@@ -161,10 +163,14 @@ int64_t SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<c
 }
 
 void SessionCuda::drawn(int64_t call, std::span<int32_t> next) {
-  TWELL_CHECK(call == calls_, "the tokens of call {}, after {} calls", call, calls_);
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  std::copy_n(host_next_.data(), next.size(), next.begin());
-  count_tokens(drawing_tokens_);
+  TWELL_CHECK(call > asked_ && call <= calls_ && call >= calls_ - draws_ahead(),
+              "the tokens of call {}, after those of call {} of {}", call, asked_, calls_);
+  const Results& results = results_of(call);
+  results.copied.synchronize();
+  std::copy_n(results.next.data(), next.size(), next.begin());
+  asked_ = call;
+  known(call, next);
+  count_tokens(results.tokens);
 }
 
 void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
@@ -188,7 +194,8 @@ void SessionCuda::append_logits(int64_t slot, std::span<const int32_t> ids,
 }
 
 TokenLogProbs SessionCuda::drawn_log_probs(int64_t row) {
-  return log_probs_of(row, drawn_top_[static_cast<size_t>(row)]);
+  const Results& results = results_of(asked_);
+  return log_probs_of(results, row, results.top[static_cast<size_t>(row)]);
 }
 
 void SessionCuda::enqueue_log_probs(int64_t row, int64_t rows, const int32_t* ids, int64_t top,
@@ -204,14 +211,14 @@ void SessionCuda::enqueue_log_probs(int64_t row, int64_t rows, const int32_t* id
                                      .out = log_probs_.data() + row * each,
                                      .out_stride = each},
                                     ctx_.stream()));
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_log_probs_.data() + row * each,
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(results_of(calls_ + 1).log_probs.data() + row * each,
                                    log_probs_.data() + row * each,
                                    static_cast<size_t>(rows * each) * sizeof(TokenLogProb),
                                    cudaMemcpyDeviceToHost, ctx_.stream()));
 }
 
-TokenLogProbs SessionCuda::log_probs_of(int64_t row, int64_t top) const {
-  const TokenLogProb* const of_row = host_log_probs_.data() + row * (1 + kMostTop);
+TokenLogProbs SessionCuda::log_probs_of(const Results& results, int64_t row, int64_t top) {
+  const TokenLogProb* const of_row = results.log_probs.data() + row * (1 + kMostTop);
   TokenLogProbs out{.token = of_row[0], .top = {of_row + 1, of_row + 1 + top}};
   std::erase_if(out.top, [](const TokenLogProb& one) { return one.id == kNoToken; });
   return out;
@@ -358,7 +365,7 @@ void SessionCuda::score(std::span<const Piece> pieces) {
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
     for (const auto& [prompt, row, count] : runs) {
       for (int64_t i = row; i < row + count; ++i) {
-        prompt->scores->push_back(log_probs_of(i, prompt->top));
+        prompt->scores->push_back(log_probs_of(results_of(calls_ + 1), i, prompt->top));
       }
     }
   }
@@ -380,7 +387,7 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
     make_room(slots[i], ids.subspan(i, 1));
     sequences.push_back({.tokens = 1, .slot = slots[i]});
   }
-  forward_.stage(ids, sequences, &cache_, uniforms);
+  forward_.stage(ids, sequences, &cache_, uniforms, next_.data());
   Graph& graph = graphs_.at({count, forward_.path()}, forward_.ffn_plans().revision());
   if (!graph.warm) {
     enqueue_layers(count);
@@ -392,8 +399,7 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
     }
     graph.graph.launch(ctx_.stream());
   }
-  forward_.enqueued();
-  for (size_t i = 0; i < slots.size(); ++i) appended(slots[i], ids.subspan(i, 1));
+  appended(calls_ + 1, slots, ids);
 }
 
 ConstMatrixF SessionCuda::read_logits(int64_t rows) {
@@ -406,6 +412,7 @@ ConstMatrixF SessionCuda::read_logits(int64_t rows) {
 }
 
 int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms, int64_t tokens) {
+  Results& results = results_of(calls_ + 1);
   const int64_t vocab = config().vocab_size;
   penalize(draws);
   // Draw rows with equal parameters in one launch; usually that is all rows.
@@ -431,16 +438,18 @@ int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms
     const Draw& draw = draws[begin];
     while (end < draws.size() && draws[end].log_probs == draw.log_probs &&
            draws[end].vocab == draw.vocab) {
-      drawn_top_[end++] = draw.log_probs.value_or(0);
+      results.top[end++] = draw.log_probs.value_or(0);
     }
     if (!draw.log_probs) continue;
     const auto row = static_cast<int64_t>(begin);
     enqueue_log_probs(row, static_cast<int64_t>(end - begin), next_.data() + row, *draw.log_probs,
                       draw.vocab);
   }
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(host_next_.data(), next_.data(), draws.size() * sizeof(int32_t),
-                                   cudaMemcpyDeviceToHost, ctx_.stream()));
-  drawing_tokens_ = tokens;
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(results.next.data(), next_.data(),
+                                   draws.size() * sizeof(int32_t), cudaMemcpyDeviceToHost,
+                                   ctx_.stream()));
+  results.copied.record(ctx_.stream());
+  results.tokens = tokens;
   return ++calls_;
 }
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A session on the GPU. The cache takes what its sequences need, or what activations leave of the
 // device's memory. From its second step on, decoding a given number of sequences replays a
-// CUDA graph. The host waits for the device only to read results.
+// CUDA graph. The host waits for the device only to read results, and of calls that draw it can
+// begin the next one before that: the device reads the tokens where it drew them.
 #pragma once
 
+#include <array>
 #include <utility>
 
 #include "twell/infer/sampler_cuda.h"
@@ -32,6 +34,7 @@ class SessionCuda : public Session {
   int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
                           std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
+  int64_t draws_ahead() const override { return std::ssize(results_) - 1; }
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
   TokenLogProbs drawn_log_probs(int64_t row) override;
@@ -71,17 +74,26 @@ class SessionCuda : public Session {
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
   ConstMatrixF read_logits(int64_t rows);
-  // Enqueues draws from rows of logits with these random numbers, and the copies of what they give.
+  // What a call that draws leaves in page-locked memory.
+  struct Results {
+    PinnedBuffer<int32_t> next;            // [slots]
+    PinnedBuffer<TokenLogProb> log_probs;  // [logit_rows, 1 + kMostTop]
+    std::vector<int64_t> top;              // [slots] most likely tokens wanted of each draw
+    CudaEvent copied;
+    int64_t tokens = 0;  // that passed the layers
+  };
+  Results& results_of(int64_t call) { return results_[static_cast<size_t>(call) % 2]; }
+  // Enqueues draws from rows of logits with these random numbers, and the copies of their results.
   // Returns the number of the call, of which so many tokens pass the layers.
   int64_t draw_ids(std::span<const Draw> draws, const float* uniforms, int64_t tokens);
   // Applies the draws' penalties to their rows of logits; undo_penalties() takes them back.
   void penalize(std::span<const Draw> draws);
   void undo_penalties();
   // Enqueues the log-probabilities of these tokens, one for each row of logits from `row` on, and
-  // of `top` most likely ones, and their copy to the host.
+  // of `top` most likely ones, and their copy to the results of the call that begins.
   void enqueue_log_probs(int64_t row, int64_t rows, const int32_t* ids, int64_t top, int64_t vocab);
   // The log-probabilities of a row that were copied; the device must have been waited for.
-  TokenLogProbs log_probs_of(int64_t row, int64_t top) const;
+  static TokenLogProbs log_probs_of(const Results& results, int64_t row, int64_t top);
   // Call after reading results. Updates the FFN layers' executions at intervals that double, so
   // that graphs are captured again only a few times.
   void count_tokens(int64_t new_tokens);
@@ -99,16 +111,14 @@ class SessionCuda : public Session {
   DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for prompts
   DeviceBuffer<int32_t> targets_;            // [logit_rows] of scored prompts
   DeviceBuffer<TokenLogProb> log_probs_;     // [logit_rows, 1 + kMostTop]
-  PinnedBuffer<TokenLogProb> host_log_probs_;
-  std::vector<int64_t> drawn_top_;        // [slots] most likely tokens wanted of each draw
-  PenalizeCuda penalties_;                // of the draw under way
-  DeviceBuffer<PenalizedRow> penalized_;  // [slots]
-  DeviceBuffer<SeenToken> seen_;          // grows with the longest list so far
+  std::array<Results, 2> results_;           // of the calls that draw, in turn
+  int64_t calls_ = 0;                        // begun
+  int64_t asked_ = 0;                        // the one whose tokens were asked for last
+  PenalizeCuda penalties_;                   // of the draw under way
+  DeviceBuffer<PenalizedRow> penalized_;     // [slots]
+  DeviceBuffer<SeenToken> seen_;             // grows with the longest list so far
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]
-  PinnedBuffer<int32_t> host_next_;  // [slots]
-  int64_t calls_ = 0;                // that drew
-  int64_t drawing_tokens_ = 0;       // that passed the layers in the last of them
   // Key: number of sequences, ForwardCuda::path().
   StepGraphs<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
   int64_t graphs_captured_ = 0;

@@ -153,6 +153,86 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   }
 }
 
+// A call that begins before the last one was asked for its tokens takes them on the device. Also
+// when sequences end, change places, join behind a prompt's call, or ask for log-probabilities.
+TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
+  struct Step {
+    std::vector<int64_t> slots;
+    int64_t prompt = -1;  // slot of a prompt that goes first
+  };
+  const std::vector<Step> steps = {{{0, 1, 2}},    {{0, 1, 2}},    {{0, 1, 2}}, {{2, 1}},
+                                   {{2, 1, 3}, 3}, {{1, 3, 2}},    {{3}},       {{3, 0, 4}, 4},
+                                   {{3, 4, 0}},    {{0, 4, 3, 2}}, {{2, 3}},    {{2, 3}}};
+  constexpr size_t kSlots = 5;
+  const auto draw_of = [](int64_t slot, int64_t index) {
+    return Draw{.sampler = {.temperature = slot % 2 == 0 ? 0.0f : 0.8f,
+                            .seed = static_cast<uint64_t>(slot)},
+                .vocab = kVocab - 1,
+                .index = static_cast<uint64_t>(index),
+                .log_probs = slot == 3 ? std::optional<int64_t>(2) : std::nullopt};
+  };
+  const auto texts = [&](bool ahead) {
+    // A measured execution would come into effect at another step.
+    SessionCuda session(*ctx_, *device_model_, {.slots = kSlots, .ffn = FfnPolicy::kDense});
+    struct Call {
+      int64_t number = 0;
+      std::vector<int64_t> slots;
+    };
+    std::vector<Call> under_way;
+    std::vector<std::vector<int32_t>> text(kSlots);     // known tokens
+    std::vector<int64_t> drawn(kSlots), entry(kSlots);  // entry: in the call under way
+    std::vector<float> log_probs;
+    const auto ask = [&] {
+      const Call call = under_way.front();
+      under_way.erase(under_way.begin());
+      std::vector<int32_t> next(call.slots.size());
+      session.drawn(call.number, next);
+      for (size_t i = 0; i < next.size(); ++i) {
+        text[static_cast<size_t>(call.slots[i])].push_back(next[i]);
+        if (call.slots[i] != 3) continue;
+        const TokenLogProbs got = session.drawn_log_probs(static_cast<int64_t>(i));
+        EXPECT_EQ(got.token.id, next[i]);
+        log_probs.push_back(got.token.log_prob);
+      }
+    };
+    const auto began = [&](int64_t number, const std::vector<int64_t>& slots) {
+      under_way.push_back({number, slots});
+      for (size_t i = 0; i < slots.size(); ++i) {
+        const auto slot = static_cast<size_t>(slots[i]);
+        ++drawn[slot];
+        entry[slot] = static_cast<int64_t>(i);
+      }
+      while (std::ssize(under_way) > (ahead ? session.draws_ahead() : 0)) ask();
+    };
+    const auto prompt = [&](int64_t slot) {
+      const std::vector<int32_t> ids = random_ids(5 + slot, kVocab, static_cast<uint64_t>(slot));
+      const Prompt of_slot{.slot = slot, .ids = ids};
+      const Draw draw = draw_of(slot, 0);
+      began(session.append_and_draw({&of_slot, 1}, {&draw, 1}), {slot});
+    };
+    for (const int64_t slot : {0, 1, 2}) prompt(slot);
+    for (const auto& [slots, new_slot] : steps) {
+      if (new_slot >= 0) prompt(new_slot);
+      std::vector<int32_t> ids;
+      std::vector<Draw> draws;
+      for (const int64_t slot : slots) {
+        const auto at = static_cast<size_t>(slot);
+        const bool known = std::ssize(text[at]) == drawn[at];
+        ids.push_back(known ? text[at].back() : Session::the_drawn(entry[at]));
+        draws.push_back(draw_of(slot, drawn[at]));
+      }
+      began(session.decode_and_draw(slots, ids, draws), slots);
+    }
+    while (!under_way.empty()) ask();
+    for (size_t slot = 0; slot < kSlots; ++slot) {
+      EXPECT_EQ(session.length(static_cast<int64_t>(slot)),
+                static_cast<int64_t>(5 + slot) + std::ssize(text[slot]) - 1);
+    }
+    return std::pair(text, log_probs);
+  };
+  EXPECT_EQ(texts(true), texts(false));
+}
+
 TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
   SessionCuda cuda(*ctx_, *device_model_, {.slots = 2, .prefill_tokens = 17});
   SessionCpu cpu(cpu_, *model_, {.slots = 2});

@@ -51,8 +51,7 @@ void BatchCuda::enqueue_copy(CudaContext& ctx, int64_t tokens, int64_t sequences
   const size_t bytes = cut(host_.data(), tokens, sequences).bytes;
   TWELL_CUDA_CHECK(
       cudaMemcpyAsync(device_.data(), host_.data(), bytes, cudaMemcpyHostToDevice, ctx.stream()));
+  copied_.record(ctx.stream());
 }
-
-void BatchCuda::copied(CudaContext& ctx) const { copied_.record(ctx.stream()); }
 
 }  // namespace twell

@@ -35,9 +35,7 @@ class BatchCuda {
   // The page-locked arrays, after waiting until the previous copy has read them.
   BatchArrays host(int64_t tokens, int64_t sequences);
   BatchArrays device(int64_t tokens, int64_t sequences) const;
-  // Enqueues the copy. If it is captured, call copied() after each launch of the graph.
   void enqueue_copy(CudaContext& ctx, int64_t tokens, int64_t sequences) const;
-  void copied(CudaContext& ctx) const;
 
   int64_t max_tokens() const { return max_tokens_; }
   int64_t max_sequences() const { return max_sequences_; }

@@ -176,16 +176,20 @@ bool ForwardCuda::make_screens() {
 }
 
 void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
-                        KvCacheCuda* cache, std::span<const float> uniforms) {
+                        KvCacheCuda* cache, std::span<const float> uniforms, const int32_t* drawn) {
   TWELL_CHECK(uniforms.empty() || uniforms.size() == sequences.size(),
               "{} random numbers for {} sequences", uniforms.size(), sequences.size());
   require_fits(config_, plan_, cache, sequences);
   for (size_t m = 0; m < ids.size(); ++m) {
-    TWELL_CHECK(ids[m] >= 0 && ids[m] < config_.vocab_size,
+    const int32_t least = drawn == nullptr ? 0 : static_cast<int32_t>(-plan_.max_sequences);
+    TWELL_CHECK(ids[m] >= least && ids[m] < config_.vocab_size,
                 "token id {} at position {} is outside the vocabulary of {}", ids[m], m,
                 config_.vocab_size);
   }
-  staged_ = {.tokens = std::ssize(ids), .sequences = std::ssize(sequences), .cache = cache};
+  staged_ = {.tokens = std::ssize(ids),
+             .sequences = std::ssize(sequences),
+             .cache = cache,
+             .drawn = drawn};
   const BatchArrays host = batch_.host(staged_.tokens, staged_.sequences);
   std::copy(ids.begin(), ids.end(), host.ids);
   staged_.uniform = cache == nullptr;
@@ -214,6 +218,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
   find_sparse_layers();
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
   if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
+  batch_.enqueue_copy(ctx_, staged_.tokens, staged_.sequences);
 }
 
 int64_t ForwardCuda::padded_tokens() const {
@@ -264,14 +269,14 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   const auto done = [&](ForwardStage stage) {
     if (hooks.after_stage) hooks.after_stage(stage);
   };
-  batch_.enqueue_copy(ctx_, staged_.tokens, staged_.sequences);
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const ModelMatrices<const BF16>& weights = model_.weights();
   TWELL_CUDA_CHECK(launch_embedding({.tokens = staged_.tokens,
                                      .width = config_.width,
                                      .ids = batch.ids,
                                      .table = device_bf16(weights.embedding.data),
-                                     .out = residual_.data()},
+                                     .out = residual_.data(),
+                                     .drawn = staged_.drawn},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
   staged_.ragged = attention_ragged(ctx_, attention_of(0), attention_);
@@ -530,7 +535,6 @@ void ForwardCuda::run(std::span<const int32_t> ids, std::span<const ForwardSeque
                       KvCacheCuda* cache, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   stage(ids, sequences, cache);
   enqueue(row_nnz, hooks);
-  enqueued();
 }
 
 void ForwardCuda::logits(const __nv_bfloat16* hidden, int64_t rows, float* out) const {

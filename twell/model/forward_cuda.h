@@ -61,23 +61,22 @@ class ForwardCuda {
   static int64_t screen_bytes(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
 
-  // Checks the batch, writes its description to host memory, advances the cache, whose blocks must
-  // have room, and enqueues the copy of its tables. InputError when a sequence would exceed the
-  // context or the cache's capacity. uniforms, one per sequence or
-  // none, are copied to the device too, for a sampler.
+  // Checks the batch, advances the cache, whose blocks must have room, and enqueues the copies of
+  // the batch's description and of the cache's tables, once the device has begun with the batch
+  // before. InputError when a sequence would exceed the context or the cache's capacity. uniforms,
+  // one per sequence or none, are copied to the device too, for a sampler. drawn: device memory; an
+  // id below 0 stands for drawn[-1 - id].
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
-             KvCacheCuda* cache, std::span<const float> uniforms = {});
-  // Enqueues the copy of the staged batch and the layers. A captured graph can be replayed after
-  // each stage() with the same number of sequences, tokens per sequence and path(), until
-  // ffn_plans() are updated. row_nnz: optional device memory [L, M] for active neurons per layer
-  // and token.
+             KvCacheCuda* cache, std::span<const float> uniforms = {},
+             const int32_t* drawn = nullptr);
+  // Enqueues the layers for the staged batch. A captured graph can be replayed after each stage()
+  // with the same number of sequences, tokens per sequence, drawn and path(), until ffn_plans() are
+  // updated. row_nnz: optional device memory [L, M] for active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
   // The executions for the staged batch, unless hooks or row_nnz require single ops.
   GpuLayersPath path() const;
-  // Call it after enqueue or the launch of its graph, before the next stage().
-  void enqueued() const { batch_.copied(ctx_); }
 
-  // stage, enqueue, enqueued.
+  // stage, enqueue.
   void run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
            KvCacheCuda* cache, int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
 
@@ -100,6 +99,7 @@ class ForwardCuda {
     bool uniform = false;     // equally long whole sequences, no cache
     AttentionRagged ragged;   // made by enqueue()
     KvCacheCuda* cache = nullptr;
+    const int32_t* drawn = nullptr;
   };
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
   // Sets layers_.sparse where the plans have been updated since.

@@ -15,7 +15,9 @@ struct CopyPiece {
   EmbeddingCuda p;
   __device__ void operator()(int64_t i) const {
     const int64_t pieces = p.width / kColumns;
-    const int64_t row = int64_t{p.ids[i / pieces]};
+    int32_t id = p.ids[i / pieces];
+    if (id < 0) id = max(p.drawn[-1 - id], 0);
+    const int64_t row = int64_t{id};
     reinterpret_cast<uint4*>(p.out)[i] =
         reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
   }

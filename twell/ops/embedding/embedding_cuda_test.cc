@@ -33,5 +33,26 @@ TEST(EmbeddingCudaTest, CopiesRows) {
   }
 }
 
+TEST(EmbeddingCudaTest, TakesIdsThatASamplerDrew) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const CudaStream stream;
+  const int64_t vocab = 57, width = 264;
+  const auto table = random_bf16(vocab * width, 1);
+  const std::vector<int32_t> drawn = {56, -1, 7}, ids = {-3, 5, -1, -2}, want = {7, 5, 56, 0};
+  const auto device_table = upload(table);
+  const auto device_ids = upload(ids), device_drawn = upload(drawn);
+  const auto out = poisoned<__nv_bfloat16>(std::ssize(ids) * width);
+  TWELL_CUDA_CHECK(launch_embedding({std::ssize(ids), width, device_ids.data(), device_table.data(),
+                                     out.data(), device_drawn.data()},
+                                    stream.get()));
+  stream.synchronize();
+  const auto got = to_floats(download(out)), rows = to_floats(table);
+  for (size_t m = 0; m < ids.size(); ++m) {
+    for (size_t d = 0; d < static_cast<size_t>(width); ++d) {
+      ASSERT_EQ(got[m * width + d], rows[static_cast<size_t>(want[m]) * width + d]) << m;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace twell
