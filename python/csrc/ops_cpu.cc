@@ -61,8 +61,14 @@ FfnSaved saved_view(const Tensor& saved, const LayerShape& shape) {
 }
 
 Tensor zeros(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  int64_t values = 1;
+  for (const int64_t n : size) values *= n;
+  constexpr int64_t kManyValues = 32768;  // PyTorch clears more on all threads
+  if (values > kManyValues) {
+    return torch::stable::new_zeros(like, {size.begin(), size.size()}, dtype);
+  }
   Tensor t = made(like, {size.begin(), size.size()}, dtype);
-  std::memset(t.mutable_data_ptr(), 0, static_cast<size_t>(t.numel()) * t.element_size());
+  std::memset(t.mutable_data_ptr(), 0, static_cast<size_t>(values) * t.element_size());
   return t;
 }
 
