@@ -285,6 +285,14 @@ def test_replaced_projections_run_as_they_are(caplog):
     assert "compute something else than nn.Linear" in caplog.text
     assert len(twell.stats(wrapped)) == 1
 
+    replaced = model()
+    first, second = (layer.mlp for layer in replaced.model.layers)
+    first.forward = first.forward
+    second.up_proj.forward = lambda x: 2 * nn.functional.linear(x, second.up_proj.weight)
+    twell.patch(replaced)
+    assert "model.layers.0.mlp stays dense: its forward was replaced" in caplog.text
+    assert "model.layers.1.mlp stays dense: its projections compute" in caplog.text
+
 
 def test_one_weight_alone_is_trained():
     ids = tokens()

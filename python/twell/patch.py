@@ -95,7 +95,7 @@ class _SparseForward:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward
+    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
 
 
 def _is_relu(activation) -> bool:
@@ -148,7 +148,9 @@ def _patched_modules(model: nn.Module):
 def _why_dense(module: nn.Module, names) -> str:
     """Why a module keeps its own forward; empty when it can run sparse."""
     gate, up, down = (getattr(module, n) if n is not None else None for n in names)
-    activation_name, activation = _activation(module)
+    if "forward" in module.__dict__:
+        return "its forward was replaced, by hooks of accelerate or another patch"
+    _, activation = _activation(module)
     if not _is_relu(activation) and not _is_relu2(activation):
         kind = type(activation).__name__
         return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
