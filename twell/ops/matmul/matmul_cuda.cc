@@ -2,7 +2,9 @@
 #include "twell/ops/matmul/matmul_cuda.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <map>
+#include <span>
 #include <vector>
 
 namespace twell {
@@ -32,21 +34,43 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
   return layout;
 }
 
-// cuBLASLt's first proposals are the fastest, or nearly, but for products of up to some thousand
-// rows on Hopper where they have one of these tiles. There its second takes 0.93 of their time in
-// the mean, and 0.68 at best (bench/results/2026-11-23-h200-matmul.csv, of cuBLASLt 13.1).
-bool prefers_second(const CudaContext& ctx, const MatmulShapeCuda& shape,
-                    const cublasLtMatmulAlgo_t& first) {
-  constexpr int64_t kMostRows = 4096;
-  const bool measured =
-      ctx.compute_capability() == 90 && shape.rows <= kMostRows && !shape.trans_a && !shape.f32_out;
-  if (!measured) return false;
+int32_t tile_of(const cublasLtMatmulAlgo_t& algorithm) {
   int32_t tile = 0;
   size_t written = 0;
-  TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&first, CUBLASLT_ALGO_CONFIG_TILE_ID,
+  TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID,
                                                           &tile, sizeof(tile), &written));
-  return tile == CUBLASLT_MATMUL_TILE_96x64 || tile == CUBLASLT_MATMUL_TILE_96x128 ||
-         tile == CUBLASLT_MATMUL_TILE_192x192 || tile == CUBLASLT_MATMUL_TILE_320x128;
+  return tile;
+}
+
+// The proposal to run, by its tile (bench/results/2026-11-23-h200-sweep-auto.txt, of cuBLASLt 13.1).
+// From 2,048 rows on Hopper, the first one with a tile of about 128 x 128 takes 1.005 of the time
+// of the fastest in the mean and 1.05 at most, where cuBLASLt's first takes 1.05 and 1.27. For
+// fewer rows cuBLASLt's first is the fastest or nearly, but for four tiles: there the second takes
+// 0.93 of its time in the mean.
+int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
+                  std::span<const cublasLtMatmulHeuristicResult_t> proposals) {
+  constexpr int64_t kManyRows = 2048;
+  const bool measured = ctx.compute_capability() == 90 && !shape.trans_a && !shape.f32_out;
+  if (!measured) return 0;
+  const auto first_of = [&](std::initializer_list<cublasLtMatmulTile_t> tiles) {
+    const auto found = std::ranges::find_if(proposals, [&](const auto& proposal) {
+      return std::ranges::find(tiles, tile_of(proposal.algo)) != tiles.end();
+    });
+    return static_cast<int>(found - proposals.begin());
+  };
+  const int count = static_cast<int>(proposals.size());
+  if (shape.rows < kManyRows) {
+    const bool slow = first_of({CUBLASLT_MATMUL_TILE_96x64, CUBLASLT_MATMUL_TILE_96x128,
+                                CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128}) == 0;
+    return slow && count > 1 ? 1 : 0;
+  }
+  int best = first_of({CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_144x128,
+                       CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_168x128,
+                       CUBLASLT_MATMUL_TILE_176x128});
+  if (best == count) {
+    best = first_of({CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128});
+  }
+  return best == count ? 0 : best;
 }
 
 struct MatmulPlans {
@@ -87,7 +111,7 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
   TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && proposal_count_ > 0,
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
-  if (proposal_count_ > 1 && prefers_second(ctx, shape, proposals_[0].algo)) chosen_ = 1;
+  chosen_ = best_proposal(ctx, shape, {proposals_, static_cast<size_t>(proposal_count_)});
 }
 
 MatmulPlanCuda::~MatmulPlanCuda() {

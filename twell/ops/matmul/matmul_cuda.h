@@ -30,8 +30,8 @@ struct MatmulShapeCuda {
 
 class MatmulPlanCuda {
  public:
-  // Takes the first algorithm that cuBLASLt proposes, or the second where that is known to be
-  // faster. Throws Error if there is none.
+  // Takes the first algorithm that cuBLASLt proposes, or another of its proposals where that is
+  // known to be faster. Throws Error if there is none.
   MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape);
   ~MatmulPlanCuda();
   MatmulPlanCuda(const MatmulPlanCuda&) = delete;
