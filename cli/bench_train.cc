@@ -54,17 +54,15 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
       .value("--sparse-recompute", &arguments->sparse_recompute, "LEVEL",
              "Also the sparse run with this level; repeatable")
       .several_values();
-  command.value("--moment-dtype", &arguments->moment_dtype, "f32|bf16", "Type of AdamW's moments")
-      .choices({"f32", "bf16"});
+  command.choice("--moment-dtype", &arguments->moment_dtype, {"f32", "bf16"},
+                 "Type of AdamW's moments");
   command
       .value("--gpus", &arguments->gpus, "N",
              "Train on N GPUs of this machine, a process and a micro-batch each")
       .range(1, 1024)
       .hide_default();
-  command
-      .value("--gradient-dtype", &arguments->gradient_dtype, "f32|bf16",
-             "Type of gradients on their way between GPUs")
-      .choices({"f32", "bf16"});
+  command.choice("--gradient-dtype", &arguments->gradient_dtype, {"f32", "bf16"},
+                 "Type of gradients on their way between GPUs");
   command.flag(
       "--document-mask", &arguments->document_mask,
       "Attention within random documents of about 600 tokens, as 'twell train' has with this flag");

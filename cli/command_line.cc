@@ -323,6 +323,12 @@ Option& Command::value(std::string flag, Target target, std::string type, std::s
   return *options_.back();
 }
 
+Option& Command::choice(std::string flag, Target target, std::vector<std::string> values,
+                        std::string help) {
+  return value(std::move(flag), target, fmt::format("{}", fmt::join(values, "|")), std::move(help))
+      .choices(std::move(values));
+}
+
 Option& Command::flag(std::string flag, Target target, std::string help) {
   return this->flag(std::move(flag), "", target, std::move(help));
 }

@@ -98,6 +98,9 @@ class Command {
   void group(std::string heading) { group_ = std::move(heading); }
   // `type` names the value in the help. The target variable must outlive the command.
   Option& value(std::string flag, Target target, std::string type, std::string help);
+  // An option with a few values, which the help lists.
+  Option& choice(std::string flag, Target target, std::vector<std::string> values,
+                 std::string help);
   Option& flag(std::string flag, Target target, std::string help);
   // A flag and its negated spelling; with an empty `flag` only the negated spelling exists.
   Option& flag(std::string flag, std::string negated, Target target, std::string help);

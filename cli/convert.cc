@@ -52,13 +52,11 @@ void add_convert_command(Command& root, CommonOptions& common) {
   command.runs([&common, arguments] { return run_convert(common, *arguments); });
   add_checkpoint_option(command, common);
   add_out_option(command, common, "New folder to write");
-  command
-      .value("--layout", &arguments->layout, "keep|hf|sparse",
-             "keep; hf: what transformers opens without code of its own; sparse: as the sparse "
-             "ReLU models were published")
-      .choices({"keep", "hf", "sparse"});
-  command.value("--dtype", &arguments->dtype, "keep|f32|bf16|f16", "Type of the weights")
-      .choices({"keep", "f32", "bf16", "f16"});
+  command.choice("--layout", &arguments->layout, {"keep", "hf", "sparse"},
+                 "keep; hf: what transformers opens without code of its own; sparse: as the sparse "
+                 "ReLU models were published");
+  command.choice("--dtype", &arguments->dtype, {"keep", "f32", "bf16", "f16"},
+                 "Type of the weights");
   command.footer(
       "What does not change is copied byte for byte: tensors, keys, tokenizer and templates.\n\n"
       "Example:\n  twell convert --checkpoint SparseLM0.5B --layout hf --out sparse-hf");

@@ -35,15 +35,6 @@ int64_t text_bytes(const Tokenizer& tokenizer, const std::vector<int32_t>& ids) 
   return bytes;
 }
 
-std::unique_ptr<TextSource> open_files(const CommonOptions& common, const TextOptions& text) {
-  TextSourceOptions options;
-  options.paths = common.data;
-  options.json_field = text.json_field;
-  options.bad_file = text.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
-  options.log = [](LogLevel, std::string_view message) { print_error("twell: {}\n", message); };
-  return std::make_unique<TextSource>(options);
-}
-
 }  // namespace
 
 Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config) {
@@ -54,6 +45,21 @@ Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig&
   return tokenizer;
 }
 
+void TextFileOptions::declare(Command& command) {
+  command.value("--json-field", &json_field, "NAME",
+                "Field of .jsonl lines and .parquet rows that holds the text");
+  command.choice("--bad-files", &bad_files, {"error", "skip"},
+                 "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out");
+}
+
+TextSourceOptions TextFileOptions::source(std::vector<std::filesystem::path> paths,
+                                          LogSink log) const {
+  return {.paths = std::move(paths),
+          .json_field = json_field,
+          .bad_file = bad_files == "skip" ? BadFile::kSkip : BadFile::kError,
+          .log = std::move(log)};
+}
+
 void add_text_options(Command& command, CommonOptions& common, TextOptions& text) {
   Option& data = add_data_option(
       command, common,
@@ -62,12 +68,7 @@ void add_text_options(Command& command, CommonOptions& common, TextOptions& text
       .value("--shards", &text.shards, "DIR",
              "Run on the held-out split of a folder of token shards instead")
       .excludes(data);
-  command.value("--json-field", &text.json_field, "NAME",
-                "Field of a .jsonl line that holds the text");
-  command
-      .value("--bad-files", &text.bad_files, "error|skip",
-             "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
-      .choices({"error", "skip"});
+  text.files.declare(command);
 }
 
 TextPieces::TextPieces(const CommonOptions& common, const TextOptions& text,
@@ -81,7 +82,9 @@ TextPieces::TextPieces(const CommonOptions& common, const TextOptions& text,
   if (!text.shards.empty()) {
     shards_ = std::make_unique<ShardSet>(text.shards, tokenizer);
   } else {
-    source_ = open_files(common, text);
+    source_ = std::make_unique<TextSource>(text.files.source(
+        common.data,
+        [](LogLevel, std::string_view message) { print_error("twell: {}\n", message); }));
   }
 }
 

@@ -21,12 +21,19 @@ namespace twell::cli {
 // vocabulary. Call it before loading the weights, which takes much longer.
 Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig& config);
 
+// How files of text are read.
+struct TextFileOptions {
+  std::string json_field = "text";
+  std::string bad_files = "error";
+  void declare(Command& command);
+  TextSourceOptions source(std::vector<std::filesystem::path> paths, LogSink log) const;
+};
+
 // Text to run a model on: files (--data) or the held-out part of a training run's shards
 // (--shards). One of the two is required.
 struct TextOptions {
   std::filesystem::path shards;
-  std::string json_field = "text";
-  std::string bad_files = "error";
+  TextFileOptions files;
   bool begin_token = true;  // documents begin with the template's begin token, if any
 };
 void add_text_options(Command& command, CommonOptions& common, TextOptions& text);

@@ -96,12 +96,7 @@ std::string progress_text(const TokenizeProgress& now, int64_t max_bytes, double
 
 void add_source_options(Command& command, DataOptions& options) {
   command.group("Data");
-  command.value("--json-field", &options.json_field, "NAME",
-                "Field of .jsonl lines and .parquet rows that holds the text");
-  command
-      .value("--bad-files", &options.bad_files, "error|skip",
-             "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out")
-      .choices({"error", "skip"});
+  options.files.declare(command);
   command
       .value("--max-data-bytes", &options.max_bytes, "N",
              "Stop reading after this many bytes of text; 0: read everything")
@@ -112,10 +107,8 @@ void add_tokenizer_options(Command& command, DataOptions& options) {
   command.group("Data");
   command.value("--tokenizer", &options.tokenizer, "FILE",
                 "Hugging Face tokenizer.json (byte-level BPE); without it one is trained");
-  command
-      .value("--pre-tokenizer", &options.pre_tokenizer, "gpt2|smollm2|llama3|qwen2",
-             "How a trained tokenizer cuts text into words")
-      .choices({"gpt2", "smollm2", "llama3", "qwen2"});
+  command.choice("--pre-tokenizer", &options.pre_tokenizer, {"gpt2", "smollm2", "llama3", "qwen2"},
+                 "How a trained tokenizer cuts text into words");
   command
       .value("--tokenizer-sample", &options.tokenizer_sample_mib, "MIB",
              "MiB of text, at most, that a tokenizer is trained on")
@@ -128,12 +121,8 @@ void add_tokenizer_options(Command& command, DataOptions& options) {
 
 TextSourceOptions DataRequest::text(const LogSink& log) const {
   TWELL_REQUIRE(!paths.empty(), "no text given: add --data PATH");
-  TextSourceOptions text;
-  text.paths = paths;
-  text.json_field = options.json_field;
-  text.bad_file = options.bad_files == "skip" ? BadFile::kSkip : BadFile::kError;
+  TextSourceOptions text = options.files.source(paths, log);
   text.max_bytes = options.max_bytes;
-  text.log = log;
   return text;
 }
 

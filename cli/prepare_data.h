@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/command_line.h"
+#include "cli/loading.h"
 #include "cli/progress_line.h"
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
@@ -18,8 +18,7 @@
 namespace twell::cli {
 
 struct DataOptions {
-  std::string json_field = "text";
-  std::string bad_files = "error";
+  TextFileOptions files;
   int64_t max_bytes = 0;  // of text to read; 0: all
   double validation_fraction = 0.01;
   std::filesystem::path tokenizer;  // empty: train one

@@ -105,11 +105,9 @@ void add_tokenize_command(Command& root, CommonOptions& common) {
              "MiB of files on disk in a part, the unit that is kept when the command is "
              "interrupted; a larger .parquet file is cut at its row groups, another is a part")
       .range(1, 1 << 20);
-  command
-      .value("--changed-files", &flags->data.changed_files, "refuse|redo",
-             "Files that have changed since a finished part of an interrupted command was made "
-             "from them: refuse stops, redo makes the part again")
-      .choices({"refuse", "redo"});
+  command.choice("--changed-files", &flags->data.changed_files, {"refuse", "redo"},
+                 "Files that have changed since a finished part of an interrupted command was made "
+                 "from them: refuse stops, redo makes the part again");
   add_seed_option(command, common);
   add_threads_option(command, common);
   command.footer(kTokenizeFooter);

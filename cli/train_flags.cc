@@ -39,10 +39,8 @@ void add_run_flags(Command& command, TrainFlags& flags) {
   command.value("--save-every", &flags.train.save_every, "STEPS",
                 "Steps between checkpoints; 0: at the end only");
   command.value("--keep-last", &flags.train.keep_last, "N", "Checkpoints to keep");
-  command
-      .value("--save-dtype", &flags.save_dtype, "f32|bf16|f16",
-             "Type of the weights in model.safetensors")
-      .choices({"f32", "bf16", "f16"});
+  command.choice("--save-dtype", &flags.save_dtype, {"f32", "bf16", "f16"},
+                 "Type of the weights in model.safetensors");
   command.value("--validate-every", &flags.train.validate_every, "STEPS",
                 "Steps between validations; 0: never");
   command.value("--validation-sequences", &flags.train.validation_sequences, "N",
@@ -74,10 +72,9 @@ void add_rank_flags(Command& command, TrainFlags& flags) {
       .value("--collective-timeout", &flags.collective_timeout, "SECONDS",
              "A process that is silent for this long ends the run")
       .range(1, 86400);
-  command
-      .value("--gradient-dtype", &flags.gradient_dtype, "f32|bf16",
-             "GPU: type of gradients on their way between processes, where they are added in f32")
-      .choices({"f32", "bf16"});
+  command.choice(
+      "--gradient-dtype", &flags.gradient_dtype, {"f32", "bf16"},
+      "GPU: type of gradients on their way between processes, where they are added in f32");
   command
       .value("--max-restarts", &flags.max_restarts, "N",
              "With --gpus or --ranks: resume this many times when a process is lost")
@@ -143,10 +140,8 @@ void add_optimizer_flags(Command& command, TrainFlags& flags) {
   command.value("--beta2", &train.beta2, "X", "Decay of the second moment");
   command.value("--eps", &train.eps, "X", "Added to the denominator");
   command.value("--weight-decay", &train.weight_decay, "X", "Of matrices; norms have none");
-  command
-      .value("--moment-dtype", &flags.moment_dtype, "f32|bf16",
-             "GPU: type of the moments in memory")
-      .choices({"f32", "bf16"});
+  command.choice("--moment-dtype", &flags.moment_dtype, {"f32", "bf16"},
+                 "GPU: type of the moments in memory");
   command.value("--clip", &train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
 }
 
@@ -170,10 +165,8 @@ void add_sparsity_flags(Command& command, TrainFlags& flags) {
   TrainOptions& train = flags.train;
   command.group("Sparsity");
   command.value("--l1", &train.l1_coeff, "X", "L1 coefficient on hidden activations; 0: dense");
-  command
-      .value("--l1-reduction", &flags.l1_reduction, "sum|mean",
-             "Over the neurons of a layer: sum, or mean (the sum divided by F)")
-      .choices({"sum", "mean"});
+  command.choice("--l1-reduction", &flags.l1_reduction, {"sum", "mean"},
+                 "Over the neurons of a layer: sum, or mean (the sum divided by F)");
   command.value("--l1-zero-steps", &train.l1_zero_steps, "N", "Steps before L1 sets in");
   command.value("--l1-ramp-steps", &train.l1_ramp_steps, "N",
                 "Steps after those in which it grows to --l1");
@@ -181,10 +174,8 @@ void add_sparsity_flags(Command& command, TrainFlags& flags) {
                "After every step, move neurons that no token activated towards random weights");
   command.value("--reinit-strength", &train.reinit_strength, "X", "How far");
   command.value("--reinit-std", &train.reinit_std, "X", "Standard deviation of those weights");
-  command
-      .value("--ffn-policy", &flags.ffn_policy, "auto|dense|hybrid",
-             "Execution of the feed-forward layers; auto: per layer, by measured activity")
-      .choices({"auto", "dense", "hybrid"});
+  command.choice("--ffn-policy", &flags.ffn_policy, {"auto", "dense", "hybrid"},
+                 "Execution of the feed-forward layers; auto: per layer, by measured activity");
 }
 
 // Replaces the names of config.json in a message by those of the flags.

@@ -132,25 +132,16 @@ class Fields {
     return value == nullptr ? fallback : to_integer(key, *value);
   }
   double number(const char* key, double fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) return fallback;
-    TWELL_REQUIRE(value->is_number(), "{}: {} must be a number, got {}", source_, key,
-                  show(*value));
-    return value->get<double>();
+    const json* value = find(key, &json::is_number, "a number");
+    return value == nullptr ? fallback : value->get<double>();
   }
   bool boolean(const char* key, bool fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) return fallback;
-    TWELL_REQUIRE(value->is_boolean(), "{}: {} must be true or false, got {}", source_, key,
-                  show(*value));
-    return value->get<bool>();
+    const json* value = find(key, &json::is_boolean, "true or false");
+    return value == nullptr ? fallback : value->get<bool>();
   }
   std::string text(const char* key, const char* fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) return fallback;
-    TWELL_REQUIRE(value->is_string(), "{}: {} must be a string, got {}", source_, key,
-                  show(*value));
-    return value->get<std::string>();
+    const json* value = find(key, &json::is_string, "a string");
+    return value == nullptr ? fallback : value->get<std::string>();
   }
   int64_t to_integer(const char* key, const json& value) const {
     const bool fits = value.is_number_integer() &&
@@ -165,103 +156,49 @@ class Fields {
   }
 
  private:
+  const json* find(const char* key, bool (json::*is)() const noexcept, const char* kind) const {
+    const json* value = find(key);
+    TWELL_REQUIRE(value == nullptr || (value->*is)(), "{}: {} must be {}, got {}", source_, key,
+                  kind, show(*value));
+    return value;
+  }
+
   const json& object_;
   const std::string& source_;
 };
 
-// The keys.
+// The keys, in lists with spaces between them.
+
+bool lists(std::string_view keys, std::string_view key) {
+  if (key.empty() || key.find(' ') != key.npos) return false;
+  const std::string list = fmt::format(" {} ", keys);
+  return list.find(fmt::format(" {} ", key)) != list.npos;
+}
 
 // Keys that parse_config reads.
-constexpr std::string_view kRead[] = {"model_type",
-                                      "architectures",
-                                      "vocab_size",
-                                      "hidden_size",
-                                      "intermediate_size",
-                                      "num_hidden_layers",
-                                      "num_attention_heads",
-                                      "num_key_value_heads",
-                                      "head_dim",
-                                      "max_position_embeddings",
-                                      "original_max_position_embeddings",
-                                      "hidden_act",
-                                      "mlp_gated",
-                                      "tie_word_embeddings",
-                                      "rope_theta",
-                                      "rope_scaling",
-                                      "rope_parameters",
-                                      "rms_norm_eps",
-                                      "initializer_range",
-                                      "bos_token_id",
-                                      "eos_token_id",
-                                      "sliding_window",
-                                      "use_sliding_window",
-                                      "max_window_layers",
-                                      "layer_types"};
+constexpr std::string_view kRead =
+    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers "
+    "num_attention_heads num_key_value_heads head_dim max_position_embeddings "
+    "original_max_position_embeddings hidden_act mlp_gated tie_word_embeddings rope_theta "
+    "rope_scaling rope_parameters rms_norm_eps initializer_range bos_token_id eos_token_id "
+    "sliding_window use_sliding_window max_window_layers layer_types";
 
 // Keys that the forward pass does not depend on: bookkeeping, other frameworks, dropout, and the
 // generation settings that old versions of transformers stored here.
-constexpr std::string_view kIgnored[] = {"_attn_implementation",
-                                         "_attn_implementation_autoset",
-                                         "_name_or_path",
-                                         "attention_dropout",
-                                         "attn_implementation",
-                                         "auto_map",
-                                         "bad_words_ids",
-                                         "begin_suppress_tokens",
-                                         "chunk_size_feed_forward",
-                                         "cross_attention_hidden_size",
-                                         "decoder_start_token_id",
-                                         "diversity_penalty",
-                                         "do_sample",
-                                         "dtype",
-                                         "early_stopping",
-                                         "encoder_no_repeat_ngram_size",
-                                         "exponential_decay_length_penalty",
-                                         "finetuning_task",
-                                         "forced_bos_token_id",
-                                         "forced_eos_token_id",
-                                         "id2label",
-                                         "is_decoder",
-                                         "is_llama_config",
-                                         "label2id",
-                                         "length_penalty",
-                                         "max_length",
-                                         "min_length",
-                                         "model_max_length",
-                                         "no_repeat_ngram_size",
-                                         "num_beam_groups",
-                                         "num_beams",
-                                         "num_return_sequences",
-                                         "output_attentions",
-                                         "output_hidden_states",
-                                         "output_scores",
-                                         "pad_token_id",
-                                         "prefix",
-                                         "pretraining_tp",
-                                         "problem_type",
-                                         "remove_invalid_values",
-                                         "repetition_penalty",
-                                         "return_dict",
-                                         "return_dict_in_generate",
-                                         "sep_token_id",
-                                         "suppress_tokens",
-                                         "task_specific_params",
-                                         "temperature",
-                                         "tf_legacy_loss",
-                                         "tie_encoder_decoder",
-                                         "tokenizer_class",
-                                         "top_k",
-                                         "top_p",
-                                         "torch_dtype",
-                                         "torchscript",
-                                         "transformers.js_config",
-                                         "transformers_version",
-                                         "typical_p",
-                                         "unk_token_id",
-                                         "unsloth_fixed",
-                                         "unsloth_version",
-                                         "use_bfloat16",
-                                         "use_cache"};
+constexpr std::string_view kIgnored =
+    "_attn_implementation _attn_implementation_autoset _name_or_path attention_dropout "
+    "attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward "
+    "cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype "
+    "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
+    "finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder "
+    "is_llama_config label2id length_penalty max_length min_length model_max_length "
+    "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type "
+    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate "
+    "sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss "
+    "tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript "
+    "transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed "
+    "unsloth_version use_bfloat16 use_cache";
 
 // Keys that are accepted only with their neutral value.
 struct Fixed {
@@ -277,11 +214,6 @@ constexpr Fixed kFixed[] = {
     {"rope_interleaved", false, "rotary embeddings pair the two halves of a head"},
     {"use_mrope", false, "positions have one dimension"},
     {"partial_rotary_factor", true, "rotary embeddings cover the whole head"}};
-
-template <typename Range>
-bool contains(const Range& keys, std::string_view key) {
-  return std::find(std::begin(keys), std::end(keys), key) != std::end(keys);
-}
 
 bool is_fixed(const Fields& fields, std::string_view key, const json& value) {
   const auto it = std::find_if(std::begin(kFixed), std::end(kFixed),
@@ -314,7 +246,7 @@ void require_known_keys(const Fields& fields, const FamilySpec& family) {
         (key == "mlp_bias" && family.mlp_bias)) {
       continue;
     }
-    if (contains(kRead, key) || contains(kIgnored, key) || is_fixed(fields, key, value)) continue;
+    if (lists(kRead, key) || lists(kIgnored, key) || is_fixed(fields, key, value)) continue;
     if (key == "quantization_config" || (family.sparse && key.starts_with("sparsity_"))) continue;
     throw InputError(fmt::format(
         "{}: {} ({}) is not understood; remove it if it does not change what the model computes",
@@ -325,34 +257,20 @@ void require_known_keys(const Fields& fields, const FamilySpec& family) {
 // The rotary keys. Older files have rope_theta next to rope_scaling (null when plain), newer ones
 // both inside rope_parameters.
 
-struct RopeTypeName {
-  RopeType type;
-  const char* name;
-};
-constexpr RopeTypeName kRopeTypes[] = {{RopeType::kDefault, "default"},
-                                       {RopeType::kLinear, "linear"},
-                                       {RopeType::kDynamic, "dynamic"},
-                                       {RopeType::kLlama3, "llama3"},
-                                       {RopeType::kYarn, "yarn"}};
+constexpr std::pair<RopeType, const char*> kRopeTypes[] = {{RopeType::kDefault, "default"},
+                                                           {RopeType::kLinear, "linear"},
+                                                           {RopeType::kDynamic, "dynamic"},
+                                                           {RopeType::kLlama3, "llama3"},
+                                                           {RopeType::kYarn, "yarn"}};
 
-constexpr std::string_view kRopeKeys[] = {"rope_type",
-                                          "type",
-                                          "rope_theta",
-                                          "factor",
-                                          "original_max_position_embeddings",
-                                          "low_freq_factor",
-                                          "high_freq_factor",
-                                          "beta_fast",
-                                          "beta_slow",
-                                          "attention_factor",
-                                          "mscale",
-                                          "mscale_all_dim",
-                                          "truncate",
-                                          "partial_rotary_factor"};
+constexpr std::string_view kRopeKeys =
+    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor "
+    "high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate "
+    "partial_rotary_factor";
 
 RopeType parse_rope_type(const std::string& name, const char* key, const std::string& source) {
-  for (const RopeTypeName& type : kRopeTypes) {
-    if (name == type.name) return type.type;
+  for (const auto& [type, known] : kRopeTypes) {
+    if (name == known) return type;
   }
   throw InputError(
       fmt::format("{}: {} of type \"{}\" is not supported; supported are default, linear, dynamic, "
@@ -366,9 +284,8 @@ double positive_or(double value, double fallback) { return value == 0.0 ? fallba
 void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) {
   const std::string& source = rope.source();
   for (const auto& [inner, value] : rope.object().items()) {
-    TWELL_REQUIRE(
-        std::find(std::begin(kRopeKeys), std::end(kRopeKeys), inner) != std::end(kRopeKeys),
-        "{}: {} of {} ({}) is not understood", source, inner, key, Fields::show(value));
+    TWELL_REQUIRE(lists(kRopeKeys, inner), "{}: {} of {} ({}) is not understood", source, inner,
+                  key, Fields::show(value));
   }
   TWELL_REQUIRE(rope.number("partial_rotary_factor", 1.0) == 1.0,
                 "{}: partial_rotary_factor other than 1 is not supported", source);
@@ -426,9 +343,9 @@ void read_rope(const Fields& fields, ModelConfig& config) {
 // The value of rope_scaling; null when plain.
 json rope_scaling_to_json(const RopeScaling& rope) {
   if (rope.type == RopeType::kDefault) return nullptr;
-  const auto name = std::find_if(std::begin(kRopeTypes), std::end(kRopeTypes),
-                                 [&](const RopeTypeName& type) { return type.type == rope.type; });
-  json out = {{"rope_type", name->name}, {"factor", rope.factor}};
+  const auto named = std::find_if(std::begin(kRopeTypes), std::end(kRopeTypes),
+                                  [&](const auto& one) { return one.first == rope.type; });
+  json out = {{"rope_type", named->second}, {"factor", rope.factor}};
   if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn) {
     out["original_max_position_embeddings"] = rope.original_context;
   }
