@@ -4,8 +4,13 @@
 // A text file is one document, or several separated by NUL bytes. A .jsonl file holds one per line,
 // in a string field of an object; a .parquet file holds one per row, in a text column. Documents
 // without text are skipped. Text must be UTF-8 and is returned byte for byte, without a leading
-// byte order mark. text_files.h says which files a folder stands for and their order; decompress.h
-// and twell/parquet/reader.h say which compressed and .parquet files can be read.
+// byte order mark. decompress.h and twell/parquet/reader.h say which compressed and .parquet files
+// can be read.
+//
+// A folder stands for every regular file below it, each folder's entries sorted by name (bytewise),
+// except hidden files and folders (name starting with a dot). Inside a folder, links to files are
+// followed and links to folders are not, so that no loop can form; pipes, sockets, devices and
+// broken links are skipped. A file reached twice is listed once.
 //
 // Memory is bounded for files of any size: documents come in pieces of at most piece_bytes, cut at
 // line starts (piece_length in text_documents.h). A .jsonl line or .parquet row has at most 64 MiB.
@@ -20,7 +25,6 @@
 
 #include "twell/base/log.h"
 #include "twell/data/text_documents.h"
-#include "twell/data/text_files.h"
 
 namespace twell {
 
@@ -36,6 +40,12 @@ struct TextSourceOptions {
   int64_t max_bytes = 0;  // stop after this many bytes of text; 0: no limit
   size_t piece_bytes = size_t{1} << 20;
   LogSink log;  // names the first few skipped files, then gives their number; first pass only
+};
+
+struct TextFile {
+  std::filesystem::path path;
+  int64_t bytes = 0;     // on disk
+  int64_t modified = 0;  // time of the last change, in nanoseconds since 1970
 };
 
 // A file, or some row groups of a .parquet file.

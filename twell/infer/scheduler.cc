@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "twell/base/error.h"
-#include "twell/infer/text_stream.h"
+#include "twell/infer/generated_text.h"
 
 namespace twell {
 namespace {
@@ -102,7 +102,7 @@ struct Scheduler::Request {
   uint64_t drawn = 0;   // known tokens drawn so far
   int64_t unknown = 0;  // tokens that passes under way draw,
   int64_t entry = 0;    // the last of them as this entry
-  TextStream stream;
+  GeneratedText stream;
   std::vector<TokenLogProbs> prompt_log_probs;  // so far
   bool prompt_reported = false;                 // an event has delivered them
   int32_t new_token = -1;                       // of the next event; -1: none

@@ -21,14 +21,12 @@
 #include "twell/tokenizer/bpe.h"
 #include "twell/tokenizer/normalizer.h"
 #include "twell/tokenizer/pre_tokenizer.h"
-#include "twell/tokenizer/tokenizer_added.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {
 namespace {
 
-// --- Caches of the ids of recent pre-tokens: text repeats its words, ruled lines and indents
-// -------
+// ---- Caches of the ids of recent pre-tokens: text repeats its words, ruled lines and indents.
 
 // Caches short words in a direct-mapped table of cache lines: no allocation per word, and a
 // colliding word replaces the older one.
@@ -165,8 +163,69 @@ class TokenizerWorkspacePool {
   std::vector<std::unique_ptr<TokenizerWorkspace>> idle_;
 };
 
-// --- Ids and decoded bytes of a vocabulary
-// ---------------------------------------------------------
+// ---- Added tokens.
+
+// Finds added tokens in a text: the leftmost match, and the longest of those that start there.
+class AddedTokenMatcher {
+ public:
+  struct Match {
+    size_t begin = 0, end = 0;
+    int32_t id = -1;
+  };
+
+  bool empty() const { return nodes_.size() == 1; }
+  void add(std::string_view content, int32_t id) {
+    uint32_t node = 0;
+    for (const char c : content) {
+      const uint8_t byte = static_cast<uint8_t>(c);
+      uint32_t next = child(node, byte);
+      if (next == 0) {
+        next = static_cast<uint32_t>(nodes_.size());
+        nodes_.emplace_back();
+        auto& children = nodes_[node].children;
+        children.insert(std::lower_bound(children.begin(), children.end(), byte, is_before),
+                        {byte, next});
+      }
+      node = next;
+    }
+    nodes_[node].id = id;
+    starts_[static_cast<uint8_t>(content[0])] = true;
+  }
+  // Finds the first match at or after `from`; returns false when there is none.
+  bool find(std::string_view text, size_t from, Match& match) const {
+    for (size_t begin = from; begin < text.size(); ++begin) {
+      if (!starts_[static_cast<uint8_t>(text[begin])]) continue;
+      match.id = -1;
+      uint32_t node = 0;
+      for (size_t i = begin; i < text.size(); ++i) {
+        node = child(node, static_cast<uint8_t>(text[i]));
+        if (node == 0) break;
+        if (nodes_[node].id >= 0) match = {begin, i + 1, nodes_[node].id};
+      }
+      if (match.id >= 0) return true;
+    }
+    return false;
+  }
+
+ private:
+  using Child = std::pair<uint8_t, uint32_t>;
+  // A trie over bytes; node 0 is the root.
+  struct Node {
+    int32_t id = -1;              // id of the token that ends here, or -1
+    std::vector<Child> children;  // by byte
+  };
+  static bool is_before(const Child& child, uint8_t byte) { return child.first < byte; }
+  uint32_t child(uint32_t node, uint8_t byte) const {  // 0 when it does not exist
+    const auto& children = nodes_[node].children;
+    const auto it = std::lower_bound(children.begin(), children.end(), byte, is_before);
+    return it == children.end() || it->first != byte ? 0 : it->second;
+  }
+
+  std::vector<Node> nodes_ = std::vector<Node>(1);
+  std::array<bool, 256> starts_{};  // whether some token begins with the byte
+};
+
+// ---- Ids and decoded bytes of a vocabulary.
 
 using IdsByName = std::unordered_map<std::string, int32_t>;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/infer/text_stream.h"
+#include "twell/infer/generated_text.h"
 
 #include <algorithm>
 #include <utility>
@@ -29,12 +29,12 @@ size_t partial_match(std::string_view text, std::string_view stop) {
 
 }  // namespace
 
-TextStream::TextStream(std::vector<std::string> stop_strings)
+GeneratedText::GeneratedText(std::vector<std::string> stop_strings)
     : stop_strings_(std::move(stop_strings)) {
   std::erase(stop_strings_, "");
 }
 
-std::string TextStream::push(std::string_view bytes) {
+std::string GeneratedText::push(std::string_view bytes) {
   if (stopped_) return {};
   pending_ += bytes;
   size_t first_stop = std::string::npos;
@@ -56,6 +56,6 @@ std::string TextStream::push(std::string_view bytes) {
   return text;
 }
 
-std::string TextStream::finish() { return std::exchange(pending_, {}); }
+std::string GeneratedText::finish() { return std::exchange(pending_, {}); }
 
 }  // namespace twell

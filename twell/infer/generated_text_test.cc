@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/infer/text_stream.h"
+#include "twell/infer/generated_text.h"
 
 #include <gtest/gtest.h>
 
@@ -8,16 +8,16 @@
 namespace twell {
 namespace {
 
-TEST(TextStream, PassesTextThrough) {
-  TextStream stream({});
+TEST(GeneratedText, PassesTextThrough) {
+  GeneratedText stream({});
   EXPECT_EQ(stream.push("abc"), "abc");
   EXPECT_EQ(stream.push(" d"), " d");
   EXPECT_EQ(stream.finish(), "");
   EXPECT_FALSE(stream.stopped());
 }
 
-TEST(TextStream, HoldsBackHalfACharacter) {
-  TextStream stream({});
+TEST(GeneratedText, HoldsBackHalfACharacter) {
+  GeneratedText stream({});
   EXPECT_EQ(stream.push("a\xE2"), "a");
   EXPECT_EQ(stream.push("\x82"), "");
   EXPECT_EQ(stream.push("\xAC!"), "\xE2\x82\xAC!");
@@ -25,8 +25,8 @@ TEST(TextStream, HoldsBackHalfACharacter) {
   EXPECT_EQ(stream.finish(), "\xF0\x9F\x98");  // the model's bytes are kept
 }
 
-TEST(TextStream, StopStringAcrossTokens) {
-  TextStream stream({"END"});
+TEST(GeneratedText, StopStringAcrossTokens) {
+  GeneratedText stream({"END"});
   EXPECT_EQ(stream.push("x E"), "x ");
   EXPECT_EQ(stream.push("N"), "");
   EXPECT_EQ(stream.push("D and more"), "");
@@ -35,8 +35,8 @@ TEST(TextStream, StopStringAcrossTokens) {
   EXPECT_EQ(stream.finish(), "");
 }
 
-TEST(TextStream, ReleasesAFalseStart) {
-  TextStream stream({"aab"});
+TEST(GeneratedText, ReleasesAFalseStart) {
+  GeneratedText stream({"aab"});
   EXPECT_EQ(stream.push("aa"), "");
   EXPECT_EQ(stream.push("a"), "a");
   EXPECT_EQ(stream.push("c"), "aac");
@@ -44,8 +44,8 @@ TEST(TextStream, ReleasesAFalseStart) {
   EXPECT_EQ(stream.finish(), "a");
 }
 
-TEST(TextStream, EarliestOfSeveralStopsWins) {
-  TextStream stream({"two", "one", ""});
+TEST(GeneratedText, EarliestOfSeveralStopsWins) {
+  GeneratedText stream({"two", "one", ""});
   EXPECT_EQ(stream.push("1 one two"), "1 ");
   EXPECT_TRUE(stream.stopped());
 }

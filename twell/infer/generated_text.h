@@ -9,9 +9,9 @@
 
 namespace twell {
 
-class TextStream {
+class GeneratedText {
  public:
-  explicit TextStream(std::vector<std::string> stop_strings);
+  explicit GeneratedText(std::vector<std::string> stop_strings);
 
   // Adds a token's bytes; returns the text that is final now.
   std::string push(std::string_view bytes);
