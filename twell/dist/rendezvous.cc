@@ -508,7 +508,8 @@ class Rendezvous::Server {
     std::string what;
     Clock::time_point until;
   };
-  // Of a collective call that failed, the rank that has entered the fewest is named.
+  // A collective call failed: the rank that has entered the fewest such calls kept the others
+  // waiting, so it is named.
   void blame(const Stuck& stuck) {
     const Connection *caller = nullptr, *last = nullptr;
     for (const Connection& connection : connections_) {

@@ -42,11 +42,11 @@ int32_t tile_of(const cublasLtMatmulAlgo_t& algorithm) {
   return tile;
 }
 
-// The proposal to run, by its tile (bench/results/2026-11-23-h200-sweep-auto.txt, of cuBLASLt 13.1).
-// From 2,048 rows on Hopper, the first one with a tile of about 128 x 128 takes 1.005 of the time
-// of the fastest in the mean and 1.05 at most, where cuBLASLt's first takes 1.05 and 1.27. For
-// fewer rows cuBLASLt's first is the fastest or nearly, but for four tiles: there the second takes
-// 0.93 of its time in the mean.
+// The proposal to run, by its tile (bench/results/2026-11-23-h200-sweep-auto.txt, of
+// cuBLASLt 13.1). From 2,048 rows on Hopper, the first one with a tile of about 128 x 128
+// takes 1.005 of the time of the fastest in the mean and 1.05 at most, where cuBLASLt's first
+// takes 1.05 and 1.27. For fewer rows cuBLASLt's first is the fastest or nearly, but for four
+// tiles: there the second takes 0.93 of its time in the mean.
 int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
                   std::span<const cublasLtMatmulHeuristicResult_t> proposals) {
   constexpr int64_t kManyRows = 2048;
