@@ -3,11 +3,10 @@
 // the dense one (cuBLASLt, the fastest algorithm it proposes) in the same run, after checking the
 // results. Every measurement replays CUDA graphs; each round runs every execution once.
 //
-// Up to 64 tokens the layer's own gate produces the pattern: x has orthonormal rows, and w_gate
-// solves for a gate with the pattern's signs. Passes rotate through copies of the weights that
-// exceed the L2 cache together. For more than D tokens such weights do not exist; then the up and
-// down products run on the given pattern with random values, and the gate GEMM on random operands
-// of the same mean activity.
+// Up to 2,048 tokens the layer's own gate produces the pattern (firing_columns), and the layer runs
+// as the engine runs it. Passes rotate through copies of the weights that exceed the L2 cache
+// together. For more tokens the up and down products run on the given pattern with random values,
+// and the gate GEMM on random operands of the same mean activity, so that each is timed apart.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +39,8 @@ struct FfnCudaBenchmark {
   double energy_seconds = 1.0;  // measurement window per execution; 0: do not measure
 };
 
-// Rows: dense, tile-union and row-fused; for up to 64 tokens, dense and the sparse execution for
-// few tokens (ops/ffn/dispatch.h). Error when an execution differs from the dense result.
+// Rows: dense, tile-union and row-fused; for up to 2,048 tokens, dense and the sparse execution
+// that the table has for them (ops/ffn/dispatch.h). Error when an execution differs from dense.
 std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
                                            const FfnPattern& pattern);
 

@@ -12,12 +12,11 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kPeriod = 1024;  // most tokens of a captured pattern before it repeats
 constexpr int64_t kWeightBytes = int64_t{200} << 20;  // all copies together; several times the L2
 constexpr int64_t kShortCalls = 8;                  // calls per measurement for up to 1,024 tokens
 constexpr int64_t kCopies = 16;                     // most copies of the weights
 constexpr int64_t kBlock = (int64_t{1} << 22) + 3;  // random values drawn on the host
-constexpr float kIndicator = 32.0f, kFires = 0.5f, kScale = 0.02f;
+constexpr float kScale = 0.02f;
 
 using Values = DeviceBuffer<__nv_bfloat16>;
 
@@ -44,9 +43,11 @@ void fill(const CudaContext& ctx, const Values& block, int64_t stream, __nv_bflo
   }
 }
 
-// Copies host values to columns [0, cols) of a device matrix [rows, width].
-void set_columns(const CudaContext& ctx, const std::vector<__nv_bfloat16>& host, int64_t rows,
-                 int64_t cols, __nv_bfloat16* matrix, int64_t width) {
+// Copies host values, bf16 of either type, to columns [0, cols) of a device matrix [rows, width].
+template <typename T>
+void set_columns(const CudaContext& ctx, const std::vector<T>& host, int64_t rows, int64_t cols,
+                 __nv_bfloat16* matrix, int64_t width) {
+  static_assert(sizeof(T) == 2);
   const auto bytes = static_cast<size_t>(cols) * 2, stride = static_cast<size_t>(width) * 2;
   TWELL_CUDA_CHECK(cudaMemcpy2DAsync(matrix, stride, host.data(), bytes, bytes,
                                      static_cast<size_t>(rows), cudaMemcpyHostToDevice,
@@ -107,23 +108,10 @@ class Operands {
   }
 
   void fire_as(const FfnPattern& pattern) {
-    const int64_t period = std::min({shape_.width / 2, kPeriod, std::ssize(pattern.row_nnz)});
+    const FiringColumns columns = firing_columns(pattern, tokens_, shape_.width, shape_.ffn);
     fill(ctx_, blocks_.unit, 7, x_.data(), x_.size());
-    std::vector<__nv_bfloat16> indicators(static_cast<size_t>(tokens_ * period),
-                                          __float2bfloat16(0.0f));
-    for (int64_t m = 0; m < tokens_; ++m) {
-      indicators[static_cast<size_t>(m * period + m % period)] = __float2bfloat16(kIndicator);
-    }
-    set_columns(ctx_, indicators, tokens_, period, x_.data(), shape_.width);
-    std::vector<__nv_bfloat16> gate(static_cast<size_t>(shape_.ffn * period),
-                                    __float2bfloat16(-kFires));
-    size_t next = 0;
-    for (int64_t m = 0; m < period; ++m) {
-      for (int32_t i = 0; i < pattern.row_nnz[static_cast<size_t>(m)]; ++i) {
-        gate[static_cast<size_t>(pattern.columns[next++] * period + m)] = __float2bfloat16(kFires);
-      }
-    }
-    set_first_columns(gate, period);
+    set_columns(ctx_, columns.x, tokens_, columns.period, x_.data(), shape_.width);
+    set_first_columns(columns.weight, columns.period);
   }
 
   // |y - dense_y| / |dense_y| over up to 256 evenly spaced rows.
@@ -149,7 +137,8 @@ class Operands {
  private:
   // Sets columns of the first weight, whose sign decides which neurons are active, in every copy.
   // Columns that an earlier pattern set become random again.
-  void set_first_columns(const std::vector<__nv_bfloat16>& host, int64_t cols) {
+  template <typename T>
+  void set_first_columns(const std::vector<T>& host, int64_t cols) {
     const int64_t size = shape_.width * shape_.ffn;
     for (int64_t copy = 0; copy < copies_; ++copy) {
       __nv_bfloat16* first =

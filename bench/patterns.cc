@@ -148,6 +148,26 @@ FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to) 
   return out;
 }
 
+FiringColumns firing_columns(const FfnPattern& pattern, int64_t tokens, int64_t width,
+                             int64_t ffn) {
+  constexpr int64_t kMostPeriod = 1024;
+  // Their product is 16, where the other columns' is of deviation 0.02 sqrt(D), 1.8 at D 8,192.
+  constexpr float kMark = 32.0f, kFires = 0.5f;
+  FiringColumns out{.period = std::min({width / 2, kMostPeriod, pattern.tokens()})};
+  out.x.assign(static_cast<size_t>(tokens * out.period), to_bf16(0.0f));
+  for (int64_t m = 0; m < tokens; ++m) {
+    out.x[static_cast<size_t>(m * out.period + m % out.period)] = to_bf16(kMark);
+  }
+  out.weight.assign(static_cast<size_t>(ffn * out.period), to_bf16(-kFires));
+  size_t next = 0;
+  for (int64_t m = 0; m < out.period; ++m) {
+    for (int32_t i = 0; i < pattern.row_nnz[static_cast<size_t>(m)]; ++i) {
+      out.weight[static_cast<size_t>(pattern.columns[next++] * out.period + m)] = to_bf16(kFires);
+    }
+  }
+  return out;
+}
+
 double mean_union(const FfnPattern& pattern) {
   constexpr size_t kTokens = 128;
   const std::vector<size_t> begins = row_begins(pattern);

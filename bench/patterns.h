@@ -46,6 +46,16 @@ FfnPattern repeated(const FfnPattern& pattern, int64_t begin, int64_t count);
 // / to) was. This keeps the shares of active neurons, per token and over neighbouring tokens.
 FfnPattern stretch_pattern(const FfnPattern& pattern, int64_t from, int64_t to);
 
+// What makes a layer's own gate fire as a pattern, on random operands: the first columns of x [M,
+// D], of deviation 1, and of the weight [F, D] in front of the ReLU, of deviation 0.02. Column i of
+// x marks tokens i, i + period and so on, which all fire as token i of the pattern.
+struct FiringColumns {
+  int64_t period = 0;        // the tokens of the pattern, but at most D / 2 and 1,024
+  std::vector<BF16> x;       // [M, period]
+  std::vector<BF16> weight;  // [F, period]
+};
+FiringColumns firing_columns(const FfnPattern& pattern, int64_t tokens, int64_t width, int64_t ffn);
+
 // Mean number of neurons active on at least one of 128 consecutive tokens.
 double mean_union(const FfnPattern& pattern);
 

@@ -8,6 +8,7 @@
 
 #include "bench/harness.h"
 #include "twell/base/error.h"
+#include "twell/base/rng.h"
 #include "twell/base/test_folder.h"
 
 namespace twell {
@@ -53,6 +54,42 @@ TEST(StretchPattern, EveryNeuronIsActiveWhereItsSourceWas) {
     }
   }
   EXPECT_THROW(stretch_pattern(pattern, 4, 8), InputError);
+}
+
+// The gate of random operands with the pattern's columns is positive where the pattern is active.
+TEST(FiringColumns, FireAsThePattern) {
+  constexpr int64_t kWidth = 96, kFfn = 40;
+  const FfnPattern pattern = random_pattern("p", 60, kFfn, 0.2, 5);
+  for (const int64_t tokens : {1, 48, 100}) {
+    const FiringColumns columns = firing_columns(pattern, tokens, kWidth, kFfn);
+    ASSERT_EQ(columns.period, 48);
+    ASSERT_EQ(std::ssize(columns.x), tokens * columns.period);
+    ASSERT_EQ(std::ssize(columns.weight), kFfn * columns.period);
+    const FfnPattern want = repeated(repeated(pattern, 0, columns.period), 0, tokens);
+    size_t next = 0;
+    for (int64_t m = 0; m < tokens; ++m) {
+      std::vector<uint32_t> active;
+      for (int64_t n = 0; n < kFfn; ++n) {
+        double gate = 0.0;
+        for (int64_t d = 0; d < kWidth; ++d) {
+          const bool first = d < columns.period;
+          const auto at = [&](int64_t row) {
+            return static_cast<size_t>(row * columns.period + d);
+          };
+          gate += (first ? to_float(columns.x[at(m)])
+                         : normal(1, 0, static_cast<uint64_t>(m * kWidth + d))) *
+                  (first ? to_float(columns.weight[at(n)])
+                         : 0.02f * normal(2, 0, static_cast<uint64_t>(n * kWidth + d)));
+        }
+        EXPECT_GT(std::abs(gate), 10.0);
+        if (gate > 0.0) active.push_back(static_cast<uint32_t>(n));
+      }
+      const auto begin = want.columns.begin() + static_cast<std::ptrdiff_t>(next);
+      const int32_t count = want.row_nnz[static_cast<size_t>(m)];
+      EXPECT_EQ(active, std::vector<uint32_t>(begin, begin + count)) << "token " << m;
+      next += static_cast<size_t>(count);
+    }
+  }
 }
 
 class CapturedPattern : public ::testing::Test {

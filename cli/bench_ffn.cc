@@ -217,8 +217,8 @@ void add_bench_ffn_command(Command& bench, CommonOptions& common) {
   add_compute_options(command, common);
   command.footer(
       "The layer's own gate fires as in the pattern; results are compared with dense first. On a\n"
-      "GPU and with more than 64 tokens, the pattern is replayed behind a gate GEMM that runs on\n"
-      "random operands, firing as often.\n\n"
+      "GPU and with more than 2,048 tokens, the pattern is replayed behind a gate GEMM that runs\n"
+      "on random operands, firing as often.\n\n"
       "Example:\n  twell bench ffn --tokens 512 --nnz 30 --nnz 300");
 }
 
