@@ -17,6 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import twell
 
 STEPS, LENGTH = 20, 128
+# On a GPU one process trains under autocast and FSDP with bf16 weights, and differences of their
+# roundings grow with the steps: an unpatched model's are 0.001 in step 5, 0.01 in step 10 and 0.04
+# in step 20. So only the first steps are compared there.
+COMPARED = 12
 
 
 def make_model(gpu):
@@ -73,8 +77,8 @@ def main():
     fully_shard(model, mp_policy=policy)
     together = losses(model, device, texts, ranks, False)
 
-    worst = (together - alone).abs().max().item()
-    ok = worst < (0.05 if gpu else 1e-3) and together[-1] < together[0] - 0.1
+    worst = (together - alone)[: COMPARED if gpu else STEPS].abs().max().item()
+    ok = worst < (0.03 if gpu else 1e-3) and together[-1] < together[0] - 0.1
     if rank == 0:
         runs = sorted({layer.execution for layer in twell.stats(model)})
         print(f"{'ok  ' if ok else 'FAIL'} FSDP2 on {ranks} x {device.type}, layers {runs}: loss "
