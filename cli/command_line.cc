@@ -20,6 +20,10 @@ namespace {
 // CLI11's suffix for a negated flag such as --no-gated{false}: the flag yields "false".
 constexpr std::string_view kFalse = "{false}";
 
+// Columns of the help, and the one where descriptions begin.
+constexpr size_t kHelpWidth = 80;
+constexpr size_t kHelpColumn = 30;
+
 std::optional<bool> parse_truth(std::string_view text) {
   for (const char* yes : {"true", "1", "on", "yes"}) {
     if (text == yes) return true;
@@ -92,6 +96,79 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
     }
   }
   return best == nullptr ? otherwise : fmt::format("; did you mean {}?", *best);
+}
+
+size_t columns_of(std::string_view text) {
+  return static_cast<size_t>(
+      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
+}
+
+// Breaks text between words into lines of at most kHelpWidth columns. The first line begins at
+// column `start`, the others are indented by `indent`.
+std::string wrapped(std::string_view text, size_t start, size_t indent) {
+  std::string lines;
+  size_t column = start;
+  for (bool first = true; !text.empty(); first = false) {
+    const size_t end = std::min(text.find(' '), text.size());
+    const std::string_view word = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (!first && column + 1 + columns_of(word) > kHelpWidth) {
+      lines.append("\n").append(indent, ' ');
+      column = indent;
+    } else if (!first) {
+      lines += ' ';
+      ++column;
+    }
+    lines += word;
+    column += columns_of(word);
+  }
+  return lines;
+}
+
+// Refills the paragraphs of a footer. Indented lines, which are commands, and the lines in front of
+// them stay as they are.
+std::string refilled(std::string_view footer) {
+  std::string text, paragraph;
+  const auto flush = [&] {
+    if (!paragraph.empty()) text += wrapped(paragraph, 0, 0) + "\n";
+    paragraph.clear();
+  };
+  while (!footer.empty()) {
+    const size_t end = std::min(footer.find('\n'), footer.size());
+    const std::string_view line = footer.substr(0, end);
+    footer.remove_prefix(std::min(end + 1, footer.size()));
+    if (line.empty() || line.starts_with(' ')) {
+      flush();
+      text.append(line).append("\n");
+    } else {
+      paragraph.append(paragraph.empty() ? "" : " ").append(line);
+    }
+  }
+  flush();
+  text.pop_back();
+  return text;
+}
+
+// Wraps the second column of CLI11's help, and leaves one blank line where CLI11 writes two.
+std::string wrapped_help(std::string_view help) {
+  std::string text;
+  while (!help.empty()) {
+    const size_t end = std::min(help.find('\n'), help.size());
+    const std::string_view line = help.substr(0, end);
+    help.remove_prefix(std::min(end + 1, help.size()));
+    if (line.empty() && text.ends_with("\n\n")) continue;
+    const bool two_columns = line.size() > kHelpColumn && line[kHelpColumn] != ' ' &&
+                             line[kHelpColumn - 1] == ' ' &&
+                             (line.starts_with("  -") || line[kHelpColumn - 2] == ' ');
+    if (two_columns) {
+      text.append(line.substr(0, kHelpColumn));
+      text += wrapped(line.substr(kHelpColumn), kHelpColumn, kHelpColumn);
+    } else {
+      text += line;
+    }
+    text += "\n";
+  }
+  return text;
 }
 
 // The default value shown in the help; empty for flags, empty text and empty lists.
@@ -206,12 +283,19 @@ std::string Option::help_suffix() const {
   if (!default_.empty()) text += "=" + default_;
   if (collects()) text += " ...";
   if (required_) text += " REQUIRED";
-  for (const auto& [label, others] :
-       {std::pair(" Needs:", &needs_), std::pair(" Excludes:", &excludes_)}) {
-    if (!others->empty()) text += label;
-    for (const Option* other : *others) text += " --" + other->name();
-  }
   return text.substr(text.empty() ? 0 : 1);  // CLI11 adds a leading space
+}
+
+std::string Option::help_text() const {
+  std::string text = help_;
+  for (const auto& [label, others] :
+       {std::pair("with", &needs_), std::pair("not with", &excludes_)}) {
+    if (others->empty()) continue;
+    std::vector<std::string> names;
+    for (const Option* other : *others) names.push_back("--" + other->name());
+    text += fmt::format(" ({} {})", label, fmt::join(names, ", "));
+  }
+  return text;
 }
 
 void Option::check_range(double value, const std::string& text) const {
@@ -391,7 +475,7 @@ class Parser {
       fmt::print("{}\n", TWELL_VERSION);
       return 0;
     } catch (const CLI::CallForHelp&) {
-      fmt::print("{}", app_.help());
+      fmt::print("{}", wrapped_help(app_.help()));
       return 0;
     } catch (const CLI::RequiredError&) {
       // A missing or unknown command is reported below.
@@ -418,8 +502,6 @@ class Parser {
   }
 
  private:
-  static constexpr size_t kHelpColumn = 36;
-
   struct Level {
     CLI::App* app;
     Command* command;
@@ -446,19 +528,19 @@ class Parser {
       declare(*app.add_subcommand(below->name_, below->description_)->group("Commands"), *below);
     }
     if (!command.commands_.empty()) app.require_subcommand(1);
-    if (!command.footer_.empty()) app.footer(command.footer_);  // last: subcommands inherit it
+    if (!command.footer_.empty())
+      app.footer(refilled(command.footer_));  // last: subcommands inherit it
   }
 
   static CLI::Option* declare(CLI::App& app, const Option& option) {
+    const std::string help = option.help_text();
     if (option.is_flag()) {
       std::string names = option.flag_;
       if (!option.negated_.empty()) names += (names.empty() ? "!" : ",!") + option.negated_;
-      return app.add_flag(names, option.help_)
-          ->option_text(option.help_suffix())
-          ->group(option.group_);
+      return app.add_flag(names, help)->option_text(option.help_suffix())->group(option.group_);
     }
     // Everything is parsed as text here; Option::set checks the values.
-    CLI::Option* declared = app.add_option(option.flag_, CLI::callback_t{}, option.help_)
+    CLI::Option* declared = app.add_option(option.flag_, CLI::callback_t{}, help)
                                 ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
                                 ->option_text(option.help_suffix())
                                 ->group(option.group_);
@@ -492,8 +574,9 @@ class Parser {
           "unknown option {}{}", flag,
           did_you_mean(flag, names, fmt::format("; '{} --help' lists them", path(level)))));
     }
-    TWELL_REQUIRE(!level.command->commands_.empty(), "unexpected word '{}' behind '{}'", word,
-                  path(level));
+    TWELL_REQUIRE(!level.command->commands_.empty(),
+                  "unexpected word '{}' behind '{}'; '{} --help' lists its options", word,
+                  path(level), path(level));
     for (const auto& below : level.command->commands_) names.push_back(below->name_);
     throw InputError(fmt::format(
         "unknown command '{}'{}", word,
@@ -519,7 +602,8 @@ class Parser {
   static void check_options(const Command& command) {
     for (const auto& option : command.options_) {
       const std::string& flag = option->flag_.empty() ? option->negated_ : option->flag_;
-      TWELL_REQUIRE(option->given() || !option->required_, "{} is required", flag);
+      TWELL_REQUIRE(option->given() || !option->required_, "{} is required: {}", flag,
+                    option->help_);
       if (!option->given()) continue;
       for (const Option* other : option->needs_) {
         TWELL_REQUIRE(other->given(), "{} needs {}", flag, other->flag_);

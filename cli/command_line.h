@@ -68,6 +68,7 @@ class Option {
   bool is_flag() const;
   bool collects() const;  // whether the target is a vector
   std::string help_suffix() const;
+  std::string help_text() const;  // with the options that it needs or excludes
   void set_one(const std::string& text);
   template <typename Number>
   Number whole_number(const std::string& text) const;

@@ -63,7 +63,7 @@ bool use_cuda(const CommonOptions& common) {
   if (common.device == "cpu") return false;
   const std::string why = gpu_unavailable();
   TWELL_REQUIRE(why.empty() || common.device == "auto",
-                "--device cuda: no GPU can be used here: {}", why);
+                "--device cuda: no GPU can be used here: {}; --device cpu works everywhere", why);
   return why.empty();
 }
 

@@ -111,9 +111,18 @@ void print_layers(const Inspection& inspection) {
 }
 
 void print_tokens(const char* title, const std::vector<TokenRow>& rows) {
-  fmt::print("{}", title);
-  for (const TokenRow& row : rows) fmt::print("  {} {:.1f}", row.text, row.nnz);
-  fmt::print("\n");
+  constexpr size_t kColumns = 80;
+  fmt::print("{}\n", title);
+  std::string line;
+  for (const TokenRow& row : rows) {
+    const std::string token = fmt::format("  {} {:.1f}", row.text, row.nnz);
+    if (!line.empty() && line.size() + token.size() > kColumns) {
+      fmt::print("{}\n", line);
+      line.clear();
+    }
+    line += token;
+  }
+  fmt::print("{}\n", line);
 }
 
 void print_profile(const Inspection& inspection) {
@@ -127,7 +136,7 @@ void print_profile(const Inspection& inspection) {
     fmt::print("{:>12} {:>9} {:>12.1f}\n", range_name(range), range.tokens,
                mean_over_layers(range));
   }
-  print_tokens("\nmost active tokens ", inspection.most_active);
+  print_tokens("\nmost active tokens, with their active neurons per layer", inspection.most_active);
   print_tokens("least active tokens", inspection.least_active);
 }
 

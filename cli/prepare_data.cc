@@ -85,7 +85,7 @@ std::string progress_text(const TokenizeProgress& now, int64_t max_bytes, double
   share = std::min(share, 1.0);
   const double share_now = share - share_of(now.kept_bytes, now.total_bytes);
   std::string text =
-      fmt::format("tokenizing {:.0f}%  part {} of {}  {} tokens  {:.1f} MB/s", 100 * share,
+      fmt::format("tokenizing {:.0f}%  {} of {} parts  {} tokens  {:.1f} MB/s", 100 * share,
                   now.parts_finished, now.parts, format_count(static_cast<double>(now.tokens)),
                   static_cast<double>(now.text_bytes) * 1e-6 / std::max(seconds, 1e-9));
   if (share_now > 0) text += "  ETA " + format_duration((1 - share) / share_now * seconds);

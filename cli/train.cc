@@ -149,8 +149,8 @@ std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const L
                                   const std::optional<Checkpoint>& resume_from) {
   if (resume_from) {
     auto model = load_model(ctx, resume_from->folder, load);
-    TWELL_REQUIRE(model->config == config, "the options describe another model than {}",
-                  resume_from->folder.string());
+    TWELL_REQUIRE(model->config == config, "the options describe another model than {}: {}",
+                  resume_from->folder.string(), differing_options(config, model->config));
     return model;
   }
   if (!flags.from.empty()) {
@@ -163,15 +163,17 @@ std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const L
   return model;
 }
 
-void print_summary(const TrainSummary& summary, const TrainOptions& options) {
+// `resumed`: the first validation of this call is not that of the run, so it is left out.
+void print_summary(const TrainSummary& summary, const TrainOptions& options, bool resumed) {
   fmt::print("\n{} after {} of {} steps ({} tokens), {}\n",
              summary.interrupted ? "interrupted and saved" : "finished", summary.steps_done,
              options.steps,
              format_count(static_cast<double>(summary.steps_done * options.batch_tokens)),
              format_duration(summary.seconds));
   if (summary.last_validation_ce) {
-    fmt::print("validation CE    {:.4f} -> {:.4f}\n", *summary.first_validation_ce,
-               *summary.last_validation_ce);
+    fmt::print("validation CE    ");
+    if (!resumed) fmt::print("{:.4f} -> ", *summary.first_validation_ce);
+    fmt::print("{:.4f}\n", *summary.last_validation_ce);
   }
   if (!summary.last.layers.empty()) {
     fmt::print("training CE      {:.4f}\nnon-zeros/layer ", summary.last.ce);
@@ -289,6 +291,9 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
         "{} ({})", fault.what(),
         good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
   } catch (const Interrupted&) {
+    if (ranks.first()) {
+      print_error("twell: interrupted before the first step: run the same command again\n");
+    }
     ranks.fail("it was interrupted");
     throw;
   } catch (const std::bad_alloc&) {
@@ -330,6 +335,10 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
   // A warm-up that was not given was derived from the earlier run's number of steps, and a batch
   // from its number of ranks.
   if (resume_from) {
+    TWELL_REQUIRE(resume_from->step <= options.steps,
+                  "the run has done {} steps already, more than the {} asked for: give --steps a "
+                  "larger number, or go back with --resume-from STEP",
+                  resume_from->step, options.steps);
     TrainOptions saved = requested;
     if (saved.warmup_steps < 0) {
       saved.warmup_steps = saved_option(resume_from->folder, "warmup-steps");
@@ -346,6 +355,9 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
       format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
       config.ffn, options.ranks == 1 ? "" : fmt::format("{} ranks, ", options.ranks), device.name(),
       resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  if (resume_from && resume_from->step == options.steps) {
+    progress.print("nothing is left to do: every step is done; a larger --steps trains on");
+  }
   // A copy of the original model, for distillation and for the comparison.
   const bool original_needed = flags.relufy || options.distill > 0.0;
   const std::unique_ptr<Model> original =
@@ -376,7 +388,7 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
   const TrainSummary summary = run_training(ctx, *engine, run);
   progress.finish();
   if (!ranks.first()) return summary.interrupted ? interrupted_exit_code() : kExitOk;
-  print_summary(summary, options);
+  print_summary(summary, options, resume_from.has_value());
   if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
     const ValidationOptions held_out{.sequences = options.validation_sequences,
                                      .length = options.sequence_length,

@@ -3,9 +3,11 @@
 
 #include <fmt/ranges.h>
 
+#include <nlohmann/json.hpp>
 #include <string_view>
 
 #include "twell/base/error.h"
+#include "twell/checkpoint/config_json.h"
 
 namespace twell::cli {
 namespace {
@@ -178,7 +180,7 @@ void add_sparsity_flags(Command& command, TrainFlags& flags) {
                  "Execution of the feed-forward layers; auto: per layer, by measured activity");
 }
 
-// Replaces the names of config.json in a message by those of the flags.
+// Replaces each name of config.json in a message by that of its flag.
 std::string in_words_of_flags(std::string message) {
   static constexpr std::pair<std::string_view, std::string_view> kNames[] = {
       {"hidden_size", "--width"},
@@ -263,6 +265,18 @@ ModelConfig model_config(const ModelFlags& flags) {
     throw InputError(in_words_of_flags(error.what()));
   }
   return config;
+}
+
+std::string differing_options(const ModelConfig& config, const ModelConfig& saved) {
+  const nlohmann::json here = config_to_json(config), there = config_to_json(saved);
+  std::vector<std::string> differences;
+  for (const auto& [key, value] : here.items()) {
+    const std::string other = there.contains(key) ? there[key].dump() : "unset";
+    if (value.dump() == other) continue;
+    differences.push_back(
+        fmt::format("{} {}, there {}", in_words_of_flags(key), value.dump(), other));
+  }
+  return fmt::format("{}", fmt::join(differences, "; "));
 }
 
 TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common) {

@@ -54,6 +54,9 @@ struct TrainFlags {
 
 void add_train_flags(Command& command, TrainFlags& flags);
 
+// The options in which `config` differs from that of a saved model, with both values.
+std::string differing_options(const ModelConfig& config, const ModelConfig& saved);
+
 // The configuration of the model to train; vocab_size is that of the flags or the preset.
 ModelConfig model_config(const ModelFlags& flags);
 // The result is not resolved yet.

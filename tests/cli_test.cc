@@ -16,6 +16,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -146,7 +147,11 @@ TEST_F(CliTest, OutputFolders) {
   expect_refused(train("a", {"--steps", "2"}), "--resume");
   expect_refused(train("b", {"--steps", "2", "--resume"}), "nothing to resume");
   expect_refused({"train", "--out", "a", "--resume", "--lr", "0.5"}, "another lr");
-  expect_refused({"train", "--out", "a", "--resume", "--width", "32"}, "another model");
+  expect_refused({"train", "--out", "a", "--resume", "--width", "32"}, "--width 32, there ");
+  expect_refused({"train", "--out", "a", "--resume", "--steps", "1"}, "has done 2 steps already");
+  const Result done = run({"train", "--out", "a", "--resume"});
+  EXPECT_EQ(done.code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("a larger --steps trains on"));
   expect_refused(train("text/1.txt", {"--steps", "2"}), "text/1.txt");
   expect_refused(train("", {"--steps", "2"}), "--out");
   EXPECT_EQ(weights("a"), before);
@@ -155,6 +160,8 @@ TEST_F(CliTest, OutputFolders) {
   const Result longer = run({"train", "--out", "longer", "--resume", "--steps", "40"});
   EXPECT_EQ(longer.code, 0) << longer.err;
   EXPECT_THAT(longer.out, HasSubstr("finished after 40 of 40 steps"));
+  // Only the whole run has a first validation.
+  EXPECT_THAT(longer.out, testing::Not(ContainsRegex("validation CE +[0-9.]+ -> ")));
   fs::remove_all(folder_ / "longer/checkpoints");
   const std::string metrics = slurp(folder_ / "longer/metrics.jsonl");
   expect_refused({"train", "--out", "longer", "--resume"}, "no checkpoint");
@@ -808,9 +815,20 @@ TEST_F(CliTest, HelpOfEveryCommand) {
   for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "convert",
                               "bench", "report", "doctor", "completion"}) {
     EXPECT_THAT(all.out, HasSubstr(command));
-    EXPECT_EQ(run({command, "--help"}).code, 0) << command;
+    const Result help = run({command, "--help"});
+    EXPECT_EQ(help.code, 0) << command;
+    std::istringstream lines(help.out);
+    for (std::string line; std::getline(lines, line);) {
+      // Commands to copy stay on one line.
+      const bool copied = line.starts_with("  twell ") || line.starts_with("  torchrun ");
+      EXPECT_TRUE(copied || line.size() <= 80U) << command << ": " << line;
+    }
+    EXPECT_THAT(help.out, testing::Not(HasSubstr("\n\n\n"))) << command;
   }
   EXPECT_THAT(run({"train", "--help"}).out, HasSubstr("--gated,--no-gated "));
+  EXPECT_THAT(run({"eval", "--help"}).out, HasSubstr("(with --tasks)"));
+  expect_refused({"completion"}, "SHELL is required: bash, zsh or fish");
+  expect_refused({"inspect", "--checkpoint", "nowhere"}, "nowhere does not exist");
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ bool may_be_extra(const std::string& name, const ModelConfig& config) {
 }
 
 ModelConfig load_config(const fs::path& folder) {
+  TWELL_REQUIRE(fs::exists(folder), "{} does not exist", folder.string());
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
   const fs::path path = folder / kConfigFile;
   return parse_config_text(read_file(path), path.string());

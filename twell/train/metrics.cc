@@ -170,22 +170,22 @@ std::string format_duration(double seconds) {
 
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
                             std::optional<double> validation_ce, double eta_seconds) {
-  std::string line = fmt::format("step {}/{}  {} tok  CE {:.3f}", metrics.step, steps,
-                                 format_count(static_cast<double>(metrics.tokens)), metrics.ce);
+  std::string line = fmt::format("step {}/{}", metrics.step, steps);
+  if (eta_seconds >= 0) line += "  ETA " + format_duration(eta_seconds);
+  line += fmt::format("  {} tok/s  CE {:.3f}", format_count(metrics.tokens_per_second), metrics.ce);
   if (validation_ce) line += fmt::format("  val {:.3f}", *validation_ce);
   if (metrics.kl) line += fmt::format("  KL {:.3f}", *metrics.kl);
   if (metrics.relu_share && *metrics.relu_share < 1.0) {
     line += fmt::format("  ReLU {:.0f}%", 100.0 * *metrics.relu_share);
   }
-  line +=
-      fmt::format("  L1 {:.1f}  nnz {:.1f}  dead {:.0f}%  hybrid {}/{}  {} tok/s", metrics.l1,
-                  metrics.mean_nnz(), 100.0 * metrics.mean_dead_share(), metrics.hybrid_layers(),
-                  metrics.layers.size(), format_count(metrics.tokens_per_second));
+  line += fmt::format("  nnz {:.1f}  dead {:.0f}%  hybrid {}/{}  L1 {:.1f}", metrics.mean_nnz(),
+                      100.0 * metrics.mean_dead_share(), metrics.hybrid_layers(),
+                      metrics.layers.size(), metrics.l1);
   if (metrics.mfu) line += fmt::format("  MFU {:.0f}%", 100.0 * *metrics.mfu);
   if (metrics.device_bytes > 0) {
     line += "  " + format_bytes(static_cast<double>(metrics.device_bytes));
   }
-  if (eta_seconds >= 0) line += "  ETA " + format_duration(eta_seconds);
+  line += fmt::format("  {} tok", format_count(static_cast<double>(metrics.tokens)));
   return line;
 }
 

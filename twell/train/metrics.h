@@ -91,9 +91,10 @@ class MetricsWriter {
   int fd_ = -1;
 };
 
-// Example: "step 120/1000  983.0k tok  CE 3.214  val 3.301  L1 12.1  nnz 31.4  dead 12%  hybrid 6/8
-// 8.1k tok/s  MFU 41%  18.2 GiB  ETA 3m12s". `validation_ce` is the latest value. Unknown values
-// and an eta_seconds < 0 are omitted.
+// Example: "step 120/1000  ETA 3m12s  8.1k tok/s  CE 3.214  val 3.301  nnz 31.4  dead 12%  hybrid
+// 6/8  L1 12.1  MFU 41%  18.2 GiB  983k tok". A terminal of 80 columns cuts the end, so what
+// matters most comes first. `validation_ce` is the latest value. Unknown values and an eta_seconds
+// < 0 are omitted.
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
                             std::optional<double> validation_ce, double eta_seconds);
 std::string format_count(double value);       // 1234567 -> "1.23M"

@@ -144,14 +144,14 @@ TEST(Format, Numbers) {
 
 TEST(Format, ProgressLine) {
   EXPECT_EQ(format_progress(sample(120), 1000, 3.5, 192),
-            "step 120/1000  120k tok  CE 3.250  val 3.500  L1 20.0  nnz 20.5  dead 25%  "
-            "hybrid 1/2  8.12k tok/s  ETA 3m12s");
+            "step 120/1000  ETA 3m12s  8.12k tok/s  CE 3.250  val 3.500  nnz 20.5  dead 25%  "
+            "hybrid 1/2  L1 20.0  120k tok");
   StepMetrics on_device = sample(120);
   on_device.mfu = 0.412;
   on_device.device_bytes = int64_t{3} << 30;
   EXPECT_EQ(format_progress(on_device, 1000, {}, -1),
-            "step 120/1000  120k tok  CE 3.250  L1 20.0  nnz 20.5  dead 25%  hybrid 1/2  "
-            "8.12k tok/s  MFU 41%  3.00 GiB");
+            "step 120/1000  8.12k tok/s  CE 3.250  nnz 20.5  dead 25%  hybrid 1/2  L1 20.0  "
+            "MFU 41%  3.00 GiB  120k tok");
 }
 
 }  // namespace
