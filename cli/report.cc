@@ -89,18 +89,25 @@ json make_report(const fs::path& run, const std::vector<json>& metrics, const js
   return report;
 }
 
-// Prints a dozen evenly spaced rows of the run, to show the course of loss and activity.
+// Prints a dozen evenly spaced rows of the run, to show the course of loss and activity. The last
+// step is among them even if it was not validated, as after an interrupt.
 void print_course(const std::vector<json>& metrics) {
   fmt::print("{:>8} {:>10} {:>9} {:>9} {:>12} {:>7}\n", "step", "tokens", "CE", "val CE",
              "active/tok", "dead");
   std::vector<json> rows = validated(metrics);
   std::erase_if(rows, [](const json& row) { return !row.contains("ce"); });
+  const json& newest = metrics.back();
+  if (newest.contains("ce") && (rows.empty() || rows.back()["step"] != newest["step"])) {
+    rows.push_back(newest);
+  }
   const int64_t count = std::ssize(rows);
   const int64_t shown = std::min(count, kTableRows);
   for (int64_t i = 0; i < shown; ++i) {
     const json& row = rows[static_cast<size_t>(shown == 1 ? 0 : i * (count - 1) / (shown - 1))];
-    fmt::print("{:>8} {:>10} {:>9.4f} {:>9.4f} {:>12.1f} {:>6.1f}%\n", row["step"].get<int64_t>(),
-               row["tokens"].get<int64_t>(), row["ce"].get<double>(), row["val_ce"].get<double>(),
+    const std::string held_out =
+        row.contains("val_ce") ? fmt::format("{:.4f}", row["val_ce"].get<double>()) : "-";
+    fmt::print("{:>8} {:>10} {:>9.4f} {:>9} {:>12.1f} {:>6.1f}%\n", row["step"].get<int64_t>(),
+               row["tokens"].get<int64_t>(), row["ce"].get<double>(), held_out,
                row["nnz"].get<double>(), 100.0 * row["dead_share"].get<double>());
   }
 }

@@ -114,6 +114,11 @@ TEST_F(CliTest, ReportsARunWithABenchmarkOfEitherDevice) {
     EXPECT_THAT(report.out, HasSubstr(ratio));
     EXPECT_TRUE(fs::exists(folder_ / "r" / "report.json"));
   }
+  // The table ends with the last step even if that was not validated.
+  std::string metrics = slurp(folder_ / "r/metrics.jsonl");
+  metrics.replace(metrics.rfind("\"val_ce\""), 8, "\"no_val\"");
+  write("r/metrics.jsonl", metrics);
+  EXPECT_THAT(run({"report", "--out", "r"}).out, ContainsRegex("[0-9]  +-  +[0-9.]+ +[0-9.]+%"));
   write("r/bench.jsonl", "{}\n");
   expect_refused({"report", "--out", "r"}, "bench.jsonl is not as this version writes it");
 }

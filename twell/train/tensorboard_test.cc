@@ -62,7 +62,9 @@ TEST(TensorBoard, FileHoldsVersionRestartAndScalars) {
   const std::vector<std::string> events = records(file);
   ASSERT_EQ(events.size(), 3u);
   // wall_time (9 bytes), step 0, file_version
-  EXPECT_EQ(events[0].substr(9), std::string("\x10\x00\x1a\x0d", 4) + "brain.Event:2");
+  EXPECT_EQ(events[0].substr(9), std::string("\x10\x00\x1a\x0d"
+                                             "brain.Event:2",
+                                             17));
   // step 300, session_log {status: START}
   EXPECT_EQ(events[1].substr(9), std::string("\x10\xac\x02\x3a\x02\x08\x01"));
   // step 301, summary {value {tag, simple_value 2.5f}}
