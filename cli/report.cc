@@ -113,8 +113,9 @@ void print_course(const std::vector<json>& metrics) {
 }
 
 void print_report(const json& report) {
-  fmt::print("\nvalidation CE          {:.4f} -> {:.4f} nats per token\n",
-             report["val_ce_first"].get<double>(), report["val_ce_last"].get<double>());
+  const double first = report["val_ce_first"], last = report["val_ce_last"];
+  fmt::print("\nvalidation CE          {}{:.4f} nats per token\n",
+             first == last ? "" : fmt::format("{:.4f} -> ", first), last);
   fmt::print("active of {} neurons ", report["ffn"].get<int64_t>());
   for (const json& nnz : report["nnz_per_layer"]) fmt::print(" {:.1f}", nnz.get<double>());
   fmt::print("  (per layer)\n");

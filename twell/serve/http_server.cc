@@ -453,16 +453,18 @@ void HttpServer::post(const std::string& path, Handler handler) {
 int HttpServer::bind(const std::string& host, int port) {
   TWELL_REQUIRE(port >= 0 && port <= 65535, "port {} is not between 0 and 65535", port);
   errno = 0;
+  int bound = port;
   if (port == 0) {
-    port = impl_->bind_to_any_port(host);
+    bound = impl_->bind_to_any_port(host);
   } else if (!impl_->bind_to_port(host, port)) {
-    port = -1;
+    bound = -1;
   }
   const int fault = errno;
-  TWELL_REQUIRE(port > 0, "cannot listen on {}: {}", host,
-                fault == 0 ? "no such address on this machine" : std::strerror(fault));
+  TWELL_REQUIRE(bound > 0, "cannot listen on {}:{}: {}{}", host, port,
+                fault == 0 ? "no such address on this machine" : std::strerror(fault),
+                fault == EADDRINUSE ? "; choose another --port, or 0 for any that is free" : "");
   impl_->widen_backlog();
-  return port;
+  return bound;
 }
 
 void HttpServer::run() {

@@ -201,9 +201,11 @@ TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run
 }
 
 void check_tokenizer(const ModelConfig& config, const Tokenizer& tokenizer) {
-  TWELL_REQUIRE(tokenizer.vocab_size() <= config.vocab_size,
-                "the tokenizer has {} tokens, the model's vocabulary only {}",
-                tokenizer.vocab_size(), config.vocab_size);
+  TWELL_REQUIRE(
+      tokenizer.vocab_size() <= config.vocab_size,
+      "the tokenizer has {0} tokens, the model's vocabulary only {1}: give a --vocab-size "
+      "of {0} or more, or none",
+      tokenizer.vocab_size(), config.vocab_size);
 }
 
 }  // namespace twell
