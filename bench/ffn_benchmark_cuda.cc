@@ -179,8 +179,8 @@ DeviceLayer firing_layer(const FfnBenchmark& o, const FiringColumns& columns, in
   return layer;
 }
 
-// For fewer tokens: the layer as the engine runs it, dense and sparse, on weights that lie in the
-// L2 cache no more.
+// For up to kMostAsEngine tokens: the layer as the engine runs it, dense and sparse, in turn on
+// copies of the weights that together exceed the L2 cache.
 std::vector<FfnCudaRow> as_engine(CudaContext& ctx, const FfnCudaBenchmark& options,
                                   const FfnPattern& asked) {
   const FfnBenchmark& o = options.layer;

@@ -34,8 +34,8 @@ class LayerStats:
     """Activity of one layer between two updates."""
 
     name: str
-    # Of the next training calls, "dense" or "hybrid"; where none was seen since the last update, of
-    # the last inference call.
+    # How the next training calls run, "dense" or "hybrid"; how the last inference call ran where no
+    # training was seen since the last update.
     execution: str
     tokens: int  # of training
     nnz_per_token: float  # active neurons per token in training

@@ -2,7 +2,7 @@
 #include "twell/ops/matmul/matmul_cuda.h"
 
 #include <algorithm>
-#include <initializer_list>
+#include <array>
 #include <map>
 #include <span>
 #include <vector>
@@ -42,35 +42,34 @@ int32_t tile_of(const cublasLtMatmulAlgo_t& algorithm) {
   return tile;
 }
 
+constexpr std::array kSlowFirstTiles = {CUBLASLT_MATMUL_TILE_96x64, CUBLASLT_MATMUL_TILE_96x128,
+                                        CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128};
+constexpr std::array kMediumTiles = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_144x128,
+                                     CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_168x128,
+                                     CUBLASLT_MATMUL_TILE_176x128};
+constexpr std::array kLargeTiles = {CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128};
+
 // The proposal to run, by its tile (bench/results/2026-11-23-h200-sweep-auto.txt, of
-// cuBLASLt 13.1). From 2,048 rows on Hopper, the first one with a tile of about 128 x 128
-// takes 1.005 of the time of the fastest in the mean and 1.05 at most, where cuBLASLt's first
-// takes 1.05 and 1.27. For fewer rows cuBLASLt's first is the fastest or nearly, but for four
-// tiles: there the second takes 0.93 of its time in the mean.
+// cuBLASLt 13.1). From 2,048 rows on Hopper, the first one with a medium tile takes 1.005 of the
+// time of the fastest in the mean and 1.05 at most, where cuBLASLt's first takes 1.05 and 1.27. For
+// fewer rows cuBLASLt's first is the fastest or nearly, but for four tiles: there the second takes
+// 0.93 of its time in the mean.
 int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
                   std::span<const cublasLtMatmulHeuristicResult_t> proposals) {
   constexpr int64_t kManyRows = 2048;
   const bool measured = ctx.compute_capability() == 90 && !shape.trans_a && !shape.f32_out;
   if (!measured) return 0;
-  const auto first_of = [&](std::initializer_list<cublasLtMatmulTile_t> tiles) {
-    const auto found = std::ranges::find_if(proposals, [&](const auto& proposal) {
-      return std::ranges::find(tiles, tile_of(proposal.algo)) != tiles.end();
-    });
-    return static_cast<int>(found - proposals.begin());
+  const auto has_one_of = [&](size_t i, const auto& tiles) {
+    return std::ranges::find(tiles, tile_of(proposals[i].algo)) != tiles.end();
   };
-  const int count = static_cast<int>(proposals.size());
-  if (shape.rows < kManyRows) {
-    const bool slow = first_of({CUBLASLT_MATMUL_TILE_96x64, CUBLASLT_MATMUL_TILE_96x128,
-                                CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128}) == 0;
-    return slow && count > 1 ? 1 : 0;
+  if (shape.rows < kManyRows) return proposals.size() > 1 && has_one_of(0, kSlowFirstTiles) ? 1 : 0;
+  for (size_t i = 0; i < proposals.size(); ++i) {
+    if (has_one_of(i, kMediumTiles)) return static_cast<int>(i);
   }
-  int best = first_of({CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_144x128,
-                       CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_168x128,
-                       CUBLASLT_MATMUL_TILE_176x128});
-  if (best == count) {
-    best = first_of({CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128});
+  for (size_t i = 0; i < proposals.size(); ++i) {
+    if (has_one_of(i, kLargeTiles)) return static_cast<int>(i);
   }
-  return best == count ? 0 : best;
+  return 0;
 }
 
 struct MatmulPlans {
