@@ -12,6 +12,7 @@
 #include "bench/synthetic_model_cuda.h"
 #include "cli/bench.h"
 #include "cli/options.h"
+#include "cli/text_layout.h"
 #include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
 #include "twell/infer/session_cuda.h"
@@ -182,8 +183,9 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   fmt::print("{} on {}, {} x {} tokens\n", loaded.description, ctx.device_name(),
              arguments.sequences, length);
   if (replay) {
-    fmt::print("sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused\n",
-               arguments.patterns.string());
+    print_paragraphs(fmt::format(
+        "sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused",
+        arguments.patterns.string()));
   } else if (loaded.synthetic) {
     fmt::print("sparse: synthetic, random neurons fire; dense: half of them do\n");
   }
@@ -224,12 +226,17 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
   fmt::print("{} on {}, {} tokens behind {}\n", loaded.description, ctx.device_name(),
              arguments.tokens, arguments.prompt);
   if (loaded.synthetic) fmt::print("sparse: synthetic, about one neuron in 200 fires, at random\n");
-  fmt::print(
+  print_paragraphs(fmt::format(
       "bound: reading weights, keys and values once at {:.2f} TB/s, as the device states; sparse "
-      "layers read up and down of neurons that fire\n",
-      1e-6 * gpu_device(ctx).bandwidth);
-  fmt::print("{:>6} {:>14} {:>14} {:>9} {:>22} {:>14}\n", "batch", "dense tok/s", "sparse tok/s",
-             "ratio", "of the bound: dense", "sparse");
+      "layers read up and down of neurons that fire",
+      1e-6 * gpu_device(ctx).bandwidth));
+  const Table table({{.header = "batch"},
+                     {.header = "dense tok/s"},
+                     {.header = "sparse tok/s"},
+                     {.header = "ratio", .width = 6},
+                     {.header = "dense of bound"},
+                     {.header = "sparse of bound"}});
+  table.print_header();
   for (const int64_t batch : arguments.batches) {
     loaded.set_sparse(false);
     const double dense =
@@ -240,9 +247,11 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
     const auto sequences = static_cast<double>(batch);
     const double bound = read_seconds(ctx, *loaded.model, batch, arguments, {});
     const double sparse_bound = read_seconds(ctx, *loaded.model, batch, arguments, active);
-    fmt::print("{:>6} {:>14.1f} {:>14.1f} {:>8.2f}x {:>21.1f}% {:>13.1f}%\n", batch,
-               sequences / dense, sequences / sparse, dense / sparse, 100.0 * bound / dense,
-               100.0 * sparse_bound / sparse);
+    table.print_row({fmt::format("{}", batch), fmt::format("{:.1f}", sequences / dense),
+                     fmt::format("{:.1f}", sequences / sparse),
+                     fmt::format("{:.2f}x", dense / sparse),
+                     fmt::format("{:.1f}%", 100.0 * bound / dense),
+                     fmt::format("{:.1f}%", 100.0 * sparse_bound / sparse)});
     nlohmann::json row = device_json(ctx);
     row["bench"] = "decode";
     row["subject"] = loaded.description;

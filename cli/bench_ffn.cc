@@ -14,6 +14,7 @@
 #include "cli/bench_ffn_cuda.h"
 #include "cli/device.h"
 #include "cli/process.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -68,15 +69,30 @@ std::vector<FfnPattern> synthetic_patterns(const BenchFfnArguments& arguments, u
   return patterns;
 }
 
-void print_row(const FfnBenchmarkRow& row, const FfnBenchmark& options) {
+Table layer_table() {
+  return Table({{.header = "  policy", .width = 12, .left = true},
+                {.header = "runs", .width = 10, .left = true},
+                {.header = "ms", .width = 9},
+                {.header = "p10", .width = 8, .extra = 1},
+                {.header = "p90", .width = 8, .extra = 1},
+                {.header = "tok/s", .width = 9},
+                {.header = "GFLOP/s*", .width = 8},
+                {.header = "ratio", .width = 6},
+                {.header = "error", .width = 7}});
+}
+
+void print_row(const Table& table, const FfnBenchmarkRow& row, const FfnBenchmark& options) {
   // Dense FLOPs: three (non-gated: two) matrix products of 2 M D F operations each.
   const double dense_flops = (options.gated ? 6.0 : 4.0) * static_cast<double>(row.tokens) *
                              static_cast<double>(options.width) * static_cast<double>(options.ffn);
-  fmt::print("  {:<11} {:<11} {:>9.3f} [{:>8.3f}, {:>8.3f}] {:>9.0f} {:>8.1f} {:>7.2f}x {:>9.1e}\n",
-             row.policy == FfnPolicy::kAuto ? "auto" : ffn_execution_name(row.execution),
-             ffn_execution_name(row.execution), row.time.median * 1e3, row.time.p10 * 1e3,
-             row.time.p90 * 1e3, static_cast<double>(row.tokens) / row.time.median,
-             dense_flops / row.time.median * 1e-9, row.speedup, row.error);
+  const std::string execution(ffn_execution_name(row.execution));
+  table.print_row({fmt::format("  {}", row.policy == FfnPolicy::kAuto ? "auto" : execution),
+                   execution, fmt::format("{:.3f}", row.time.median * 1e3),
+                   fmt::format("{:.3f}", row.time.p10 * 1e3),
+                   fmt::format("{:.3f}", row.time.p90 * 1e3),
+                   fmt::format("{:.0f}", static_cast<double>(row.tokens) / row.time.median),
+                   fmt::format("{:.1f}", dense_flops / row.time.median * 1e-9),
+                   fmt::format("{:.2f}x", row.speedup), fmt::format("{:.1e}", row.error)});
 }
 
 nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, int threads) {
@@ -134,22 +150,23 @@ void run_layer(const CommonOptions& common, const BenchFfnArguments& arguments, 
     return;
   }
   Context ctx(common.threads);
-  fmt::print("FFN forward, D {}, F {}, {}, {}, f32, on {} ({} threads)\n",
-             arguments.benchmark.width, arguments.benchmark.ffn,
-             arguments.benchmark.gated ? "gated" : "not gated",
-             activation_name(arguments.benchmark.activation), cpu_name(), ctx.threads());
-  fmt::print("  {:<11} {:<11} {:>9} [{:>8}, {:>8}] {:>9} {:>8} {:>8} {:>9}\n", "policy", "runs",
-             "ms", "p10", "p90", "tok/s", "GFLOP/s*", "ratio", "error");
+  print_paragraphs(fmt::format(
+      "FFN forward, D {}, F {}, {}, {}, f32, on {} ({} threads)", arguments.benchmark.width,
+      arguments.benchmark.ffn, arguments.benchmark.gated ? "gated" : "not gated",
+      activation_name(arguments.benchmark.activation), cpu_name(), ctx.threads()));
+  const Table table = layer_table();
+  table.print_header();
   for (const FfnPattern& pattern : patterns) {
     const std::vector<FfnBenchmarkRow> rows = benchmark_ffn(ctx, arguments.benchmark, pattern);
     fmt::print("{}: {:.1f} active per token, {} at most\n", rows.front().pattern,
                rows.front().nnz_per_token, rows.front().max_row_nnz);
     for (const FfnBenchmarkRow& row : rows) {
-      print_row(row, arguments.benchmark);
+      print_row(table, row, arguments.benchmark);
       append_jsonl(arguments.jsonl, to_json(row, arguments.benchmark, ctx.threads()));
     }
   }
   fmt::print("* dense-equivalent: the operations of the dense layer over the time taken\n");
+  table.print_left_out();
 }
 
 int run_bench_ffn(const CommonOptions& common, BenchFfnArguments& arguments) {

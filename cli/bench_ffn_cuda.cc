@@ -11,6 +11,7 @@
 #include "bench/ffn_sweep_cuda.h"
 #include "cli/bench.h"
 #include "cli/progress_line.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -60,15 +61,31 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
   return json;
 }
 
-void print_row(const FfnBenchmark& options, const FfnCudaRow& row) {
-  const auto half = [](double ms) { return ms > 0.0 ? fmt::format("{:.4f}", ms) : "-"; };
-  fmt::print(
-      "  {:<11} {:>5} {:>8} {:>8} {:>9.4f} [{:.4f}, {:.4f}] {:>7.2f}x {:>7.0f} {:>9} {:>9.1e}\n",
-      ffn_execution_name(row.execution), row.chosen ? "<auto" : "", half(row.gate.median),
-      half(row.up_down.median), row.layer.median, row.layer.p10, row.layer.p90, row.speedup,
-      dense_equivalent_tflops(options, row),
-      row.millijoules_per_token > 0.0 ? fmt::format("{:.4f}", row.millijoules_per_token) : "-",
-      row.error);
+Table layer_table() {
+  return Table({{.header = "  runs", .width = 13, .left = true},
+                {.header = "", .width = 5, .left = true},
+                {.header = "gate", .width = 8, .extra = 1},
+                {.header = "up+down", .width = 8, .extra = 1},
+                {.header = "layer ms", .width = 9},
+                {.header = "p10", .width = 8, .extra = 2},
+                {.header = "p90", .width = 8, .extra = 2},
+                {.header = "ratio", .width = 6},
+                {.header = "TFLOP/s"},
+                {.header = "mJ/token"},
+                {.header = "error", .width = 7}});
+}
+
+void print_row(const Table& table, const FfnBenchmark& options, const FfnCudaRow& row) {
+  const auto measured = [](double value) {
+    return value > 0.0 ? fmt::format("{:.4f}", value) : "-";
+  };
+  table.print_row({fmt::format("  {}", ffn_execution_name(row.execution)),
+                   row.chosen ? "<auto" : "", measured(row.gate.median),
+                   measured(row.up_down.median), fmt::format("{:.4f}", row.layer.median),
+                   fmt::format("{:.4f}", row.layer.p10), fmt::format("{:.4f}", row.layer.p90),
+                   fmt::format("{:.2f}x", row.speedup),
+                   fmt::format("{:.0f}", dense_equivalent_tflops(options, row)),
+                   measured(row.millijoules_per_token), fmt::format("{:.1e}", row.error)});
 }
 
 nlohmann::json sweep_json(const CudaContext& ctx, const FfnSweepRow& row) {
@@ -111,10 +128,15 @@ struct SweepSummary {
     if (row.auto_us > 1.07 * std::min(row.dense_us, row.sparse_us)) ++off_the_best;
     if (row.chosen != FfnExecution::kDense) ++sparse;
   }
-  std::string line() const {
-    return fmt::format("{:>5} {:>6} {:>6.1f}% {:>9.1f}%   {:.2f}x: {} tokens, {}, {}", cases,
-                       sparse, percent(slower), percent(off_the_best), worst_ratio, worst.tokens,
-                       worst.pattern, ffn_execution_name(worst.chosen));
+  std::vector<std::string> cells(const std::string& width, const std::string& ffn) const {
+    return {width,
+            ffn,
+            fmt::format("{}", cases),
+            fmt::format("{}", sparse),
+            fmt::format("{:.1f}%", percent(slower)),
+            fmt::format("{:.1f}%", percent(off_the_best)),
+            fmt::format("{:.2f}x: {} tokens, {}, {}", worst_ratio, worst.tokens, worst.pattern,
+                        ffn_execution_name(worst.chosen))};
   }
   double percent(int64_t count) const {
     return 100.0 * static_cast<double>(count) / static_cast<double>(std::max<int64_t>(cases, 1));
@@ -131,9 +153,8 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   fmt::print("FFN forward, D {}, F {}, {}, {}, bf16, on {}\n", options.width, options.ffn,
              options.gated ? "gated" : "not gated", activation_name(options.activation),
              ctx.device_name());
-  fmt::print("  {:<11} {:>5} {:>8} {:>8} {:>9} [{:>6}, {:>6}] {:>8} {:>7} {:>9} {:>9}\n", "runs",
-             "", "gate", "up+down", "layer ms", "p10", "p90", "ratio", "TFLOP/s", "mJ/token",
-             "error");
+  const Table table = layer_table();
+  table.print_header();
   double ratios = 0.0;  // sum over the patterns of dense time / time of the chosen execution
   for (const FfnPattern& pattern : patterns) {
     const std::vector<FfnCudaRow> rows =
@@ -143,22 +164,23 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
                dense.nnz_per_token, dense.max_row_nnz);
     for (const FfnCudaRow& row : rows) {
       if (row.chosen) ratios += row.speedup;
-      print_row(options, row);
+      print_row(table, options, row);
       nlohmann::json json = machine_json(0);
       json.erase("threads");
       json["gpu"] = ctx.device_name();
       json.update(row_json(options, row, dense_equivalent_tflops(options, dense)));
       append_jsonl(jsonl, json);
     }
-    fmt::print("  auto: {}\n", dense.reason);
+    print_paragraphs(fmt::format("  auto: {}", dense.reason));
   }
   if (patterns.size() > 1) {
     fmt::print("mean ratio of what auto runs: {:.2f}x\n",
                ratios / static_cast<double>(patterns.size()));
   }
-  fmt::print(
-      "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations;\n"
-      "energy: of the whole GPU\n");
+  print_paragraphs(
+      "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations; "
+      "energy: of the whole GPU");
+  table.print_left_out();
 }
 
 void run_bench_ffn_sweep(const FfnSweepOptions& options) {
@@ -172,14 +194,21 @@ void run_bench_ffn_sweep(const FfnSweepOptions& options) {
   const int64_t cases = case_count(sweep);
   fmt::print("FFN forward, {}, bf16, on {}: {} cases\n", options.gated ? "gated" : "not gated",
              ctx.device_name(), cases);
-  fmt::print("{:>6} {:>6} {:>5} {:>6} {:>7} {:>10}   {}\n", "D", "F", "cases", "sparse", "<0.97x",
-             "7% off", "worst of auto against dense");
+  const Table table({{.header = "D", .width = 5},
+                     {.header = "F", .width = 5},
+                     {.header = "cases"},
+                     {.header = "sparse"},
+                     {.header = "<0.97x"},
+                     {.header = "7% off"},
+                     {.header = "worst of auto against dense", .left = true}});
+  table.print_header();
   ProgressLine progress(10.0, stderr);
   const auto start = std::chrono::steady_clock::now();
   SweepSummary all, shape;
   const auto print_shape = [&] {
     progress.clear();
-    fmt::print("{:>6} {:>6} {}\n", shape.worst.shape.width, shape.worst.shape.ffn, shape.line());
+    table.print_row(shape.cells(fmt::format("{}", shape.worst.shape.width),
+                                fmt::format("{}", shape.worst.shape.ffn)));
   };
   const std::vector<std::string> left_out = sweep_ffn_cuda(ctx, sweep, [&](const FfnSweepRow& row) {
     if (shape.cases > 0 &&
@@ -197,12 +226,12 @@ void run_bench_ffn_sweep(const FfnSweepOptions& options) {
         seconds.count() / static_cast<double>(all.cases) * static_cast<double>(cases - all.cases)));
   });
   if (shape.cases > 0) print_shape();
-  fmt::print("{:>13} {}\n", "all", all.line());
+  table.print_row(all.cells("all", ""));
   for (const std::string& shape_left_out : left_out) fmt::print("left out: {}\n", shape_left_out);
-  fmt::print(
-      "<0.97x: cases where auto is slower than 0.97 of dense (cuBLASLt's fastest algorithms);\n"
-      "7% off: where it takes over 7% longer than the better of dense and sparse. Larger shapes\n"
-      "take longer than their share of the cases.\n");
+  print_paragraphs(
+      "<0.97x: cases where auto is slower than 0.97 of dense (cuBLASLt's fastest algorithms); 7% "
+      "off: where it takes over 7% longer than the better of dense and sparse. Larger shapes take "
+      "longer than their share of the cases.");
 }
 
 }  // namespace twell::cli

@@ -11,6 +11,7 @@
 #include "cli/device.h"
 #include "cli/loading.h"
 #include "cli/process.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
 
@@ -70,33 +71,51 @@ Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArg
       .description = fmt::format("checkpoint {}", common.checkpoint.string())};
 }
 
-void print_row(const char* name, const Timing& dense, const Timing& sparse, int64_t tokens) {
-  const auto rate = [tokens](double seconds) { return static_cast<double>(tokens) / seconds; };
-  fmt::print(
-      "{:<14} {:>11.0f} {:>11.0f} {:>8.2f}x   {:.1f} [{:.1f}, {:.1f}] | {:.1f} [{:.1f}, "
-      "{:.1f}]\n",
-      name, rate(dense.median), rate(sparse.median), dense.median / sparse.median,
-      dense.median * 1e3, dense.p10 * 1e3, dense.p90 * 1e3, sparse.median * 1e3, sparse.p10 * 1e3,
-      sparse.p90 * 1e3);
-}
-
 void print_table(const ForwardComparison& result, const Subject& subject, int threads) {
-  fmt::print("{} on {} ({} threads), {} tokens a run\n", subject.description, cpu_name(), threads,
-             result.tokens);
-  fmt::print("{:<14} {:>11} {:>11} {:>9}   {}\n", "", "dense tok/s", "sparse", "ratio",
-             "ms dense [p10, p90] | sparse [p10, p90]");
-  print_row("layers", result.dense_body, result.sparse_body, result.tokens);
-  print_row("with logits", result.dense_full, result.sparse_full, result.tokens);
+  print_paragraphs(fmt::format("{} on {} ({} threads), {} tokens a run", subject.description,
+                               cpu_name(), threads, result.tokens));
+  const Table speeds({{.header = "", .width = 11, .left = true},
+                      {.header = "dense tok/s"},
+                      {.header = "sparse tok/s"},
+                      {.header = "ratio", .width = 6},
+                      {.header = "dense ms", .width = 8},
+                      {.header = "p10", .width = 8, .extra = 1},
+                      {.header = "p90", .width = 8, .extra = 1},
+                      {.header = "sparse ms", .width = 8},
+                      {.header = "p10", .width = 8, .extra = 1},
+                      {.header = "p90", .width = 8, .extra = 1}});
+  const auto print_speeds = [&](const char* name, const Timing& dense, const Timing& sparse) {
+    std::vector<std::string> cells = {
+        name, fmt::format("{:.0f}", static_cast<double>(result.tokens) / dense.median),
+        fmt::format("{:.0f}", static_cast<double>(result.tokens) / sparse.median),
+        fmt::format("{:.2f}x", dense.median / sparse.median)};
+    for (const Timing& time : {dense, sparse}) {
+      for (const double seconds : {time.median, time.p10, time.p90}) {
+        cells.push_back(fmt::format("{:.1f}", seconds * 1e3));
+      }
+    }
+    speeds.print_row(cells);
+  };
+  speeds.print_header();
+  print_speeds("layers", result.dense_body, result.sparse_body);
+  print_speeds("with logits", result.dense_full, result.sparse_full);
   fmt::print("largest |logit| {:.3f}, largest difference {:.3g}\n", result.max_abs_logit,
              result.max_abs_logit_diff);
-  fmt::print("{:>5} {:>11} {:>9}  {:<11} {}\n", "layer", "active/tok", "density", "execution",
-             "reason");
+
+  const Table layers({{.header = "layer"},
+                      {.header = "active/tok"},
+                      {.header = "density"},
+                      {.header = "execution", .width = 10, .left = true},
+                      {.header = "reason", .width = 50, .left = true, .extra = 1}});
+  layers.print_header();
   for (size_t i = 0; i < result.layers.size(); ++i) {
     const LayerComparison& layer = result.layers[i];
-    fmt::print("{:>5} {:>11.1f} {:>8.2f}%  {:<11} {}\n", i, layer.nnz_per_token,
-               100.0 * layer.nnz_per_token / static_cast<double>(subject.model->config.ffn),
-               ffn_execution_name(layer.execution), layer.reason);
+    const double density = layer.nnz_per_token / static_cast<double>(subject.model->config.ffn);
+    layers.print_row({fmt::format("{}", i), fmt::format("{:.1f}", layer.nnz_per_token),
+                      fmt::format("{:.2f}%", 100.0 * density),
+                      std::string(ffn_execution_name(layer.execution)), layer.reason});
   }
+  layers.print_left_out();
 }
 
 nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, int threads) {

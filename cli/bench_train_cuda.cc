@@ -13,6 +13,7 @@
 #include "cli/bench.h"
 #include "cli/options.h"
 #include "cli/ranks.h"
+#include "cli/text_layout.h"
 #include "twell/base/context.h"
 #include "twell/infer/engine_cuda.h"
 
@@ -148,10 +149,10 @@ class TrainBench {
     fmt::print("\ndense: {} sequences, recompute {}\n", dense.micro_batch, dense.recompute);
     std::optional<TrainBenchmarkRun> other;
     if (sparse) {
-      fmt::print(
+      print_paragraphs(fmt::format(
           "sparse: {} sequences, recompute {}, REPLAY of captured patterns {}; the gate "
-          "GEMM runs, its result is unused\n",
-          sparse->micro_batch, sparse->recompute, arguments_.patterns.string());
+          "GEMM runs, its result is unused",
+          sparse->micro_batch, sparse->recompute, arguments_.patterns.string()));
       other = sparse->run;
     }
     print_runs(dense.run, other);

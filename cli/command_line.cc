@@ -12,6 +12,7 @@
 
 #include "cli/config_file.h"
 #include "cli/process.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -98,39 +99,12 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return best == nullptr ? otherwise : fmt::format("; did you mean {}?", *best);
 }
 
-size_t columns_of(std::string_view text) {
-  return static_cast<size_t>(
-      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
-}
-
-// Breaks text between words into lines of at most kHelpWidth columns. The first line begins at
-// column `start`, the others are indented by `indent`.
-std::string wrapped(std::string_view text, size_t start, size_t indent) {
-  std::string lines;
-  size_t column = start;
-  for (bool first = true; !text.empty(); first = false) {
-    const size_t end = std::min(text.find(' '), text.size());
-    const std::string_view word = text.substr(0, end);
-    text.remove_prefix(std::min(end + 1, text.size()));
-    if (!first && column + 1 + columns_of(word) > kHelpWidth) {
-      lines.append("\n").append(indent, ' ');
-      column = indent;
-    } else if (!first) {
-      lines += ' ';
-      ++column;
-    }
-    lines += word;
-    column += columns_of(word);
-  }
-  return lines;
-}
-
 // Refills the paragraphs of a footer. Indented lines, which are commands, and the lines in front of
 // them stay as they are.
 std::string refilled(std::string_view footer) {
   std::string text, paragraph;
   const auto flush = [&] {
-    if (!paragraph.empty()) text += wrapped(paragraph, 0, 0) + "\n";
+    if (!paragraph.empty()) text += wrapped(paragraph, 0, 0, kHelpWidth) + "\n";
     paragraph.clear();
   };
   while (!footer.empty()) {
@@ -162,7 +136,7 @@ std::string wrapped_help(std::string_view help) {
                              (line.starts_with("  -") || line[kHelpColumn - 2] == ' ');
     if (two_columns) {
       text.append(line.substr(0, kHelpColumn));
-      text += wrapped(line.substr(kHelpColumn), kHelpColumn, kHelpColumn);
+      text += wrapped(line.substr(kHelpColumn), kHelpColumn, kHelpColumn, kHelpWidth);
     } else {
       text += line;
     }

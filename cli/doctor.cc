@@ -11,6 +11,7 @@
 
 #include "cli/bench.h"
 #include "cli/commands.h"
+#include "cli/text_layout.h"
 #include "twell/base/cpu_limit.h"
 #ifdef TWELL_HAVE_CUDA
 #include <cuda_runtime_api.h>
@@ -82,7 +83,9 @@ void print(const nlohmann::json& report) {
   fmt::print("vector sets  {}\n", simd);
   fmt::print("oneDNN       {}\n", report["onednn"].get<std::string>());
   const nlohmann::json& cuda = report["cuda"];
-  fmt::print("CUDA         {}\n", cuda["status"].get<std::string>());
+  constexpr size_t kColumn = 13;  // where values begin
+  fmt::print("CUDA         {}\n", wrapped(cuda["status"].get<std::string>(), kColumn, kColumn,
+                                          terminal_columns(stdout, 80)));
   for (const auto& device : cuda["devices"]) {
     fmt::print("  {}: compute capability {}, {:.1f} GiB\n", device["name"].get<std::string>(),
                device["compute_capability"].get<std::string>(), device["memory_gib"].get<double>());

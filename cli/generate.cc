@@ -16,6 +16,7 @@
 #include "cli/device.h"
 #include "cli/loading.h"
 #include "cli/process.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/chat_template/chat_template.h"
@@ -231,6 +232,11 @@ class Output {
   size_t next_ = 0;  // first generation not printed yet
 };
 
+// Prints to standard error, wrapped where that is a terminal.
+void print_summary_line(const std::string& line) {
+  print_error("{}\n", wrapped(line, 0, 1, terminal_columns(stderr, line.size())));
+}
+
 void print_summary(const Output& output, double seconds, Session& session,
                    const std::string& device) {
   const std::string active = fmt::format("{:.1f} of {} FFN neurons active per token and layer; {}",
@@ -238,10 +244,11 @@ void print_summary(const Output& output, double seconds, Session& session,
   if (output.generations().size() == 1) {
     const Generation& one = output.generations().front().value();
     const auto tokens = static_cast<double>(one.ids.size());
-    print_error("[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]\n",
-                one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
-                static_cast<double>(one.prompt_tokens) / one.prefill_seconds,
-                stop_reason_name(one.reason), active);
+    print_summary_line(
+        fmt::format("[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]",
+                    one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
+                    static_cast<double>(one.prompt_tokens) / one.prefill_seconds,
+                    stop_reason_name(one.reason), active));
     return;
   }
   int64_t answered = 0, tokens = 0, prompt_tokens = 0;
@@ -251,8 +258,9 @@ void print_summary(const Output& output, double seconds, Session& session,
     tokens += std::ssize(generation->ids);
     prompt_tokens += generation->prompt_tokens;
   }
-  print_error("[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]\n", answered,
-              prompt_tokens, tokens, static_cast<double>(tokens) / seconds, active);
+  print_summary_line(fmt::format("[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]",
+                                 answered, prompt_tokens, tokens,
+                                 static_cast<double>(tokens) / seconds, active));
 }
 
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "cli/inspection.h"
-
+#include "cli/text_layout.h"
 #include "twell/checkpoint/config_json.h"
 
 namespace twell::cli {
@@ -57,27 +58,34 @@ void print_config(const ModelConfig& config) {
   fmt::print("context      {}\n", config.context);
 }
 
-void print_tensors(const std::vector<TensorHealth>& tensors) {
-  fmt::print("\n{:<48} {:>14} {:>11} {:>11} {:>10}\n", "tensor", "shape", "rms", "max |x|",
-             "not finite");
+void print_tensors(const std::vector<TensorHealth>& tensors, bool damaged) {
+  size_t longest = 0;
+  for (const TensorHealth& tensor : tensors) longest = std::max(longest, tensor.name.size());
+  std::vector<Column> columns = {{.header = "tensor", .width = longest, .left = true},
+                                 {.header = "shape", .width = 11, .extra = 1},
+                                 {.header = "rms", .width = 8},
+                                 {.header = "max |x|", .width = 8}};
+  if (damaged) columns.push_back({.header = "not finite"});
+  const Table table(columns);
+  fmt::print("\n");
+  table.print_header();
   for (const TensorHealth& tensor : tensors) {
-    fmt::print("{:<48} {:>14} {:>11.4e} {:>11.4e} {:>10}\n", tensor.name,
-               fmt::format("{}x{}", tensor.rows, tensor.cols), tensor.rms, tensor.max_abs,
-               tensor.not_finite);
+    table.print_row({tensor.name, fmt::format("{}x{}", tensor.rows, tensor.cols),
+                     fmt::format("{:.2e}", tensor.rms), fmt::format("{:.2e}", tensor.max_abs),
+                     fmt::format("{}", tensor.not_finite)});
   }
+}
+
+std::string percent_cell(double part, int64_t whole, int digits) {
+  return fmt::format("{:.{}f}%", 100.0 * share(part, whole), digits);
 }
 
 std::string union_cell(double mean, int64_t tiles) {
   return tiles == 0 ? "-" : fmt::format("{:.0f}", mean);
 }
 
-void print_profile_cells(const LayerProfile& layer, int64_t ffn) {
-  fmt::print(" {:>6.1f}% {:>9} {:>9}  {:<10} {:>5.2f}x  {:<9} {:>5.2f}x",
-             100.0 * share(static_cast<double>(layer.never_fired()), ffn),
-             union_cell(layer.mean_union_64(), layer.tiles_64),
-             union_cell(layer.mean_union_128(), layer.tiles_128),
-             ffn_execution_name(layer.prompt.execution()), layer.prompt.speedup(),
-             ffn_execution_name(layer.decode.execution()), layer.decode.speedup());
+std::string speedup_cell(const ExpectedFfn& expected) {
+  return fmt::format("{:.2f}x", expected.speedup());
 }
 
 void print_layers(const Inspection& inspection) {
@@ -85,38 +93,59 @@ void print_layers(const Inspection& inspection) {
   const int64_t ffn = inspection.config.ffn;
   fmt::print("\nactive FFN neurons per token, of {}, over {} tokens (CE {:.4f})\n", ffn,
              evaluation.tokens, evaluation.cross_entropy());
-  fmt::print("{:>5} {:>8} {:>8} {:>6} {:>6} {:>6}", "layer", "mean", "density", "p50", "p99",
-             "max");
+  std::vector<Column> columns = {
+      {.header = "layer"},           {.header = "mean", .width = 7},
+      {.header = "density"},         {.header = "p50", .width = 5, .extra = 3},
+      {.header = "p99", .width = 5}, {.header = "max", .width = 5, .extra = 1}};
   if (inspection.profile) {
-    fmt::print(" {:>7} {:>9} {:>9}  {:<17}  {}", "silent", "union 64", "union 128", "prompt",
-               "decode");
+    columns.insert(columns.end(), {{.header = "silent"},
+                                   {.header = "union 64", .extra = 2},
+                                   {.header = "union 128", .extra = 4},
+                                   {.header = "prompt", .width = 10, .left = true},
+                                   {.header = "", .width = 6},
+                                   {.header = "decode", .width = 10, .left = true},
+                                   {.header = "", .width = 6}});
   }
-  fmt::print("\n");
+  const Table table(columns);
+  table.print_header();
   double mean = 0.0;
   for (size_t i = 0; i < evaluation.layers.size(); ++i) {
     const LayerHistogram& layer = evaluation.layers[i];
     mean += share(layer.mean(), std::ssize(evaluation.layers));
-    fmt::print("{:>5} {:>8.1f} {:>7.2f}% {:>6} {:>6} {:>6}", i, layer.mean(),
-               100.0 * share(layer.mean(), ffn), layer.quantile(0.5), layer.quantile(0.99),
-               layer.max());
-    if (inspection.profile) print_profile_cells(inspection.profile->layers[i], ffn);
-    fmt::print("\n");
+    std::vector<std::string> cells = {fmt::format("{}", i),
+                                      fmt::format("{:.1f}", layer.mean()),
+                                      percent_cell(layer.mean(), ffn, 2),
+                                      fmt::format("{}", layer.quantile(0.5)),
+                                      fmt::format("{}", layer.quantile(0.99)),
+                                      fmt::format("{}", layer.max())};
+    if (inspection.profile) {
+      const LayerProfile& profile = inspection.profile->layers[i];
+      cells.insert(cells.end(), {percent_cell(static_cast<double>(profile.never_fired()), ffn, 1),
+                                 union_cell(profile.mean_union_64(), profile.tiles_64),
+                                 union_cell(profile.mean_union_128(), profile.tiles_128),
+                                 std::string(ffn_execution_name(profile.prompt.execution())),
+                                 speedup_cell(profile.prompt),
+                                 std::string(ffn_execution_name(profile.decode.execution())),
+                                 speedup_cell(profile.decode)});
+    }
+    table.print_row(cells);
   }
-  fmt::print("{:>5} {:>8.1f} {:>7.2f}%", "all", mean, 100.0 * share(mean, ffn));
+  std::vector<std::string> all = {"all", fmt::format("{:.1f}", mean), percent_cell(mean, ffn, 2)};
   if (inspection.profile) {
-    fmt::print("{:>67.2f}x{:>17.2f}x", inspection.profile->prompt().speedup(),
-               inspection.profile->decode().speedup());
+    all.insert(all.end(), {"", "", "", "", "", "", "", speedup_cell(inspection.profile->prompt()),
+                           "", speedup_cell(inspection.profile->decode())});
   }
-  fmt::print("\n");
+  table.print_row(all);
+  table.print_left_out();
 }
 
 void print_tokens(const char* title, const std::vector<TokenRow>& rows) {
-  constexpr size_t kColumns = 80;
+  const size_t columns = terminal_columns(stdout, 80);
   fmt::print("{}\n", title);
   std::string line;
   for (const TokenRow& row : rows) {
     const std::string token = fmt::format("  {} {:.1f}", row.text, row.nnz);
-    if (!line.empty() && line.size() + token.size() > kColumns) {
+    if (!line.empty() && line.size() + token.size() > columns) {
       fmt::print("{}\n", line);
       line.clear();
     }
@@ -126,11 +155,12 @@ void print_tokens(const char* title, const std::vector<TokenRow>& rows) {
 }
 
 void print_profile(const Inspection& inspection) {
-  fmt::print(
-      "\nsilent: never active in this text. union: neurons active somewhere in that many tokens in "
-      "a row.\nprompt, decode: execution and speed-up of the FFN against dense that the {} cost "
-      "model expects;\n'twell bench forward' measures.\n",
-      inspection.costs_of);
+  fmt::print("\n");
+  print_paragraphs(fmt::format(
+      "silent: neurons that never fire in this text. union: neurons that fire somewhere in that "
+      "many tokens in a row. prompt, decode: execution and speed-up of the FFN against dense that "
+      "the {} cost model expects; 'twell bench forward' measures.",
+      inspection.costs_of));
   fmt::print("\n{:>12} {:>9} {:>12}\n", "position", "tokens", "mean active");
   for (const PositionRange& range : inspection.profile->positions()) {
     fmt::print("{:>12} {:>9} {:>12.1f}\n", range_name(range), range.tokens,
@@ -192,7 +222,8 @@ void print_inspection(const Inspection& inspection, bool tensors) {
                  ? std::string("every weight is a finite number")
                  : fmt::format("{} of {} tensors hold NaN or infinity", inspection.damaged_tensors,
                                inspection.tensors.size()));
-  if (tensors || inspection.damaged_tensors > 0) print_tensors(inspection.tensors);
+  if (tensors || inspection.damaged_tensors > 0)
+    print_tensors(inspection.tensors, inspection.damaged_tensors > 0);
   if (inspection.evaluation.tokens == 0) return;
   print_layers(inspection);
   if (inspection.profile) print_profile(inspection);

@@ -13,10 +13,6 @@
 
 namespace twell::cli {
 
-// The part of the line that fits into `columns`; a cut line ends in "..". One column per code
-// point.
-std::string cut_to_width(std::string_view line, size_t columns);
-
 class ProgressLine {
  public:
   // Without a terminal, at most a line in `interval_seconds`.

@@ -59,6 +59,25 @@ class CliTest : public twell::CommandTest {
     return words;
   }
 
+  // Standard output of a command on a terminal of that many columns; expects exit code 0.
+  std::string run_in_terminal(unsigned short columns, const std::vector<std::string>& arguments) {
+    winsize size{};
+    size.ws_col = columns;
+    size.ws_row = 24;
+    int main_end = -1, terminal = -1;
+    EXPECT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
+    const pid_t child = start(arguments, terminal);
+    ::close(terminal);
+    std::string out;
+    char bytes[4096];
+    for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
+      out.append(bytes, static_cast<size_t>(count));
+    }
+    ::close(main_end);
+    EXPECT_EQ(finish(child).code, 0);
+    return out;
+  }
+
   // The first token file in a folder of shards.
   fs::path shard_file(const std::string& shards) const {
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / shards)) {
@@ -654,20 +673,7 @@ TEST_F(CliTest, PathsThatNameNoFileOrFolder) {
 
 // Progress lines are cut to the terminal's width.
 TEST_F(CliTest, ProgressFollowsTheTerminal) {
-  winsize size{};
-  size.ws_col = 60;
-  size.ws_row = 24;
-  int main_end = -1, terminal = -1;
-  ASSERT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
-  const pid_t child = start(train("a", {"--steps", "8"}), terminal);
-  ::close(terminal);
-  std::string out;
-  char bytes[4096];
-  for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
-    out.append(bytes, static_cast<size_t>(count));
-  }
-  ::close(main_end);
-  EXPECT_EQ(finish(child).code, 0);
+  const std::string out = run_in_terminal(60, train("a", {"--steps", "8"}));
   size_t lines = 0;
   for (size_t at = out.find("\rstep "); at != std::string::npos; at = out.find("\rstep ", at + 1)) {
     const size_t end = out.find("\x1b[K", at);
@@ -676,6 +682,30 @@ TEST_F(CliTest, ProgressFollowsTheTerminal) {
     ++lines;
   }
   EXPECT_GT(lines, 0u);
+}
+
+// A terminal shows the columns that fit and names the others; a pipe gets all.
+TEST_F(CliTest, TablesFollowTheTerminal) {
+  fs::create_directory_symlink(golden("model"), folder_ / "model");
+  const std::vector<std::vector<std::string>> tables = {
+      {"inspect", "--checkpoint", "model", "--data", "text", "--max-tokens", "200"},
+      {"bench", "forward", "--checkpoint", "model", "--data", "text", "--batch", "1", "--repeats",
+       "1"},
+      {"bench", "ffn", "--width", "16", "--ffn", "32", "--tokens", "4", "--repeats", "1"},
+      {"doctor"}};
+  for (const std::vector<std::string>& arguments : tables) {
+    std::istringstream lines(run_in_terminal(80, arguments));
+    for (std::string line; std::getline(lines, line);) {
+      EXPECT_LE(line.size(), 81u) << line;  // with a carriage return
+    }
+  }
+  EXPECT_THAT(run_in_terminal(80, tables[0]),
+              HasSubstr("Wider terminals and pipes also get: p50, max, union 64, union 128."));
+  for (const std::string& wide : {run_in_terminal(120, tables[0]), run(tables[0]).out}) {
+    EXPECT_THAT(wide, HasSubstr("union 128"));
+    EXPECT_THAT(wide, testing::Not(HasSubstr("also get")));
+  }
+  EXPECT_THAT(run(tables[1]).out, HasSubstr("neurons active per token"));
 }
 
 TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
