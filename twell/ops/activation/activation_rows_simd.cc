@@ -87,8 +87,11 @@ struct Gelu {
   }
 };
 
-// Has no step: blended() below computes it.
+// f is exactly 0 where x <= 0, so that a neuron is active where not x <= 0: a NaN is. Not blended.
+struct Relu {};
 struct Relu2 {};
+template <class F>
+constexpr bool kLeavesZeros = std::is_same_v<F, Relu> || std::is_same_v<F, Relu2>;
 
 // f(x) and f'(x) of the blend.
 template <class D, class F, class V = hn::Vec<D>>
@@ -102,91 +105,116 @@ Step<V> blended(D d, const F& f, float relu_share, V x) {
           hn::MulAdd(rest, slope, hn::IfThenElseZero(fires, share))};
 }
 
-// Of max(x, 0)^2, which is not blended. A NaN goes through it.
+template <class D, class V = hn::Vec<D>>
+Step<V> blended(D d, const Relu&, float, V x) {
+  const auto off = hn::Le(x, hn::Zero(d));
+  return {hn::IfThenZeroElse(off, x), hn::IfThenZeroElse(off, hn::Set(d, 1.0f))};
+}
+
 template <class D, class V = hn::Vec<D>>
 Step<V> blended(D d, const Relu2&, float, V x) {
   const V g = hn::IfThenZeroElse(hn::Le(x, hn::Zero(d)), x);
   return {hn::Mul(g, g), hn::Add(g, g)};
 }
 
-// Calls step(tag, i) over [0, n): full vectors, then single lanes.
-template <class Step>
-void over_row(int64_t n, const Step& step) {
-  const hn::ScalableTag<float> full;
-  const hn::CappedTag<float, 1> single;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(full));
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(full, i);
-  for (; i < n; ++i) step(single, i);
+// The neurons that count as active, given f(x).
+template <class D, class F, class V = hn::Vec<D>>
+hn::Mask<D> active(D d, const F&, float relu_share, V x, V value) {
+  if constexpr (kLeavesZeros<F>) return hn::Not(hn::Le(x, hn::Zero(d)));
+  return relu_share > 0.0f ? hn::Gt(x, hn::Zero(d)) : hn::Ne(value, hn::Zero(d));
 }
 
+// Every step is written once over a tag, which is the full vector and then, for the rest of a row,
+// a single lane. The sums of |h| are widened to double every kWiden vectors.
 template <class F>
 ActivatedRow forward_row(const F& f, float relu_share, const float* x, const float* u, float* h,
                          float* fired, int64_t n) {
-  ActivatedRow row;
-  over_row(n, [&](auto d, int64_t i) HWY_ATTR {
+  constexpr int64_t kWiden = 16;
+  const hn::ScalableTag<float> full;
+  const hn::CappedTag<float, 1> single;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(full));
+  size_t nnz = 0;
+  const auto step = [&](auto d, int64_t i, auto& l1) HWY_ATTR {
     const auto v = hn::LoadU(d, x + i);
     const auto value = blended(d, f, relu_share, v).s;
-    const auto zero = hn::Zero(d);
-    const bool squared = std::is_same_v<F, Relu2>;  // whose value may underflow
-    const auto on = squared             ? hn::Not(hn::Le(v, zero))
-                    : relu_share > 0.0f ? hn::Gt(v, zero)
-                                        : hn::Ne(value, zero);
-    const auto product = u == nullptr ? value : hn::Mul(value, hn::LoadU(d, u + i));
+    const auto on = active(d, f, relu_share, v, value);
+    auto product = u == nullptr ? value : hn::Mul(value, hn::LoadU(d, u + i));
+    // 0 whatever u is, as in executions that never compute u of neurons that are not active.
+    if (kLeavesZeros<F>) product = hn::IfThenElseZero(on, product);
     hn::StoreU(product, d, h + i);
-    row.nnz += static_cast<int64_t>(hn::CountTrue(d, on));
-    row.l1 += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, hn::Abs(product))));
     if (fired != nullptr) {
       hn::StoreU(hn::IfThenElse(on, hn::Set(d, 1.0f), hn::LoadU(d, fired + i)), d, fired + i);
     }
-  });
-  return row;
+    l1 = hn::Add(l1, hn::Abs(product));
+    nnz += hn::CountTrue(d, on);
+  };
+  double l1 = 0.0;
+  int64_t i = 0;
+  while (i + lanes <= n) {
+    auto sum = hn::Zero(full);
+    for (int64_t k = 0; k < kWiden && i + lanes <= n; ++k, i += lanes) step(full, i, sum);
+    l1 += static_cast<double>(hn::GetLane(hn::SumOfLanes(full, sum)));
+  }
+  for (; i < n; ++i) {
+    auto sum = hn::Zero(single);
+    step(single, i, sum);
+    l1 += static_cast<double>(hn::GetLane(sum));
+  }
+  return {static_cast<int64_t>(nnz), l1};
+}
+
+template <class D, class F>
+void backward_step(D d, const F& f, float relu_share, const ActivationBackwardRow& row, int64_t i) {
+  const auto zero = hn::Zero(d);
+  const auto step = blended(d, f, relu_share, hn::LoadU(d, row.x + i));
+  const auto up = row.u == nullptr ? hn::Set(d, 1.0f) : hn::LoadU(d, row.u + i);
+  const auto h = hn::Mul(step.s, up);
+  const auto sign = hn::IfThenElse(hn::Eq(h, zero), zero, hn::CopySign(hn::Set(d, 1.0f), h));
+  const auto gradient = hn::MulAdd(hn::Set(d, row.l1), sign, hn::LoadU(d, row.d_h + i));
+  if (row.h != nullptr) hn::StoreU(h, d, row.h + i);
+  if (row.d_u != nullptr) hn::StoreU(hn::Mul(gradient, step.s), d, row.d_u + i);
+  const auto d_x = hn::Mul(hn::Mul(gradient, up), step.slope);
+  hn::StoreU(hn::IfThenZeroElse(hn::Eq(step.slope, zero), d_x), d, row.d_h + i);
 }
 
 template <class F>
 void backward_row(const F& f, float relu_share, const ActivationBackwardRow& row, int64_t n) {
-  over_row(n, [&](auto d, int64_t i) HWY_ATTR {
-    const auto zero = hn::Zero(d);
-    const auto step = blended(d, f, relu_share, hn::LoadU(d, row.x + i));
-    const auto up = row.u == nullptr ? hn::Set(d, 1.0f) : hn::LoadU(d, row.u + i);
-    const auto h = hn::Mul(step.s, up);
-    const auto sign = hn::IfThenElse(hn::Eq(h, zero), zero, hn::CopySign(hn::Set(d, 1.0f), h));
-    const auto gradient = hn::MulAdd(hn::Set(d, row.l1), sign, hn::LoadU(d, row.d_h + i));
-    hn::StoreU(h, d, row.h + i);
-    if (row.d_u != nullptr) hn::StoreU(hn::Mul(gradient, step.s), d, row.d_u + i);
-    hn::StoreU(hn::Mul(hn::Mul(gradient, up), step.slope), d, row.d_h + i);
-  });
+  const hn::ScalableTag<float> full;
+  const hn::CappedTag<float, 1> single;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(full));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) backward_step(full, f, relu_share, row, i);
+  for (; i < n; ++i) backward_step(single, f, relu_share, row, i);
+}
+
+// Calls use() with the function object of the activation.
+template <class Use>
+auto with_function(const BlendedActivation& f, const Use& use) {
+  if (f.is_relu()) return use(Relu());
+  switch (f.kind) {
+    case Activation::kSilu:
+      return use(Silu());
+    case Activation::kGelu:
+      return use(Gelu());
+    case Activation::kGeluTanh:
+      return use(GeluTanh());
+    case Activation::kRelu2:
+      return use(Relu2());
+    default:
+      return use(QuickGelu());
+  }
 }
 
 ActivatedRow forward(const BlendedActivation& f, const float* x, const float* u, float* h,
                      float* fired, int64_t n) {
-  switch (f.kind) {
-    case Activation::kSilu:
-      return forward_row(Silu(), f.relu_share, x, u, h, fired, n);
-    case Activation::kGelu:
-      return forward_row(Gelu(), f.relu_share, x, u, h, fired, n);
-    case Activation::kGeluTanh:
-      return forward_row(GeluTanh(), f.relu_share, x, u, h, fired, n);
-    case Activation::kRelu2:
-      return forward_row(Relu2(), f.relu_share, x, u, h, fired, n);
-    default:
-      return forward_row(QuickGelu(), f.relu_share, x, u, h, fired, n);
-  }
+  return with_function(f, [&](const auto& function) HWY_ATTR {
+    return forward_row(function, f.relu_share, x, u, h, fired, n);
+  });
 }
 
 void backward(const BlendedActivation& f, const ActivationBackwardRow& row, int64_t n) {
-  switch (f.kind) {
-    case Activation::kSilu:
-      return backward_row(Silu(), f.relu_share, row, n);
-    case Activation::kGelu:
-      return backward_row(Gelu(), f.relu_share, row, n);
-    case Activation::kGeluTanh:
-      return backward_row(GeluTanh(), f.relu_share, row, n);
-    case Activation::kRelu2:
-      return backward_row(Relu2(), f.relu_share, row, n);
-    default:
-      return backward_row(QuickGelu(), f.relu_share, row, n);
-  }
+  with_function(
+      f, [&](const auto& function) HWY_ATTR { backward_row(function, f.relu_share, row, n); });
 }
 
 }  // namespace
@@ -202,7 +230,6 @@ HWY_EXPORT(forward);
 HWY_EXPORT(backward);
 
 void check(const BlendedActivation& f) {
-  TWELL_CHECK(f.kind != Activation::kRelu, "ReLU rows are not computed here");
   TWELL_CHECK(f.kind != Activation::kRelu2 || f.relu_share == 0.0f, "relu2 is not blended");
   TWELL_CHECK(f.relu_share >= 0.0f && f.relu_share <= 1.0f, "a ReLU share of {}", f.relu_share);
 }

@@ -127,8 +127,12 @@ TEST_P(ActivationRows, WorksInPlaceAndKeepsNotANumber) {
   EXPECT_NEAR(x[2], reference(GetParam(), -1.0), 4 * kEps);
 }
 
-// h = f(x) u with f(x) = max(x, 0)^2, and f' = 2 max(x, 0), each with one rounding per product.
-TEST(Relu2Rows, ForwardAndBackward) {
+class ReluRows : public ::testing::TestWithParam<Activation> {};
+
+// h = f(x) u with f(x) = max(x, 0) or its square, and f' = 1 or 2 max(x, 0) for x > 0, each with
+// one rounding per product.
+TEST_P(ReluRows, ForwardAndBackward) {
+  const bool squared = GetParam() == Activation::kRelu2;
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (const int64_t n : {1, 7, 133}) {
     for (const bool gated : {true, false}) {
@@ -141,7 +145,7 @@ TEST(Relu2Rows, ForwardAndBackward) {
         u.push_back(gated ? normal(7, 0, i) : 1.0f);
         d_out.push_back(normal(8, 0, i));
       }
-      const BlendedActivation f{Activation::kRelu2};
+      const BlendedActivation f{GetParam()};
       std::vector<float> h(x.size(), kNan), again(x.size(), kNan), d_u(x.size(), kNan), d_x = d_out;
       std::vector<float> fired(x.size(), 0.0f);
       const ActivatedRow row =
@@ -158,7 +162,8 @@ TEST(Relu2Rows, ForwardAndBackward) {
       double l1 = 0.0;
       for (size_t i = 0; i < x.size(); ++i) {
         const double g = std::max(static_cast<double>(x[i]), 0.0), up = static_cast<double>(u[i]);
-        const double want = g * g * up;
+        const double value = squared ? g * g : g, slope = squared ? 2.0 * g : g > 0.0;
+        const double want = value * up;
         EXPECT_NEAR(h[i], want, 2.0 * kEps * std::abs(want) + 1e-38) << x[i];
         EXPECT_EQ(h[i], again[i]);
         nnz += x[i] > 0.0f;
@@ -168,9 +173,9 @@ TEST(Relu2Rows, ForwardAndBackward) {
         const double d = static_cast<double>(d_out[i]) + 0.25 * sign;
         const double bound =
             8.0 * kEps * (std::abs(d) + 0.25) * (1.0 + std::abs(up)) * (1.0 + g * g);
-        EXPECT_NEAR(d_x[i], d * up * 2.0 * g, bound) << x[i];
+        EXPECT_NEAR(d_x[i], d * up * slope, bound) << x[i];
         if (gated) {
-          EXPECT_NEAR(d_u[i], d * g * g, bound) << x[i];
+          EXPECT_NEAR(d_u[i], d * value, bound) << x[i];
         }
       }
       EXPECT_EQ(row.nnz, nnz);
@@ -178,16 +183,32 @@ TEST(Relu2Rows, ForwardAndBackward) {
     }
   }
   float nan = kNan;
-  activate_row({Activation::kRelu2}, &nan, nullptr, &nan, nullptr, 1);
+  activate_row({GetParam()}, &nan, nullptr, &nan, nullptr, 1);
   EXPECT_TRUE(std::isnan(nan));
 }
 
-TEST(ActivationRowsContract, ReluIsNotComputedHere) {
+// Executions that skip inactive neurons never see their u, however large it is.
+TEST_P(ReluRows, InactiveNeuronsGiveZeros) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<float> x(37, -1.0f), u(37, kInf);
+  std::vector<float> h(37, kNan), d_x(37, kInf);
+  activate_row({GetParam()}, x.data(), u.data(), h.data(), nullptr, 37);
+  activate_backward_row({GetParam()}, {.x = x.data(), .u = u.data(), .d_h = d_x.data()}, 37);
+  EXPECT_EQ(h, std::vector<float>(37, 0.0f));
+  EXPECT_EQ(d_x, std::vector<float>(37, 0.0f));
+}
+
+TEST(ActivationRowsContract, BlendsAreChecked) {
   float x = 1.0f;
-  EXPECT_THROW(activate_row({}, &x, nullptr, &x, nullptr, 1), Error);
   EXPECT_THROW(activate_row({Activation::kSilu, 1.5f}, &x, nullptr, &x, nullptr, 1), Error);
   EXPECT_THROW(activate_row({Activation::kRelu2, 0.5f}, &x, nullptr, &x, nullptr, 1), Error);
 }
+
+INSTANTIATE_TEST_SUITE_P(WithZeros, ReluRows,
+                         ::testing::Values(Activation::kRelu, Activation::kRelu2),
+                         [](const auto& suite_info) {
+                           return std::string(activation_name(suite_info.param));
+                         });
 
 INSTANTIATE_TEST_SUITE_P(Smooth, ActivationRows, ::testing::ValuesIn(kSmooth),
                          [](const auto& suite_info) {

@@ -7,7 +7,6 @@
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/ffn_cost.h"
 #include "twell/ops/ffn/gate_gemm.h"
-#include "twell/ops/ffn/gate_multiply_simd.h"
 #include "twell/ops/ffn/sparse_up_down.h"
 #include "twell/ops/matmul/matmul.h"
 
@@ -37,16 +36,6 @@ FfnExecution forced_execution(FfnPolicy policy) {
   }
 }
 
-// h [n] holds u, or the pre-activation itself when the layer is not gated; it becomes f(gate) * u.
-// Returns the number of active neurons.
-int64_t activate(const StoredFfnWeights& weights, const float* gate, float* h, int64_t n) {
-  const float* const u = weights.gated() ? h : nullptr;
-  if (weights.activation.leaves_zeros()) {
-    return gate_multiply(gate, u, h, n, weights.activation.is_relu2());
-  }
-  return activate_row(weights.activation, gate, u, h, nullptr, n).nnz;
-}
-
 // y = FFN, given gate = x firing()^T [M, F] before its activation, with its bias. Without an up
 // projection the gate is overwritten. row_nnz [M] receives the active neurons of each token.
 void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF gate,
@@ -61,7 +50,10 @@ void dense_up_down(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x
   constexpr int64_t kGrain = 4;  // rows worth waking a thread for
   ctx.parallel_for(gate.rows, kGrain, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
-      row_nnz[row] = static_cast<int32_t>(activate(weights, gate.row(row), h.row(row), h.cols));
+      float* const u = h.row(row);  // becomes f(gate) * u
+      const ActivatedRow activated = activate_row(
+          weights.activation, gate.row(row), weights.gated() ? u : nullptr, u, nullptr, h.cols);
+      row_nnz[row] = static_cast<int32_t>(activated.nnz);
     }
   });
   matmul(ctx, {.a = h, .b = weights.w_down, .c = y});

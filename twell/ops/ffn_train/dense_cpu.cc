@@ -4,7 +4,6 @@
 
 #include "twell/ops/activation/activation_rows.h"
 #include "twell/ops/ffn_train/ffn_train_cpu.h"
-#include "twell/ops/ffn_train/rows_simd.h"
 #include "twell/ops/matmul/matmul.h"
 
 namespace twell {
@@ -15,67 +14,21 @@ constexpr int64_t kRowGrain = 4;
 // A non-gated ReLU layer overwrites its input with h. Every other layer needs both.
 bool needs_h(const FfnWeights& w) { return w.gated() || !w.activation.is_relu(); }
 
-RowActivity smooth_row(const BlendedActivation& f, const float* gate, const float* up, float* h,
-                       float* fired, int64_t n) {
-  const ActivatedRow row = activate_row(f, gate, up, h, fired, n);
-  return {static_cast<int32_t>(row.nnz), row.l1};
+const float* row_or_null(ConstMatrixF rows, int64_t m) {
+  return rows.empty() ? nullptr : rows.row(m);
 }
 
 // Applies the activation to rows [first, first + h.rows); h [chunk, F] is written.
 void activate(Context& ctx, const BlendedActivation& f, const FfnSaved& saved, int64_t first,
-              MatrixF h, const FiredFlags& flags, std::span<RowActivity> activity) {
+              MatrixF h, const FiredFlags& flags, std::span<ActivatedRow> activity) {
   const MatrixF gate = saved.dense_gate(saved.tokens).slice_rows(first, h.rows);
   const MatrixF up =
       saved.gated() ? saved.dense_up(saved.tokens).slice_rows(first, h.rows) : MatrixF();
   ctx.parallel_for(h.rows, kRowGrain, [&](int64_t begin, int64_t end, int thread) {
     float* const fired = flags.of_thread(thread);
     for (int64_t m = begin; m < end; ++m) {
-      RowActivity& row = activity[static_cast<size_t>(first + m)];
-      if (!f.is_relu()) {
-        row = smooth_row(f, gate.row(m), up.empty() ? nullptr : up.row(m), h.row(m), fired, h.cols);
-      } else if (saved.gated()) {
-        row = relu_gate_row(gate.row(m), up.row(m), h.row(m), fired, h.cols);
-      } else {
-        row = relu_row(gate.row(m), fired, h.cols);
-      }
-    }
-  });
-}
-
-// d_h [M, F] becomes the gradient before the ReLU.
-void backward_rows(Context& ctx, ConstMatrixF h, float l1_scale, MatrixF d_h) {
-  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t m = begin; m < end; ++m) {
-      relu_backward_row(h.row(m), l1_scale, d_h.row(m), d_h.cols);
-    }
-  });
-}
-
-// d_h [M, F] becomes d_gate; d_up and h [M, F] are written.
-void gated_backward_rows(Context& ctx, const DenseBackwardStep& step, float l1_scale, MatrixF d_h,
-                         MatrixF d_up, MatrixF h) {
-  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t m = begin; m < end; ++m) {
-      gated_backward_row(step.gate.row(m), step.up.row(m), l1_scale, d_h.row(m), d_up.row(m),
-                         h.row(m), d_h.cols);
-    }
-  });
-}
-
-// d_h [M, F] becomes the gradient before the activation; d_up (gated) and h [M, F] are
-// written.
-void smooth_backward_rows(Context& ctx, const BlendedActivation& f, const DenseBackwardStep& step,
-                          float l1_scale, MatrixF d_h, MatrixF d_up, MatrixF h) {
-  ctx.parallel_for(d_h.rows, kRowGrain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t m = begin; m < end; ++m) {
-      activate_backward_row(f,
-                            {.x = step.gate.row(m),
-                             .u = step.up.empty() ? nullptr : step.up.row(m),
-                             .l1 = l1_scale,
-                             .d_h = d_h.row(m),
-                             .d_u = d_up.empty() ? nullptr : d_up.row(m),
-                             .h = h.row(m)},
-                            d_h.cols);
+      activity[static_cast<size_t>(first + m)] =
+          activate_row(f, gate.row(m), row_or_null(up, m), h.row(m), fired, h.cols);
     }
   });
 }
@@ -88,8 +41,8 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
   saved.execution = FfnTrainExecution::kDense;
   saved.tokens = tokens;
   Arena::Scope scope(ctx.scratch());
-  const std::span<RowActivity> activity(scope.alloc<RowActivity>(tokens),
-                                        static_cast<size_t>(tokens));
+  const std::span<ActivatedRow> activity(scope.alloc<ActivatedRow>(tokens),
+                                         static_cast<size_t>(tokens));
   const FiredFlags flags(ctx, scope, problem.active);
   const int64_t chunk = std::min(tokens, kDenseChunk);
   const MatrixF h_buffer = needs_h(w) ? scope.matrix<float>(chunk, w.ffn()) : MatrixF();
@@ -107,9 +60,9 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
 
   flags.merge();
   FfnTrainStats stats = {.execution = FfnTrainExecution::kDense, .tokens = tokens};
-  for (const RowActivity& row : activity) {
+  for (const ActivatedRow& row : activity) {
     stats.nnz += row.nnz;
-    stats.max_row_nnz = std::max<int64_t>(stats.max_row_nnz, row.nnz);
+    stats.max_row_nnz = std::max(stats.max_row_nnz, row.nnz);
     stats.l1_sum += row.l1;
   }
   return stats;
@@ -124,13 +77,18 @@ void dense_backward_step(Context& ctx, const FfnWeights& w, float l1_scale,
   linear_forward(ctx, d_y, w.w_down, d_h);
   const MatrixF d_up = w.gated() ? scope.matrix<float>(count, w.ffn()) : MatrixF();
   const MatrixF h_buffer = needs_h(w) ? scope.matrix<float>(count, w.ffn()) : MatrixF();
-  if (!w.activation.is_relu()) {
-    smooth_backward_rows(ctx, w.activation, step, l1_scale, d_h, d_up, h_buffer);
-  } else if (w.gated()) {
-    gated_backward_rows(ctx, step, l1_scale, d_h, d_up, h_buffer);
-  } else {
-    backward_rows(ctx, gate, l1_scale, d_h);
-  }
+  ctx.parallel_for(count, kRowGrain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t m = begin; m < end; ++m) {
+      activate_backward_row(w.activation,
+                            {.x = step.gate.row(m),
+                             .u = row_or_null(step.up, m),
+                             .l1 = l1_scale,
+                             .d_h = d_h.row(m),
+                             .d_u = w.gated() ? d_up.row(m) : nullptr,
+                             .h = needs_h(w) ? h_buffer.row(m) : nullptr},
+                            w.ffn());
+    }
+  });
   const MatrixF d_firing = d_h;  // overwritten in place
   linear_backward(
       ctx, {.x = x, .weight = w.firing(), .d_y = d_firing, .d_x = d_x, .d_weight = grads.firing()});

@@ -2,8 +2,8 @@
 // The feed-forward layer in training: a forward pass that keeps what backward needs, and a backward
 // pass with the gradient of the L1 term on the non-zero pattern. Source: the TwELL paper, hybrid
 // format. f32, row-major.
-//   dense   everything as GEMMs; keeps g and u [M, F] (non-gated: h), or for an activation other
-//           than ReLU its input and u. Takes every activation
+//   dense   everything as GEMMs; keeps the activation's input and u [M, F]; of a ReLU layer without
+//           a gate h, in place of its input. Takes every activation
 //   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h); keeps
 //           and computes active neurons only
 // A neuron of a ReLU or relu2 layer is active on a token where the activation's input is not <= 0.
@@ -60,8 +60,8 @@ class FfnSaved {
   MatrixF up;        // [M, W] u on the compact pattern, gated only
   MatrixF up_tail;   // [tail_capacity, F] u of the heavy rows, gated only
 
-  // Layout of the dense execution for M tokens: g (non-gated: h), or the activation's input when it
-  // is not ReLU; and u.
+  // Layout of the dense execution for M tokens: the activation's input, or h of a ReLU layer
+  // without a gate; and u.
   MatrixF dense_gate(int64_t m) const;  // [M, F]
   MatrixF dense_up(int64_t m) const;    // [M, F], gated only
   // Lays the hybrid execution out for M tokens in the same memory. False where not even an empty

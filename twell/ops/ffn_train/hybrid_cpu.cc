@@ -269,7 +269,6 @@ void forward_compact(Context& ctx, const FfnTrainForward& problem, const FfnSave
 }
 
 // Activation of tail rows [first, first + count). The rows of h behind them, padding, become zero.
-// For relu2 the tail keeps the activation's input, as the dense execution does.
 void activate_tail(Context& ctx, const BlendedActivation& f, const FfnSaved& saved, int64_t first,
                    int64_t count, const int32_t* tokens, MatrixF h, const FiredFlags& flags,
                    double* row_l1) {
@@ -280,14 +279,7 @@ void activate_tail(Context& ctx, const BlendedActivation& f, const FfnSaved& sav
     for (int64_t r = begin; r < end; ++r) {
       float* const gate = hybrid.tail.row(first + r);
       const float* const u = saved.gated() ? saved.up_tail.row(first + r) : nullptr;
-      double& l1 = row_l1[tokens[first + r]];
-      if (!f.is_relu()) {
-        l1 = activate_row(f, gate, u, h.row(r), fired, ffn).l1;
-      } else {
-        l1 = (u != nullptr ? relu_gate_row(gate, u, h.row(r), fired, ffn)
-                           : relu_row(gate, fired, ffn))
-                 .l1;
-      }
+      row_l1[tokens[first + r]] = activate_row(f, gate, u, h.row(r), fired, ffn).l1;
     }
   });
   const MatrixF padding = h.slice_rows(count, h.rows - count);
