@@ -43,48 +43,28 @@ HWY_INLINE void multiply_block(Left a, const float* HWY_RESTRICT b, int64_t b_st
                                float* HWY_RESTRICT c, int64_t c_stride, int64_t depth) {
   const Tag d;
   const int64_t n = lanes();
-  const auto start = [&](int row, int col) HWY_ATTR {
-    if constexpr (kAdd) return hn::LoadU(d, c + row * c_stride + col * n);
-    return hn::Zero(d);
-  };
-  // Named one by one because vectors of unknown size (SVE) cannot be array elements.
-  Vec c00 = start(0, 0), c01 = c00, c02 = c00, c03 = c00;
-  Vec c10 = c00, c11 = c00, c12 = c00, c13 = c00, c20 = c00, c21 = c00, c22 = c00, c23 = c00;
-  Vec c30 = c00, c31 = c00, c32 = c00, c33 = c00;
-  const auto start_row = [&](int row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
-    x0 = start(row, 0);
-    if constexpr (kCols > 1) x1 = start(row, 1);
-    if constexpr (kCols > 2) x2 = start(row, 2), x3 = start(row, 3);
-  };
-  start_row(0, c00, c01, c02, c03);
-  if constexpr (kRows > 1) start_row(1, c10, c11, c12, c13);
-  if constexpr (kRows > 2) start_row(2, c20, c21, c22, c23), start_row(3, c30, c31, c32, c33);
-
+  Vec sums[kRows][kCols];
+  for (int row = 0; row < kRows; ++row) {
+    for (int col = 0; col < kCols; ++col) {
+      sums[row][col] = kAdd ? hn::LoadU(d, c + row * c_stride + col * n) : hn::Zero(d);
+    }
+  }
   const float* a0 = a.data;
   for (int64_t k = 0; k < depth; ++k, a0 += a.col, b += b_stride) {
-    Vec b0 = hn::LoadU(d, b), b1 = b0, b2 = b0, b3 = b0;
-    if constexpr (kCols > 1) b1 = hn::LoadU(d, b + n);
-    if constexpr (kCols > 2) b2 = hn::LoadU(d, b + 2 * n), b3 = hn::LoadU(d, b + 3 * n);
-    const auto add_row = [&](int row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
+    Vec b_row[kCols];
+    for (int col = 0; col < kCols; ++col) b_row[col] = hn::LoadU(d, b + col * n);
+    for (int row = 0; row < kRows; ++row) {
       const Vec v = hn::Set(d, a0[row * a.row]);
-      x0 = hn::MulAdd(v, b0, x0);
-      if constexpr (kCols > 1) x1 = hn::MulAdd(v, b1, x1);
-      if constexpr (kCols > 2) x2 = hn::MulAdd(v, b2, x2), x3 = hn::MulAdd(v, b3, x3);
-    };
-    add_row(0, c00, c01, c02, c03);
-    if constexpr (kRows > 1) add_row(1, c10, c11, c12, c13);
-    if constexpr (kRows > 2) add_row(2, c20, c21, c22, c23), add_row(3, c30, c31, c32, c33);
+      for (int col = 0; col < kCols; ++col) {
+        sums[row][col] = hn::MulAdd(v, b_row[col], sums[row][col]);
+      }
+    }
   }
-
-  const auto store_row = [&](int row, Vec x0, Vec x1, Vec x2, Vec x3) HWY_ATTR {
-    float* to = c + row * c_stride;
-    hn::StoreU(x0, d, to);
-    if constexpr (kCols > 1) hn::StoreU(x1, d, to + n);
-    if constexpr (kCols > 2) hn::StoreU(x2, d, to + 2 * n), hn::StoreU(x3, d, to + 3 * n);
-  };
-  store_row(0, c00, c01, c02, c03);
-  if constexpr (kRows > 1) store_row(1, c10, c11, c12, c13);
-  if constexpr (kRows > 2) store_row(2, c20, c21, c22, c23), store_row(3, c30, c31, c32, c33);
+  for (int row = 0; row < kRows; ++row) {
+    for (int col = 0; col < kCols; ++col) {
+      hn::StoreU(sums[row][col], d, c + row * c_stride + col * n);
+    }
+  }
 }
 
 template <int kRows, bool kAdd>

@@ -243,6 +243,8 @@ constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max
 // Columns of x for which the kernels, which count the 16-byte pieces of a chunk of up to 2^18
 // tokens in 32 bits, have room.
 constexpr int64_t kUnionWidth = 131072;
+constexpr int64_t kUnionFfn = 524288;                      // a bit per neuron in shared memory
+constexpr int64_t kUnionWeights = (int64_t{1} << 35) - 1;  // 16-byte pieces are counted in 32 bits
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
 // With more, tile-union is nearly always faster: its gate GEMM loads larger tiles.
@@ -267,25 +269,22 @@ constexpr std::array kTable = {
               .policy = FfnPolicy::kDense,
               .least_tokens = 9,
               .most_tokens = 64,
-              .most_width = k2To24,
-              .most_ffn = kBatchFfn,
+              .limits = {.most_width = k2To24, .most_ffn = kBatchFfn},
               .cost = dense_batch_cost},
-    GpuFfnRow{.launch = GpuFfnLaunch::kDenseGemms,
-              .execution = FfnExecution::kDense,
-              .policy = FfnPolicy::kDense,
-              .least_capability = kAnyGpu,
-              .most_capability = kNewest,
-              .zeros_only = false,
-              .counts_rows = true,
-              .takes_biases = true,
-              .cost = dense_cost},
+    GpuFfnRow{
+        .launch = GpuFfnLaunch::kDenseGemms,
+        .execution = FfnExecution::kDense,
+        .policy = FfnPolicy::kDense,
+        .limits = {.least_capability = kAnyGpu, .most_capability = kNewest, .zeros_only = false},
+        .counts_rows = true,
+        .takes_biases = true,
+        .cost = dense_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDecodeRows,
               .execution = FfnExecution::kDecodeRows,
               .policy = FfnPolicy::kRowFused,
               .other_policy = FfnPolicy::kTileUnion,
               .most_tokens = 8,
-              .most_width = k2To24,
-              .most_ffn = k2To24,
+              .limits = {.most_width = k2To24, .most_ffn = k2To24},
               .takes_norm = true,
               .cost = decode_rows_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kSmallBatch,
@@ -294,35 +293,33 @@ constexpr std::array kTable = {
               .other_policy = FfnPolicy::kTileUnion,
               .least_tokens = 9,
               .most_tokens = 128,
-              .most_width = k2To24,
-              .most_ffn = k2To24,
+              .limits = {.most_width = k2To24, .most_ffn = k2To24},
               .cost = small_batch_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kMediumBatch,
               .execution = FfnExecution::kTileUnion,
               .policy = FfnPolicy::kTileUnion,
               .least_tokens = 65,
               .most_tokens = 2048,
-              .most_width = kUnionWidth,
-              .most_ffn = kMediumFfn,
-              .most_weights = (int64_t{1} << 34) - 1,
+              .limits = {.most_width = kUnionWidth,
+                         .most_ffn = kMediumFfn,
+                         .most_weights = (int64_t{1} << 34) - 1},
               .most_activations = kMediumActivations,
               .cost = medium_batch_cost},
-    GpuFfnRow{.launch = GpuFfnLaunch::kTileUnion,
-              .execution = FfnExecution::kTileUnion,
-              .policy = FfnPolicy::kTileUnion,
-              .most_width = kUnionWidth,
-              .most_ffn = 524288,                      // a bit per neuron in shared memory
-              .most_weights = (int64_t{1} << 35) - 1,  // 16-byte pieces are counted in 32 bits
-              .counts_rows = true,
-              .cost = tile_union_cost},
+    GpuFfnRow{
+        .launch = GpuFfnLaunch::kTileUnion,
+        .execution = FfnExecution::kTileUnion,
+        .policy = FfnPolicy::kTileUnion,
+        .limits = {.most_width = kUnionWidth, .most_ffn = kUnionFfn, .most_weights = kUnionWeights},
+        .counts_rows = true,
+        .cost = tile_union_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kRowFused,
               .execution = FfnExecution::kRowFused,
               .policy = FfnPolicy::kRowFused,
               .other_policy = FfnPolicy::kTileUnion,
-              .least_capability = 80,
-              .most_capability = kNewest,
-              .most_width = k2To24,
-              .most_ffn = k2To24,
+              .limits = {.least_capability = 80,
+                         .most_capability = kNewest,
+                         .most_width = k2To24,
+                         .most_ffn = k2To24},
               .counts_rows = true,
               .cost = row_fused_cost},
 };
@@ -331,7 +328,7 @@ constexpr std::array kTable = {
 // 5632.
 
 // Nine GEMMs, and 18 bytes per token and neuron read and written between them.
-double dense_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+double dense_train_cost(const GpuFfnLayer& layer, int64_t tokens) {
   constexpr double kMsPerTeraflop = 1.22, kMsPerGigabyte = 0.25, kMsPerCall = 0.05;
   const Sizes s(layer, tokens);
   return 1e3 * (9.0 * 2.0 * s.m * s.d * s.f * 1e-12 * kMsPerTeraflop +
@@ -359,22 +356,24 @@ double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
 // A hybrid cost must be below this share of the dense cost: estimates are off by up to 7%.
 constexpr double kHybridShare = 0.95;
 
-constexpr std::array kTrainTable = {
-    GpuFfnTrainRow{.execution = FfnTrainExecution::kDense,
-                   .least_capability = kAnyGpu,
-                   .most_capability = kNewest,
-                   .zeros_only = false,
-                   .cost = dense_train_cost},
-    GpuFfnTrainRow{.execution = FfnTrainExecution::kHybrid,
-                   .most_width = kUnionWidth,               // as tile-union
-                   .most_ffn = 524288,                      // as tile-union
-                   .most_weights = (int64_t{1} << 35) - 1,  // as tile-union
-                   .cost = hybrid_train_cost},
-};
+// Dense training takes every layer; hybrid has the limits of tile-union.
+constexpr GpuFfnLimits kHybridLimits = {
+    .most_width = kUnionWidth, .most_ffn = kUnionFfn, .most_weights = kUnionWeights};
 
-const GpuFfnTrainRow& train_row(FfnTrainExecution execution) {
-  return *std::find_if(kTrainTable.begin(), kTrainTable.end(),
-                       [&](const GpuFfnTrainRow& row) { return row.execution == execution; });
+// Why these limits keep the layer out; empty when they do not.
+std::string outside(const GpuFfnLimits& limits, const GpuFfnLayer& layer) {
+  const int capability = layer.device.compute_capability;
+  if (capability < limits.least_capability || capability > limits.most_capability) {
+    return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
+  }
+  if (limits.zeros_only && !leaves_zeros(layer.activation)) {
+    return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
+  }
+  if (layer.width > limits.most_width || layer.ffn > limits.most_ffn ||
+      layer.width * layer.ffn > limits.most_weights) {
+    return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
+  }
+  return {};
 }
 
 bool names(FfnPolicy policy, const GpuFfnRow& row) {
@@ -446,13 +445,7 @@ std::span<const GpuFfnRow> gpu_ffn_table() { return kTable; }
 
 std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
                                 const GpuFfnCall& call) {
-  const int capability = layer.device.compute_capability;
-  if (capability < row.least_capability || capability > row.most_capability) {
-    return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
-  }
-  if (row.zeros_only && !leaves_zeros(layer.activation)) {
-    return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
-  }
+  if (std::string why = outside(row.limits, layer); !why.empty()) return why;
   if (layer.biased && !row.takes_biases) return "it adds no biases";
   const int64_t most =
       row.rows_in_shared_memory ? std::min(row.most_tokens, layer.row_tokens) : row.most_tokens;
@@ -468,10 +461,6 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
     return fmt::format("the norm of {} tokens, at most {}", call.tokens, layer.row_tokens);
   }
   if (call.counts_rows && !row.counts_rows) return "it does not count active neurons per token";
-  if (layer.width > row.most_width || layer.ffn > row.most_ffn ||
-      layer.width * layer.ffn > row.most_weights) {
-    return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
-  }
   return {};
 }
 
@@ -557,19 +546,7 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) 
 }
 
 std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer) {
-  const GpuFfnTrainRow& row = train_row(execution);
-  const int capability = layer.device.compute_capability;
-  if (capability < row.least_capability || capability > row.most_capability) {
-    return fmt::format("the GPU is of compute capability {}.{}", capability / 10, capability % 10);
-  }
-  if (row.zeros_only && !leaves_zeros(layer.activation)) {
-    return fmt::format("{} leaves no zeros to skip", activation_name(layer.activation));
-  }
-  if (layer.width > row.most_width || layer.ffn > row.most_ffn ||
-      layer.width * layer.ffn > row.most_weights) {
-    return fmt::format("width {} and FFN size {} are too large for it", layer.width, layer.ffn);
-  }
-  return {};
+  return execution == FfnTrainExecution::kDense ? "" : outside(kHybridLimits, layer);
 }
 
 FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,
@@ -581,8 +558,8 @@ FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,
   }
   if (policy == FfnTrainPolicy::kHybrid) return kHybrid;
   if (activity.nnz_per_token < 0.0) return kDense;
-  const double dense = train_row(kDense).cost(layer, tokens, activity);
-  return train_row(kHybrid).cost(layer, tokens, activity) < kHybridShare * dense ? kHybrid : kDense;
+  const double dense = dense_train_cost(layer, tokens);
+  return hybrid_train_cost(layer, tokens, activity) < kHybridShare * dense ? kHybrid : kDense;
 }
 
 }  // namespace twell

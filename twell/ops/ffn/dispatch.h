@@ -75,7 +75,17 @@ enum class GpuFfnLaunch {
   kRowFused
 };
 
-// The defaults: any number of tokens on Hopper, layers of any size, activations that leave zeros.
+// The layers that an execution takes. The defaults: on Hopper, of any size, with activations that
+// leave zeros.
+struct GpuFfnLimits {
+  int least_capability = 90;  // GPUs of these compute capabilities
+  int most_capability = 90;
+  int64_t most_width = INT64_MAX;    // D
+  int64_t most_ffn = INT64_MAX;      // F
+  int64_t most_weights = INT64_MAX;  // D F
+  bool zeros_only = true;            // ReLU and relu2; else any activation
+};
+
 struct GpuFfnRow {
   GpuFfnLaunch launch;
   FfnExecution execution;           // as logs and metrics name it
@@ -83,12 +93,7 @@ struct GpuFfnRow {
   FfnPolicy other_policy = policy;  // another such policy
   int64_t least_tokens = 1;         // of a call
   int64_t most_tokens = INT64_MAX;
-  int least_capability = 90;  // GPUs of these compute capabilities
-  int most_capability = 90;
-  int64_t most_width = INT64_MAX;      // D
-  int64_t most_ffn = INT64_MAX;        // F
-  int64_t most_weights = INT64_MAX;    // D F
-  bool zeros_only = true;              // ReLU and relu2; else any activation
+  GpuFfnLimits limits = {};
   bool rows_in_shared_memory = false;  // at most GpuFfnLayer::row_tokens tokens
   bool takes_norm = false;
   bool counts_rows = false;
@@ -166,19 +171,6 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch);
 //   hybrid      Hopper   ReLU and relu2, F up to 524,288, D up to 131,072, D F below 2^35
 enum class FfnTrainExecution { kDense, kHybrid };
 enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
-
-// The defaults are those of GpuFfnRow.
-struct GpuFfnTrainRow {
-  FfnTrainExecution execution;
-  int least_capability = 90;  // GPUs of these compute capabilities
-  int most_capability = 90;
-  int64_t most_width = INT64_MAX;    // D
-  int64_t most_ffn = INT64_MAX;      // F
-  int64_t most_weights = INT64_MAX;  // D F
-  bool zeros_only = true;            // ReLU and relu2; else any activation
-  // Estimated microseconds of a forward and a backward pass, fitted to an H200.
-  double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
-};
 
 // Why this execution cannot train the layer; empty when it can.
 std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer);

@@ -40,45 +40,28 @@ HWY_INLINE void products(ConstMatrixF a, Matrix<const T> b, MatrixF c, float bet
   const Tag d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const int64_t k = a.cols;
-  Vec s00 = hn::Zero(d), s01 = s00, s02 = s00, s03 = s00;
-  Vec s10 = s00, s11 = s00, s12 = s00, s13 = s00;
-  Vec s20 = s00, s21 = s00, s22 = s00, s23 = s00;
-  Vec s30 = s00, s31 = s00, s32 = s00, s33 = s00;
-  const T* b0 = b.row(0);
-  const T* b1 = b.row(1);
-  const T* b2 = b.row(2);
-  const T* b3 = b.row(3);
+  Vec sums[kA][kRowsB];
+  for (int row = 0; row < kA; ++row) {
+    for (int col = 0; col < kRowsB; ++col) sums[row][col] = hn::Zero(d);
+  }
   int64_t i = 0;
   for (; i + lanes <= k; i += lanes) {
-    const Vec v0 = load_weights(d, b0 + i), v1 = load_weights(d, b1 + i);
-    const Vec v2 = load_weights(d, b2 + i), v3 = load_weights(d, b3 + i);
-    const auto multiply = [&](int64_t row, Vec& x0, Vec& x1, Vec& x2, Vec& x3) HWY_ATTR {
+    Vec values[kRowsB];
+    for (int col = 0; col < kRowsB; ++col) values[col] = load_weights(d, b.row(col) + i);
+    for (int row = 0; row < kA; ++row) {
       const Vec u = hn::LoadU(d, a.row(row) + i);
-      x0 = hn::MulAdd(u, v0, x0);
-      x1 = hn::MulAdd(u, v1, x1);
-      x2 = hn::MulAdd(u, v2, x2);
-      x3 = hn::MulAdd(u, v3, x3);
-    };
-    multiply(0, s00, s01, s02, s03);
-    if constexpr (kA > 1) multiply(1, s10, s11, s12, s13);
-    if constexpr (kA > 2) multiply(2, s20, s21, s22, s23);
-    if constexpr (kA > 3) multiply(3, s30, s31, s32, s33);
+      for (int col = 0; col < kRowsB; ++col) {
+        sums[row][col] = hn::MulAdd(u, values[col], sums[row][col]);
+      }
+    }
   }
-  const auto store = [&](int64_t row, int64_t col, Vec sum) HWY_ATTR {
-    float total = hn::GetLane(hn::SumOfLanes(d, sum));
-    for (int64_t j = i; j < k; ++j) total = multiply_add_one(a(row, j), b.row(col) + j, total);
-    c(row, col) = beta == 0.0f ? total : multiply_add_one(beta, &c(row, col), total);
-  };
-  const auto store_row = [&](int64_t row, Vec x0, Vec x1, Vec x2, Vec x3) HWY_ATTR {
-    store(row, 0, x0);
-    store(row, 1, x1);
-    store(row, 2, x2);
-    store(row, 3, x3);
-  };
-  store_row(0, s00, s01, s02, s03);
-  if constexpr (kA > 1) store_row(1, s10, s11, s12, s13);
-  if constexpr (kA > 2) store_row(2, s20, s21, s22, s23);
-  if constexpr (kA > 3) store_row(3, s30, s31, s32, s33);
+  for (int row = 0; row < kA; ++row) {
+    for (int col = 0; col < kRowsB; ++col) {
+      float total = hn::GetLane(hn::SumOfLanes(d, sums[row][col]));
+      for (int64_t j = i; j < k; ++j) total = multiply_add_one(a(row, j), b.row(col) + j, total);
+      c(row, col) = beta == 0.0f ? total : multiply_add_one(beta, &c(row, col), total);
+    }
+  }
 }
 
 // Computes one product at a time, for the last rows of B.
