@@ -53,10 +53,12 @@ void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
   }
 }
 
-// Four rows share the loads of x. Two accumulators per row hide the latency of the multiply-add.
+// Four rows share the loads of x. Two accumulators per row hide the latency of the multiply-add. In
+// loops that GCC unrolls late, it would pass the sums through memory.
 void dots_of_four(const float* x, const float* const row[4], int64_t width, float* out) {
   const Full d;
   V even[4], odd[4];
+  HWY_UNROLL(4)
   for (int r = 0; r < 4; ++r) even[r] = odd[r] = hn::Zero(d);
   const int64_t step = lanes();
   int64_t k = 0;
@@ -68,9 +70,10 @@ void dots_of_four(const float* x, const float* const row[4], int64_t width, floa
       odd[r] = hn::MulAdd(x1, hn::LoadU(d, row[r] + k + step), odd[r]);
     }
   }
-  for (int r = 0; r < 4; ++r) {
-    out[r] = hn::GetLane(hn::SumOfLanes(d, hn::Add(even[r], odd[r])));
-    for (int64_t i = k; i < width; ++i) out[r] += x[i] * row[r][i];
+  HWY_UNROLL(4)
+  for (int r = 0; r < 4; ++r) out[r] = hn::GetLane(hn::SumOfLanes(d, hn::Add(even[r], odd[r])));
+  for (; k < width; ++k) {
+    for (int r = 0; r < 4; ++r) out[r] += x[k] * row[r][k];
   }
 }
 
@@ -98,6 +101,7 @@ void sum_columns(Tag d, const Weighted (&outputs)[kOutputs], const ConstMatrixF&
                  const uint32_t* rows, int64_t n, int64_t k) {
   const int64_t step = static_cast<int64_t>(hn::Lanes(d));
   hn::Vec<Tag> sums[kOutputs][kVectors];
+  HWY_UNROLL(2)
   for (int o = 0; o < kOutputs; ++o) {
     for (int v = 0; v < kVectors; ++v) sums[o][v] = hn::LoadU(d, outputs[o].out + k + v * step);
   }
@@ -110,6 +114,7 @@ void sum_columns(Tag d, const Weighted (&outputs)[kOutputs], const ConstMatrixF&
       }
     }
   }
+  HWY_UNROLL(2)
   for (int o = 0; o < kOutputs; ++o) {
     for (int v = 0; v < kVectors; ++v) hn::StoreU(sums[o][v], d, outputs[o].out + k + v * step);
   }
