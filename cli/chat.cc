@@ -24,12 +24,31 @@ namespace {
 // longer than memory allows.
 constexpr int64_t kConversationTokens = 16384;
 
-// Reads lines from standard input; a signal interrupts the wait for the next one.
-class Lines {
+// Reads messages from standard input; a signal interrupts the wait for the next one.
+class Messages {
  public:
-  explicit Lines(const std::atomic<bool>& stop) : stop_(stop) {}
+  // terminal: standard input is one; lines that arrive together, as pasted ones do, are one
+  // message.
+  Messages(bool terminal, const std::atomic<bool>& stop) : terminal_(terminal), stop_(stop) {}
 
   std::optional<std::string> next() {
+    std::optional<std::string> message = line();
+    if (terminal_ && message && message->size() >= kTerminalLine) {
+      print_error(
+          "twell: warning: terminals pass {} bytes of a line, the rest of this one is lost; "
+          "--prompt-file takes longer texts\n",
+          kTerminalLine);
+    }
+    while (terminal_ && message && more_at_once()) {
+      if (const std::optional<std::string> another = line()) message->append("\n" + *another);
+    }
+    return message;
+  }
+
+ private:
+  static constexpr size_t kTerminalLine = 4095;  // Linux's N_TTY_BUF_SIZE without the line feed
+
+  std::optional<std::string> line() {
     while (true) {
       if (const size_t end = buffer_.find('\n'); end != std::string::npos) {
         std::string line = buffer_.substr(0, end);
@@ -37,17 +56,21 @@ class Lines {
         return line;
       }
       if (ended_ || stop_) break;
-      read_more();
+      read_more(/*wait_ms=*/100);
     }
     if (stop_ || buffer_.empty()) return std::nullopt;
     return std::exchange(buffer_, {});
   }
 
- private:
-  void read_more() {
-    constexpr int kWaitMs = 100;
+  bool more_at_once() {
+    constexpr int kPasteMs = 30;
+    if (buffer_.empty() && !ended_ && !stop_) read_more(kPasteMs);
+    return !buffer_.empty();
+  }
+
+  void read_more(int wait_ms) {
     pollfd input{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0};
-    if (::poll(&input, 1, kWaitMs) <= 0) return;
+    if (::poll(&input, 1, wait_ms) <= 0) return;
     char bytes[4096];
     const ssize_t count = ::read(STDIN_FILENO, bytes, sizeof(bytes));
     if (count > 0) {
@@ -57,9 +80,63 @@ class Lines {
     }
   }
 
+  bool terminal_;
   const std::atomic<bool>& stop_;
   std::string buffer_;
   bool ended_ = false;
+};
+
+// A conversation in the form of the model's chat template, kept within the session's context.
+class Conversation {
+ public:
+  Conversation(const ChatTemplate& chat, const Tokenizer& tokenizer, const Session& session,
+               const ChatArguments& arguments)
+      : chat_(chat), tokenizer_(tokenizer), session_(session), options_(arguments.generate) {
+    if (!arguments.system.empty()) messages_.push_back({"system", arguments.system});
+    first_ = messages_.size();
+  }
+
+  // Adds the user's message and returns the prompt of its answer. Where no room would be left for
+  // the answer, or a quarter of the context, the oldest messages are dropped. InputError when the
+  // message alone is too long.
+  std::string ask(const std::string& text) {
+    messages_.push_back({"user", text});
+    const int64_t room = session_.capacity();
+    const int64_t wanted = std::min(options_.max_tokens, room / 4);
+    size_t dropped = 0;
+    while (true) {
+      const std::string prompt = chat_.render(messages_, /*add_generation_prompt=*/true);
+      const int64_t tokens =
+          std::ssize(prompt_ids(session_.config(), tokenizer_, prompt, options_.begin_token));
+      const bool only = messages_.size() == first_ + 1;
+      TWELL_REQUIRE(!only || tokens < room,
+                    "the message has {} tokens; the context of {} leaves no room for an answer",
+                    tokens, room);
+      if (only || tokens + wanted <= room) {
+        if (dropped > 0) {
+          print_error("[the context of {} tokens is full: {} oldest messages dropped]\n", room,
+                      dropped);
+        }
+        return prompt;
+      }
+      // A question goes with its answer, because templates want them in turn.
+      const auto oldest = messages_.begin() + static_cast<std::ptrdiff_t>(first_);
+      messages_.erase(oldest, oldest + 2);
+      dropped += 2;
+    }
+  }
+
+  void answer(const std::string& text) { messages_.push_back({"assistant", text}); }
+  // Forgets the question that got no answer.
+  void withdraw() { messages_.pop_back(); }
+
+ private:
+  const ChatTemplate& chat_;
+  const Tokenizer& tokenizer_;
+  const Session& session_;
+  const GenerateOptions& options_;
+  std::vector<ChatMessage> messages_;  // a system message or none, then questions and answers
+  size_t first_ = 0;                   // index of the first question
 };
 
 }  // namespace
@@ -67,8 +144,11 @@ class Lines {
 int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments) {
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned{.capacity = std::min(config.context, kConversationTokens),
-                               .ffn = arguments.ffn};
+  const SessionOptions planned =
+      plan_cache(common, config,
+                 {.capacity = std::min(config.context, kConversationTokens),
+                  .ffn = arguments.ffn,
+                  .cache = {.eight_bits = arguments.cache_8bit}});
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
 
@@ -78,19 +158,30 @@ int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArgument
   options.cancel = &stop;
   options.on_text = write_out;
   options.share_beginning = true;  // each turn begins with the conversation so far
-  std::vector<ChatMessage> messages;
-  if (!arguments.system.empty()) messages.push_back({"system", arguments.system});
+  Conversation conversation(chat, tokenizer, *session, arguments);
   const bool terminal = ::isatty(STDIN_FILENO) != 0;
-  Lines lines(stop);
+  if (terminal) print_error("Ctrl-C stops an answer, Ctrl-D ends the conversation.\n");
+  Messages messages(terminal, stop);
   while (true) {
     if (terminal) write_out("> ");
-    const std::optional<std::string> line = lines.next();
-    if (!line) break;
-    if (line->empty()) continue;
-    messages.push_back({"user", *line});
-    const std::string text = chat.render(messages, /*add_generation_prompt=*/true);
-    messages.push_back({"assistant", generate(*session, tokenizer, text, options).text});
+    const std::optional<std::string> message = messages.next();
+    if (!message) break;
+    if (message->empty()) continue;
+    try {
+      const std::string prompt = conversation.ask(*message);
+      const Generation answer = generate(*session, tokenizer, prompt, options);
+      if (answer.text.empty() && stop) {
+        conversation.withdraw();
+      } else {
+        conversation.answer(answer.text);
+      }
+    } catch (const InputError& error) {
+      if (!terminal) throw;
+      conversation.withdraw();
+      print_error("twell: error: {}\n", error.what());
+    }
     write_out("\n");
+    if (terminal) forget_interrupt();
     if (stop) break;
   }
   if (terminal) write_out("\n");

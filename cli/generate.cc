@@ -276,7 +276,10 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   if (chat && !prompted) {
     TWELL_REQUIRE(!arguments.json, "--json goes with a prompt, not with a conversation");
     return run_chat(common, *chat,
-                    {.system = arguments.system, .generate = options, .ffn = policy});
+                    {.system = arguments.system,
+                     .generate = options,
+                     .ffn = policy,
+                     .cache_8bit = arguments.cache_8bit});
   }
   std::vector<Prompt> prompts = read_prompts(arguments, chat);
   TWELL_REQUIRE(arguments.batch >= 1, "--batch must be at least 1, got {}", arguments.batch);
@@ -349,9 +352,11 @@ void add_generate_command(Command& root, CommonOptions& common) {
       .excludes(prompt_file);
   command.value("--batch", &arguments->batch, "N",
                 "Prompts continued at once: bounds memory; the others wait");
-  command.flag("--chat", &arguments->chat,
-               "Prompts are messages: render them with the chat template of the checkpoint. "
-               "Without a prompt, hold a conversation: a message per line of the input");
+  command.flag(
+      "--chat", &arguments->chat,
+      "Prompts are messages: render them with the chat template of the checkpoint. "
+      "Without a prompt, hold a conversation: a message per line of the input. On a terminal "
+      "Ctrl-C stops an answer, Ctrl-D ends the conversation, and pasted lines are one message");
   command.value("--system", &arguments->system, "TEXT", "System message in front of it (--chat)");
   GenerateOptions& options = arguments->generate;
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");

@@ -83,6 +83,12 @@ void check_interrupted() {
   if (stop_requested) throw Interrupted{};
 }
 
+bool forget_interrupt() {
+  if (!stop_requested || received != SIGINT) return false;
+  stop_requested = false;
+  return true;
+}
+
 int interrupted_exit_code() { return 128 + received; }
 
 std::string read_standard_input() {

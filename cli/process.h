@@ -29,6 +29,9 @@ void handle_signals();
 const std::atomic<bool>& stop_on_signals();
 // Throws Interrupted once the flag is set, so that unwinding the stack removes temporary files.
 void check_interrupted();
+// Clears the flag if SIGINT set it, so that the next signal counts as the first. Returns whether it
+// did.
+bool forget_interrupt();
 struct Interrupted {};
 // 128 plus the number of the signal received.
 int interrupted_exit_code();

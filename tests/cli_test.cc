@@ -59,19 +59,28 @@ class CliTest : public twell::CommandTest {
     return words;
   }
 
-  // Standard output of a command on a terminal of that many columns; expects exit code 0.
-  std::string run_in_terminal(unsigned short columns, const std::vector<std::string>& arguments) {
+  // Standard output of a command on a terminal of that many columns; expects exit code 0. `keys`:
+  // what is typed, each part once the command has written more.
+  std::string run_in_terminal(unsigned short columns, const std::vector<std::string>& arguments,
+                              const std::vector<std::string>& keys = {}) {
     winsize size{};
     size.ws_col = columns;
     size.ws_row = 24;
     int main_end = -1, terminal = -1;
     EXPECT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
-    const pid_t child = start(arguments, terminal);
+    const pid_t child = start(arguments, terminal, keys.empty() ? -1 : terminal);
     ::close(terminal);
     std::string out;
+    size_t typed = 0, seen = 0;
     char bytes[4096];
     for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
       out.append(bytes, static_cast<size_t>(count));
+      // The terminal's echo of what was typed is no answer yet.
+      const size_t echoed = typed == 0 ? 0 : keys[typed - 1].size() + 1;
+      if (typed == keys.size() || out.size() <= seen + echoed) continue;
+      seen = out.size();
+      EXPECT_GT(::write(main_end, keys[typed].data(), keys[typed].size()), 0);
+      ++typed;
     }
     ::close(main_end);
     EXPECT_EQ(finish(child).code, 0);
@@ -444,7 +453,7 @@ TEST_F(CliTest, DocumentMask) {
 TEST_F(CliTest, SparsifyConvertAndChat) {
   auto with_silu =
       train("silu", {"--activation", "silu", "--steps", "2", "--sequence-length", "16"});
-  *std::next(std::find(with_silu.begin(), with_silu.end(), "--context")) = "512";
+  *std::next(std::find(with_silu.begin(), with_silu.end(), "--context")) = "16384";
   ASSERT_EQ(run(with_silu).code, 0);
   write(
       "silu/checkpoint/tokenizer_config.json",
@@ -514,6 +523,19 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
       {"generate", "--checkpoint", "back", "--chat", "--max-tokens", "1", "--temperature", "0"});
   EXPECT_EQ(talk.code, 0) << talk.err;
   EXPECT_EQ(talk.out, first + "\n" + second + "\n");
+
+  // On a terminal, lines that arrive together are one message, and Ctrl-C ends an answer only.
+  const std::string pasted = "> a\r\nb\r\n" + continued("u:a\nb ") + "\r\n> ";
+  EXPECT_THAT(run_in_terminal(80,
+                              {"generate", "--checkpoint", "back", "--chat", "--max-tokens", "1",
+                               "--temperature", "0"},
+                              {"a\nb\n", "\4"}),
+              HasSubstr(pasted));
+  const std::string stopped = run_in_terminal(
+      80,
+      {"generate", "--checkpoint", "back", "--chat", "--max-tokens", "16000", "--temperature", "0"},
+      {"a\n", "\3", "\4"});
+  EXPECT_THAT(stopped, ContainsRegex("> a\r\n[^>]*\\^C[^>]*> "));
 
   expect_refused({"convert", "--checkpoint", "silu/checkpoint", "--out", "x", "--layout", "sparse"},
                  "this one has silu");

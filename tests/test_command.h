@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,8 +37,10 @@ class CommandTest : public testing::Test {
   };
 
   // Runs in the test's folder. Input is the file stdin there, or empty; output goes to the files
-  // stdout and stderr there. `out_file`: an open file that receives stdout instead.
-  pid_t start(const std::vector<std::string>& arguments, int out_file = -1) const {
+  // stdout and stderr there. `out_file`: an open file that receives stdout instead; `in_file`: a
+  // terminal that is stdin, and the one whose keys send signals.
+  pid_t start(const std::vector<std::string>& arguments, int out_file = -1,
+              int in_file = -1) const {
     std::vector<std::string> words = {TWELL_BINARY};
     words.insert(words.end(), arguments.begin(), arguments.end());
     std::vector<char*> argv;
@@ -56,6 +59,11 @@ class CommandTest : public testing::Test {
         ::_exit(126);
       }
       if (out_file >= 0) ::dup2(out_file, STDOUT_FILENO);
+      if (in_file >= 0) {
+        ::setsid();
+        ::dup2(in_file, STDIN_FILENO);
+        ::ioctl(STDIN_FILENO, TIOCSCTTY, 0);
+      }
       ::execv(TWELL_BINARY, argv.data());
       ::_exit(127);
     }
