@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kRootFooter = R"(Run 'twell COMMAND --help' for the options of a command.
 
 Exit codes: 0 success, 1 internal error or lost output, 2 unusable input (options, files, data),
-130, 143, 129 ended by SIGINT, SIGTERM, SIGHUP.
+130, 143, 129 ended by SIGINT, SIGTERM, SIGHUP; 'train' with --gpus or --ranks: 130 for each.
 
 Examples:
   twell train --data docs/ --out runs/first --preset tiny

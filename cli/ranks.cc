@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -30,6 +31,10 @@ namespace fs = std::filesystem;
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// The launcher's exit code after any signal, so that a job script knows a run to resume by one
+// code.
+constexpr int kExitStopped = 130;
 
 constexpr const char* kListener = "TWELL_LISTENER";
 
@@ -248,7 +253,7 @@ int launch_ranks(const Launch& launch) {
     fmt::print("ranks: {} processes, {}\n", launch.ranks, fmt::join(processes.ids(), " "));
     std::fflush(stdout);
     const auto ending = processes.wait();
-    if (ending.signalled && !ending.input_error) return interrupted_exit_code();
+    if (ending.signalled && !ending.input_error) return kExitStopped;
     if (!ending.failed) return kExitOk;
     if (ending.input_error) return kExitInput;
     if (restarts == launch.max_restarts) return kExitFailure;
@@ -282,6 +287,49 @@ std::string RankGroup::from_first(std::string_view key, const std::string& text)
   if (rendezvous_ == nullptr) return text;
   if (first()) rendezvous_->put(key, text);
   return rendezvous_->get(key);
+}
+
+void RankGroup::require_equal(std::string_view key,
+                              const std::map<std::string, std::string>& values) const {
+  if (rendezvous_ == nullptr) return;
+  const auto there = nlohmann::json::parse(from_first(key, nlohmann::json(values).dump()))
+                         .get<std::map<std::string, std::string>>();
+  std::map<std::string, std::string> all = there;
+  all.insert(values.begin(), values.end());
+  const auto text_in = [](const std::map<std::string, std::string>& from, const std::string& name) {
+    const auto found = from.find(name);
+    return found == from.end() ? std::string("not given") : found->second;
+  };
+  std::string difference;
+  for (const auto& [name, unused] : all) {
+    const std::string mine = text_in(values, name), first = text_in(there, name);
+    if (mine == first) continue;
+    difference = fmt::format("{}: {}, on rank 0: {}", name, mine, first);
+    break;
+  }
+  const std::string verdict = rendezvous_->agree(difference);
+  if (!verdict.empty()) {
+    throw AgreedError(fmt::format("the ranks differ: {}; start all of them alike", verdict));
+  }
+}
+
+void RankGroup::require_shared(const fs::path& folder) const {
+  if (rendezvous_ == nullptr) return;
+  // A name that no earlier run left behind on a machine's own disk.
+  const std::string name = from_first(
+      "shared", fmt::format(".shared-{}-{}", ::getpid(),
+                            std::chrono::system_clock::now().time_since_epoch().count()));
+  if (first()) write_file_atomic(folder / name, "");
+  wait_for_all();
+  const bool seen = fs::exists(folder / name);
+  const std::string verdict = rendezvous_->agree(
+      seen ? ""
+           : fmt::format("{} is not the folder that rank 0 sees there: put it on a file system "
+                         "that all machines share",
+                         fs::absolute(folder).string()));
+  std::error_code ignored;
+  if (first()) fs::remove(folder / name, ignored);
+  if (!verdict.empty()) throw AgreedError(verdict);
 }
 
 void RankGroup::wait_for_all() const {

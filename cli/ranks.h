@@ -6,9 +6,11 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 
+#include "twell/base/error.h"
 #include "twell/dist/communicator.h"
 #include "twell/dist/rank_identity.h"
 #include "twell/dist/rendezvous.h"
@@ -30,9 +32,15 @@ struct Launch {
   std::filesystem::path out;  // of the run that restarts continue
 };
 // Runs this command again as `ranks` processes and waits for them; returns the exit code. Signals
-// are passed on to all of them. When one is lost, the others end too, and the run is resumed from
-// its last checkpoint, max_restarts times.
+// are passed on to all of them, which save, and the exit code is 130. When one is lost, the others
+// end too, and the run is resumed from its last checkpoint, max_restarts times.
 int launch_ranks(const Launch& launch);
+
+// An error that every rank throws, so that none has to tell the others.
+class AgreedError : public InputError {
+ public:
+  using InputError::InputError;
+};
 
 // This process among the ranks of a run; does nothing for a single one.
 class RankGroup {
@@ -46,6 +54,11 @@ class RankGroup {
   Communicator* communicator() const { return communicator_.get(); }  // null for a single rank
   // Passes rank 0's text to all ranks; waits for it for as long as all are alive.
   std::string from_first(std::string_view key, const std::string& text) const;
+  // Returns when all ranks have the same values under the same names. AgreedError on all ranks
+  // names the first rank and value that differ from rank 0's.
+  void require_equal(std::string_view key, const std::map<std::string, std::string>& values) const;
+  // AgreedError on all ranks when a rank sees another folder at this path than rank 0.
+  void require_shared(const std::filesystem::path& folder) const;
   // Returns when all ranks have come here, which may take any time.
   void wait_for_all() const;
   // Tells the other ranks that this one fails.

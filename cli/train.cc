@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/core.h>
 
+#include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
+#include <span>
 #include <utility>
 
 #include "cli/commands.h"
@@ -30,7 +34,8 @@ namespace {
 constexpr const char* kTrainFooter = R"(
 OUT holds checkpoint (the newest one, a link into checkpoints/), metrics.jsonl (every step, per
 layer), tokenizer and shards. SIGINT, SIGTERM and SIGHUP finish the step, save and exit with code
-130, 143 and 129; a second one exits at once. A run that ended early continues with --resume.
+130, 143 and 129 (with --gpus and --ranks always 130); a second one exits at once. A run that ended
+early continues with --resume.
 
 Examples:
   twell train --data docs/ --out runs/first
@@ -233,6 +238,37 @@ void share_threads(const RankIdentity& identity, CommonOptions& common) {
   common.threads = std::max(1, available_threads() / identity.local_size);
 }
 
+// 64 bits that depend on every byte (FNV-1a over words of 8 bytes), for comparing ranks.
+std::string fingerprint(std::span<const std::byte> bytes) {
+  uint64_t hash = 14695981039346656037ull;
+  for (size_t at = 0; at < bytes.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + at, std::min(sizeof(word), bytes.size() - at));
+    hash = (hash ^ word) * 1099511628211ull;
+  }
+  return fmt::format("{:016x}", hash);
+}
+
+// What all ranks of a run must have in common before they exchange anything. A difference would
+// train a model that is neither rank's, or fail in the middle of a step.
+std::map<std::string, std::string> common_ground(const Command& command, const TrainFlags& flags,
+                                                 const TrainDevice& device) {
+  // Ranks may see the folders at other places, and share their machine's cores as they like.
+  static const std::set<std::string> kOwn = {"out", "threads", "log-every"};
+  std::map<std::string, std::string> ground;
+  const nlohmann::json given = nlohmann::json::parse(given_options_json(command, {}));
+  for (const auto& [name, value] : given.items()) {
+    if (!kOwn.contains(name)) {
+      ground["--" + name] = value.is_string() ? value.get<std::string>() : value.dump();
+    }
+  }
+  ground["--resume"] = flags.resume ? "given" : "not given";
+  ground["device"] = device.on_gpu() ? "GPU" : "CPU";
+  ground["program"] = fmt::format("twell " TWELL_VERSION " build {}",
+                                  fingerprint(MappedFile("/proc/self/exe").bytes()));
+  return ground;
+}
+
 // Rank 0 prepares the shards, which takes any time, and decides which checkpoint to resume from.
 std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const TrainFlags& flags,
                                               const RunFolder& folder) {
@@ -296,6 +332,8 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
     }
     ranks.fail("it was interrupted");
     throw;
+  } catch (const AgreedError&) {
+    throw;
   } catch (const std::bad_alloc&) {
     ranks.fail("out of memory");
     throw;
@@ -315,6 +353,8 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
   const std::unique_ptr<RunFolder> folder =
       ranks.first() ? std::make_unique<RunFolder>(common.out, flags.resume)
                     : std::make_unique<RunFolder>(common.out);
+  ranks.require_shared(common.out);
+  ranks.require_equal("options", common_ground(command, flags, device));
   ProgressLine progress(flags.log_interval, ranks.first() ? stdout : nullptr);
   std::optional<Tokenizer> made;
   if (ranks.first()) made = prepare(flags, common, config, shards, progress);
@@ -357,6 +397,12 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
       resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
   if (resume_from && resume_from->step == options.steps) {
     progress.print("nothing is left to do: every step is done; a larger --steps trains on");
+  }
+  if (ranks.communicator() != nullptr) {
+    ranks.require_equal(
+        "state",
+        {{"shards", fingerprint(MappedFile(shards / "manifest.json").bytes())},
+         {"weights before the first step", fingerprint(std::as_bytes(model->flat.span()))}});
   }
   // A copy of the original model, for distillation and for the comparison.
   const bool original_needed = flags.relufy || options.distill > 0.0;

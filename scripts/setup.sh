@@ -24,7 +24,7 @@ clang=(clang libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
   packages+=("${clang[@]}")
 elif [[ $option == --test ]]; then
-  packages+=("${clang[@]}" libgtest-dev libgmock-dev python3 python3-venv clang-format-14 git)
+  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 python3 python3-venv clang-format-14 git)
   # Ubuntu has Chromium as a snap only, which containers cannot install; its test is skipped there.
   ! grep -q '^ID=debian' /etc/os-release || packages+=(chromium)
 fi

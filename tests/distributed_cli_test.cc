@@ -4,12 +4,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "tests/test_command.h"
 #include "twell/dist/rank_identity.h"
@@ -69,6 +72,57 @@ class DistributedTest : public twell::CommandTest {
     for (int i = 0; i <= rank; ++i) words >> id;
     return id;
   }
+  static std::string log_of(int rank) { return "log" + std::to_string(rank); }
+  // A process for a rank as a launcher starts it: with `environment`, under the command `under` if
+  // there is one. Its output goes to the file log_of(rank).
+  pid_t start_rank(int rank, std::vector<std::string> under,
+                   const std::vector<std::string>& environment,
+                   const std::vector<std::string>& words) const {
+    std::vector<std::string> command = std::move(under);
+    command.push_back("env");
+    command.insert(command.end(), environment.begin(), environment.end());
+    const std::string number = std::to_string(rank);
+    command.insert(command.end(), {"WORLD_SIZE=2", "RANK=" + number, TWELL_BINARY});
+    command.insert(command.end(), words.begin(), words.end());
+    std::vector<char*> argv;
+    for (std::string& word : command) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    const std::string log = log_of(rank);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      if (::chdir(folder_.c_str()) != 0 || std::freopen(log.c_str(), "w", stdout) == nullptr) {
+        ::_exit(126);
+      }
+      ::dup2(STDOUT_FILENO, STDERR_FILENO);
+      ::execvp(argv[0], argv.data());
+      ::_exit(127);
+    }
+    return child;
+  }
+  // Expects both ranks of a run to end with this exit code; returns what they wrote.
+  std::array<std::string, 2> finish_ranks(const std::array<pid_t, 2>& ranks, int code) const {
+    std::array<std::string, 2> logs;
+    for (const int rank : {0, 1}) {
+      const auto at = static_cast<size_t>(rank);
+      const int ended = finish(ranks[at]).code;
+      logs[at] = slurp(folder_ / log_of(rank));
+      EXPECT_EQ(ended, code) << logs[at];
+    }
+    return logs;
+  }
+  // Two ranks with torchrun's variables, whose store is on MASTER_PORT.
+  std::array<std::string, 2> run_by_hand(const std::vector<std::string>& first,
+                                         const std::vector<std::string>& second, int code) const {
+    const twell::LocalListener store;
+    const auto start = [&](int rank, const std::vector<std::string>& words) {
+      return start_rank(rank, {},
+                        {"LOCAL_RANK=" + std::to_string(rank), "MASTER_ADDR=localhost",
+                         "MASTER_PORT=" + std::to_string(store.port), "TORCHELASTIC_RUN_ID=test"},
+                        words);
+    };
+    const pid_t one = start(1, second);
+    return finish_ranks({start(0, first), one}, code);
+  }
   // The training losses of a run.
   std::vector<double> curve(const std::string& run) const {
     std::vector<double> losses;
@@ -79,6 +133,110 @@ class DistributedTest : public twell::CommandTest {
     return losses;
   }
 };
+
+// Ranks that were not started alike end before the first step, each with a line that names the
+// difference.
+TEST_F(DistributedTest, RanksWithOtherOptionsAreRefused) {
+  const auto expect_both_refuse = [this](const std::vector<std::string>& first,
+                                         const std::vector<std::string>& second,
+                                         const std::string& fault) {
+    for (const std::string& log : run_by_hand(first, second, 2)) {
+      EXPECT_THAT(log, HasSubstr("twell: error: "));
+      EXPECT_THAT(log, HasSubstr(fault));
+      EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
+    }
+  };
+  const std::vector<std::string> cpu = {"--device", "cpu", "--steps", "6"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), cpu.begin(), cpu.end());
+    return train("run", more);
+  };
+  expect_both_refuse(with({"--seed", "1"}), with({"--seed", "2"}),
+                     "the ranks differ: rank 1: --seed: 2, on rank 0: 1; start all of them alike");
+  expect_both_refuse(with({}), with({"--l1", "0.5"}), "rank 1: --l1: 0.5, on rank 0: not given");
+  // The paths of a shared folder may differ, but both must see the same one.
+  fs::create_directory_symlink("run", folder_ / "link");
+  std::vector<std::string> elsewhere = train("link", cpu);
+  run_by_hand(with({}), elsewhere, 0);
+  fs::remove_all(folder_ / "run");
+  fs::create_directory(folder_ / "own");
+  elsewhere = train("own", cpu);
+  expect_both_refuse(with({}), elsewhere,
+                     "/own is not the folder that rank 0 sees there: put it on a file system that "
+                     "all machines share");
+}
+
+// Two machines: network namespaces with a pair of virtual interfaces, whose cable is pulled.
+class HostsTest : public DistributedTest {
+ protected:
+  void SetUp() override {
+    DistributedTest::SetUp();
+    const std::string id = std::to_string(::getpid());
+    for (std::string& host : hosts_) host += id;
+    const auto all = [&](const std::vector<std::string>& commands) {
+      return std::all_of(commands.begin(), commands.end(), [](const std::string& command) {
+        return std::system((command + " 2>/dev/null").c_str()) == 0;
+      });
+    };
+    const auto& [a, b] = hosts_;
+    if (!all({"ip netns add " + a, "ip netns add " + b,
+              "ip link add tw0 netns " + a + " type veth peer name tw0 netns " + b,
+              "ip -n " + a + " addr add 10.77.1.1/24 dev tw0",
+              "ip -n " + b + " addr add 10.77.1.2/24 dev tw0", "ip -n " + a + " link set lo up",
+              "ip -n " + a + " link set tw0 up", "ip -n " + b + " link set tw0 up"})) {
+      GTEST_SKIP() << "network namespaces need root, CAP_NET_ADMIN and the command ip (iproute2)";
+    }
+  }
+  void TearDown() override {
+    for (const std::string& host : hosts_) {
+      [[maybe_unused]] const int ignored =
+          std::system(("ip netns del " + host + " 2>/dev/null").c_str());
+    }
+  }
+  // One rank on each machine.
+  std::array<pid_t, 2> start_ranks(const std::vector<std::string>& words) const {
+    const auto start = [&](int rank) {
+      return start_rank(rank, {"ip", "netns", "exec", hosts_[static_cast<size_t>(rank)]},
+                        {"MASTER_ADDR=10.77.1.1", "MASTER_PORT=29400"}, words);
+    };
+    return {start(0), start(1)};
+  }
+
+  std::array<std::string, 2> hosts_ = {"twell-a-", "twell-b-"};
+};
+
+TEST_F(HostsTest, TwoMachinesTrainAndAPulledCableEndsBothRanks) {
+  const std::vector<std::string> options = {"--device", "cpu", "--collective-timeout", "6"};
+  const auto with_steps = [&](const char* steps) {
+    std::vector<std::string> more = options;
+    more.insert(more.end(), {"--steps", steps});
+    return more;
+  };
+  finish_ranks(start_ranks(train("two", with_steps("20"))), 0);
+  std::vector<std::string> here = with_steps("20");
+  here.insert(here.end(), {"--ranks", "2"});
+  ASSERT_EQ(run(train("one", here)).code, 0);
+  EXPECT_EQ(curve("two"), curve("one"));
+  const auto weights = [this](const char* run) {
+    return slurp(folder_ / run / "checkpoint" / "model.safetensors");
+  };
+  EXPECT_TRUE(weights("two") == weights("one"));
+
+  const auto ranks = start_ranks(train("cut", with_steps("100000")));
+  wait_for_lines("cut", 10);
+  ASSERT_EQ(std::system(("ip -n " + hosts_[0] + " link set tw0 down").c_str()), 0);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto logs = finish_ranks(ranks, 1);
+  EXPECT_THAT(logs[0], HasSubstr("rank 1 has not answered for"));
+  EXPECT_THAT(logs[1], HasSubstr("rank 0 has not answered for"));
+  for (const std::string& log : logs) {
+    EXPECT_THAT(log, HasSubstr("the last good checkpoint is cut/checkpoints/step-"));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  const int64_t steps = lines("cut");
+  EXPECT_EQ(run({"train", "--out", "cut", "--resume", "--steps", std::to_string(steps + 2)}).code,
+            0);
+}
 
 TEST_F(DistributedTest, ProcessesTrainAndAnyNumberOfThemContinues) {
   ASSERT_EQ(run(train("one", {"--steps", "16"})).code, 0);
@@ -182,7 +340,7 @@ TEST_F(DistributedTest, ASignalToTheLauncherSaves) {
   wait_for_lines("run", 6);
   ::kill(launcher, SIGTERM);
   const Result result = finish(launcher);
-  EXPECT_EQ(result.code, 143) << result.err;
+  EXPECT_EQ(result.code, 130) << result.err;
   EXPECT_THAT(result.out, HasSubstr("interrupted and saved"));
   EXPECT_EQ(
       run({"train", "--out", "run", "--resume", "--steps", std::to_string(lines("run") + 3)}).code,
@@ -190,27 +348,8 @@ TEST_F(DistributedTest, ASignalToTheLauncherSaves) {
 }
 
 TEST_F(DistributedTest, AnotherLaunchersProcessesFindEachOther) {
-  // torchrun's variables, with its store on MASTER_PORT.
-  const twell::LocalListener store;
-  ::setenv("WORLD_SIZE", "2", 1);
-  ::setenv("MASTER_ADDR", "localhost", 1);
-  ::setenv("MASTER_PORT", std::to_string(store.port).c_str(), 1);
-  ::setenv("TORCHELASTIC_RUN_ID", "test", 1);
   const std::vector<std::string> words = train("run", {"--steps", "6", "--device", "cpu"});
-  std::vector<pid_t> children;
-  for (const char* rank : {"1", "0"}) {
-    ::setenv("RANK", rank, 1);
-    ::setenv("LOCAL_RANK", rank, 1);
-    children.push_back(start(words));
-  }
-  for (const char* name :
-       {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"}) {
-    ::unsetenv(name);
-  }
-  for (const pid_t child : children) {
-    const Result result = finish(child);
-    EXPECT_EQ(result.code, 0) << result.err;
-  }
+  run_by_hand(words, words, 0);
   EXPECT_EQ(lines("run"), 6);
   EXPECT_TRUE(fs::exists(folder_ / "run" / "checkpoint" / "trainer" /
                          "optimizer-00001-of-00002.safetensors"));

@@ -6,6 +6,7 @@
 #include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
+#include <net/if.h>
 
 #include <algorithm>
 #include <atomic>
@@ -65,7 +66,13 @@ class GlooCommunicator : public Communicator {
         size_(rendezvous.identity().size) {
     guarded("connecting the ranks", [&] {
       gloo::transport::tcp::attr attributes;
-      attributes.hostname = rendezvous.address();
+      if (const std::string& interface = rendezvous.identity().interface; interface.empty()) {
+        attributes.hostname = rendezvous.address();
+      } else {
+        TWELL_REQUIRE(::if_nametoindex(interface.c_str()) != 0,
+                      "GLOO_SOCKET_IFNAME: this machine has no network interface {}", interface);
+        attributes.iface = interface;
+      }
       const auto device = gloo::transport::tcp::CreateDevice(attributes);
       context_ = std::make_shared<gloo::rendezvous::Context>(rank_, size_);
       context_->setTimeout(rendezvous.timeout());

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <sstream>
 
 #include "twell/base/error.h"
 
@@ -28,13 +29,13 @@ class Variables {
     const char* const value = variable_(name);
     return value == nullptr || *value == '\0' ? otherwise : value;
   }
-  // The number that the value begins with, as in "8(x2)".
   int number(const char* name, int lowest, int highest) const {
     const std::string value = text(name);
     TWELL_REQUIRE(!value.empty(), "the launcher set no {}", name);
     int number = -1;
     const auto parsed = std::from_chars(value.data(), value.data() + value.size(), number);
-    TWELL_REQUIRE(parsed.ec == std::errc() && number >= lowest && number <= highest,
+    TWELL_REQUIRE(parsed.ec == std::errc() && parsed.ptr == value.data() + value.size() &&
+                      number >= lowest && number <= highest,
                   "{} must be a number between {} and {}, got '{}'", name, lowest, highest, value);
     return number;
   }
@@ -52,12 +53,36 @@ int port_of_job(const std::string& job) {
   return 20'000 + static_cast<int>(hash % 20'000u);
 }
 
-// "node[03-06,09],login" -> "node03"
+// "node[03-06,09]-ib,login" -> "node03-ib"
 std::string first_host(const std::string& list) {
-  const size_t open = list.find_first_of("[,");
-  if (open == std::string::npos || list[open] == ',') return list.substr(0, open);
-  const size_t end = list.find_first_of("-,]", open);
-  return list.substr(0, open) + list.substr(open + 1, end - open - 1);
+  std::string host;
+  for (size_t at = 0; at < list.size() && list[at] != ',';) {
+    if (list[at] != '[') {
+      host += list[at++];
+      continue;
+    }
+    const size_t close = std::min(list.find(']', at), list.size());
+    host += list.substr(at + 1, list.find_first_of("-,]", at) - at - 1);
+    at = close + 1;
+  }
+  return host;
+}
+
+// Slurm's tasks on a node: of "4(x2),1" nodes 0 and 1 have 4 and node 2 has 1.
+int tasks_on_node(const std::string& list, int node) {
+  std::istringstream runs(list);
+  for (std::string run; std::getline(runs, run, ',');) {
+    int tasks = 0, nodes = 1;
+    const char* const end = run.data() + run.size();
+    const auto parsed = std::from_chars(run.data(), end, tasks);
+    TWELL_REQUIRE(parsed.ec == std::errc() && tasks >= 1 && tasks <= kMostRanks,
+                  "SLURM_STEP_TASKS_PER_NODE must be numbers of tasks, got '{}'", list);
+    if (const size_t times = run.find("(x"); times != std::string::npos) {
+      std::from_chars(run.data() + times + 2, end, nodes);
+    }
+    if ((node -= nodes) < 0) return tasks;
+  }
+  throw InputError(fmt::format("SLURM_STEP_TASKS_PER_NODE '{}' has no node SLURM_NODEID", list));
 }
 
 RankIdentity from_torchrun(const Variables& variables) {
@@ -70,8 +95,9 @@ RankIdentity from_torchrun(const Variables& variables) {
       variables.has("LOCAL_WORLD_SIZE") ? variables.number("LOCAL_WORLD_SIZE", 1, kMostRanks) : 1;
   identity.host = variables.text("MASTER_ADDR", "127.0.0.1");
   identity.port = variables.number("MASTER_PORT", 1, 65535);
-  identity.job =
-      variables.text("TORCHELASTIC_RUN_ID") + "." + variables.text("TORCHELASTIC_RESTART_COUNT");
+  // The port tells apart jobs without a name that meet on a machine.
+  identity.job = fmt::format("{}.{}.{}", variables.text("TORCHELASTIC_RUN_ID"),
+                             variables.text("TORCHELASTIC_RESTART_COUNT"), identity.port);
   // torchrun's own store listens on MASTER_PORT.
   if (variables.has("TORCHELASTIC_RUN_ID")) ++identity.port;
   identity.ports = kPortsToTry;
@@ -94,9 +120,11 @@ RankIdentity from_slurm(const Variables& variables) {
   identity.size = variables.number("SLURM_STEP_NUM_TASKS", 1, kMostRanks);
   identity.rank = variables.number("SLURM_PROCID", 0, kMostRanks);
   identity.local_rank = variables.number("SLURM_LOCALID", 0, kMostRanks);
-  identity.local_size = variables.has("SLURM_STEP_TASKS_PER_NODE")
-                            ? variables.number("SLURM_STEP_TASKS_PER_NODE", 1, kMostRanks)
-                            : 1;
+  if (variables.has("SLURM_STEP_TASKS_PER_NODE")) {
+    const int node =
+        variables.has("SLURM_NODEID") ? variables.number("SLURM_NODEID", 0, kMostRanks) : 0;
+    identity.local_size = tasks_on_node(variables.text("SLURM_STEP_TASKS_PER_NODE"), node);
+  }
   identity.job = variables.text("SLURM_JOB_ID") + "." + variables.text("SLURM_STEP_ID");
   const std::string nodes =
       variables.text("SLURM_STEP_NODELIST", variables.text("SLURM_NODELIST", "127.0.0.1"));
@@ -130,6 +158,7 @@ std::optional<RankIdentity> rank_identity(const std::function<const char*(const 
     identity = from_slurm(variables);
   }
   if (!identity) return identity;
+  identity->interface = variables.text("GLOO_SOCKET_IFNAME");
   TWELL_REQUIRE(identity->rank < identity->size && identity->local_rank < identity->size,
                 "the launcher says rank {} (local rank {}) of {}", identity->rank,
                 identity->local_rank, identity->size);

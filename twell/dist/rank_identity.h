@@ -22,6 +22,9 @@ struct RankIdentity {
   int ports = 1;
   std::string job;    // a rank of another job is turned away
   int listener = -1;  // rank 0: a listening socket that it inherited, or -1
+  // GLOO_SOCKET_IFNAME: the network interface for CPU ranks' collectives. Empty: the one by which
+  // this rank reaches rank 0.
+  std::string interface;
 };
 
 // None when no launcher started this process. InputError when the variables contradict each other

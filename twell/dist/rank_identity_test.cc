@@ -86,6 +86,31 @@ TEST(RankIdentity, SlurmNamesTheFirstNode) {
   EXPECT_EQ(read(variables)->port, 4000);
 }
 
+TEST(RankIdentity, SlurmsListsAreReadWhole) {
+  Variables variables = {{"SLURM_PROCID", "9"},  {"SLURM_STEP_NUM_TASKS", "10"},
+                         {"SLURM_LOCALID", "0"}, {"SLURM_STEP_TASKS_PER_NODE", "4(x2),2"},
+                         {"SLURM_NODEID", "2"},  {"SLURM_STEP_NODELIST", "rack[1-2]n[07,09]-ib,x"}};
+  EXPECT_EQ(read(variables)->host, "rack1n07-ib");
+  EXPECT_EQ(read(variables)->local_size, 2);
+  variables.insert_or_assign("SLURM_NODEID", std::string("1"));
+  EXPECT_EQ(read(variables)->local_size, 4);
+  variables.insert_or_assign("SLURM_NODEID", std::string("3"));
+  EXPECT_THAT(refusal(variables), testing::HasSubstr("4(x2),2"));
+  variables.insert_or_assign("SLURM_STEP_TASKS_PER_NODE", std::string("many"));
+  EXPECT_THAT(refusal(variables), testing::HasSubstr("got 'many'"));
+}
+
+TEST(RankIdentity, AnInterfaceCanBeNamed) {
+  Variables variables = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "4000"}};
+  EXPECT_EQ(read(variables)->interface, "");
+  variables["GLOO_SOCKET_IFNAME"] = "ib0";
+  EXPECT_EQ(read(variables)->interface, "ib0");
+  // Jobs without a name differ by their port.
+  const std::string job = read(variables)->job;
+  variables["MASTER_PORT"] = "4001";
+  EXPECT_NE(read(variables)->job, job);
+}
+
 TEST(RankIdentity, OpenMpiNeedsAHostForSeveralMachines) {
   Variables variables = {{"OMPI_COMM_WORLD_RANK", "1"},
                          {"OMPI_COMM_WORLD_SIZE", "2"},
@@ -104,6 +129,8 @@ TEST(RankIdentity, ContradictionsAreRefused) {
               testing::HasSubstr("rank 2"));
   EXPECT_THAT(refusal({{"RANK", "x"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "1"}}),
               testing::HasSubstr("RANK must be a number"));
+  EXPECT_THAT(refusal({{"RANK", "0x"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "1"}}),
+              testing::HasSubstr("got '0x'"));
   EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), testing::HasSubstr("MASTER_PORT"));
 }
 

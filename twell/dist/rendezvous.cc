@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
 #include <condition_variable>
 #include <cstring>
 #include <list>
@@ -34,7 +33,7 @@ using std::chrono::milliseconds;
 
 // The protocol: frames of a length (4 bytes, of what follows), a type and a body.
 enum Type : char {
-  kJoin = 'J',     // rank: magic, job, rank
+  kJoin = 'J',     // rank: magic, job, rank, ranks
   kHello = 'H',    // server: the rank is accepted
   kRefused = 'R',  // server: reason
   kWelcome = 'W',  // server: all ranks are here; the rank's address
@@ -47,7 +46,8 @@ enum Type : char {
   kStuck = 'T',    // rank: step, calls, what failed
   kBye = 'B',      // rank: it leaves
 };
-constexpr std::string_view kMagic = "twell-ranks-1";
+constexpr std::string_view kMagic = "twell-ranks-2";
+constexpr std::string_view kAnyMagic = "twell-ranks-";  // of other versions
 constexpr size_t kLongestFrame = size_t{64} << 20;
 constexpr size_t kLongestJoin = 4096;  // of a connection that is no rank yet
 // A connection that does not say its rank in this time is closed. A rank says it at once.
@@ -432,28 +432,44 @@ class Rendezvous::Server {
 
   void join(Connection& connection, const std::string& body) {
     const auto [magic, rest] = split_two(body);
-    const auto [job, rank_text] = split_two(rest);
-    int rank = -1;
-    std::from_chars(rank_text.data(), rank_text.data() + rank_text.size(), rank);
-    const bool taken = std::any_of(connections_.begin(), connections_.end(),
-                                   [&](const Connection& other) { return other.rank == rank; });
-    if (magic != kMagic || job != identity_.job || rank < 0 || rank >= identity_.size) {
-      // Another job's rank, which looks for its own rank 0 on this port.
+    const auto [job, numbers] = split_two(rest);
+    int rank = -1, ranks = -1;
+    std::istringstream(numbers) >> rank >> ranks;
+    // Another job's rank looks for its own rank 0 on this port.
+    if (!magic.starts_with(kAnyMagic) || job != identity_.job || rank < 0) {
       connection.closed = true;
       return;
     }
-    if (taken) {
-      send_frame(
-          connection.socket, kRefused,
-          fmt::format("two processes say that they are rank {} of {}", rank, identity_.size));
-      connection.closed = true;
+    std::string misfit;
+    if (magic != kMagic) {
+      misfit = fmt::format("rank {} runs another version of twell than rank 0", rank);
+    } else if (ranks != identity_.size || rank >= identity_.size) {
+      misfit = fmt::format(
+          "rank {} was started as one of {} ranks, rank 0 as one of {}: start all with the same "
+          "number",
+          rank, ranks, identity_.size);
+    }
+    if (!misfit.empty()) {
+      refuse(connection, misfit);
+      if (joined_ < identity_.size) declare(misfit);  // a run that has begun goes on
       return;
+    }
+    const bool taken = std::any_of(connections_.begin(), connections_.end(),
+                                   [&](const Connection& other) { return other.rank == rank; });
+    if (taken) {
+      return refuse(connection, fmt::format("two processes say that they are rank {} of {}", rank,
+                                            identity_.size));
     }
     connection.rank = rank;
     connection.reader.allow(kLongestFrame);
     send_frame(connection.socket, kHello);
     if (!fault_.empty()) send_frame(connection.socket, kFail, fault_);
     if (++joined_ == identity_.size) welcome();
+  }
+
+  static void refuse(Connection& connection, const std::string& why) {
+    send_frame(connection.socket, kRefused, why);
+    connection.closed = true;
   }
 
   // A rank that reached rank 0 by the loopback interface is on rank 0's machine, whose address is
@@ -655,11 +671,13 @@ class Rendezvous::Client {
  private:
   void connect(Clock::time_point deadline) {
     std::string reason = "no answer";
-    for (int attempt = 0; Clock::now() < deadline; ++attempt) {
+    for (int attempt = 0; Clock::now() < deadline;) {
       const int port = identity_.port + attempt % identity_.ports;
-      socket_ = connect_once(port, reason);
+      bool answered = false;
+      socket_ = connect_once(port, answered, reason);
       if (socket_ >= 0) {
-        send(kJoin, two(kMagic, two(identity_.job, std::to_string(identity_.rank))));
+        send(kJoin,
+             two(kMagic, two(identity_.job, fmt::format("{} {}", identity_.rank, identity_.size))));
         reader_ = FrameReader();
         const auto patience = std::min(deadline, Clock::now() + milliseconds(5000));
         const auto answer = read_frame(socket_, reader_, patience);
@@ -668,7 +686,9 @@ class Rendezvous::Client {
         TWELL_REQUIRE(!answer || answer->type != kRefused, "{}", answer->body);
         reason = "another program listens there";
       }
-      if (attempt % identity_.ports == identity_.ports - 1) {
+      // A host that does not answer has rank 0 on none of its ports yet.
+      if (answered) ++attempt;
+      if (!answered || attempt % identity_.ports == 0) {
         std::this_thread::sleep_for(milliseconds(50));
       }
     }
@@ -677,8 +697,8 @@ class Rendezvous::Client {
                                 reason));
   }
 
-  // A connected socket, or -1 and the reason.
-  static int connect_to(const addrinfo& address, std::string& reason) {
+  // A connected socket, or -1 and the reason. `answered`: the host answered, even if by refusal.
+  static int connect_to(const addrinfo& address, bool& answered, std::string& reason) {
     const int socket = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (socket < 0) return -1;
     int error = ::connect(socket, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
@@ -691,6 +711,7 @@ class Rendezvous::Client {
         ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
       }
     }
+    answered = answered || error == 0 || error == ECONNREFUSED;
     if (error == 0) {
       ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) & ~O_NONBLOCK);
       tune(socket);
@@ -701,7 +722,7 @@ class Rendezvous::Client {
     return -1;
   }
 
-  int connect_once(int port, std::string& reason) const {
+  int connect_once(int port, bool& answered, std::string& reason) const {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     const std::string service = std::to_string(port);
@@ -712,7 +733,7 @@ class Rendezvous::Client {
     }
     int socket = -1;
     for (const addrinfo* one = found; one != nullptr && socket < 0; one = one->ai_next) {
-      socket = connect_to(*one, reason);
+      socket = connect_to(*one, answered, reason);
     }
     ::freeaddrinfo(found);
     return socket;

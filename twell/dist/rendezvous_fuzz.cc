@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kTimeout{
     200};  // less and rounds of 25 ms would count as pauses
-constexpr std::string_view kJoin("\x19\0\0\0Jtwell-ranks-1\0fuzz job\0001", 29);
+constexpr std::string_view kJoin("\x1b\0\0\0Jtwell-ranks-2\0fuzz job\0001 2", 31);
 constexpr std::string_view kHello("\1\0\0\0H", 5);
 
 void send_all(int socket, std::string_view bytes) {

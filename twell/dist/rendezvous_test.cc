@@ -83,7 +83,7 @@ TEST_F(WaitingRun, RanksOfAnotherJobTakeNoFilesFromTheRun) {
   const int64_t before = open_files();
   for (int i = 0; i < 300; ++i) {
     Stranger stranger(listener_.port);
-    ASSERT_TRUE(stranger.send("\x16\0\0\0Jtwell-ranks-1\0other\0001"sv));
+    ASSERT_TRUE(stranger.send("\x18\0\0\0Jtwell-ranks-2\0other\0001 2"sv));
     ASSERT_TRUE(stranger.is_closed());
   }
   EXPECT_LE(open_files(), before + 5);
@@ -115,7 +115,7 @@ TEST(Rendezvous, ARankThatJoinsAfterAFaultIsTold) {
   identity.port = listener.port;
   identity.listener = listener.socket;
   // Rank 1 joins and ends before rank 0's own connection.
-  { Stranger(listener.port).send("\x11\0\0\0Jtwell-ranks-1\0\0001"sv); }
+  { Stranger(listener.port).send("\x13\0\0\0Jtwell-ranks-2\0\0001 2"sv); }
   const auto start = std::chrono::steady_clock::now();
   try {
     Rendezvous rendezvous(identity, seconds(20));
@@ -125,6 +125,45 @@ TEST(Rendezvous, ARankThatJoinsAfterAFaultIsTold) {
     EXPECT_STREQ(fault.what(), "rank 1 ended in step 0");
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
+}
+
+// What rank 0 of two says when a rank with this frame joins.
+std::string misfit(std::string_view join) {
+  const LocalListener listener;
+  Stranger rank(listener.port);
+  EXPECT_TRUE(rank.send(join));
+  const auto start = std::chrono::steady_clock::now();
+  std::string what;
+  try {
+    Rendezvous rendezvous(local_identity(0, 2, listener, "this"), seconds(20));
+    rendezvous.get("missing");
+  } catch (const RankFault& fault) {
+    what = fault.what();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
+  return what;
+}
+
+TEST(Rendezvous, ARankThatDoesNotFitIsNamedAtOnce) {
+  EXPECT_EQ(misfit("\x17\0\0\0Jtwell-ranks-2\0this\0002 3"sv),
+            "rank 2 was started as one of 3 ranks, rank 0 as one of 2: start all with the same "
+            "number");
+  EXPECT_EQ(misfit("\x15\0\0\0Jtwell-ranks-1\0this\0001"sv),
+            "rank 1 runs another version of twell than rank 0");
+}
+
+// The rank itself is told, before it waits for anything.
+TEST(Rendezvous, ARankOfAnotherNumberOfRanksIsToldSo) {
+  const LocalListener listener;
+  std::thread zero(
+      [&] { EXPECT_THROW(Rendezvous(local_identity(0, 2, listener), seconds(20)), RankFault); });
+  try {
+    Rendezvous rendezvous(local_identity(1, 4, listener), seconds(20));
+    ADD_FAILURE() << "joined";
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("rank 1 was started as one of 4 ranks"));
+  }
+  zero.join();
 }
 
 TEST(Rendezvous, ARankThatLeavesWhileOthersWaitIsAFault) {
