@@ -6,11 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
@@ -50,6 +52,24 @@ std::string cpu_name() {
     if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
   }
   return "unknown processor";
+}
+
+double host_read_bandwidth(Context& ctx) {
+  constexpr int64_t kCount = (int64_t{256} << 20) / sizeof(uint64_t);
+  const Buffer<uint64_t> memory(kCount);
+  std::fill_n(memory.data(), kCount, 1);  // so that every page is in memory
+  double fastest = 0.0;
+  std::atomic<uint64_t> sum = 0;
+  for (int pass = 0; pass < 5; ++pass) {
+    const auto start = std::chrono::steady_clock::now();
+    ctx.parallel_for(kCount, 1 << 16, [&](int64_t begin, int64_t end, int) {
+      sum += std::accumulate(memory.data() + begin, memory.data() + end, uint64_t{0});
+    });
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    fastest = std::max(fastest, static_cast<double>(kCount * sizeof(uint64_t)) / seconds.count());
+  }
+  TWELL_CHECK(sum == 5 * kCount, "read {} words, not {}", sum.load(), 5 * kCount);
+  return fastest;
 }
 
 nlohmann::json machine_json(int threads) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "twell/base/context.h"
+
 namespace twell {
 
 // Percentiles in the unit of the samples.
@@ -22,6 +24,9 @@ std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed,
                                    uint64_t stream = 0);
 
 std::string cpu_name();
+// Bytes per second that all threads together read from memory: the fastest of several passes over
+// 256 MiB.
+double host_read_bandwidth(Context& ctx);
 // The first fields of a result row: version, processor, threads, date.
 nlohmann::json machine_json(int threads);
 // {"median": ..., "p10": ..., "p90": ...}

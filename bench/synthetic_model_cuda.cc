@@ -1,59 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench/synthetic_model_cuda.h"
+#include <bit>
 
-#include <cmath>
+#include "bench/synthetic_model.h"
+#include "twell/model/model_cuda.h"
 
 namespace twell {
-namespace {
-
-// cudaMemset2D writes a bf16 of two equal bytes: 0xbebe is -0.371.
-constexpr int kBiasByte = 0xbe;
-constexpr double kBias = -0.371;
-// On inputs of unit size, gates are normal with a standard deviation of init_std * sqrt(D). A bias
-// of -2.58 standard deviations leaves 0.5% of them active.
-constexpr double kActiveBeyond = 2.58;
-// Keeps the layers' outputs small compared to the unit-size embeddings, so that all layers see
-// nearly the same input.
-constexpr float kOutputScale = 0.05f;
-
-}  // namespace
-
-std::unique_ptr<ModelCuda> synthetic_model(CudaContext& ctx, const ModelConfig& config,
-                                           uint64_t seed) {
-  Model model(config);
-  Context cpu;
-  init_weights(cpu, model, seed);
-  const double width = static_cast<double>(config.width);
-  // The norm turns the constant c into c / sqrt(1 + c^2 / D).
-  const double wanted = kActiveBeyond * config.init_std * std::sqrt(width) / -kBias;
-  const double constant = wanted / std::sqrt(std::max(1e-3, 1.0 - wanted * wanted / width));
-  for (const ParamSpec& spec : model.table) {
-    const MatrixF values(model.flat.data() + spec.offset, spec.rows, spec.cols);
-    const bool output = spec.name.ends_with("o_proj.weight");
-    const bool down = spec.name.ends_with("down_proj.weight");
-    const bool embedding = spec.name.ends_with("embed_tokens.weight");
-    if (!output && !down && !embedding) continue;
-    const float scale = embedding ? 1.0f / static_cast<float>(config.init_std) : kOutputScale;
-    cpu.parallel_for(values.rows, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t row = begin; row < end; ++row) {
-        for (int64_t col = 0; col < values.cols; ++col) values(row, col) *= scale;
-        if (embedding) values(row, 0) = static_cast<float>(constant);
-        if (down || (output && row == 0)) values(row, 0) = 0.0f;
-      }
-    });
-    // Layers must not write to the constant component: row 0 of o_proj, column 0 of down_proj [F,
-    // D].
-    if (output) std::fill_n(values.row(0), values.cols, 0.0f);
-  }
-  return std::make_unique<ModelCuda>(ctx, model);
-}
 
 void set_synthetic_sparsity(CudaContext& ctx, const ModelCuda& model, bool sparse) {
+  constexpr int kByte = 0xbe;
+  static_assert(std::bit_cast<uint32_t>(kSyntheticBias) == 0xbebe0000);
   for (const LayerMatrices<const BF16>& layer : model.weights().layers) {
     const Matrix<const BF16> firing = layer.ffn.firing();
     TWELL_CUDA_CHECK(cudaMemset2DAsync(
         const_cast<BF16*>(firing.data), static_cast<size_t>(firing.cols) * sizeof(BF16),
-        sparse ? kBiasByte : 0, sizeof(BF16), static_cast<size_t>(firing.rows), ctx.stream()));
+        sparse ? kByte : 0, sizeof(BF16), static_cast<size_t>(firing.rows), ctx.stream()));
   }
 }
 

@@ -4,12 +4,10 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "bench/forward_benchmark_cuda.h"
-#include "bench/synthetic_model_cuda.h"
+#include "bench/synthetic_model.h"
 #include "cli/bench.h"
 #include "cli/options.h"
 #include "cli/text_layout.h"
@@ -20,8 +18,6 @@
 namespace twell::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr double kMiB = 1024.0 * 1024.0;
 
 // A model on the device; only a synthetic one can be made sparse.
@@ -31,17 +27,11 @@ struct Loaded {
     if (!synthetic) {
       model = load_model_cuda(ctx, subject.checkpoint, 0,
                               {.allow_non_finite = subject.allow_non_finite});
-      description = fmt::format("checkpoint {}", subject.checkpoint.string());
       return;
     }
-    ModelConfig config = preset_config(subject.preset);
-    config.context = std::max(config.context, subject.context);
-    if (subject.kv_heads > 0) config.kv_heads = subject.kv_heads;
-    config.validate();
-    model = synthetic_model(ctx, config, subject.seed);
-    description = fmt::format(
-        "preset {}{}, random weights and tokens", subject.preset,
-        subject.kv_heads == 0 ? "" : fmt::format(" with {} key/value heads", subject.kv_heads));
+    Context cpu;
+    model =
+        std::make_unique<ModelCuda>(ctx, *synthetic_model(cpu, preset_of(subject), subject.seed));
   }
   void set_sparse(bool sparse) const {
     if (synthetic) set_synthetic_sparsity(ctx, *model, sparse);
@@ -50,7 +40,6 @@ struct Loaded {
   CudaContext& ctx;
   bool synthetic = false;
   std::unique_ptr<ModelCuda> model;
-  std::string description;
 };
 
 double used_mib() {
@@ -101,67 +90,6 @@ void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, in
              sparse.executions.front());
 }
 
-struct DecodeRun {
-  double step_seconds = 0.0;  // median
-  std::vector<ActiveNeurons> active;
-};
-
-DecodeRun run_decode(CudaContext& ctx, const ModelCuda& model, FfnPolicy policy, int64_t batch,
-                     const BenchDecode& arguments) {
-  const ModelConfig& config = model.config();
-  const int64_t capacity = std::min(config.context, arguments.prompt + arguments.tokens + 8);
-  SessionCuda session(ctx, model, {.slots = batch, .capacity = capacity, .ffn = policy});
-  std::vector<Draw> draws(static_cast<size_t>(batch));
-  std::vector<int64_t> slots;
-  std::vector<int32_t> next(static_cast<size_t>(batch));
-  for (int64_t slot = 0; slot < batch; ++slot) {
-    slots.push_back(slot);
-    const auto i = static_cast<size_t>(slot);
-    const auto length = static_cast<size_t>(arguments.prompt);
-    std::vector<int32_t> random;
-    std::span<const int32_t> ids = arguments.prompts;
-    if (ids.empty()) {
-      random = random_tokens(arguments.prompt, config.vocab_size, arguments.subject.seed + i);
-      ids = random;
-    } else {
-      ids = ids.subspan(i * length, length);
-    }
-    draws[i].sampler.temperature = static_cast<float>(arguments.temperature);
-    draws[i].stream = i;
-    const Prompt of_slot{.slot = slot, .ids = ids};
-    session.drawn(session.append_and_draw({&of_slot, 1}, {&draws[i], 1}), {&next[i], 1});
-  }
-  std::vector<double> seconds;
-  for (int64_t step = 0; step < arguments.tokens; ++step) {
-    for (Draw& draw : draws) ++draw.index;
-    const Clock::time_point start = Clock::now();
-    session.drawn(session.decode_and_draw(slots, next, draws), next);
-    seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
-  }
-  // The median ignores the few slow steps that capture a graph.
-  return {summarize(seconds).median, session.active_neurons()};
-}
-
-// Seconds to read the weights of a decode step, and the keys and values of the mean step, at the
-// bandwidth that the device states. Of up and down in sparse layers only rows of neurons that fire
-// for any sequence are read; sequences are taken to fire independently of each other.
-double read_seconds(const CudaContext& ctx, const ModelCuda& model, int64_t batch,
-                    const BenchDecode& arguments, std::span<const ActiveNeurons> active) {
-  const ModelConfig& config = model.config();
-  const int64_t unread = config.tied_embeddings ? 0 : 2 * config.vocab_size * config.width;
-  auto bytes = static_cast<double>(model.bytes() - unread +
-                                   batch * (arguments.prompt + (arguments.tokens + 1) / 2) *
-                                       KvCacheCuda::token_bytes(config));
-  const auto skippable = static_cast<double>((config.gated ? 2 : 1) * 2 * config.width);
-  const auto neurons = static_cast<double>(config.ffn);
-  for (const ActiveNeurons& layer : active) {
-    if (!layer.sparse) continue;
-    const double silent = std::pow(1.0 - layer.per_token / neurons, static_cast<double>(batch));
-    bytes -= skippable * neurons * silent;
-  }
-  return 1e-6 * bytes / gpu_device(ctx).bandwidth;
-}
-
 }  // namespace
 
 int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
@@ -180,7 +108,7 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   if (!arguments.patterns.empty()) {
     replay = std::make_unique<PatternReplayCuda>(ctx, arguments.patterns, config, tokens);
   }
-  fmt::print("{} on {}, {} x {} tokens\n", loaded.description, ctx.device_name(),
+  fmt::print("{} on {}, {} x {} tokens\n", describe(arguments.subject), ctx.device_name(),
              arguments.sequences, length);
   if (replay) {
     print_paragraphs(fmt::format(
@@ -205,7 +133,7 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   nlohmann::json row = device_json(ctx);
   row["bench"] = "forward";
   row["attention"] = attention_report(ctx);
-  row["subject"] = loaded.description;
+  row["subject"] = describe(arguments.subject);
   row["sequences"] = arguments.sequences;
   row["length"] = length;
   row["replayed_patterns"] = arguments.patterns.filename().string();
@@ -220,51 +148,22 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
 int run_bench_decode_cuda(const BenchDecode& arguments) {
   const CudaStream stream;
   CudaContext ctx(stream.get());
-  BenchSubject subject = arguments.subject;
-  subject.context = arguments.prompt + arguments.tokens + 8;
-  const Loaded loaded(ctx, subject);
-  fmt::print("{} on {}, {} tokens behind {}\n", loaded.description, ctx.device_name(),
-             arguments.tokens, arguments.prompt);
-  if (loaded.synthetic) fmt::print("sparse: synthetic, about one neuron in 200 fires, at random\n");
-  print_paragraphs(fmt::format(
-      "bound: reading weights, keys and values once at {:.2f} TB/s, as the device states; sparse "
-      "layers read up and down of neurons that fire",
-      1e-6 * gpu_device(ctx).bandwidth));
-  const Table table({{.header = "batch"},
-                     {.header = "dense tok/s"},
-                     {.header = "sparse tok/s"},
-                     {.header = "ratio", .width = 6},
-                     {.header = "dense of bound"},
-                     {.header = "sparse of bound"}});
-  table.print_header();
-  for (const int64_t batch : arguments.batches) {
-    loaded.set_sparse(false);
-    const double dense =
-        run_decode(ctx, *loaded.model, FfnPolicy::kDense, batch, arguments).step_seconds;
-    loaded.set_sparse(true);
-    const auto [sparse, active] =
-        run_decode(ctx, *loaded.model, FfnPolicy::kAuto, batch, arguments);
-    const auto sequences = static_cast<double>(batch);
-    const double bound = read_seconds(ctx, *loaded.model, batch, arguments, {});
-    const double sparse_bound = read_seconds(ctx, *loaded.model, batch, arguments, active);
-    table.print_row({fmt::format("{}", batch), fmt::format("{:.1f}", sequences / dense),
-                     fmt::format("{:.1f}", sequences / sparse),
-                     fmt::format("{:.2f}x", dense / sparse),
-                     fmt::format("{:.1f}%", 100.0 * bound / dense),
-                     fmt::format("{:.1f}%", 100.0 * sparse_bound / sparse)});
-    nlohmann::json row = device_json(ctx);
-    row["bench"] = "decode";
-    row["subject"] = loaded.description;
-    row["batch"] = batch;
-    row["prompt"] = arguments.prompt;
-    row["tokens"] = arguments.tokens;
-    row["temperature"] = arguments.temperature;
-    row["dense_tokens_per_s"] = sequences / dense;
-    row["sparse_tokens_per_s"] = sequences / sparse;
-    row["dense_share_of_bound"] = bound / dense;
-    row["sparse_share_of_bound"] = sparse_bound / sparse;
-    append_jsonl(arguments.jsonl, row);
-  }
+  const Loaded loaded(ctx, arguments.subject);
+  const ModelCuda& model = *loaded.model;
+  DecodeDevice device{.name = ctx.device_name(),
+                      .config = model.config(),
+                      .memory = {.weights = model.bytes(),
+                                 .element = sizeof(BF16),
+                                 .kv_token = KvCacheCuda::token_bytes(model.config())},
+                      .bytes_per_second = 1e6 * gpu_device(ctx).bandwidth,
+                      .bandwidth_source = "the device states",
+                      .session =
+                          [&](const SessionOptions& options) {
+                            return std::make_unique<SessionCuda>(ctx, model, options);
+                          },
+                      .first_fields = [&] { return device_json(ctx); }};
+  if (loaded.synthetic) device.set_sparse = [&](bool sparse) { loaded.set_sparse(sparse); };
+  compare_decoding(arguments, device);
   return kExitOk;
 }
 

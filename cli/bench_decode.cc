@@ -1,21 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell bench decode: generated tokens per second, dense against sparse, on the GPU.
-#include <algorithm>
-#include <memory>
+// twell bench decode: generated tokens per second, dense against sparse, in one run.
+#include "cli/bench_decode.h"
 
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "bench/synthetic_model.h"
 #include "cli/bench.h"
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
 #include "cli/loading.h"
+#include "cli/process.h"
+#include "cli/text_layout.h"
 #include "twell/base/error.h"
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/model/kv_cache.h"
 
 namespace twell::cli {
 namespace {
 
+constexpr int64_t kMostTokens = 1 << 25;  // half of the longest context
+
 struct BenchDecodeArguments {
   BenchDecode bench;
   TextOptions text;
+  double temperature = 0.0;
 };
+
+int64_t weight_bytes(const ModelView& model) {
+  int64_t bytes = 0;
+  for (const WeightMatrix& parameter : model.parameters) {
+    bytes += parameter.rows * parameter.cols * static_cast<int64_t>(dtype_size(parameter.dtype));
+  }
+  return bytes;
+}
+
+int run_on_cpu(const CommonOptions& common, const BenchDecode& bench) {
+  std::unique_ptr<Engine> engine;
+  Model* synthetic = nullptr;
+  DecodeLoad largest = bench.load;
+  largest.batch = std::ranges::max(bench.batches);
+  if (bench.subject.preset.empty()) {
+    const ModelConfig config = load_config(common.checkpoint);
+    engine = load_engine(common, {.session = decode_session(config, largest, FfnPolicy::kAuto)});
+  } else {
+    const ModelConfig config = preset_of(bench.subject);
+    const SessionOptions session = decode_session(config, largest, FfnPolicy::kAuto);
+    require_memory(4 * config.parameter_count() +
+                   KvCache::bytes(config, session.slots, session.capacity));
+    Context ctx(common.threads);
+    std::unique_ptr<Model> model = synthetic_model(ctx, config, bench.subject.seed);
+    synthetic = model.get();
+    engine = std::make_unique<EngineCpu>(std::move(model), common.threads);
+  }
+  const ModelView& model = *engine->host_model();
+  Context ctx(common.threads);
+  DecodeDevice device{
+      .name = fmt::format("{}, {} threads", cpu_name(), ctx.threads()),
+      .config = model.config,
+      .memory = {.weights = weight_bytes(model),
+                 .element =
+                     static_cast<int64_t>(dtype_size(model.stored.layers.front().ffn.w_up.dtype)),
+                 .kv_token = KvCache::block_bytes(model.config) / KvFormat{}.block_tokens},
+      .bytes_per_second = host_read_bandwidth(ctx),
+      .bandwidth_source = "measured by reading 256 MiB",
+      .session = [&](const SessionOptions& options) { return engine->session(options); },
+      .first_fields = [&] { return machine_json(ctx.threads()); }};
+  if (synthetic != nullptr) {
+    device.set_sparse = [&](bool sparse) { set_synthetic_sparsity(*synthetic, sparse); };
+  }
+  compare_decoding(bench, device);
+  return kExitOk;
+}
 
 int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& arguments) {
   BenchDecode& bench = arguments.bench;
@@ -23,25 +81,101 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
                 "bench decode needs either --checkpoint DIR or --preset NAME");
   TWELL_REQUIRE(bench.subject.kv_heads == 0 || common.checkpoint.empty(),
                 "--kv-heads changes a preset; the heads of a checkpoint are in its config.json");
-  TWELL_REQUIRE(use_cuda(common), "bench decode needs a GPU; there is none here");
+  const int64_t length = bench.load.prompt + bench.load.tokens;
+  if (!common.checkpoint.empty()) {
+    const int64_t context = load_config(common.checkpoint).context;
+    TWELL_REQUIRE(length <= context,
+                  "--prompt-tokens {} and --tokens {} exceed the model's context of {}",
+                  bench.load.prompt, bench.load.tokens, context);
+  }
   bench.subject.checkpoint = common.checkpoint;
-  bench.subject.seed = common.seed;
+  bench.subject.context = length;
+  bench.subject.seed = bench.load.seed = common.seed;
   bench.subject.allow_non_finite = common.allow_non_finite;
+  bench.load.temperature = static_cast<float>(arguments.temperature);
   if (!common.data.empty() || !arguments.text.shards.empty()) {
     TWELL_REQUIRE(bench.subject.preset.empty(),
                   "--data and --shards need --checkpoint: a preset has no tokenizer");
     bench.prompts =
-        first_tokens(common, arguments.text, std::ranges::max(bench.batches) * bench.prompt);
+        first_tokens(common, arguments.text, std::ranges::max(bench.batches) * bench.load.prompt);
+    bench.load.prompts = bench.prompts;
   }
-  return run_bench_decode_cuda(bench);
+  return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }
 
 }  // namespace
 
+ModelConfig preset_of(const BenchSubject& subject) {
+  ModelConfig config = preset_config(subject.preset);
+  config.context = std::max(config.context, subject.context);
+  if (subject.kv_heads > 0) config.kv_heads = subject.kv_heads;
+  config.validate();
+  return config;
+}
+
+std::string describe(const BenchSubject& subject) {
+  if (!subject.checkpoint.empty()) return fmt::format("checkpoint {}", subject.checkpoint.string());
+  return fmt::format(
+      "preset {}{}, random weights and tokens", subject.preset,
+      subject.kv_heads == 0 ? "" : fmt::format(" with {} key/value heads", subject.kv_heads));
+}
+
+void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) {
+  print_paragraphs(fmt::format("{} on {}, {} tokens behind {}", describe(arguments.subject),
+                               device.name, arguments.load.tokens, arguments.load.prompt));
+  if (device.set_sparse) {
+    fmt::print("sparse: synthetic, about one neuron in 200 fires, at random\n");
+  }
+  print_paragraphs(fmt::format(
+      "bound: reading weights, keys and values once at {:.3g} GB/s, as {}; sparse layers read up "
+      "and down of neurons that fire",
+      1e-9 * device.bytes_per_second, device.bandwidth_source));
+  const Table table({{.header = "batch"},
+                     {.header = "dense tok/s"},
+                     {.header = "sparse tok/s"},
+                     {.header = "ratio", .width = 6},
+                     {.header = "dense of bound"},
+                     {.header = "sparse of bound"}});
+  table.print_header();
+  for (const int64_t batch : arguments.batches) {
+    DecodeLoad load = arguments.load;
+    load.batch = batch;
+    const auto run = [&](bool sparse) {
+      if (device.set_sparse) device.set_sparse(sparse);
+      const FfnPolicy policy = sparse ? FfnPolicy::kAuto : FfnPolicy::kDense;
+      return run_decode(*device.session(decode_session(device.config, load, policy)), load);
+    };
+    const double dense = run(false).step_seconds;
+    const auto [sparse, active] = run(true);
+    const auto bound = [&](std::span<const ActiveNeurons> of) {
+      return decode_step_bytes(device.config, device.memory, load, of) / device.bytes_per_second;
+    };
+    const double dense_share = bound({}) / dense, sparse_share = bound(active) / sparse;
+    const auto sequences = static_cast<double>(batch);
+    table.print_row({fmt::format("{}", batch), fmt::format("{:.1f}", sequences / dense),
+                     fmt::format("{:.1f}", sequences / sparse),
+                     fmt::format("{:.2f}x", dense / sparse),
+                     fmt::format("{:.1f}%", 100.0 * dense_share),
+                     fmt::format("{:.1f}%", 100.0 * sparse_share)});
+    nlohmann::json row = device.first_fields();
+    row["bench"] = "decode";
+    row["subject"] = describe(arguments.subject);
+    row["batch"] = batch;
+    row["prompt"] = load.prompt;
+    row["tokens"] = load.tokens;
+    row["temperature"] = load.temperature;
+    row["dense_tokens_per_s"] = sequences / dense;
+    row["sparse_tokens_per_s"] = sequences / sparse;
+    row["dense_share_of_bound"] = dense_share;
+    row["sparse_share_of_bound"] = sparse_share;
+    append_jsonl(arguments.jsonl, row);
+  }
+}
+
 void add_bench_decode_command(Command& bench, CommonOptions& common) {
   auto arguments = std::make_shared<BenchDecodeArguments>();
   BenchDecode& bench_decode = arguments->bench;
-  Command& command = bench.add("decode", "Tokens a second while generating (GPU)");
+  Command& command = bench.add("decode", "Tokens a second while generating");
   command.runs([&common, arguments] { return run_bench_decode(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
   command.value("--preset", &bench_decode.subject.preset, "NAME",
@@ -55,12 +189,13 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
       .at_least(1)
       .several_values();
   command
-      .value("--prompt-tokens", &bench_decode.prompt, "N",
+      .value("--prompt-tokens", &bench_decode.load.prompt, "N",
              "Tokens of each sequence before the clock")
-      .at_least(1);
-  command.value("--tokens", &bench_decode.tokens, "N", "Tokens decoded per sequence").at_least(1);
+      .range(1, kMostTokens);
+  command.value("--tokens", &bench_decode.load.tokens, "N", "Tokens decoded per sequence")
+      .range(1, kMostTokens);
   command
-      .value("--temperature", &bench_decode.temperature, "X",
+      .value("--temperature", &arguments->temperature, "X",
              "Of the tokens that are drawn; 0: the most likely one")
       .range(0, 100);
   command.value("--jsonl", &bench_decode.jsonl, "FILE",

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/forward_comparison.h"
+#include "bench/synthetic_model.h"
 #include "cli/bench.h"
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
@@ -33,10 +34,10 @@ struct Subject {
   std::unique_ptr<Model> model;
   std::vector<int32_t> ids;
   std::string description;
+  bool synthetic = false;
 };
 
-// A preset with random weights. About half of its neurons are active, so only its dense time is
-// meaningful.
+// A preset with random weights, of whose neurons about one in 200 is active.
 Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t seed) {
   const ModelConfig config = preset_config(arguments.preset);
   const int64_t length =
@@ -48,10 +49,11 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   // Weights, and the final hidden states of a dense and of a sparse run, in f32.
   require_memory(4 * (config.parameter_count() + 2 * tokens * config.width));
   Subject subject;
-  subject.model = std::make_unique<Model>(config);
-  init_weights(ctx, *subject.model, seed);
+  subject.model = synthetic_model(ctx, config, seed);
+  set_synthetic_sparsity(*subject.model, true);
   subject.ids = random_tokens(tokens, config.vocab_size, seed);
-  subject.description = fmt::format("preset {}, random weights and tokens", arguments.preset);
+  subject.description = describe({.preset = arguments.preset});
+  subject.synthetic = true;
   return subject;
 }
 
@@ -74,6 +76,7 @@ Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArg
 void print_table(const ForwardComparison& result, const Subject& subject, int threads) {
   print_paragraphs(fmt::format("{} on {} ({} threads), {} tokens a run", subject.description,
                                cpu_name(), threads, result.tokens));
+  if (subject.synthetic) fmt::print("synthetic: about one neuron in 200 fires, at random\n");
   const Table speeds({{.header = "", .width = 11, .left = true},
                       {.header = "dense tok/s"},
                       {.header = "sparse tok/s"},
@@ -176,7 +179,7 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
   command.runs([&common, arguments] { return run_bench_forward(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
   command.value("--preset", &arguments->preset, "NAME",
-                "A preset with random weights instead of a checkpoint: shows the dense cost only");
+                "A preset with random weights instead of a checkpoint");
   add_text_options(command, common, arguments->text);
   command.value("--batch", &arguments->comparison.sequences, "N", "Sequences per run")
       .range(1, 1 << 16);

@@ -244,11 +244,29 @@ TEST_F(CliTest, BadNumbers) {
   expect_refused({"bench", "ffn", "--width", "0"}, "--width must be at least 1, got 0");
   expect_refused({"bench", "ffn", "--ffn", "-8"}, "--ffn must be at least 1, got -8");
   expect_refused({"bench", "forward", "--preset", "2b", "--batch", "65536"}, "memory");
+  expect_refused({"bench", "decode", "--preset", "2b", "--batch", "99999", "--device", "cpu"},
+                 "memory");
   expect_refused({"bench", "forward", "--preset", "tiny", "--sequence-length", "99999999999"},
                  "--sequence-length must");
   expect_refused({}, "no command");
   expect_refused({"trian"}, "trian");
   EXPECT_FALSE(fs::exists(folder_ / "x"));
+}
+
+TEST_F(CliTest, DecodingIsTimedWithoutAGpu) {
+  const Result result =
+      run({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "3",
+           "--prompt-tokens", "8", "--tokens", "3", "--jsonl", "rows.jsonl"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  std::ifstream rows(folder_ / "rows.jsonl");
+  for (const int batch : {1, 3}) {
+    std::string line;
+    ASSERT_TRUE(std::getline(rows, line));
+    const nlohmann::json row = nlohmann::json::parse(line);
+    EXPECT_EQ(row["batch"], batch);
+    EXPECT_GT(row["sparse_tokens_per_s"].get<double>(), 0.0);
+    EXPECT_GT(row["dense_share_of_bound"].get<double>(), 0.0);
+  }
 }
 
 TEST_F(CliTest, BadData) {
@@ -754,9 +772,9 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
     }
   }
   expect_refused({"bench", "ffn", "stray"}, "unexpected word 'stray' behind 'twell bench ffn'");
-  // One option may take several values; the only error is the missing GPU.
-  expect_refused({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "8"},
-                 "bench decode needs a GPU");
+  // One option may take several values.
+  expect_refused(
+      {"bench", "decode", "--checkpoint", "none", "--device", "cpu", "--batch", "1", "8"}, "none");
   expect_refused({"bench", "decode", "--checkpoint", "none", "--kv-heads", "4"},
                  "--kv-heads changes a preset");
   // The last of two values wins, and a log line reports it.
