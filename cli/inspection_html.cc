@@ -10,7 +10,7 @@ namespace twell::cli {
 namespace {
 
 constexpr const char* kStyle = R"(
-:root { --ink: #1c2430; --soft: #5b6675; --line: #d9dee5; --page: #ffffff; --card: #f5f7fa;
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee5; --page: #ffffff; --card: #f5f7fa;
   --c0: #1f6feb; --c1: #e07b00; --c2: #1a9e77; --c3: #8a63d2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #9aa5b4; --line: #333b47;
   --page: #14181f; --card: #1d232c; --c0: #6aa6ff; --c1: #ffa64d; --c2: #4fd0a8; --c3: #b79cf5; } }
@@ -19,14 +19,14 @@ body { margin: 0 auto; max-width: 980px; padding: 24px; color: var(--ink);
 h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 36px 0 4px; }
 p { color: var(--soft); margin: 4px 0 12px; max-width: 75ch; }
-.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0; }
-.cards div { background: var(--card); border-radius: 8px; padding: 10px 16px; }
-.cards b { display: block; font-size: 20px; }
-.cards span { color: var(--soft); font-size: 13px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px;
+  margin: 20px 0; }
+.cards div { background: var(--card); border-radius: 8px; padding: 10px 14px; }
+.cards b { display: block; font-size: 18px; white-space: nowrap; }
+.cards span { display: block; color: var(--soft); font-size: 13px; line-height: 1.3; }
 .bad { color: #d1242f; }
-svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+svg { display: block; width: 100%; min-width: 600px; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: var(--soft); }
-svg .note { paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
 .grid { stroke: var(--line); fill: none; }
 .rule { stroke: var(--ink); stroke-dasharray: 4 3; fill: none; }
 .series-0 { --c: var(--c0); } .series-1 { --c: var(--c1); }
@@ -108,7 +108,7 @@ class Page {
     const std::string title = html_escape(in_.checkpoint);
     out_ = fmt::format(
         "<!DOCTYPE html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
-        "<meta name='viewport' content='width=device-width'>\n<title>{}</title>\n"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>\n<title>{}</title>\n"
         "<style>{}</style>\n</head>\n<body>\n<h1>{}</h1>\n",
         title, kStyle, title);
     const ModelConfig& config = in_.config;
@@ -158,7 +158,7 @@ class Page {
     section("Expected speed-up of the FFN",
             fmt::format("Against dense, gate projection included, with the execution that the {} "
                         "cost model finds cheapest: for a prompt and for one token at a time. An "
-                        "estimate; twell bench forward measures.",
+                        "estimate; <code>twell bench forward</code> measures.",
                         in_.costs_of));
     const auto prompt = per_profile([](const auto& layer) { return layer.prompt.speedup(); });
     const auto decode = per_profile([](const auto& layer) { return layer.decode.speedup(); });

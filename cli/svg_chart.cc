@@ -104,11 +104,14 @@ std::string SvgChart::tip(const std::string& name, size_t category, double value
 
 void SvgChart::legend(const Series& series, const char* shape) {
   if (series.name.empty()) return;
-  legend_ += fmt::format(
-      "<g transform='translate({:.1f} 12)'><path class='{} series-{}' d='M0 -4h14v8h-14z'/>"
-      "<text x='19' y='4'>{}</text></g>",
-      legend_x_, shape, series.color, html_escape(series.name));
-  legend_x_ += 36.0 + 6.6 * static_cast<double>(series.name.size());
+  legend_item(series.name,
+              fmt::format("<path class='{} series-{}' d='M0 -4h14v8h-14z'/>", shape, series.color));
+}
+
+void SvgChart::legend_item(const std::string& name, const std::string& mark) {
+  legend_ += fmt::format("<g transform='translate({:.1f} 12)'>{}<text x='19' y='4'>{}</text></g>",
+                         legend_x_, mark, html_escape(name));
+  legend_x_ += 36.0 + 6.6 * static_cast<double>(name.size());
 }
 
 void SvgChart::bars(const std::vector<Series>& series) {
@@ -166,10 +169,9 @@ void SvgChart::dots(const Series& series) {
 }
 
 void SvgChart::rule(double value, const std::string& label) {
-  marks_ += fmt::format(
-      "<path class='rule' d='M{:.1f} {:.2f}h{:.1f}'/><text class='note' x='{:.1f}' y='{:.2f}' "
-      "text-anchor='end'>{}</text>\n",
-      kLeft, y(value), kPlotWidth, kWidth - kRight, y(value) - 4.0, html_escape(label));
+  marks_ +=
+      fmt::format("<path class='rule' d='M{:.1f} {:.2f}h{:.1f}'/>\n", kLeft, y(value), kPlotWidth);
+  legend_item(label, "<path class='rule' d='M0 0h14'/>");
 }
 
 std::string SvgChart::frame() const {
@@ -191,9 +193,11 @@ std::string SvgChart::frame() const {
 }
 
 std::string SvgChart::svg() const {
-  return fmt::format("<svg viewBox='0 0 {} {}' role='img' aria-label='{}'>\n{}{}{}</svg>\n", kWidth,
-                     kHeight, html_escape(axis_.label + " by " + category_label_), frame(), marks_,
-                     legend_);
+  return fmt::format(
+      "<div class='wide'><svg viewBox='0 0 {} {}' role='img' "
+      "aria-label='{}'>\n{}{}{}</svg></div>\n",
+      kWidth, kHeight, html_escape(axis_.label + " by " + category_label_), frame(), marks_,
+      legend_);
 }
 
 }  // namespace twell::cli

@@ -137,7 +137,7 @@ class PageTest(unittest.TestCase):
                      f"{SEND}.textContent == 'Send'")
         self.assertTrue(browser.run("document.querySelector('.theirs').textContent.length > 0"))
         self.assertRegex(browser.run("document.getElementById('figures').textContent"),
-                         r"^[\d.]+ tokens/s · \d+ new, \d+ before$")
+                         r"^[\d.]+ tokens/s · \d+ new tokens, \d+ in the prompt")
         self.assertFalse(browser.run("document.querySelector('.fault') != null"))
         # The model has run, so neurons have fired.
         browser.wait("parseFloat(document.querySelector('#layers i').style.width) > 0")
@@ -160,6 +160,13 @@ class PageTest(unittest.TestCase):
         self.ask("long " * 200)
         browser.wait("document.querySelector('.fault') != null")
         self.assertIn("too long", browser.run("document.querySelector('.fault').textContent"))
+        # It is not part of the next request, and stands in the field again.
+        browser.wait(f"{SEND}.textContent == 'Send'")
+        self.assertIn("long long", browser.run("document.getElementById('ask').value"))
+        self.ask("What floats?")
+        browser.wait(f"document.querySelectorAll('.message').length == 2 && "
+                     f"{SEND}.textContent == 'Send'")
+        self.assertFalse(browser.run("document.querySelector('.fault') != null"))
         # Stop ends the answer, on the server too.
         browser.run("document.getElementById('clear').click()")
         browser.run("document.getElementById('stop-text').value = '@'")
