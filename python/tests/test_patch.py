@@ -2,8 +2,10 @@
 """Patched models of transformers against the same models unpatched."""
 
 import copy
+import importlib
 import logging
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -259,6 +261,47 @@ class Adapter(nn.Module):
 
     def forward(self, x):
         return self.scale * self.base(x)
+
+
+def test_copies_by_pickle_and_torch_save(tmp_path):
+    patched = twell.patch(model())
+    ids = tokens()
+    expected = patched(ids).logits
+    torch.save(patched, tmp_path / "model.pt")
+    for copied in (
+        pickle.loads(pickle.dumps(patched)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+    ):
+        torch.testing.assert_close(copied(ids).logits, expected)
+        (copied(ids, labels=ids).loss + 1e-3 * twell.l1(copied)).backward()
+        twell.unpatch(copied)
+        torch.testing.assert_close(copied(ids).logits, expected)
+
+
+def test_other_dtypes_run_dense_with_a_notice(caplog):
+    patched = twell.patch(model())
+    ids = tokens()
+    expected = patched(ids).logits
+    with caplog.at_level(logging.WARNING, logger="twell"):
+        assert relative(patched.bfloat16()(ids).logits.float(), expected) < 0.05
+        patched(ids)
+    assert caplog.text.count("layers.0.mlp runs dense: the ops take float32 on the CPU") == 1
+    twell.update(patched.float())
+    patched(ids)
+    twell.update(patched)
+    assert twell.stats(patched)[0].inference_tokens == 0  # gradients are on, so it trained
+    assert twell.stats(patched)[0].tokens == ids.numel()
+
+
+def test_a_notebook_may_import_again():
+    importlib.reload(twell.ops)
+    ids = tokens()
+    torch.compile(twell.patch(model()), backend="eager", fullgraph=True)(ids)
+
+
+def test_wants_a_module():
+    with pytest.raises(TypeError, match="twell.patch takes a torch.nn.Module"):
+        twell.patch("runs/first")
 
 
 def test_replaced_projections_run_as_they_are(caplog):

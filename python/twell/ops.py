@@ -117,8 +117,20 @@ def _saved_bytes(x, ffn_size, gated, execution, nnz, union_neurons):
     return torch.library.get_ctx().new_dynamic_size()
 
 
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the ops take such an operand, as it is or converted by torch.autocast."""
+    device = x.device.type
+    if device not in ("cpu", "cuda"):
+        return False
+    return x.dtype == _dtype_on(x.device) or torch.is_autocast_enabled(device)
+
+
 def _check(x, w_up):
-    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    dtype = _dtype_on(x.device)
     if x.dtype != dtype or w_up.dtype != dtype:
         raise RuntimeError(
             "the feed-forward ops take float32 on the CPU and bfloat16 on a GPU, all operands on "
@@ -126,14 +138,12 @@ def _check(x, w_up):
         )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ffn"))
-def _(x, w_gate, w_up, w_down, activation, plan):
+def _fake_ffn(x, w_gate, w_up, w_down, activation, plan):
     _check(x, w_up)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ffn_train"))
-def _(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
+def _fake_ffn_train(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
     _check(x, w_up)
     saved = _saved_bytes(x, w_up.shape[0], w_gate is not None, execution, nnz, union_neurons)
     return (
@@ -144,8 +154,9 @@ def _(x, w_gate, w_up, w_down, activation, plan, execution, nnz, union_neurons):
     )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("ffn_train_backward"))
-def _(d_y, d_l1, x, w_gate, w_up, w_down, saved, activation, plan, execution, nnz, union_neurons):
+def _fake_backward(
+    d_y, d_l1, x, w_gate, w_up, w_down, saved, activation, plan, execution, nnz, union_neurons
+):
     def gradient(t):
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
@@ -209,9 +220,22 @@ def _is_plain_call(x: torch.Tensor) -> bool:
     )
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("ffn_train"), _backward, setup_context=_save
-)
-for _name in ("ffn", "ffn_train"):
-    torch.library.register_autocast(add_op_namespace_prefix(_name), "cuda", torch.bfloat16)
-    torch.library.register_autocast(add_op_namespace_prefix(_name), "cpu", torch.float32)
+def _register():
+    for name, fake in (
+        ("ffn", _fake_ffn),
+        ("ffn_train", _fake_ffn_train),
+        ("ffn_train_backward", _fake_backward),
+    ):
+        torch.library.register_fake(add_op_namespace_prefix(name), fake)
+    torch.library.register_autograd(
+        add_op_namespace_prefix("ffn_train"), _backward, setup_context=_save
+    )
+    for name in ("ffn", "ffn_train"):
+        torch.library.register_autocast(add_op_namespace_prefix(name), "cuda", torch.bfloat16)
+        torch.library.register_autocast(add_op_namespace_prefix(name), "cpu", torch.float32)
+
+
+# PyTorch takes a registration once in a process, but notebooks import a module again.
+if not getattr(_ops, "python_registered", False):
+    _register()
+    _ops.python_registered = True

@@ -59,10 +59,10 @@ class _Layer:
         self.flags = None  # uint8 [F] of the last update
         self.warned = False
 
-    def warn_replaced(self):
-        if not self.warned:
-            logger.warning("%s runs dense: its projections are no plain nn.Linear any more", self.name)
-        self.warned = True
+    def warn_dense(self, reason: str):
+        if not self.warned and not torch.compiler.is_compiling():
+            logger.warning("%s runs dense: %s", self.name, reason)
+            self.warned = True
 
     def __deepcopy__(self, memo):
         names = (self.gate, self.up, self.down)
@@ -79,10 +79,14 @@ class _SparseForward:
         layer = self._twell
         names = (layer.gate, layer.up, layer.down)
         projections = [getattr(self, name) for name in names if name is not None]
+        reason = ""
         if not all(_is_linear(p) for p in projections):  # LoRA replaces them, for instance
+            reason = "its projections are no plain nn.Linear any more"
+        elif not ops.takes(x):
+            reason = f"the ops take float32 on the CPU and bfloat16 on a GPU, not {x.dtype} on {x.device}"
+        if reason:
             layer.l1 = None
-            if not torch.compiler.is_compiling():
-                layer.warn_replaced()
+            layer.warn_dense(reason)
             return super().forward(x)
         *gate, up, down = (p.weight for p in projections)
         gate = gate[0] if gate else None
@@ -92,6 +96,31 @@ class _SparseForward:
             layer.l1 = l1 / max(x.numel() // x.shape[-1], 1)
             return y
         return ops.ffn(x, gate, up, down, layer.plan, layer.activation)
+
+    def __reduce_ex__(self, protocol):
+        # Pickle finds no classes that were made at run time.
+        return (_make_patched, (_own_class(type(self)),), *super().__reduce_ex__(protocol)[2:])
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        weight = getattr(self, self._twell.down).weight
+        if not weight.is_contiguous():
+            _keep_moments_like(weight)
+
+
+def _patched_class(own: type) -> type:
+    if own not in _PATCHED:
+        _PATCHED[own] = type(f"Twell{own.__name__}", (_SparseForward, own), {})
+    return _PATCHED[own]
+
+
+def _own_class(patched: type) -> type:
+    return next(own for own, new in _PATCHED.items() if patched is new)
+
+
+def _make_patched(own: type) -> nn.Module:
+    patched = _patched_class(own)
+    return patched.__new__(patched)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -207,6 +236,10 @@ def _lay_out_by_neuron(weight: nn.Parameter, by_neuron: bool) -> None:
     weight.data = moved(weight.data)
     if weight.grad is not None:
         weight.grad = moved(weight.grad)
+    _keep_moments_like(weight)
+
+
+def _keep_moments_like(weight: nn.Parameter) -> None:
     _watch_optimizers()
     _MOVED[weight] = True
 
@@ -237,6 +270,14 @@ def _move_moments(optimizer, args, kwargs) -> None:
                     state[name] = torch.empty_strided(
                         value.shape, parameter.stride(), dtype=value.dtype, device=value.device
                     ).copy_(value)
+
+
+def _require_module(function: str, model) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"twell.{function} takes a torch.nn.Module, such as a model of transformers, got "
+            f"{type(model).__name__}"
+        )
 
 
 class _Updates:
@@ -274,7 +315,8 @@ def patch(
     Parameters stay the same objects, with the same names, shapes and values, so that optimizers and
     state_dict are not affected. Hooks of the projections are not called while their layer is
     patched. Layers that cannot run sparse keep their forward, with a notice in the log (logger
-    "twell"). Patching again takes up layers that have become ReLU since.
+    "twell"), and so does a call in another dtype than float32 on the CPU and bfloat16 on a GPU.
+    Patching again takes up layers that have become ReLU since.
 
     policy: "auto" runs each layer as its measured activity suggests; "dense" or "sparse" force it.
     automatic: call `update` after forward calls 1, 2, 4, ..., 128 and then after every 128th. It waits
@@ -284,6 +326,7 @@ def patch(
         contiguous parameters only: the copies then cost 2 D F values of memory traffic in each
         forward and backward.
     """
+    _require_module("patch", model)
     first = next((m._twell.plan for m in _patched_modules(model)), None)
     sparse = 0
     for name, module, names in list(_feed_forward_modules(model)):
@@ -296,10 +339,7 @@ def patch(
             continue
         plan = Plan(policy, first)
         first = first or plan
-        own = type(module)
-        if own not in _PATCHED:
-            _PATCHED[own] = type(f"Twell{own.__name__}", (_SparseForward, own), {})
-        module.__class__ = _PATCHED[own]
+        module.__class__ = _patched_class(type(module))
         activation = "relu2" if _is_relu2(_activation(module)[1]) else "relu"
         object.__setattr__(module, "_twell", _Layer(name, plan, names, activation))
         if by_neuron:
@@ -314,12 +354,13 @@ def patch(
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Restores what `patch` changed and returns the model."""
+    _require_module("unpatch", model)
     hook = model.__dict__.pop("_twell_updates", None)
     if hook is not None:
         hook.remove()
     for module in _patched_modules(model):
         layer = module.__dict__.pop("_twell")
-        module.__class__ = next(own for own, new in _PATCHED.items() if type(module) is new)
+        module.__class__ = _own_class(type(module))
         _lay_out_by_neuron(getattr(module, layer.down).weight, False)
     return model
 
@@ -344,6 +385,7 @@ def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
     share: below 1, a blend of ReLU and the activation, which runs dense; call again with growing
         shares, and at last with 1.
     """
+    _require_module("relufy", model)
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share {share} of ReLU: expected 0 to 1")
     for _, module, _ in list(_feed_forward_modules(model)):
@@ -372,7 +414,8 @@ def l1(model: nn.Module) -> torch.Tensor:
     terms = [m._twell.l1 for m in _patched_modules(model) if m._twell.l1 is not None]
     if not terms:
         raise RuntimeError("no training forward of a patched layer yet: call twell.patch(model), "
-                           "then the model, with gradients enabled")
+                           "then the model, with gradients enabled; layers that run dense, as the "
+                           "log says, have none")
     return torch.stack([term.to(terms[0].device) for term in terms]).mean()
 
 
