@@ -140,6 +140,14 @@ def test_faults(engine, checkpoint, tmp_path):
         twell.Engine(tmp_path)
     with pytest.raises(ValueError, match="temperature"):
         engine.generate("one", temperature=-1.0)
+    with pytest.raises(ValueError, match="there is no option max_token; the options are max_tokens"):
+        engine.generate("one", max_token=3)
+    with pytest.raises(TypeError, match="max_tokens: unexpected str '3'"):
+        engine.generate("one", max_tokens="3")
+    with pytest.raises(TypeError, match="a text or a list of token ids, got None"):
+        engine.generate(None)
+    same = [engine.generate(p, max_tokens=2).text for p in ([5, 6], torch.tensor([5, 6]))]
+    assert same[0] == same[1]
     with pytest.raises(ValueError, match="999999"):
         engine.generate([999999])
     with pytest.raises(ValueError):

@@ -6,14 +6,15 @@
     for piece in engine.stream("Once upon a time"):
         print(piece.text, end="", flush=True)
 
-Wrong arguments and files are a ValueError, other errors a RuntimeError, each with the engine's
-message.
+Wrong values and files are a ValueError, wrong types a TypeError, other errors a RuntimeError, each
+with the engine's message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 from collections.abc import Iterator, Sequence
 
 from . import _engine
@@ -49,6 +50,28 @@ class Generation:
     decode_seconds: float
 
 
+# Types of the options of a request.
+_OPTIONS = {
+    "max_tokens": numbers.Integral,
+    "temperature": numbers.Real,
+    "top_k": numbers.Integral,
+    "top_p": numbers.Real,
+    "min_p": numbers.Real,
+    "seed": numbers.Integral,
+    "stop": (str, Sequence),
+    "logprobs": (numbers.Integral, type(None)),
+    "begin_token": bool,
+}
+
+
+def _check_options(options: dict) -> None:
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise ValueError(f"there is no option {name}; the options are {', '.join(_OPTIONS)}")
+        if not isinstance(value, _OPTIONS[name]):
+            raise TypeError(f"{name}: unexpected {type(value).__name__} {value!r}")
+
+
 class Engine:
     """A model on one device. Requests, also of several threads, are computed together: a thread that
     waits for its next token computes the next token of every request.
@@ -73,9 +96,13 @@ class Engine:
         ffn: str = "auto",
         cache_8bit: bool = False,
     ):
+        self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
-            str(checkpoint), device, threads, slots, context, ffn, cache_8bit
+            self._checkpoint, device, threads, slots, context, ffn, cache_8bit
         )
+
+    def __repr__(self) -> str:
+        return f"Engine({self._checkpoint!r}) on {self.device}"
 
     @property
     def device(self) -> str:
@@ -117,13 +144,14 @@ class Engine:
     def stream(self, prompt: str | Sequence[int], **options) -> Iterator[Piece]:
         """The text that follows one prompt, piece by piece as it is computed. Options are those of
         `generate`. Closing the iterator cancels the request."""
+        _check_options(options)
         return self._pieces(self._submit(prompt, **options))
 
     def generate(
         self, prompts: str | Sequence, *, logprobs: int | None = None, **options
     ) -> Generation | list[Generation]:
         """The texts that follow one prompt or a list of prompts, which are computed together. A
-        prompt is a text, or a list of token ids.
+        prompt is a text, or a list (tensor, array) of token ids.
 
         max_tokens: most new tokens (256).
         temperature: 0 takes the most likely token every time (1.0).
@@ -133,6 +161,10 @@ class Engine:
         logprobs: N: also the log-probabilities of each new token and of the N most likely ones.
         begin_token: see `encode` (True).
         """
+        if hasattr(prompts, "tolist"):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, Sequence):
+            raise TypeError(f"a prompt is a text or a list of token ids, got {prompts!r:.80}")
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         seed = options.pop("seed", 0)
         asked = [prompts] if alone else prompts
@@ -148,6 +180,7 @@ class Engine:
         requests = []
         try:
             for prompt, chosen in zip(prompts, options):
+                _check_options(chosen)
                 requests.append(self._submit(prompt, **chosen))
             return [self._collect(request) for request in requests]
         finally:
@@ -160,6 +193,7 @@ class Engine:
         """The answer to a conversation, [{"role": "user", "content": "..."}, ...], rendered with
         the checkpoint's chat template. stream: an iterator of pieces instead. Options are those of
         `generate`."""
+        _check_options(options)
         # The template writes the begin token itself.
         prompt = self._loaded.render(json.dumps(list(messages)))
         request = self._submit(prompt, begin_token=False, chat=True, **options)
@@ -201,7 +235,14 @@ class Engine:
         return self._loaded.active_neurons()
 
     def _tokens(self, prompt, begin_token):
-        return self.encode(prompt, begin_token) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.encode(prompt, begin_token)
+        tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array
+        if not isinstance(tokens, Sequence) or not all(
+            isinstance(token, numbers.Integral) for token in tokens
+        ):
+            raise TypeError(f"a prompt is a text or a list of token ids, got {prompt!r:.80}")
+        return [int(token) for token in tokens]
 
     def _split(self, context, continuation):
         if not isinstance(context, str):
