@@ -1,217 +1,388 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the costs of twell/ops/ffn/dispatch.cc to a sweep: prints its constants, how well each execution
-is predicted, and the same for each shape when it is left out of the fit.
+"""Fits the costs of twell/ops/ffn/dispatch.cc to sweeps: prints its constants, how well each execution
+is predicted, the same for each shape when it is left out of the fit, and what auto would choose.
 
-    python3 bench/fit_gpu_costs.py bench/results/2026-11-23-h200-ffn-sweep.csv \
-        bench/results/2026-11-23-h200-medium-batch.csv
+    cd bench/results && python3 ../fit_gpu_costs.py 2026-11-23-h200-sweep-auto.csv \
+        2026-11-23-h200-ffn-sweep.csv 2026-11-23-h200-medium-batch.csv \
+        2026-11-22-h100-ffn-sweep-quick.jsonl
 
-With files of `twell bench ffn --sweep --jsonl` it says how well the engine estimated on that device,
-and what auto made of it:
+The first file is what the costs must predict. Of the others, these are fitted too: medium batches;
+tile-union with 129 to 1,024 tokens on an H200, where the first file has medium batches; and up to 64
+tokens on an H100, which tells waiting for memory from waiting for latencies.
+
+With a file of `twell bench ffn --sweep --jsonl` in front it says how well the engine estimated on that
+device, and what auto made of it:
 
     python3 bench/fit_gpu_costs.py sweep.jsonl
 
-Needs numpy and scipy. The sparse executions are linear in what is fitted, and all errors are
-relative, so that short and long calls weigh the same. The features are those of the C++ functions of
-the same names, on a device of 132 SMs."""
+The GPU is not always equally fast: behind long products it runs at lower clocks for a while, and in
+long ones it is at its power limit, which depends on the data. Dense does not depend on the pattern,
+so its time over the median of all patterns is the state of the GPU in a case. Sparse times are
+divided by it, and up to 128 tokens cases that are over 4% off are left out of the fit. There captured
+patterns make the median, because the GPU rests while they are prepared.
+
+Needs numpy and scipy. All errors are relative, so that short and long calls weigh the same."""
 
 import csv
 import json
+import math
 import sys
+from types import SimpleNamespace
 
-import numpy
-from scipy.optimize import minimize, nnls
+import numpy as np
+from scipy.optimize import least_squares
 
 SMS = 132
-SMALL_AGAIN = 0.85  # of the first call of a small batch: the later ones read weights out of the L2
+H200, H100 = 4.917, 3.352  # bytes of device memory per picosecond, by clock and width
+CLUSTERS = SMS // 4 - 2
+L2 = 50.0  # MB
+SPARSE_SHARE = 0.93  # sparse runs if its cost is below this share of dense,
+UNEVEN_SHARE = 0.90  # or of this up to 2,048 tokens where unions differ
 BATCH_FFN = 8448  # most neurons of a dense batch
+MEDIUM_ACTIVATIONS = 12e6  # most tokens times F of a medium batch
 
 
-def ceil(x):
-    return float(numpy.ceil(x))
+# --- Reading ---------------------------------------------------------------------------------------
+
+
+def launch_of(row):
+    if row["sparse"] != "tile-union":
+        return row["sparse"]
+    medium = 64 < row["tokens"] <= 2048 and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS
+    return "medium-batch" if medium else "tile-union"
+
+
+# The active neurons of n tokens together grow like n to this power, by -log(1 - share of F).
+def growth(row):
+    one, union = row["nnz_per_token"] / row["ffn"], row["union_share"]
+    tokens = 128 / (1 + row["extra_tiles"])
+    if not 0 < one < union < 1 or tokens < 2:
+        return 1.0
+    return min(max(math.log(math.log1p(-union) / math.log1p(-one)) / math.log(tokens), 0.0), 1.0)
 
 
 def read(path):
     with open(path) as file:
-        lines = [line for line in file if not line.startswith("#")]
-    rows = []
-    for row in csv.DictReader(lines):
-        numbers = ("width", "ffn", "tokens", "nnz_per_token", "union_share", "extra_tiles",
-                   "dense_us", "sparse_us")
-        rows.append({**row, **{name: float(row[name]) for name in numbers}})
+        if path.endswith(".jsonl"):
+            rows = [json.loads(line) for line in file]
+        else:
+            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    words = ("pattern", "sparse", "auto", "gpu", "date", "cpu", "bench", "twell")
+    rows = [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
+    dense, grown = {}, {}
+    for row in rows:
+        row["bandwidth"] = H100 if "H100" in row.get("gpu", "") else H200
+        row["shape"] = (row["width"], row["ffn"])
+        row["case"] = (*row["shape"], row["tokens"])
+        if "random" not in row["pattern"] or row["tokens"] > 128:
+            dense.setdefault(row["case"], []).append(row["dense_us"])
+        if row["union_share"] >= 0 and row["tokens"] >= 256:
+            grown.setdefault((*row["shape"], row["pattern"]), growth(row))
+    for row in rows:
+        row["state"] = row["dense_us"] / np.median(dense.get(row["case"], [row["dense_us"]]))
+        row["growth"] = grown.get((*row["shape"], row["pattern"]), 1.0)
+        row["launch"] = launch_of(row)
+        row["steady"] = row["tokens"] > 128 or abs(math.log(row["state"])) < 0.04
     return rows
 
 
-def independent_union(row, tokens):
-    density = min(row["nnz_per_token"] / row["ffn"], 1.0)
-    return row["ffn"] * (1.0 - (1.0 - density) ** tokens)
+def columns(rows):
+    def column(name):
+        return np.array([row[name] for row in rows], float)
+
+    c = SimpleNamespace(m=column("tokens"), d=column("width"), f=column("ffn"),
+                        nnz=column("nnz_per_token"), extra=column("extra_tiles"),
+                        growth=column("growth"), bandwidth=column("bandwidth"))
+    c.density = np.minimum(c.nnz / c.f, 1.0)
+    share = column("union_share")
+    c.union = np.where(share >= 0, share * c.f, union_of(c, np.minimum(c.m, 128)))
+    return c
 
 
-def few_cost(row):
-    m, d, f = row["tokens"], row["width"], row["ffn"]
-    workers, neurons, group = (SMS, 48, 16) if m <= 8 else (SMS // 4, 192, 64)
-    calls = ceil(m / 64)
-    m = ceil(m / calls)
-    passes = ceil(f / (workers * neurons))
-    taken = ceil(ceil(f / (workers * passes)) / group) * group
-    active = independent_union(row, m)
-    features = {"launches": 1.0, "first_bytes": 2 * d * passes * taken * workers,
-                "active_bytes": 4 * d * active, "active": active, "pass": passes,
-                "pass_width": passes * d}
-    return {name: value * (1 + SMALL_AGAIN * (calls - 1)) for name, value in features.items()}
+# --- Costs in us: those of the C++ functions of the same names ---------------------------------------
 
 
-def dense_batch_cost(row):
-    m, d, f = row["tokens"], row["width"], row["ffn"]
-    return {"launches": 1.0, "bytes": 6 * d * f, "token_bytes": 6 * d * f * m}
+def ceil(x):
+    return np.ceil(x)
 
 
-def tile_union_cost(row):
-    m, d, f = row["tokens"], row["width"], row["ffn"]
-    density = min(row["nnz_per_token"] / f, 1.0)
-    union = row["union_share"] * f if row["union_share"] >= 0 else independent_union(row, 128)
-    token_tiles = ceil(m / 128)
-    tiles = ceil(token_tiles * (1 + row["extra_tiles"]))
-    padded = min(union + 32, f)
-    blocks = ceil(padded / 64)
-    chunks = max(ceil(blocks / 3), min(blocks, 128 // token_tiles))
-    up_rounds = max(tiles * chunks / SMS, 1.0)
-    rounds = 0.5 * ceil(2 * ceil(m / 256) * ceil(f / 256) / (SMS // 2))
-    gate = rounds * 256 * 256 * d
-    return {"launches": 1.0, "heavy_rows": float(round(row["extra_tiles"] * token_tiles) > 0),
-            "gate": gate, "gate spill": gate * density,
-            "up_steps": up_rounds * d, "up": up_rounds * 2 * 128 * padded / chunks * d,
-            "down": (ceil(tiles * ceil(d / 256) / SMS) + 0.5) * 2 * 128 * 256 * padded,
-            "spilled_value": m * f * density, "tile": tiles, "word": m * f}
+def union_of(c, tokens):
+    return c.f * (1 - (1 - c.density) ** (tokens ** c.growth))
 
 
-MEDIUM_ACTIVATIONS = 12e6  # most tokens times F of a medium batch
-# With fewer neurons of a CTA, the gate and up wait for x.
-GATE_NEURONS, UP_NEURONS = 96, 32
+def move(c, megabytes, share):
+    return megabytes / (share * c.bandwidth)
 
 
-# Computes what MediumBatchSchedule computes. Returns tiles, neurons of a segment, rounds, CTAs and
-# clusters of up, and columns and CTAs of down.
+def dense_cost(p, c):
+    flops = 2 * ceil(c.m / 64) * 64 * c.d * c.f / (p["flops"] * 1e6)
+    read_us = move(c, 2e-6 * c.d * c.f, p["bytes"])
+    gemm = (flops ** p["mean"] + read_us ** p["mean"]) ** (1 / p["mean"])
+    gemm *= 1 + p["throttle"] * np.clip(np.log(flops / 500), 0, 2)
+    return 3 * gemm + move(c, 6e-6 * c.m * c.f, p["elementwise"]) + p["launches"]
+
+
+def dense_rows_cost(p, c):
+    return p["launches"] + move(c, 6e-6 * c.d * c.f, p["bytes"])
+
+
+def dense_batch_cost(p, c):
+    return p["launches"] + p["token"] * c.m + move(c, 6e-6 * c.d * c.f, p["bytes"])
+
+
+def decode_rows_cost(p, c):
+    passes = ceil(c.f / (SMS * 48))
+    neurons = np.maximum(ceil(c.f / (SMS * passes)), 16)
+    groups = ceil(neurons / 16) * ceil(c.d / 2048)
+    active = union_of(c, c.m)
+    return (p["launches"] + passes * (p["pass"] + p["group"] * groups) + p["active"] * active / SMS
+            + move(c, 2e-6 * c.d * c.f, p["first_bytes"])
+            + move(c, 4e-6 * c.d * active, p["active_bytes"]))
+
+
+def small_batch_cost(p, c):
+    calls = ceil(c.m / 64)
+    passes = ceil(c.f / (CLUSTERS * 192))
+    neurons = ceil(ceil(c.f / (CLUSTERS * passes)) / 64) * 64
+    chunks = ceil(c.d / 256)
+    active = union_of(c, ceil(c.m / calls))
+    down = ceil(ceil(c.d / 64) / (2 * CLUSTERS)) * active / 256
+    one = (p["launches"] + passes * (p["round"] + chunks * (p["chunk"] + p["x"] * (c.d > 2048)))
+           + p["down_step"] * down
+           + move(c, 128e-6 * SMS * passes * chunks * neurons, p["first_bytes"])
+           + move(c, 4e-6 * c.d * active, p["active_bytes"]))
+    return calls * one
+
+
+# Computes what MediumBatchSchedule computes.
 def medium_schedule(tokens, width, ffn):
-    tiles = max(ceil(tokens / 128), 1.0)
+    tiles = max(math.ceil(tokens / 128), 1)
     least = None
     for of in (48, 64, 80, 96, 128, 160, 176, 192):
-        segments = ceil(ffn / of)
-        turns = ceil(tiles * segments / SMS)
+        segments = math.ceil(ffn / of)
+        turns = math.ceil(tiles * segments / SMS)
         if segments <= 384 and (least is None or turns * (of + 64) < least):
             least, neurons, rounds = turns * (of + 64), of, turns
-    up_split = 4 if tiles <= 3 else 2 if tiles <= 12 else 1
-    clusters = SMS // 4 - 3 if up_split == 4 else SMS // up_split
-    columns = 64 if tiles * ceil(width / 64) <= SMS else 128
-    down_split = 2 if 2 * tiles * ceil(width / columns) <= SMS else 1
-    return tiles, neurons, rounds, up_split, max(clusters // tiles, 1.0), columns, down_split
+    split = 4 if tiles <= 3 else 2 if tiles <= 12 else 1
+    clusters = SMS // 4 - 3 if split == 4 else SMS // split
+    cols = 64 if tiles * math.ceil(width / 64) <= SMS else 128
+    parts = 2 if 2 * tiles * math.ceil(width / cols) <= SMS else 1
+    return tiles, neurons, rounds, split, max(clusters // tiles, 1), cols, parts
 
 
-def medium_cost(row):
-    m, d, f = row["tokens"], row["width"], row["ffn"]
-    tiles, neurons, rounds, up_split, clusters, columns, down_split = medium_schedule(m, d, f)
-    union = row["union_share"] * f if row["union_share"] >= 0 else independent_union(row, 128)
-    chunk = min(max(ceil(ceil(union / clusters) / 16) * 16, 16.0), 192.0)
-    up_turns = max(ceil(union / (chunk * clusters)), 1.0) * max(tiles * up_split / SMS, 1.0)
-    down_turns = ceil(tiles * ceil(d / columns) * down_split / SMS)
-    return {"gate_round": rounds, "gate_weight": rounds * max(neurons, GATE_NEURONS) * d,
-            "first_bytes": 2 * d * f, "up_round": up_turns,
-            "up_work": up_turns * d / up_split * max(chunk, UP_NEURONS),
-            "row_bytes": 2 * tiles * union * d, "down_round": down_turns,
-            "down_neuron": down_turns * union / down_split,
-            "down_work": down_turns * union / down_split * (128 + columns), "image": m * union,
-            "tile": tiles}
+def medium_batch_cost(p, c):
+    if not hasattr(c, "schedule"):
+        c.schedule = np.array([medium_schedule(*case) for case in zip(c.m, c.d, c.f)], float).T
+    tiles, neurons, rounds, split, clusters, cols, parts = c.schedule
+    gate = rounds * (p["gate_round"] + p["gate_weight"] * c.d * np.maximum(neurons, 96))
+    chunk = np.clip(ceil(ceil(c.union / clusters) / 16) * 16, 16, 192)
+    turns = np.maximum(ceil(c.union / (chunk * clusters)), 1) * np.maximum(tiles * split / SMS, 1)
+    up = turns * (p["up_round"] + c.d / split * p["up_work"] * np.maximum(chunk, 32))
+    rounds = ceil(tiles * ceil(c.d / cols) * parts / SMS)
+    down = rounds * (p["down_round"] + c.union / parts
+                     * (p["down_neuron"] + p["down_work"] * (128 + cols)))
+    return (gate + up + down + p["image"] * c.m * c.union + p["tile"] * tiles
+            + move(c, 2e-6 * c.d * c.f, p["first_bytes"])
+            + move(c, 2e-6 * c.d * tiles * c.union, p["row_bytes"]))
 
 
-def dense_cost(row, parameters):
-    flops_per_us, bytes_per_us, elementwise, launches, exponent, throttle = parameters
-    m, d, f = row["tokens"], row["width"], row["ffn"]
-    flops = 2 * ceil(m / 64) * 64 * d * f / (flops_per_us * 1e6)
-    mean = (flops ** exponent + (2 * d * f / (bytes_per_us * 1e6)) ** exponent) ** (1 / exponent)
-    gemm = mean * (1 + throttle * min(max(numpy.log(flops / 500), 0), 2))
-    return 3 * gemm + 6 * m * f / (elementwise * 1e6) + launches
+def tile_union_cost(p, c):
+    plain = ceil(c.m / 128)
+    tiles = np.maximum(np.round(c.m / 128 * (1 + c.extra)), plain)
+    blocks = np.minimum(c.union + 32, c.f) / 64
+    items = np.maximum(ceil(ceil(blocks) / 3), np.minimum(ceil(blocks), np.floor(128 / plain)))
+    steps = ceil(c.d / 64)
+    gate = 0.5 * ceil(2 * ceil(c.m / 256) * ceil(c.f / 256) / (SMS // 2)) * p["gate_step"] * steps
+    product = steps * (p["up_step"] + p["up_block"] * blocks / items)
+    entries = 128 * np.minimum(c.nnz, c.f / 16) / items
+    up = np.maximum(tiles * items / SMS, 1) * np.maximum(product, p["entry"] * entries)
+    megabytes = 2e-6 * c.d * c.union
+    missed = np.clip((megabytes - 2 * L2) / (2 * L2), 0, 1)
+    up += move(c, tiles * megabytes * missed, p["missed_bytes"])
+    rounds = tiles * ceil(c.d / 256) / SMS
+    down = (ceil(rounds) + 0.5 * np.minimum(rounds, 1)) * p["down_block"] * blocks
+    heavy = tiles > plain
+    us = gate + up + down
+    us *= 1 + p["throttle"] * np.maximum(np.log(us / 300), 0)
+    return (us + p["launches"] + p["tile"] * tiles + heavy * (p["heavy"] + p["heavy_block"] * blocks)
+            + move(c, 4e-6 * c.m * c.nnz, 1.0))
 
 
-def fit(rows, features, time="sparse_us"):
-    names = list(features(rows[0]))
-    matrix = numpy.array([[features(row)[name] / row[time] for name in names] for row in rows])
-    scale = matrix.max(axis=0)
-    scale[scale == 0] = 1
-    weights, _ = nnls(matrix / scale, numpy.ones(len(rows)), maxiter=10000)
-    return dict(zip(names, weights / scale))
+COSTS = {
+    "dense": (dense_cost, {"flops": 800, "bytes": 0.85, "mean": 3, "throttle": 0.08,
+                           "elementwise": 1.2, "launches": 13}),
+    "dense-rows": (dense_rows_cost, {"launches": 8, "bytes": 0.8}),
+    "dense-batch": (dense_batch_cost, {"launches": 4.5, "token": 0.04, "bytes": 0.77}),
+    "decode-rows": (decode_rows_cost, {"launches": 2, "pass": 4, "group": 1.2, "active": 0.4,
+                                       "first_bytes": 2, "active_bytes": 0.4}),
+    "small-batch": (small_batch_cost, {"launches": 2, "round": 4, "chunk": 0.5, "x": 0.1,
+                                       "down_step": 0.5, "first_bytes": 1, "active_bytes": 1}),
+    "medium-batch": (medium_batch_cost, {
+        "gate_round": 3, "gate_weight": 4e-5, "up_round": 5, "up_work": 7e-5, "down_round": 1.5,
+        "down_neuron": 0.004, "down_work": 2.4e-5, "image": 3.4e-6, "tile": 0.4, "first_bytes": 2,
+        "row_bytes": 1.5}),
+    "tile-union": (tile_union_cost, {
+        "launches": 17, "gate_step": 0.67, "up_step": 0.2, "up_block": 0.1, "entry": 0.01, "down_block": 1, "tile": 0.2,
+        "throttle": 0.05, "heavy": 5, "heavy_block": 0.5, "missed_bytes": 2}),
+}
 
 
-def errors(rows, features, weights, time="sparse_us"):
-    return numpy.array([
-        numpy.log(sum(weights[name] * value for name, value in features(row).items()) / row[time])
-        for row in rows])
+# --- Fitting -----------------------------------------------------------------------------------------
 
 
-def show(title, logs):
-    within = numpy.mean(numpy.abs(logs) < numpy.log(1.1))
-    print(f"{title}: {len(logs)} cases, {100 * within:.0f}% within 10%; 5th to 95th percentile "
-          f"{numpy.exp(numpy.percentile(logs, 5)):.2f} to {numpy.exp(numpy.percentile(logs, 95)):.2f}")
+def fit(cost, start, rows):
+    c, us = columns(rows), np.array([row["us"] for row in rows])
+    names, first = list(start), np.log(list(start.values()))
+
+    def logs(x):
+        return np.log(cost(dict(zip(names, np.exp(x))), c) / us)
+
+    found = least_squares(logs, first, loss="soft_l1", f_scale=0.05, max_nfev=300,
+                          bounds=(first - 6, first + 6))
+    return dict(zip(names, np.exp(found.x)))
+
+
+def errors(cost, p, rows):
+    return np.log(cost(p, columns(rows)) / np.array([row["us"] for row in rows]))
+
+
+def describe(logs):
+    within = 100 * np.mean(np.abs(logs) < math.log(1.1))
+    return (f"{within:3.0f}% within 10%, median {100 * (np.exp(np.median(np.abs(logs))) - 1):4.1f}%, "
+            f"worst {np.exp(logs[np.argmax(np.abs(logs))]):.2f}")
+
+
+# What each execution is fitted to: rows with their `us`.
+def fitted_rows(rows, more):
+    def sparse(launch, of):
+        return [{**row, "us": row["sparse_us"] / row["state"]} for row in of
+                if row["launch"] == launch and row["steady"]]
+
+    of = {launch: sparse(launch, rows) for launch in COSTS if not launch.startswith("dense")}
+    of["medium-batch"] += [{**row, "us": row["auto_us"] / row["state"]} for row in rows
+                           if row["sparse"] == "small-batch" and row["auto"] == "tile-union"]
+    few = [row for row in more if row["bandwidth"] != H200 and row["tokens"] <= 64]
+    of["decode-rows"] += sparse("decode-rows", few)
+    of["small-batch"] += sparse("small-batch", few)
+    for row in more:
+        medium = row["sparse"] == "medium-batch" and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS
+        union = row["sparse"] == "tile-union" and row["tokens"] <= 1024
+        if row["bandwidth"] == H200 and (medium or union):
+            of[row["sparse"]].append({**row, "us": row["sparse_us"] / row["state"]})
+    # Dense once per shape and number of tokens: of cuBLASLt, and of the kernels for few tokens,
+    # which auto runs in some cases.
+    cases = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    for launch in ("dense", "dense-rows", "dense-batch"):
+        of[launch] = []
+    for case in cases.values():
+        row, tokens = case[0], case[0]["tokens"]
+        ran = [r["auto_us"] / r["state"] for r in case if r["auto"] == "dense"]
+        batch = 9 <= tokens <= 64 and row["ffn"] <= BATCH_FFN
+        kind = "dense-rows" if tokens <= 8 else "dense-batch" if batch else "dense"
+        if kind == "dense":
+            ran = [r["dense_us"] / r["state"] for r in case]
+        if ran:
+            of[kind].append({**row, "us": np.median(ran)})
+    return of
+
+
+def report(launch, rows):
+    cost, start = COSTS[launch]
+    p = fit(cost, start, rows)
+    print(f"{launch}: {len(rows)} cases, {describe(errors(cost, p, rows))}")
+    print("    " + ", ".join(f"{name} {value:.4g}" for name, value in p.items()))
+    left_out = []
+    for shape in sorted({row["shape"] for row in rows}):
+        here = [row for row in rows if row["shape"] == shape]
+        without = fit(cost, p, [row for row in rows if row["shape"] != shape])
+        logs = errors(cost, without, here)
+        left_out.append(logs)
+        print(f"    D {shape[0]:.0f}, F {shape[1]:.0f}: {describe(errors(cost, p, here))};"
+              f" left out: {describe(logs)}")
+    print(f"    each shape left out: {describe(np.concatenate(left_out))}")
+    return p
+
+
+# --- What auto would choose --------------------------------------------------------------------------
+
+
+# Launches that take the call, dense first, as in the dispatch table.
+def candidates(row):
+    tokens = row["tokens"]
+    dense = "dense"
+    if tokens <= 8:
+        dense = "dense-rows"
+    elif tokens <= 64 and row["ffn"] <= BATCH_FFN:
+        dense = "dense-batch"
+    few = ["decode-rows"] if tokens <= 8 else ["small-batch"] if tokens <= 128 else []
+    medium = 64 < tokens <= 2048 and tokens * row["ffn"] <= MEDIUM_ACTIVATIONS
+    return [dense, *few, *(["medium-batch"] if medium else []), "tile-union"]
+
+
+# The dense layer as the engine runs it takes dense_us, which is cuBLASLt's, but for up to 64 tokens.
+# `ran` is what its kernels took there.
+def choices(rows, p, ran):
+    c = columns(rows)
+    costs = {launch: COSTS[launch][0](p[launch], c) for launch in COSTS}
+    against, over, skipped = [], [], 0
+    for i, row in enumerate(rows):
+        dense, *sparse = candidates(row)
+        best = min(sparse, key=lambda launch: costs[launch][i])
+        uneven = row["extra_tiles"] > 0 and row["tokens"] <= 2048
+        share = UNEVEN_SHARE if uneven else SPARSE_SHARE
+        choice = best if costs[best][i] < share * costs[dense][i] else dense
+        times = {dense: row["dense_us"], row["launch"]: row["sparse_us"]}
+        if row["case"] in ran:
+            times[dense] = min(row["dense_us"], ran[row["case"]] * row["state"])
+        if row["sparse"] == "small-batch" and row["auto"] == "tile-union":
+            times["medium-batch"] = row["auto_us"]
+        if choice not in times:
+            skipped += 1
+            continue
+        against.append((times[dense] / times[choice], row, choice))
+        over.append((times[choice] / min(times.values()), row, choice))
+    slower = sum(ratio < 0.97 for ratio, *_ in against)
+    off = sum(ratio > 1.07 for ratio, *_ in over)
+    worst, row, choice = min(against, key=lambda case: case[0])
+    print(f"auto by these costs: {len(against)} cases ({skipped} without the time of its choice), {slower}"
+          f" below 0.97 of dense ({worst:.2f} at worst: D {row['width']:.0f}, F {row['ffn']:.0f},"
+          f" {row['tokens']:.0f} tokens, {row['pattern']}, {choice}), {off} over 7% off the best"
+          f" ({100 * off / len(over):.1f}%)")
+
+
+# --- How well the engine estimated -------------------------------------------------------------------
 
 
 def check(path):
-    with open(path) as file:
-        rows = [json.loads(line) for line in file]
+    rows = read(path)
     print(f"{path}: {rows[0]['gpu']}")
     for execution in ["dense", *sorted({row["sparse"] for row in rows})]:
         name = "dense" if execution == "dense" else "sparse"
-        show(execution, numpy.array([numpy.log(row[f"{name}_estimate_us"] / row[f"{name}_us"])
-                                     for row in rows if execution in ("dense", row["sparse"])]))
-    against_dense = numpy.array([row["dense_us"] / row["auto_us"] for row in rows])
-    over_best = numpy.array([row["auto_us"] / min(row["dense_us"], row["sparse_us"])
-                             for row in rows])
-    print(f"auto: {len(rows)} cases, {against_dense.min():.2f} of dense at worst, "
-          f"{(against_dense < 0.97).sum()} below 0.97; {(over_best > 1.07).sum()} over 7% off the best")
+        logs = np.array([math.log(row[f"{name}_estimate_us"] / row[f"{name}_us"]) for row in rows
+                         if execution in ("dense", row["sparse"])])
+        print(f"{execution}: {len(logs)} cases, {describe(logs)}")
+    against = np.array([row["dense_us"] / row["auto_us"] for row in rows])
+    over = np.array([row["auto_us"] / min(row["dense_us"], row["sparse_us"]) for row in rows])
+    print(f"auto: {len(rows)} cases, {against.min():.2f} of dense at worst, {(against < 0.97).sum()} below"
+          f" 0.97; {(over > 1.07).sum()} over 7% off the best")
 
 
 def main():
-    sweeps = [path for path in sys.argv[1:] if path.endswith(".jsonl")]
-    for path in sweeps:
-        check(path)
-    if sweeps:
-        return
-    rows = [row for path in sys.argv[1:] for row in read(path)]
-    if not rows:
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
-    start = [800, 4, 7, 13, 3, 0.05]
-    medium = [row for row in rows
-              if row["sparse"] == "medium-batch"
-              and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS]
-    rows = [row for row in rows if row["sparse"] != "medium-batch"]
-
-    batch = [row for row in rows
-             if 9 <= row["tokens"] <= 64 and row["ffn"] <= BATCH_FFN and row["width"] > 512]
-    gemms = [row for row in rows if not (9 <= row["tokens"] <= 64 and row["ffn"] <= BATCH_FFN)]
-
-    def dense_logs(parameters):
-        return numpy.array([numpy.log(dense_cost(row, parameters) / row["dense_us"])
-                            for row in gemms[::3]])
-
-    found = minimize(lambda p: numpy.mean(numpy.abs(dense_logs(p))), start, method="Nelder-Mead",
-                     options={"maxiter": 600}).x
-    show("dense", dense_logs(found))
-    names = ("flops 1e6/us", "bytes 1e6/us", "elementwise 1e6/us", "launches us", "mean", "throttle")
-    print("   " + ", ".join(f"{name} {value:.4g}" for name, value in zip(names, found)))
-    weights = fit(batch, dense_batch_cost, "dense_us")
-    show("dense batch", errors(batch, dense_batch_cost, weights, "dense_us"))
-    print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))
-    for execution, features in (("decode-rows", few_cost), ("small-batch", few_cost),
-                                ("tile-union", tile_union_cost), ("medium-batch", medium_cost)):
-        chosen = [row for row in rows + medium if row["sparse"] == execution]
-        if not chosen:
-            continue
-        weights = fit(chosen, features)
-        show(execution, errors(chosen, features, weights))
-        print("   us per unit: " + ", ".join(f"{n} {w:.4g}" for n, w in weights.items()))
-        for shape in sorted({(row["width"], row["ffn"]) for row in chosen}):
-            rest = [row for row in chosen if (row["width"], row["ffn"]) != shape]
-            left_out = [row for row in chosen if (row["width"], row["ffn"]) == shape]
-            show(f"   without D {shape[0]:.0f}, F {shape[1]:.0f}",
-                 errors(left_out, features, fit(rest, features)))
+    if sys.argv[1].endswith(".jsonl"):
+        for path in sys.argv[1:]:
+            check(path)
+        return
+    rows = read(sys.argv[1])
+    more = [row for path in sys.argv[2:] for row in read(path)]
+    of = fitted_rows(rows, more)
+    p = {launch: report(launch, of[launch]) for launch in of}
+    ran = {row["case"]: row["us"] for kind in ("dense-rows", "dense-batch") for row in of[kind]}
+    choices(rows, p, ran)
 
 
 if __name__ == "__main__":

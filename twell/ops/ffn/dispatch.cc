@@ -14,63 +14,85 @@
 namespace twell {
 namespace {
 
-// Fitted by bench/fit_gpu_costs.py to sweeps over ten shapes on an H200 of 132 SMs at 1.98 GHz
-// (bench/results/2026-11-23-h200-ffn-sweep.csv, 2026-11-23-h200-medium-batch.csv). Times are in
-// microseconds. Rates are per SM and GHz, bytes per microsecond are shares of the device memory's
-// bandwidth, so that other devices scale with their SMs, their clock and their memory.
-constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitBandwidth = 4.917e6;
+// Fitted by bench/fit_gpu_costs.py, which prints these numbers, to ten shapes on an H200 and to
+// three on an H100 (bench/results/2026-11-23-h200-ffn-sweep.txt). Times are in microseconds on 132
+// SMs at 1.98 GHz. Memory is read at a share of the device's bandwidth, more than 1 where a part of
+// the reading hides behind the times. So other devices scale with their SMs, clock and memory.
+constexpr double kFitSms = 132.0, kFitGhz = 1.98;
 struct GpuCosts {
-  // Dense: three GEMMs; a power mean joins their compute and memory bounds.
-  double dense_flops = 823.8e6 / kFitSms / kFitGhz;
-  double dense_bytes = 4.174e6 / kFitBandwidth;
-  double dense_mean = 2.753;        // exponent of that mean
-  double dense_throttle = 0.07865;  // slower by this for each factor e beyond 500 us, at most e^2:
-                                    // long GEMMs run at the power limit
-  double elementwise = 5.885e6 / kFitBandwidth;  // the gate product, largely from the L2
-  double dense_launches = 13.28;                 // of its four kernels
-  // Dense batch: weights are read once; each token adds a share.
-  double batch_launches = 7.004;
-  double batch_bytes = 4.016e6 / kFitBandwidth;
-  double batch_token = 0.002302;
-  // Decode rows and small batch read the first weight in passes of a bounded number of neurons per
-  // CTA or cluster; each pass has a latency of its own that grows with the width.
-  struct Few {
-    double launches, first_bytes, active_bytes, active, pass, pass_width;
-  };
-  Few decode = {5.39, 86.1e6 / kFitBandwidth, 2.241e6 / kFitBandwidth, 0.003677, 0.1404, 0.003353};
-  Few small = {0.0, 6.689e6 / kFitBandwidth, 3.189e6 / kFitBandwidth, 0.001621, 6.653, 0.001766};
-  double small_again = 0.85;  // time of a further call of a small batch, in that of the first
-  // Medium batch: microseconds, per round, per value of the first weight or of a chunk, per tile.
-  struct Medium {
-    double gate_round = 2.939, gate_weight = 3.907e-05, up_round = 5.068, up_work = 7.303e-05,
-           down_round = 1.58, down_neuron = 0.004166, down_work = 2.371e-05, image = 3.441e-06,
-           tile = 0.3696;
-    double first_bytes = 1.0 / 1.142e-07 / kFitBandwidth,
-           row_bytes = 1.0 / 1.316e-07 / kFitBandwidth;
-  };
-  Medium medium;
-  // Tile-union.
-  double launches = 19.17;    // of its kernels, finding unions included
-  double heavy_rows = 6.437;  // where rows of many active neurons get tiles of their own
-  double gate_flops = 12.29e6 / 2.0 / kFitGhz;  // gate GEMM that packs
-  double up_width = 0.002013;                   // per value of the width: latency of an item
-  double up_flops = 3.160e6 / kFitGhz;
-  double down_flops = 8.453e6 / kFitGhz;
-  double spilled_value = 9.968;  // bytes moved per active value before up and down
-  double tile = 0.1768;          // per tile of 128 tokens
-  double images = 22.5;          // without a gate: compacting activations instead of up
-  // Row-fused, fitted to width 2048 and FFN size 5632 alone.
-  double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
-  double row_fused = 20.0;                       // lists, and the tail of long rows
-  double bandwidth = 4.0e6 / kFitBandwidth;      // of memory, unless stated otherwise
+  // Three GEMMs; a power mean joins their compute and memory bounds. Long ones run at the power
+  // limit: slower by `throttle` for each factor e beyond 500 us, at most e^2.
+  struct {
+    double flops = 811.7;  // TFLOP/s
+    double bytes = 0.86;   // weights
+    double mean = 2.827;   // exponent
+    double throttle = 0.07922;
+    double elementwise = 1.161;  // the gate product, partly from the L2
+    double launches = 13.77;
+  } dense;
+  struct {
+    double launches = 7.606, bytes = 0.7822;
+  } dense_rows;
+  struct {
+    double launches = 4.568, token = 0.0434, bytes = 0.7741;
+  } dense_batch;
+  // A CTA reads its neurons in passes, in groups of 16 rows of at most 2,048 columns. Each group
+  // waits for the one whose shared memory it takes.
+  struct {
+    double launches = 1.915, pass = 3.875, group = 1.193;
+    double active = 0.405;        // per active neuron of a CTA
+    double first_bytes = 1.928;   // the first weight
+    double active_bytes = 0.426;  // rows of the others, each read by itself
+  } decode;
+  // A cluster of four CTAs reads its neurons in passes, in chunks of 64 columns per CTA.
+  struct {
+    double launches = 2.329, round = 4.042, chunk = 0.5241;
+    double x = 0.154;          // per chunk where x does not stay in shared memory
+    double down_step = 0.604;  // per 64 active neurons of a CTA of `down`
+    double first_bytes = 1.676, active_bytes = 1.2;
+  } small;
+  // Three kernels, each with a fixed time per round of CTAs.
+  struct {
+    double gate_round = 2.388;
+    double gate_weight = 4.028e-5;  // per weight of a CTA
+    double up_round = 5.166;
+    double up_work = 7.13e-5;  // per weight of a CTA
+    double down_round = 2.092;
+    double down_neuron = 0.004783;
+    double down_work = 2.136e-5;  // per neuron, for each of its tokens and columns in a CTA
+    double image = 3.747e-6;      // per token and neuron of the union
+    double tile = 0.387;          // the more tiles, the longer they wait for the largest union
+    double first_bytes = 1.923, row_bytes = 1.836;
+  } medium;
+  struct {
+    double launches = 19.67;
+    double gate_step = 0.6928;                   // 256 x 256 x 64 products on two SMs
+    double up_step = 0.2563, up_block = 0.1089;  // 64 columns of an item, and of a block of it
+    double entry = 0.01125;                      // writing an active value to its place
+    double down_block = 0.7979;                  // 128 tokens x 256 columns x 64 neurons
+    double tile = 0.1786;
+    double throttle = 0.04298;                   // slower for each factor e beyond 300 us
+    double heavy = 1.782, heavy_block = 0.8234;  // a tile of heavy rows, which others wait for
+    double missed_bytes = 2.696;  // rows of w_up where a union's do not stay in the L2
+    double images = 22.5;         // without a gate: compacting activations instead of up
+  } tile_union;
+  // Fitted to width 2048 and FFN size 5632 alone.
+  struct {
+    double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
+    double tail = 20.0;                            // lists, and the tail of long rows
+  } row_fused;
+  double bandwidth = 0.8135;  // share that is read, unless stated otherwise
 };
 constexpr GpuCosts kCosts;
 
-constexpr double kDenseRows = 64.0;      // tokens that cuBLASLt's tiles come in
-constexpr double kDecodeNeurons = 48.0;  // neurons of a CTA in a pass of decode rows,
-constexpr double kDecodeGroup = 16.0;    // in groups of a tensor core's rows
-constexpr double kSmallNeurons = 192.0;  // neurons of a cluster in a pass of a small batch,
-constexpr double kSmallGroup = 64.0;     // in groups
+constexpr double kDenseRows = 64.0;        // tokens that cuBLASLt's tiles come in
+constexpr double kDecodeNeurons = 48.0;    // neurons of a CTA in a pass of decode rows,
+constexpr double kDecodeGroup = 16.0;      // in groups of a tensor core's rows,
+constexpr double kDecodeColumns = 2048.0;  // of at most so many columns
+constexpr double kSmallNeurons = 192.0;    // neurons of a cluster in a pass of a small batch,
+constexpr double kSmallGroup = 64.0;       // in groups
+constexpr double kSmallChunk = 256.0;      // columns that a cluster reads at a time
+constexpr double kSmallWidth = 2048.0;     // up to which x stays in shared memory
 constexpr int64_t kSmallTokens = 64;
 constexpr double kClusterSms = 4.0;
 constexpr double kMediumGroup = 16.0;   // neurons of a medium batch's union come in groups,
@@ -79,13 +101,20 @@ constexpr double kMediumGate = 96.0;    // with fewer neurons of a CTA, the gate
 constexpr double kMediumUp = 32.0;      // and `up` wait for x
 constexpr double kTile = 128.0;         // tokens of a tile-union tile
 constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
+constexpr double kStep = 64.0;          // columns of a k-step
 constexpr double kBlock = 64.0;         // neurons of a block of a union,
 constexpr double kUpBlocks = 3.0;       // of which an `up` work item of one SM has so many,
 constexpr double kUpItems = 128.0;      // or fewer, where there are not as many items as these
 constexpr double kDownColumns = 256.0;  // columns of a `down` work item
+constexpr double kSpilledShare = 1.0 / 16.0;  // with more active, many tiles are spilled
+constexpr double kL2Bytes = 50e6;             // of an H100 and an H200
 
 // A sparse cost must be below this share of the dense cost: the model is off by some percent.
 constexpr double kSparseShare = 0.93;
+// Where some tokens are heavy or a tile is not full, the largest union may be twice the mean,
+// which is all that is known. Few tiles wait for it.
+constexpr double kUnevenShare = 0.90;
+constexpr int64_t kUnevenTokens = 2048;
 // Reading through a screen is faster up to this share of active neurons.
 constexpr double kScreenedShare = 1.0 / 80.0;
 
@@ -98,6 +127,8 @@ struct Sizes {
         sms(static_cast<double>(std::max<int64_t>(layer.device.multiprocessors, 2))),
         ghz(layer.device.clock_ghz),
         bandwidth(layer.device.bandwidth) {}
+  // Microseconds of an SM's work, by its clock.
+  double work(double fitted_us) const { return fitted_us * kFitGhz / ghz; }
   double rate(double per_sm_and_ghz) const { return per_sm_and_ghz * sms * ghz; }
   double move(double bytes, double share = kCosts.bandwidth) const {
     return bytes / (share * bandwidth);
@@ -105,79 +136,96 @@ struct Sizes {
 };
 
 double dense_gemm(const Sizes& s) {
+  const auto& costs = kCosts.dense;
   const double rows = std::ceil(s.m / kDenseRows) * kDenseRows;
-  const double flops = 2.0 * rows * s.d * s.f / s.rate(kCosts.dense_flops);
-  const double bytes = s.move(2.0 * s.d * s.f, kCosts.dense_bytes);
+  const double flops = 2.0 * rows * s.d * s.f / s.rate(costs.flops * 1e6 / kFitSms / kFitGhz);
+  const double bytes = s.move(2.0 * s.d * s.f, costs.bytes);
   const double mean =
-      std::pow(std::pow(flops, kCosts.dense_mean) + std::pow(bytes, kCosts.dense_mean),
-               1.0 / kCosts.dense_mean);
-  return mean * (1.0 + kCosts.dense_throttle * std::clamp(std::log(flops / 500.0), 0.0, 2.0));
+      std::pow(std::pow(flops, costs.mean) + std::pow(bytes, costs.mean), 1.0 / costs.mean);
+  return mean * (1.0 + costs.throttle * std::clamp(std::log(flops / 500.0), 0.0, 2.0));
 }
 
 double dense_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
   const Sizes s(layer, tokens);
-  if (!layer.gated) return 2.0 * dense_gemm(s) + 0.5 * kCosts.dense_launches;
-  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f, kCosts.elementwise) +
-         kCosts.dense_launches;
+  const auto& costs = kCosts.dense;
+  if (!layer.gated) return 2.0 * dense_gemm(s) + 0.5 * costs.launches;
+  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f, costs.elementwise) + costs.launches;
+}
+
+double all_weights(const GpuFfnLayer& layer, const Sizes& s) {
+  return (layer.gated ? 3.0 : 2.0) * 2.0 * s.d * s.f;
+}
+
+double dense_rows_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.dense_rows;
+  return costs.launches + s.move(all_weights(layer, s), costs.bytes);
 }
 
 double dense_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
   const Sizes s(layer, tokens);
-  const double bytes = (layer.gated ? 3.0 : 2.0) * 2.0 * s.d * s.f;
-  return kCosts.batch_launches +
-         s.move(bytes, kCosts.batch_bytes) * (1.0 + kCosts.batch_token * s.m);
+  const auto& costs = kCosts.dense_batch;
+  return costs.launches + s.work(costs.token * s.m) + s.move(all_weights(layer, s), costs.bytes);
 }
 
 double packed_gate(const Sizes& s) {
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
-  const double tile = 2.0 * kGateTile * kGateTile * s.d / (2.0 * kCosts.gate_flops * s.ghz);
+  const double tile = s.work(kCosts.tile_union.gate_step * std::ceil(s.d / kStep));
   // A last round with work for at most half of the pairs of SMs is cut in two.
   const double rounds = 0.5 * std::ceil(2.0 * tiles / pairs);
   return std::max(rounds * tile, s.move(2.0 * s.d * s.f));
 }
 
-double density_of(const Sizes& s, const LayerActivity& activity) {
-  return std::min(activity.nnz_per_token / s.f, 1.0);
+// Neurons active for any of n tokens, by how unions were seen to grow.
+double grown_union(const Sizes& s, const LayerActivity& activity, double n) {
+  const double density = std::min(activity.nnz_per_token / s.f, 1.0);
+  return s.f * (1.0 - std::pow(1.0 - density, std::pow(n, activity.union_growth)));
 }
 
-// Neurons active for at least one of n tokens if tokens were independent, which is an upper bound.
-double independent_union(const Sizes& s, const LayerActivity& activity, double n) {
-  return s.f * (1.0 - std::pow(1.0 - density_of(s, activity), n));
+// Neurons of a tile's union.
+double tile_neurons(const Sizes& s, const LayerActivity& activity) {
+  return activity.union_share >= 0.0 ? activity.union_share * s.f
+                                     : grown_union(s, activity, std::min(s.m, kTile));
 }
 
 double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
-  const double density = density_of(s, activity);
-  const double neurons = activity.union_share >= 0.0 ? activity.union_share * s.f
-                                                     : independent_union(s, activity, kTile);
-  const double tiles = std::ceil(std::ceil(s.m / kTile) * (1.0 + activity.extra_tiles));
-  const double padded = std::min(neurons + 32.0, s.f);  // whole blocks of 64 neurons
-  const double blocks = std::ceil(padded / kBlock);
-  const double items = std::max(std::ceil(blocks / kUpBlocks),
-                                std::min(blocks, std::floor(kUpItems / std::ceil(s.m / kTile))));
-  const double up_item = kCosts.up_width * s.d * kFitGhz / s.ghz +
-                         2.0 * kTile * padded / items * s.d / (kCosts.up_flops * s.ghz);
-  const double down_item = 2.0 * kTile * kDownColumns * padded / (kCosts.down_flops * s.ghz);
-  double cost = packed_gate(s) + kCosts.launches + kCosts.tile * tiles +
-                s.move(kCosts.spilled_value * s.m * s.f * density);
-  if (std::round(activity.extra_tiles * std::ceil(s.m / kTile)) > 0.0) cost += kCosts.heavy_rows;
-  // `down` fills the gaps of the last round of `up`.
-  cost += layer.gated ? std::max(tiles * items / s.sms, 1.0) * up_item : kCosts.images;
+  const auto& costs = kCosts.tile_union;
+  const double neurons = tile_neurons(s, activity), plain = std::ceil(s.m / kTile);
+  const double tiles = std::max(std::round(s.m / kTile * (1.0 + activity.extra_tiles)), plain);
+  const double blocks = std::min(neurons + 32.0, s.f) / kBlock;  // whole ones in the mean
+  const double items = std::max(std::ceil(std::ceil(blocks) / kUpBlocks),
+                                std::min(std::ceil(blocks), std::floor(kUpItems / plain)));
+  // An item multiplies while a warpgroup writes the gate's values of its neurons to their places.
+  // `down` fills the gaps of the last round.
+  const double product = std::ceil(s.d / kStep) * (costs.up_step + costs.up_block * blocks / items);
+  const double entries = kTile * std::min(activity.nnz_per_token, s.f * kSpilledShare) / items;
+  const double up = layer.gated ? std::max(tiles * items / s.sms, 1.0) *
+                                      s.work(std::max(product, costs.entry * entries))
+                                : costs.images;
+  // Rows that tiles read in turn come from memory where a union's are larger than the L2.
+  const double rows = 2.0 * s.d * neurons;
+  const double missed = std::clamp(rows / (2.0 * kL2Bytes) - 1.0, 0.0, 1.0);
   // Unions differ in size, so half an item's time is waited for at the end.
-  const double rounds = std::ceil(tiles * std::ceil(s.d / kDownColumns) / s.sms);
-  return cost + (rounds + 0.5) * down_item;
+  const double rounds = tiles * std::ceil(s.d / kDownColumns) / s.sms;
+  const double down =
+      (std::ceil(rounds) + 0.5 * std::min(rounds, 1.0)) * s.work(costs.down_block * blocks);
+  const double products = packed_gate(s) + up +
+                          s.move(layer.gated ? tiles * rows * missed : 0.0, costs.missed_bytes) +
+                          down;
+  const double heavy = tiles > plain ? costs.heavy + costs.heavy_block * blocks : 0.0;
+  return products * (1.0 + costs.throttle * std::max(std::log(products / 300.0), 0.0)) +
+         costs.launches + s.work(costs.tile * tiles + heavy) +
+         s.move(4.0 * s.m * activity.nnz_per_token, 1.0);
 }
 
-// Each of the three kernels has a fixed time per round of CTAs, and reads weights and h at rates of
-// its own. Unions of tiles differ, so the more tiles, the longer the others wait for the largest.
 double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
-  const GpuCosts::Medium& costs = kCosts.medium;
+  const auto& costs = kCosts.medium;
   const MediumBatchSchedule schedule(tokens, layer.width, layer.ffn, layer.device.multiprocessors);
   const auto count = [](int64_t value) { return static_cast<double>(value); };
-  const double neurons = activity.union_share >= 0.0 ? activity.union_share * s.f
-                                                     : independent_union(s, activity, kTile);
+  const double neurons = tile_neurons(s, activity);
   const double tiles = count(schedule.tiles), rounds = count(schedule.rounds);
   const double gate =
       rounds *
@@ -198,45 +246,60 @@ double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
   const double down =
       down_turns * (costs.down_round +
                     neurons / parts * (costs.down_neuron + costs.down_work * (kTile + columns)));
-  return (gate + up + down + costs.image * s.m * neurons + costs.tile * tiles) * kFitGhz / s.ghz +
+  return s.work(gate + up + down + costs.image * s.m * neurons + costs.tile * tiles) +
          s.move(2.0 * s.d * s.f, costs.first_bytes) +
          s.move(2.0 * s.d * tiles * neurons, costs.row_bytes);
 }
 
-// `workers` CTAs or clusters divide the neurons; each takes up to `neurons` in a pass, in whole
-// groups. Of the other weights, the rows of neurons active for any token are read.
-double few_cost(const GpuFfnLayer& layer, const Sizes& s, const LayerActivity& activity,
-                const GpuCosts::Few& costs, double workers, double neurons, double group) {
-  const double passes = std::ceil(s.f / (workers * neurons));
-  const double taken = std::ceil(std::ceil(s.f / (workers * passes)) / group) * group;
-  const double active = independent_union(s, activity, s.m);
-  return costs.launches + s.move(2.0 * s.d * passes * taken * workers, costs.first_bytes) +
-         s.move(2.0 * s.d * (layer.gated ? 2.0 : 1.0) * active, costs.active_bytes) +
-         costs.active * active + passes * (costs.pass + costs.pass_width * s.d * kFitGhz / s.ghz);
+// Of w_up and w_down, the rows of neurons active for any token are read.
+double active_rows(const GpuFfnLayer& layer, const Sizes& s, double active) {
+  return (layer.gated ? 2.0 : 1.0) * 2.0 * s.d * active;
 }
 
 double decode_rows_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
-  return few_cost(layer, s, activity, kCosts.decode, s.sms, kDecodeNeurons, kDecodeGroup);
+  const auto& costs = kCosts.decode;
+  const double passes = std::ceil(s.f / (s.sms * kDecodeNeurons));
+  const double neurons = std::max(std::ceil(s.f / (s.sms * passes)), kDecodeGroup);
+  const double groups = std::ceil(neurons / kDecodeGroup) * std::ceil(s.d / kDecodeColumns);
+  const double active = grown_union(s, activity, s.m);
+  return costs.launches +
+         s.work(passes * (costs.pass + costs.group * groups) + costs.active * active / s.sms) +
+         s.move(2.0 * s.d * s.f, costs.first_bytes) +
+         s.move(active_rows(layer, s, active), costs.active_bytes);
 }
 
-// More than 64 tokens run as equal calls, of which the later ones read weights out of the L2.
+// More than 64 tokens run as equal calls.
 double small_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const int64_t calls = std::max<int64_t>((tokens + kSmallTokens - 1) / kSmallTokens, 1);
   const Sizes s(layer, (tokens + calls - 1) / calls);
-  return few_cost(layer, s, activity, kCosts.small, std::floor(s.sms / kClusterSms), kSmallNeurons,
-                  kSmallGroup) *
-         (1.0 + kCosts.small_again * static_cast<double>(calls - 1));
+  const auto& costs = kCosts.small;
+  // GPCs have 16 or 18 SMs, so two clusters fewer run at one time than there are SMs for.
+  const double clusters = std::max(std::floor(s.sms / kClusterSms) - 2.0, 1.0);
+  const double passes = std::ceil(s.f / (clusters * kSmallNeurons));
+  const double neurons =
+      std::ceil(std::ceil(s.f / (clusters * passes)) / kSmallGroup) * kSmallGroup;
+  const double chunks = std::ceil(s.d / kSmallChunk);
+  const double active = grown_union(s, activity, s.m);
+  // Clusters of `down` compute 64 columns each, two of them beside each other.
+  const double down_rounds = std::ceil(std::ceil(s.d / kStep) / (2.0 * clusters));
+  const double chunk = costs.chunk + (s.d > kSmallWidth ? costs.x : 0.0);
+  const double call = costs.launches +
+                      s.work(passes * (costs.round + chunks * chunk) +
+                             costs.down_step * down_rounds * active / (kClusterSms * kBlock)) +
+                      s.move(2.0 * kStep * passes * chunks * neurons * s.sms, costs.first_bytes) +
+                      s.move(active_rows(layer, s, active), costs.active_bytes);
+  return call * static_cast<double>(calls);
 }
 
 double row_fused_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const double products = layer.gated ? 2.0 : 1.0;
   // Each active neuron's rows come from the L2 for every token, and from memory once.
-  const double gathered =
-      std::max(products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_bytes),
-               s.move(products * independent_union(s, activity, s.m) * 2.0 * s.d));
-  return packed_gate(s) + 6.0 + kCosts.row_fused + s.move(2.0 * 2.0 * s.m * s.d) + gathered;
+  const double gathered = std::max(
+      products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_fused.row_bytes),
+      s.move(active_rows(layer, s, grown_union(s, activity, s.m))));
+  return packed_gate(s) + 6.0 + kCosts.row_fused.tail + s.move(2.0 * 2.0 * s.m * s.d) + gathered;
 }
 
 constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max();
@@ -263,7 +326,7 @@ constexpr std::array kTable = {
               .most_tokens = 8,
               .rows_in_shared_memory = true,
               .takes_norm = true,
-              .cost = dense_cost},
+              .cost = dense_rows_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseBatch,
               .execution = FfnExecution::kDense,
               .policy = FfnPolicy::kDense,
@@ -345,7 +408,7 @@ double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
   const Sizes s(layer, tokens);
   const double nnz = std::min(activity.nnz_per_token, s.f);
   const double neurons = activity.union_share >= 0.0 ? std::min(activity.union_share, 1.0) * s.f
-                                                     : independent_union(s, activity, kTile);
+                                                     : grown_union(s, activity, kTile);
   return 1e3 * (2.0 * s.m * s.d * s.f * 1e-12 * kGateMsPerTeraflop +
                 8.0 * 2.0 * s.m * neurons * s.d * 1e-12 * kUnionMsPerTeraflop +
                 s.m * std::min(nnz, kFew) * 1e-9 * kMsPerGigapair +
@@ -441,6 +504,13 @@ std::string no_row(const GpuFfnLayer& layer, const GpuFfnCall& call) {
 
 }  // namespace
 
+double union_growth(const LayerActivity& measured, int64_t ffn) {
+  const double one = measured.nnz_per_token / static_cast<double>(ffn), any = measured.union_share;
+  const double tokens = kTile / (1.0 + measured.extra_tiles);  // of a union, in the mean
+  if (one <= 0.0 || any <= one || any >= 1.0 || tokens < 2.0) return 1.0;
+  return std::clamp(std::log(std::log1p(-any) / std::log1p(-one)) / std::log(tokens), 0.0, 1.0);
+}
+
 std::span<const GpuFfnRow> gpu_ffn_table() { return kTable; }
 
 std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
@@ -484,7 +554,9 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
   if (activity.nnz_per_token < 0.0) return chosen(*sparse, "nothing measured yet");
   const double dense_us = dense.cost(layer, call.tokens, activity);
   const double sparse_us = sparse->cost(layer, call.tokens, activity);
-  const bool pays = sparse_us < kSparseShare * dense_us;
+  const bool uneven = sparse->execution == FfnExecution::kTileUnion && activity.extra_tiles > 0.0 &&
+                      call.tokens <= kUnevenTokens;
+  const bool pays = sparse_us < (uneven ? kUnevenShare : kSparseShare) * dense_us;
   GpuFfnChoice choice = chosen(pays ? *sparse : dense, "");
   choice.cost = pays ? sparse_us : dense_us;
   choice.dense_cost = dense_us;
