@@ -17,15 +17,6 @@
 namespace twell::cli {
 namespace {
 
-// The reason why no GPU is usable; empty when one is.
-std::string gpu_unavailable() {
-#ifdef TWELL_HAVE_CUDA
-  return cuda_unavailable();
-#else
-  return "this program was built without CUDA";
-#endif
-}
-
 // Weights take as much memory as their files (mapped_model.h).
 int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
   int64_t bytes = 0;
@@ -58,6 +49,14 @@ void require_host_memory(const std::filesystem::path& checkpoint, const ModelCon
 }
 
 }  // namespace
+
+std::string gpu_unavailable() {
+#ifdef TWELL_HAVE_CUDA
+  return cuda_unavailable();
+#else
+  return "this program was built without CUDA";
+#endif
+}
 
 bool use_cuda(const CommonOptions& common) {
   if (common.device == "cpu") return false;

@@ -3,11 +3,15 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "cli/options.h"
 #include "twell/infer/engine.h"
 
 namespace twell::cli {
+
+// The reason why no GPU is usable; empty when one is.
+std::string gpu_unavailable();
 
 // Whether to run on the GPU: true for "cuda", and for "auto" where a GPU is usable. InputError with
 // the reason when "cuda" was requested but no GPU is usable.

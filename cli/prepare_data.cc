@@ -177,21 +177,34 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
   if (writer.finished_parts() > 0) {
     progress.print(fmt::format("going on with {} in {}", parts(), writer.work_folder().string()));
   }
+  const auto say_what_is_kept = [&] {
+    progress.print(fmt::format("{} are kept in {}: the same command goes on with them", parts(),
+                               writer.work_folder().string()));
+  };
   const fs::path saved = writer.work_folder() / "tokenizer.json";
-  Tokenizer tokenizer = fs::exists(saved) ? Tokenizer::load(saved)
-                        : request.options.tokenizer.empty()
-                            ? train_tokenizer(request, progress)
-                            : Tokenizer::load(request.options.tokenizer);
-  if (!fs::exists(saved)) tokenizer.save(saved);
-  start = Clock::now();
   try {
+    Tokenizer tokenizer = fs::exists(saved) ? Tokenizer::load(saved)
+                          : request.options.tokenizer.empty()
+                              ? train_tokenizer(request, progress)
+                              : Tokenizer::load(request.options.tokenizer);
+    if (!fs::exists(saved)) tokenizer.save(saved);
+    check_interrupted();
+    start = Clock::now();
     const ShardCounts counts = writer.write(TokenEncoder::of(tokenizer));
     return {std::move(tokenizer), counts, seconds_since(start), text_bytes, writer.files_skipped()};
-  } catch (...) {
-    if (writer.finished_parts() > 0) {
-      progress.print(fmt::format("{} are kept in {}: the same command goes on with them", parts(),
-                                 writer.work_folder().string()));
+  } catch (const Interrupted&) {
+    if (writer.finished_parts() == 0) {
+      progress.print(fs::exists(saved)
+                         ? fmt::format("no part was finished; the tokenizer is kept in {}: the "
+                                       "same command goes on with it",
+                                       writer.work_folder().string())
+                         : "nothing was finished: the same command starts again");
+    } else {
+      say_what_is_kept();
     }
+    throw;
+  } catch (...) {
+    if (writer.finished_parts() > 0) say_what_is_kept();
     throw;
   }
 }

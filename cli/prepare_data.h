@@ -52,7 +52,7 @@ struct PreparedData {
 
 // Writes to `folder` the shards, their tokenizer.json, and source.json, which identifies their
 // source. A folder made from the same source is reused, and an interrupted job goes on. When it is
-// interrupted again or fails, a line says what is kept.
+// interrupted or fails, a line says what is kept.
 PreparedData prepare_shards(const DataRequest& request, const std::filesystem::path& folder,
                             ProgressLine& progress);
 

@@ -62,8 +62,10 @@ void return_freed_memory() {
 }
 
 void handle_signals() {
-  // Writing to a closed pipe then fails with EPIPE, which a training run survives.
+  // Writing to a closed pipe, or beyond the limit of a file's size, then fails with EPIPE or EFBIG,
+  // which a training run survives.
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
     struct sigaction action {};
     if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler == SIG_IGN) continue;
@@ -89,7 +91,7 @@ bool forget_interrupt() {
   return true;
 }
 
-int interrupted_exit_code() { return 128 + received; }
+int interrupted_exit_code() { return 128 + (received == 0 ? SIGINT : received.load()); }
 
 std::string read_standard_input() {
   std::string text;

@@ -33,7 +33,7 @@ void check_interrupted();
 // did.
 bool forget_interrupt();
 struct Interrupted {};
-// 128 plus the number of the signal received.
+// 128 plus the number of the signal received; 130 when another rank of the run received it.
 int interrupted_exit_code();
 
 // Reads all of standard input. Throws InputError when it cannot be read.

@@ -196,7 +196,8 @@ class Processes {
         if (WIFSTOPPED(status) || WIFCONTINUED(status)) continue;
         process.running = false;
         const bool interrupted =
-            ending.signalled && WIFEXITED(status) && WEXITSTATUS(status) == interrupted_exit_code();
+            ending.signalled && WIFEXITED(status) &&
+            (WEXITSTATUS(status) == interrupted_exit_code() || WEXITSTATUS(status) == kExitStopped);
         if (interrupted || (WIFEXITED(status) && WEXITSTATUS(status) == kExitOk)) continue;
         ending.failed = true;
         if (WIFEXITED(status) && WEXITSTATUS(status) == kExitInput) ending.input_error = true;
@@ -271,7 +272,6 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
     : identity_(identity) {
   if (identity.size == 1) return;
   rendezvous_ = std::make_unique<Rendezvous>(identity, timeout);
-  communicator_ = gloo_communicator(*rendezvous_);
   rendezvous_->on_fault(this, [rendezvous = rendezvous_.get()] {
     std::thread([text = rendezvous->fault()] {
       std::this_thread::sleep_for(kLastResort);
@@ -279,14 +279,21 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
       ::_exit(kExitFailure);
     }).detach();
   });
+  try {
+    communicator_ = gloo_communicator(*rendezvous_);
+  } catch (const InputError& error) {
+    rendezvous_->fail(error.what());
+    throw;
+  }
 }
 
 RankGroup::~RankGroup() = default;
 
 std::string RankGroup::from_first(std::string_view key, const std::string& text) const {
   if (rendezvous_ == nullptr) return text;
-  if (first()) rendezvous_->put(key, text);
-  return rendezvous_->get(key);
+  if (!first()) return rendezvous_->get(key);
+  rendezvous_->put(key, text);
+  return text;
 }
 
 void RankGroup::require_equal(std::string_view key,

@@ -10,7 +10,6 @@
 #include <memory>
 #include <string>
 
-#include "twell/base/error.h"
 #include "twell/dist/communicator.h"
 #include "twell/dist/rank_identity.h"
 #include "twell/dist/rendezvous.h"
@@ -35,12 +34,6 @@ struct Launch {
 // are passed on to all of them, which save, and the exit code is 130. When one is lost, the others
 // end too, and the run is resumed from its last checkpoint, max_restarts times.
 int launch_ranks(const Launch& launch);
-
-// An error that every rank throws, so that none has to tell the others.
-class AgreedError : public InputError {
- public:
-  using InputError::InputError;
-};
 
 // This process among the ranks of a run; does nothing for a single one.
 class RankGroup {

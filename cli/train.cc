@@ -13,6 +13,7 @@
 
 #include "cli/commands.h"
 #include "cli/config_file.h"
+#include "cli/device.h"
 #include "cli/process.h"
 #include "cli/progress_line.h"
 #include "cli/ranks.h"
@@ -35,7 +36,8 @@ constexpr const char* kTrainFooter = R"(
 OUT holds checkpoint (the newest one, a link into checkpoints/), metrics.jsonl (every step, per
 layer), tokenizer and shards. SIGINT, SIGTERM and SIGHUP finish the step, save and exit with code
 130, 143 and 129 (with --gpus and --ranks always 130); a second one exits at once. A run that ended
-early continues with --resume.
+early continues with --resume. A checkpoint that cannot be saved, on a full disk say, is tried again
+at the next --save-every, the last one every 10 seconds for 10 minutes; then the exit code is 2.
 
 Examples:
   twell train --data docs/ --out runs/first
@@ -65,7 +67,7 @@ void print_plan(const TrainOptions& options, const RunPlan& plan) {
     fmt::print("GPU memory       {:>14}  {}\n", format_bytes(static_cast<double>(item.bytes)),
                item.name);
   }
-  if (!plan.device_memory.empty()) {
+  if (plan.device_memory.size() > 1) {
     fmt::print("GPU memory       {:>14}  in all\n",
                format_bytes(static_cast<double>(plan.device_bytes())));
   }
@@ -306,9 +308,17 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   }
   share_threads(identity, common);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
+  if (flags.dry_run && common.device == "cuda") {
+    if (const std::string no_gpu = gpu_unavailable(); !no_gpu.empty()) {
+      print_plan(options, plan_run_unknown_gpu(config, options, data_bytes));
+      fmt::print("Without a GPU here ({}) its memory for activations and libraries is not known.\n",
+                 no_gpu);
+      return kExitOk;
+    }
+  }
   const TrainDevice device(common, config, options, identity);
-  const RunPlan plan = device.plan(
-      config, options, shard_bytes(data_request(flags, flags.data, common, config), shards));
+  const RunPlan plan = device.plan(config, options, data_bytes);
   if (flags.dry_run) {
     print_plan(options, plan);
     return kExitOk;

@@ -235,7 +235,6 @@ TEST_F(CliTest, BadNumbers) {
   refused("--threads", "-1", "--threads");
   refused("--seed", "-1", "--seed");
   refused("--preset", "3b", "3b");
-  refused("--device", "cuda", "cuda");
   refused("--device", "tpu", "tpu");
   refused("--ffn-policy", "fast", "--ffn-policy");
   refused("--unknown", "1", "--unknown");
@@ -437,6 +436,38 @@ TEST_F(CliTest, TokenizeGoesOnAfterAKill) {
   expect_refused(command("stopped", {}), "10.jsonl, which has changed since");
   EXPECT_EQ(run(command("stopped", {"--changed-files", "redo", "--threads", "2"})).code, 0);
   EXPECT_EQ(run({"tokenize", "--verify", "stopped"}).code, 0);
+}
+
+TEST_F(CliTest, TokenizeStoppedBeforeItsFirstPartSaysWhatIsKept) {
+  {
+    std::ofstream big(folder_ / "big.txt");
+    for (int i = 0; i < 1'000'000; ++i) big << "line " << i * 7 << " of one long part\n";
+  }
+  const std::vector<std::string> command = {
+      "tokenize", "--data",       "big.txt", "--out",     "big", "--tokenizer-sample",
+      "1",        "--vocab-size", "400",     "--threads", "1"};
+  const pid_t child = start(command);
+  const fs::path tokenizer = folder_ / "big.partial" / "tokenizer.json";
+  for (int i = 0; i < 20000 && !fs::exists(tokenizer); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ::kill(child, SIGTERM);
+  const Result stopped = finish(child);
+  EXPECT_EQ(stopped.code, 143) << stopped.err;
+  EXPECT_THAT(stopped.out, HasSubstr("no part was finished; the tokenizer is kept in big.partial: "
+                                     "the same command goes on with it"));
+}
+
+// A machine without a GPU plans a run on one as far as arithmetic goes.
+TEST_F(CliTest, ADryRunForAGpuNeedsNone) {
+  const Result plan = run({"train", "--preset", "0.5b", "--device", "cuda", "--dry-run"});
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  EXPECT_THAT(plan.out, HasSubstr("weights, gradients, AdamW moments"));
+  EXPECT_THAT(plan.out, HasSubstr("FLOPs per step"));
+  // On a machine that has one, the GPU's activations are planned too.
+  EXPECT_TRUE(plan.out.find("Without a GPU here (") != std::string::npos ||
+              plan.out.find("activations: FFN") != std::string::npos)
+      << plan.out;
 }
 
 TEST_F(CliTest, DocumentMask) {

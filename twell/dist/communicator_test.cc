@@ -129,5 +129,27 @@ TEST(Rendezvous, MissingRanksAreNamed) {
   }
 }
 
+TEST(Communicator, ItsInterfaceCanBeChosen) {
+  const LocalListener listener;
+  for (const std::string name : {"lo", "none0"}) {
+    std::vector<std::thread> ranks;
+    for (const int rank : {0, 1}) {
+      ranks.emplace_back([&, rank] {
+        RankIdentity identity = local_identity(rank, 2, listener);
+        identity.interface = name;
+        Rendezvous rendezvous(identity, std::chrono::seconds(60));
+        try {
+          gloo_communicator(rendezvous)->barrier();
+          EXPECT_EQ(name, "lo");
+        } catch (const InputError& error) {
+          EXPECT_STREQ(error.what(),
+                       "GLOO_SOCKET_IFNAME: this machine has no network interface none0");
+        }
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+}
+
 }  // namespace
 }  // namespace twell

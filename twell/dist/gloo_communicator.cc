@@ -75,7 +75,8 @@ class GlooCommunicator : public Communicator {
       }
       const auto device = gloo::transport::tcp::CreateDevice(attributes);
       context_ = std::make_shared<gloo::rendezvous::Context>(rank_, size_);
-      context_->setTimeout(rendezvous.timeout());
+      // Gloo waits five times as long for a connection.
+      context_->setTimeout(rendezvous.timeout() / 5);
       connect_mesh(*context_, std::make_shared<AddressStore>(rendezvous), device);
     });
     rendezvous.on_fault(this, [this] { end_wait(); });

@@ -670,10 +670,11 @@ class Rendezvous::Client {
 
  private:
   void connect(Clock::time_point deadline) {
-    std::string reason = "no answer";
+    std::string reason = "no answer", others;  // ports
     for (int attempt = 0; Clock::now() < deadline;) {
       const int port = identity_.port + attempt % identity_.ports;
       bool answered = false;
+      if (attempt % identity_.ports == 0) others.clear();
       socket_ = connect_once(port, answered, reason);
       if (socket_ >= 0) {
         send(kJoin,
@@ -684,7 +685,7 @@ class Rendezvous::Client {
         if (answer && answer->type == kHello) return;
         ::close(socket_);
         TWELL_REQUIRE(!answer || answer->type != kRefused, "{}", answer->body);
-        reason = "another program listens there";
+        others += fmt::format("{}{}", others.empty() ? "" : ", ", port);
       }
       // A host that does not answer has rank 0 on none of its ports yet.
       if (answered) ++attempt;
@@ -692,9 +693,10 @@ class Rendezvous::Client {
         std::this_thread::sleep_for(milliseconds(50));
       }
     }
-    throw RankFault(fmt::format("rank {} did not reach rank 0 at {}, port {}, within {}: {}",
-                                identity_.rank, identity_.host, identity_.port, seconds(timeout_),
-                                reason));
+    throw RankFault(fmt::format(
+        "rank {} did not reach rank 0 at {}, port {}, within {}: {}{}", identity_.rank,
+        identity_.host, identity_.port, seconds(timeout_), reason,
+        others.empty() ? "" : fmt::format("; something else listens on port {}", others)));
   }
 
   // A connected socket, or -1 and the reason. `answered`: the host answered, even if by refusal.
@@ -851,6 +853,7 @@ std::string Rendezvous::agree(std::string_view mine) {
       if (verdict.empty() && !text.empty()) verdict = fmt::format("rank {}: {}", rank, text);
     }
     put(key(kVerdict), verdict);
+    return verdict;
   }
   return get(key(kVerdict));
 }

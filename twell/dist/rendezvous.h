@@ -29,6 +29,12 @@ class RankFault : public Error {
   using Error::Error;
 };
 
+// An error that every rank throws, so that none has to tell the others.
+class AgreedError : public InputError {
+ public:
+  using InputError::InputError;
+};
+
 class Rendezvous {
  public:
   // Returns when all ranks have connected. RankFault when one is missing after `timeout`;

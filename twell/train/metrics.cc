@@ -144,13 +144,16 @@ MetricsWriter::~MetricsWriter() {
 }
 
 void MetricsWriter::write(const StepMetrics& metrics) {
-  const std::string line = metrics_json(metrics).dump() + "\n";
-  size_t done = 0;
-  while (done < line.size()) {
-    const ssize_t count = ::write(fd_, line.data() + done, line.size() - done);
+  unwritten_ += metrics_json(metrics).dump() + "\n";
+  flush();
+}
+
+void MetricsWriter::flush() {
+  while (!unwritten_.empty()) {
+    const ssize_t count = ::write(fd_, unwritten_.data(), unwritten_.size());
     if (count < 0 && errno == EINTR) continue;
     TWELL_REQUIRE(count >= 0, "cannot write {}: {}", path_.string(), std::strerror(errno));
-    done += static_cast<size_t>(count);
+    unwritten_.erase(0, static_cast<size_t>(count));
   }
 }
 

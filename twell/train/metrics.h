@@ -77,7 +77,8 @@ class ExecutionChanges {
 nlohmann::json metrics_json(const StepMetrics& metrics);
 
 // Appends one line per step. Opening a file removes the lines of steps after `last_kept_step`,
-// which will be repeated, and a line left incomplete by a crash.
+// which will be repeated, and a line left incomplete by a crash. A line that cannot be written, an
+// InputError, is kept and written before the next one.
 class MetricsWriter {
  public:
   MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step);
@@ -85,9 +86,11 @@ class MetricsWriter {
   MetricsWriter(const MetricsWriter&) = delete;
   MetricsWriter& operator=(const MetricsWriter&) = delete;
   void write(const StepMetrics& metrics);
+  void flush();  // writes the lines that were kept
 
  private:
   std::filesystem::path path_;
+  std::string unwritten_;
   int fd_ = -1;
 };
 

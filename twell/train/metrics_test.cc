@@ -111,9 +111,10 @@ TEST(Metrics, ResumingCutsOffLaterStepsAndATornLine) {
   EXPECT_EQ(steps_in(path), (std::vector<int64_t>{1, 2, 3, 4}));
 }
 
-TEST(Metrics, AFullDiskIsReported) {
+TEST(Metrics, AFullDiskIsReportedAndLosesNothing) {
   const TempFolder folder;
-  MetricsWriter writer(folder.path() / "metrics.jsonl", 0);
+  const std::filesystem::path path = folder.path() / "metrics.jsonl";
+  MetricsWriter writer(path, 0);
   // A file size limit makes writes fail like a full disk.
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
@@ -129,6 +130,8 @@ TEST(Metrics, AFullDiskIsReported) {
   ::setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, old_handler);
   EXPECT_NE(message.find("metrics.jsonl"), std::string::npos) << message;
+  writer.write(sample(2));
+  EXPECT_EQ(steps_in(path), (std::vector<int64_t>{1, 2}));
 }
 
 TEST(Format, Numbers) {

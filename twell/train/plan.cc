@@ -32,6 +32,12 @@ int64_t total(const std::vector<MemoryItem>& items) {
 int64_t RunPlan::memory_bytes() const { return total(memory); }
 int64_t RunPlan::device_bytes() const { return total(device_memory); }
 
+int64_t checkpoint_bytes(const ModelConfig& config, const TrainOptions& options) {
+  const bool exact = options.save_dtype == DType::kF32;
+  const auto value = static_cast<int64_t>(sizeof(float));
+  return config.parameter_count() * (exact ? 3 * value : 3 * value + value / 2);
+}
+
 RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
                             int64_t shard_bytes) {
   RunPlan plan;
@@ -60,6 +66,21 @@ RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t
     items.push_back({"teacher", flat_bytes + hidden * static_cast<int64_t>(sizeof(float))});
   }
   plan.memory.insert(plan.memory.begin(), items.begin(), items.end());
+  return plan;
+}
+
+RunPlan plan_run_unknown_gpu(const ModelConfig& config, const TrainOptions& options,
+                             int64_t shard_bytes) {
+  RunPlan plan = plan_without_engine(config, options, shard_bytes);
+  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
+  plan.memory.insert(plan.memory.begin(), {{"weights (f32), for checkpoints", flat_bytes},
+                                           {"AdamW moments, while a checkpoint is written",
+                                            2 * flat_bytes / options.ranks}});
+  // bf16 weights and f32 gradients, and of this rank's shard the lower halves of the f32 weights.
+  const int64_t moment_bytes = options.moment_dtype == DType::kBF16 ? 2 : 4;
+  plan.device_memory = {
+      {"weights, gradients, AdamW moments",
+       6 * plan.parameters + plan.parameters / options.ranks * (2 + 2 * moment_bytes)}};
   return plan;
 }
 

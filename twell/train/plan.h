@@ -26,12 +26,21 @@ struct RunPlan {
   int64_t device_bytes() const;
 };
 
+// Bytes of a checkpoint of the run, but for its small files: the weights in the dtype they are
+// saved in, two f32 moments, and the f32 weights where those are saved in another dtype.
+int64_t checkpoint_bytes(const ModelConfig& config, const TrainOptions& options);
+
 // For the CPU. The options must be resolved. shard_bytes: size of all shard files; 0: unknown.
 RunPlan plan_run(const ModelConfig& config, const TrainOptions& options, int64_t shard_bytes);
 
 // The same without the memory of the computation, which engines for other devices add.
 RunPlan plan_without_engine(const ModelConfig& config, const TrainOptions& options,
                             int64_t shard_bytes);
+
+// The plan of a run on a GPU of a kind that is not known: its device memory is that of weights,
+// gradients and moments alone, without activations and libraries.
+RunPlan plan_run_unknown_gpu(const ModelConfig& config, const TrainOptions& options,
+                             int64_t shard_bytes);
 
 // FLOPs of forward and backward, dense. MFU is their rate divided by the device's peak.
 double training_flops_per_token(const ModelConfig& config, const TrainOptions& options);

@@ -94,13 +94,8 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
                       std::span<const LayerHint> hints) {
   const std::string why = cuda_run_unsupported(config, options);
   TWELL_REQUIRE(why.empty(), "{}", why);
-  RunPlan plan = plan_without_engine(config, options, shard_bytes);
-  const int64_t flat_bytes = plan.parameters * static_cast<int64_t>(sizeof(float));
-  plan.memory.insert(plan.memory.begin(), {{"weights (f32), for checkpoints", flat_bytes},
-                                           {"AdamW moments, while a checkpoint is written",
-                                            2 * flat_bytes / options.ranks}});
-  plan.device_memory = {
-      {"weights, gradients, AdamW moments", OptimizerCuda::bytes_needed(plan.parameters, options)}};
+  RunPlan plan = plan_run_unknown_gpu(config, options, shard_bytes);
+  plan.device_memory.front().bytes = OptimizerCuda::bytes_needed(plan.parameters, options);
   const auto items =
       TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));
   plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());

@@ -4,7 +4,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/resource.h>
+
+#include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -82,6 +86,11 @@ class RanksTest : public testing::Test {
                         "{}",         resume_from,
                         false,        stop,
                         {},           {}};
+      training.log = [this](LogLevel, std::string_view line) {
+        if (on_log_) on_log_(line);
+      };
+      training.last_save_attempts = 2;
+      training.last_save_pause = std::chrono::milliseconds(10);
       TrainEngineCpu engine(ctx, *model, data_.shards, options, nullptr, all.get());
       Watched watched(engine, [&](int64_t step, const StepOutcome& outcome) {
         layers_[static_cast<size_t>(rank)].push_back(outcome.layers);
@@ -98,6 +107,7 @@ class RanksTest : public testing::Test {
       training.on_progress = [&](const Progress& now) {
         if (now.metrics.validation_ce) curve_.validation.push_back(*now.metrics.validation_ce);
         if (now.metrics.step == 0) return;
+        if (on_step_) on_step_(now.metrics.step);
         curve_.ce.push_back(now.metrics.ce);
         curve_.dead.push_back(now.metrics.layers[0].dead);
       };
@@ -189,7 +199,9 @@ class RanksTest : public testing::Test {
   std::vector<std::vector<std::vector<LayerMetrics>>> layers_;  // [ranks][steps][L]
   Fault poison_;                                                // a weight becomes NaN
   Fault out_of_memory_;
-  bool late_ = false;  // LateGathers
+  bool late_ = false;                          // LateGathers
+  std::function<void(int64_t step)> on_step_;  // rank 0 only, as the next one
+  std::function<void(std::string_view line)> on_log_;
 };
 
 class CurveTest : public RanksTest, public testing::WithParamInterface<FfnTrainPolicy> {};
@@ -362,6 +374,70 @@ TEST_F(RanksTest, ACheckpointThatOneRankCannotWriteIsNotKept) {
   EXPECT_THAT(errors[0], HasSubstr("step 4"));
   EXPECT_THAT(errors[1], HasSubstr("step 4"));
   EXPECT_EQ(RunFolder(out("run")).latest()->step, 2);
+}
+
+// While a file may have 16 KiB at most, metrics can be written, and checkpoints cannot.
+class TightDisk {
+ public:
+  TightDisk() : handler_(std::signal(SIGXFSZ, SIG_IGN)) { ::getrlimit(RLIMIT_FSIZE, &before_); }
+  ~TightDisk() {
+    make_room();
+    std::signal(SIGXFSZ, handler_);
+  }
+  TightDisk(const TightDisk&) = delete;
+  TightDisk& operator=(const TightDisk&) = delete;
+  void fill() const {
+    const rlimit tight{16 << 10, before_.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &tight), 0);
+  }
+  void make_room() const { ::setrlimit(RLIMIT_FSIZE, &before_); }
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int);
+};
+
+TEST_F(RanksTest, AFullDiskEndsNoRun) {
+  TrainOptions given = options(6);
+  given.save_every = 2;
+  given.validate_every = 0;
+  for (const int ranks : {1, 2}) {
+    const auto folder = [&](const char* name) { return out(name) / std::to_string(ranks); };
+    ASSERT_THAT(run(ranks, folder("whole"), given), Each(StrEq("")));
+    const Weights whole = weights_;
+    const TightDisk disk;
+    std::vector<std::string> warnings;
+    on_step_ = [&](int64_t step) {
+      if (step == 3) disk.fill();
+    };
+    on_log_ = [&](std::string_view line) {
+      if (line.find("could not be saved") != line.npos) warnings.emplace_back(line);
+      if (line.find("tried again") != line.npos) disk.make_room();
+    };
+    // Room is made during the last save.
+    EXPECT_THAT(run(ranks, folder("full"), given), Each(StrEq("")));
+    ASSERT_EQ(warnings.size(), 2u);
+    EXPECT_THAT(warnings[0], HasSubstr("the checkpoint of step 4 could not be saved: "));
+    EXPECT_THAT(warnings[0], HasSubstr("File too large (a checkpoint needs "));
+    EXPECT_THAT(warnings[0], HasSubstr("free); training goes on, and the next"));
+    EXPECT_THAT(warnings[1], HasSubstr("make room, it is tried again in 0 s (1 of 2 attempts)"));
+    EXPECT_EQ(weights_, whole);
+    EXPECT_EQ(RunFolder(folder("full")).latest()->step, 6);
+    EXPECT_EQ(checkpoint_fault(folder("full") / "checkpoint"), "");
+
+    // None is made; the run goes on from the checkpoint before.
+    on_log_ = {};
+    for (const std::string& error : run(ranks, folder("lost"), given)) {
+      EXPECT_THAT(error, HasSubstr("the checkpoint of step 6 could not be saved"));
+      EXPECT_THAT(error, HasSubstr("free); the last good checkpoint is "));
+      EXPECT_THAT(error, HasSubstr("step-000002"));
+    }
+    disk.make_room();
+    on_step_ = {};
+    EXPECT_EQ(checkpoint_fault(folder("lost") / "checkpoint"), "");
+    EXPECT_THAT(run(ranks, folder("lost"), given), Each(StrEq("")));
+    EXPECT_EQ(weights_, whole);
+  }
 }
 
 TEST_F(RanksTest, TooFewMicroBatchesForTheRanks) {

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/train/run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/train/engine_cpu.h"
+#include "twell/train/plan.h"
 #include "twell/train/tensorboard.h"
 #include "twell/train/trainer.h"
 
@@ -50,7 +53,8 @@ class Loop {
         ranks_(engine.ranks()),
         first_(ranks_ == nullptr || ranks_->rank() == 0),
         ffn_(engine.model().config.ffn),
-        trainer_(ctx, engine, run.shards, run.options, data_identity(run)) {
+        trainer_(ctx, engine, run.shards, run.options, data_identity(run)),
+        checkpoint_bytes_(checkpoint_bytes(engine.model().config, run.options)) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
       summary_.checkpoint = run.resume_from->folder;
@@ -74,9 +78,11 @@ class Loop {
       validate(before);
       report(before);
     }
+    if (first_) warn_of_little_room();
     while (!trainer_.finished() && !stop_requested()) step();
     summary_.interrupted = !trainer_.finished();
-    if (saved_step_ != trainer_.steps_done()) save();
+    if (saved_step_ != trainer_.steps_done()) save_last();
+    if (first_) metrics_->flush();
     summary_.steps_done = trainer_.steps_done();
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     summary_.seconds = elapsed.count();
@@ -99,7 +105,12 @@ class Loop {
       validate(metrics);
     }
     report(metrics);
-    if (last || (options.save_every > 0 && metrics.step % options.save_every == 0)) save();
+    if (!last && options.save_every > 0 && metrics.step % options.save_every == 0) {
+      if (const std::string fault = save(); !fault.empty()) {
+        warn(fmt::format("{}; training goes on, and the next checkpoint is tried {} steps later",
+                         fault, options.save_every));
+      }
+    }
     summary_.last = std::move(metrics);
   }
 
@@ -111,8 +122,7 @@ class Loop {
 
   void report(const StepMetrics& metrics) {
     if (!first_) return;
-    metrics_->write(metrics);
-    if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
+    record(metrics);
     if (!run_.on_progress) return;
     if (metrics.seconds > 0) {
       // Exponential average with a time constant of about ten steps.
@@ -124,18 +134,128 @@ class Loop {
                       step_seconds_ == 0 ? -1.0 : step_seconds_ * left});
   }
 
-  void save() {
-    saved_step_ = trainer_.steps_done();
-    // Rank 0 makes the folder and gives it its name once all ranks have written their parts.
-    if (!first_) return write_parts(ranks_->broadcast_text({}, 0));
-    const Checkpoint saved = run_.folder.save(
-        saved_step_, run_.options.keep_last, [this](const std::filesystem::path& folder) {
-          write_parts(ranks_ == nullptr ? folder.string()
-                                        : ranks_->broadcast_text(folder.string(), 0));
-        });
-    summary_.checkpoint = saved.folder;
+  // Training goes on when measurements cannot be written; a full disk may have room again later.
+  void record(const StepMetrics& metrics) {
+    try {
+      metrics_->write(metrics);
+      metrics_fail_ = false;
+    } catch (const InputError& error) {
+      if (!std::exchange(metrics_fail_, true)) {
+        warn(fmt::format("{}; its lines are kept in memory until it can be written", error.what()));
+      }
+    }
+    try {
+      if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
+    } catch (const InputError& error) {
+      tensorboard_.reset();
+      warn(fmt::format("{}; TensorBoard's events end before step {}", error.what(), metrics.step));
+    }
   }
 
+  void warn(const std::string& message) const {
+    if (first_ && run_.log) run_.log(LogLevel::kWarning, message);
+  }
+
+  std::string room() const {
+    const int64_t free = run_.folder.free_bytes();
+    return fmt::format("a checkpoint needs {}, {} has {} free",
+                       format_bytes(static_cast<double>(checkpoint_bytes_)),
+                       run_.folder.path().string(),
+                       free < 0 ? "an unknown amount" : format_bytes(static_cast<double>(free)));
+  }
+
+  // While a checkpoint is written, those to keep are there too.
+  void warn_of_little_room() const {
+    const int64_t left = run_.options.steps - trainer_.steps_done();
+    if (left == 0) return;
+    const int64_t every = run_.options.save_every;
+    const int64_t to_come = every > 0 ? (left + every - 1) / every : 1;
+    const int64_t most =
+        std::max<int64_t>(run_.options.keep_last + 1 - run_.folder.checkpoints(), 1);
+    const int64_t free = run_.folder.free_bytes(), more = std::min(to_come, most);
+    if (free < 0 || free >= more * checkpoint_bytes_) return;
+    warn(fmt::format("{}, and {} more will be there at a time: make room before they are saved",
+                     room(), more));
+  }
+
+  // Passes rank 0's text to all ranks, without a time limit.
+  std::string from_first(const std::string& text) {
+    if (ranks_ == nullptr) return text;
+    const std::string key = fmt::format("save/{}", messages_++);
+    if (!first_) return ranks_->rendezvous().get(key);
+    ranks_->rendezvous().put(key, text);
+    return text;
+  }
+
+  // Saves a checkpoint. Returns why that was not possible, the same on all ranks, or nothing.
+  std::string save() {
+    std::string fault;
+    bool begun = false;
+    const auto attempt = [&](const auto& call) {
+      try {
+        call();
+      } catch (const DivergenceError&) {
+        throw;
+      } catch (const InputError& error) {
+        fault = error.what();
+      }
+    };
+    // Rank 0 makes the folder and gives it its name once all ranks have written their parts.
+    if (first_) {
+      attempt([&] {
+        const int64_t free = run_.folder.free_bytes();
+        TWELL_REQUIRE(free < 0 || free >= checkpoint_bytes_, "too little room");
+        const Checkpoint saved = run_.folder.save(trainer_.steps_done(), run_.options.keep_last,
+                                                  [&](const std::filesystem::path& folder) {
+                                                    begun = true;
+                                                    write_parts(from_first(folder.string()));
+                                                  });
+        summary_.checkpoint = saved.folder;
+        // Someone may have removed the folder under the run.
+        if (!std::filesystem::exists(run_.folder.options_path())) {
+          run_.folder.begin(run_.saved_options);
+        }
+      });
+      if (!begun) from_first("");
+      if (!fault.empty()) {
+        fault = fmt::format("the checkpoint of step {} could not be saved: {} ({})",
+                            trainer_.steps_done(), fault, room());
+      }
+    } else if (const std::string folder = from_first({}); !folder.empty()) {
+      attempt([&] { write_parts(folder); });
+    }
+    fault = from_first(fault);
+    if (fault.empty()) saved_step_ = trainer_.steps_done();
+    return fault;
+  }
+
+  // The steps since the checkpoint before would be lost, so room may be made for a while.
+  void save_last() {
+    const bool stopping = run_.stop.load();
+    for (int64_t attempts = 1;; ++attempts) {
+      const std::string fault = save();
+      if (fault.empty()) return;
+      bool again = attempts < run_.last_save_attempts;
+      if (again && first_) {
+        warn(fmt::format("{}; make room, it is tried again in {:.0f} s ({} of {} attempts)", fault,
+                         std::chrono::duration<double>(run_.last_save_pause).count(), attempts,
+                         run_.last_save_attempts));
+        const auto end = std::chrono::steady_clock::now() + run_.last_save_pause;
+        while (std::chrono::steady_clock::now() < end && run_.stop.load() == stopping) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+        again = run_.stop.load() == stopping;
+      }
+      if (from_first(again ? "again" : "") == "again") continue;
+      const std::optional<Checkpoint> good = run_.folder.latest();
+      throw AgreedError(
+          fmt::format("{}; {}", fault,
+                      good ? fmt::format("the last good checkpoint is {}", good->folder.string())
+                           : "nothing was saved"));
+    }
+  }
+
+  // InputError on all ranks when one cannot write its part.
   void write_parts(const std::filesystem::path& folder) {
     if (ranks_ == nullptr) return write_part(folder);
     std::string fault;
@@ -144,14 +264,17 @@ class Loop {
       write_part(folder);
     } catch (const RankFault&) {
       throw;
+    } catch (const InputError& error) {
+      fault = error.what();
+      if (dynamic_cast<const DivergenceError*>(&error) != nullptr)
+        thrown = std::current_exception();
     } catch (const std::exception& error) {
       fault = error.what();
       thrown = std::current_exception();
     }
     const std::string verdict = ranks_->rendezvous().agree(fault);
     if (thrown) std::rethrow_exception(thrown);
-    TWELL_REQUIRE(verdict.empty(), "the checkpoint of step {} could not be saved: {}",
-                  trainer_.steps_done(), verdict);
+    TWELL_REQUIRE(verdict.empty(), "{}", verdict);
   }
 
   void write_part(const std::filesystem::path& folder) {
@@ -178,8 +301,11 @@ class Loop {
   std::unique_ptr<MetricsWriter> metrics_;
   std::unique_ptr<TensorBoardWriter> tensorboard_;
   TrainSummary summary_;
+  int64_t checkpoint_bytes_;
   double step_seconds_ = 0.0;
   int64_t saved_step_ = -1;
+  int64_t messages_ = 0;       // of from_first
+  bool metrics_fail_ = false;  // a warning was given
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <optional>
@@ -45,6 +46,10 @@ struct TrainRun {
   // Files of the original model that are copied into every checkpoint: templates and generation
   // settings.
   std::vector<std::filesystem::path> companions;
+  // A checkpoint that cannot be saved is a warning, and is tried again at the next one. The run's
+  // last one is tried this often, with this pause in between, or until `stop` becomes true.
+  int64_t last_save_attempts = 60;
+  std::chrono::milliseconds last_save_pause{10'000};
 };
 
 struct TrainSummary {
@@ -56,8 +61,8 @@ struct TrainSummary {
   std::filesystem::path checkpoint;                               // the newest, on rank 0
 };
 
-// InputError when training diverges or a file cannot be written; the last good checkpoint stays.
-// `ctx` is the host context.
+// InputError when training diverges or the last checkpoint cannot be saved; the last good one
+// stays. `ctx` is the host context.
 TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run);
 // Runs on the CPU (engine_cpu.h), without a teacher.
 TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);

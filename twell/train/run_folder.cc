@@ -149,6 +149,16 @@ std::optional<Checkpoint> RunFolder::resume_point(const ResumeRequest& request) 
   throw InputError(fmt::format("{}; no older checkpoint is intact", newest_fault));
 }
 
+int64_t RunFolder::free_bytes() const {
+  std::error_code error;
+  const fs::space_info space = fs::space(path_, error);
+  return error || space.capacity == 0 ? -1 : static_cast<int64_t>(space.available);
+}
+
+int64_t RunFolder::checkpoints() const {
+  return std::ssize(list_checkpoints(path_ / "checkpoints"));
+}
+
 void RunFolder::discard_after(int64_t step) const {
   for (const Checkpoint& checkpoint : list_checkpoints(path_ / "checkpoints")) {
     if (checkpoint.step > step) remove_checkpoint(checkpoint.folder);

@@ -48,6 +48,10 @@ class RunFolder {
   // run was stopped before its first step. InputError when it does not exist or is damaged; the
   // message then names the newest intact one.
   std::optional<Checkpoint> resume_point(const ResumeRequest& request) const;
+  // Bytes that are free for this user in the folder's file system; -1: unknown.
+  int64_t free_bytes() const;
+  // The number of checkpoints that are there.
+  int64_t checkpoints() const;
   // Removes the checkpoints of later steps when a run continues from an earlier one.
   void discard_after(int64_t step) const;
   // Writes a checkpoint through fill(folder), points the link to it, and removes all but the newest
