@@ -9,7 +9,9 @@ target_compile_options(twell_flags INTERFACE
   # Problem structs use designated initializers; omitted members keep their defaults.
   $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>
   # An `omp simd` loop that clang does not vectorize is no mistake.
-  $<$<CXX_COMPILER_ID:Clang>:-Wno-pass-failed>)
+  $<$<CXX_COMPILER_ID:Clang>:-Wno-pass-failed>
+  # GCC 13 and later suspect the members of an empty std::optional; GCC 12 and clang find real ones.
+  $<$<AND:$<COMPILE_LANG_AND_ID:CXX,GNU>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,13>>:-Wno-maybe-uninitialized>)
 # Highway compiles its code once per instruction set. AVX-512, AVX2 and the baseline (NEON on Arm)
 # justify the build time, those in between do not. SVE has no arrays of vectors, as our kernels need.
 target_compile_definitions(twell_flags INTERFACE
@@ -51,6 +53,7 @@ endif()
 # The whole library, as its users link it.
 add_library(twell_all INTERFACE)
 add_library(twell::twell ALIAS twell_all)
+add_custom_target(twell_library)
 
 if(TWELL_TESTS)
   find_package(GTest REQUIRED)
@@ -59,21 +62,45 @@ if(TWELL_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 
-# One precompiled header for all tests: parsing GoogleTest and the standard library takes longer
-# than compiling a test. GCC uses it only with identical macros and options, so every test gets the
-# options of every third-party library. Tests themselves are compiled with -O1, because they are
-# longer to compile than to run; the library under test is optimised in full.
+# One precompiled header for the library: a small source takes longer to parse these headers than to
+# compile. scripts/check_includes.py finds a source that relies on them without including them.
+if(TWELL_PRECOMPILE)
+  file(WRITE ${PROJECT_BINARY_DIR}/library_header.cc "")
+  add_library(twell_library_header OBJECT EXCLUDE_FROM_ALL
+    ${PROJECT_BINARY_DIR}/library_header.cc)
+  target_link_libraries(twell_library_header PRIVATE twell_flags fmt::fmt OpenMP::OpenMP_CXX
+    nlohmann_json::nlohmann_json)
+  target_precompile_headers(twell_library_header PRIVATE <fmt/format.h> <nlohmann/json.hpp>
+    <algorithm> <array> <atomic> <chrono> <cmath> <cstring> <filesystem> <fstream> <functional>
+    <limits> <map> <memory> <mutex> <optional> <set> <span> <sstream> <string> <thread>
+    <unordered_map> <variant> <vector>)
+endif()
+function(twell_precompile target)
+  if(TWELL_PRECOMPILE)
+    target_precompile_headers(${target} REUSE_FROM twell_library_header)
+  endif()
+endfunction()
+
+# Precompiled headers of tests: parsing GoogleTest and the standard library takes longer than compiling
+# a test. GCC uses one only with identical macros and options, so every test gets the options of every
+# third-party library. Tests themselves are compiled with -O1, because they are longer to compile than
+# to run, and under sanitizers those that compute little with -O0, which takes a third of the compiler's
+# time; the library under test is optimised as always.
 if(TWELL_TESTS)
   set(twell_test_libraries twell_flags GTest::gtest_main GTest::gmock fmt::fmt OpenMP::OpenMP_CXX
     PkgConfig::hwy PkgConfig::utf8proc twell::cudnn)
   file(WRITE ${PROJECT_BINARY_DIR}/test_header.cc "int main() { return 0; }\n")
-  add_executable(twell_test_header EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_header.cc)
-  set(twell_test_options $<$<CONFIG:Release>:-O1>)
-  target_link_libraries(twell_test_header PRIVATE ${twell_test_libraries})
-  target_compile_options(twell_test_header PRIVATE ${twell_test_options})
-  target_compile_definitions(twell_test_header PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-  target_precompile_headers(twell_test_header PRIVATE <gmock/gmock.h> <gtest/gtest.h> <algorithm>
-    <cmath> <filesystem> <functional> <map> <memory> <random> <span> <string> <vector>)
+  set(twell_test_options_0 -O0)
+  set(twell_test_options_1 $<$<CONFIG:Release>:-O1>)
+  foreach(level 0 1)
+    set(header twell_test_header_O${level})
+    add_executable(${header} EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_header.cc)
+    target_link_libraries(${header} PRIVATE ${twell_test_libraries})
+    target_compile_options(${header} PRIVATE ${twell_test_options_${level}})
+    target_compile_definitions(${header} PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+    target_precompile_headers(${header} PRIVATE <gmock/gmock.h> <gtest/gtest.h> <algorithm>
+      <cmath> <filesystem> <functional> <map> <memory> <random> <span> <string> <vector>)
+  endforeach()
 endif()
 
 # Where scripts/test.sh runs a test is said by its labels. cpu: in the sanitizer build. In the release
@@ -107,9 +134,13 @@ function(twell_test name labels files)
   endif()
   add_executable(${name} ${files})
   target_link_libraries(${name} PRIVATE ${twell_test_libraries} ${ARGN})
-  target_compile_options(${name} PRIVATE ${twell_test_options})
   target_compile_definitions(${name} PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-  target_precompile_headers(${name} REUSE_FROM twell_test_header)
+  set(level 1)
+  if(TWELL_SANITIZE AND NOT labels MATCHES "simd" AND NOT name MATCHES "model")
+    set(level 0)
+  endif()
+  target_compile_options(${name} PRIVATE ${twell_test_options_${level}})
+  target_precompile_headers(${name} REUSE_FROM twell_test_header_O${level})
   twell_ctest(${name} "${labels}" ${name} --gtest_brief=1)
   if(labels MATCHES "simd|cli|gpu")
     add_dependencies(twell_release_tests ${name})
@@ -201,6 +232,7 @@ function(twell_room folder)
       set_target_properties(${target} PROPERTIES UNITY_BUILD OFF)
     endif()
     target_link_libraries(${target} PRIVATE twell_flags PUBLIC ${deps})
+    twell_precompile(${target})
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
   else()
     add_library(${target} INTERFACE)
@@ -208,6 +240,7 @@ function(twell_room folder)
     target_include_directories(${target} INTERFACE ${PROJECT_SOURCE_DIR})
   endif()
   target_link_libraries(twell_all INTERFACE ${target})
+  add_dependencies(twell_library ${target})
 
   if(TWELL_TESTS)
     twell_room_tests(${suffix} "${tests}" ${target})

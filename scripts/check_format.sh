@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Every source file is formatted by clang-format 14, which Debian 12 and Ubuntu 24.04 have
-# (other versions differ), and opens with its licence line.
+# Every source file is formatted by clang-format 14 (other versions differ), which scripts/setup.sh
+# --test installs, and opens with its licence line.
 # `scripts/check_format.sh --fix` formats in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=14
 clang_format=
-for candidate in "clang-format-$version" clang-format; do
+for candidate in "clang-format-$version" clang-format .cache/clang-format/bin/clang-format; do
   if "$candidate" --version 2>/dev/null | grep -q "version $version\."; then
     clang_format=$candidate
     break
@@ -16,7 +16,7 @@ for candidate in "clang-format-$version" clang-format; do
 done
 if [[ -z $clang_format ]]; then
   echo "check_format: clang-format $version not found: install the package clang-format-$version, or" \
-    "'pip install clang-format==$version.0.6'" >&2
+    "clang-format==$version.0.6 of PyPI" >&2
   exit 2
 fi
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: base <- {dist, format, sm90, parquet, tokenizer, chat_template} <-
 {ops, data} <- model <- checkpoint <- {train, infer, tasks} <- serve <- bench <- cli. Nothing outside of CUDA
-sources needs the CUDA toolkit. Reads every #include of the tree and the DEPS of
-twell/CMakeLists.txt."""
+sources needs the CUDA toolkit. A source includes what it names of the precompiled headers. Reads
+every #include of the tree and the DEPS of twell/CMakeLists.txt."""
 
 import pathlib
 import re
@@ -36,6 +36,36 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+"((?:twell|cli|bench)/[^"]+)"', re.MULT
 TOOLKIT = re.compile(r'^\s*#\s*include\s+<(?:cuda|cublas|cudnn|nvml)[^>]*>', re.MULTILINE)
 GUARDED = re.compile(r"^#if(?:def)? [^\n]*TWELL_HAVE_CUDA.*?^#(?:else|endif)",
                      re.MULTILINE | re.DOTALL)
+# Precompiled headers (cmake/Rooms.cmake), whose lack no build shows, and names of theirs.
+PRECOMPILED = {header: re.compile(r"\b" + names) for header, names in {
+    "algorithm": r"std::(?:sort|stable_sort|min_element|max_element|clamp|fill|copy_n|all_of|"
+                 r"any_of|none_of|find_if|lower_bound|upper_bound|nth_element)\b",
+    "array": r"std::array\b",
+    "atomic": r"std::atomic\b",
+    "chrono": r"std::chrono\b",
+    "cmath": r"std::(?:sqrt|exp|log|isfinite|isnan|isinf|floor|ceil|pow|fabs|tanh)\b",
+    "cstring": r"std::mem(?:cpy|set|cmp|move|chr)\b",
+    "filesystem": r"std::filesystem\b",
+    "fmt/": r"fmt::",
+    "fstream": r"std::[io]?fstream\b",
+    "functional": r"std::function\b",
+    "limits": r"std::numeric_limits\b",
+    "map": r"std::map\b",
+    "memory": r"std::(?:unique_ptr|shared_ptr|weak_ptr|make_unique|make_shared)\b",
+    "mutex": r"std::(?:mutex|lock_guard|unique_lock|scoped_lock)\b",
+    "nlohmann/": r"nlohmann::",
+    "optional": r"std::(?:optional|nullopt)\b",
+    "set": r"std::set\b",
+    "span": r"std::span\b",
+    "sstream": r"std::[io]?stringstream\b",
+    "string": r"std::(?:string|to_string)\b",
+    "thread": r"std::(?:thread|this_thread)\b",
+    "unordered_map": r"std::unordered_map\b",
+    "variant": r"std::(?:variant|visit|get_if|holds_alternative)\b",
+    "vector": r"std::vector\b",
+}.items()}
+SYSTEM = re.compile(r"^\s*#\s*include\s+<([^>]+)>", re.MULTILINE)
+COMMENT = re.compile(r"//.*")
 ROOM = re.compile(r"twell_room\((\S+)((?:[^()]|\([^()]*\))*)\)")
 
 
@@ -84,6 +114,27 @@ def toolkit_header(root, name, seen):
     return next((header for header in found if header), None)
 
 
+def system_headers(root, name, known):
+    """The headers in <> that this file includes, and those that its headers of ours do."""
+    if name not in known:
+        known[name] = set()
+        if (root / name).exists():
+            text = (root / name).read_text()
+            known[name] = set(SYSTEM.findall(text)).union(
+                *(system_headers(root, included, known) for included in INCLUDE.findall(text)))
+    return known[name]
+
+
+def missing_headers(root, name, known):
+    """Precompiled headers that this file relies on without including them."""
+    text = COMMENT.sub("", (root / name).read_text())
+    headers = system_headers(root, name, known)
+    return [header for header, names in PRECOMPILED.items()
+            if names.search(text) and not any(
+                found == header or (header.endswith("/") and found.startswith(header))
+                for found in headers)]
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     listing = subprocess.run(
@@ -92,6 +143,7 @@ def main():
         cwd=root, check=True, capture_output=True, text=True).stdout.split()
     reachable = declared_dependencies(root)
     faults = []
+    known = {}
     checked = 0
     for name in listing:
         if not name.endswith((".h", ".cc", ".cu", ".cuh")) or not (root / name).exists():
@@ -102,6 +154,9 @@ def main():
             header = toolkit_header(root, name, set())
             if header:
                 faults.append(f"{name}: needs the CUDA toolkit ({header}), but is not *_cuda.cc")
+        if "_test." not in name:
+            faults += [f"{name}: uses <{header}> without including it"
+                       for header in missing_headers(root, name, known)]
         for included in INCLUDE.findall((root / name).read_text()):
             checked += 1
             other_layer, other_room = layer_and_room(included)

@@ -53,7 +53,8 @@ step() { printf '\n== %s\n' "$*"; }
 
 step "install and build"
 scripts/setup.sh
-[[ -f build/release/build.ninja ]] || cmake --preset release -DTWELL_CUDA="$cuda" >/dev/null
+[[ -f build/release/build.ninja ]] ||
+  cmake --preset release -DTWELL_PRECOMPILE=ON -DTWELL_CUDA="$cuda" >/dev/null
 cmake --build --preset release --target twell
 twell=build/release/twell
 

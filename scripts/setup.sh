@@ -7,6 +7,7 @@
 # Where there is a CUDA toolkit, the headers of cudnn-frontend go into .cache/.
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
 
 packages=(
   g++ cmake ninja-build pkg-config
@@ -24,9 +25,12 @@ clang=(clang libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
   packages+=("${clang[@]}")
 elif [[ $option == --test ]]; then
-  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 python3 python3-venv clang-format-14 git)
-  # Ubuntu has Chromium as a snap only, which containers cannot install; its test is skipped there.
-  ! grep -q '^ID=debian' /etc/os-release || packages+=(chromium)
+  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 python3-dev python3-venv git)
+  # The release of Debian, or 0. Ubuntu has Chromium as a snap only, which containers cannot install,
+  # so its test is skipped there. Debian 13 has no clang-format 14, which comes from PyPI instead.
+  debian=$(. /etc/os-release && [[ $ID == debian ]] && echo "${VERSION_ID:-99}" || echo 0)
+  [[ $debian == 0 ]] || packages+=(chromium)
+  [[ $debian -ge 13 ]] || packages+=(clang-format-14)
 fi
 
 missing=()
@@ -35,22 +39,25 @@ for package in "${packages[@]}"; do
   [[ $status == installed ]] || missing+=("$package")
 done
 fetch() {
-  [[ $cuda == 0 ]] || "$(dirname "$0")/fetch_cudnn_frontend.sh" ||
+  [[ $cuda == 0 ]] || "$root/scripts/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
-  [[ $option != --test ]] || openai_client ||
+  [[ $option == --test ]] || return 0
+  local client
+  mapfile -t client < <(grep -v '^#' "$root/tests/serve_requirements.txt")
+  python_packages openai-client "${client[@]}" ||
     echo "setup: the openai client could not be fetched; tests of the server are skipped" >&2
+  [[ $debian -lt 13 ]] || python_packages clang-format clang-format==14.0.6 ||
+    echo "setup: clang-format 14 could not be fetched" >&2
 }
-# The client that tests the server: pinned packages of PyPI in a virtual environment.
-openai_client() {
-  local root folder
-  root=$(cd "$(dirname "$0")/.." && pwd)
-  folder=$root/.cache/openai-client
-  cmp -s "$root/tests/serve_requirements.txt" "$folder/installed" && return
+# python_packages FOLDER PACKAGE==VERSION...: these of PyPI in the virtual environment .cache/FOLDER.
+python_packages() {
+  local folder=$root/.cache/$1
+  shift
+  [[ $(cat "$folder/installed" 2>/dev/null) != "$*" ]] || return 0
   rm -rf "$folder"
   python3 -m venv "$folder" &&
-    "$folder/bin/pip" install -q --disable-pip-version-check --no-deps \
-      -r "$root/tests/serve_requirements.txt" &&
-    cp "$root/tests/serve_requirements.txt" "$folder/installed"
+    "$folder/bin/pip" install -q --disable-pip-version-check --no-deps "$@" &&
+    echo "$*" >"$folder/installed"
 }
 if [[ ${#missing[@]} == 0 ]]; then
   fetch

@@ -35,28 +35,61 @@ step "formatting and include directions"
 scripts/check_format.sh
 python3 scripts/check_includes.py
 
-# One test program per processor; each also uses as many threads as it likes.
+# later NAME COMMAND...: runs it beside what follows, its output into build/NAME.log.
+# result NAME: waits for it, shows its output, and fails if it failed.
+declare -A running=()
+trap 'kill "${running[@]}" 2>/dev/null || true' EXIT
+later() {
+  mkdir -p build
+  "${@:2}" >"build/$1.log" 2>&1 &
+  running[$1]=$!
+}
+result() {
+  local status=0
+  wait "${running[$1]}" || status=$?
+  unset "running[$1]"
+  cat "build/$1.log"
+  return $status
+}
+
+# One test program per processor; each also uses as many threads as it likes. Tests run while the
+# next build compiles, so that no processor waits for the longest of them.
 jobs=$(nproc)
 
 if [[ $quick == 0 ]]; then
-  step "CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer (PyTorch downloads meanwhile)"
-  scripts/test_python.sh --install &
-  trap 'kill %1 2>/dev/null || true' EXIT
+  step "sanitizer build: AddressSanitizer and UndefinedBehaviorSanitizer (PyTorch downloads meanwhile)"
+  later python_install scripts/test_python.sh --install
   cmake --preset asan >/dev/null
   cmake --build --preset asan
-  ctest --test-dir build/asan --output-on-failure -j "$jobs"
+  later asan_tests ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi
 
-step "release build: the command line, tests of vector code and of GPU code, warnings as errors"
+step "release build: the library, warnings as errors"
 cmake --preset dev -DTWELL_PYTHON=OFF -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 \
   >/dev/null
-cmake --build --preset dev --target twell twell_release_tests
+# Low priority, because tests under sanitizers run beside it, some of which measure time.
+nice cmake --build --preset dev --target twell_library
+
+if [[ $quick == 0 ]]; then
+  step "Python package"
+  if result python_install || scripts/test_python.sh --install; then
+    nice scripts/test_python.sh --build
+    later python_tests scripts/test_python.sh --run
+  fi
+fi
+
+step "release build: the command line, tests of vector code and of GPU code"
+nice cmake --build --preset dev --target twell twell_release_tests
+
+if [[ $quick == 0 ]]; then
+  step "CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+  result asan_tests
+fi
 
 step "tests of the release build"
 ctest --test-dir build/release --label-regex 'simd|cli|gpu' --output-on-failure -j "$jobs"
 
-if [[ $quick == 0 ]]; then
-  step "Python package"
-  wait  # for the downloads; what failed is tried again
-  scripts/test_python.sh --if-possible
+if [[ -n ${running[python_tests]:-} ]]; then
+  step "tests of the Python package"
+  result python_tests
 fi

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Builds the wheel of the Python package from the objects of build/release, installs it into a clean
 # virtual environment, and runs its tests on the CPU.
-#   scripts/test_python.sh                 downloads what is missing, or fails
-#   scripts/test_python.sh --if-possible   says so and succeeds where they cannot be installed
-#   scripts/test_python.sh --install       only downloads what is missing
+#   scripts/test_python.sh             all of it
+#   scripts/test_python.sh --install   only downloads what is missing
+#   scripts/test_python.sh --build     only that, and builds and installs the wheel
+#   scripts/test_python.sh --run       only the tests, of the wheel that --build installed
 # PyTorch, transformers and lm-eval are installed once, into .cache/python: where there is a CUDA
 # toolkit, 0.8 GB of wheels, because PyTorch then finds most of CUDA's libraries there; elsewhere
 # PyTorch brings them, 3 GB.
@@ -13,12 +14,22 @@ cd "$(dirname "$0")/.."
 
 cache=$PWD/.cache/python
 python=$cache/bin/python
+clean=$PWD/build/python_clean
+# Where this is set, every process compiles all of PyTorch's files that it imports.
+unset PYTHONDONTWRITEBYTECODE
+run() {
+  "$clean/bin/python" -m twell.doctor
+  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 exec "$clean/bin/python" -m pytest -q -p no:cacheprovider \
+    --durations=5 python/tests
+}
+[[ ${1:-} != --run ]] || run
 torch=(
   torch==2.11.0 nvidia-cufile==1.15.1.6 nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5
 )
 needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' mpmath)
 # Accelerate requires torch, which would bring all of CUDA's libraries again, and kernels a dozen
-# packages that check signatures of downloads.
+# packages that check signatures of downloads. They come last: setuptools imports kernels whenever a
+# package is built from source, and kernels imports what transformers brings.
 without_needs=(accelerate==1.11.0 kernels==0.17.2)
 # No Ninja: that of PyPI writes another log than the system's, so either would build all anew.
 others=(
@@ -32,18 +43,21 @@ pip=("$python" -m pip install --quiet --no-compile)
 install() {
   python3 -m venv "$cache" &&
     "${pip[@]}" --retries 1 "${needs_of_torch[@]}" &&
-    "${pip[@]}" --no-deps "${torch[@]}" "${without_needs[@]}" &&
+    "${pip[@]}" --no-deps "${torch[@]}" &&
     { "$python" -c 'import torch' 2>/dev/null || "${pip[@]}" torch==2.11.0; } &&
     "${pip[@]}" "${others[@]}" &&
+    "${pip[@]}" --no-deps "${without_needs[@]}" &&
     echo "$wanted" >"$cache/complete"
 }
 if [[ $(cat "$cache/complete" 2>/dev/null) != "$wanted" ]]; then
   echo "test_python: installing PyTorch, transformers and lm-eval into .cache/python"
-  if ! install && { rm -rf "$cache"; ! install; }; then
+  install || {
+    rm -rf "$cache"
+    install
+  } || {
     echo "test_python: they cannot be installed, so the Python package is not tested" >&2
-    [[ ${1:-} == --if-possible ]] && exit 0
     exit 1
-  fi
+  }
 fi
 [[ ${1:-} != --install ]] || exit 0
 
@@ -51,12 +65,9 @@ fi
   -Cbuild-dir=build/release -Ccmake.define.Python_EXECUTABLE="$python" .
 cmake --build build/release --target twell_hub_cpu >/dev/null
 
-clean=$PWD/build/python_clean
 rm -rf "$clean"
 python3 -m venv "$clean"
 "$python" -c 'import site; print(site.getsitepackages()[0])' \
   >"$("$clean/bin/python" -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 "$clean/bin/python" -m pip install --quiet --no-deps --no-index build/wheels/twell-*.whl
-"$clean/bin/python" -m twell.doctor
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$clean/bin/python" -m pytest -q -p no:cacheprovider \
-  --durations=5 python/tests
+[[ ${1:-} == --build ]] || run
