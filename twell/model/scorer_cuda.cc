@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/cross_entropy/cross_entropy_kernels.h"
+#include "twell/ops/cross_entropy/cross_entropy_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 

@@ -2,7 +2,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "twell/base/for_each.cuh"
-#include "twell/ops/embedding/embedding_kernels.h"
+#include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
 namespace {
@@ -25,8 +25,18 @@ struct CopyPiece {
 
 // Backward.
 
-constexpr int kPiece = static_cast<int>(kEmbeddingPiece);
-constexpr int kAhead = 4;  // rows whose loads are in flight together
+constexpr int kPiece = 32;  // sorted tokens that one block sums
+constexpr int kAhead = 4;   // rows whose loads are in flight together
+
+struct EmbeddingSums {
+  int64_t tokens = 0;
+  int64_t width = 0;
+  const int32_t* sorted_ids = nullptr;
+  const int32_t* sorted_tokens = nullptr;  // of each sorted id, ascending within an id
+  const __nv_bfloat16* d_out = nullptr;    // [M, D]
+  float* borders = nullptr;                // [pieces, 2, D]: of a piece's first and last run
+  float* d_table = nullptr;                // [V, D]
+};
 
 struct alignas(16) Piece {
   __nv_bfloat162 pair[kColumns / 2];
@@ -143,27 +153,11 @@ int bits_of(int64_t values) {
   return bits;
 }
 
-}  // namespace
-
-cudaError_t launch_embedding(const EmbeddingCuda& p, cudaStream_t stream) {
-  return launch_for_each(p.tokens * (p.width / kColumns), CopyPiece{p}, stream);
+int64_t border_values(int64_t tokens, int64_t width) {
+  return 2 * ((tokens + kPiece - 1) / kPiece) * width;
 }
 
-cudaError_t token_sort_bytes(int64_t tokens, size_t* bytes) {
-  return cub::DeviceRadixSort::SortPairs(
-      nullptr, *bytes, static_cast<const int32_t*>(nullptr), static_cast<int32_t*>(nullptr),
-      static_cast<const int32_t*>(nullptr), static_cast<int32_t*>(nullptr), tokens);
-}
-
-cudaError_t launch_token_sort(const TokenSort& p, cudaStream_t stream) {
-  const cudaError_t error = launch_for_each(p.tokens, Iota{p.iota}, stream);
-  if (error != cudaSuccess) return error;
-  size_t bytes = p.memory_bytes;
-  return cub::DeviceRadixSort::SortPairs(p.memory, bytes, p.ids, p.sorted_ids,
-                                         static_cast<const int32_t*>(p.iota), p.sorted_tokens,
-                                         p.tokens, 0, bits_of(p.vocab), stream);
-}
-
+// Two kernels: pieces, then the runs that cross their borders.
 cudaError_t launch_embedding_sums(const EmbeddingSums& p, cudaStream_t stream) {
   const int64_t columns = kThreads * kColumns;
   const dim3 grid(static_cast<unsigned>((p.tokens + kPiece - 1) / kPiece),
@@ -172,6 +166,57 @@ cudaError_t launch_embedding_sums(const EmbeddingSums& p, cudaStream_t stream) {
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   border_kernel<<<grid, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+int64_t sort_bytes(int64_t tokens) {
+  const int32_t* const in = nullptr;
+  int32_t* const out = nullptr;
+  size_t bytes = 0;
+  TWELL_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(nullptr, bytes, in, out, in, out, tokens));
+  return static_cast<int64_t>(bytes);
+}
+
+}  // namespace
+
+cudaError_t launch_embedding(const EmbeddingCuda& p, cudaStream_t stream) {
+  return launch_for_each(p.tokens * (p.width / kColumns), CopyPiece{p}, stream);
+}
+
+EmbeddingWorkspaceCuda::EmbeddingWorkspaceCuda(int64_t max_tokens, int64_t width)
+    : max_tokens_(max_tokens),
+      width_(width),
+      numbers_(3 * max_tokens),
+      borders_(border_values(max_tokens, width)),
+      sort_memory_(sort_bytes(max_tokens)) {}
+
+int64_t EmbeddingWorkspaceCuda::bytes_needed(int64_t max_tokens, int64_t width) {
+  return 3 * max_tokens * static_cast<int64_t>(sizeof(int32_t)) +
+         border_values(max_tokens, width) * static_cast<int64_t>(sizeof(float)) +
+         sort_bytes(max_tokens);
+}
+
+void embedding_backward_cuda(CudaContext& ctx, const EmbeddingBackwardCuda& problem,
+                             const EmbeddingWorkspaceCuda& workspace) {
+  const int64_t tokens = problem.tokens;
+  TWELL_CHECK(problem.width % 8 == 0, "embedding backward: width {} is no multiple of 8",
+              problem.width);
+  TWELL_CHECK(tokens <= workspace.max_tokens_ && problem.width == workspace.width_,
+              "embedding backward: [{}, {}] in a workspace for [{}, {}]", tokens, problem.width,
+              workspace.max_tokens_, workspace.width_);
+  if (tokens == 0) return;
+  int32_t* const iota = workspace.numbers_.data();
+  int32_t* const sorted_ids = iota + workspace.max_tokens_;
+  int32_t* const sorted_tokens = sorted_ids + workspace.max_tokens_;
+  TWELL_CUDA_CHECK(launch_for_each(tokens, Iota{iota}, ctx.stream()));
+  auto bytes = static_cast<size_t>(workspace.sort_memory_.bytes());
+  TWELL_CUDA_CHECK(
+      cub::DeviceRadixSort::SortPairs(workspace.sort_memory_.data(), bytes, problem.ids, sorted_ids,
+                                      static_cast<const int32_t*>(iota), sorted_tokens, tokens, 0,
+                                      bits_of(problem.vocab), ctx.stream()));
+  TWELL_CUDA_CHECK(
+      launch_embedding_sums({tokens, problem.width, sorted_ids, sorted_tokens, problem.d_out,
+                             workspace.borders_.data(), problem.d_table},
+                            ctx.stream()));
 }
 
 }  // namespace twell

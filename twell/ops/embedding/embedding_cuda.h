@@ -10,12 +10,25 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "twell/base/cuda.h"
-#include "twell/ops/embedding/embedding_kernels.h"
 
 namespace twell {
+
+// out[m] = table[ids[m]]; ids are in [0, V), D is a multiple of 8. With `drawn`, an id below 0
+// stands for drawn[-1 - id], which is in [0, V) or, where a sampler found no token, negative; the
+// result is then row 0.
+struct EmbeddingCuda {
+  int64_t tokens = 0;                    // M
+  int64_t width = 0;                     // D
+  const int32_t* ids = nullptr;          // [M]
+  const __nv_bfloat16* table = nullptr;  // [V, D]
+  __nv_bfloat16* out = nullptr;          // [M, D]
+  const int32_t* drawn = nullptr;
+};
+cudaError_t launch_embedding(const EmbeddingCuda& problem, cudaStream_t stream);
 
 struct EmbeddingBackwardCuda {
   int64_t tokens = 0;                    // M
