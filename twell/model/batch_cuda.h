@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "twell/base/cuda.h"
-#include "twell/ops/attention/attention_kernels.h"
+#include "twell/ops/attention/attention_cuda.h"
 
 namespace twell {
 

@@ -6,7 +6,7 @@
 // of a split sequence to finish adds up all blocks' results in a fixed order.
 #include <cuda_bf16.h>
 
-#include "twell/ops/attention/attention_kernels.h"
+#include "twell/ops/attention/attention_cuda.h"
 #include "twell/sm90/dependent_launch.cuh"
 
 namespace twell {

@@ -3,7 +3,7 @@
 // loops over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
 #include <cuda_bf16.h>
 
-#include "twell/ops/attention/attention_kernels.h"
+#include "twell/ops/attention/attention_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/warp_mma.cuh"
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Entry points, and the kernels that write what cuDNN takes besides q, k and v.
 #include "twell/ops/attention/attention_cuda.h"
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <limits>
 
 #include "twell/base/carver.h"
+#include "twell/ops/attention/attention_train_cuda.h"
 
 namespace twell {
 namespace {
@@ -59,6 +61,61 @@ int64_t partial_results(const AttentionSplits& splits, int64_t heads) {
   return splits.count == 1 ? 0 : splits.max_sequences * heads * splits.count;
 }
 
+constexpr int kThreads = 128;
+
+// A CTA writes the lengths, the offsets and the table of a sequence as cuDNN takes them.
+__global__ void __launch_bounds__(kThreads)
+    attention_ragged_kernel(AttentionCuda p, AttentionRagged to) {
+  const AttentionSequencesCuda& from = p.sequences;
+  const auto i = static_cast<int>(blockIdx.x), last = static_cast<int>(from.count) - 1;
+  const bool exists = i <= last;
+  const int kv_len = exists ? from.kv_len[i] : 0;
+  if (threadIdx.x == 0) {
+    // The end of the last sequence is where those that do not exist begin.
+    const int64_t q_row = exists ? from.q_begin[i] : from.q_begin[last] + from.q_len[last];
+    to.q_at[i] = static_cast<int32_t>(q_row * p.q_stride);
+    to.out_at[i] = static_cast<int32_t>(q_row * p.heads * p.head_dim);
+    if (from.tables == nullptr) {
+      const int64_t kv_row = exists ? from.kv_begin[i] : from.kv_begin[last] + from.kv_len[last];
+      to.kv_at[i] = static_cast<int32_t>(kv_row * p.kv_stride);
+    }
+    if (i < to.count) {
+      to.q_len[i] = exists ? from.q_len[i] : 0;
+      to.kv_len[i] = kv_len;
+    }
+  }
+  if (from.tables == nullptr || i == to.count) return;
+  const int table_size = static_cast<int>(to.max_kv_len / kKvBlock);
+  const int used = (kv_len + kKvBlock - 1) / kKvBlock;
+  const int32_t* table = from.tables + (exists ? from.kv_begin[i] : 0);
+  int32_t* const blocks = to.blocks + int64_t{i} * table_size;
+  for (int at = static_cast<int>(threadIdx.x); at < table_size; at += kThreads) {
+    blocks[at] = at < used ? table[at] : 0;
+  }
+}
+
+constexpr int kColumns = 8;  // of a thread: 16 bytes
+
+// exp() of a score this low is 0. It is finite because all keys of a tile may be masked: the
+// running maximum of the softmax would then be -infinity, and a score minus it NaN.
+constexpr float kMasked = -1e30f;
+
+// A block writes kThreads * kColumns columns of the row of one token.
+__global__ void __launch_bounds__(kThreads) document_mask_kernel(DocumentMask p, int row_columns) {
+  const int64_t token = blockIdx.x;
+  const int column =
+      (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * kColumns;
+  if (column >= row_columns) return;
+  const int begin = p.begins[token];
+  alignas(16) __nv_bfloat16 values[kColumns];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    values[i] = __float2bfloat16(column + i < begin ? kMasked : 0.0f);
+  }
+  *reinterpret_cast<uint4*>(p.mask + token * row_columns + column) =
+      *reinterpret_cast<const uint4*>(values);
+}
+
 }  // namespace
 
 AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t heads,
@@ -104,7 +161,9 @@ AttentionRagged attention_ragged(CudaContext& ctx, const AttentionCuda& problem,
   if (ragged.count == 0) return {};
   ragged.max_q_len =
       static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(sequences.max_q_len)));
-  TWELL_CUDA_CHECK(launch_attention_ragged(problem, ragged, ctx.stream()));
+  attention_ragged_kernel<<<static_cast<unsigned>(ragged.count + 1), kThreads, 0, ctx.stream()>>>(
+      problem, ragged);
+  TWELL_CUDA_CHECK_LAUNCH("attention_ragged_kernel");
   return ragged;
 }
 
@@ -130,6 +189,14 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
   }
   if (attention_cudnn(ctx, problem)) return;
   TWELL_CUDA_CHECK(launch_attention_tiled(problem, ctx.stream()));
+}
+
+cudaError_t launch_document_mask(const DocumentMask& p, cudaStream_t stream) {
+  const int64_t columns = document_mask_row(p.length);
+  const dim3 grid(static_cast<unsigned>(p.sequences * p.length),
+                  static_cast<unsigned>(ceil_div(columns, int64_t{kThreads * kColumns})));
+  document_mask_kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(columns));
+  return cudaGetLastError();
 }
 
 }  // namespace twell
