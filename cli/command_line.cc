@@ -145,26 +145,33 @@ std::string wrapped_help(std::string_view help) {
   return text;
 }
 
-// The default value shown in the help; empty for flags, empty text and empty lists.
-struct DefaultText {
-  std::string operator()(const bool*) const { return {}; }
-  template <typename T>
-  std::string operator()(const std::optional<T>*) const {
+template <typename T>
+constexpr bool kIsList = false;
+template <typename T>
+constexpr bool kIsList<std::vector<T>> = true;
+template <typename T>
+constexpr bool kIsOptional = false;
+template <typename T>
+constexpr bool kIsOptional<std::optional<T>> = true;
+
+// The default value shown in the help; empty for flags, lists of paths, empty text and empty lists.
+template <typename T>
+std::string default_text(const T& value) {
+  if constexpr (std::is_same_v<T, std::filesystem::path>) {
+    return value.string();
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return value;
+  } else if constexpr (std::is_same_v<T, bool> || kIsOptional<T> ||
+                       std::is_same_v<T, std::vector<std::filesystem::path>>) {
     return {};
+  } else if constexpr (kIsList<T>) {
+    return value.empty() ? std::string() : fmt::format("[{}]", fmt::join(value, ","));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return fmt::format("{:g}", value);
+  } else {
+    return fmt::format("{}", value);
   }
-  std::string operator()(const std::string* text) const { return *text; }
-  std::string operator()(const std::filesystem::path* path) const { return path->string(); }
-  std::string operator()(const std::vector<std::filesystem::path>*) const { return {}; }
-  template <typename T>
-  std::string operator()(const std::vector<T>* list) const {
-    return list->empty() ? std::string() : fmt::format("[{}]", fmt::join(*list, ","));
-  }
-  template <typename Number>
-  std::string operator()(const Number* number) const {
-    if constexpr (std::is_floating_point_v<Number>) return fmt::format("{:g}", *number);
-    return fmt::format("{}", *number);
-  }
-};
+}
 
 }  // namespace
 
@@ -176,7 +183,7 @@ Option::Option(std::string flag, std::string negated, Target target, std::string
       type_(std::move(type)),
       help_(std::move(help)),
       group_(std::move(group)),
-      default_(std::visit(DefaultText{}, target)) {}
+      default_(std::visit([](const auto* value) { return default_text(*value); }, target)) {}
 
 Option& Option::required(bool value) {
   required_ = value;
@@ -241,14 +248,7 @@ bool Option::is_flag() const {
 }
 
 bool Option::collects() const {
-  return std::visit(
-      [](auto* target) {
-        using T = std::remove_pointer_t<decltype(target)>;
-        return std::is_same_v<T, std::vector<int64_t>> || std::is_same_v<T, std::vector<double>> ||
-               std::is_same_v<T, std::vector<std::string>> ||
-               std::is_same_v<T, std::vector<std::filesystem::path>>;
-      },
-      target_);
+  return std::visit([]<typename T>(const T*) { return kIsList<T>; }, target_);
 }
 
 std::string Option::help_suffix() const {
@@ -309,42 +309,25 @@ double Option::real_number(const std::string& text) const {
   return value;
 }
 
-void Option::set_one(const std::string& text) {
-  TWELL_REQUIRE(
-      choices_.empty() || std::find(choices_.begin(), choices_.end(), text) != choices_.end(),
-      "{} must be {}, got '{}'", flag_, alternatives(choices_), text);
-  struct Setter {
-    const Option& option;
-    const std::string& text;
-    void operator()(bool* target) const { *target = text == "true"; }
-    void operator()(std::optional<bool>* target) const { *target = text == "true"; }
-    void operator()(int* target) const { *target = option.whole_number<int>(text); }
-    void operator()(int64_t* target) const { *target = option.whole_number<int64_t>(text); }
-    void operator()(uint64_t* target) const { *target = option.whole_number<uint64_t>(text); }
-    void operator()(std::optional<int64_t>* target) const {
-      *target = option.whole_number<int64_t>(text);
-    }
-    void operator()(float* target) const { *target = static_cast<float>(option.real_number(text)); }
-    void operator()(double* target) const { *target = option.real_number(text); }
-    void operator()(std::optional<double>* target) const { *target = option.real_number(text); }
-    void operator()(std::string* target) const { *target = text; }
-    void operator()(std::optional<std::string>* target) const { *target = text; }
-    void operator()(std::filesystem::path* target) const { *target = path(); }
-    void operator()(std::vector<int64_t>* target) const {
-      target->push_back(option.whole_number<int64_t>(text));
-    }
-    void operator()(std::vector<double>* target) const {
-      target->push_back(option.real_number(text));
-    }
-    void operator()(std::vector<std::string>* target) const { target->push_back(text); }
-    void operator()(std::vector<std::filesystem::path>* target) const { target->push_back(path()); }
+template <typename T>
+void Option::read(const std::string& text, T& target) const {
+  if constexpr (kIsList<T>) {
+    read(text, target.emplace_back());
+  } else if constexpr (kIsOptional<T>) {
+    read(text, target.emplace());
+  } else if constexpr (std::is_same_v<T, bool>) {
+    target = text == "true";
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    target = text;
+  } else if constexpr (std::is_same_v<T, std::filesystem::path>) {
     // An empty path would count as an option that was not given.
-    std::filesystem::path path() const {
-      TWELL_REQUIRE(!text.empty(), "{} must be a path, got ''", option.flag_);
-      return text;
-    }
-  };
-  std::visit(Setter{*this, text}, target_);
+    TWELL_REQUIRE(!text.empty(), "{} must be a path, got ''", flag_);
+    target = text;
+  } else if constexpr (std::is_floating_point_v<T>) {
+    target = static_cast<T>(real_number(text));
+  } else {
+    target = whole_number<T>(text);
+  }
 }
 
 void Option::set(std::vector<std::string> values, bool negated) {
@@ -354,21 +337,21 @@ void Option::set(std::vector<std::string> values, bool negated) {
     TWELL_REQUIRE(truth, "--{} must be true or false, got '{}'", name(), values.front());
     values = {*truth != negated ? "true" : "false"};
   }
-  // A list replaces the default that its variable held when the option was declared.
-  struct Clear {
-    void operator()(std::vector<int64_t>* list) const { list->clear(); }
-    void operator()(std::vector<double>* list) const { list->clear(); }
-    void operator()(std::vector<std::string>* list) const { list->clear(); }
-    void operator()(std::vector<std::filesystem::path>* list) const { list->clear(); }
-    void operator()(const void*) const {}
-  };
-  std::visit(Clear{}, target_);
   TWELL_REQUIRE(collects() || values.size() == 1, "{} takes one value, got {}", flag_,
                 values.size());
-  for (const std::string& value : values) {
-    // CLI11 passes "{}" for an omitted value.
-    if (!(optional_ && (value.empty() || value == "{}"))) set_one(value);
-  }
+  const auto assign = [&]<typename T>(T* target) {
+    // A list replaces the default that its variable held when the option was declared.
+    if constexpr (kIsList<T>) target->clear();
+    for (const std::string& value : values) {
+      // CLI11 passes "{}" for an omitted value.
+      if (optional_ && (value.empty() || value == "{}")) continue;
+      TWELL_REQUIRE(
+          choices_.empty() || std::find(choices_.begin(), choices_.end(), value) != choices_.end(),
+          "{} must be {}, got '{}'", flag_, alternatives(choices_), value);
+      read(value, *target);
+    }
+  };
+  std::visit(assign, target_);
   values_ = std::move(values);
 }
 

@@ -69,7 +69,9 @@ class Option {
   bool collects() const;  // whether the target is a vector
   std::string help_suffix() const;
   std::string help_text() const;  // with the options that it needs or excludes
-  void set_one(const std::string& text);
+  // Reads text into the variable, or into a new element of a list.
+  template <typename T>
+  void read(const std::string& text, T& target) const;
   template <typename Number>
   Number whole_number(const std::string& text) const;
   double real_number(const std::string& text) const;

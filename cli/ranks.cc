@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
@@ -46,22 +47,10 @@ constexpr std::chrono::seconds kPatience{30};
 constexpr std::chrono::seconds kLastResort{20};
 
 std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  TWELL_REQUIRE(file.good(), "cannot read /proc/self/cmdline: {}", std::strerror(errno));
   std::vector<std::string> words;
-  const std::string all = [] {
-    std::string text;
-    char piece[4096];
-    std::FILE* const file = std::fopen("/proc/self/cmdline", "rb");
-    TWELL_REQUIRE(file != nullptr, "cannot read /proc/self/cmdline: {}", std::strerror(errno));
-    while (const size_t count = std::fread(piece, 1, sizeof(piece), file))
-      text.append(piece, count);
-    std::fclose(file);
-    return text;
-  }();
-  for (size_t at = 0; at < all.size();) {
-    const size_t end = std::min(all.find('\0', at), all.size());
-    words.push_back(all.substr(at, end - at));
-    at = end + 1;
-  }
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
   return words;
 }
 
