@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/checkpoint/json.h"
 
 namespace twell {
@@ -108,65 +109,6 @@ const FamilySpec& family_spec(Family family, bool sparse = false) {
   throw InputError(fmt::format("{} models have no published sparse layout", plain->model_type));
 }
 
-// The fields of a JSON object.
-
-// Typed access to the keys of an object; null counts as absent, as in transformers. Every error
-// names the source and the key.
-class Fields {
- public:
-  Fields(const json& object, const std::string& source) : object_(object), source_(source) {}
-
-  const std::string& source() const { return source_; }
-  const json& object() const { return object_; }
-  bool given(const char* key) const { return object_.contains(key); }  // null too
-  const json* find(const char* key) const {
-    const auto it = object_.find(key);
-    return it == object_.end() || it->is_null() ? nullptr : &*it;
-  }
-  int64_t integer(const char* key) const {
-    TWELL_REQUIRE(find(key) != nullptr, "{}: {} is missing", source_, key);
-    return integer(key, 0);
-  }
-  int64_t integer(const char* key, int64_t fallback) const {
-    const json* value = find(key);
-    return value == nullptr ? fallback : to_integer(key, *value);
-  }
-  double number(const char* key, double fallback) const {
-    const json* value = find(key, &json::is_number, "a number");
-    return value == nullptr ? fallback : value->get<double>();
-  }
-  bool boolean(const char* key, bool fallback) const {
-    const json* value = find(key, &json::is_boolean, "true or false");
-    return value == nullptr ? fallback : value->get<bool>();
-  }
-  std::string text(const char* key, const char* fallback) const {
-    const json* value = find(key, &json::is_string, "a string");
-    return value == nullptr ? fallback : value->get<std::string>();
-  }
-  int64_t to_integer(const char* key, const json& value) const {
-    const bool fits = value.is_number_integer() &&
-                      (!value.is_number_unsigned() || value.get<uint64_t>() <= uint64_t{INT64_MAX});
-    TWELL_REQUIRE(fits, "{}: {} must be an integer, got {}", source_, key, show(value));
-    return value.get<int64_t>();
-  }
-  static std::string show(const json& value) {
-    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
-    if (text.size() > 60) text.replace(57, std::string::npos, "...");
-    return text;
-  }
-
- private:
-  const json* find(const char* key, bool (json::*is)() const noexcept, const char* kind) const {
-    const json* value = find(key);
-    TWELL_REQUIRE(value == nullptr || (value->*is)(), "{}: {} must be {}, got {}", source_, key,
-                  kind, show(*value));
-    return value;
-  }
-
-  const json& object_;
-  const std::string& source_;
-};
-
 // The keys, in lists with spaces between them.
 
 bool lists(std::string_view keys, std::string_view key) {
@@ -215,33 +157,32 @@ constexpr Fixed kFixed[] = {
     {"use_mrope", false, "positions have one dimension"},
     {"partial_rotary_factor", true, "rotary embeddings cover the whole head"}};
 
-bool is_fixed(const Fields& fields, std::string_view key, const json& value) {
+bool is_fixed(const JsonFields& fields, std::string_view key, const json& value) {
   const auto it = std::find_if(std::begin(kFixed), std::end(kFixed),
                                [&](const Fixed& fixed) { return fixed.key == key; });
   if (it == std::end(kFixed)) return false;
   const bool same = value.is_null() || (value.is_boolean() && value.get<bool>() == it->value) ||
                     (value.is_number() && value.get<double>() == (it->value ? 1.0 : 0.0));
-  TWELL_REQUIRE(same, "{}: {} {} is not supported: {}", fields.source(), key, Fields::show(value),
-                it->why);
+  TWELL_REQUIRE(same, "{}: {} {} is not supported: {}", fields.where(), key, show(value), it->why);
   return true;
 }
 
-void require_published_layout(const Fields& fields) {
+void require_published_layout(const JsonFields& fields) {
   // That kernel's checkpoints store down_proj transposed under the same tensor name.
   TWELL_REQUIRE(!fields.boolean("sparsity_use_hybrid_kernel", false),
                 "{}: sparsity_use_hybrid_kernel true stores down_proj transposed, which is not "
                 "supported; save the model with it set to false",
-                fields.source());
+                fields.where());
 }
 
 // InputError names the first key that is unknown or requests an unsupported feature: an unknown key
 // might change the model.
-void require_known_keys(const Fields& fields, const FamilySpec& family) {
+void require_known_keys(const JsonFields& fields, const FamilySpec& family) {
   TWELL_REQUIRE(fields.find("quantization_config") == nullptr,
                 "{}: quantization_config is not supported; use the unquantized checkpoint",
-                fields.source());
+                fields.where());
   if (family.sparse) require_published_layout(fields);
-  for (const auto& [key, value] : fields.object().items()) {
+  for (const auto& [key, value] : fields.value().items()) {
     if ((key == "attention_bias" && family.attention_bias) ||
         (key == "mlp_bias" && family.mlp_bias)) {
       continue;
@@ -250,7 +191,7 @@ void require_known_keys(const Fields& fields, const FamilySpec& family) {
     if (key == "quantization_config" || (family.sparse && key.starts_with("sparsity_"))) continue;
     throw InputError(fmt::format(
         "{}: {} ({}) is not understood; remove it if it does not change what the model computes",
-        fields.source(), key, Fields::show(value)));
+        fields.where(), key, show(value)));
   }
 }
 
@@ -281,18 +222,17 @@ RopeType parse_rope_type(const std::string& name, const char* key, const std::st
 // transformers takes a beta_fast or beta_slow of 0 as its default.
 double positive_or(double value, double fallback) { return value == 0.0 ? fallback : value; }
 
-void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) {
-  const std::string& source = rope.source();
-  for (const auto& [inner, value] : rope.object().items()) {
+void read_rope_object(const char* key, const JsonFields& rope, ModelConfig& config) {
+  const std::string& source = rope.where();
+  for (const auto& [inner, value] : rope.value().items()) {
     TWELL_REQUIRE(lists(kRopeKeys, inner), "{}: {} of {} ({}) is not understood", source, inner,
-                  key, Fields::show(value));
+                  key, show(value));
   }
   TWELL_REQUIRE(rope.number("partial_rotary_factor", 1.0) == 1.0,
                 "{}: partial_rotary_factor other than 1 is not supported", source);
   config.rope_theta = rope.number("rope_theta", config.rope_theta);
   RopeScaling& out = config.rope_scaling;
-  out.type =
-      parse_rope_type(rope.text("rope_type", rope.text("type", "default").c_str()), key, source);
+  out.type = parse_rope_type(rope.text("rope_type", rope.text("type", "default")), key, source);
   if (out.type == RopeType::kDefault) return;
   const bool relative = out.type == RopeType::kLlama3 || out.type == RopeType::kYarn;
   if (relative) {
@@ -322,17 +262,14 @@ void read_rope_object(const char* key, const Fields& rope, ModelConfig& config) 
 }
 
 // Sets rope_theta and rope_scaling of a configuration whose context is already set.
-void read_rope(const Fields& fields, ModelConfig& config) {
+void read_rope(const JsonFields& fields, ModelConfig& config) {
   config.rope_theta = fields.number("rope_theta", 10000.0);
   config.rope_scaling = {};
   const int64_t original = fields.integer("original_max_position_embeddings", 0);
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    const json* rope = fields.find(key);
-    if (rope == nullptr) continue;
-    TWELL_REQUIRE(rope->is_object(), "{}: {} must be an object or null, got {}", fields.source(),
-                  key, Fields::show(*rope));
+    if (fields.find(key) == nullptr) continue;
     config.rope_scaling = {.original_context = original};
-    read_rope_object(key, Fields(*rope, fields.source()), config);
+    read_rope_object(key, JsonFields(fields.object(key), fields.where()), config);
     const RopeType type = config.rope_scaling.type;
     if (type != RopeType::kLlama3 && type != RopeType::kYarn) {
       config.rope_scaling.original_context = 0;
@@ -366,7 +303,7 @@ json rope_scaling_to_json(const RopeScaling& rope) {
 
 // The configuration.
 
-void require_architecture(const Fields& fields, const FamilySpec& family) {
+void require_architecture(const JsonFields& fields, const FamilySpec& family) {
   const json* architectures = fields.find("architectures");
   if (architectures == nullptr) return;
   const auto supported = [&](const json& name) {
@@ -376,25 +313,25 @@ void require_architecture(const Fields& fields, const FamilySpec& family) {
   };
   TWELL_REQUIRE(
       architectures->is_array() && architectures->size() == 1 && supported(architectures->front()),
-      "{}: architectures {} do not go with model_type \"{}\"; supported is {}", fields.source(),
-      Fields::show(*architectures), family.model_type, family.architecture);
+      "{}: architectures {} do not go with model_type \"{}\"; supported is {}", fields.where(),
+      show(*architectures), family.model_type, family.architecture);
 }
 
-Activation read_activation(const Fields& fields, const FamilySpec& family) {
+Activation read_activation(const JsonFields& fields, const FamilySpec& family) {
   // The published sparse models still say "silu", but their model type means ReLU.
   if (family.sparse) return Activation::kRelu;
   const std::string name = fields.text("hidden_act", "silu");  // the default of transformers
-  return parse_activation(name, fields.source() + ": hidden_act");
+  return parse_activation(name, fields.where() + ": hidden_act");
 }
 
-void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& config) {
-  const std::string& source = fields.source();
+void read_sizes(const JsonFields& fields, const FamilySpec& family, ModelConfig& config) {
+  const std::string& source = fields.where();
   config.vocab_size = fields.integer("vocab_size");
   config.width = fields.integer("hidden_size");
   config.ffn = fields.integer("intermediate_size");
   config.layers = fields.integer("num_hidden_layers");
   config.heads = fields.integer("num_attention_heads");
-  const bool absent = !fields.given("num_key_value_heads");
+  const bool absent = !fields.value().contains("num_key_value_heads");
   config.kv_heads = fields.integer("num_key_value_heads",
                                    absent && family.kv_heads > 0 ? family.kv_heads : config.heads);
   TWELL_REQUIRE(config.heads >= 1, "{}: num_attention_heads must be at least 1, got {}", source,
@@ -410,7 +347,7 @@ void read_sizes(const Fields& fields, const FamilySpec& family, ModelConfig& con
 }
 
 // Returns, per layer, whether it attends to all keys although the model has a window.
-std::vector<bool> read_full_attention(const Fields& fields, const FamilySpec& family,
+std::vector<bool> read_full_attention(const JsonFields& fields, const FamilySpec& family,
                                       const ModelConfig& config) {
   std::vector<bool> full;
   const json* types = fields.find("layer_types");
@@ -421,25 +358,25 @@ std::vector<bool> read_full_attention(const Fields& fields, const FamilySpec& fa
   }
   TWELL_REQUIRE(types->is_array() && std::ssize(*types) == config.layers,
                 "{}: layer_types must be a list of {} kinds, one for each layer, got {}",
-                fields.source(), config.layers, Fields::show(*types));
+                fields.where(), config.layers, show(*types));
   for (const json& type : *types) {
     TWELL_REQUIRE(
         type == "full_attention" || (type == "sliding_attention" && config.sliding_window > 0),
-        "{}: a layer of type {} is not supported", fields.source(), Fields::show(type));
+        "{}: a layer of type {} is not supported", fields.where(), show(type));
     full.push_back(type == "full_attention");
   }
   return full;
 }
 
-void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& config) {
-  const bool given = fields.given("sliding_window");
+void read_window(const JsonFields& fields, const FamilySpec& family, ModelConfig& config) {
+  const bool given = fields.value().contains("sliding_window");
   config.sliding_window = fields.integer("sliding_window", given ? 0 : family.window);
   if (family.window_switch && !fields.boolean("use_sliding_window", false)) {
     config.sliding_window = 0;
   }
   if (family.window == 0) {
     TWELL_REQUIRE(config.sliding_window == 0, "{}: a sliding_window is not supported with {}",
-                  fields.source(), family.model_type);
+                  fields.where(), family.model_type);
   }
   if (config.layers < 1 || config.layers > kMaxListedLayers) return;  // validate() refuses it
   const std::vector<bool> full = read_full_attention(fields, family, config);
@@ -449,20 +386,21 @@ void read_window(const Fields& fields, const FamilySpec& family, ModelConfig& co
   TWELL_REQUIRE(family.window_switch,
                 "{}: {} models have the sliding window in every layer, but layer_types names {} "
                 "layers of full attention",
-                fields.source(), family.model_type, count);
+                fields.where(), family.model_type, count);
   config.full_attention = full;
 }
 
-void read_tokens(const Fields& fields, ModelConfig& config) {
+void read_tokens(const JsonFields& fields, ModelConfig& config) {
   config.bos_token = fields.integer("bos_token_id", -1);
   const json* eos = fields.find("eos_token_id");
   if (eos == nullptr) return;
   if (!eos->is_array()) {
-    config.eos_token = fields.to_integer("eos_token_id", *eos);
+    config.eos_token = fields.integer("eos_token_id");
     return;
   }
   for (const json& token : *eos) {
-    const int64_t id = fields.to_integer("eos_token_id", token);
+    const json one = {{"eos_token_id", token}};
+    const int64_t id = JsonFields(one, fields.where()).integer("eos_token_id");
     if (config.eos_token < 0) {
       config.eos_token = id;
     } else {
@@ -472,7 +410,7 @@ void read_tokens(const Fields& fields, ModelConfig& config) {
 }
 
 // In the published sparse models the sparsity_* keys override the FFN's usual keys.
-void read_sparsity(const Fields& fields, ModelConfig& config) {
+void read_sparsity(const JsonFields& fields, ModelConfig& config) {
   config.gated = fields.boolean("sparsity_gated_mlp", config.gated);
   config.ffn = fields.integer("sparsity_new_intermediate_size", config.ffn);
 }
@@ -534,8 +472,7 @@ void set_dtype(ordered_json& object, DType dtype) {
 }  // namespace
 
 ModelConfig parse_config(const json& object, const std::string& source) {
-  TWELL_REQUIRE(object.is_object(), "{}: expected a JSON object", source);
-  const Fields fields(object, source);
+  const JsonFields fields(object, source);
   const FamilySpec& family = family_of_model_type(fields.text("model_type", ""), source);
   require_architecture(fields, family);
   require_known_keys(fields, family);

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 
 namespace twell {
 namespace {
@@ -21,49 +22,17 @@ std::string_view dtype_of(const ShardManifest& manifest) {
   return manifest.id_bytes() == 2 ? "u16" : "u32";
 }
 
-// Reads the fields of one JSON object.
-class Fields {
- public:
-  Fields(const json& object, std::string source) : object_(object), source_(std::move(source)) {
-    TWELL_REQUIRE(object.is_object(), "{}: not a JSON object", source_);
-  }
+int64_t integer(const JsonFields& fields, std::string_view name, int64_t lowest, int64_t highest) {
+  const int64_t value = fields.integer(name);
+  TWELL_REQUIRE(value >= lowest && value <= highest,
+                "{}: \"{}\" must be an integer from {} to {}, got {}", fields.where(), name, lowest,
+                highest, value);
+  return value;
+}
 
-  const json& at(const char* key) const {
-    const auto field = object_.find(key);
-    TWELL_REQUIRE(field != object_.end(), "{}: \"{}\" is missing", source_, key);
-    return *field;
-  }
-  const std::string& text(const char* key) const {
-    const json& field = at(key);
-    TWELL_REQUIRE(field.is_string(), "{}: \"{}\" must be a string", source_, key);
-    return field.get_ref<const std::string&>();
-  }
-  int64_t integer(const char* key, int64_t lowest, int64_t highest) const {
-    const json& field = at(key);
-    // A value above the int64 range is stored as unsigned and wraps to a negative number here.
-    const int64_t value = field.is_number_integer() ? field.get<int64_t>() : -1;
-    TWELL_REQUIRE(field.is_number_integer() && value >= lowest && value <= highest,
-                  "{}: \"{}\" must be an integer from {} to {}", source_, key, lowest, highest);
-    return value;
-  }
-  int64_t count(const char* key) const { return integer(key, 0, kMaxCount); }
-  double number(const char* key) const {
-    const json& field = at(key);
-    TWELL_REQUIRE(field.is_number(), "{}: \"{}\" must be a number", source_, key);
-    return field.get<double>();
-  }
-  uint64_t unsigned_integer(const char* key) const {
-    const json& field = at(key);
-    TWELL_REQUIRE(field.is_number_unsigned(), "{}: \"{}\" must be an unsigned integer", source_,
-                  key);
-    return field.get<uint64_t>();
-  }
-  const std::string& source() const { return source_; }
-
- private:
-  const json& object_;
-  std::string source_;
-};
+int64_t count(const JsonFields& fields, std::string_view name) {
+  return integer(fields, name, 0, kMaxCount);
+}
 
 bool is_plain_name(std::string_view name) {
   const auto plain = [](unsigned char c) {
@@ -74,31 +43,29 @@ bool is_plain_name(std::string_view name) {
          std::all_of(name.begin(), name.end(), plain);
 }
 
-uint64_t parse_crc64(const Fields& shard) {
-  const std::string& digits = shard.text("crc64");
+uint64_t parse_crc64(const JsonFields& shard) {
+  const std::string digits = shard.text("crc64");
   const bool valid =
       digits.size() == 16 && digits.find_first_not_of("0123456789abcdef") == std::string::npos;
-  TWELL_REQUIRE(valid, "{}: \"crc64\" must be 16 hex digits", shard.source());
+  TWELL_REQUIRE(valid, "{}: \"crc64\" must be 16 hex digits", shard.where());
   return std::stoull(digits, nullptr, 16);
 }
 
-std::vector<ShardFile> parse_shards(const Fields& split, int64_t total,
+std::vector<ShardFile> parse_shards(const JsonFields& split, int64_t total,
                                     std::set<std::string>& names) {
-  const json& list = split.at("shards");
-  TWELL_REQUIRE(list.is_array(), "{}: \"shards\" must be a list", split.source());
   std::vector<ShardFile> shards;
   int64_t left = total;
-  for (const json& entry : list) {
-    const Fields fields(entry, fmt::format("{}, shard {}", split.source(), shards.size()));
-    const std::string& name = fields.text("file");
+  for (const json& entry : split.array("shards")) {
+    const JsonFields fields(entry, fmt::format("{}, shard {}", split.where(), shards.size()));
+    const std::string name = fields.text("file");
     TWELL_REQUIRE(is_plain_name(name), "{}: \"file\" must be the plain name of a file beside it",
-                  fields.source());
-    TWELL_REQUIRE(names.insert(name).second, "{}: {} is listed twice", fields.source(), name);
-    shards.push_back({name, fields.integer("tokens", 1, kMaxCount), parse_crc64(fields)});
+                  fields.where());
+    TWELL_REQUIRE(names.insert(name).second, "{}: {} is listed twice", fields.where(), name);
+    shards.push_back({name, integer(fields, "tokens", 1, kMaxCount), parse_crc64(fields)});
     left -= shards.back().tokens;
-    TWELL_REQUIRE(left >= 0, "{}: more tokens than the {} of the split", fields.source(), total);
+    TWELL_REQUIRE(left >= 0, "{}: more tokens than the {} of the split", fields.where(), total);
   }
-  TWELL_REQUIRE(left == 0, "{}: the shards hold {} of {} tokens", split.source(), total - left,
+  TWELL_REQUIRE(left == 0, "{}: the shards hold {} of {} tokens", split.where(), total - left,
                 total);
   return shards;
 }
@@ -135,28 +102,28 @@ std::string to_json(const ShardManifest& manifest) {
 ShardManifest parse_shard_manifest(std::string_view text, const std::string& source) {
   const json root = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
   TWELL_REQUIRE(!root.is_discarded(), "{}: not valid JSON", source);
-  const Fields fields(root, source);
+  const JsonFields fields(root, source);
   TWELL_REQUIRE(fields.text("format") == kFormat, "{}: not the manifest of token shards", source);
-  const int64_t version = fields.integer("version", 1, kMaxCount);
+  const int64_t version = integer(fields, "version", 1, kMaxCount);
   TWELL_REQUIRE(version == kVersion, "{}: version {} of the format, this program reads version {}",
                 source, version, kVersion);
 
   ShardManifest manifest;
   manifest.tokenizer_hash = fields.text("tokenizer_hash");
-  manifest.vocab_size = fields.integer("vocab_size", 1, INT32_MAX);
+  manifest.vocab_size = integer(fields, "vocab_size", 1, INT32_MAX);
   TWELL_REQUIRE(fields.text("dtype") == dtype_of(manifest),
                 "{}: \"dtype\" must be {} for a vocabulary of {}", source, dtype_of(manifest),
                 manifest.vocab_size);
   manifest.seed = fields.unsigned_integer("seed");
   manifest.validation_fraction = fields.number("validation_fraction");
-  manifest.counts.documents = fields.count("documents");
-  manifest.counts.text_bytes = fields.count("text_bytes");
-  manifest.counts.validation_text_bytes = fields.count("validation_text_bytes");
+  manifest.counts.documents = count(fields, "documents");
+  manifest.counts.text_bytes = count(fields, "text_bytes");
+  manifest.counts.validation_text_bytes = count(fields, "validation_text_bytes");
   std::set<std::string> names;
   for (const Split split : {Split::kTrain, Split::kValidation}) {
     const std::string name(split_name(split));
-    const Fields entry(fields.at(name.c_str()), fmt::format("{}, {}", source, name));
-    const int64_t tokens = entry.count("tokens");
+    const JsonFields entry(fields.object(name), fmt::format("{}, {}", source, name));
+    const int64_t tokens = count(entry, "tokens");
     (split == Split::kTrain ? manifest.counts.train_tokens : manifest.counts.validation_tokens) =
         tokens;
     manifest.shards[static_cast<size_t>(split)] = parse_shards(entry, tokens, names);

@@ -9,6 +9,7 @@
 
 namespace twell {
 namespace fs = std::filesystem;
+using nlohmann::json;
 namespace {
 
 constexpr size_t kProbeBytes = 8192;  // leading bytes that tell text from binary
@@ -113,63 +114,6 @@ class TextDocuments : public DocumentReader {
   bool begins_ = true;
 };
 
-// Extracts one string from a JSON object without building the rest.
-class FieldFinder : public nlohmann::json_sax<nlohmann::json> {
- public:
-  FieldFinder(const std::string& field, std::string& value) : field_(field), value_(value) {}
-
-  bool is_object() const { return is_object_; }
-  bool found() const { return found_; }
-
-  bool string(string_t& text) override {
-    if (!at_field()) return true;
-    found_ = true;
-    value_.swap(text);
-    return true;
-  }
-  bool key(string_t& name) override {
-    key_matches_ = depth_ == 1 && name == field_;
-    return true;
-  }
-  bool start_object(size_t) override {
-    is_object_ |= depth_ == 0;
-    return open();
-  }
-  bool start_array(size_t) override { return open(); }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
-  bool null() override { return other(); }
-  bool boolean(bool) override { return other(); }
-  bool number_integer(number_integer_t) override { return other(); }
-  bool number_unsigned(number_unsigned_t) override { return other(); }
-  bool number_float(number_float_t, const string_t&) override { return other(); }
-  bool binary(binary_t&) override { return other(); }
-  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override {
-    return false;
-  }
-
- private:
-  bool at_field() const { return depth_ == 1 && key_matches_; }
-  bool other() {
-    if (at_field()) found_ = false;  // the last of repeated keys counts
-    return true;
-  }
-  bool open() {
-    other();
-    ++depth_;
-    return true;
-  }
-  bool close() {
-    --depth_;
-    return true;
-  }
-
-  const std::string& field_;
-  std::string& value_;
-  int64_t depth_ = 0;
-  bool key_matches_ = false, is_object_ = false, found_ = false;
-};
-
 // Documents that are loaded whole into memory before their pieces are returned.
 class RowDocuments : public DocumentReader {
  public:
@@ -226,10 +170,17 @@ class JsonlDocuments : public RowDocuments {
   }
 
   void parse(std::string_view line) {
-    FieldFinder finder(options_.json_field, document_);
-    if (!nlohmann::json::sax_parse(line.begin(), line.end(), &finder)) fail("is not valid JSON");
-    if (!finder.is_object()) fail("is not a JSON object");
-    if (!finder.found()) fail(fmt::format("has no string field \"{}\"", options_.json_field));
+    // Fields that are not asked for are dropped as they are read.
+    const auto keep = [&](int depth, json::parse_event_t event, const json& parsed) {
+      return depth != 1 || event != json::parse_event_t::key ||
+             parsed.get_ref<const std::string&>() == options_.json_field;
+    };
+    json object = json::parse(line.begin(), line.end(), keep, /*allow_exceptions=*/false);
+    if (object.is_discarded()) fail("is not valid JSON");
+    if (!object.is_object()) fail("is not a JSON object");
+    json& text = object[options_.json_field];
+    if (!text.is_string()) fail(fmt::format("has no string field \"{}\"", options_.json_field));
+    document_.swap(text.get_ref<std::string&>());
   }
 
   [[noreturn]] void fail(std::string_view reason) const {
@@ -250,7 +201,7 @@ class ParquetDocuments : public RowDocuments {
  private:
   bool read_row() override {
     if (!reader_.next(row_)) return false;
-    nlohmann::json& text = row_[options_.json_field];
+    json& text = row_[options_.json_field];
     TWELL_REQUIRE(text.is_string(), "{}: row {} has no text in \"{}\"", reader_.source(),
                   reader_.row(), options_.json_field);
     document_.swap(text.get_ref<std::string&>());
@@ -258,7 +209,7 @@ class ParquetDocuments : public RowDocuments {
   }
 
   ParquetReader reader_;
-  nlohmann::json row_;
+  json row_;
 };
 
 }  // namespace

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/tasks/text_ops.h"
-#include "twell/tokenizer/json_part.h"
 
 namespace twell {
 namespace {
@@ -32,7 +32,7 @@ struct Question {
   }
 };
 
-std::vector<std::string> strings(const JsonPart& part, std::string_view name) {
+std::vector<std::string> strings(const JsonFields& part, std::string_view name) {
   std::vector<std::string> out;
   for (const json& value : part.array(name)) {
     TWELL_REQUIRE(value.is_string(), "{}: \"{}\" holds something else than strings", part.where(),
@@ -42,26 +42,26 @@ std::vector<std::string> strings(const JsonPart& part, std::string_view name) {
   return out;
 }
 
-Question read_question(const JsonPart& item, std::string_view stem_field) {
+Question read_question(const JsonFields& item, std::string_view stem_field) {
   Question out;
   const json* question = item.find("question");
   if (question != nullptr && question->is_object()) {
-    const JsonPart part(*question, item.where() + ": \"question\"");
-    out.stem = part.string("stem");
+    const JsonFields part(*question, item.where() + ": \"question\"");
+    out.stem = part.text("stem");
     for (const json& value : part.array("choices")) {
-      const JsonPart choice(value, item.where() + ": a choice");
-      out.texts.push_back(choice.string("text"));
-      out.labels.push_back(choice.string("label"));
+      const JsonFields choice(value, item.where() + ": a choice");
+      out.texts.push_back(choice.text("text"));
+      out.labels.push_back(choice.text("label"));
     }
   } else {
-    out.stem = item.string(stem_field);
-    const JsonPart choices(item.object("choices"), item.where() + ": \"choices\"");
+    out.stem = item.text(stem_field);
+    const JsonFields choices(item.object("choices"), item.where() + ": \"choices\"");
     out.texts = strings(choices, "text");
     out.labels = strings(choices, "label");
   }
   TWELL_REQUIRE(out.texts.size() == out.labels.size() && out.texts.size() >= 2,
                 "{}: {} choices with {} labels", item.where(), out.texts.size(), out.labels.size());
-  out.answer = item.string("answerKey");
+  out.answer = item.text("answerKey");
   return out;
 }
 
@@ -79,18 +79,18 @@ std::string ask(std::string_view question) {
 }
 
 TaskItem read_arc(const json& value, const std::string& where) {
-  const Question question = read_question(JsonPart(value, where), "question");
+  const Question question = read_question(JsonFields(value, where), "question");
   return multiple_choice(ask(question.stem), question.texts, question.gold(where));
 }
 
 TaskItem read_openbookqa(const json& value, const std::string& where) {
-  Question question = read_question(JsonPart(value, where), "question_stem");
+  Question question = read_question(JsonFields(value, where), "question_stem");
   question.answer.erase(0, question.answer.find_first_not_of(' '));
   return multiple_choice(question.stem, question.texts, question.gold(where));
 }
 
 TaskItem read_commonsense_qa(const json& value, const std::string& where) {
-  const Question question = read_question(JsonPart(value, where), "question");
+  const Question question = read_question(JsonFields(value, where), "question");
   const std::vector<std::string> letters = {"A", "B", "C", "D", "E"};
   TWELL_REQUIRE(question.labels == letters, "{}: the choices are not labelled A to E", where);
   std::string context = fmt::format("Question: {}\n", strip(question.stem));
@@ -101,7 +101,7 @@ TaskItem read_commonsense_qa(const json& value, const std::string& where) {
 }
 
 // An index that is written as a JSON number or as a string of digits.
-int64_t read_index(const JsonPart& item, std::string_view name, int64_t first, int64_t last) {
+int64_t read_index(const JsonFields& item, std::string_view name, int64_t first, int64_t last) {
   const json* field = item.find(name);
   TWELL_REQUIRE(field != nullptr, "{} has no \"{}\"", item.where(), name);
   int64_t index = first - 1;
@@ -132,9 +132,9 @@ std::string without_markup(std::string_view text) {
 }
 
 TaskItem read_hellaswag(const json& value, const std::string& where) {
-  const JsonPart item(value, where);
-  const std::string context = item.string("activity_label") + ": " + item.string("ctx_a") + " " +
-                              capitalize(item.string("ctx_b"));
+  const JsonFields item(value, where);
+  const std::string context = item.text("activity_label") + ": " + item.text("ctx_a") + " " +
+                              capitalize(item.text("ctx_b"));
   std::vector<std::string> endings = strings(item, "endings");
   TWELL_REQUIRE(endings.size() >= 2, "{}: {} endings", where, endings.size());
   for (std::string& ending : endings) ending = without_markup(ending);
@@ -143,22 +143,22 @@ TaskItem read_hellaswag(const json& value, const std::string& where) {
 }
 
 TaskItem read_piqa(const json& value, const std::string& where) {
-  const JsonPart item(value, where);
-  return multiple_choice(ask(item.string("goal")), {item.string("sol1"), item.string("sol2")},
+  const JsonFields item(value, where);
+  return multiple_choice(ask(item.text("goal")), {item.text("sol1"), item.text("sol2")},
                          read_index(item, "label", 0, 1));
 }
 
 // Each context contains one option; the end of the sentence, the same for both, is scored.
 TaskItem read_winogrande(const json& value, const std::string& where) {
-  const JsonPart item(value, where);
-  const std::string sentence = item.string("sentence");
+  const JsonFields item(value, where);
+  const std::string sentence = item.text("sentence");
   const size_t blank = sentence.find('_');
   TWELL_REQUIRE(blank != std::string::npos, "{}: \"sentence\" has no _", where);
   std::string end = " ";
   end += strip(std::string_view(sentence).substr(blank + 1));
   TaskItem out;
   for (const char* option : {"option1", "option2"}) {
-    const std::string context = sentence.substr(0, blank) + item.string(option);
+    const std::string context = sentence.substr(0, blank) + item.text(option);
     out.choices.push_back({context, end, count_characters(context)});
   }
   out.gold = read_index(item, "answer", 1, 2) - 1;

@@ -4,14 +4,15 @@
 // and added tokens, then the whole file.
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/tokenizer/bpe_alphabet.h"
-#include "twell/tokenizer/json_part.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {
@@ -29,17 +30,17 @@ std::string part_name(std::string_view list, size_t index) {
   return fmt::format("{}[{}]", list, index);
 }
 
-PreTokenizerStep read_split(const JsonPart& part) {
-  const JsonPart pattern(part.object("pattern"), part.where() + ".pattern");
+PreTokenizerStep read_split(const JsonFields& part) {
+  const JsonFields pattern(part.object("pattern"), part.where() + ".pattern");
   TWELL_REQUIRE(pattern.find("Regex") != nullptr,
                 "{}: a Split by other than a \"Regex\" is not supported", part.where());
-  const std::string behavior = part.string("behavior");
+  const std::string behavior = part.text("behavior");
   TWELL_REQUIRE(behavior == "Isolated", "{}: Split behavior {} is not supported (only Isolated)",
                 part.where(), excerpt(behavior));
   part.must_be_off("invert");
   part.finish({"type", "pattern", "behavior"});
   pattern.finish({"Regex"});
-  PreTokenizerStep step{Kind::kSplit, pattern.string("Regex")};
+  PreTokenizerStep step{Kind::kSplit, pattern.text("Regex")};
   try {
     const PreTokenizerRegex compiles(step.pattern);
   } catch (const InputError& error) {
@@ -50,10 +51,10 @@ PreTokenizerStep read_split(const JsonPart& part) {
 
 constexpr std::array<const char*, 4> kPrependSchemes = {"", "never", "first", "always"};
 
-void require_replace(const JsonPart& part, std::string_view from, std::string_view to) {
-  const JsonPart pattern(part.object("pattern"), part.where() + ".pattern");
-  TWELL_REQUIRE(pattern.find("String") != nullptr && pattern.string("String") == from &&
-                    part.string("content") == to,
+void require_replace(const JsonFields& part, std::string_view from, std::string_view to) {
+  const JsonFields pattern(part.object("pattern"), part.where() + ".pattern");
+  TWELL_REQUIRE(pattern.find("String") != nullptr && pattern.text("String") == from &&
+                    part.text("content") == to,
                 "{}: a Replace other than of {} by {} is not supported", part.where(),
                 excerpt(from), excerpt(to));
   pattern.finish({"String"});
@@ -62,8 +63,8 @@ void require_replace(const JsonPart& part, std::string_view from, std::string_vi
 
 // Reads one member; returns whether it was ByteLevel, which must come last.
 bool read_step(const json& value, const std::string& where, std::vector<PreTokenizerStep>& steps) {
-  const JsonPart part(value, where);
-  const std::string type = part.string("type");
+  const JsonFields part(value, where);
+  const std::string type = part.text("type");
   if (type == "Split") {
     steps.push_back(read_split(part));
     return false;
@@ -102,7 +103,7 @@ ordered_json write_step(const PreTokenizerStep& step) {
 }
 
 // Reads one list of a template, e.g. [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}].
-int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
+int32_t read_template(const JsonFields& part, const TokenizerSpec& spec) {
   part.finish({"type", "single", "pair", "special_tokens"});
   const json& pieces = part.array("single");
   const auto refuse = [&] {
@@ -111,13 +112,13 @@ int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
         part.where()));
   };
   if (pieces.empty() || pieces.size() > 2) refuse();
-  const JsonPart text(pieces.back(), part.where() + ".single");
+  const JsonFields text(pieces.back(), part.where() + ".single");
   if (text.find("Sequence") == nullptr) refuse();
   if (pieces.size() == 1) return -1;
-  const JsonPart first(pieces.front(), part.where() + ".single[0]");
+  const JsonFields first(pieces.front(), part.where() + ".single[0]");
   if (first.find("SpecialToken") == nullptr) refuse();
   const std::string name =
-      JsonPart(first.object("SpecialToken"), first.where() + ".SpecialToken").string("id");
+      JsonFields(first.object("SpecialToken"), first.where() + ".SpecialToken").text("id");
   const auto token = std::find_if(spec.added.begin(), spec.added.end(),
                                   [&](const AddedToken& added) { return added.content == name; });
   TWELL_REQUIRE(token != spec.added.end(), "{}: {} is not an added token", first.where(),
@@ -127,14 +128,14 @@ int32_t read_template(const JsonPart& part, const TokenizerSpec& spec) {
 
 // Reads NFC or, for SentencePiece tokenizers, a member that sets the marks for spaces.
 void read_normalizer_member(const json& value, const std::string& where, TokenizerSpec& spec) {
-  const JsonPart part(value, where);
-  const std::string type = part.string("type");
+  const JsonFields part(value, where);
+  const std::string type = part.text("type");
   if (type == "NFC") {
     part.finish({"type"});
     spec.nfc = true;
   } else if (type == "Prepend" && spec.sentence_piece) {
-    TWELL_REQUIRE(part.string("prepend") == kSpaceMark, "{}: Prepend of {} is not supported", where,
-                  excerpt(part.string("prepend")));
+    TWELL_REQUIRE(part.text("prepend") == kSpaceMark, "{}: Prepend of {} is not supported", where,
+                  excerpt(part.text("prepend")));
     part.finish({"type", "prepend"});
     spec.sentence_piece->prepend = true;
   } else if (type == "Replace" && spec.sentence_piece) {
@@ -150,8 +151,8 @@ void read_normalizer_member(const json& value, const std::string& where, Tokeniz
 
 void read_normalizer(const json* part, TokenizerSpec& spec) {
   if (part == nullptr) return;
-  const JsonPart object(*part, "normalizer");
-  if (object.string("type") != "Sequence") return read_normalizer_member(*part, "normalizer", spec);
+  const JsonFields object(*part, "normalizer");
+  if (object.text("type") != "Sequence") return read_normalizer_member(*part, "normalizer", spec);
   object.finish({"type", "normalizers"});
   const json& members = object.array("normalizers");
   for (size_t i = 0; i < members.size(); ++i) {
@@ -178,19 +179,16 @@ ordered_json write_normalizer(const TokenizerSpec& spec) {
 void read_sentence_piece_pre_tokenizer(const json* part, SentencePieceSpec& out) {
   using Metaspace = SentencePieceSpec::Metaspace;
   if (part == nullptr) return;
-  const JsonPart object(*part, "pre_tokenizer");
-  const std::string type = object.string("type");
+  const JsonFields object(*part, "pre_tokenizer");
+  const std::string type = object.text("type");
   TWELL_REQUIRE(type == "Metaspace",
                 "pre_tokenizer: type {} is not supported with byte_fallback (only Metaspace)",
                 excerpt(type));
-  TWELL_REQUIRE(object.string("replacement") == kSpaceMark,
+  TWELL_REQUIRE(object.text("replacement") == kSpaceMark,
                 "pre_tokenizer: Metaspace with another replacement than U+2581 is not supported");
   // Files from before "prepend_scheme" have "add_prefix_space".
   const bool prepend = object.boolean("add_prefix_space", true);
-  const std::string scheme = object.find("prepend_scheme") != nullptr
-                                 ? object.string("prepend_scheme")
-                             : prepend ? "always"
-                                       : "never";
+  const std::string scheme = object.text("prepend_scheme", prepend ? "always" : "never");
   const auto known = std::find(kPrependSchemes.begin(), kPrependSchemes.end(), scheme);
   TWELL_REQUIRE(known != kPrependSchemes.end() && !scheme.empty(),
                 "pre_tokenizer: the prepend_scheme {} is not supported", excerpt(scheme));
@@ -209,9 +207,9 @@ ordered_json write_sentence_piece_pre_tokenizer(const SentencePieceSpec& spec) {
 
 std::vector<PreTokenizerStep> read_pre_tokenizer(const json* part) {
   TWELL_REQUIRE(part != nullptr, "there is no pre_tokenizer; only byte-level ones are supported");
-  const JsonPart object(*part, "pre_tokenizer");
+  const JsonFields object(*part, "pre_tokenizer");
   std::vector<PreTokenizerStep> steps;
-  if (object.string("type") != "Sequence") {
+  if (object.text("type") != "Sequence") {
     TWELL_REQUIRE(read_step(*part, object.where(), steps),
                   "pre_tokenizer: without ByteLevel it is not supported");
     return steps;
@@ -238,8 +236,8 @@ ordered_json write_pre_tokenizer(const std::vector<PreTokenizerStep>& steps) {
 
 int32_t read_post_processor(const json* part, const TokenizerSpec& spec) {
   if (part == nullptr) return -1;
-  const JsonPart object(*part, "post_processor");
-  const std::string type = object.string("type");
+  const JsonFields object(*part, "post_processor");
+  const std::string type = object.text("type");
   json members = json::array({*part});
   if (type == "Sequence") {
     object.finish({"type", "processors"});
@@ -247,9 +245,10 @@ int32_t read_post_processor(const json* part, const TokenizerSpec& spec) {
   }
   int32_t bos = -1;
   for (size_t i = 0; i < members.size(); ++i) {
-    const JsonPart member(members[i], type == "Sequence" ? part_name("post_processor.processors", i)
-                                                         : "post_processor");
-    const std::string inner = member.string("type");
+    const JsonFields member(members[i], type == "Sequence"
+                                            ? part_name("post_processor.processors", i)
+                                            : "post_processor");
+    const std::string inner = member.text("type");
     if (inner == "ByteLevel") {
       member.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
       continue;
@@ -284,8 +283,8 @@ ordered_json write_post_processor(const TokenizerSpec& spec) {
 
 void read_decoder(const json* part) {
   TWELL_REQUIRE(part != nullptr, "there is no decoder; only ByteLevel is supported");
-  const JsonPart object(*part, "decoder");
-  const std::string type = object.string("type");
+  const JsonFields object(*part, "decoder");
+  const std::string type = object.text("type");
   TWELL_REQUIRE(type == "ByteLevel", "decoder {} is not supported (only ByteLevel)", excerpt(type));
   object.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
 }
@@ -295,8 +294,8 @@ ordered_json write_decoder() { return byte_level(true); }
 // Reads a Sequence of Replace, ByteFallback, Fuse and, if it strips a leading space, Strip.
 void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
   TWELL_REQUIRE(part != nullptr, "there is no decoder; with byte_fallback a Sequence is needed");
-  const JsonPart object(*part, "decoder");
-  const std::string type = object.string("type");
+  const JsonFields object(*part, "decoder");
+  const std::string type = object.text("type");
   TWELL_REQUIRE(type == "Sequence",
                 "decoder {} is not supported with byte_fallback (only a Sequence)", excerpt(type));
   object.finish({"type", "decoders"});
@@ -305,17 +304,18 @@ void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
                 "decoder: a Sequence of {} is not supported", members.size());
   static constexpr std::array<const char*, 4> kTypes = {"Replace", "ByteFallback", "Fuse", "Strip"};
   for (size_t i = 0; i < members.size(); ++i) {
-    const JsonPart member(members[i], part_name("decoder.decoders", i));
-    TWELL_REQUIRE(member.string("type") == kTypes[i], "{}: {} is not supported there (only {})",
-                  member.where(), excerpt(member.string("type")), kTypes[i]);
+    const JsonFields member(members[i], part_name("decoder.decoders", i));
+    TWELL_REQUIRE(member.text("type") == kTypes[i], "{}: {} is not supported there (only {})",
+                  member.where(), excerpt(member.text("type")), kTypes[i]);
     if (i == 0) {
       require_replace(member, kSpaceMark, " ");
     } else if (i < 3) {
       member.finish({"type"});
     } else {
-      TWELL_REQUIRE(
-          member.string("content") == " " && member.id("start") == 1 && member.id("stop") == 0,
-          "{}: a Strip other than of one space at the start is not supported", member.where());
+      TWELL_REQUIRE(member.text("content") == " " && member.integer("start") == 1 &&
+                        member.integer("stop") == 0,
+                    "{}: a Strip other than of one space at the start is not supported",
+                    member.where());
       member.finish({"type", "content", "start", "stop"});
       out.strip_space = true;
     }
@@ -335,10 +335,18 @@ ordered_json write_sentence_piece_decoder(const SentencePieceSpec& spec) {
 
 // ---- vocabulary, merges, added tokens
 
+// Reads an id: a non-negative integer below 2^31 - 1.
+int32_t read_id(const json& value, const std::string& where) {
+  const bool usable = value.is_number_unsigned() &&
+                      value.get<uint64_t>() < uint64_t{std::numeric_limits<int32_t>::max()};
+  TWELL_REQUIRE(usable, "{} is not a token id (an integer from 0 to 2^31 - 2)", where);
+  return value.get<int32_t>();
+}
+
 AddedToken read_added_token(const json& value, size_t index, const json& vocab) {
-  const JsonPart part(value, fmt::format("added_tokens[{}]", index));
-  AddedToken token{.id = part.id("id"),
-                   .content = part.string("content"),
+  const JsonFields part(value, fmt::format("added_tokens[{}]", index));
+  AddedToken token{.id = read_id(part.unsigned_integer("id"), part.where() + ": \"id\""),
+                   .content = part.text("content"),
                    .special = part.boolean("special", false)};
   token.normalized = part.boolean("normalized", !token.special);
   TWELL_REQUIRE(!token.content.empty(), "{}: \"content\" is empty", part.where());
@@ -355,7 +363,7 @@ AddedToken read_added_token(const json& value, size_t index, const json& vocab) 
   return token;
 }
 
-std::vector<AddedToken> read_added_tokens(const JsonPart& file, const json& vocab) {
+std::vector<AddedToken> read_added_tokens(const JsonFields& file, const json& vocab) {
   std::vector<AddedToken> added;
   if (file.find("added_tokens") == nullptr) return added;
   const json& list = file.array("added_tokens");
@@ -410,8 +418,7 @@ void read_tokens(const json& vocab, TokenizerSpec& spec) {
   std::string bytes;
   for (const auto& [name, value] : vocab.items()) {
     if (added.count(name) != 0) continue;
-    const int32_t id =
-        json_to_id(value, fmt::format("model.vocab: the value of {}", excerpt(name)));
+    const int32_t id = read_id(value, fmt::format("model.vocab: the value of {}", excerpt(name)));
     if (!spell(spec, name, bytes)) {
       throw InputError(
           fmt::format("model.vocab: {} is not spelled in the byte alphabet; only byte-level "
@@ -465,7 +472,7 @@ std::vector<BpeMerge> read_merges(const json& list, const TokenizerSpec& spec) {
   return merges;
 }
 
-void read_model(const JsonPart& model, TokenizerSpec& spec) {
+void read_model(const JsonFields& model, TokenizerSpec& spec) {
   for (const char* option :
        {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk"}) {
     // With byte_fallback no character is unknown, so fuse_unk has no effect.
@@ -480,7 +487,7 @@ void read_model(const JsonPart& model, TokenizerSpec& spec) {
     TWELL_REQUIRE(vocab.contains(name), "model: \"byte_fallback\" without the token {}", name);
   }
   spec.merges = read_merges(model.array("merges"), spec);
-  const std::string unknown = model.string_or_empty("unk_token");
+  const std::string unknown = model.text("unk_token", "");
   if (!unknown.empty()) {
     const auto entry = vocab.find(unknown);
     TWELL_REQUIRE(entry != vocab.end(), "model: \"unk_token\" {} is not in the vocabulary",
@@ -492,14 +499,14 @@ void read_model(const JsonPart& model, TokenizerSpec& spec) {
 }
 
 TokenizerSpec read_file_object(const json& root) {
-  const JsonPart file(root, "the file");
-  const std::string version = file.string_or_empty("version");
+  const JsonFields file(root, "the file");
+  const std::string version = file.text("version", "");
   TWELL_REQUIRE(version.empty() || version == "1.0", "version {} is not supported (only 1.0)",
                 excerpt(version));
   file.must_be_off("truncation");
   file.must_be_off("padding");
-  const JsonPart model(file.object("model"), "model");
-  const std::string type = model.string_or_empty("type");
+  const JsonFields model(file.object("model"), "model");
+  const std::string type = model.text("type", "");
   TWELL_REQUIRE(type.empty() || type == "BPE", "model type {} is not supported (only BPE)",
                 excerpt(type));
 

@@ -6,10 +6,10 @@
 #include <unordered_set>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/base/utf8.h"
 #include "twell/tokenizer/bpe_alphabet.h"
 #include "twell/tokenizer/bpe_train.h"
-#include "twell/tokenizer/json_part.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {
