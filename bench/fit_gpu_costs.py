@@ -206,7 +206,7 @@ def tile_union_cost(p, c):
     us = gate + up + down
     us *= 1 + p["throttle"] * np.maximum(np.log(us / 300), 0)
     return (us + p["launches"] + p["tile"] * tiles + heavy * (p["heavy"] + p["heavy_block"] * blocks)
-            + move(c, 4e-6 * c.m * c.nnz, 1.0))
+            + move(c, 2e-6 * c.d * c.f, p["first_bytes"]))
 
 
 COSTS = {
@@ -223,8 +223,8 @@ COSTS = {
         "down_neuron": 0.004, "down_work": 2.4e-5, "image": 3.4e-6, "tile": 0.4, "first_bytes": 2,
         "row_bytes": 1.5}),
     "tile-union": (tile_union_cost, {
-        "launches": 17, "gate_step": 0.67, "up_step": 0.2, "up_block": 0.1, "entry": 0.01, "down_block": 1, "tile": 0.2,
-        "throttle": 0.05, "heavy": 5, "heavy_block": 0.5, "missed_bytes": 2}),
+        "launches": 20, "gate_step": 0.67, "up_step": 0.2, "up_block": 0.1, "entry": 0.01, "down_block": 1, "tile": 0.2,
+        "throttle": 0.05, "heavy": 5, "heavy_block": 0.5, "missed_bytes": 2, "first_bytes": 2}),
 }
 
 

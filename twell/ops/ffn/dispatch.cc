@@ -65,15 +65,16 @@ struct GpuCosts {
     double first_bytes = 1.923, row_bytes = 1.836;
   } medium;
   struct {
-    double launches = 19.67;
-    double gate_step = 0.6928;                   // 256 x 256 x 64 products on two SMs
-    double up_step = 0.2563, up_block = 0.1089;  // 64 columns of an item, and of a block of it
-    double entry = 0.01125;                      // writing an active value to its place
-    double down_block = 0.7979;                  // 128 tokens x 256 columns x 64 neurons
-    double tile = 0.1786;
-    double throttle = 0.04298;                   // slower for each factor e beyond 300 us
-    double heavy = 1.782, heavy_block = 0.8234;  // a tile of heavy rows, which others wait for
-    double missed_bytes = 2.696;  // rows of w_up where a union's do not stay in the L2
+    double launches = 20.43;
+    double gate_step = 0.6754;                   // 256 x 256 x 64 products on two SMs
+    double up_step = 0.1288, up_block = 0.1525;  // 64 columns of an item, and of a block of it
+    double entry = 0.01186;                      // writing an active value to its place
+    double down_block = 0.7823;                  // 128 tokens x 256 columns x 64 neurons
+    double tile = 0.1903;
+    double throttle = 0.05126;                   // slower for each factor e beyond 300 us
+    double heavy = 2.237, heavy_block = 0.7494;  // a tile of heavy rows, which others wait for
+    double missed_bytes = 3.431;  // rows of w_up where a union's do not stay in the L2
+    double first_bytes = 2.587;   // the first weight
     double images = 22.5;         // without a gate: compacting activations instead of up
   } tile_union;
   // Fitted to width 2048 and FFN size 5632 alone.
@@ -217,7 +218,7 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   const double heavy = tiles > plain ? costs.heavy + costs.heavy_block * blocks : 0.0;
   return products * (1.0 + costs.throttle * std::max(std::log(products / 300.0), 0.0)) +
          costs.launches + s.work(costs.tile * tiles + heavy) +
-         s.move(4.0 * s.m * activity.nnz_per_token, 1.0);
+         s.move(2.0 * s.d * s.f, costs.first_bytes);
 }
 
 double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
