@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the costs of twell/ops/ffn/dispatch.cc to sweeps: prints its constants, how well each execution
-is predicted, the same for each shape when it is left out of the fit, and what auto would choose.
+r"""Fits the costs of twell/ops/ffn/dispatch.cc to sweeps: prints its constants, how well each execution
+is predicted, the same for each shape when it is left out of the fit, what auto would choose, and which
+constants of the source differ.
 
     cd bench/results && python3 ../fit_gpu_costs.py 2026-11-23-h200-sweep-auto.csv \
         2026-11-23-h200-ffn-sweep.csv 2026-11-23-h200-medium-batch.csv \
@@ -27,7 +28,9 @@ Needs numpy and scipy. All errors are relative, so that short and long calls wei
 import csv
 import json
 import math
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -353,6 +356,25 @@ def choices(rows, p, ran):
           f" ({100 * off / len(over):.1f}%)")
 
 
+# --- The source --------------------------------------------------------------------------------------
+
+STRUCTS = {"dense": "dense", "dense-rows": "dense_rows", "dense-batch": "dense_batch",
+           "decode-rows": "decode", "small-batch": "small", "medium-batch": "medium",
+           "tile-union": "tile_union"}
+
+
+def compare_with_source(p):
+    source = (Path(__file__).resolve().parent.parent / "twell/ops/ffn/dispatch.cc").read_text()
+    different = []
+    for launch, struct in STRUCTS.items():
+        body = re.search(r"struct \{([^{}]*)\} " + struct + ";", source)[1]
+        has = dict(re.findall(r"(\w+) = ([-+.e\d]+)", re.sub("//.*", "", body)))
+        different += [f"{launch} {name} {has.get(name)}, fitted {value:.4g}"
+                      for name, value in p[launch].items()
+                      if abs(float(has.get(name, "nan")) / value - 1) > 1e-3 or name not in has]
+    print("dispatch.cc: " + ("; ".join(different) if different else "the same constants"))
+
+
 # --- How well the engine estimated -------------------------------------------------------------------
 
 
@@ -383,6 +405,7 @@ def main():
     p = {launch: report(launch, of[launch]) for launch in of}
     ran = {row["case"]: row["us"] for kind in ("dense-rows", "dense-batch") for row in of[kind]}
     choices(rows, p, ran)
+    compare_with_source(p)
 
 
 if __name__ == "__main__":
