@@ -106,7 +106,7 @@ void add_source_options(Command& command, DataOptions& options) {
 void add_tokenizer_options(Command& command, DataOptions& options) {
   command.group("Data");
   command.value("--tokenizer", &options.tokenizer, "FILE",
-                "Hugging Face tokenizer.json (byte-level BPE); without it one is trained");
+                "Hugging Face tokenizer.json (BPE); without it one is trained");
   command.choice("--pre-tokenizer", &options.pre_tokenizer, {"gpt2", "smollm2", "llama3", "qwen2"},
                  "How a trained tokenizer cuts text into words");
   command

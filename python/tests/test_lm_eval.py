@@ -45,7 +45,8 @@ def test_same_answers_as_transformers(name, tmp_path):
 
 def test_windows_of_long_texts(tmp_path):
     save_model(tmp_path, "relu")
-    model = get_model("twell")(checkpoint=str(tmp_path), device="cpu")
+    # The device that lm-eval's command names by default; without a GPU the CPU is taken.
+    model = get_model("twell")(checkpoint=str(tmp_path), device="cuda:0")
     (value,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", [("one and two " * 20,)]))
     assert value < -240  # at least a nat per token of a random model
     (short,) = model.generate_until(

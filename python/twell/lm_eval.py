@@ -41,9 +41,12 @@ class TwellLM(TemplateLM):
         threads: int = 0,
     ):
         super().__init__()
+        # lm-eval's command asks for cuda:0 where nobody says otherwise; its model hf then takes the CPU.
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+            device = "auto"
         slots = int(batch_size) if str(batch_size).isdigit() else max_batch_size or 16
         self.engine = Engine(
-            checkpoint, device or "auto", threads=threads, slots=slots, context=context, ffn=ffn
+            checkpoint, device, threads=threads, slots=slots, context=context, ffn=ffn
         )
         self.max_length = self.engine.context
         self.max_gen_toks = int(max_gen_toks)
