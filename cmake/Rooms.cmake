@@ -62,22 +62,31 @@ if(TWELL_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 
-# One precompiled header for the library: a small source takes longer to parse these headers than to
-# compile. scripts/check_includes.py finds a source that relies on them without including them.
+# Rooms that compute little: the sanitizer build compiles them with -O0, in a third of the compiler's
+# time.
+set(twell_light_rooms)
+if(TWELL_SANITIZE AND NOT TWELL_FUZZ)
+  set(twell_light_rooms dist data infer tasks serve)
+endif()
+
+# Precompiled headers of the library: a small source takes longer to parse these than to compile.
+# scripts/check_includes.py finds a source that relies on them without including them.
 if(TWELL_PRECOMPILE)
   file(WRITE ${PROJECT_BINARY_DIR}/library_header.cc "")
-  add_library(twell_library_header OBJECT EXCLUDE_FROM_ALL
-    ${PROJECT_BINARY_DIR}/library_header.cc)
-  target_link_libraries(twell_library_header PRIVATE twell_flags fmt::fmt OpenMP::OpenMP_CXX
-    nlohmann_json::nlohmann_json)
-  target_precompile_headers(twell_library_header PRIVATE <fmt/format.h> <nlohmann/json.hpp>
-    <algorithm> <array> <atomic> <chrono> <cmath> <cstring> <filesystem> <fstream> <functional>
-    <limits> <map> <memory> <mutex> <optional> <set> <span> <sstream> <string> <thread>
-    <unordered_map> <variant> <vector>)
+  foreach(header twell_library_header twell_light_header)
+    add_library(${header} OBJECT EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/library_header.cc)
+    target_link_libraries(${header} PRIVATE twell_flags fmt::fmt OpenMP::OpenMP_CXX
+      nlohmann_json::nlohmann_json)
+    target_precompile_headers(${header} PRIVATE <fmt/format.h> <nlohmann/json.hpp> <algorithm>
+      <array> <atomic> <chrono> <cmath> <cstring> <filesystem> <fstream> <functional> <limits> <map>
+      <memory> <mutex> <optional> <set> <span> <sstream> <string> <thread> <unordered_map> <variant>
+      <vector>)
+  endforeach()
+  target_compile_options(twell_light_header PRIVATE -O0)
 endif()
-function(twell_precompile target)
+function(twell_precompile target header)
   if(TWELL_PRECOMPILE)
-    target_precompile_headers(${target} REUSE_FROM twell_library_header)
+    target_precompile_headers(${target} REUSE_FROM ${header})
   endif()
 endfunction()
 
@@ -232,7 +241,12 @@ function(twell_room folder)
       set_target_properties(${target} PROPERTIES UNITY_BUILD OFF)
     endif()
     target_link_libraries(${target} PRIVATE twell_flags PUBLIC ${deps})
-    twell_precompile(${target})
+    if(suffix IN_LIST twell_light_rooms)
+      target_compile_options(${target} PRIVATE -O0)
+      twell_precompile(${target} twell_light_header)
+    else()
+      twell_precompile(${target} twell_library_header)
+    endif()
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
   else()
     add_library(${target} INTERFACE)

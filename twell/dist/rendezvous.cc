@@ -385,8 +385,8 @@ class Rendezvous::Server {
     switch (frame.type) {
       case kPut: {
         auto [key, value] = split_two(frame.body);
-        std::erase_if(waiting_, [&, key = std::string_view(key)](const Waiting& waiting) {
-          if (waiting.key != key) return false;
+        std::erase_if(waiting_, [&, wanted = std::string_view(key)](const Waiting& waiting) {
+          if (waiting.key != wanted) return false;
           send_frame(waiting.rank->socket, kValue, frame.body);
           return true;
         });
