@@ -376,13 +376,13 @@ struct Server::Impl {
   std::vector<int32_t> encode(const std::string& text, bool begin_token, const char* field) const {
     // Such a text has too many tokens however it is split, so it is not tokenized.
     if (std::ssize(text) > 4 * longest_token * session.capacity()) {
-      throw too_long(fmt::format("of {} bytes", text.size()), field);
+      throw too_long(fmt::format("{} bytes", text.size()), field);
     }
     return prompt_ids(session.config(), tokenizer, text, begin_token);
   }
   ApiError too_long(const std::string& size, const char* field) const {
     return {400,
-            fmt::format("the prompt is too long: it is {}, and the context of {} tokens must hold "
+            fmt::format("the prompt is too long: it has {}, and the context of {} tokens must hold "
                         "it and a new token",
                         size, session.capacity()),
             field, "context_length_exceeded"};
@@ -401,7 +401,7 @@ struct Server::Impl {
                                const char* field) const {
     const int64_t new_tokens = max_tokens == 0 ? 0 : 1;
     if (std::ssize(prompt) + new_tokens > session.capacity()) {
-      throw too_long(fmt::format("of {} tokens", prompt.size()), field);
+      throw too_long(fmt::format("{} tokens", prompt.size()), field);
     }
     return {.prompt = std::move(prompt),
             .sampler = wanted.sampler,
