@@ -48,42 +48,37 @@ TrainDevice::TrainDevice(const CommonOptions& common, [[maybe_unused]] const Mod
 
 TrainDevice::~TrainDevice() = default;
 
+std::string TrainDevice::name() const {
 #ifdef TWELL_HAVE_CUDA
-std::string TrainDevice::name() const { return on_gpu() ? gpu_->ctx.device_name() : "CPU"; }
+  if (on_gpu()) return gpu_->ctx.device_name();
+#endif
+  return "CPU";
+}
 
 RunPlan TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
                           int64_t shard_bytes) const {
-  if (!on_gpu()) return plan_run(config, options, shard_bytes);
-  return plan_run_cuda(gpu_->ctx, config, options, shard_bytes);
-}
-
-void TrainDevice::require_memory(const RunPlan& plan) const {
-  if (on_gpu()) require_device_memory(plan.device_bytes(), "this run would");
-}
-
-std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
-                                                 const TrainOptions& options, const Model* teacher,
-                                                 Communicator* ranks) const {
-  if (!on_gpu())
-    return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
-  return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options,
-                                           std::span<const LayerHint>{}, ranks);
-}
-#else
-std::string TrainDevice::name() const { return "CPU"; }
-
-RunPlan TrainDevice::plan(const ModelConfig& config, const TrainOptions& options,
-                          int64_t shard_bytes) const {
+#ifdef TWELL_HAVE_CUDA
+  if (on_gpu()) return plan_run_cuda(gpu_->ctx, config, options, shard_bytes);
+#endif
   return plan_run(config, options, shard_bytes);
 }
 
-void TrainDevice::require_memory(const RunPlan&) const {}
+void TrainDevice::require_memory([[maybe_unused]] const RunPlan& plan) const {
+#ifdef TWELL_HAVE_CUDA
+  if (on_gpu()) require_device_memory(plan.device_bytes(), "this run would");
+#endif
+}
 
 std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
                                                  const TrainOptions& options, const Model* teacher,
                                                  Communicator* ranks) const {
+#ifdef TWELL_HAVE_CUDA
+  if (on_gpu()) {
+    return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options,
+                                             std::span<const LayerHint>{}, ranks);
+  }
+#endif
   return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
 }
-#endif
 
 }  // namespace twell::cli
