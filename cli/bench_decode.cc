@@ -190,13 +190,13 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
       .several_values();
   command
       .value("--prompt-tokens", &bench_decode.load.prompt, "N",
-             "Tokens of each sequence before the clock")
+             "Prompt tokens of each sequence, which are not timed")
       .range(1, kMostTokens);
   command.value("--tokens", &bench_decode.load.tokens, "N", "Tokens decoded per sequence")
       .range(1, kMostTokens);
   command
       .value("--temperature", &arguments->temperature, "X",
-             "Of the tokens that are drawn; 0: the most likely one")
+             "Softmax temperature; 0 takes the most likely token every time")
       .range(0, 100);
   command.value("--jsonl", &bench_decode.jsonl, "FILE",
                 "Append a JSON line per batch to this file");

@@ -230,7 +230,7 @@ void add_bench_ffn_command(Command& bench, CommonOptions& common) {
       "GPU: ten shapes, 1 to 65,536 tokens and all activities instead of one layer: where auto is "
       "slower than dense, or not the best; --patterns, of --ffn neurons, are stretched to each "
       "shape");
-  command.flag("--quick", &arguments->quick, "Of the sweep, a tenth").needs(sweep);
+  command.flag("--quick", &arguments->quick, "Run a tenth of the sweep").needs(sweep);
   add_compute_options(command, common);
   command.footer(
       "The layer's own gate fires as in the pattern; results are compared with dense first. On a\n"

@@ -48,11 +48,11 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
                 "Executions of the sparse run: auto, hybrid, or dense for none");
   command
       .value("--recompute", &arguments->recompute, "LEVEL",
-             "As of 'twell train'; repeatable, for runs with each")
+             "What backward makes again, as for 'twell train'; repeatable: a run with each")
       .several_values();
   command
       .value("--sparse-recompute", &arguments->sparse_recompute, "LEVEL",
-             "Also the sparse run with this level; repeatable")
+             "Also time the sparse run with this level of recomputation; repeatable")
       .several_values();
   command.choice("--moment-dtype", &arguments->moment_dtype, {"f32", "bf16"},
                  "Type of AdamW's moments");

@@ -183,7 +183,7 @@ std::string completion_script(const Command& root, std::string_view shell) {
 
 void add_completion_command(Command& root) {
   auto shell = std::make_shared<std::string>();
-  Command& command = root.add("completion", "A script for the shell that completes commands");
+  Command& command = root.add("completion", "Print a script that completes commands in a shell");
   command.runs([&root, shell] {
     write_out(completion_script(root, *shell));
     return kExitOk;

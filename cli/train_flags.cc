@@ -141,7 +141,8 @@ void add_optimizer_flags(Command& command, TrainFlags& flags) {
   command.value("--beta1", &train.beta1, "X", "Decay of the first moment");
   command.value("--beta2", &train.beta2, "X", "Decay of the second moment");
   command.value("--eps", &train.eps, "X", "Added to the denominator");
-  command.value("--weight-decay", &train.weight_decay, "X", "Of matrices; norms have none");
+  command.value("--weight-decay", &train.weight_decay, "X",
+                "Weight decay of matrices; norms have none");
   command.choice("--moment-dtype", &flags.moment_dtype, {"f32", "bf16"},
                  "GPU: type of the moments in memory");
   command.value("--clip", &train.clip_norm, "X", "Largest gradient norm; 0: no clipping");
@@ -174,8 +175,10 @@ void add_sparsity_flags(Command& command, TrainFlags& flags) {
                 "Steps after those in which it grows to --l1");
   command.flag("--reinit-dead", &train.reinit_dead,
                "After every step, move neurons that no token activated towards random weights");
-  command.value("--reinit-strength", &train.reinit_strength, "X", "How far");
-  command.value("--reinit-std", &train.reinit_std, "X", "Standard deviation of those weights");
+  command.value("--reinit-strength", &train.reinit_strength, "X",
+                "Share of a dead neuron's weights that --reinit-dead replaces by random ones");
+  command.value("--reinit-std", &train.reinit_std, "X",
+                "Standard deviation of the random weights of --reinit-dead");
   command.choice("--ffn-policy", &flags.ffn_policy, {"auto", "dense", "hybrid"},
                  "Execution of the feed-forward layers; auto: per layer, by measured activity");
 }
