@@ -135,7 +135,8 @@ class Run:
     def stop(self, process: subprocess.Popen) -> None:
         process.send_signal(signal.SIGTERM)
         process.wait()
-        require(process.returncode in (0, 128 + signal.SIGTERM), self.log)
+        # The launcher of several ranks ends with 130.
+        require(process.returncode in (0, 130, 128 + signal.SIGTERM), self.log)
 
     def go_on(self) -> None:
         machine = self.machine

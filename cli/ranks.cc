@@ -37,6 +37,7 @@ using Clock = std::chrono::steady_clock;
 // code.
 constexpr int kExitStopped = 130;
 
+constexpr const char* kRestartCounts[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
 constexpr const char* kListener = "TWELL_LISTENER";
 
 // Time for the other ranks to end once one has failed; they learn of it at once, but may be in the
@@ -214,11 +215,6 @@ class Processes {
   std::vector<Process> processes_;
 };
 
-bool has_checkpoint(const fs::path& out) {
-  std::error_code missing;
-  return fs::exists(out / "checkpoint", missing);
-}
-
 }  // namespace
 
 RankIdentity process_identity() {
@@ -226,6 +222,22 @@ RankIdentity process_identity() {
 }
 
 bool started_by_launch_ranks() { return std::getenv(kListener) != nullptr; }
+
+bool started_again() {
+  return std::any_of(std::begin(kRestartCounts), std::end(kRestartCounts), [](const char* name) {
+    const char* const count = std::getenv(name);
+    return count != nullptr && std::atoi(count) > 0;
+  });
+}
+
+bool can_continue(const fs::path& out, bool owner) {
+  std::error_code missing;
+  if (!fs::exists(out / "options.json", missing)) return false;
+  if (owner && !fs::exists(out / "checkpoint", missing)) {
+    fs::resize_file(out / "metrics.jsonl", 0, missing);
+  }
+  return true;
+}
 
 int device_of_rank(const RankIdentity& identity, int devices) {
   // srun and others can show each rank its own GPU alone.
@@ -247,12 +259,7 @@ int launch_ranks(const Launch& launch) {
     if (!ending.failed) return kExitOk;
     if (ending.input_error) return kExitInput;
     if (restarts == launch.max_restarts) return kExitFailure;
-    if (fs::exists(launch.out / "options.json")) {
-      words = resuming(std::move(words));
-      // Nothing was saved yet: the run starts over.
-      std::error_code missing;
-      if (!has_checkpoint(launch.out)) fs::resize_file(launch.out / "metrics.jsonl", 0, missing);
-    }
+    if (can_continue(launch.out, /*owner=*/true)) words = resuming(std::move(words));
     print_error("twell: restart {} of {}\n", restarts + 1, launch.max_restarts);
   }
 }

@@ -21,6 +21,12 @@ RankIdentity process_identity();
 // Whether launch_ranks started this process.
 bool started_by_launch_ranks();
 
+// Whether torchrun or Slurm (a requeued job) has started this process again.
+bool started_again();
+// Whether a run can continue in `out`. A run of which nothing was saved starts over: its metrics
+// are removed when `owner`.
+bool can_continue(const std::filesystem::path& out, bool owner);
+
 // The number of the GPU that a rank uses, of `devices` that it sees. InputError when it has none of
 // its own.
 int device_of_rank(const RankIdentity& identity, int devices);

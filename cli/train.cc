@@ -286,6 +286,11 @@ std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const Trai
 }
 
 int train(Command& command, TrainFlags& flags, CommonOptions& common) {
+  const RankIdentity identity = process_identity();
+  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
+    flags.resume = true;
+    flags.resume_from.reset();
+  }
   flags.resume = flags.resume || flags.resume_from || flags.fall_back;
   TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
   const fs::path options_file = common.out / "options.json";
@@ -297,7 +302,6 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
   TaskComparison tasks(flags.tasks);
-  const RankIdentity identity = process_identity();
   if (flags.gpus > 0) common.device = "cuda";
   if (flags.ranks > 0) common.device = "cpu";
   const int64_t to_start = ranks_to_start(flags, common, identity);

@@ -347,6 +347,29 @@ TEST_F(DistributedTest, ASignalToTheLauncherSaves) {
       0);
 }
 
+// torchrun runs the same command again when a rank was lost.
+TEST_F(DistributedTest, ACommandThatTorchrunRepeatsResumes) {
+  const std::vector<std::string> words = train("run", {"--steps", "8", "--device", "cpu"});
+  ASSERT_EQ(run(words).code, 0);
+  expect_refused(words, "already holds a training run");
+  const auto starts_over = [&](const std::string& steps) {
+    std::vector<std::string> longer = words;
+    std::replace(longer.begin(), longer.end(), std::string("8"), steps);
+    ::setenv("TORCHELASTIC_RESTART_COUNT", "1", 1);
+    const Result again = run(longer);
+    ::unsetenv("TORCHELASTIC_RESTART_COUNT");
+    EXPECT_EQ(again.code, 0) << again.err;
+    return again.out.find("resumed at step") == std::string::npos;
+  };
+  EXPECT_FALSE(starts_over("12"));
+  EXPECT_EQ(lines("run"), 12);
+  // Nothing of the run was saved.
+  fs::remove_all(folder_ / "run" / "checkpoints");
+  fs::remove(folder_ / "run" / "checkpoint");
+  EXPECT_TRUE(starts_over("6"));
+  EXPECT_EQ(lines("run"), 6);
+}
+
 TEST_F(DistributedTest, AnotherLaunchersProcessesFindEachOther) {
   const std::vector<std::string> words = train("run", {"--steps", "6", "--device", "cpu"});
   run_by_hand(words, words, 0);

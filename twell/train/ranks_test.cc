@@ -3,7 +3,6 @@
 // time, checkpoints that any number of ranks continues, and failures that name the rank.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
 #include <sys/resource.h>
 
 #include <chrono>

@@ -79,7 +79,12 @@ class Loop {
       report(before);
     }
     if (first_) warn_of_little_room();
-    while (!trainer_.finished() && !stop_requested()) step();
+    while (!trainer_.finished()) {
+      // CPU ranks' weights are still on their way, and this exchange waits behind them.
+      const auto begin = Trainer::Clock::now();
+      if (stop_requested()) break;
+      step(begin);
+    }
     summary_.interrupted = !trainer_.finished();
     if (saved_step_ != trainer_.steps_done()) save_last();
     if (first_) metrics_->flush();
@@ -96,9 +101,9 @@ class Loop {
     return stop != 0;
   }
 
-  void step() {
+  void step(Trainer::Clock::time_point begin) {
     const TrainOptions& options = run_.options;
-    StepMetrics metrics = trainer_.train_step();
+    StepMetrics metrics = trainer_.train_step(begin);
     log_changed_executions(metrics);
     const bool last = trainer_.finished();
     if (options.validate_every > 0 && (last || metrics.step % options.validate_every == 0)) {

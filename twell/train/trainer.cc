@@ -48,8 +48,7 @@ Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const Train
     : Trainer(ctx, std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher), shards,
               options, std::move(data_identity)) {}
 
-StepMetrics Trainer::train_step() {
-  const auto start = std::chrono::steady_clock::now();
+StepMetrics Trainer::train_step(Clock::time_point start) {
   Communicator* const ranks = engine_.ranks();
   StepMetrics metrics;
   metrics.step = step_ + 1;
@@ -76,7 +75,7 @@ StepMetrics Trainer::train_step() {
                                       metrics.step, whose));
   }
   ++step_;
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  const std::chrono::duration<double> elapsed = Clock::now() - start;
   measure(outcome, elapsed.count(), metrics);
   return metrics;
 }

@@ -3,6 +3,7 @@
 // measurements. The run (run.h) handles files, checkpoints and the times of validation.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -27,6 +28,8 @@ class DivergenceError : public InputError {
 
 class Trainer {
  public:
+  using Clock = std::chrono::steady_clock;
+
   // All arguments must outlive the trainer; `options` must be resolved. `data_identity` identifies
   // the token stream: restore() refuses a state saved with another one.
   Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards, const TrainOptions& options,
@@ -37,7 +40,8 @@ class Trainer {
 
   int64_t steps_done() const { return step_; }
   bool finished() const { return step_ >= options_.steps; }
-  StepMetrics train_step();  // DivergenceError
+  // DivergenceError. `start`: when the step's work began, if that was before the call.
+  StepMetrics train_step(Clock::time_point start = Clock::now());
   double validate() const { return engine_.validate(); }
 
   // Saves the model (rank 0) and the trainer's state (each rank its shard) into an existing
