@@ -34,42 +34,89 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
   return layout;
 }
 
-int32_t tile_of(const cublasLtMatmulAlgo_t& algorithm) {
-  int32_t tile = 0;
-  size_t written = 0;
-  TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID,
-                                                          &tile, sizeof(tile), &written));
-  return tile;
-}
+// How cuBLASLt proposes to cut a product.
+struct Proposal {
+  explicit Proposal(const cublasLtMatmulHeuristicResult_t& result) : waves(result.wavesCount) {
+    get(result.algo, CUBLASLT_ALGO_CONFIG_TILE_ID, tile);
+    get(result.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, split_k);
+    get(result.algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster);
+  }
+  template <typename T>
+  static void get(const cublasLtMatmulAlgo_t& algorithm,
+                  cublasLtMatmulAlgoConfigAttributes_t attribute, T& value) {
+    size_t written = 0;
+    TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value,
+                                                            sizeof(value), &written));
+  }
+  bool has_tile(const auto& tiles) const { return std::ranges::find(tiles, tile) != tiles.end(); }
+  bool has_cluster(const auto& shapes) const {
+    return std::ranges::find(shapes, cluster) != shapes.end();
+  }
+
+  float waves;  // rounds of CTAs over the GPU, the last one in part
+  int32_t tile = 0, split_k = 1;
+  uint16_t cluster = 0;
+};
 
 constexpr std::array kSlowFirstTiles = {CUBLASLT_MATMUL_TILE_96x64, CUBLASLT_MATMUL_TILE_96x128,
                                         CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128};
+constexpr std::array kSlowMediumTiles = {CUBLASLT_MATMUL_TILE_256x128,
+                                         CUBLASLT_MATMUL_TILE_192x128};
 constexpr std::array kMediumTiles = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_144x128,
                                      CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_168x128,
                                      CUBLASLT_MATMUL_TILE_176x128};
 constexpr std::array kLargeTiles = {CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128};
+constexpr std::array kSmallClusters = {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
+                                       CUBLASLT_CLUSTER_SHAPE_1x2x1};
+constexpr std::array kClustersOfFour = {CUBLASLT_CLUSTER_SHAPE_4x1x1};
+constexpr std::array kClustersOfEight = {CUBLASLT_CLUSTER_SHAPE_4x2x1, CUBLASLT_CLUSTER_SHAPE_2x4x1,
+                                         CUBLASLT_CLUSTER_SHAPE_8x1x1,
+                                         CUBLASLT_CLUSTER_SHAPE_1x8x1};
 
-// The proposal to run, by its tile (bench/results/2026-11-23-h200-sweep-auto.txt, of
-// cuBLASLt 13.1). From 2,048 rows on Hopper, the first one with a medium tile takes 1.005 of the
-// time of the fastest in the mean and 1.05 at most, where cuBLASLt's first takes 1.05 and 1.27. For
-// fewer rows cuBLASLt's first is the fastest or nearly, but for four tiles: there the second takes
-// 0.93 of its time in the mean.
+// The proposal to run (bench/results/2026-11-23-h200-sweep-auto.txt, of cuBLASLt 13.1 on an H200).
+// Of products of 64 to 1,024 rows and of more, its first proposal takes 1.03 and 1.05 of the time
+// of the fastest in the mean, the one chosen here 1.013 and 1.005; below 64 rows the first
+// takes 1.006.
 int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
-                  std::span<const cublasLtMatmulHeuristicResult_t> proposals) {
-  constexpr int64_t kManyRows = 2048;
+                  std::span<const cublasLtMatmulHeuristicResult_t> results) {
   const bool measured = ctx.compute_capability() == 90 && !shape.trans_a && !shape.f32_out;
   if (!measured) return 0;
-  const auto has_one_of = [&](size_t i, const auto& tiles) {
-    return std::ranges::find(tiles, tile_of(proposals[i].algo)) != tiles.end();
+  const std::vector<Proposal> proposals(results.begin(), results.end());
+  int chosen = 0;
+  const auto take_first = [&](const auto& suits) {
+    const auto found = std::ranges::find_if(proposals, suits);
+    if (found != proposals.end()) chosen = static_cast<int>(found - proposals.begin());
+    return found != proposals.end();
   };
-  if (shape.rows < kManyRows) return proposals.size() > 1 && has_one_of(0, kSlowFirstTiles) ? 1 : 0;
-  for (size_t i = 0; i < proposals.size(); ++i) {
-    if (has_one_of(i, kMediumTiles)) return static_cast<int>(i);
+  const auto medium = [](const Proposal& p) { return p.has_tile(kMediumTiles); };
+  if (shape.rows >= 2048) {
+    if (!take_first(medium)) take_first([](const Proposal& p) { return p.has_tile(kLargeTiles); });
+    return chosen;
   }
-  for (size_t i = 0; i < proposals.size(); ++i) {
-    if (has_one_of(i, kLargeTiles)) return static_cast<int>(i);
+
+  if (proposals.size() > 1 && proposals[0].has_tile(kSlowFirstTiles)) chosen = 1;
+  if (shape.rows < 64) return chosen;
+  const Proposal& p = proposals[static_cast<size_t>(chosen)];
+  // Many tiles of medium size leave less of the last wave idle.
+  if (shape.rows >= 256 && p.split_k == 1 && p.has_tile(kSlowMediumTiles)) {
+    take_first([&](const Proposal& other) {
+      return other.split_k == 1 && (medium(other) || other.tile == CUBLASLT_MATMUL_TILE_112x128);
+    });
   }
-  return 0;
+  // Few rows are bound by reading the weights, which is fastest in one full wave of small clusters.
+  const auto full_wave = [](const Proposal& other) {
+    return other.split_k == 1 && other.has_cluster(kSmallClusters) && other.waves >= 0.9f &&
+           other.waves <= 1.0f;
+  };
+  if (shape.rows <= 96 && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
+  // Clusters of four are slow where they are many; why is not known.
+  if (shape.rows == 64 && p.split_k == 1 && p.has_cluster(kClustersOfFour) && p.waves > 0.72f) {
+    take_first([&](const Proposal& other) {
+      return full_wave(other) || (other.split_k == 1 && other.has_cluster(kClustersOfFour) &&
+                                  other.waves > 0.5f && other.waves <= 0.7f);
+    });
+  }
+  return chosen;
 }
 
 struct MatmulPlans {
