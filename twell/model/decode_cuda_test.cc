@@ -51,8 +51,8 @@ std::vector<DecodeCase> decode_cases() {
   return cases;
 }
 
-// Keys in the cache: one to several segments of 512, and lengths around their edges.
-const std::vector<int64_t> kLengths = {1, 7, 510, 511, 512, 1029, 64, 300};
+// Keys in the cache: one to several segments of 256 and more, and lengths around their edges.
+const std::vector<int64_t> kLengths = {1, 7, 255, 256, 512, 1029, 64, 300};
 
 class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
  protected:

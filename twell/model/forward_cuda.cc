@@ -77,13 +77,11 @@ GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
                            .biased = config.mlp_bias,
                            .row_tokens = layer_ops::max_tokens(config.width),
                            .device = gpu_device(ctx)},
-                   .heads = config.heads,
                    .head_dim = config.head_dim,
                    .qk_norm = config.qk_norm,
                    .o_bias = config.o_bias,
                    .window = config.sliding_window,
-                   .row_tokens = layer_ops::max_tokens(std::max(config.width, config.q_width())),
-                   .segment_keys = kDecodeSegment};
+                   .row_tokens = layer_ops::max_tokens(std::max(config.width, config.q_width()))};
   layers.one_kernel_tokens = gpu_one_kernel_tokens(
       layers, config.layers, kMaxDecodeLayers,
       decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
@@ -211,7 +209,6 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     }
     staged_.max_q_len = std::max(staged_.max_q_len, tokens);
     staged_.max_kv_len = std::max(staged_.max_kv_len, past + tokens);
-    staged_.kv_segments += decode_segments(past + tokens);
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
@@ -429,7 +426,6 @@ GpuBatch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
           .observed = observed,
           .most_new = staged_.max_q_len,
           .most_keys = staged_.max_kv_len,
-          .kv_segments = staged_.kv_segments,
           .one_kernel = one_kernel};
 }
 

@@ -95,9 +95,8 @@ class ForwardCuda {
   // The batch staged last.
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
-    int64_t kv_segments = 0;  // of kDecodeSegment keys, over all sequences
-    bool uniform = false;     // equally long whole sequences, no cache
-    AttentionRagged ragged;   // made by enqueue()
+    bool uniform = false;    // equally long whole sequences, no cache
+    AttentionRagged ragged;  // made by enqueue()
     KvCacheCuda* cache = nullptr;
     const int32_t* drawn = nullptr;
   };

@@ -41,6 +41,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[2], uint3
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit values, transposed. Lane 4 r + c holds values 2c and 2c + 1 of row r.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // sm_90: stores four 8 x 8 matrices of 16-bit values, held as the accumulators of a product hold
 // them; lanes 8i .. 8i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t r0, uint32_t r1,

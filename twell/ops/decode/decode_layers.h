@@ -4,7 +4,8 @@
 // with rotary embedding, a key/value cache in which the tokens' rows are stored, and a ReLU FFN,
 // gated or not. A sparse layer reads only the rows of w_up and w_down of active neurons. bf16 with
 // f32 accumulation; norms, q, k, v, the attended values, the gate, h, and x after each block are
-// rounded to bf16, as they are when the steps are kernels of their own.
+// rounded to bf16, as they are when the steps are kernels of their own. So are softmax weights,
+// which kernels of their own keep in f32.
 //
 // Decoding is bound by reading the weights once. A CTA per SM knows from the start which weights it
 // will read in which order, so that it requests them ahead, across the steps of a layer: memory
@@ -21,7 +22,6 @@
 
 #include <cstdint>
 
-#include "twell/base/host_device.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/format/kv_blocks.h"
 #include "twell/ops/decode/gate_screen.h"
@@ -30,11 +30,6 @@ namespace twell {
 
 inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int kMaxDecodeLayers = 128;
-inline constexpr int64_t kDecodeSegment = 512;  // keys that a CTA attends to at a time
-static_assert(kDecodeSegment % kKvBlock == 0 && kDecodeSegment / kKvBlock <= 32);
-TWELL_HOST_DEVICE constexpr int64_t decode_segments(int64_t keys) {
-  return (keys + kDecodeSegment - 1) / kDecodeSegment;
-}
 
 // Device memory throughout; matrices contiguous row-major, 16-byte aligned. Nothing enqueued
 // earlier on the stream may write the weights.
@@ -61,8 +56,8 @@ struct DecodeLayer {
 struct DecodeWorkspace {
   uint64_t* x = nullptr;               // [2, M, D / 2] after a layer's attention, after its FFN
   uint64_t* qkv = nullptr;             // [M, H + 2 H_kv, hd / 2] values i and i + hd / 2 of a head
-  uint64_t* attended = nullptr;        // [M, H * hd / 2], of sequences of one segment
-  uint64_t* segment_values = nullptr;  // [M, H, segments, hd], of longer sequences
+  uint64_t* attended = nullptr;        // [M, H * hd / 2]
+  uint64_t* segment_values = nullptr;  // [M, H, segments, hd], where keys are cut into segments
   uint64_t* segment_sums = nullptr;    // [M, H, segments, 2] maximum (base 2) and sum
   int segments = 0;                    // of the longest sequence
   uint64_t* fired = nullptr;           // [SMs] sparse layers: whether the CTA has a part of y

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of all layers: a persistent CTA per SM, launched cooperatively. A layer's steps, each
 // of which takes what all CTAs made in the one before:
-//   norm, q/k/v, rotation, cache | attention | output projection, residual | norm, gate, up, down
-//   of the neurons a CTA owns | sum over CTAs, residual
+//   norm, q/k/v, rotation, cache | attention | merge of segments | output projection, residual |
+//   norm, gate, up, down of the neurons a CTA owns | sum over CTAs, residual
 //
 // One warp of a CTA reads the weights in the order of use through a ring buffer (skinny_gemm.cuh),
 // ahead of the eight warps that multiply and across the waits between steps.
@@ -32,43 +32,77 @@ using sm90::scaled;
 using sm90::to_floats;
 
 // --- Attention ---
-// The work is cut into items: one head's query over one segment of its sequence's keys. CTAs take
-// items round-robin; within one, warps share the keys, and kLanes lanes read a key's row together,
-// 16 bytes each. A sequence of one segment gives the attended values at once; the partial results
-// of a longer one are merged by the CTAs that read them for the output projection.
+// The work is cut into items: the query heads of one key head, at most kQueries, over one segment
+// of their sequence's keys, which are read once for all of these queries. CTAs take items
+// round-robin. A sequence's segments depend on its own length alone, so that its result does not
+// depend on its neighbours. A sequence of one segment gives the attended values at once. Segments
+// of longer ones are merged by all CTAs, each for a share of the values, and not by the readers of
+// attended values, all of which need all of them.
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kQueries = 8;  // columns of mma_16x8x16
+// Keys of a sequence per segment, at least. Merging segments costs two accesses to the L2 in turn,
+// in which an SM reads some 500 keys of 64 columns; wider heads take a step of the loop for every
+// 64 keys, so that they gain by more segments (bench/results/2026-11-23-h200-attend.txt).
+__host__ __device__ constexpr int least_segment(int head_dim) { return head_dim <= 64 ? 256 : 64; }
 
-template <int kLanes>
-struct AttendShared {
-  alignas(16) __nv_bfloat16 token[3][kLanes * 8];  // the new token's query, key and value
-  float top[kWarps], sum[kWarps];
-  float value[kWarps][kLanes * 8];
+// The query heads of a key head, in parts of at most kQueries.
+struct HeadParts {
+  int share, parts, queries;  // query heads per key head, parts of them, query heads per part
+  int items;                  // of all key heads, per segment
+  int least_keys;             // per segment
+  __host__ __device__ void set(int heads, int kv_heads, int head_dim) {
+    share = heads / kv_heads;
+    parts = (share + kQueries - 1) / kQueries;
+    queries = (share + parts - 1) / parts;
+    items = kv_heads * parts;
+    least_keys = least_segment(head_dim);
+  }
+  // Segments of a sequence of this length, at most: the items of one sequence fit the CTAs.
+  __host__ __device__ int most_segments(int64_t length, int ctas) const {
+    const int64_t wanted = (length + least_keys - 1) / least_keys, fit = ctas / items;
+    const int64_t most = wanted < fit ? wanted : fit;
+    return most > 1 ? static_cast<int>(most) : 1;
+  }
 };
 
-// One head of one token, over one segment of keys.
+// One part of a key head's queries, over one segment of keys.
 struct AttendItem {
-  int token, head, kv_head, segment;
+  int token, head, queries, kv_head, segment;  // head: the first query head
 };
 
 // The sequences of a call, in shared memory.
 struct BatchShared {
-  int32_t positions[kMaxDecodeTokens], kv_len[kMaxDecodeTokens];
+  HeadParts heads;
+  int32_t kv_len[kMaxDecodeTokens];
+  int32_t segments[kMaxDecodeTokens], segment_keys[kMaxDecodeTokens];
   int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
   float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
-  // The blocks of this CTA's first items, which are the same in every layer: a load per layer would
-  // delay the keys, and weights that pass through the L2 cache evict the tables.
-  static constexpr int kItems = 4, kBlocks = kDecodeSegment / kKvBlock;
+  // The first blocks of this CTA's first items, which are the same in every layer: a load per layer
+  // would delay the keys, and weights that pass through the L2 cache evict the tables.
+  static constexpr int kItems = 4, kBlocks = 8;
   int32_t blocks[kItems][kBlocks];
+  // A CTA's share of the keys and values, which the warp that reads weights prefetches, the same in
+  // every layer: half of its lanes take keys, half values, of as many tokens, contiguous in their
+  // block, as make up 4 KiB. What more there is in long sequences might not stay in the L2 cache.
+  static constexpr int kPieces = 16;
+  int32_t piece_row[2 * kPieces], piece_rows[2 * kPieces];  // the first row, how many
 
   // All threads call this; the caller synchronises.
   __device__ __forceinline__ void load(const DecodeLayers& p) {
     const int thread = static_cast<int>(threadIdx.x), half = p.head_dim / 2;
     if (thread < p.tokens) {
-      positions[thread] = p.positions[thread];
-      kv_len[thread] = p.kv_len[thread];
+      const int keys = p.kv_len[thread];
+      kv_len[thread] = keys;
       cache_rows[thread] = p.cache_rows[thread];
       kv_begin[thread] = p.kv_begin[thread];
+      HeadParts parts;
+      parts.set(p.heads, p.kv_heads, p.head_dim);
+      if (thread == 0) heads = parts;
+      const int most = parts.most_segments(keys, static_cast<int>(gridDim.x));
+      const int used = (keys + kKvBlock - 1) / kKvBlock;
+      segment_keys[thread] = (used + most - 1) / most * kKvBlock;
+      segments[thread] = (keys + segment_keys[thread] - 1) / segment_keys[thread];
     }
     for (int i = thread; i < p.tokens * half; i += static_cast<int>(blockDim.x)) {
       const int64_t at = int64_t{p.positions[i / half]} * half + i % half;
@@ -76,312 +110,539 @@ struct BatchShared {
       sin[i / half][i % half] = p.sin[at];
     }
   }
+  // Call it once load() is done, with a number of threads of the CTA; the caller synchronises
+  // before and after.
+  __device__ __forceinline__ void load_blocks(const DecodeLayers& p);
+  // The same; one warp of the CTA calls it.
+  __device__ __forceinline__ void find_piece(const DecodeLayers& p);
+};
 
-  // Calls what(item, kv_len, table) for the items of this CTA, assigned round-robin over all
-  // sequences. kv_share: query heads per key head. table: the blocks of the item's segment.
-  template <typename What>
-  __device__ __forceinline__ void each_item(const DecodeLayers& p, int kv_share,
-                                            const What& what) const {
-    each_segment(p, [&](int token, int item, int segments, int number, const int32_t* table) {
-      const int head = segments == 1 ? item : item / segments;
-      what(AttendItem{token, head, kv_share == 1 ? head : head / kv_share, item - head * segments},
-           kv_len[token], number < kItems ? blocks[number] : table);
-    });
+// The items of this CTA, assigned round-robin over all sequences.
+class AttendItems {
+ public:
+  __device__ __forceinline__ AttendItems(const DecodeLayers& p, const BatchShared& batch)
+      : batch_(batch), tokens_(p.tokens), at_(static_cast<int>(blockIdx.x)) {
+    find();
+  }
+  __device__ __forceinline__ bool any() const { return token_ < tokens_; }
+  __device__ __forceinline__ void next() {
+    at_ += static_cast<int>(gridDim.x);
+    ++number_;
+    find();
+  }
+  __device__ __forceinline__ AttendItem item() const {
+    const int segment = batch_.segments[token_] == 1 ? 0 : at_ / batch_.heads.items;
+    const int part = at_ - segment * batch_.heads.items;
+    const int kv_head = batch_.heads.parts == 1 ? part : part / batch_.heads.parts;
+    const int first = (part - kv_head * batch_.heads.parts) * batch_.heads.queries;
+    return {token_, kv_head * batch_.heads.share + first,
+            min(batch_.heads.queries, batch_.heads.share - first), kv_head, segment};
+  }
+  // The item's place among this CTA's.
+  __device__ __forceinline__ int number() const { return number_; }
+
+ private:
+  __device__ __forceinline__ void find() {
+    for (; token_ < tokens_; ++token_) {
+      const int items = batch_.segments[token_] * batch_.heads.items;
+      if (at_ < items) break;
+      at_ -= items;
+    }
   }
 
-  // Call it once the lengths are loaded, with a number of threads of the CTA; the caller
-  // synchronises before and after.
-  __device__ __forceinline__ void load_blocks(const DecodeLayers& p) {
-    each_segment(p, [&](int token, int item, int segments, int number, const int32_t* table) {
-      const int segment = segments == 1 ? 0 : item % segments;
-      const int used = (kv_len[token] + kKvBlock - 1) / kKvBlock - segment * kBlocks;
-      const auto at = static_cast<int>(threadIdx.x);
-      if (number < kItems && at < min(kBlocks, used)) blocks[number][at] = table[at];
-    });
+  const BatchShared& batch_;
+  const int tokens_;
+  int token_ = 0, at_, number_ = 0;  // at_: among the token's items
+};
+
+__device__ __forceinline__ void BatchShared::load_blocks(const DecodeLayers& p) {
+  const auto at = static_cast<int>(threadIdx.x);
+  for (AttendItems items(p, *this); items.any() && items.number() < kItems; items.next()) {
+    const AttendItem item = items.item();
+    const int first = item.segment * segment_keys[item.token];
+    const int end = min(kv_len[item.token], first + segment_keys[item.token]);
+    if (at < min(kBlocks, (end - first + kKvBlock - 1) / kKvBlock)) {
+      blocks[items.number()][at] = p.tables[kv_begin[item.token] + first / kKvBlock + at];
+    }
+  }
+}
+
+// Finds this lane's piece of the CTA's share of keys and values.
+__device__ __forceinline__ void BatchShared::find_piece(const DecodeLayers& p) {
+  constexpr int kBytes = 4096;
+  const int lane = static_cast<int>(threadIdx.x) % 32, width = p.kv_heads * p.head_dim;
+  int rows = kKvBlock;
+  while (rows > 1 && rows * width * 2 > kBytes) rows /= 2;
+  int at = static_cast<int>(blockIdx.x) * kPieces + lane % kPieces;
+  piece_rows[lane] = 0;
+  for (int token = 0; token < p.tokens; ++token) {
+    const int pieces = (kv_len[token] + rows - 1) / rows;
+    if (at < pieces) {
+      const int key = at * rows;
+      piece_row[lane] = kv_row(p.tables[kv_begin[token] + key / kKvBlock], key);
+      piece_rows[lane] = min(rows, kv_len[token] - key);
+      return;
+    }
+    at -= pieces;
+  }
+}
+
+// Prefetches the CTA's share of keys and values into the L2 cache; by one warp.
+__device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
+                                         const BatchShared& batch) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, width = p.kv_heads * p.head_dim;
+  const int rows = batch.piece_rows[lane];
+  if (rows == 0) return;
+  const __nv_bfloat16* from = lane < BatchShared::kPieces ? layer.keys : layer.values;
+  sm90::bulk_prefetch(from + int64_t{batch.piece_row[lane]} * width,
+                      static_cast<uint32_t>(rows * width * 2));
+}
+
+// kColumns: 64 or 128, at least head_dim.
+template <int kColumns>
+struct AttendShared {
+  static constexpr int kAtOnce = 128 / kColumns;  // queries whose results are merged together
+  alignas(16) __nv_bfloat16 token[kQueries + 2][kColumns];  // queries, the new key and value
+  alignas(16) float value[kWarps][kAtOnce][kColumns];
+  float top[kWarps][kQueries], sum[kWarps][kQueries];
+};
+
+// Attends to this CTA's items of a layer. Warps share each block of an item's keys; they load keys
+// and values straight into operands of mma.sync, which the queries are the columns of, and ask for
+// the next ones as soon as these are multiplied. Softmax weights are rounded to bf16.
+//
+// Of a warp's eight keys in a block, lane 4 r + c holds key r, of which it has the 16-byte pieces
+// c, c + 4, ...; a product's sum does not depend on which values count as its k-th, if both
+// operands agree. It holds the values of keys 2c and 2c + 1, the k-th terms that the instruction
+// expects from the lane, of which it has the pieces r, r + 8.
+template <int kColumns>
+class Attention {
+ public:
+  __device__ __forceinline__ Attention(const DecodeLayers& p, const DecodeLayer& layer,
+                                       uint32_t tag, const BatchShared& batch,
+                                       AttendShared<kColumns>& shared)
+      : p_(p),
+        layer_(layer),
+        batch_(batch),
+        shared_(shared),
+        tag_(tag),
+        thread_(sm90::opaque(static_cast<int>(threadIdx.x))),
+        lane_(thread_ % 32),
+        head_dim_(sm90::opaque(p.head_dim)) {}
+
+  // All threads that multiply call this, whether the CTA has items or not.
+  __device__ __forceinline__ void run() {
+    AttendItems items(p_, batch_);
+    if (items.any()) begin(items);
+    sync_threads();  // the product before may still read the same shared memory
+#pragma unroll 1
+    while (items.any()) {
+      const AttendItem item = items.item();
+      fetch_token(item);
+      attend();
+      items.next();
+      if (items.any()) begin(items);  // before the merge, to hide the latency
+      merge_warps(item);
+    }
+    merge_segments();
   }
 
  private:
-  // Calls what(token, number of the item among the token's, segments, number of the item among this
-  // CTA's, its segment's blocks in device memory).
-  template <typename What>
-  __device__ __forceinline__ void each_segment(const DecodeLayers& p, const What& what) const {
-    int item = static_cast<int>(blockIdx.x), number = 0;
-    for (int token = 0; token < p.tokens; ++token) {
-      const auto segments = static_cast<int>(decode_segments(kv_len[token]));
-      const int items = p.heads * segments;
-      for (; item < items; item += static_cast<int>(gridDim.x), ++number) {
-        const int segment = segments == 1 ? 0 : item % segments;
-        what(token, item, segments, number, p.tables + kv_begin[token] + segment * kBlocks);
-      }
-      item -= items;
+  // A step is as many blocks of keys as registers hold; a warp has eight keys of each, which are
+  // half of an operand's rows.
+  static constexpr int kHalves = kColumns == 64 ? 2 : 1, kOperands = (kHalves + 1) / 2;
+  static constexpr int kStep = kHalves * kKvBlock;
+  static_assert(kKvBlock == 8 * kWarps);
+  static constexpr int kKeyPieces = kColumns / 32, kValuePieces = kColumns / 64;
+
+  // Looks up the next item's segment and loads its first keys and values.
+  __device__ __forceinline__ void begin(const AttendItems& items) {
+    const AttendItem item = items.item();
+    const int keys = batch_.segment_keys[item.token];
+    newest_ = batch_.kv_len[item.token] - 1;
+    begin_ = item.segment * keys;
+    end_ = min(newest_ + 1, begin_ + keys);
+    token_ = item.token;
+    number_ = items.number();
+    kv_head_ = item.kv_head;
+    find_blocks(begin_);
+    load_keys(begin_);
+    load_values(begin_);
+    find_blocks(begin_ + kStep);
+  }
+
+  // The warp's first key of the step that begins with key `base`, in the i-th of its blocks.
+  __device__ __forceinline__ int first_of(int base, int i) const {
+    return base + i * kKvBlock + thread_ / 32 * 8;
+  }
+  // Looks up the step's blocks.
+  __device__ __forceinline__ void find_blocks(int base) {
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+      const int first = base + i * kKvBlock, at = (first - begin_) / kKvBlock;
+      if (first >= end_) continue;
+      const bool known = number_ < BatchShared::kItems && at < BatchShared::kBlocks;
+      block_[i] = known ? batch_.blocks[number_][at]
+                        : __ldg(p_.tables + batch_.kv_begin[token_] + first / kKvBlock);
     }
   }
-};
-
-__device__ __forceinline__ void unpack(float (&to)[8], const uint4& bits) {
-  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 v = to_floats(pairs[i]);
-    to[2 * i] = v.x;
-    to[2 * i + 1] = v.y;
+  // Loads from the cache; what it does not hold becomes zero, the newest key too, whose row another
+  // CTA may be writing.
+  __device__ __forceinline__ uint4 load(const __nv_bfloat16* from, int base, int i, int row,
+                                        int column) const {
+    if (!exists(base, i, row, column)) return uint4{};
+    return __ldcg(reinterpret_cast<const uint4*>(from + place(base, i, row, column)));
   }
-}
-
-// Prefetches the item's keys and values into the L2 cache; by one warp.
-__device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
-                                         const AttendItem& item, int kv_len, const int32_t* table) {
-  const int begin = item.segment * static_cast<int>(kDecodeSegment);
-  const int end = min(kv_len - 1, begin + static_cast<int>(kDecodeSegment));
-  // By sectors, not by TMA, which would take as long for a row of 128 bytes as for a long one,
-  // while the weights wait.
-  constexpr int kSector = 16;  // values
-  const int sectors = p.head_dim / kSector, lane = static_cast<int>(threadIdx.x) % 32;
-  if (begin >= end) return;
-  const KvRows rows(table, begin, end);
-#pragma unroll 1
-  for (int key = begin; key < end; key += kKvBlock) {
-    const int64_t row = rows.row(key);
-#pragma unroll 1
-    for (int i = lane; i < min(end - key, kKvBlock) * sectors; i += 32) {
-      const int64_t from =
-          ((row + i / sectors) * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
-      sm90::prefetch_around(layer.keys + from);
-      sm90::prefetch_around(layer.values + from);
-    }
+  __device__ __forceinline__ bool exists(int base, int i, int row, int column) const {
+    return first_of(base, i) + row < min(end_, newest_) && column < head_dim_;
   }
-}
-
-// Waits for the item's query and the new token's key and value, and copies them to shared memory.
-template <int kLanes>
-__device__ __forceinline__ void fetch_token(const DecodeLayers& p, uint32_t tag,
-                                            const AttendItem& item, AttendShared<kLanes>& shared) {
-  constexpr int kTeam = kLanes * 4;  // threads that copy one of the three
-  const int half = p.head_dim / 2, part = static_cast<int>(threadIdx.x) / kTeam;
-  const int i = static_cast<int>(threadIdx.x) % kTeam;
-  if (part < 3 && i < half) {
-    const int head = part == 0 ? item.head : p.heads + (part - 1) * p.kv_heads + item.kv_head;
-    const sm90::Tagged* word =
-        p.workspace.qkv + (item.token * (p.heads + 2 * p.kv_heads) + head) * half + i;
-    const uint32_t v = sm90::wait_tagged(sm90::load_tagged(word), word, tag);
-    shared.token[part][i] = __ushort_as_bfloat16(static_cast<unsigned short>(v & 0xffff));
-    shared.token[part][i + half] = __ushort_as_bfloat16(static_cast<unsigned short>(v >> 16));
+  __device__ __forceinline__ int64_t place(int base, int i, int row, int column) const {
+    return int64_t{kv_row(block_[i], first_of(base, i) + row)} * (p_.kv_heads * head_dim_) +
+           kv_head_ * head_dim_ + column;
   }
-  sync_threads();
-}
-
-template <int kLanes>
-__device__ __forceinline__ void attend(const DecodeLayers& p, const DecodeLayer& layer,
-                                       uint32_t tag, const AttendItem& item, int kv_len,
-                                       const int32_t* table, AttendShared<kLanes>& shared) {
-  constexpr int kInFlight = 6;  // keys that a lane loads ahead
-  constexpr int kKeysPerWarp = 32 / kLanes, kStep = kWarps * kKeysPerWarp;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int at = lane % kLanes * 8;
-  const bool inside = at < p.head_dim;
-  const int begin = item.segment * static_cast<int>(kDecodeSegment);
-  const int end = min(kv_len, begin + static_cast<int>(kDecodeSegment));
-  const int64_t stride = int64_t{p.kv_heads} * p.head_dim;
-  const int64_t first_value = int64_t{item.kv_head} * p.head_dim + at;
-  const int newest = kv_len - 1;
-  const KvRows rows(table, begin, end);
-  uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
-  const auto load = [&](int first) {
+  __device__ __forceinline__ void load_keys(int base) {
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int key = first + u * kStep;
-      const int64_t from = rows.row(key) * stride + first_value;
-      if (!inside || key >= end || key == newest) continue;
-      k_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.keys + from));
-      v_bits[u] = __ldcg(reinterpret_cast<const uint4*>(layer.values + from));
-    }
-  };
-  const int lane_key = warp * kKeysPerWarp + lane / kLanes;
-  load(begin + lane_key);  // issued before the wait for the query, to hide its latency
-  fetch_token<kLanes>(p, tag, item, shared);
-  float q[8] = {};
-  if (inside) unpack(q, *reinterpret_cast<const uint4*>(&shared.token[0][at]));
-  const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
+    for (int i = 0; i < kHalves; ++i) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) q[i] *= scale;
-
-  float top = -INFINITY, sum = 0.0f, value[8] = {};
-#pragma unroll 1
-  for (int base = begin; base < end; base += kStep * kInFlight) {
-    const int first = base + lane_key;
-    if (base > begin) load(first);
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (first + u * kStep != newest || !inside) continue;
-      k_bits[u] = *reinterpret_cast<const uint4*>(&shared.token[1][at]);
-      v_bits[u] = *reinterpret_cast<const uint4*>(&shared.token[2][at]);
-    }
-    float score[kInFlight], new_top = top;
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      float k[8];
-      unpack(k, k_bits[u]);
-      score[u] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) score[u] = fmaf(q[i], k[i], score[u]);
-    }
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-#pragma unroll
-      for (float& of_key : score) {
-        of_key += __shfl_xor_sync(~0u, of_key, offset);
+      for (int j = 0; j < kKeyPieces; ++j) {
+        key_[i][j] = load(layer_.keys, base, i, key_row(), key_column(j));
       }
     }
+  }
+  __device__ __forceinline__ void load_values(int base) {
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (first + u * kStep >= end) score[u] = -INFINITY;
-      new_top = fmaxf(new_top, score[u]);
+    for (int i = 0; i < kHalves; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * kValuePieces; ++j) {
+        value_[i][j] = load(layer_.values, base, i, value_row(j), value_column(j));
+      }
     }
-    const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // no key so far
-    const float shrink = exp2f(top - top_or_0);
-    top = new_top;
-    sum *= shrink;
+  }
+  // What this lane holds of the warp's keys and values in a block.
+  __device__ __forceinline__ int key_row() const { return lane_ / 4; }
+  __device__ __forceinline__ int key_column(int j) const { return (lane_ % 4 + j * 4) * 8; }
+  __device__ __forceinline__ int value_row(int j) const { return lane_ % 4 * 2 + j % 2; }
+  __device__ __forceinline__ int value_column(int j) const { return (lane_ / 4 + j / 2 * 8) * 8; }
+
+  // Waits for the item's queries and the new token's key and value, and copies them to shared
+  // memory, padded with zeros.
+  __device__ __forceinline__ void fetch_token(const AttendItem& item) {
+    constexpr int kHalf = kColumns / 2, kRows = kQueries + 2;
+    constexpr int kMost = (kRows * kHalf + kThreads - 1) / kThreads;
+    const int half = head_dim_ / 2, at = thread_ % kHalf;
+    const sm90::Tagged* words =
+        p_.workspace.qkv + item.token * (p_.heads + 2 * p_.kv_heads) * half + at;
+    const auto row = [&](int i) { return (thread_ + i * kThreads) / kHalf; };
+    const auto wanted = [&](int i) {
+      return at < half && (row(i) < item.queries || (row(i) >= kQueries && row(i) < kRows));
+    };
+    sm90::Tagged seen[kMost];
+    sm90::wait_all_tagged(
+        seen, wanted,
+        [&](int i) {
+          const int kv = row(i) - kQueries;
+          const int head = kv < 0 ? item.head + row(i) : p_.heads + kv * p_.kv_heads + item.kv_head;
+          return sm90::load_tagged(words + head * half);
+        },
+        tag_);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] *= shrink;
+    for (int i = 0; i < kMost; ++i) {
+      if (row(i) >= kRows) break;
+      const uint32_t v = wanted(i) ? static_cast<uint32_t>(seen[i]) : 0;
+      const int low = at < half ? at : 2 * at, high = at < half ? at + half : low + 1;
+      shared_.token[row(i)][low] = __ushort_as_bfloat16(static_cast<unsigned short>(v & 0xffff));
+      shared_.token[row(i)][high] = __ushort_as_bfloat16(static_cast<unsigned short>(v >> 16));
+    }
+    sync_threads();
+  }
+  __device__ __forceinline__ uint4 of_token(int row, int column) const {
+    return sm90::load_shared16(sm90::smem_address(&shared_.token[row][column]));
+  }
+
+  __device__ __forceinline__ void attend() {
+    const float scale = kLog2E * rsqrtf(static_cast<float>(head_dim_));
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const float weight = exp2f(score[u] - top_or_0);
-      float v[8];
-      unpack(v, v_bits[u]);
-      sum += weight;
+    for (int q = 0; q < 2; ++q) {
+      top_[q] = -INFINITY;
+      sum_[q] = 0.0f;
+    }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) value[i] = fmaf(weight, v[i], value[i]);
+    for (auto& piece : attended_) {
+#pragma unroll
+      for (auto& columns : piece) {
+#pragma unroll
+        for (float& v : columns) v = 0.0f;
+      }
+    }
+#pragma unroll 1
+    for (int base = begin_; first_of(base, 0) < end_; base += kStep) {
+      if (newest_ < end_ && base + kStep >= end_) add_newest(base);
+      float score[kOperands][4] = {};
+#pragma unroll
+      for (int j = 0; j < kKeyPieces; ++j) {
+        const uint4 query = of_token(lane_ / 4, key_column(j));
+#pragma unroll
+        for (int o = 0; o < kOperands; ++o) {
+          const uint4 low = key_[2 * o][j];
+          const uint4 high = 2 * o + 1 < kHalves ? key_[(2 * o + 1) % kHalves][j] : uint4{};
+          sm90::mma_16x8x16(score[o], low.x, high.x, low.y, high.y, query.x, query.y);
+          sm90::mma_16x8x16(score[o], low.z, high.z, low.w, high.w, query.z, query.w);
+        }
+      }
+      load_keys(base + kStep);
+      weigh(score, base, scale);
+#pragma unroll
+      for (int o = 0; o < kOperands; ++o) add_values(o, score[o]);
+      load_values(base + kStep);
+      find_blocks(base + 2 * kStep);
     }
   }
 
-  // Merges the lanes of a warp that hold the same columns, then the warps, in a fixed order.
-  float warp_top = top;
+  // Puts the new token's key and value, which the cache may not hold yet, where they belong.
+  __device__ __forceinline__ void add_newest(int base) {
 #pragma unroll
-  for (int offset = kLanes; offset < 32; offset *= 2) {
-    warp_top = fmaxf(warp_top, __shfl_xor_sync(~0u, warp_top, offset));
+    for (int i = 0; i < kHalves; ++i) {
+      const int row = newest_ - first_of(base, i);
+#pragma unroll
+      for (int j = 0; j < kKeyPieces; ++j) {
+        if (key_row() == row) key_[i][j] = of_token(kQueries, key_column(j));
+      }
+#pragma unroll
+      for (int j = 0; j < 2 * kValuePieces; ++j) {
+        if (value_row(j) == row) value_[i][j] = of_token(kQueries + 1, value_column(j));
+      }
+    }
   }
-  const float shrink = warp_top == -INFINITY ? 0.0f : exp2f(top - warp_top);
-  sum *= shrink;
+
+  // Makes scores, of key r of two blocks and queries 2c and 2c + 1, softmax weights, and shrinks
+  // what was added so far to the same maximum.
+  __device__ __forceinline__ void weigh(float (&score)[kOperands][4], int base, float scale) {
+    float top[2] = {top_[0], top_[1]};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] *= shrink;
+    for (int o = 0; o < kOperands; ++o) {
 #pragma unroll
-  for (int offset = kLanes; offset < 32; offset *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, offset);
+      for (int i = 0; i < 4; ++i) {
+        const int half = 2 * o + i / 2;
+        const bool exists = half < kHalves && first_of(base, half) + key_row() < end_;
+        score[o][i] = exists ? score[o][i] * scale : -INFINITY;
+        top[i % 2] = fmaxf(top[i % 2], score[o][i]);
+      }
+    }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] += __shfl_xor_sync(~0u, value[i], offset);
+    for (int offset = 4; offset < 32; offset *= 2) {
+#pragma unroll
+      for (float& t : top) t = fmaxf(t, __shfl_xor_sync(~0u, t, offset));
+    }
+    float shrink[2];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      shrink[q] = exp2f(top_[q] - top[q]);  // the warp has a key, so that top is finite
+      top_[q] = top[q];
+      sum_[q] *= shrink[q];
+    }
+#pragma unroll
+    for (auto& piece : attended_) {
+#pragma unroll
+      for (auto& columns : piece) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) columns[i] *= shrink[i % 2];
+      }
+    }
+#pragma unroll
+    for (auto& of_keys : score) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_keys[i] = exp2f(of_keys[i] - top[i % 2]);
+    }
   }
-  if (lane < kLanes) {
+
+  // Adds the values of two blocks, weighted.
+  __device__ __forceinline__ void add_values(int o, const float (&weight)[4]) {
+    const uint32_t low = bf16x2(weight[0], weight[1]), high = bf16x2(weight[2], weight[3]);
+    const float2 a = to_floats(low), b = to_floats(high);
+    sum_[0] += a.x + b.x;
+    sum_[1] += a.y + b.y;
+    const uint32_t first = sm90::transposed(low), second = sm90::transposed(high);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) shared.value[warp][lane * 8 + i] = value[i];
-  }
-  if (lane == 0) {
-    shared.top[warp] = warp_top;
-    shared.sum[warp] = sum;
-  }
-  sync_threads();
-  if (const int i = static_cast<int>(threadIdx.x); i < p.head_dim / 2) {
-    float all_top = -INFINITY;
+    for (int j = 0; j < kValuePieces; ++j) {
+      uint32_t words[4][4];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) all_top = fmaxf(all_top, shared.top[w]);
-    float all_sum = 0.0f, low = 0.0f, high = 0.0f;  // of two columns
+      for (int i = 0; i < 4; ++i) {
+        const int half = 2 * o + i / 2;
+        const uint4 v = half < kHalves ? value_[half % kHalves][2 * j + i % 2] : uint4{};
+        words[i][0] = v.x;
+        words[i][1] = v.y;
+        words[i][2] = v.z;
+        words[i][3] = v.w;
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        // Rows of the operand: columns 2w of the pieces, then columns 2w + 1.
+        constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
+        sm90::mma_16x8x16(attended_[j][w], __byte_perm(words[0][w], words[1][w], kLow),
+                          __byte_perm(words[0][w], words[1][w], kHigh),
+                          __byte_perm(words[2][w], words[3][w], kLow),
+                          __byte_perm(words[2][w], words[3][w], kHigh), first, second);
+      }
+    }
+  }
+
+  // Merges the warps' results for the item in a fixed order and stores them.
+  __device__ __forceinline__ void merge_warps(const AttendItem& item) {
+    constexpr int kAtOnce = AttendShared<kColumns>::kAtOnce, kHalf = kColumns / 2;
+    const int warp = thread_ / 32, column = lane_ / 4 * 8;
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+#pragma unroll
+      for (float& sum : sum_) sum += __shfl_xor_sync(~0u, sum, offset);
+    }
+    if (lane_ < 4) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        shared_.top[warp][lane_ * 2 + q] = top_[q];
+        shared_.sum[warp][lane_ * 2 + q] = sum_[q];
+      }
+    }
+#pragma unroll 1
+    for (int first = 0; first < item.queries; first += kAtOnce) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const int at = lane_ % 4 * 2 + q - first;
+        if (at < 0 || at >= kAtOnce) continue;
+#pragma unroll
+        for (int j = 0; j < kValuePieces; ++j) {
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            *reinterpret_cast<float2*>(&shared_.value[warp][at][column + j * 64 + w * 2]) =
+                make_float2(attended_[j][w][q], attended_[j][w][q + 2]);
+          }
+        }
+      }
+      sync_threads();
+      const int at = thread_ / kHalf;
+      const int pair = thread_ % kHalf;
+      if (at < kAtOnce && first + at < item.queries && pair < head_dim_ / 2) {
+        merge_pair(item, first + at, at, pair);
+      }
+      sync_threads();  // the next queries, or the next item, overwrite `shared`
+    }
+  }
+  // Two columns of a query.
+  __device__ __forceinline__ void merge_pair(const AttendItem& item, int query, int at, int pair) {
+    float top = -INFINITY, sum = 0.0f, low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared_.top[w][query]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float weight = exp2f(shared.top[w] - all_top);
-      all_sum = fmaf(weight, shared.sum[w], all_sum);
-      low = fmaf(weight, shared.value[w][i * 2], low);
-      high = fmaf(weight, shared.value[w][i * 2 + 1], high);
+      const float weight = exp2f(shared_.top[w][query] - top);
+      sum = fmaf(weight, shared_.sum[w][query], sum);
+      low = fmaf(weight, shared_.value[w][at][pair * 2], low);
+      high = fmaf(weight, shared_.value[w][at][pair * 2 + 1], high);
     }
-    const int64_t head = int64_t{item.token} * p.heads + item.head;
-    const DecodeWorkspace& w = p.workspace;
-    if (kv_len <= kDecodeSegment) {
-      sm90::store_tagged(w.attended + head * (p.head_dim / 2) + i,
-                         bf16x2(low / all_sum, high / all_sum), tag);
-    } else {
-      const int64_t slot = head * w.segments + item.segment;
-      sm90::store_tagged(w.segment_values + slot * p.head_dim + i * 2, __float_as_uint(low),
-                         __float_as_uint(high), tag);
-      if (i == 0) {
-        sm90::store_tagged(w.segment_sums + slot * 2, __float_as_uint(all_top),
-                           __float_as_uint(all_sum), tag);
+    const DecodeWorkspace& w = p_.workspace;
+    const int64_t head = int64_t{item.token} * p_.heads + item.head + query;
+    if (batch_.segments[item.token] == 1) {
+      sm90::store_tagged(w.attended + head * (head_dim_ / 2) + pair, bf16x2(low / sum, high / sum),
+                         tag_);
+      return;
+    }
+    const int64_t slot = head * w.segments + item.segment;
+    sm90::store_tagged(w.segment_values + slot * head_dim_ + pair * 2, __float_as_uint(low),
+                       __float_as_uint(high), tag_);
+    if (pair == 0) {
+      sm90::store_tagged(w.segment_sums + slot * 2, __float_as_uint(top), __float_as_uint(sum),
+                         tag_);
+    }
+  }
+
+  // Merges the segments of long sequences, a team of lanes for two columns of a head: a lane takes
+  // a segment, or every 32nd; then lanes are added in an order that the size of teams does not
+  // change.
+  __device__ __forceinline__ void merge_segments() const {
+    int most = 1, team = 2;
+    for (int token = 0; token < p_.tokens; ++token) most = max(most, batch_.segments[token]);
+    if (most == 1) return;
+    while (team < min(most, 32)) team *= 2;
+    const DecodeWorkspace& w = p_.workspace;
+    const int half = head_dim_ / 2, pairs = p_.heads * half;
+    const int step = kThreads / team * static_cast<int>(gridDim.x);
+    const int own = thread_ / team * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+#pragma unroll 1
+    for (int base = 0; base < p_.tokens * pairs; base += step) {
+      const int unit = min(base + own, p_.tokens * pairs - 1), token = unit / pairs;
+      const int head = unit / half, segments = batch_.segments[token];
+      float top = -INFINITY, sum = 0.0f, low = 0.0f, high = 0.0f;
+      const auto add = [&](float other_top, float other_sum, float other_low, float other_high) {
+        const float new_top = fmaxf(top, other_top);
+        const float top_or_0 = new_top == -INFINITY ? 0.0f : new_top;  // no segment so far
+        const float mine = exp2f(top - top_or_0), others = exp2f(other_top - top_or_0);
+        top = new_top;
+        sum = sum * mine + other_sum * others;
+        low = low * mine + other_low * others;
+        high = high * mine + other_high * others;
+      };
+#pragma unroll 1
+      for (int s = lane_ % team; segments > 1 && s < segments; s += team) {
+        const int64_t slot = int64_t{head} * w.segments + s;
+        sm90::TaggedPair seen[2];
+        sm90::wait_tagged(
+            seen, 2,
+            [&](int i) {
+              return i == 0 ? w.segment_sums + slot * 2
+                            : w.segment_values + slot * head_dim_ + unit % half * 2;
+            },
+            tag_);
+        const uint2 sums = sm90::values(seen[0]), values = sm90::values(seen[1]);
+        add(__uint_as_float(sums.x), __uint_as_float(sums.y), __uint_as_float(values.x),
+            __uint_as_float(values.y));
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int offset = 1; offset < team; offset *= 2) {
+        add(__shfl_xor_sync(~0u, top, offset), __shfl_xor_sync(~0u, sum, offset),
+            __shfl_xor_sync(~0u, low, offset), __shfl_xor_sync(~0u, high, offset));
+      }
+      if (lane_ % team == 0 && segments > 1 && base + own < p_.tokens * pairs) {
+        sm90::store_tagged(w.attended + unit, bf16x2(low / sum, high / sum), tag_);
       }
     }
   }
-  sync_threads();  // the next item overwrites `shared`
-}
 
-// Merges the segments of a long sequence: four values of a head, from `column` on.
-__device__ __forceinline__ uint2 merge_segments(const DecodeWorkspace& w, uint32_t tag,
-                                                int segments, int64_t head, int head_dim,
-                                                int column) {
-  constexpr int kAtOnce = 2, kPairsEach = 3;
-  const sm90::Tagged* sums = w.segment_sums + head * w.segments * 2;
-  const sm90::Tagged* values = w.segment_values + head * w.segments * head_dim + column;
-  const auto floats = [](const sm90::TaggedPair& pair) {
-    const uint2 v = sm90::values(pair);
-    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-  };
-  float top = -INFINITY, sum = 0.0f, value[4] = {};
-#pragma unroll 1
-  for (int base = 0; base < segments; base += kAtOnce) {
-    sm90::TaggedPair seen[kAtOnce * kPairsEach];
-    const auto from = [&](int i) {
-      const int s = base + i / kPairsEach, piece = i % kPairsEach;
-      return piece == 0 ? sums + s * 2 : values + s * head_dim + (piece - 1) * 2;
-    };
-    const int count = min(segments - base, kAtOnce) * kPairsEach;
-    sm90::wait_tagged(seen, count, from, tag);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i * kPairsEach >= count) break;
-      const float2 top_sum = floats(seen[i * kPairsEach]);
-      const float2 a = floats(seen[i * kPairsEach + 1]), b = floats(seen[i * kPairsEach + 2]);
-      const float new_top = fmaxf(top, top_sum.x);
-      const float shrink = exp2f(top - new_top), weight = exp2f(top_sum.x - new_top);
-      top = new_top;
-      sum = sum * shrink + weight * top_sum.y;
-      const float part[4] = {a.x, a.y, b.x, b.y};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) value[k] = value[k] * shrink + weight * part[k];
-    }
-  }
-  return {bf16x2(value[0] / sum, value[1] / sum), bf16x2(value[2] / sum, value[3] / sum)};
-}
+  const DecodeLayers& p_;
+  const DecodeLayer& layer_;
+  const BatchShared& batch_;
+  AttendShared<kColumns>& shared_;
+  const uint32_t tag_;
+  const int thread_, lane_, head_dim_;
+  // The item whose keys are being loaded.
+  int begin_ = 0, end_ = 0, newest_ = 0, kv_head_ = 0, token_ = 0, number_ = 0;
+  int32_t block_[kHalves] = {};  // of the step that is loaded next
+  uint4 key_[kHalves][kKeyPieces], value_[kHalves][2 * kValuePieces];
+  // The item at hand: queries 2c and 2c + 1, columns of the pieces r, r + 8.
+  float top_[2], sum_[2], attended_[kValuePieces][4][4];
+};
 
 // Waits for the attended values of all heads and stores them in x_shared, padded with zeros to a
 // whole block. All threads that multiply call it.
 template <int kTokens>
 __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
-                                               const int32_t* kv_len, uint8_t* x_shared,
-                                               int pitch) {
+                                               uint8_t* x_shared, int pitch) {
   constexpr int kTeam = kThreads / kTokens, kAtOnce = kTokens == 1 ? 2 : 8;
   const int token = static_cast<int>(threadIdx.x) / kTeam;
   const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
   if (token < p.tokens) {
-    const auto segments = static_cast<int>(decode_segments(kv_len[token]));
     const sm90::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
-    const auto store = [&](int at, const uint2& v) {
-      *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) = v;
-    };
     const int first = static_cast<int>(threadIdx.x) % kTeam;
     for (int base = first; base < padded; base += kTeam * kAtOnce) {
       sm90::TaggedPair seen[kAtOnce];
-      const auto from = [&](int i) { return words + (base + i * kTeam) * 2; };
-      if (segments == 1 && base < quads) {
-        sm90::wait_tagged(seen, min((quads - base - 1) / kTeam + 1, kAtOnce), from, tag);
-      }
+      const int count = base < quads ? min((quads - base - 1) / kTeam + 1, kAtOnce) : 0;
+      sm90::wait_tagged(
+          seen, count, [&](int i) { return words + (base + i * kTeam) * 2; }, tag);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = base + i * kTeam;
         if (at >= padded) break;
-        if (at >= quads) {
-          store(at, uint2{});
-        } else if (segments == 1) {
-          store(at, sm90::values(seen[i]));
-        } else {
-          store(at, merge_segments(p.workspace, tag, segments,
-                                   int64_t{token} * p.heads + at * 4 / p.head_dim, p.head_dim,
-                                   at * 4 % p.head_dim));
-        }
+        *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) =
+            i < count ? sm90::values(seen[i]) : uint2{};
       }
     }
   }
@@ -1153,19 +1414,19 @@ __device__ __forceinline__ void finish_qkv(const DecodeLayers& p, const DecodeLa
   row[i + half] = static_cast<unsigned short>(bits >> 16);
 }
 
-template <int kTokens, int kLanes>
+template <int kTokens, int kColumns>
 class Layers {
  public:
   static constexpr int kStages = kStagesFor<kTokens>;
   struct Shared {
     typename RowRing<kStages>::Shared ring;
-    typename Product<kTokens>::Shared product;
     BatchShared batch;
     QkvGroup qkv[kMaxQkvGroups];
     HiddenShared<kTokens> hidden;
     NormShared<kTokens> norm;
     union {
-      AttendShared<kLanes> attend;
+      typename Product<kTokens>::Shared product;
+      AttendShared<kColumns> attend;
       AddShared<kTokens> add;
     };
   };
@@ -1189,7 +1450,6 @@ class Layers {
         add_share_(p.width),
         qkv_groups_(own_groups((p.heads + 2 * p.kv_heads) * p.head_dim / kGroup)),
         output_groups_(own_groups((p.width + kGroup - 1) / kGroup)),
-        kv_share_(p.heads / p.kv_heads),
         ring_(shared.ring, sm90::smem_address(memory), stage_pitch(p.width, p.heads * p.head_dim)),
         product_(p.tokens, shared.product, sm90::smem_address(x_), pitch_),
         screen_(x_ + p.tokens * pitch_, p.width),
@@ -1210,6 +1470,7 @@ class Layers {
     load_batch();
     __syncthreads();
     s_.batch.load_blocks(p_);
+    if (threadIdx.x < 32) s_.batch.find_piece(p_);
     __syncthreads();
     if (threadIdx.x < kThreads) {
       sm90::registers_increase<kMultiplyRegisters>();
@@ -1281,7 +1542,7 @@ class Layers {
     const int width = step == 1 ? p_.heads * p_.head_dim : p_.width;
     const Residual x = step == 2 ? residual(0, tag_) : residual(1, tag_ - 1);
     if (step == 1) {
-      if (groups > 0) stage_attended<kTokens>(p_, tag_, s_.batch.kv_len, x_, pitch_);
+      if (groups > 0) stage_attended<kTokens>(p_, tag_, x_, pitch_);
     } else if (groups > 0 || step == 2) {
       stage_normed<kTokens>(p_, x, step == 0 ? l.attention_norm : l.ffn_norm, s_.norm, x_, pitch_,
                             screen_, screens);
@@ -1316,10 +1577,7 @@ class Layers {
                       }
                     });
     if (step == 0) {
-      s_.batch.each_item(p_, kv_share_,
-                         [&](const AttendItem& item, int kv_len, const int32_t* table) {
-                           attend<kLanes>(p_, l, tag_, item, kv_len, table, s_.attend);
-                         });
+      Attention<kColumns>(p_, l, tag_, s_.batch, s_.attend).run();
     } else if (step == 2) {
       sync_threads();
     }
@@ -1355,10 +1613,7 @@ class Layers {
         sm90::prefetch_around(l.screen.errors + neurons_.begin + neuron);
       }
     }
-    s_.batch.each_item(p_, kv_share_,
-                       [&](const AttendItem& item, int kv_len, const int32_t* table) {
-                         prefetch(p_, l, item, kv_len, table);
-                       });
+    prefetch(p_, l, s_.batch);
   }
 
   __device__ __forceinline__ void load_batch() {
@@ -1425,7 +1680,6 @@ class Layers {
   const Neurons neurons_;
   const AddShare add_share_;
   const int qkv_groups_, output_groups_;  // of this CTA
-  const int kv_share_;                    // query heads per key head
   RowRing<kStages> ring_;
   Product<kTokens> product_;
   ScreenX screen_;
@@ -1433,17 +1687,17 @@ class Layers {
   uint32_t tag_ = 0;
 };
 
-template <int kTokens, int kLanes>
+template <int kTokens, int kColumns>
 __global__ void __launch_bounds__(kAllThreads, 1)
     decode_layers_sm90_kernel(const __grid_constant__ DecodeLayers problem) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ typename Layers<kTokens, kLanes>::Shared shared;
-  Layers<kTokens, kLanes>(problem, shared, memory).run(memory);
+  __shared__ typename Layers<kTokens, kColumns>::Shared shared;
+  Layers<kTokens, kColumns>(problem, shared, memory).run(memory);
 }
 
 template <int kTokens>
 int64_t shared_bytes(int64_t width, int64_t q_width, int64_t tokens, bool screens) {
-  using Most = Layers<kTokens, 16>;
+  using Most = Layers<kTokens, 128>;
   return Most::shared_bytes(static_cast<int>(width), static_cast<int>(q_width),
                             static_cast<int>(tokens), screens) +
          static_cast<int64_t>(sizeof(typename Most::Shared));
@@ -1455,10 +1709,10 @@ bool has_screens(const DecodeLayers& problem) {
                      [](const DecodeLayer& l) { return l.sparse && l.screen.rows != nullptr; });
 }
 
-template <int kTokens, int kLanes>
+template <int kTokens, int kColumns>
 cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = decode_layers_sm90_kernel<kTokens, kLanes>;
-  const auto shared = static_cast<int>(Layers<kTokens, kLanes>::shared_bytes(
+  const auto kernel = decode_layers_sm90_kernel<kTokens, kColumns>;
+  const auto shared = static_cast<int>(Layers<kTokens, kColumns>::shared_bytes(
       problem.width, problem.heads * problem.head_dim, problem.tokens, has_screens(problem)));
   const cudaError_t status = sm90::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
@@ -1477,8 +1731,8 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
 
 template <int kTokens>
 cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_t stream) {
-  if (problem.head_dim <= 64) return launch<kTokens, 8>(problem, multiprocessors, stream);
-  return launch<kTokens, 16>(problem, multiprocessors, stream);
+  if (problem.head_dim <= 64) return launch<kTokens, 64>(problem, multiprocessors, stream);
+  return launch<kTokens, 128>(problem, multiprocessors, stream);
 }
 
 struct Layout {
@@ -1494,7 +1748,10 @@ Layout lay_out(const DecodeWorkspaceShape& s, void* memory) {
     out.bytes += round_up(count * static_cast<int64_t>(sizeof(*array)), int64_t{256});
   };
   if (s.tokens == 0) return out;
-  const int64_t heads = s.tokens * s.heads, segments = decode_segments(s.max_length);
+  const int64_t heads = s.tokens * s.heads;
+  HeadParts parts;
+  parts.set(static_cast<int>(s.heads), static_cast<int>(s.kv_heads), static_cast<int>(s.head_dim));
+  const int64_t segments = parts.most_segments(s.max_length, static_cast<int>(s.multiprocessors));
   DecodeWorkspace& w = out.workspace;
   take(w.x, s.tokens * s.width);
   take(w.qkv, s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);

@@ -606,13 +606,7 @@ GpuLayersPath choose_gpu_layers(const GpuLayers& layers, const GpuBatch& batch) 
   const bool few = gpu_ffn_takes_norm(widest, batch.tokens) && layers.head_dim % 16 == 0 &&
                    !layers.qk_norm && !layers.o_bias;
   if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens && !slides) {
-    // One kernel is faster while it has few sequences, and no CTA attends to more than one segment
-    // of keys per layer. Beyond that, attention is faster as a kernel of its own.
-    const int64_t sms = layers.ffn.device.multiprocessors;
-    const int64_t pieces = (layers.heads * batch.kv_segments + sms - 1) / sms;
-    const bool one_segment =
-        pieces * std::min(batch.most_keys, layers.segment_keys) <= layers.segment_keys;
-    const bool pays = one_segment && (batch.tokens <= one_kernel_pays(layers.sparse) || !few);
+    const bool pays = batch.tokens <= one_kernel_pays(layers.sparse) || !few;
     if (pays || batch.one_kernel) return GpuLayersPath::kOneKernel;
   }
   return few ? GpuLayersPath::kFewKernels : GpuLayersPath::kSingleOps;

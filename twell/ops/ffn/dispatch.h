@@ -143,7 +143,6 @@ enum class GpuLayersPath {
 
 struct GpuLayers {
   GpuFfnLayer ffn;
-  int64_t heads = 0;
   int64_t head_dim = 0;
   bool qk_norm = false;
   bool o_bias = false;            // the attention's output projection has a bias
@@ -151,7 +150,6 @@ struct GpuLayers {
   int64_t row_tokens = 8;         // like GpuFfnLayer::row_tokens, of the wider of D and heads * hd
   int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
   bool sparse = false;            // most layers decode a few sequences with a sparse execution
-  int64_t segment_keys = 512;     // keys a CTA of that kernel attends to at a time
 };
 
 struct GpuBatch {
@@ -160,8 +158,7 @@ struct GpuBatch {
   bool observed = false;    // results between the layers are wanted: counts per token, timings
   int64_t most_new = 0;     // tokens of a sequence
   int64_t most_keys = 0;    // of a sequence, its past included
-  int64_t kv_segments = 0;  // of segment_keys keys, all sequences together
-  bool one_kernel = false;  // run one kernel however long the sequences are
+  bool one_kernel = false;  // run one kernel however many sequences there are
 };
 
 // Most tokens that one kernel of all layers takes for such a model, given that `most` fit into the

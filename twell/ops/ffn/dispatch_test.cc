@@ -627,15 +627,11 @@ TEST(GpuFfnDispatch, LayersWithBiasesRunDenseGemms) {
 }
 
 GpuLayers llama(int64_t one_kernel_tokens) {
-  return {.ffn = kLayer, .heads = 32, .head_dim = 64, .one_kernel_tokens = one_kernel_tokens};
+  return {.ffn = kLayer, .head_dim = 64, .one_kernel_tokens = one_kernel_tokens};
 }
 
 GpuBatch decode(int64_t tokens, int64_t keys) {
-  return {.tokens = tokens,
-          .cached = true,
-          .most_new = 1,
-          .most_keys = keys,
-          .kv_segments = tokens * ((keys + 511) / 512)};
+  return {.tokens = tokens, .cached = true, .most_new = 1, .most_keys = keys};
 }
 
 TEST(GpuLayersPaths, Decoding) {
@@ -654,10 +650,9 @@ TEST(GpuLayersPaths, Decoding) {
   sparse.sparse = true;
   EXPECT_EQ(choose_gpu_layers(sparse, decode(3, 10)), GpuLayersPath::kOneKernel);
   EXPECT_EQ(choose_gpu_layers(sparse, decode(4, 10)), GpuLayersPath::kFewKernels);
-  // 32 heads over 132 SMs: four segments of 512 keys each.
-  EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2048)), GpuLayersPath::kOneKernel);
-  EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 2049)), GpuLayersPath::kFewKernels);
-  GpuBatch batch = decode(1, 2049);
+  EXPECT_EQ(choose_gpu_layers(llama(8), decode(1, 100'000)), GpuLayersPath::kOneKernel);
+  EXPECT_EQ(choose_gpu_layers(llama(8), decode(5, 100'000)), GpuLayersPath::kFewKernels);
+  GpuBatch batch = decode(5, 10);
   batch.one_kernel = true;
   EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kOneKernel);
   batch.observed = true;
@@ -669,7 +664,7 @@ TEST(GpuLayersPaths, Decoding) {
     EXPECT_EQ(choose_gpu_layers(llama(8), decode(tokens, 10)), GpuLayersPath::kSingleOps);
   }
   // Several new tokens of one sequence.
-  batch = {.tokens = 5, .cached = true, .most_new = 5, .most_keys = 5, .kv_segments = 1};
+  batch = {.tokens = 5, .cached = true, .most_new = 5, .most_keys = 5};
   EXPECT_EQ(choose_gpu_layers(llama(8), batch), GpuLayersPath::kFewKernels);
 }
 
