@@ -10,12 +10,12 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kVocab = 61;
+constexpr int64_t kDecodeVocab = 61;
 
 ModelConfig small_config() {
   ModelConfig config = preset_config("tiny");
   config.layers = 2;
-  config.vocab_size = kVocab;
+  config.vocab_size = kDecodeVocab;
   config.validate();
   return config;
 }
@@ -48,7 +48,7 @@ TEST(RunDecode, FollowsTheGivenPrompts) {
   Context ctx(1);
   EngineCpu engine(synthetic_model(ctx, small_config(), 3), 1);
   constexpr int64_t kPrompt = 70;  // a whole block of the cache, and more
-  const std::vector<int32_t> prompts = random_ids(2 * kPrompt, kVocab, 5);
+  const std::vector<int32_t> prompts = random_ids(2 * kPrompt, kDecodeVocab, 5);
   const DecodeLoad load{.batch = 2, .prompt = kPrompt, .tokens = 1, .prompts = prompts};
   const auto session = engine.session(decode_session(engine.config(), load, FfnPolicy::kDense));
   run_decode(*session, load);
