@@ -61,7 +61,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
   return json;
 }
 
-Table layer_table() {
+Table gpu_layer_table() {
   return Table({{.header = "  runs", .width = 13, .left = true},
                 {.header = "", .width = 5, .left = true},
                 {.header = "gate", .width = 8, .extra = 1},
@@ -153,7 +153,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   fmt::print("FFN forward, D {}, F {}, {}, {}, bf16, on {}\n", options.width, options.ffn,
              options.gated ? "gated" : "not gated", activation_name(options.activation),
              ctx.device_name());
-  const Table table = layer_table();
+  const Table table = gpu_layer_table();
   table.print_header();
   double ratios = 0.0;  // sum over the patterns of dense time / time of the chosen execution
   for (const FfnPattern& pattern : patterns) {
