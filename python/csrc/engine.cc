@@ -152,10 +152,10 @@ class LoadedEngine {
                                                  : std::min(config_.context, kDefaultContext),
                                  .ffn = parse_ffn_policy(arguments.ffn),
                                  .cache = {.eight_bits = arguments.cache_8bit}};
-    const EnginePlan plan{.session = options, .scorer = std::nullopt};
 #ifdef TWELL_HAVE_CUDA
     if (device_ >= 0) {
       select_device();
+      const EnginePlan plan{.session = options, .scorer = std::nullopt};
       const std::string why = EngineCuda::cannot_run(config_, plan);
       TWELL_REQUIRE(why.empty() || arguments.device == "auto", "device '{}': {}", arguments.device,
                     why);
