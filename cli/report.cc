@@ -18,18 +18,17 @@ namespace twell::cli {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
 
 constexpr int64_t kTableRows = 12;
 
-std::vector<json> read_jsonl(const fs::path& path) {
+std::vector<nlohmann::json> read_jsonl(const fs::path& path) {
   TWELL_REQUIRE(!fs::exists(path) || fs::is_regular_file(path),
                 "cannot open {}: not a regular file", path.string());
   std::ifstream file(path);
   TWELL_REQUIRE(file.good(), "cannot open {}", path.string());
-  std::vector<json> rows;
+  std::vector<nlohmann::json> rows;
   for (std::string line; std::getline(file, line);) {
-    rows.push_back(json::parse(line, nullptr, false));
+    rows.push_back(nlohmann::json::parse(line, nullptr, false));
     TWELL_REQUIRE(rows.back().is_object(), "{} line {} is not a JSON object", path.string(),
                   rows.size());
   }
@@ -37,19 +36,19 @@ std::vector<json> read_jsonl(const fs::path& path) {
 }
 
 // The rows that include a validation.
-std::vector<json> validated(const std::vector<json>& rows) {
-  std::vector<json> result;
-  for (const json& row : rows) {
+std::vector<nlohmann::json> validated(const std::vector<nlohmann::json>& rows) {
+  std::vector<nlohmann::json> result;
+  for (const nlohmann::json& row : rows) {
     if (row.contains("val_ce")) result.push_back(row);
   }
   return result;
 }
 
 // Adds a row of `twell bench forward` from a CPU or a GPU.
-void add_benchmark(json& report, const json& bench) {
+void add_benchmark(nlohmann::json& report, const nlohmann::json& bench) {
   const bool gpu = bench.contains("gpu");
   for (const std::string execution : {"dense", "sparse"}) {
-    const json& run = bench.at(execution);
+    const nlohmann::json& run = bench.at(execution);
     report[execution + "_tokens_per_s"] = run.at("full").at("tokens_per_s");
     report[execution + "_layers_tokens_per_s"] = run.at(gpu ? "body" : "layers").at("tokens_per_s");
   }
@@ -63,47 +62,49 @@ void add_benchmark(json& report, const json& bench) {
   }
 }
 
-json make_report(const fs::path& run, const std::vector<json>& metrics, const json& bench) {
-  const std::vector<json> validations = validated(metrics);
+nlohmann::json make_report(const fs::path& run, const std::vector<nlohmann::json>& metrics,
+                           const nlohmann::json& bench) {
+  const std::vector<nlohmann::json> validations = validated(metrics);
   TWELL_REQUIRE(!validations.empty() && metrics.back().contains("layers"),
                 "{}: metrics.jsonl holds no finished step with a validation", run.string());
   const fs::path checkpoint = run / "checkpoint";
   const ModelConfig config = load_config(checkpoint);
-  json nnz = json::array();
-  json dead = json::array();
-  for (const json& layer : metrics.back()["layers"]) {
+  nlohmann::json nnz = nlohmann::json::array();
+  nlohmann::json dead = nlohmann::json::array();
+  for (const nlohmann::json& layer : metrics.back()["layers"]) {
     nnz.push_back(layer.at("nnz"));
     dead.push_back(layer.at("dead_share"));
   }
-  json report = {{"checkpoint", checkpoint.string()},
-                 {"parameters", config.parameter_count()},
-                 {"layers", config.layers},
-                 {"ffn", config.ffn},
-                 {"steps", metrics.back().at("step")},
-                 {"tokens", metrics.back().at("tokens")},
-                 {"val_ce_first", validations.front().at("val_ce")},
-                 {"val_ce_last", validations.back().at("val_ce")},
-                 {"nnz_per_layer", nnz},
-                 {"dead_share_per_layer", dead}};
+  nlohmann::json report = {{"checkpoint", checkpoint.string()},
+                           {"parameters", config.parameter_count()},
+                           {"layers", config.layers},
+                           {"ffn", config.ffn},
+                           {"steps", metrics.back().at("step")},
+                           {"tokens", metrics.back().at("tokens")},
+                           {"val_ce_first", validations.front().at("val_ce")},
+                           {"val_ce_last", validations.back().at("val_ce")},
+                           {"nnz_per_layer", nnz},
+                           {"dead_share_per_layer", dead}};
   if (!bench.is_null()) add_benchmark(report, bench);
   return report;
 }
 
 // Prints a dozen evenly spaced rows of the run, to show the course of loss and activity. The last
 // step is among them even if it was not validated, as after an interrupt.
-void print_course(const std::vector<json>& metrics) {
+void print_course(const std::vector<nlohmann::json>& metrics) {
   fmt::print("{:>8} {:>10} {:>9} {:>9} {:>12} {:>7}\n", "step", "tokens", "CE", "val CE",
              "active/tok", "dead");
-  std::vector<json> rows = validated(metrics);
-  std::erase_if(rows, [](const json& row) { return !row.contains("ce"); });
-  const json& newest = metrics.back();
+  std::vector<nlohmann::json> rows = validated(metrics);
+  std::erase_if(rows, [](const nlohmann::json& row) { return !row.contains("ce"); });
+  const nlohmann::json& newest = metrics.back();
   if (newest.contains("ce") && (rows.empty() || rows.back()["step"] != newest["step"])) {
     rows.push_back(newest);
   }
   const int64_t count = std::ssize(rows);
   const int64_t shown = std::min(count, kTableRows);
   for (int64_t i = 0; i < shown; ++i) {
-    const json& row = rows[static_cast<size_t>(shown == 1 ? 0 : i * (count - 1) / (shown - 1))];
+    const nlohmann::json& row =
+        rows[static_cast<size_t>(shown == 1 ? 0 : i * (count - 1) / (shown - 1))];
     const std::string held_out =
         row.contains("val_ce") ? fmt::format("{:.4f}", row["val_ce"].get<double>()) : "-";
     fmt::print("{:>8} {:>10} {:>9.4f} {:>9} {:>12.1f} {:>6.1f}%\n", row["step"].get<int64_t>(),
@@ -112,12 +113,13 @@ void print_course(const std::vector<json>& metrics) {
   }
 }
 
-void print_report(const json& report) {
+void print_report(const nlohmann::json& report) {
   const double first = report["val_ce_first"], last = report["val_ce_last"];
   fmt::print("\nvalidation CE          {}{:.4f} nats per token\n",
              first == last ? "" : fmt::format("{:.4f} -> ", first), last);
   fmt::print("active of {} neurons ", report["ffn"].get<int64_t>());
-  for (const json& nnz : report["nnz_per_layer"]) fmt::print(" {:.1f}", nnz.get<double>());
+  for (const nlohmann::json& nnz : report["nnz_per_layer"])
+    fmt::print(" {:.1f}", nnz.get<double>());
   fmt::print("  (per layer)\n");
   if (report.contains("dense_tokens_per_s")) {
     const double dense = report["dense_tokens_per_s"];
@@ -133,15 +135,16 @@ void print_report(const json& report) {
 
 int run_report(const fs::path& run) {
   TWELL_REQUIRE(fs::is_directory(run), "{} is not the folder of a training run", run.string());
-  const std::vector<json> metrics = read_jsonl(run / "metrics.jsonl");
-  const std::vector<json> bench =
-      fs::exists(run / "bench.jsonl") ? read_jsonl(run / "bench.jsonl") : std::vector<json>{};
+  const std::vector<nlohmann::json> metrics = read_jsonl(run / "metrics.jsonl");
+  const std::vector<nlohmann::json> bench = fs::exists(run / "bench.jsonl")
+                                                ? read_jsonl(run / "bench.jsonl")
+                                                : std::vector<nlohmann::json>{};
   TWELL_REQUIRE(!metrics.empty(), "{} is empty: the run has not begun",
                 (run / "metrics.jsonl").string());
-  json report;
+  nlohmann::json report;
   try {
-    report = make_report(run, metrics, bench.empty() ? json() : bench.back());
-  } catch (const json::exception&) {
+    report = make_report(run, metrics, bench.empty() ? nlohmann::json() : bench.back());
+  } catch (const nlohmann::json::exception&) {
     throw InputError(fmt::format(
         "{}: metrics.jsonl or bench.jsonl is not as this version writes it", run.string()));
   }
