@@ -20,8 +20,8 @@ inline constexpr float kSyntheticBias = -0.37109375f;
 // The weights are a function of the seed. Half of the neurons are active.
 std::unique_ptr<Model> synthetic_model(Context& ctx, const ModelConfig& config, uint64_t seed);
 
-// Of a synthetic model, or of its copy on the context's device, where the change is ordered by the
-// context's stream.
+// Makes one neuron in 200 active, or half of them again. On a GPU the context's stream orders the
+// change.
 void set_synthetic_sparsity(Model& model, bool sparse);
 void set_synthetic_sparsity(CudaContext& ctx, const ModelCuda& model, bool sparse);
 

@@ -211,10 +211,10 @@ struct AttendShared {
 // and values straight into operands of mma.sync, which the queries are the columns of, and ask for
 // the next ones as soon as these are multiplied. Softmax weights are rounded to bf16.
 //
-// Of a warp's eight keys in a block, lane 4 r + c holds key r, of which it has the 16-byte pieces
-// c, c + 4, ...; a product's sum does not depend on which values count as its k-th, if both
-// operands agree. It holds the values of keys 2c and 2c + 1, the k-th terms that the instruction
-// expects from the lane, of which it has the pieces r, r + 8.
+// A warp takes eight keys of a block. Lane 4 r + c holds the 16-byte pieces c, c + 4, ... of key r:
+// a product's sum does not depend on which values count as its k-th, if both operands agree. The
+// lane also holds the pieces r, r + 8 of the values of keys 2c and 2c + 1, which are the k-th terms
+// that the instruction expects from it.
 template <int kColumns>
 class Attention {
  public:

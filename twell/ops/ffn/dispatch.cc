@@ -252,7 +252,7 @@ double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
          s.move(2.0 * s.d * tiles * neurons, costs.row_bytes);
 }
 
-// Of w_up and w_down, the rows of neurons active for any token are read.
+// Bytes of the rows of w_up and w_down that are read: those of neurons active for any token.
 double active_rows(const GpuFfnLayer& layer, const Sizes& s, double active) {
   return (layer.gated ? 2.0 : 1.0) * 2.0 * s.d * active;
 }

@@ -165,8 +165,8 @@ TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
   EXPECT_GE(worst, 0.87);
 }
 
-// By the times of the latest sweep. Dense is the fastest of cuBLASLt's proposals, or the kernels
-// for up to 64 tokens where they are faster.
+// The choices are judged by the times of the latest sweep. Dense is the fastest of cuBLASLt's
+// proposals, or the kernels for up to 64 tokens where they are faster.
 TEST(GpuFfnCosts, ChooseWellInTheLatestSweep) {
   const std::vector<SweepRow> rows = sweep_with_auto();
   ASSERT_EQ(rows.size(), 3000u);

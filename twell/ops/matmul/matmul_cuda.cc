@@ -68,7 +68,6 @@ constexpr std::array kMediumTiles = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATM
 constexpr std::array kLargeTiles = {CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128};
 constexpr std::array kSmallClusters = {CUBLASLT_CLUSTER_SHAPE_1x1x1, CUBLASLT_CLUSTER_SHAPE_2x1x1,
                                        CUBLASLT_CLUSTER_SHAPE_1x2x1};
-constexpr std::array kClustersOfFour = {CUBLASLT_CLUSTER_SHAPE_4x1x1};
 constexpr std::array kClustersOfEight = {CUBLASLT_CLUSTER_SHAPE_4x2x1, CUBLASLT_CLUSTER_SHAPE_2x4x1,
                                          CUBLASLT_CLUSTER_SHAPE_8x1x1,
                                          CUBLASLT_CLUSTER_SHAPE_1x8x1};
@@ -110,10 +109,12 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
   };
   if (shape.rows <= 96 && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
   // Clusters of four are slow where they are many; why is not known.
-  if (shape.rows == 64 && p.split_k == 1 && p.has_cluster(kClustersOfFour) && p.waves > 0.72f) {
+  const auto four = [](const Proposal& other) {
+    return other.split_k == 1 && other.cluster == CUBLASLT_CLUSTER_SHAPE_4x1x1;
+  };
+  if (shape.rows == 64 && four(p) && p.waves > 0.72f) {
     take_first([&](const Proposal& other) {
-      return full_wave(other) || (other.split_k == 1 && other.has_cluster(kClustersOfFour) &&
-                                  other.waves > 0.5f && other.waves <= 0.7f);
+      return full_wave(other) || (four(other) && other.waves > 0.5f && other.waves <= 0.7f);
     });
   }
   return chosen;
