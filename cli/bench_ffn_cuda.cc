@@ -100,6 +100,7 @@ nlohmann::json sweep_json(const CudaContext& ctx, const FfnSweepRow& row) {
                              {"pattern", row.pattern},
                              {"nnz_per_token", row.activity.nnz_per_token},
                              {"union_share", row.activity.union_share},
+                             {"largest_union", row.activity.largest_union},
                              {"extra_tiles", row.activity.extra_tiles},
                              {"sparse", ffn_execution_name(row.sparse)},
                              {"auto", ffn_execution_name(row.chosen)},

@@ -12,6 +12,8 @@ struct ActivityCuda {
   unsigned long long nnz;            // their active neurons
   unsigned long long unions;         // token tiles of 128 whose union was computed
   unsigned long long union_neurons;  // sum of their sizes
+  unsigned long long union_calls;    // calls that computed unions
+  unsigned long long largest_union;  // sum over these calls of the size of a call's largest union
   unsigned long long max_row_nnz;    // most active neurons of a counted token
 };
 

@@ -60,6 +60,7 @@ struct GpuFfnCall {
 struct LayerActivity {
   double nnz_per_token = -1.0;  // negative: nothing measured yet
   double union_share = -1.0;    // union of a tile of 128 tokens over F; negative: not measured
+  double largest_union = -1.0;  // the largest union of a call over F; negative: not measured
   double extra_tiles = 0.0;     // tiles of heavy rows, per tile of 128 tokens
   double union_growth = 1.0;    // as below; 1: not measured
   bool operator==(const LayerActivity&) const = default;

@@ -247,6 +247,8 @@ LayerActivity layer_activity(const ActivityCuda& counts, int64_t ffn, LayerActiv
     const auto unions = static_cast<double>(counts.unions);
     before.union_share =
         static_cast<double>(counts.union_neurons) / (unions * static_cast<double>(ffn));
+    before.largest_union = static_cast<double>(counts.largest_union) /
+                           static_cast<double>(counts.union_calls) / static_cast<double>(ffn);
     before.extra_tiles = std::max(unions / (static_cast<double>(counts.tokens) / 128.0) - 1.0, 0.0);
     before.union_growth = union_growth(before, ffn);
   }

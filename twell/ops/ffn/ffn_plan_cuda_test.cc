@@ -217,6 +217,27 @@ TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   }
 }
 
+TEST(FfnPlanCuda, AveragesWhatKernelsCounted) {
+  // Calls of 256 and of 384 tokens, with unions of up to 300 and 500 neurons of 1,000.
+  const ActivityCuda counts{.tokens = 640,
+                            .nnz = 6400,
+                            .unions = 5,
+                            .union_neurons = 1500,
+                            .union_calls = 2,
+                            .largest_union = 800,
+                            .max_row_nnz = 30};
+  const LayerActivity activity = layer_activity(counts, 1000);
+  EXPECT_EQ(activity.nnz_per_token, 10.0);
+  EXPECT_EQ(activity.union_share, 0.3);
+  EXPECT_EQ(activity.largest_union, 0.4);
+  EXPECT_EQ(activity.extra_tiles, 0.0);
+  // Few tokens count no unions, so that what is known of them stays.
+  const LayerActivity later = layer_activity({.tokens = 8, .nnz = 40}, 1000, activity);
+  EXPECT_EQ(later.nnz_per_token, 5.0);
+  EXPECT_EQ(later.union_share, 0.3);
+  EXPECT_EQ(later.largest_union, 0.4);
+}
+
 TEST(FfnPlanCuda, SaysHowMuchMemoryItTakes) {
   TWELL_GPU_TEST();
   for (const int64_t tokens : {1, 1000, 100000}) {
@@ -247,6 +268,7 @@ TEST(FfnPlanCuda, ReplaysAsAGraph) {
       const Outcome replayed = run(ctx, stream, layer, policy, false, 3);
       EXPECT_EQ(difference(replayed.y, once.y), 0.0);
       EXPECT_EQ(replayed.plan.nnz, 4 * once.plan.nnz);
+      EXPECT_EQ(replayed.activity.largest_union, once.activity.largest_union);
     }
   }
 }

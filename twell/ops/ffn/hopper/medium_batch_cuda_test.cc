@@ -5,9 +5,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "twell/base/cuda_gtest.h"
@@ -47,12 +49,16 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   std::vector<float> want(static_cast<size_t>(tokens * width));
   if (c.add) want.assign(before.begin(), before.end());
   unsigned long long nonzeros = 0;
+  std::vector<unsigned long long> unions(static_cast<size_t>((tokens + 127) / 128));
   for (int64_t n = 0; n < ffn; ++n) {
+    int64_t last = -1;  // tile that this neuron is counted for
     for (int64_t m = 0; m < tokens; ++m) {
       const int8_t* row = x.data() + m * width;
       const int sum = dot(row, first.data() + n * width, width);
       if (sum <= 0) continue;
       ++nonzeros;
+      if (m / 128 != last) ++unions[static_cast<size_t>(m / 128)];
+      last = m / 128;
       const float g = rounded(static_cast<float>(sum));
       float h = c.gated ? static_cast<float>(dot(row, up.data() + n * width, width)) : 1.0f;
       if (c.squared) h *= g;
@@ -95,9 +101,16 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   const auto counted = download(activity);
   EXPECT_EQ(counted[0].nnz, nonzeros);
   EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(tokens));
-  EXPECT_EQ(counted[0].unions, static_cast<unsigned long long>((tokens + 127) / 128));
+  EXPECT_EQ(counted[0].unions, unions.size());
+  EXPECT_EQ(counted[0].union_neurons, std::accumulate(unions.begin(), unions.end(), 0ull));
+  EXPECT_EQ(counted[0].union_calls, 1u);
+  const unsigned long long largest = *std::max_element(unions.begin(), unions.end());
+  EXPECT_EQ(counted[0].largest_union, largest);
   const auto again = run();
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+  const auto both = download(activity);
+  EXPECT_EQ(both[0].union_calls, 2u);
+  EXPECT_EQ(both[0].largest_union, 2 * largest);
 }
 
 INSTANTIATE_TEST_SUITE_P(

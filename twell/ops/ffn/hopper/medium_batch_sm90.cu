@@ -681,9 +681,21 @@ struct Params {
   Lists lists;
   const __nv_bfloat16* weight;  // [F, D]
   __nv_bfloat16* y;             // [M, D]
+  ActivityCuda* activity;       // or null
   int tokens, width;
   bool add;
 };
+
+// One warp adds the largest union of the call to the counts.
+__device__ __forceinline__ void count_largest(const Params& p) {
+  const auto lane = static_cast<int>(threadIdx.x) % 32, tiles = static_cast<int>(gridDim.z);
+  int largest = 0;
+  for (int tile = lane; tile < tiles; tile += 32) largest = max(largest, p.lists.totals[tile]);
+  largest = __reduce_max_sync(~0u, largest);
+  if (lane != 0) return;
+  atomicAdd(&p.activity->union_calls, 1ull);
+  atomicAdd(&p.activity->largest_union, static_cast<unsigned long long>(largest));
+}
 
 template <int Columns>
 constexpr uint32_t kStageBytes = kBytesA + Columns / 64 * kColumnBlockBytes;
@@ -865,6 +877,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       cluster_wait();
       cluster_sync();
     }
+    const bool counts = threadIdx.x < 32 && (blockIdx.x | blockIdx.y | blockIdx.z) == 0;
+    if (counts && params.activity != nullptr) count_largest(params);
   } else {
     registers_increase<208>();
     consume<Columns>(params, shared, tile, column, steps);
@@ -990,6 +1004,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const MediumBatchFfnCuda& problem,
   const down::Params of_down{.lists = lists,
                              .weight = problem.w_down,
                              .y = problem.y,
+                             .activity = problem.activity,
                              .tokens = tokens,
                              .width = width,
                              .add = problem.add};

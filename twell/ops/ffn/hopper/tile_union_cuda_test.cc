@@ -5,6 +5,8 @@
 #include <cctype>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <set>
 #include <vector>
 
 #include "twell/base/buffer.h"
@@ -67,12 +69,57 @@ struct Problem {
         ++row_nnz[static_cast<size_t>(row)];
       }
     }
+    find_unions();
     device_words = upload(packed_words);
     device_spill = upload(spill);
     device_nnz = upload(row_nnz);
     device_x = upload(to_bf16s(x));
     device_up = upload(to_bf16s(w_up));
     device_down = upload(to_bf16s(w_down));
+  }
+
+  // The unions that a call counts: of 128 consecutive rows without heavy ones, and of up to 128
+  // heavy ones.
+  void find_unions() {
+    using tile_union::kHeavyFactor, tile_union::kHeavyFloor, tile_union::kTileTokens;
+    std::vector<size_t> heavy;
+    const auto add_union = [&](const std::vector<size_t>& tile) {
+      std::set<int64_t> neurons;
+      for (const size_t row : tile) {
+        for (const auto& [neuron, value] : rows[row]) neurons.insert(neuron);
+      }
+      unions.push_back(neurons.size());
+    };
+    for (size_t begin = 0; begin < rows.size(); begin += kTileTokens) {
+      const size_t end = std::min(begin + kTileTokens, rows.size());
+      size_t sum = 0;
+      for (size_t row = begin; row < end; ++row) sum += rows[row].size();
+      const size_t most =
+          std::max<size_t>(kHeavyFactor * sum / (end - begin), static_cast<size_t>(kHeavyFloor));
+      std::vector<size_t> plain;
+      for (size_t row = begin; row < end; ++row) {
+        const bool apart = rows.size() > kTileTokens && rows[row].size() > most;
+        (apart ? heavy : plain).push_back(row);
+      }
+      add_union(plain);
+    }
+    for (size_t begin = 0; begin < heavy.size(); begin += kTileTokens) {
+      const size_t end = std::min(begin + kTileTokens, heavy.size());
+      add_union({heavy.begin() + static_cast<std::ptrdiff_t>(begin),
+                 heavy.begin() + static_cast<std::ptrdiff_t>(end)});
+    }
+  }
+
+  void check_counts(unsigned long long calls) const {
+    const ActivityCuda counted = download(activity)[0];
+    unsigned long long nnz = 0;
+    for (const auto& row : rows) nnz += row.size();
+    EXPECT_EQ(counted.tokens, calls * rows.size());
+    EXPECT_EQ(counted.nnz, calls * nnz);
+    EXPECT_EQ(counted.unions, calls * unions.size());
+    EXPECT_EQ(counted.union_neurons, calls * std::accumulate(unions.begin(), unions.end(), 0ull));
+    EXPECT_EQ(counted.union_calls, calls);
+    EXPECT_EQ(counted.largest_union, calls * *std::max_element(unions.begin(), unions.end()));
   }
 
   std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
@@ -88,6 +135,7 @@ struct Problem {
     problem.w_up = spec.gated ? device_up.data() : nullptr;
     problem.w_down = device_down.data();
     problem.y = y.data();
+    problem.activity = activity.data();
     if (graph_replays > 0) {
       replay_as_graph(stream, graph_replays,
                       [&] { tile_union_up_down_cuda(ctx, problem, workspace); });
@@ -142,7 +190,9 @@ struct Problem {
   TwellShape shape;
   std::vector<float> x, w_up, w_down;
   std::vector<std::vector<std::pair<int64_t, float>>> rows;
+  std::vector<unsigned long long> unions;  // their sizes
   std::vector<uint32_t> packed_words;
+  DeviceBuffer<ActivityCuda> activity = upload(std::vector<ActivityCuda>(1));
   DeviceBuffer<uint32_t> device_words;
   DeviceBuffer<BF16> device_spill;
   DeviceBuffer<int32_t> device_nnz;
@@ -157,7 +207,9 @@ TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
   TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
   const auto once = problem.run(ctx, stream, workspace);
   problem.check(once);
+  problem.check_counts(1);
   const auto again = problem.run(ctx, stream, workspace);
+  problem.check_counts(2);
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
@@ -190,6 +242,7 @@ TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
   const auto direct = problem.run(ctx, stream, exact);
   const auto replayed = problem.run(ctx, stream, larger, 3);
   problem.check(replayed);
+  problem.check_counts(1 + 3);
   EXPECT_EQ(std::memcmp(direct.data(), replayed.data(), direct.size() * sizeof(direct[0])), 0);
 }
 

@@ -56,13 +56,27 @@ __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count,
   __syncthreads();
 }
 
+// One CTA adds the unions of a call to activity. scratch: one int per warp in shared memory.
 template <int Threads>
-__device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity) {
+__device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity,
+                             int* scratch) {
   if (activity == nullptr) return;
   unsigned long long sum = 0;
-  for (int tile = threadIdx.x; tile < count; tile += Threads) sum += sizes[tile];
+  int largest = 0;
+  for (int tile = threadIdx.x; tile < count; tile += Threads) {
+    sum += sizes[tile];
+    largest = max(largest, sizes[tile]);
+  }
   if (sum > 0) atomicAdd(&activity->union_neurons, sum);
-  if (threadIdx.x == 0) atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+  largest = __reduce_max_sync(~0u, largest);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll 1  // unrolled it makes the kernel spill registers
+  for (int warp = 1; warp < Threads / 32; ++warp) largest = max(largest, scratch[warp]);
+  atomicAdd(&activity->unions, static_cast<unsigned long long>(count));
+  atomicAdd(&activity->union_calls, 1ull);
+  atomicAdd(&activity->largest_union, static_cast<unsigned long long>(largest));
 }
 
 // One of `chunks` chunks of a tile's blocks, in the format of up's work items.
@@ -573,12 +587,12 @@ struct PartFinder {
         tiles.counts->plain_tiles = plain_tiles;
       }
     }
-    count_unions<kThreads>(sizes, count, activity);
     __syncthreads();
     if (threadIdx.x == 0) {
       tiles.counts->tiles = count;
       sm90::store_release(&tiles.counts->complete, 1);
     }
+    count_unions<kThreads>(sizes, count, activity, shared.heavy.scan);
     // Our successor waits only for us, so we must outlive the gate GEMM.
     if (gate.packed != nullptr) sm90::wait_for_previous_kernel();
   }
