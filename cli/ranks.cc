@@ -24,6 +24,7 @@
 #include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/train/run_folder.h"
 
 extern char** environ;
 
@@ -55,21 +56,23 @@ std::vector<std::string> own_arguments() {
   return words;
 }
 
-// The same command, continuing the run where its last checkpoint left it.
-std::vector<std::string> resuming(std::vector<std::string> words) {
-  for (size_t i = 1; i < words.size(); ++i) {
-    if (words[i] == "--resume-from" && i + 1 < words.size()) {
-      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i),
-                  words.begin() + static_cast<std::ptrdiff_t>(i) + 2);
-    } else if (words[i].starts_with("--resume-from=")) {
-      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
-    } else {
-      continue;
+// The same command without --resume-from, which would undo the run's steps again.
+std::vector<std::string> without_resume_from(const std::vector<std::string>& words) {
+  std::vector<std::string> out;
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i] == "--resume-from") {
+      ++i;
+    } else if (!words[i].starts_with("--resume-from=")) {
+      out.push_back(words[i]);
     }
-    --i;
   }
-  if (std::find(words.begin(), words.end(), "--resume") == words.end()) words.push_back("--resume");
-  return words;
+  return out;
+}
+
+// Changes whenever a run begins or continues in `out` (RunFolder::begin).
+fs::file_time_type last_beginning(const fs::path& out) {
+  std::error_code missing;
+  return fs::last_write_time(out / "options.json", missing);
 }
 
 std::vector<char*> pointers(std::vector<std::string>& words) {
@@ -233,7 +236,7 @@ bool started_again() {
 bool can_continue(const fs::path& out, bool owner) {
   std::error_code missing;
   if (!fs::exists(out / "options.json", missing)) return false;
-  if (owner && !fs::exists(out / "checkpoint", missing)) {
+  if (owner && !RunFolder(out).latest()) {
     fs::resize_file(out / "metrics.jsonl", 0, missing);
   }
   return true;
@@ -250,6 +253,7 @@ int device_of_rank(const RankIdentity& identity, int devices) {
 
 int launch_ranks(const Launch& launch) {
   std::vector<std::string> words = own_arguments();
+  const auto earlier_run = last_beginning(launch.out);
   for (int64_t restarts = 0;; ++restarts) {
     Processes processes(words, launch.ranks);
     fmt::print("ranks: {} processes, {}\n", launch.ranks, fmt::join(processes.ids(), " "));
@@ -259,7 +263,12 @@ int launch_ranks(const Launch& launch) {
     if (!ending.failed) return kExitOk;
     if (ending.input_error) return kExitInput;
     if (restarts == launch.max_restarts) return kExitFailure;
-    if (can_continue(launch.out, /*owner=*/true)) words = resuming(std::move(words));
+    if (can_continue(launch.out, /*owner=*/true)) {
+      if (last_beginning(launch.out) != earlier_run) words = without_resume_from(words);
+      if (std::find(words.begin(), words.end(), "--resume") == words.end()) {
+        words.push_back("--resume");
+      }
+    }
     print_error("twell: restart {} of {}\n", restarts + 1, launch.max_restarts);
   }
 }

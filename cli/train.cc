@@ -289,6 +289,12 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   const RankIdentity identity = process_identity();
   if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
     flags.resume = true;
+    if (flags.resume_from && identity.rank == 0) {
+      print_error(
+          "twell: warning: a launcher started this command again, so the run continues from its "
+          "newest checkpoint; --resume-from {} was for the first start\n",
+          *flags.resume_from);
+    }
     flags.resume_from.reset();
   }
   flags.resume = flags.resume || flags.resume_from || flags.fall_back;

@@ -59,6 +59,11 @@ class DistributedTest : public twell::CommandTest {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
   }
+  int64_t option(const std::string& run, const std::string& name) const {
+    const std::string options = slurp(folder_ / run / "options.json");
+    const size_t at = options.find("\"" + name + "\": \"");
+    return at == std::string::npos ? -1 : std::stoll(options.substr(at + name.size() + 5));
+  }
   // The process of a rank, from the launcher's first line: "ranks: 3 processes, 12 13 14".
   pid_t process(int rank) const {
     std::string line;
@@ -323,6 +328,43 @@ TEST_F(DistributedTest, TheLauncherResumesByItself) {
   EXPECT_TRUE(weights("lost") == weights("whole"));
 }
 
+// Ranks are lost before the run has gone back to the step, and again after it, where nothing was
+// saved since.
+TEST_F(DistributedTest, ARestartKeepsResumeFromAndTheOptionsGivenWithIt) {
+  ASSERT_EQ(run(train("run", {"--steps", "24", "--keep-last", "9", "--ranks", "2"})).code, 0);
+  std::vector<double> expected = curve("run");
+  expected.resize(8);
+  for (const bool early : {true, false}) {
+    fs::remove(folder_ / "stdout");
+    const std::string steps = early ? "60" : "160";
+    const pid_t launcher = start({"train", "--out", "run", "--resume-from", "8", "--steps", steps,
+                                  "--save-every", "1000", "--ranks", "2", "--max-restarts", "1"});
+    const pid_t first = process(0), second = process(1);
+    if (!early) {
+      const auto saved = folder_ / "run" / "checkpoints" / "step-000060";
+      for (int i = 0; i < 4000 && fs::exists(saved); ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+      wait_for_lines("run", 12);
+      EXPECT_EQ(fs::read_symlink(folder_ / "run" / "checkpoint"), "checkpoints/step-000008");
+    }
+    ASSERT_EQ(::kill(first, SIGKILL), 0);
+    if (early) {
+      ASSERT_EQ(::kill(second, SIGKILL), 0);
+    }
+    const Result result = finish(launcher);
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("restart 1 of 1"));
+    EXPECT_THAT(result.out.substr(result.out.rfind("ranks: ")), HasSubstr("resumed at step 8"));
+    EXPECT_EQ(option("run", "steps"), std::stoll(steps));
+    EXPECT_EQ(option("run", "save-every"), 1000);
+    std::vector<double> losses = curve("run");
+    EXPECT_EQ(losses.size(), static_cast<size_t>(std::stoll(steps)));
+    losses.resize(8);
+    EXPECT_EQ(losses, expected);
+  }
+}
+
 TEST_F(DistributedTest, ADivergedRunIsNotRestarted) {
   // A weight decay that multiplies the weights by about -1,000 in every step.
   const Result result = run(train("run", {"--steps", "100", "--ranks", "2", "--lr", "10",
@@ -355,10 +397,12 @@ TEST_F(DistributedTest, ACommandThatTorchrunRepeatsResumes) {
   const auto starts_over = [&](const std::string& steps) {
     std::vector<std::string> longer = words;
     std::replace(longer.begin(), longer.end(), std::string("8"), steps);
+    longer.insert(longer.end(), {"--resume-from", "4"});
     ::setenv("TORCHELASTIC_RESTART_COUNT", "1", 1);
     const Result again = run(longer);
     ::unsetenv("TORCHELASTIC_RESTART_COUNT");
     EXPECT_EQ(again.code, 0) << again.err;
+    EXPECT_THAT(again.err, HasSubstr("--resume-from 4 was for the first start"));
     return again.out.find("resumed at step") == std::string::npos;
   };
   EXPECT_FALSE(starts_over("12"));

@@ -161,7 +161,11 @@ int64_t RunFolder::checkpoints() const {
 
 void RunFolder::discard_after(int64_t step) const {
   for (const Checkpoint& checkpoint : list_checkpoints(path_ / "checkpoints")) {
-    if (checkpoint.step > step) remove_checkpoint(checkpoint.folder);
+    if (checkpoint.step == step) {
+      swap_link(link_path(), fs::path("checkpoints") / checkpoint.folder.filename());
+    } else if (checkpoint.step > step) {
+      remove_checkpoint(checkpoint.folder);
+    }
   }
 }
 

@@ -52,7 +52,8 @@ class RunFolder {
   int64_t free_bytes() const;
   // The number of checkpoints that are there.
   int64_t checkpoints() const;
-  // Removes the checkpoints of later steps when a run continues from an earlier one.
+  // Makes the checkpoint of this step, from which the run continues, the newest: points the link to
+  // it and removes those of later steps.
   void discard_after(int64_t step) const;
   // Writes a checkpoint through fill(folder), points the link to it, and removes all but the newest
   // `keep_last`. On failure the earlier checkpoints and the link stay unchanged.

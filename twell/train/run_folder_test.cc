@@ -60,6 +60,9 @@ TEST(RunFolder, KeepsTheNewestAndLinksToTheLast) {
     names.insert(entry.path().filename().string());
   }
   EXPECT_EQ(names, (std::set<std::string>{"step-000010", "step-1000000"}));
+  folder.discard_after(10);
+  EXPECT_EQ(folder.latest()->step, 10);
+  EXPECT_TRUE(fs::exists(folder.link_path() / "weights"));
 }
 
 TEST(RunFolder, AFailedSaveChangesNothing) {
