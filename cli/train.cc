@@ -104,6 +104,24 @@ void add_relufy(const TrainFlags& flags, TrainOptions& options) {
   TWELL_REQUIRE(flags.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
 }
 
+// Turns the default L1 off for a new run whose activation leaves no zeros, where L1 would only
+// shrink activations. Returns what to tell the user, or nothing. InputError when L1 was asked for.
+std::string turn_off_useless_l1(Command& command, const TrainFlags& flags,
+                                const ModelConfig& config) {
+  if (flags.resume || leaves_zeros(config.activation)) return {};
+  const std::string name(activation_name(config.activation));
+  const char* const remedy = flags.from.empty() ? "take --activation relu" : "add --relufy";
+  Option& l1 = command.at("l1");
+  TWELL_REQUIRE(!l1.given() || flags.train.l1_coeff == 0.0,
+                "--l1 makes no layer sparse with {}, which leaves no zeros: {}, or leave --l1 out",
+                name, remedy);
+  if (l1.given()) return {};
+  l1.set({"0"});
+  return fmt::format(
+      "{} leaves no zeros: the model stays dense, and L1 is off; for a sparse one {}", name,
+      remedy);
+}
+
 // Files to copy next to the weights, which chat and generation need.
 std::vector<fs::path> companions(const TrainFlags& flags) {
   std::vector<fs::path> found;
@@ -305,6 +323,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   flags.from = checkpoint_folder(flags.from);
 
   ModelConfig config = requested_config(flags);
+  const std::string dense = turn_off_useless_l1(command, flags, config);
   TrainOptions requested = train_options(flags, common);
   add_relufy(flags, requested);
   TaskComparison tasks(flags.tasks);
@@ -316,6 +335,7 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   if (to_start > 0 && !flags.dry_run) {
     return launch_ranks({to_start, flags.max_restarts, common.out});
   }
+  if (!dense.empty() && identity.rank == 0) print_error("twell: warning: {}\n", dense);
   share_threads(identity, common);
   const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
   const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);

@@ -503,7 +503,17 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   auto with_silu =
       train("silu", {"--activation", "silu", "--steps", "2", "--sequence-length", "16"});
   *std::next(std::find(with_silu.begin(), with_silu.end(), "--context")) = "16384";
-  ASSERT_EQ(run(with_silu).code, 0);
+  const Result dense = run(with_silu);
+  ASSERT_EQ(dense.code, 0);
+  EXPECT_EQ(dense.err,
+            "twell: warning: silu leaves no zeros: the model stays dense, and L1 is off; for a "
+            "sparse one take --activation relu\n");
+  EXPECT_THAT(slurp(folder_ / "silu" / "metrics.jsonl"), HasSubstr("\"l1_coeff\":0.0,"));
+  EXPECT_EQ(run({"train", "--out", "silu", "--resume", "--steps", "3"}).err, "");
+  expect_refused({"train", "--from", "silu/checkpoint", "--shards", "silu/shards", "--out", "x",
+                  "--l1", "1e-4"},
+                 "--l1 makes no layer sparse with silu, which leaves no zeros: add --relufy, or "
+                 "leave --l1 out");
   write(
       "silu/checkpoint/tokenizer_config.json",
       R"({"chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"})");
