@@ -68,6 +68,8 @@ __device__ __forceinline__ void wait_all_tagged(Seen (&seen)[kMost], const Wante
                                                 const Load& load, uint32_t tag) {
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
+    // Without a value for every i, these registers would be taken all through a loop around this.
+    seen[i] = Seen{};
     if (wanted(i)) seen[i] = load(i);
   }
   while (true) {

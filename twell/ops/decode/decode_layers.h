@@ -84,7 +84,7 @@ struct DecodeLayers {
   int layers = 0;    // 1 to kMaxDecodeLayers
   int width = 0;     // D, a multiple of 8
   int ffn = 0;       // F
-  int heads = 0;     // H
+  int heads = 0;     // H, at most the SMs of the device
   int kv_heads = 0;  // H_kv
   int head_dim = 0;  // hd, a multiple of 16, at most 128
   float eps = 1e-5f;

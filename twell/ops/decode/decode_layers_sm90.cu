@@ -51,13 +51,12 @@ struct HeadParts {
   int share, parts, queries;  // query heads per key head, parts of them, query heads per part
   int items;                  // of all key heads, per segment
   int least_keys;             // per segment
-  __host__ __device__ void set(int heads, int kv_heads, int head_dim) {
-    share = heads / kv_heads;
-    parts = (share + kQueries - 1) / kQueries;
-    queries = (share + parts - 1) / parts;
-    items = kv_heads * parts;
-    least_keys = least_segment(head_dim);
-  }
+  __host__ __device__ HeadParts(int heads, int kv_heads, int head_dim)
+      : share(heads / kv_heads),
+        parts((share + kQueries - 1) / kQueries),
+        queries((share + parts - 1) / parts),
+        items(kv_heads * parts),
+        least_keys(least_segment(head_dim)) {}
   // Segments of a sequence of this length, at most: the items of one sequence fit the CTAs.
   __host__ __device__ int most_segments(int64_t length, int ctas) const {
     const int64_t wanted = (length + least_keys - 1) / least_keys, fit = ctas / items;
@@ -66,27 +65,25 @@ struct HeadParts {
   }
 };
 
-// One part of a key head's queries, over one segment of keys.
+// The query heads of a part, over one segment of keys.
 struct AttendItem {
-  int token, head, queries, kv_head, segment;  // head: the first query head
+  int token, head, queries, kv_head;  // head: the first query head
+  int segment, begin, end, newest;    // keys [begin, end); the token's own key
 };
 
 // The sequences of a call, in shared memory.
 struct BatchShared {
-  HeadParts heads;
   int32_t kv_len[kMaxDecodeTokens];
   int32_t segments[kMaxDecodeTokens], segment_keys[kMaxDecodeTokens];
   int64_t cache_rows[kMaxDecodeTokens], kv_begin[kMaxDecodeTokens];
   float cos[kMaxDecodeTokens][64], sin[kMaxDecodeTokens][64];  // of the tokens' positions
-  // The first blocks of this CTA's first items, which are the same in every layer: a load per layer
-  // would delay the keys, and weights that pass through the L2 cache evict the tables.
-  static constexpr int kItems = 4, kBlocks = 8;
+  // This CTA's items, assigned round-robin over all sequences, with their first blocks of keys.
+  // They are the same in every layer. Divisions would delay each layer's keys, and so would loads
+  // from the tables, which weights that pass through the L2 cache evict.
+  static constexpr int kItems = kMaxDecodeTokens, kBlocks = 8;
+  int items;
+  AttendItem item[kItems];
   int32_t blocks[kItems][kBlocks];
-  // A CTA's share of the keys and values, which the warp that reads weights prefetches, the same in
-  // every layer: half of its lanes take keys, half values, of as many tokens, contiguous in their
-  // block, as make up 4 KiB. What more there is in long sequences might not stay in the L2 cache.
-  static constexpr int kPieces = 16;
-  int32_t piece_row[2 * kPieces], piece_rows[2 * kPieces];  // the first row, how many
 
   // All threads call this; the caller synchronises.
   __device__ __forceinline__ void load(const DecodeLayers& p) {
@@ -96,106 +93,74 @@ struct BatchShared {
       kv_len[thread] = keys;
       cache_rows[thread] = p.cache_rows[thread];
       kv_begin[thread] = p.kv_begin[thread];
-      HeadParts parts;
-      parts.set(p.heads, p.kv_heads, p.head_dim);
-      if (thread == 0) heads = parts;
-      const int most = parts.most_segments(keys, static_cast<int>(gridDim.x));
+      const HeadParts heads(p.heads, p.kv_heads, p.head_dim);
+      const int most = heads.most_segments(keys, static_cast<int>(gridDim.x));
       const int used = (keys + kKvBlock - 1) / kKvBlock;
       segment_keys[thread] = (used + most - 1) / most * kKvBlock;
       segments[thread] = (keys + segment_keys[thread] - 1) / segment_keys[thread];
     }
+    if (thread == 0) items = 0;
     for (int i = thread; i < p.tokens * half; i += static_cast<int>(blockDim.x)) {
       const int64_t at = int64_t{p.positions[i / half]} * half + i % half;
       cos[i / half][i % half] = p.cos[at];
       sin[i / half][i % half] = p.sin[at];
     }
   }
-  // Call it once load() is done, with a number of threads of the CTA; the caller synchronises
-  // before and after.
-  __device__ __forceinline__ void load_blocks(const DecodeLayers& p);
-  // The same; one warp of the CTA calls it.
-  __device__ __forceinline__ void find_piece(const DecodeLayers& p);
+  // Call it once load() is done; the caller synchronises before and after.
+  __device__ __forceinline__ void find_items(const DecodeLayers& p);
 };
 
-// The items of this CTA, assigned round-robin over all sequences.
-class AttendItems {
- public:
-  __device__ __forceinline__ AttendItems(const DecodeLayers& p, const BatchShared& batch)
-      : batch_(batch), tokens_(p.tokens), at_(static_cast<int>(blockIdx.x)) {
-    find();
+// A thread finds an item and loads one of its blocks.
+__device__ __forceinline__ void BatchShared::find_items(const DecodeLayers& p) {
+  const int number = static_cast<int>(threadIdx.x) / kBlocks;
+  const int block = static_cast<int>(threadIdx.x) % kBlocks;
+  if (number >= kItems) return;
+  const HeadParts heads(p.heads, p.kv_heads, p.head_dim);
+  int token = 0, at = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
+  for (; token < p.tokens && at >= segments[token] * heads.items; ++token) {
+    at -= segments[token] * heads.items;
   }
-  __device__ __forceinline__ bool any() const { return token_ < tokens_; }
-  __device__ __forceinline__ void next() {
-    at_ += static_cast<int>(gridDim.x);
-    ++number_;
-    find();
+  if (token == p.tokens) return;
+  const int segment = at / heads.items, part = at % heads.items;
+  const int kv_head = part / heads.parts, first = part % heads.parts * heads.queries;
+  const int begin = segment * segment_keys[token];
+  const int end = min(kv_len[token], begin + segment_keys[token]);
+  if (block == 0) {
+    atomicMax(&items, number + 1);
+    item[number] = {token,
+                    kv_head * heads.share + first,
+                    min(heads.queries, heads.share - first),
+                    kv_head,
+                    segment,
+                    begin,
+                    end,
+                    kv_len[token] - 1};
   }
-  __device__ __forceinline__ AttendItem item() const {
-    const int segment = batch_.segments[token_] == 1 ? 0 : at_ / batch_.heads.items;
-    const int part = at_ - segment * batch_.heads.items;
-    const int kv_head = batch_.heads.parts == 1 ? part : part / batch_.heads.parts;
-    const int first = (part - kv_head * batch_.heads.parts) * batch_.heads.queries;
-    return {token_, kv_head * batch_.heads.share + first,
-            min(batch_.heads.queries, batch_.heads.share - first), kv_head, segment};
-  }
-  // The item's place among this CTA's.
-  __device__ __forceinline__ int number() const { return number_; }
-
- private:
-  __device__ __forceinline__ void find() {
-    for (; token_ < tokens_; ++token_) {
-      const int items = batch_.segments[token_] * batch_.heads.items;
-      if (at_ < items) break;
-      at_ -= items;
-    }
-  }
-
-  const BatchShared& batch_;
-  const int tokens_;
-  int token_ = 0, at_, number_ = 0;  // at_: among the token's items
-};
-
-__device__ __forceinline__ void BatchShared::load_blocks(const DecodeLayers& p) {
-  const auto at = static_cast<int>(threadIdx.x);
-  for (AttendItems items(p, *this); items.any() && items.number() < kItems; items.next()) {
-    const AttendItem item = items.item();
-    const int first = item.segment * segment_keys[item.token];
-    const int end = min(kv_len[item.token], first + segment_keys[item.token]);
-    if (at < min(kBlocks, (end - first + kKvBlock - 1) / kKvBlock)) {
-      blocks[items.number()][at] = p.tables[kv_begin[item.token] + first / kKvBlock + at];
-    }
+  if (begin + block * kKvBlock < end) {
+    blocks[number][block] = p.tables[kv_begin[token] + begin / kKvBlock + block];
   }
 }
 
-// Finds this lane's piece of the CTA's share of keys and values.
-__device__ __forceinline__ void BatchShared::find_piece(const DecodeLayers& p) {
-  constexpr int kBytes = 4096;
-  const int lane = static_cast<int>(threadIdx.x) % 32, width = p.kv_heads * p.head_dim;
-  int rows = kKvBlock;
-  while (rows > 1 && rows * width * 2 > kBytes) rows /= 2;
-  int at = static_cast<int>(blockIdx.x) * kPieces + lane % kPieces;
-  piece_rows[lane] = 0;
-  for (int token = 0; token < p.tokens; ++token) {
-    const int pieces = (kv_len[token] + rows - 1) / rows;
-    if (at < pieces) {
-      const int key = at * rows;
-      piece_row[lane] = kv_row(p.tables[kv_begin[token] + key / kKvBlock], key);
-      piece_rows[lane] = min(rows, kv_len[token] - key);
-      return;
-    }
-    at -= pieces;
-  }
-}
-
-// Prefetches the CTA's share of keys and values into the L2 cache; by one warp.
+// Prefetches the keys and values of this CTA's item into the L2 cache, by one warp, in sectors:
+// bulk copies of whole rows by other CTAs do not shorten the wait. More tokens or keys would delay
+// the weights (bench/results/2026-11-23-h200-attend.txt).
 __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
                                          const BatchShared& batch) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, width = p.kv_heads * p.head_dim;
-  const int rows = batch.piece_rows[lane];
-  if (rows == 0) return;
-  const __nv_bfloat16* from = lane < BatchShared::kPieces ? layer.keys : layer.values;
-  sm90::bulk_prefetch(from + int64_t{batch.piece_row[lane]} * width,
-                      static_cast<uint32_t>(rows * width * 2));
+  constexpr int kSector = 16, kMostKeys = 256;
+  static_assert(kMostKeys <= BatchShared::kBlocks * kKvBlock);
+  const int lane = static_cast<int>(threadIdx.x) % 32, sectors = p.head_dim / kSector;
+  if (p.tokens > 1 || batch.items == 0) return;
+  const AttendItem& item = batch.item[0];
+  const int keys = min(item.end, item.newest) - item.begin;
+  if (keys > kMostKeys) return;
+#pragma unroll 1
+  for (int i = lane; i < keys * sectors; i += 32) {
+    const int key = i / sectors;
+    const int64_t row = kv_row(batch.blocks[0][key / kKvBlock], key);
+    const int64_t from = (row * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
+    sm90::prefetch_around(layer.keys + from);
+    sm90::prefetch_around(layer.values + from);
+  }
 }
 
 // kColumns: 64 or 128, at least head_dim.
@@ -206,6 +171,20 @@ struct AttendShared {
   alignas(16) float value[kWarps][kAtOnce][kColumns];
   float top[kWarps][kQueries], sum[kWarps][kQueries];
 };
+
+// Sixteen bytes that were written before the kernel began, or zeros. The condition is an operand of
+// one instruction: were the address computed under it, its registers would be taken all through the
+// loop over layers.
+__device__ __forceinline__ uint4 load_or_zero(const __nv_bfloat16* from, bool exists) {
+  uint4 v;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %5, 0;\n"
+      "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(from), "r"(static_cast<int>(exists)));
+  return v;
+}
 
 // Attends to this CTA's items of a layer. Warps share each block of an item's keys; they load keys
 // and values straight into operands of mma.sync, which the queries are the columns of, and ask for
@@ -232,16 +211,15 @@ class Attention {
 
   // All threads that multiply call this, whether the CTA has items or not.
   __device__ __forceinline__ void run() {
-    AttendItems items(p_, batch_);
-    if (items.any()) begin(items);
+    const int items = batch_.items;
+    if (items > 0) begin(0);
     sync_threads();  // the product before may still read the same shared memory
 #pragma unroll 1
-    while (items.any()) {
-      const AttendItem item = items.item();
+    for (int number = 0; number < items; ++number) {
+      const AttendItem& item = batch_.item[number];
       fetch_token(item);
       attend();
-      items.next();
-      if (items.any()) begin(items);  // before the merge, to hide the latency
+      if (number + 1 < items) begin(number + 1);  // before the merge, to hide the latency
       merge_warps(item);
     }
     merge_segments();
@@ -255,15 +233,13 @@ class Attention {
   static_assert(kKvBlock == 8 * kWarps);
   static constexpr int kKeyPieces = kColumns / 32, kValuePieces = kColumns / 64;
 
-  // Looks up the next item's segment and loads its first keys and values.
-  __device__ __forceinline__ void begin(const AttendItems& items) {
-    const AttendItem item = items.item();
-    const int keys = batch_.segment_keys[item.token];
-    newest_ = batch_.kv_len[item.token] - 1;
-    begin_ = item.segment * keys;
-    end_ = min(newest_ + 1, begin_ + keys);
-    token_ = item.token;
-    number_ = items.number();
+  // Loads the item's first keys and values.
+  __device__ __forceinline__ void begin(int number) {
+    const AttendItem& item = batch_.item[number];
+    number_ = number;
+    newest_ = item.newest;
+    begin_ = item.begin;
+    end_ = item.end;
     kv_head_ = item.kv_head;
     find_blocks(begin_);
     load_keys(begin_);
@@ -281,24 +257,19 @@ class Attention {
     for (int i = 0; i < kHalves; ++i) {
       const int first = base + i * kKvBlock, at = (first - begin_) / kKvBlock;
       if (first >= end_) continue;
-      const bool known = number_ < BatchShared::kItems && at < BatchShared::kBlocks;
-      block_[i] = known ? batch_.blocks[number_][at]
-                        : __ldg(p_.tables + batch_.kv_begin[token_] + first / kKvBlock);
+      const int64_t table = batch_.kv_begin[batch_.item[number_].token];
+      block_[i] = at < BatchShared::kBlocks ? batch_.blocks[number_][at]
+                                            : __ldg(p_.tables + table + first / kKvBlock);
     }
   }
   // Loads from the cache; what it does not hold becomes zero, the newest key too, whose row another
   // CTA may be writing.
   __device__ __forceinline__ uint4 load(const __nv_bfloat16* from, int base, int i, int row,
                                         int column) const {
-    if (!exists(base, i, row, column)) return uint4{};
-    return __ldcg(reinterpret_cast<const uint4*>(from + place(base, i, row, column)));
-  }
-  __device__ __forceinline__ bool exists(int base, int i, int row, int column) const {
-    return first_of(base, i) + row < min(end_, newest_) && column < head_dim_;
-  }
-  __device__ __forceinline__ int64_t place(int base, int i, int row, int column) const {
-    return int64_t{kv_row(block_[i], first_of(base, i) + row)} * (p_.kv_heads * head_dim_) +
-           kv_head_ * head_dim_ + column;
+    const int key = first_of(base, i) + row;
+    const int64_t at =
+        int64_t{kv_row(block_[i], key)} * (p_.kv_heads * head_dim_) + kv_head_ * head_dim_ + column;
+    return load_or_zero(from + at, key < min(end_, newest_) && column < head_dim_);
   }
   __device__ __forceinline__ void load_keys(int base) {
 #pragma unroll
@@ -614,7 +585,7 @@ class Attention {
   const uint32_t tag_;
   const int thread_, lane_, head_dim_;
   // The item whose keys are being loaded.
-  int begin_ = 0, end_ = 0, newest_ = 0, kv_head_ = 0, token_ = 0, number_ = 0;
+  int begin_ = 0, end_ = 0, newest_ = 0, kv_head_ = 0, number_ = 0;
   int32_t block_[kHalves] = {};  // of the step that is loaded next
   uint4 key_[kHalves][kKeyPieces], value_[kHalves][2 * kValuePieces];
   // The item at hand: queries 2c and 2c + 1, columns of the pieces r, r + 8.
@@ -1285,7 +1256,7 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int at = thread % kTeam + i * kTeam;
-    if (mine && at < quads) scale[i] = __ldg(norm + at);
+    scale[i] = mine && at < quads ? __ldg(norm + at) : uint2{};
   }
   if (mine) {
     for (int first = thread % kTeam; first - first % 32 < quads; first += kAtOnce * kTeam) {
@@ -1469,8 +1440,7 @@ class Layers {
     }
     load_batch();
     __syncthreads();
-    s_.batch.load_blocks(p_);
-    if (threadIdx.x < 32) s_.batch.find_piece(p_);
+    s_.batch.find_items(p_);
     __syncthreads();
     if (threadIdx.x < kThreads) {
       sm90::registers_increase<kMultiplyRegisters>();
@@ -1749,8 +1719,8 @@ Layout lay_out(const DecodeWorkspaceShape& s, void* memory) {
   };
   if (s.tokens == 0) return out;
   const int64_t heads = s.tokens * s.heads;
-  HeadParts parts;
-  parts.set(static_cast<int>(s.heads), static_cast<int>(s.kv_heads), static_cast<int>(s.head_dim));
+  const HeadParts parts(static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
+                        static_cast<int>(s.head_dim));
   const int64_t segments = parts.most_segments(s.max_length, static_cast<int>(s.multiprocessors));
   DecodeWorkspace& w = out.workspace;
   take(w.x, s.tokens * s.width);
@@ -1791,10 +1761,11 @@ struct Shape {
 
   // Whether the shape fits, apart from shared memory.
   bool suits(const Device& device) const {
-    // Arrays in shared memory hold a CTA's neurons and q/k/v groups; q, k and v have at most 3 H
-    // heads.
+    // Arrays in shared memory hold a CTA's neurons, q/k/v groups and items of attention. q, k and v
+    // have at most 3 H heads.
     return width % 8 == 0 && width <= kMaxWidth && head_dim % kGroup == 0 && head_dim <= 128 &&
            ffn <= int64_t{kMaxNeurons} * device.multiprocessors &&
+           q_width <= head_dim * device.multiprocessors &&
            3 * q_width <= int64_t{kMaxQkvGroups} * kGroup * device.multiprocessors;
   }
   // Whether the shared memory of the kernel for kTokens fits.
