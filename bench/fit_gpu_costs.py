@@ -6,11 +6,15 @@ constants of the source differ.
 
     cd bench/results && python3 ../fit_gpu_costs.py 2026-11-23-h200-sweep-auto.csv \
         2026-11-23-h200-ffn-sweep.csv 2026-11-23-h200-medium-batch.csv \
-        2026-11-22-h100-ffn-sweep-quick.jsonl
+        2026-11-22-h100-ffn-sweep-quick.jsonl -- 2026-11-23-h200-sweep-rules.csv 2026-11-23-h100-sweep.csv
 
 The first file is what the costs must predict. Of the others, these are fitted too: medium batches;
 tile-union with 129 to 1,024 tokens on an H200, where the first file has medium batches; and up to 64
-tokens on an H100, which tells waiting for memory from waiting for latencies.
+tokens on an H100, which tells waiting for memory from waiting for latencies. Files behind -- are
+predicted, and not fitted.
+
+Tiles wait for the largest union (largest_union, share of F). Where it is not known, the costs take the
+mean, or twice the mean beside tiles of heavy rows; captured patterns without it are not fitted.
 
 With a file of `twell bench ffn --sweep --jsonl` in front it says how well the engine estimated on that
 device, and what auto made of it:
@@ -41,8 +45,11 @@ H200, H100 = 4.917, 3.352  # bytes of device memory per picosecond, by clock and
 CLUSTERS = SMS // 4 - 2
 L2 = 50.0  # MB
 SPARSE_SHARE = 0.93  # sparse runs if its cost is below this share of dense,
-UNEVEN_SHARE = 0.90  # or of this up to 2,048 tokens where unions differ
+MEDIUM_SHARE, UNION_SHARE = 0.935, 0.95  # or of these where unions are counted,
+UNSPLIT_SHARE = 0.90  # or of this one where a medium batch counted one over UNEVEN times the mean
 BATCH_FFN = 8448  # most neurons of a dense batch
+UNEVEN = 1.25
+STEADY = 0.04  # repeated times of the same kernels differ by less, as logarithms
 MEDIUM_ACTIVATIONS = 12e6  # most tokens times F of a medium batch
 
 
@@ -70,7 +77,8 @@ def read(path):
         if path.endswith(".jsonl"):
             rows = [json.loads(line) for line in file]
         else:
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+            gpu = file.readline()  # a comment that names the GPU
+            rows = [{**row, "gpu": gpu} for row in csv.DictReader(file)]
     words = ("pattern", "sparse", "auto", "gpu", "date", "cpu", "bench", "twell")
     rows = [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
     dense, grown = {}, {}
@@ -84,9 +92,10 @@ def read(path):
             grown.setdefault((*row["shape"], row["pattern"]), growth(row))
     for row in rows:
         row["state"] = row["dense_us"] / np.median(dense.get(row["case"], [row["dense_us"]]))
+        row.setdefault("largest_union", -1.0)  # in sweeps from before it was counted
         row["growth"] = grown.get((*row["shape"], row["pattern"]), 1.0)
         row["launch"] = launch_of(row)
-        row["steady"] = row["tokens"] > 128 or abs(math.log(row["state"])) < 0.04
+        row["steady"] = row["tokens"] > 128 or abs(math.log(row["state"])) < STEADY
     return rows
 
 
@@ -100,6 +109,10 @@ def columns(rows):
     c.density = np.minimum(c.nnz / c.f, 1.0)
     share = column("union_share")
     c.union = np.where(share >= 0, share * c.f, union_of(c, np.minimum(c.m, 128)))
+    several = c.m > 128
+    largest = np.where(several, column("largest_union") * c.f, -1)
+    guess = np.where((share >= 0) & (largest < 0) & (c.extra > 0) & several, np.minimum(2 * c.union, c.f), -1)
+    c.largest = np.maximum(np.maximum(largest, guess), c.union)
     return c
 
 
@@ -179,11 +192,12 @@ def medium_batch_cost(p, c):
         c.schedule = np.array([medium_schedule(*case) for case in zip(c.m, c.d, c.f)], float).T
     tiles, neurons, rounds, split, clusters, cols, parts = c.schedule
     gate = rounds * (p["gate_round"] + p["gate_weight"] * c.d * np.maximum(neurons, 96))
-    chunk = np.clip(ceil(ceil(c.union / clusters) / 16) * 16, 16, 192)
-    turns = np.maximum(ceil(c.union / (chunk * clusters)), 1) * np.maximum(tiles * split / SMS, 1)
+    chunk = np.clip(ceil(ceil(c.largest / clusters) / 16) * 16, 16, 192)
+    turns = np.maximum(ceil(c.largest / (chunk * clusters)), 1) * np.maximum(tiles * split / SMS, 1)
     up = turns * (p["up_round"] + c.d / split * p["up_work"] * np.maximum(chunk, 32))
     rounds = ceil(tiles * ceil(c.d / cols) * parts / SMS)
-    down = rounds * (p["down_round"] + c.union / parts
+    union = np.where(rounds > 1, c.union, c.largest)
+    down = rounds * (p["down_round"] + union / parts
                      * (p["down_neuron"] + p["down_work"] * (128 + cols)))
     return (gate + up + down + p["image"] * c.m * c.union + p["tile"] * tiles
             + move(c, 2e-6 * c.d * c.f, p["first_bytes"])
@@ -192,23 +206,24 @@ def medium_batch_cost(p, c):
 
 def tile_union_cost(p, c):
     plain = ceil(c.m / 128)
-    tiles = np.maximum(np.round(c.m / 128 * (1 + c.extra)), plain)
     blocks = np.minimum(c.union + 32, c.f) / 64
+    most = np.minimum(c.largest + 32, c.f) / 64
+    tiles = np.maximum(np.round(c.m / 128 * (1 + c.extra)), plain)
     items = np.maximum(ceil(ceil(blocks) / 3), np.minimum(ceil(blocks), np.floor(128 / plain)))
     steps = ceil(c.d / 64)
     gate = 0.5 * ceil(2 * ceil(c.m / 256) * ceil(c.f / 256) / (SMS // 2)) * p["gate_step"] * steps
-    product = steps * (p["up_step"] + p["up_block"] * blocks / items)
+    product = steps * p["up_block"] * blocks / items
     entries = 128 * np.minimum(c.nnz, c.f / 16) / items
     up = np.maximum(tiles * items / SMS, 1) * np.maximum(product, p["entry"] * entries)
     megabytes = 2e-6 * c.d * c.union
     missed = np.clip((megabytes - 2 * L2) / (2 * L2), 0, 1)
     up += move(c, tiles * megabytes * missed, p["missed_bytes"])
     rounds = tiles * ceil(c.d / 256) / SMS
-    down = (ceil(rounds) + 0.5 * np.minimum(rounds, 1)) * p["down_block"] * blocks
-    heavy = tiles > plain
+    down = p["down_block"] * np.maximum(np.where(rounds > 1, ceil(rounds) + 0.5, 0) * blocks, most)
+    heavy = p["heavy"] * np.log2(tiles) + p["heavy_block"] * (most - blocks) / np.maximum(rounds, 1)
     us = gate + up + down
     us *= 1 + p["throttle"] * np.maximum(np.log(us / 300), 0)
-    return (us + p["launches"] + p["tile"] * tiles + heavy * (p["heavy"] + p["heavy_block"] * blocks)
+    return (us + p["launches"] + p["tile"] * tiles + np.where(tiles > plain, heavy, 0)
             + move(c, 2e-6 * c.d * c.f, p["first_bytes"]))
 
 
@@ -226,8 +241,8 @@ COSTS = {
         "down_neuron": 0.004, "down_work": 2.4e-5, "image": 3.4e-6, "tile": 0.4, "first_bytes": 2,
         "row_bytes": 1.5}),
     "tile-union": (tile_union_cost, {
-        "launches": 20, "gate_step": 0.67, "up_step": 0.2, "up_block": 0.1, "entry": 0.01, "down_block": 1, "tile": 0.2,
-        "throttle": 0.05, "heavy": 5, "heavy_block": 0.5, "missed_bytes": 2, "first_bytes": 2}),
+        "launches": 20, "gate_step": 0.67, "up_block": 0.2, "entry": 0.01, "down_block": 1, "tile": 0.2,
+        "throttle": 0.05, "heavy": 2, "heavy_block": 0.8, "missed_bytes": 2, "first_bytes": 2}),
 }
 
 
@@ -271,7 +286,8 @@ def fitted_rows(rows, more):
     for row in more:
         medium = row["sparse"] == "medium-batch" and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS
         union = row["sparse"] == "tile-union" and row["tokens"] <= 1024
-        if row["bandwidth"] == H200 and (medium or union):
+        known = "random" in row["pattern"] or row["largest_union"] >= 0 or row["tokens"] <= 128
+        if row["bandwidth"] == H200 and (medium or union) and known:
             of[row["sparse"]].append({**row, "us": row["sparse_us"] / row["state"]})
     # Dense once per shape and number of tokens: of cuBLASLt, and of the kernels for few tokens,
     # which auto runs in some cases.
@@ -325,6 +341,16 @@ def candidates(row):
     return [dense, *few, *(["medium-batch"] if medium else []), "tile-union"]
 
 
+# The time that auto took, by what ran.
+def auto_launch(row):
+    if row["auto"] != "tile-union":
+        return row["auto"]
+    if row["sparse"] == "small-batch":
+        return "medium-batch"
+    same = abs(math.log(row["auto_us"] / row["sparse_us"])) < STEADY
+    return row["launch"] if same else "tile-union"
+
+
 # The dense layer as the engine runs it takes dense_us, which is cuBLASLt's, but for up to 64 tokens.
 # `ran` is what its kernels took there.
 def choices(rows, p, ran):
@@ -334,14 +360,18 @@ def choices(rows, p, ran):
     for i, row in enumerate(rows):
         dense, *sparse = candidates(row)
         best = min(sparse, key=lambda launch: costs[launch][i])
-        uneven = row["extra_tiles"] > 0 and row["tokens"] <= 2048
-        share = UNEVEN_SHARE if uneven else SPARSE_SHARE
+        unsplit = row["extra_tiles"] == 0 and row["largest_union"] > UNEVEN * row["union_share"]
+        share = SPARSE_SHARE
+        if best == "medium-batch" and row["largest_union"] >= 0:
+            share = MEDIUM_SHARE
+        if best == "tile-union" and row["largest_union"] >= 0:
+            share = UNSPLIT_SHARE if unsplit and row["tokens"] <= 2048 else UNION_SHARE
         choice = best if costs[best][i] < share * costs[dense][i] else dense
         times = {dense: row["dense_us"], row["launch"]: row["sparse_us"]}
         if row["case"] in ran:
             times[dense] = min(row["dense_us"], ran[row["case"]] * row["state"])
-        if row["sparse"] == "small-batch" and row["auto"] == "tile-union":
-            times["medium-batch"] = row["auto_us"]
+        if row["auto"] != "dense":
+            times.setdefault(auto_launch(row), row["auto_us"])
         if choice not in times:
             skipped += 1
             continue
@@ -399,12 +429,20 @@ def main():
         for path in sys.argv[1:]:
             check(path)
         return
-    rows = read(sys.argv[1])
-    more = [row for path in sys.argv[2:] for row in read(path)]
+    paths = sys.argv[1:]
+    at = paths.index("--") if "--" in paths else len(paths)
+    rows = read(paths[0])
+    more = [row for path in paths[1:at] for row in read(path)]
     of = fitted_rows(rows, more)
     p = {launch: report(launch, of[launch]) for launch in of}
-    ran = {row["case"]: row["us"] for kind in ("dense-rows", "dense-batch") for row in of[kind]}
-    choices(rows, p, ran)
+    for path in [paths[0], *paths[at + 1:]]:
+        rows = read(path)
+        of = fitted_rows(rows, [])
+        print(f"{path}:")
+        for launch in of:
+            print(f"    {launch}: {describe(errors(COSTS[launch][0], p[launch], of[launch]))}")
+        ran = {row["case"]: row["us"] for kind in ("dense-rows", "dense-batch") for row in of[kind]}
+        choices(rows, p, ran)
     compare_with_source(p)
 
 

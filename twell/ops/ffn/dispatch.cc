@@ -15,7 +15,7 @@ namespace twell {
 namespace {
 
 // Fitted by bench/fit_gpu_costs.py, which prints these numbers, to ten shapes on an H200 and to
-// three on an H100 (bench/results/2026-11-23-h200-ffn-sweep.txt). Times are in microseconds on 132
+// three on an H100 (bench/results/2026-11-23-h100-sweep.txt). Times are in microseconds on 132
 // SMs at 1.98 GHz. Memory is read at a share of the device's bandwidth, more than 1 where a part of
 // the reading hides behind the times. So other devices scale with their SMs, clock and memory.
 constexpr double kFitSms = 132.0, kFitGhz = 1.98;
@@ -53,28 +53,29 @@ struct GpuCosts {
   } small;
   // Three kernels, each with a fixed time per round of CTAs.
   struct {
-    double gate_round = 2.388;
-    double gate_weight = 4.028e-5;  // per weight of a CTA
-    double up_round = 5.166;
-    double up_work = 7.13e-5;  // per weight of a CTA
-    double down_round = 2.092;
-    double down_neuron = 0.004783;
-    double down_work = 2.136e-5;  // per neuron, for each of its tokens and columns in a CTA
-    double image = 3.747e-6;      // per token and neuron of the union
-    double tile = 0.387;          // the more tiles, the longer they wait for the largest union
-    double first_bytes = 1.923, row_bytes = 1.836;
+    double gate_round = 2.117;
+    double gate_weight = 3.875e-5;  // per weight of a CTA
+    double up_round = 6.87;
+    double up_work = 5.593e-5;  // per weight of a CTA
+    double down_round = 0.8404;
+    double down_neuron = 0.00337;
+    double down_work = 2.677e-5;  // per neuron, for each of its tokens and columns in a CTA
+    double image = 3.956e-6;      // per token and neuron of the union
+    double tile = 0.3649;
+    double first_bytes = 1.748, row_bytes = 1.431;
   } medium;
   struct {
-    double launches = 20.43;
-    double gate_step = 0.6754;                   // 256 x 256 x 64 products on two SMs
-    double up_step = 0.1288, up_block = 0.1525;  // 64 columns of an item, and of a block of it
-    double entry = 0.01186;                      // writing an active value to its place
-    double down_block = 0.7823;                  // 128 tokens x 256 columns x 64 neurons
-    double tile = 0.1903;
-    double throttle = 0.05126;                   // slower for each factor e beyond 300 us
-    double heavy = 2.237, heavy_block = 0.7494;  // a tile of heavy rows, which others wait for
-    double missed_bytes = 3.431;  // rows of w_up where a union's do not stay in the L2
-    double first_bytes = 2.587;   // the first weight
+    double launches = 20.69;
+    double gate_step = 0.6837;   // 256 x 256 x 64 products on two SMs
+    double up_block = 0.2243;    // 64 columns of a block of an item
+    double entry = 0.01204;      // writing an active value to its place
+    double down_block = 0.8253;  // 128 tokens x 256 columns x 64 neurons
+    double tile = 0.1781;
+    double throttle = 0.03317;    // slower for each factor e beyond 300 us
+    double heavy = 1.811;         // tiles of heavy rows, for each doubling of the tiles,
+    double heavy_block = 0.8573;  // and per block that the largest union has above the mean
+    double missed_bytes = 2.638;  // rows of w_up where a union's do not stay in the L2
+    double first_bytes = 1.793;   // the first weight
     double images = 22.5;         // without a gate: compacting activations instead of up
   } tile_union;
   // Fitted to width 2048 and FFN size 5632 alone.
@@ -112,10 +113,12 @@ constexpr double kL2Bytes = 50e6;             // of an H100 and an H200
 
 // A sparse cost must be below this share of the dense cost: the model is off by some percent.
 constexpr double kSparseShare = 0.93;
-// Where some tokens are heavy or a tile is not full, the largest union may be twice the mean,
-// which is all that is known. Few tiles wait for it.
-constexpr double kUnevenShare = 0.90;
-constexpr int64_t kUnevenTokens = 2048;
+// The same where unions are counted.
+constexpr double kMediumShare = 0.935, kTileUnionShare = 0.95;
+// Medium batches do not set heavy rows apart. Where they counted a largest union this much above
+// the mean, tile-union may have a tile more than its cost knows of, and few tiles wait for it.
+constexpr double kUneven = 1.25, kUnsplitShare = 0.90;
+constexpr int64_t kUnsplitTokens = 2048;
 // Reading through a screen is faster up to this share of active neurons.
 constexpr double kScreenedShare = 1.0 / 80.0;
 
@@ -190,17 +193,27 @@ double tile_neurons(const Sizes& s, const LayerActivity& activity) {
                                      : grown_union(s, activity, std::min(s.m, kTile));
 }
 
+// Neurons of the largest union of the call. Where it is not known, the mean, or twice the mean, as
+// in captured layers, where heavy rows have tiles of their own. The mean of calls with many tiles
+// may be above the largest union of others.
+double largest_neurons(const Sizes& s, const LayerActivity& activity) {
+  const double mean = tile_neurons(s, activity);
+  if (s.m <= kTile) return mean;
+  if (activity.largest_union < 0.0 && activity.extra_tiles > 0.0) return std::min(2.0 * mean, s.f);
+  return std::max(activity.largest_union * s.f, mean);
+}
+
 double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.tile_union;
   const double neurons = tile_neurons(s, activity), plain = std::ceil(s.m / kTile);
   const double tiles = std::max(std::round(s.m / kTile * (1.0 + activity.extra_tiles)), plain);
   const double blocks = std::min(neurons + 32.0, s.f) / kBlock;  // whole ones in the mean
+  const double most = std::min(largest_neurons(s, activity) + 32.0, s.f) / kBlock;
   const double items = std::max(std::ceil(std::ceil(blocks) / kUpBlocks),
                                 std::min(std::ceil(blocks), std::floor(kUpItems / plain)));
   // An item multiplies while a warpgroup writes the gate's values of its neurons to their places.
-  // `down` fills the gaps of the last round.
-  const double product = std::ceil(s.d / kStep) * (costs.up_step + costs.up_block * blocks / items);
+  const double product = std::ceil(s.d / kStep) * costs.up_block * blocks / items;
   const double entries = kTile * std::min(activity.nnz_per_token, s.f * kSpilledShare) / items;
   const double up = layer.gated ? std::max(tiles * items / s.sms, 1.0) *
                                       s.work(std::max(product, costs.entry * entries))
@@ -208,14 +221,19 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
   // Rows that tiles read in turn come from memory where a union's are larger than the L2.
   const double rows = 2.0 * s.d * neurons;
   const double missed = std::clamp(rows / (2.0 * kL2Bytes) - 1.0, 0.0, 1.0);
-  // Unions differ in size, so half an item's time is waited for at the end.
+  // A single round takes as long as its largest union. Of more, half a mean item's time is waited
+  // for at the end, because unions differ in size.
   const double rounds = tiles * std::ceil(s.d / kDownColumns) / s.sms;
-  const double down =
-      (std::ceil(rounds) + 0.5 * std::min(rounds, 1.0)) * s.work(costs.down_block * blocks);
+  const double down = s.work(
+      costs.down_block * std::max(rounds > 1.0 ? (std::ceil(rounds) + 0.5) * blocks : 0.0, most));
   const double products = packed_gate(s) + up +
                           s.move(layer.gated ? tiles * rows * missed : 0.0, costs.missed_bytes) +
                           down;
-  const double heavy = tiles > plain ? costs.heavy + costs.heavy_block * blocks : 0.0;
+  // Tiles of heavy rows come last. The more rounds, the more of this is hidden.
+  const double heavy = tiles > plain
+                           ? costs.heavy * std::log2(tiles) +
+                                 costs.heavy_block * (most - blocks) / std::max(rounds, 1.0)
+                           : 0.0;
   return products * (1.0 + costs.throttle * std::max(std::log(products / 300.0), 0.0)) +
          costs.launches + s.work(costs.tile * tiles + heavy) +
          s.move(2.0 * s.d * s.f, costs.first_bytes);
@@ -226,27 +244,29 @@ double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
   const auto& costs = kCosts.medium;
   const MediumBatchSchedule schedule(tokens, layer.width, layer.ffn, layer.device.multiprocessors);
   const auto count = [](int64_t value) { return static_cast<double>(value); };
-  const double neurons = tile_neurons(s, activity);
+  const double neurons = tile_neurons(s, activity), most = largest_neurons(s, activity);
   const double tiles = count(schedule.tiles), rounds = count(schedule.rounds);
   const double gate =
       rounds *
       (costs.gate_round + costs.gate_weight * s.d * std::max(count(schedule.neurons), kMediumGate));
-  // Up runs a tile's union in chunks of up to 192 neurons, one per cluster at a time.
+  // Up runs a tile's union in chunks of up to 192 neurons, one per cluster at a time. All tiles run
+  // at once, so the largest union decides.
   const double clusters = count(schedule.up_clusters), split = count(schedule.up_split);
   const double chunk =
-      std::clamp(std::ceil(std::ceil(neurons / clusters) / kMediumGroup) * kMediumGroup,
-                 kMediumGroup, kMediumChunk);
+      std::clamp(std::ceil(std::ceil(most / clusters) / kMediumGroup) * kMediumGroup, kMediumGroup,
+                 kMediumChunk);
   const double turns =
-      std::max(std::ceil(neurons / (chunk * clusters)), 1.0) * std::max(tiles * split / s.sms, 1.0);
+      std::max(std::ceil(most / (chunk * clusters)), 1.0) * std::max(tiles * split / s.sms, 1.0);
   const double up =
       layer.gated
           ? turns * (costs.up_round + s.d / split * costs.up_work * std::max(chunk, kMediumUp))
           : costs.up_round;
   const double columns = count(schedule.columns), parts = count(schedule.down_split);
   const double down_turns = std::ceil(tiles * std::ceil(s.d / columns) * parts / s.sms);
-  const double down =
-      down_turns * (costs.down_round +
-                    neurons / parts * (costs.down_neuron + costs.down_work * (kTile + columns)));
+  const double down_neurons = down_turns > 1.0 ? neurons : most;
+  const double down = down_turns * (costs.down_round +
+                                    down_neurons / parts *
+                                        (costs.down_neuron + costs.down_work * (kTile + columns)));
   return s.work(gate + up + down + costs.image * s.m * neurons + costs.tile * tiles) +
          s.move(2.0 * s.d * s.f, costs.first_bytes) +
          s.move(2.0 * s.d * tiles * neurons, costs.row_bytes);
@@ -474,6 +494,18 @@ const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& cal
   return best;
 }
 
+// Below this share of the dense cost a sparse launch runs.
+double needed_share(const GpuFfnRow& sparse, const GpuFfnCall& call,
+                    const LayerActivity& activity) {
+  if (sparse.execution != FfnExecution::kTileUnion || activity.largest_union < 0.0) {
+    return kSparseShare;
+  }
+  if (sparse.launch == GpuFfnLaunch::kMediumBatch) return kMediumShare;
+  const bool unsplit = activity.extra_tiles == 0.0 && call.tokens <= kUnsplitTokens &&
+                       activity.largest_union > kUneven * activity.union_share;
+  return unsplit ? kUnsplitShare : kTileUnionShare;
+}
+
 const GpuFfnRow& required(const GpuFfnRow* row, const GpuFfnCall& call) {
   TWELL_CHECK(row != nullptr, "no execution takes a feed-forward call of {} tokens{}{}",
               call.tokens, call.norm ? " with the norm in front" : "",
@@ -555,16 +587,16 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
   if (activity.nnz_per_token < 0.0) return chosen(*sparse, "nothing measured yet");
   const double dense_us = dense.cost(layer, call.tokens, activity);
   const double sparse_us = sparse->cost(layer, call.tokens, activity);
-  const bool uneven = sparse->execution == FfnExecution::kTileUnion && activity.extra_tiles > 0.0 &&
-                      call.tokens <= kUnevenTokens;
-  const bool pays = sparse_us < (uneven ? kUnevenShare : kSparseShare) * dense_us;
+  const bool pays = sparse_us < needed_share(*sparse, call, activity) * dense_us;
   GpuFfnChoice choice = chosen(pays ? *sparse : dense, "");
   choice.cost = pays ? sparse_us : dense_us;
   choice.dense_cost = dense_us;
+  const auto ffn = static_cast<double>(layer.ffn);
   const std::string unions =
       sparse->execution == FfnExecution::kTileUnion && activity.union_share >= 0.0
-          ? fmt::format(", {:.0f} in the union of 128 tokens",
-                        activity.union_share * static_cast<double>(layer.ffn))
+          ? fmt::format(", {:.0f} in the union of 128 tokens, {:.0f} in the largest",
+                        activity.union_share * ffn,
+                        std::max(activity.largest_union, activity.union_share) * ffn)
           : "";
   choice.reason = fmt::format(
       "{:.1f} of {} neurons active per token{}: {} estimated at {:.2f} of "

@@ -85,19 +85,23 @@ std::vector<SweepRow> sweep(const char* name) {
     std::vector<std::string> field;
     std::stringstream stream(line);
     for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
-    const size_t times = with_auto ? 9 : 8;
+    const size_t times = with_auto ? 9 : 8;  // the first column of times; the last one is a union
     rows.push_back({.pattern = field.at(3),
                     .layer = {.width = std::stoll(field.at(0)), .ffn = std::stoll(field.at(1))},
                     .tokens = std::stoll(field.at(2)),
                     .activity = {.nnz_per_token = std::stod(field.at(4)),
                                  .union_share = std::stod(field.at(5)),
+                                 .largest_union = std::stod(field.back()),
                                  .extra_tiles = std::stod(field.at(6))},
                     .sparse = field.at(7),
                     .ran = with_auto ? field.at(8) : "",
                     .dense_us = std::stod(field.at(times)),
                     .sparse_us = std::stod(field.at(times + 1)),
                     .auto_us = with_auto ? std::stod(field.at(times + 2)) : 0.0});
-    const SweepRow& row = rows.back();
+    SweepRow& row = rows.back();
+    if (std::string_view(name).find("h100") != std::string_view::npos) {
+      row.layer.device.bandwidth = 3.352e6;
+    }
     if (row.activity.union_share >= 0.0 && row.tokens >= 256) {
       growth.emplace(std::tuple(row.layer.width, row.layer.ffn, row.pattern),
                      union_growth(row.activity, row.layer.ffn));
@@ -159,17 +163,30 @@ TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
     if (runs > 1.07 * std::min(row.dense_us, row.sparse_us)) ++off_the_best;
     if (runs > 1.07 * best) ++off_the_best_of_three;
   }
-  EXPECT_LE(slower, 11);
-  EXPECT_LE(off_the_best, 63);  // the better one of dense and what `sparse` names
-  EXPECT_LE(off_the_best_of_three, 85);
-  EXPECT_GE(worst, 0.87);
+  EXPECT_LE(slower, 4);
+  EXPECT_LE(off_the_best, 56);  // the better one of dense and what `sparse` names
+  EXPECT_LE(off_the_best_of_three, 82);
+  EXPECT_GE(worst, 0.90);
 }
 
-// The choices are judged by the times of the latest sweep. Dense is the fastest of cuBLASLt's
-// proposals, or the kernels for up to 64 tokens where they are faster.
-TEST(GpuFfnCosts, ChooseWellInTheLatestSweep) {
-  const std::vector<SweepRow> rows = sweep_with_auto();
-  ASSERT_EQ(rows.size(), 3000u);
+struct Judged {
+  int64_t cases = 0, slower = 0, off_the_best = 0;  // slower than 0.97 of dense; by over 7%
+  double worst = 10.0;                              // time of dense over that of the choice
+};
+
+// What auto ran where it was tile-union or a medium batch. Repeats differ by less than 4%.
+GpuFfnLaunch union_launch(const SweepRow& row) {
+  if (row.sparse == "small-batch") return GpuFfnLaunch::kMediumBatch;
+  const bool same = std::abs(std::log(row.auto_us / row.sparse_us)) < 0.04;
+  return same ? sparse_launch(row) : GpuFfnLaunch::kTileUnion;
+}
+
+// The choices are judged by the times of a sweep. Dense is the fastest of cuBLASLt's proposals, or
+// the kernels for up to 64 tokens where they are faster. Cases whose choice was not timed are left
+// out.
+Judged judge(const char* name) {
+  const std::vector<SweepRow> rows = sweep(name);
+  EXPECT_EQ(rows.size(), 3000u);
   // What auto took where it ran dense, in times of cuBLASLt: nearly the same for all patterns.
   std::map<std::tuple<int64_t, int64_t, int64_t>, std::vector<double>> dense;
   for (const SweepRow& row : rows) {
@@ -177,13 +194,10 @@ TEST(GpuFfnCosts, ChooseWellInTheLatestSweep) {
       dense[row.shape()].push_back(row.auto_us / row.dense_us);
     }
   }
-  int64_t cases = 0, slower = 0, off_the_best = 0;
-  double worst = 10.0;
+  Judged judged;
   for (const SweepRow& row : rows) {
     std::map<GpuFfnLaunch, double> times = {{sparse_launch(row), row.sparse_us}};
-    if (row.sparse == "small-batch" && row.ran == "tile-union") {
-      times[GpuFfnLaunch::kMediumBatch] = row.auto_us;
-    }
+    if (row.ran == "tile-union") times.emplace(union_launch(row), row.auto_us);
     double dense_us = row.dense_us;
     if (const auto found = dense.find(row.shape()); found != dense.end()) {
       std::vector<double>& ratios = found->second;
@@ -194,19 +208,40 @@ TEST(GpuFfnCosts, ChooseWellInTheLatestSweep) {
     double runs = dense_us, best = dense_us;
     if (choice.execution != FfnExecution::kDense) {
       const auto found = times.find(choice.launch);
-      if (found == times.end()) continue;  // not measured
+      if (found == times.end()) continue;
       runs = found->second;
     }
     for (const auto& [launch, us] : times) best = std::min(best, us);
-    ++cases;
-    if (dense_us / runs < 0.97) ++slower;
-    if (runs > 1.07 * best) ++off_the_best;
-    worst = std::min(worst, dense_us / runs);
+    ++judged.cases;
+    if (dense_us / runs < 0.97) ++judged.slower;
+    if (runs > 1.07 * best) ++judged.off_the_best;
+    judged.worst = std::min(judged.worst, dense_us / runs);
   }
-  EXPECT_GE(cases, 2840);
-  EXPECT_LE(slower, 5);
-  EXPECT_LE(off_the_best, 31);
-  EXPECT_GE(worst, 0.95);
+  return judged;
+}
+
+TEST(GpuFfnCosts, ChooseWellInTheSweepTheyAreFittedTo) {
+  const Judged judged = judge("2026-11-23-h200-sweep-auto.csv");
+  EXPECT_GE(judged.cases, 2870);
+  EXPECT_LE(judged.slower, 2);
+  EXPECT_LE(judged.off_the_best, 31);
+  EXPECT_GE(judged.worst, 0.95);
+}
+
+TEST(GpuFfnCosts, ChooseWellInALaterSweep) {
+  const Judged judged = judge("2026-11-23-h200-sweep-rules.csv");
+  EXPECT_GE(judged.cases, 2910);
+  EXPECT_LE(judged.slower, 4);
+  EXPECT_LE(judged.off_the_best, 31);
+  EXPECT_GE(judged.worst, 0.93);
+}
+
+TEST(GpuFfnCosts, ChooseWellOnAnH100) {
+  const Judged judged = judge("2026-11-23-h100-sweep.csv");
+  EXPECT_GE(judged.cases, 2910);
+  EXPECT_LE(judged.slower, 2);
+  EXPECT_LE(judged.off_the_best, 30);
+  EXPECT_GE(judged.worst, 0.96);
 }
 
 double median(std::vector<double> values) {
@@ -271,8 +306,8 @@ TEST(GpuFfnCosts, PredictTheSweepInTheMedianStateOfTheGpu) {
                                      {GpuFfnLaunch::kDenseBatch, {0.99, 1.0}},
                                      {GpuFfnLaunch::kDecodeRows, {0.92, 1.0}},
                                      {GpuFfnLaunch::kSmallBatch, {0.96, 1.0}},
-                                     {GpuFfnLaunch::kMediumBatch, {0.87, 0.99}},
-                                     {GpuFfnLaunch::kTileUnion, {0.88, 0.99}}});
+                                     {GpuFfnLaunch::kMediumBatch, {0.94, 0.99}},
+                                     {GpuFfnLaunch::kTileUnion, {0.90, 0.99}}});
 }
 
 TEST(GpuFfnCosts, PredictTheSweepAsMeasured) {
@@ -281,8 +316,8 @@ TEST(GpuFfnCosts, PredictTheSweepAsMeasured) {
                                       {GpuFfnLaunch::kDenseBatch, {0.87, 0.99}},
                                       {GpuFfnLaunch::kDecodeRows, {0.63, 0.99}},
                                       {GpuFfnLaunch::kSmallBatch, {0.88, 0.99}},
-                                      {GpuFfnLaunch::kMediumBatch, {0.86, 0.99}},
-                                      {GpuFfnLaunch::kTileUnion, {0.78, 0.99}}});
+                                      {GpuFfnLaunch::kMediumBatch, {0.92, 0.99}},
+                                      {GpuFfnLaunch::kTileUnion, {0.82, 0.99}}});
 }
 
 TEST(GpuFfnCosts, PredictMediumBatches) {
@@ -292,7 +327,41 @@ TEST(GpuFfnCosts, PredictMediumBatches) {
     const double us = cost(row.layer, GpuFfnLaunch::kMediumBatch, row.tokens, row.activity);
     errors[GpuFfnLaunch::kMediumBatch].push_back(std::abs(std::log(us / row.sparse_us)));
   }
-  expect_shares(errors, {{GpuFfnLaunch::kMediumBatch, {0.90, 0.99}}});
+  expect_shares(errors, {{GpuFfnLaunch::kMediumBatch, {0.94, 0.99}}});
+}
+
+// Few tiles wait for the largest union; one tile has no other.
+TEST(GpuFfnCosts, WaitForTheLargestUnion) {
+  const LayerActivity mean{.nnz_per_token = 30.0, .union_share = 0.2};
+  LayerActivity even = mean, uneven = mean;
+  even.largest_union = 0.2;
+  uneven.largest_union = 0.4;
+  const auto ratio = [&](GpuFfnLaunch launch, int64_t tokens, const LayerActivity& activity) {
+    return cost(kLayer, launch, tokens, activity) / cost(kLayer, launch, tokens, mean);
+  };
+  for (const GpuFfnLaunch launch : {GpuFfnLaunch::kMediumBatch, GpuFfnLaunch::kTileUnion}) {
+    for (const int64_t tokens : {100, 500, 2000}) EXPECT_EQ(ratio(launch, tokens, even), 1.0);
+    EXPECT_EQ(ratio(launch, 100, uneven), 1.0);
+    EXPECT_GT(ratio(launch, 500, uneven), 1.05);
+    EXPECT_LT(ratio(launch, 500, uneven), 1.5);
+  }
+  // Where many tiles follow each other, the mean decides.
+  EXPECT_EQ(ratio(GpuFfnLaunch::kTileUnion, 65536, uneven), 1.0);
+  // Calls with many tiles may have a mean above the largest union of others.
+  uneven.largest_union = 0.1;
+  EXPECT_EQ(ratio(GpuFfnLaunch::kTileUnion, 500, uneven), 1.0);
+}
+
+// A medium batch does not set heavy rows apart. Its largest union shows that tile-union would have
+// a tile more, which took 572 us where dense took 437.
+TEST(GpuFfnCosts, DoNotTrustTileUnionWhereAMediumBatchHasHeavyRows) {
+  GpuFfnLayer layer{.width = 5120, .ffn = 13824};
+  layer.device.bandwidth = 3.352e6;  // an H100
+  LayerActivity activity{.nnz_per_token = 314.5, .union_share = 0.5692, .largest_union = 0.7362};
+  const auto launch = [&] { return choose_gpu_ffn(layer, {.tokens = 768}, activity).launch; };
+  EXPECT_EQ(launch(), GpuFfnLaunch::kDenseGemms);
+  activity.largest_union = 0.5692;
+  EXPECT_EQ(launch(), GpuFfnLaunch::kTileUnion);
 }
 
 // Unions of n tokens of captured layers grow like n^0.7 to n^0.8; independent tokens' like n.
