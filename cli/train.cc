@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/core.h>
 
-#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
@@ -19,6 +18,7 @@
 #include "cli/ranks.h"
 #include "cli/train_device.h"
 #include "cli/train_flags.h"
+#include "twell/base/content_hash.h"
 #include "twell/base/context.h"
 #include "twell/base/cpu_limit.h"
 #include "twell/base/error.h"
@@ -258,15 +258,11 @@ void share_threads(const RankIdentity& identity, CommonOptions& common) {
   common.threads = std::max(1, available_threads() / identity.local_size);
 }
 
-// 64 bits that depend on every byte (FNV-1a over words of 8 bytes), for comparing ranks.
+// A hash of these bytes, for comparing ranks.
 std::string fingerprint(std::span<const std::byte> bytes) {
-  uint64_t hash = 14695981039346656037ull;
-  for (size_t at = 0; at < bytes.size(); at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes.data() + at, std::min(sizeof(word), bytes.size() - at));
-    hash = (hash ^ word) * 1099511628211ull;
-  }
-  return fmt::format("{:016x}", hash);
+  ContentHash hash;
+  hash.add_bytes(bytes);
+  return hash.digest();
 }
 
 // What all ranks of a run must have in common before they exchange anything. A difference would

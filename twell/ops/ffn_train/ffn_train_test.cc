@@ -283,7 +283,25 @@ TEST(FfnTrainHybrid, StatisticsSayWhatRan) {
   }
 }
 
-// The saved pattern is the one the format's own packing makes of relu(x w_gate^T).
+std::vector<float> unpacked(const HybridF32& hybrid) {
+  const HybridShape& shape = hybrid.shape;
+  std::vector<float> dense(static_cast<size_t>(shape.rows * shape.cols));
+  for (int64_t m = 0; m < shape.rows; ++m) {
+    float* const row = dense.data() + m * shape.cols;
+    if (!hybrid.is_compact(m)) {
+      std::copy_n(hybrid.tail.row(hybrid.tail_slot[m]), shape.cols, row);
+      continue;
+    }
+    for (int64_t entry = 0; entry < hybrid.row_nnz[m]; ++entry) {
+      EXPECT_TRUE(entry == 0 || hybrid.index(m, entry - 1) < hybrid.index(m, entry));
+      row[hybrid.index(m, entry)] = hybrid.value(m, entry);
+    }
+  }
+  return dense;
+}
+
+// The saved pattern is that of relu(x w_gate^T), columns ascending, heavy rows in order in the
+// tail.
 TEST(FfnTrainHybrid, SavedPatternMatchesTheFormat) {
   const Problem p =
       reference::make_problem(70, 8, 64, true, [](int64_t m) { return m % 10 == 0 ? 64 : m % 17; });
@@ -291,9 +309,11 @@ TEST(FfnTrainHybrid, SavedPatternMatchesTheFormat) {
   Layer layer(p);
   FfnSaved saved(70, 64, true);
   layer.run(ctx, FfnTrainPolicy::kHybrid, 0, 70, saved);
-  std::vector<float> restored(70 * 64, kNan);
-  unpack_hybrid(saved.hybrid, {restored.data(), 70, 64});
+  const std::vector<float> restored = unpacked(saved.hybrid);
+  int32_t heavy = 0;
   for (int64_t m = 0; m < 70; ++m) {
+    EXPECT_EQ(saved.hybrid.tail_slot[m],
+              saved.hybrid.row_nnz[m] > saved.hybrid.shape.ell_width ? heavy++ : -1);
     for (int64_t j = 0; j < 64; ++j) {
       const Tracked gate = reference::dot(p.x, m, p.w_gate, j, 8);
       const double g = std::max(0.0, gate.value);
@@ -308,7 +328,14 @@ TEST(FfnTrainHybrid, PlanStaysWithinTheDensePlan) {
       for (const int64_t ffn : {8, 16, 104, 1024, 5632}) {
         FfnSaved saved(tokens, ffn, gated);
         if (!saved.plan_hybrid(tokens)) continue;
-        EXPECT_LE(hybrid_bytes(saved.hybrid.shape, gated ? 2 : 1),
+        const HybridShape& shape = saved.hybrid.shape;
+        const auto bytes = [](int64_t values) {
+          constexpr int64_t kAlign = static_cast<int64_t>(kAlignment);
+          return (4 * values + kAlign - 1) / kAlign * kAlign;
+        };
+        const int64_t compact = bytes(shape.rows * shape.ell_width);
+        const int64_t tail = bytes(shape.tail_capacity * shape.cols);
+        EXPECT_LE(2 * bytes(shape.rows) + compact + (gated ? 2 : 1) * (compact + tail),
                   FfnSaved::bytes(tokens, ffn, gated));
         if (tokens >= 127 && ffn >= 104) {
           EXPECT_GE(saved.hybrid.shape.tail_capacity, tokens / 4);

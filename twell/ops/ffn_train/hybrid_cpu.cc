@@ -558,13 +558,13 @@ bool hybrid_forward(Context& ctx, const FfnTrainForward& problem, FfnSaved& save
   if (hybrid.tail_rows > 0) forward_tail(ctx, problem, saved, flags, row_l1);
   flags.merge();
 
-  const HybridStats pattern = hybrid_stats(hybrid);
-  stats = {.execution = FfnTrainExecution::kHybrid,
-           .tokens = tokens,
-           .nnz = pattern.nnz,
-           .max_row_nnz = pattern.max_row_nnz,
-           .tail_rows = pattern.tail_rows};
-  for (int64_t m = 0; m < tokens; ++m) stats.l1_sum += row_l1[m];
+  stats = {
+      .execution = FfnTrainExecution::kHybrid, .tokens = tokens, .tail_rows = hybrid.tail_rows};
+  for (int64_t m = 0; m < tokens; ++m) {
+    stats.nnz += hybrid.row_nnz[m];
+    stats.max_row_nnz = std::max<int64_t>(stats.max_row_nnz, hybrid.row_nnz[m]);
+    stats.l1_sum += row_l1[m];
+  }
   return true;
 }
 
