@@ -111,8 +111,9 @@ def columns(rows):
     c.union = np.where(share >= 0, share * c.f, union_of(c, np.minimum(c.m, 128)))
     several = c.m > 128
     largest = np.where(several, column("largest_union") * c.f, -1)
-    guess = np.where((share >= 0) & (largest < 0) & (c.extra > 0) & several, np.minimum(2 * c.union, c.f), -1)
-    c.largest = np.maximum(np.maximum(largest, guess), c.union)
+    unknown = several & (share >= 0) & (largest < 0)
+    largest = np.where(unknown & (c.extra > 0), np.minimum(2 * c.union, c.f), largest)
+    c.largest = np.maximum(largest, c.union)
     return c
 
 
