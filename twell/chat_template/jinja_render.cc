@@ -7,6 +7,7 @@
 #include <cstring>
 #include <ctime>
 #include <deque>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "twell/base/error.h"
@@ -189,29 +190,11 @@ std::string shown(Budget& budget, const Value& value) {
   return text;
 }
 
-// Appends a JSON string in UTF-8; invalid bytes become U+FFFD.
+// Appends a JSON string in UTF-8; what is not becomes U+FFFD.
 void append_json_text(Budget& budget, std::string_view text, std::string& out) {
   budget.bytes(6 * text.size() + 2);
-  out += '"';
-  while (!text.empty()) {
-    const size_t valid = find_invalid_utf8(text);
-    for (const char c : text.substr(0, valid)) {
-      const size_t escape = std::string_view("\b\f\n\r\t\"\\").find(c);
-      if (escape != std::string_view::npos) {
-        out += '\\';
-        out += "bfnrt\"\\"[escape];
-      } else if (static_cast<unsigned char>(c) < 0x20) {
-        out += fmt::format("\\u{:04x}", static_cast<unsigned char>(c));
-      } else {
-        out += c;
-      }
-    }
-    text.remove_prefix(valid);
-    if (text.empty()) break;
-    out += "\xef\xbf\xbd";
-    text.remove_prefix(1);
-  }
-  out += '"';
+  using nlohmann::json;
+  out += json(text).dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
 
 // Appends what Python's json.dumps(ensure_ascii=False) gives; without an indent, on one line.

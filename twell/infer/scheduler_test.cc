@@ -99,7 +99,6 @@ class FakeSession : public Session {
   std::vector<ActiveNeurons> active_neurons() const override { return {}; }
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return config_; }
-  double nnz_per_token() override { return 0.0; }
 
   int64_t fed = 0, decoded = 0;  // tokens
   int64_t overlapped = 0;        // calls that were asked when the next one had begun

@@ -52,6 +52,19 @@ void Session::make_room(int64_t slot, std::span<const int32_t> ids) {
                 ids.size(), blocks_.used(), blocks_.blocks(), blocks_.block_tokens());
 }
 
+std::vector<ForwardSequence> Session::one_each(std::span<const int64_t> slots,
+                                               std::span<const int32_t> ids) {
+  TWELL_CHECK(slots.size() == ids.size() && !slots.empty() && std::ssize(slots) <= this->slots(),
+              "decode takes one token for each of 1..{} sequences, got {} slots and {} tokens",
+              this->slots(), slots.size(), ids.size());
+  std::vector<ForwardSequence> sequences;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    make_room(slots[i], ids.subspan(i, 1));
+    sequences.push_back({.tokens = 1, .slot = slots[i]});
+  }
+  return sequences;
+}
+
 int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
   const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
   return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen);
@@ -99,6 +112,13 @@ void Session::discard(int64_t slot) {
   const std::vector<int32_t> freed = blocks_.discard(slot);
   show(slot, {}, 0);
   clear_blocks(freed);
+}
+
+double Session::nnz_per_token() {
+  const std::vector<ActiveNeurons> layers = active_neurons();
+  double sum = 0.0;
+  for (const ActiveNeurons& layer : layers) sum += layer.per_token;
+  return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
 }
 
 CacheUse Session::cache_use() const {

@@ -15,6 +15,7 @@
 #include "twell/infer/log_probs.h"
 #include "twell/infer/sampler.h"
 #include "twell/model/config.h"
+#include "twell/model/forward.h"
 #include "twell/model/kv_cache.h"
 #include "twell/ops/ffn/ffn.h"
 
@@ -131,7 +132,7 @@ class Session {
   virtual int64_t prefill_tokens() const = 0;
   virtual const ModelConfig& config() const = 0;
   // Mean active FFN neurons per token and layer, so far.
-  virtual double nnz_per_token() = 0;
+  virtual double nnz_per_token();
 
  protected:
   struct CachePlan {
@@ -148,6 +149,9 @@ class Session {
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
   // cache.
   void make_room(int64_t slot, std::span<const int32_t> ids);
+  // Makes room for one token of each of these slots.
+  std::vector<ForwardSequence> one_each(std::span<const int64_t> slots,
+                                        std::span<const int32_t> ids);
   // Call when the keys and values of ids, for which there is room, are in the cache or will be
   // before anything reads them.
   void appended(int64_t slot, std::span<const int32_t> ids) { blocks_.append(slot, ids); }

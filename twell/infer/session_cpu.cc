@@ -155,24 +155,10 @@ std::vector<ActiveNeurons> SessionCpu::active_neurons() const {
 }
 
 ConstMatrixF SessionCpu::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {
-  TWELL_CHECK(slots.size() == ids.size() && !slots.empty() && std::ssize(slots) <= this->slots(),
-              "decode takes one token for each of 1..{} sequences, got {} slots and {} tokens",
-              this->slots(), slots.size(), ids.size());
-  std::vector<ForwardSequence> sequences;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    make_room(slots[i], ids.subspan(i, 1));
-    sequences.push_back({.tokens = 1, .slot = slots[i]});
-  }
-  const MatrixF hidden = run_layers(ids, sequences);
+  const MatrixF hidden = run_layers(ids, one_each(slots, ids));
   const MatrixF out = logits_.matrix(std::ssize(ids), model_.config.vocab_size);
   logits(ctx_, model_, hidden, out);
   return out;
-}
-
-double SessionCpu::nnz_per_token() {
-  double nnz = 0.0;
-  for (const FfnPlan& plan : state_.ffn_plans) nnz += plan.nnz_per_token();
-  return nnz / static_cast<double>(state_.ffn_plans.size());
 }
 
 }  // namespace twell

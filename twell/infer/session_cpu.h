@@ -28,7 +28,6 @@ class SessionCpu : public Session {
   std::vector<ActiveNeurons> active_neurons() const override;
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return model_.config; }
-  double nnz_per_token() override;
   const ForwardState& state() const { return state_; }
 
  private:

@@ -379,15 +379,7 @@ void SessionCuda::enqueue_layers(int64_t sequences) {
 void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                                  std::span<const float> uniforms) {
   const int64_t count = std::ssize(slots);
-  TWELL_CHECK(slots.size() == ids.size() && count > 0 && count <= this->slots(),
-              "decode takes one token for each of 1..{} sequences, got {} slots and {} tokens",
-              this->slots(), slots.size(), ids.size());
-  std::vector<ForwardSequence> sequences;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    make_room(slots[i], ids.subspan(i, 1));
-    sequences.push_back({.tokens = 1, .slot = slots[i]});
-  }
-  forward_.stage(ids, sequences, &cache_, uniforms, next_.data());
+  forward_.stage(ids, one_each(slots, ids), &cache_, uniforms, next_.data());
   Graph& graph = graphs_.at({count, forward_.path()}, forward_.ffn_plans().revision());
   if (!graph.warm) {
     enqueue_layers(count);
@@ -462,10 +454,7 @@ void SessionCuda::count_tokens(int64_t new_tokens) {
 
 double SessionCuda::nnz_per_token() {
   forward_.ffn_plans().update(ctx_);
-  double nnz = 0.0;
-  const FfnPlansCuda& plans = forward_.ffn_plans();
-  for (int64_t layer = 0; layer < plans.size(); ++layer) nnz += plans[layer].plan.nnz_per_token();
-  return nnz / static_cast<double>(plans.size());
+  return Session::nnz_per_token();
 }
 
 }  // namespace twell

@@ -43,24 +43,6 @@ int64_t positions_used(const Forward& problem) {
   return most;
 }
 
-void require_fits(const ModelConfig& config, const Forward& problem) {
-  std::vector<int64_t> slots;
-  for (const ForwardSequence& sequence : problem.sequences) {
-    const int64_t total = past_tokens(problem, sequence) + sequence.tokens;
-    TWELL_REQUIRE(total <= config.context,
-                  "a sequence of {} tokens is longer than the model's context of {}", total,
-                  config.context);
-    if (problem.cache == nullptr) continue;
-    TWELL_REQUIRE(total <= problem.cache->capacity(),
-                  "a sequence of {} tokens is longer than the cache's capacity of {}", total,
-                  problem.cache->capacity());
-    slots.push_back(sequence.slot);
-  }
-  std::sort(slots.begin(), slots.end());
-  TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),
-              "two sequences share a cache slot");
-}
-
 // One forward pass; everything except its result is in scratch memory.
 class ForwardPass {
  public:
@@ -220,7 +202,7 @@ ForwardState::ForwardState(const ModelConfig& config, FfnPolicy policy)
 
 void forward(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem) {
   check_shapes(model.config, state, problem);
-  require_fits(model.config, problem);
+  longest_length(model.config, problem.sequences, problem.cache);
   if (problem.row_nnz != nullptr) {
     problem.row_nnz->resize(static_cast<size_t>(model.config.layers));
     for (std::vector<int32_t>& row_nnz : *problem.row_nnz) row_nnz.resize(problem.ids.size());

@@ -3,12 +3,14 @@
 // without a cache of past tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <span>
 #include <vector>
 
 #include "twell/base/context.h"
+#include "twell/base/error.h"
 #include "twell/model/kv_cache.h"
 #include "twell/model/weights.h"
 #include "twell/ops/ffn/ffn.h"
@@ -30,6 +32,32 @@ struct ForwardSequence {
   int64_t tokens = 0;  // number of new tokens
   int64_t slot = 0;    // cache slot
 };
+
+// The length of the longest sequence with its new tokens. InputError when one would exceed the
+// context or the capacity of the cache (KvCache or KvCacheCuda; null: none).
+template <typename Cache>
+int64_t longest_length(const ModelConfig& config, std::span<const ForwardSequence> sequences,
+                       const Cache* cache) {
+  int64_t longest = 0;
+  std::vector<int64_t> slots;
+  for (const ForwardSequence& sequence : sequences) {
+    const int64_t past = cache == nullptr ? 0 : cache->length(sequence.slot);
+    const int64_t total = past + sequence.tokens;
+    longest = std::max(longest, total);
+    TWELL_REQUIRE(total <= config.context,
+                  "a sequence of {} tokens is longer than the model's context of {}", total,
+                  config.context);
+    if (cache == nullptr) continue;
+    TWELL_REQUIRE(total <= cache->capacity(),
+                  "a sequence of {} tokens is longer than the cache's capacity of {}", total,
+                  cache->capacity());
+    slots.push_back(sequence.slot);
+  }
+  std::sort(slots.begin(), slots.end());
+  TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),
+              "two sequences share a cache slot");
+  return longest;
+}
 
 struct Forward {
   std::span<const int32_t> ids;                // [M], the sequences one after the other

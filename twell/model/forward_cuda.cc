@@ -46,28 +46,6 @@ DeviceBuffer<float> to_device(std::span<const float> values) {
   return buffer;
 }
 
-void require_fits(const ModelConfig& config, const ForwardPlanCuda& plan, const KvCacheCuda* cache,
-                  std::span<const ForwardSequence> sequences) {
-  std::vector<int64_t> slots;
-  for (const ForwardSequence& sequence : sequences) {
-    const int64_t past = cache == nullptr ? 0 : cache->length(sequence.slot);
-    const int64_t total = past + sequence.tokens;
-    TWELL_REQUIRE(total <= config.context,
-                  "a sequence of {} tokens is longer than the model's context of {}", total,
-                  config.context);
-    TWELL_CHECK(total <= plan.max_length, "a sequence of {} tokens in a forward planned for {}",
-                total, plan.max_length);
-    if (cache == nullptr) continue;
-    TWELL_REQUIRE(total <= cache->capacity(),
-                  "a sequence of {} tokens is longer than the cache's capacity of {}", total,
-                  cache->capacity());
-    slots.push_back(sequence.slot);
-  }
-  std::sort(slots.begin(), slots.end());
-  TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),
-              "two sequences share a cache slot");
-}
-
 // The model's properties on this device that the table of executions needs.
 GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
   GpuLayers layers{.ffn = {.width = config.width,
@@ -177,7 +155,9 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
                         KvCacheCuda* cache, std::span<const float> uniforms, const int32_t* drawn) {
   TWELL_CHECK(uniforms.empty() || uniforms.size() == sequences.size(),
               "{} random numbers for {} sequences", uniforms.size(), sequences.size());
-  require_fits(config_, plan_, cache, sequences);
+  const int64_t longest = longest_length(config_, sequences, cache);
+  TWELL_CHECK(longest <= plan_.max_length, "a sequence of {} tokens in a forward planned for {}",
+              longest, plan_.max_length);
   for (size_t m = 0; m < ids.size(); ++m) {
     const int32_t least = drawn == nullptr ? 0 : static_cast<int32_t>(-plan_.max_sequences);
     TWELL_CHECK(ids[m] >= least && ids[m] < config_.vocab_size,

@@ -65,16 +65,15 @@ class TrainingCuda::Pass {
       const LayerWeights& w = weights_.layers[layer];
       const LayerActivationsCuda& a = views_.layers[layer];
       if (layer == 0) {
-        normed_again(a.attention_in, w.attention_norm, a.attention_normed);
+        norm(a.attention_in, w.attention_norm, a.attention_normed);
       } else {
-        norm_forward(views_.layers[layer - 1].ffn_in, a.attention_in, w.attention_norm,
-                     a.attention_normed);
+        norm(views_.layers[layer - 1].ffn_in, w.attention_norm, a.attention_normed, a.attention_in);
       }
       attention_block_forward(w, a);
-      norm_forward(a.attention_in, a.ffn_in, w.ffn_norm, a.ffn_normed);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
       feed_forward_forward(layer, w, a);
     }
-    norm_forward(views_.layers.back().ffn_in, views_.final_in, weights_.final_norm, views_.normed);
+    norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in);
   }
 
   // The loss includes the head, never stores all logits, and also computes the head's gradients.
@@ -123,26 +122,14 @@ class TrainingCuda::Pass {
     backward_done(-1);
   }
 
-  // sum = residual + delta; y = norm(sum)
-  void norm_forward(const __nv_bfloat16* residual, __nv_bfloat16* sum, const BF16* weight,
-                    __nv_bfloat16* y) {
+  // y = norm(x), or where `sum` is given, sum = x + delta and y = norm(sum).
+  void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y,
+            __nv_bfloat16* sum = nullptr) {
     TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
                                       .width = config_.width,
-                                      .x = residual,
-                                      .residual = views_.delta,
+                                      .x = x,
+                                      .residual = sum == nullptr ? nullptr : views_.delta,
                                       .sum = sum,
-                                      .weight = device_bf16(weight),
-                                      .y = y,
-                                      .eps = eps()},
-                                     ctx_.stream()));
-    done(TrainingStage::kNorm);
-  }
-
-  // y = norm(sum), before the first layer and where backward recomputes it.
-  void normed_again(const __nv_bfloat16* sum, const BF16* weight, __nv_bfloat16* y) {
-    TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
-                                      .width = config_.width,
-                                      .x = sum,
                                       .weight = device_bf16(weight),
                                       .y = y,
                                       .eps = eps()},
@@ -189,7 +176,7 @@ class TrainingCuda::Pass {
     linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
     done(TrainingStage::kProjections);
     if (level >= RecomputeLevel::kNorms) {
-      normed_again(a.attention_in, w.attention_norm, a.attention_normed);
+      norm(a.attention_in, w.attention_norm, a.attention_normed);
     }
     if (level >= RecomputeLevel::kQkv) project_qkv(w, a);
     attention_train_backward(ctx_, {.shape = attention_shape(),
@@ -231,9 +218,9 @@ class TrainingCuda::Pass {
     if (level >= RecomputeLevel::kInputs) {
       linear_forward(a.attended, w.w_o, views_.delta);
       done(TrainingStage::kProjections);
-      norm_forward(a.attention_in, a.ffn_in, w.ffn_norm, a.ffn_normed);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
     } else if (level == RecomputeLevel::kNorms) {
-      normed_again(a.ffn_in, w.ffn_norm, a.ffn_normed);
+      norm(a.ffn_in, w.ffn_norm, a.ffn_normed);
     }
   }
 

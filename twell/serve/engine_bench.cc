@@ -62,7 +62,6 @@ class WaitingSession final : public Session {
   }
   int64_t prefill_tokens() const override { return 2048; }
   const ModelConfig& config() const override { return config_; }
-  double nnz_per_token() override { return 0.0; }
 
   double waiting_seconds = 0.0;  // of processor time
 
