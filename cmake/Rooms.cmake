@@ -64,11 +64,15 @@ if(TWELL_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 
-# Rooms that compute little: the sanitizer build compiles them with -O0, in a third of the compiler's
-# time.
+# Rooms that compute little, and such files of others: the sanitizer build compiles them with -O0, in a
+# third of the compiler's time.
 set(twell_light_rooms)
+set(twell_light_files)
 if(TWELL_SANITIZE AND NOT TWELL_FUZZ)
-  set(twell_light_rooms dist data infer tasks serve)
+  set(twell_light_rooms dist data train infer tasks serve)
+  set(twell_light_files chat_template/chat_template.cc chat_template/jinja_parser.cc
+    checkpoint/checkpoint.cc checkpoint/config_json.cc checkpoint/convert.cc checkpoint/json.cc
+    checkpoint/safetensors.cc)
 endif()
 
 # Precompiled headers of the library: a small source takes longer to parse these than to compile.
@@ -170,7 +174,7 @@ function(twell_test name labels files)
   target_link_libraries(${name} PRIVATE ${twell_test_libraries} ${ARGN})
   target_compile_definitions(${name} PRIVATE TWELL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   set(level 1)
-  if(TWELL_SANITIZE AND NOT labels MATCHES "simd" AND NOT name MATCHES "model")
+  if(TWELL_SANITIZE AND NOT name MATCHES "^(ops_(matmul|attention|ffn|ffn_train)|model)_test")
     set(level 0)
     # Of a template that several objects instantiate the linker keeps the first, which should not be
     # the test's: it takes three times as long to run.
@@ -264,6 +268,13 @@ function(twell_room folder)
       set_source_files_properties(${file} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     endif()
   endforeach()
+  set(light_files)
+  foreach(file ${twell_light_files})
+    if(${CMAKE_CURRENT_SOURCE_DIR}/${file} IN_LIST sources)
+      list(APPEND light_files ${file})
+      list(REMOVE_ITEM sources ${CMAKE_CURRENT_SOURCE_DIR}/${file})
+    endif()
+  endforeach()
   if(sources)
     add_library(${target} STATIC ${sources})
     if(NOT TWELL_SANITIZE)
@@ -277,6 +288,14 @@ function(twell_room folder)
       twell_precompile(${target} twell_library_header)
     endif()
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR})
+    if(light_files)
+      # A library of its own, so that tests can link the optimised objects first.
+      add_library(${target}_light STATIC ${light_files})
+      target_link_libraries(${target}_light PRIVATE twell_flags ${target})
+      target_link_libraries(${target} PRIVATE ${target}_light)
+      target_compile_options(${target}_light PRIVATE -O0)
+      twell_precompile(${target}_light twell_light_header)
+    endif()
   else()
     add_library(${target} INTERFACE)
     target_link_libraries(${target} INTERFACE ${deps})
