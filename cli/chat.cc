@@ -11,18 +11,12 @@
 #include <optional>
 #include <vector>
 
-#include "cli/device.h"
-#include "cli/loading.h"
+#include "cli/options.h"
 #include "cli/process.h"
 #include "twell/base/error.h"
-#include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
 namespace {
-
-// Upper bound of the key-value cache of a conversation, in tokens; a model's context can be far
-// longer than memory allows.
-constexpr int64_t kConversationTokens = 16384;
 
 // Reads messages from standard input; a signal interrupts the wait for the next one.
 class Messages {
@@ -90,9 +84,9 @@ class Messages {
 class Conversation {
  public:
   Conversation(const ChatTemplate& chat, const Tokenizer& tokenizer, const Session& session,
-               const ChatArguments& arguments)
-      : chat_(chat), tokenizer_(tokenizer), session_(session), options_(arguments.generate) {
-    if (!arguments.system.empty()) messages_.push_back({"system", arguments.system});
+               const std::string& system, const GenerateOptions& options)
+      : chat_(chat), tokenizer_(tokenizer), session_(session), options_(options) {
+    if (!system.empty()) messages_.push_back({"system", system});
     first_ = messages_.size();
   }
 
@@ -141,24 +135,12 @@ class Conversation {
 
 }  // namespace
 
-int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments) {
-  const ModelConfig config = load_config(common.checkpoint);
-  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned =
-      plan_cache(common, config,
-                 {.capacity = std::min(config.context, kConversationTokens),
-                  .ffn = arguments.ffn,
-                  .cache = {.eight_bits = arguments.cache_8bit}});
-  const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
-  const std::unique_ptr<Session> session = engine->session(planned);
-
-  const std::atomic<bool>& stop = stop_on_signals();
-  GenerateOptions& options = arguments.generate;
-  options.stop_tokens = stop_tokens(config, tokenizer, chat.eos_token());
-  options.cancel = &stop;
+int run_chat(Session& session, const Tokenizer& tokenizer, const ChatTemplate& chat,
+             const std::string& system, GenerateOptions options) {
+  const std::atomic<bool>& stop = *options.cancel;
   options.on_text = write_out;
   options.share_beginning = true;  // each turn begins with the conversation so far
-  Conversation conversation(chat, tokenizer, *session, arguments);
+  Conversation conversation(chat, tokenizer, session, system, options);
   const bool terminal = ::isatty(STDIN_FILENO) != 0;
   if (terminal) print_error("Ctrl-C stops an answer, Ctrl-D ends the conversation.\n");
   Messages messages(terminal, stop);
@@ -169,7 +151,7 @@ int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArgument
     if (message->empty()) continue;
     try {
       const std::string prompt = conversation.ask(*message);
-      const Generation answer = generate(*session, tokenizer, prompt, options);
+      const Generation answer = generate(session, tokenizer, prompt, options);
       if (answer.text.empty() && stop) {
         conversation.withdraw();
       } else {

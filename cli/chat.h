@@ -3,26 +3,24 @@
 // standard input: a line each; on a terminal, lines that are pasted together are one message.
 #pragma once
 
-#include <atomic>
+#include <cstdint>
 #include <string>
 
-#include "cli/options.h"
 #include "twell/chat_template/chat_template.h"
 #include "twell/infer/generate.h"
 
 namespace twell::cli {
 
-struct ChatArguments {
-  std::string system;        // system message that opens the conversation; empty: none
-  GenerateOptions generate;  // options of each answer; stop_tokens holds the model's stop tokens
-  FfnPolicy ffn = FfnPolicy::kAuto;
-  bool cache_8bit = false;  // CPU: keys and values in 8 bits
-};
+// Keys and values of a conversation, at most; a model's context can be far longer than memory
+// allows.
+inline constexpr int64_t kConversationTokens = 16384;
 
-// Answers each message with the conversation so far as context, until the input ends or a signal
-// arrives. Returns the exit code. A conversation that outgrows the model's context loses its oldest
+// Answers each message with the conversation so far as context, until the input ends or a signal,
+// which is options.cancel, arrives. Returns the exit code. `system`: the message that opens the
+// conversation; empty: none. A conversation that outgrows the session's capacity loses its oldest
 // messages, which is said on stderr. On a terminal SIGINT ends only the answer that is being
 // written, and a message that is too long is refused; elsewhere that is an InputError.
-int run_chat(const CommonOptions& common, const ChatTemplate& chat, ChatArguments arguments);
+int run_chat(Session& session, const Tokenizer& tokenizer, const ChatTemplate& chat,
+             const std::string& system, GenerateOptions options);
 
 }  // namespace twell::cli

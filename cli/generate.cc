@@ -273,15 +273,10 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const bool prompted = !arguments.prompts.empty() || !arguments.prompt_file.empty() ||
                         !arguments.prompts_file.empty();
-  if (chat && !prompted) {
-    TWELL_REQUIRE(!arguments.json, "--json goes with a prompt, not with a conversation");
-    return run_chat(common, *chat,
-                    {.system = arguments.system,
-                     .generate = options,
-                     .ffn = policy,
-                     .cache_8bit = arguments.cache_8bit});
-  }
-  std::vector<Prompt> prompts = read_prompts(arguments, chat);
+  const bool talks = chat && !prompted;
+  TWELL_REQUIRE(!talks || !arguments.json, "--json goes with a prompt, not with a conversation");
+  std::vector<Prompt> prompts;
+  if (!talks) prompts = read_prompts(arguments, chat);
   TWELL_REQUIRE(arguments.batch >= 1, "--batch must be at least 1, got {}", arguments.batch);
 
   // Validate all input before loading the weights.
@@ -289,8 +284,9 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   const SessionOptions planned =
       plan_cache(common, config,
-                 {.slots = std::min(arguments.batch, std::ssize(prompts)),
-                  .capacity = session_capacity(config, tokenizer, prompts, options),
+                 {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
+                  .capacity = talks ? std::min(config.context, kConversationTokens)
+                                    : session_capacity(config, tokenizer, prompts, options),
                   .ffn = policy,
                   .cache = {.eight_bits = arguments.cache_8bit}});
   EnginePlan plan{.session = planned, .scorer = std::nullopt};
@@ -301,6 +297,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const std::atomic<bool>& stop = stop_on_signals();
   options.stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
   options.cancel = &stop;
+  if (talks) return run_chat(*session, tokenizer, *chat, arguments.system, options);
   std::optional<LogProbs> log_probs;
   if (arguments.log_probs) log_probs.emplace(*engine, tokenizer, policy, options.begin_token);
   Output output(arguments, prompts, log_probs ? &*log_probs : nullptr);
