@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <system_error>
 #ifdef __GLIBC__  // known once a header of the C library is read
@@ -26,11 +27,22 @@ namespace {
 std::atomic<bool> waits_for_command{false};
 std::atomic<bool> stop_requested{false};
 std::atomic<int> received{0};
-static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
+std::atomic<int64_t> received_at{0};  // milliseconds
+static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<int>::is_always_lock_free &&
+              std::atomic<int64_t>::is_always_lock_free);
+
+constexpr int64_t kOneRequest = 1000;  // milliseconds
 
 void on_signal(int signal) {
-  if (!waits_for_command || stop_requested) ::_exit(128 + signal);
+  timespec time{};
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  const int64_t now = int64_t{time.tv_sec} * 1000 + time.tv_nsec / 1'000'000;
+  if (!waits_for_command || (stop_requested && now - received_at >= kOneRequest)) {
+    ::_exit(128 + signal);
+  }
+  if (stop_requested) return;
   received = signal;
+  received_at = now;
   stop_requested = true;
 }
 

@@ -25,7 +25,9 @@ void return_freed_memory();
 // else.
 void handle_signals();
 // After the first call, a signal sets the returned flag instead, so that a command can finish its
-// current work and save. A second signal ends the process at once.
+// current work and save. A second signal ends the process at once, unless it comes within a second
+// of the first: timeout(1), systemd and Slurm send one request several times, to the process and to
+// its group or to the launcher of its ranks.
 const std::atomic<bool>& stop_on_signals();
 // Throws Interrupted once the flag is set, so that unwinding the stack removes temporary files.
 void check_interrupted();

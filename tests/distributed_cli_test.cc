@@ -78,6 +78,11 @@ class DistributedTest : public twell::CommandTest {
     return id;
   }
   static std::string log_of(int rank) { return "log" + std::to_string(rank); }
+  // torchrun's variables of one rank of two.
+  static std::vector<std::string> torchrun(int rank, std::vector<std::string> more) {
+    more.insert(more.end(), {"WORLD_SIZE=2", "RANK=" + std::to_string(rank)});
+    return more;
+  }
   // A process for a rank as a launcher starts it: with `environment`, under the command `under` if
   // there is one. Its output goes to the file log_of(rank).
   pid_t start_rank(int rank, std::vector<std::string> under,
@@ -86,8 +91,7 @@ class DistributedTest : public twell::CommandTest {
     std::vector<std::string> command = std::move(under);
     command.push_back("env");
     command.insert(command.end(), environment.begin(), environment.end());
-    const std::string number = std::to_string(rank);
-    command.insert(command.end(), {"WORLD_SIZE=2", "RANK=" + number, TWELL_BINARY});
+    command.push_back(TWELL_BINARY);
     command.insert(command.end(), words.begin(), words.end());
     std::vector<char*> argv;
     for (std::string& word : command) argv.push_back(word.data());
@@ -120,10 +124,11 @@ class DistributedTest : public twell::CommandTest {
                                          const std::vector<std::string>& second, int code) const {
     const twell::LocalListener store;
     const auto start = [&](int rank, const std::vector<std::string>& words) {
-      return start_rank(rank, {},
-                        {"LOCAL_RANK=" + std::to_string(rank), "MASTER_ADDR=localhost",
-                         "MASTER_PORT=" + std::to_string(store.port), "TORCHELASTIC_RUN_ID=test"},
-                        words);
+      return start_rank(
+          rank, {},
+          torchrun(rank, {"LOCAL_RANK=" + std::to_string(rank), "MASTER_ADDR=localhost",
+                          "MASTER_PORT=" + std::to_string(store.port), "TORCHELASTIC_RUN_ID=test"}),
+          words);
     };
     const pid_t one = start(1, second);
     return finish_ranks({start(0, first), one}, code);
@@ -202,7 +207,7 @@ class HostsTest : public DistributedTest {
   std::array<pid_t, 2> start_ranks(const std::vector<std::string>& words) const {
     const auto start = [&](int rank) {
       return start_rank(rank, {"ip", "netns", "exec", hosts_[static_cast<size_t>(rank)]},
-                        {"MASTER_ADDR=10.77.1.1", "MASTER_PORT=29400"}, words);
+                        torchrun(rank, {"MASTER_ADDR=10.77.1.1", "MASTER_PORT=29400"}), words);
     };
     return {start(0), start(1)};
   }
@@ -378,15 +383,53 @@ TEST_F(DistributedTest, ADivergedRunIsNotRestarted) {
 
 TEST_F(DistributedTest, ASignalToTheLauncherSaves) {
   const std::vector<std::string> options = {"--steps", "100000", "--ranks", "2"};
-  const pid_t launcher = start(train("run", options));
-  wait_for_lines("run", 6);
-  ::kill(launcher, SIGTERM);
-  const Result result = finish(launcher);
-  EXPECT_EQ(result.code, 130) << result.err;
-  EXPECT_THAT(result.out, HasSubstr("interrupted and saved"));
-  EXPECT_EQ(
-      run({"train", "--out", "run", "--resume", "--steps", std::to_string(lines("run") + 3)}).code,
-      0);
+  // systemd and Slurm signal the ranks as well.
+  for (const bool ranks_too : {false, true}) {
+    const std::string out = ranks_too ? "all" : "run";
+    fs::remove(folder_ / "stdout");
+    const pid_t launcher = start(train(out, options));
+    wait_for_lines(out, 6);
+    if (ranks_too) {
+      ::kill(process(0), SIGTERM);
+      ::kill(process(1), SIGTERM);
+    }
+    ::kill(launcher, SIGTERM);
+    const Result result = finish(launcher);
+    EXPECT_EQ(result.code, 130) << result.err;
+    EXPECT_THAT(result.out, HasSubstr("interrupted and saved"));
+    EXPECT_EQ(
+        run({"train", "--out", out, "--resume", "--steps", std::to_string(lines(out) + 3)}).code,
+        0);
+  }
+}
+
+// A requeued job: Slurm ends its ranks by SIGTERM and runs the same command again.
+TEST_F(DistributedTest, AJobThatSlurmRequeuesResumesBitForBit) {
+  const std::vector<std::string> steps = {"--steps", "60", "--device", "cpu"};
+  std::vector<std::string> alone = steps;
+  alone.insert(alone.end(), {"--ranks", "2"});
+  ASSERT_EQ(run(train("whole", alone)).code, 0);
+  const auto srun = [&](int rank, const char* restarts) {
+    const std::string number = std::to_string(rank);
+    return start_rank(
+        rank, {},
+        {"SLURM_PROCID=" + number, "SLURM_LOCALID=" + number, "SLURM_STEP_NUM_TASKS=2",
+         "SLURM_STEP_TASKS_PER_NODE=2", "SLURM_NODEID=0", "SLURM_STEP_NODELIST=localhost",
+         "SLURM_JOB_ID=" + std::to_string(::getpid()), "SLURM_STEP_ID=0", restarts},
+        train("requeued", steps));
+  };
+  // Slurm sets no count at the first start.
+  const std::array<pid_t, 2> first = {srun(0, "A=1"), srun(1, "A=1")};
+  wait_for_lines("requeued", 6);
+  for (const pid_t rank : first) ::kill(rank, SIGTERM);
+  EXPECT_THAT(finish_ranks(first, 143)[0], HasSubstr("interrupted and saved"));
+  EXPECT_LT(lines("requeued"), 60);
+  const pid_t one = srun(1, "SLURM_RESTART_COUNT=1");
+  const auto logs = finish_ranks({srun(0, "SLURM_RESTART_COUNT=1"), one}, 0);
+  EXPECT_THAT(logs[0], HasSubstr("resumed at step"));
+  EXPECT_EQ(curve("requeued"), curve("whole"));
+  EXPECT_TRUE(slurp(folder_ / "requeued" / "checkpoint" / "model.safetensors") ==
+              slurp(folder_ / "whole" / "checkpoint" / "model.safetensors"));
 }
 
 // torchrun runs the same command again when a rank was lost.

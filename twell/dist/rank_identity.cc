@@ -125,7 +125,10 @@ RankIdentity from_slurm(const Variables& variables) {
         variables.has("SLURM_NODEID") ? variables.number("SLURM_NODEID", 0, kMostRanks) : 0;
     identity.local_size = tasks_on_node(variables.text("SLURM_STEP_TASKS_PER_NODE"), node);
   }
-  identity.job = variables.text("SLURM_JOB_ID") + "." + variables.text("SLURM_STEP_ID");
+  // A job keeps its number and that of its step when Slurm starts it again.
+  identity.job =
+      fmt::format("{}.{}.{}", variables.text("SLURM_JOB_ID"), variables.text("SLURM_STEP_ID"),
+                  variables.text("SLURM_RESTART_COUNT"));
   const std::string nodes =
       variables.text("SLURM_STEP_NODELIST", variables.text("SLURM_NODELIST", "127.0.0.1"));
   address_of_job(variables, first_host(nodes), identity);

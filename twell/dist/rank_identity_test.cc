@@ -78,6 +78,9 @@ TEST(RankIdentity, SlurmNamesTheFirstNode) {
   EXPECT_EQ(identity->local_size, 2);
   EXPECT_EQ(identity->host, "gpu03");
   EXPECT_GE(identity->port, 20000);
+  // A rank of the job's former start does not join its next one.
+  variables["SLURM_RESTART_COUNT"] = "1";
+  EXPECT_NE(read(variables)->job, identity->job);
   variables.insert_or_assign("SLURM_STEP_NODELIST", std::string("a1,b2"));
   EXPECT_EQ(read(variables)->host, "a1");
   variables.insert_or_assign("SLURM_STEP_NODELIST", std::string("login"));
