@@ -49,8 +49,9 @@ endif()
 
 # With CMAKE_UNITY_BUILD (the preset asan, and scripts/test.sh) the sources of a target are one
 # translation unit, which parses headers and instantiates templates once: a third less compiler
-# time. So names in unnamed namespaces of a room, and those of its CPU tests, must differ. Outside
-# the sanitizer build the library's files are compiled one by one, which shows a missing include.
+# time. So names in unnamed namespaces of a room must differ, as must those of its CPU tests and those
+# of its GPU tests. Outside the sanitizer build the library's files are compiled one by one, which
+# shows a missing include.
 
 # The whole library, as its users link it.
 add_library(twell_all INTERFACE)
@@ -70,14 +71,16 @@ set(twell_light_rooms)
 set(twell_light_files)
 if(TWELL_SANITIZE AND NOT TWELL_FUZZ)
   set(twell_light_rooms dist data train infer tasks serve)
-  set(twell_light_files chat_template/chat_template.cc chat_template/jinja_parser.cc
-    checkpoint/checkpoint.cc checkpoint/config_json.cc checkpoint/convert.cc checkpoint/json.cc
-    checkpoint/safetensors.cc)
+  set(twell_light_files checkpoint/checkpoint.cc checkpoint/config_json.cc checkpoint/convert.cc
+    checkpoint/json.cc checkpoint/safetensors.cc)
 endif()
 
 # Precompiled headers of the library: a small source takes longer to parse these than to compile.
 # scripts/check_includes.py finds a source that relies on them without including them.
 if(TWELL_PRECOMPILE)
+  # GCC frees memory from 512 MB on instead of 128, which takes some 8% less time.
+  target_compile_options(twell_flags INTERFACE
+    "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:SHELL:--param ggc-min-heapsize=524288>")
   file(WRITE ${PROJECT_BINARY_DIR}/library_header.cc "")
   foreach(header twell_library_header twell_light_header)
     add_library(${header} OBJECT EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/library_header.cc)
@@ -206,7 +209,9 @@ function(twell_room_tests room files)
   endif()
   if(gpu_files AND TWELL_HAVE_CUDA)
     twell_test(${room}_cuda_test gpu "${gpu_files}" ${ARGN})
-    set_target_properties(${room}_cuda_test PROPERTIES UNITY_BUILD OFF)
+    if(room STREQUAL "ops_ffn")  # its GPU tests share names
+      set_target_properties(${room}_cuda_test PROPERTIES UNITY_BUILD OFF)
+    endif()
   endif()
 endfunction()
 

@@ -24,7 +24,7 @@ struct Variant {
   bool masked = false;  // documents
 };
 
-ModelConfig small(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated, bool tied) {
+ModelConfig small_config(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated, bool tied) {
   ModelConfig config;
   config.vocab_size = 320;
   config.width = 64;
@@ -41,12 +41,12 @@ ModelConfig small(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated,
 }
 
 std::vector<Variant> variants() {
-  std::vector<Variant> all = {{"mha_tied", small(4, 4, 16, true, true), {2, 64}},
-                              {"gqa_untied", small(4, 2, 16, true, false), {3, 37}},
-                              {"mqa_not_gated", small(4, 1, 32, false, true), {1, 129}},
-                              {"odd_vocab_untied", small(2, 2, 64, true, false), {2, 128}},
-                              {"bias_odd_vocab", small(8, 2, 8, true, true), {4, 33}},
-                              {"documents", small(4, 2, 16, true, false), {3, 150}, true}};
+  std::vector<Variant> all = {{"mha_tied", small_config(4, 4, 16, true, true), {2, 64}},
+                              {"gqa_untied", small_config(4, 2, 16, true, false), {3, 37}},
+                              {"mqa_not_gated", small_config(4, 1, 32, false, true), {1, 129}},
+                              {"odd_vocab_untied", small_config(2, 2, 64, true, false), {2, 128}},
+                              {"bias_odd_vocab", small_config(8, 2, 8, true, true), {4, 33}},
+                              {"documents", small_config(4, 2, 16, true, false), {3, 150}, true}};
   all[3].config.vocab_size = 331;
   all[4].config.vocab_size = 257;
   all[4].config.qkv_bias = true;
@@ -364,10 +364,10 @@ TEST(TrainingCudaPlan, IsWhatAPassTakes) {
 
 TEST(TrainingCudaRefusals, NameTheReason) {
   TWELL_SKIP_WITHOUT_GPU();
-  ModelConfig config = small(4, 4, 16, true, true);
+  ModelConfig config = small_config(4, 4, 16, true, true);
   config.activation = Activation::kSilu;
   EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("relu and relu2 only"));
-  config = small(4, 4, 16, true, true);
+  config = small_config(4, 4, 16, true, true);
   config.qk_norm = true;
   EXPECT_THAT(cuda_training_unsupported(config, 64), testing::HasSubstr("QK-norm"));
   config.qk_norm = false;
