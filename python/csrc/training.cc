@@ -139,7 +139,7 @@ DType dtype_of(Options& options, const char* name, const std::map<std::string, D
       fmt::format("option {}: '{}' is none of {}", name, named, fmt::join(names, ", ")));
 }
 
-TrainOptions training_of(Options& options) {
+TrainOptions training_of(Options& options, const ModelConfig& config) {
   TrainOptions train;
   if (options.has("preset")) {
     const TrainOptions recipe = preset_train_options(options.get<std::string>("preset", ""));
@@ -163,7 +163,12 @@ TrainOptions training_of(Options& options) {
   train.moment_dtype =
       dtype_of(options, "moment_dtype", {{"f32", DType::kF32}, {"bf16", DType::kBF16}});
   options.take("clip", train.clip_norm);
+  if (!leaves_zeros(config.activation)) train.l1_coeff = 0.0;
   options.take("l1", train.l1_coeff);
+  TWELL_REQUIRE(leaves_zeros(config.activation) || train.l1_coeff == 0.0,
+                "option l1: L1 makes no layer sparse with {}, which leaves no zeros: take "
+                "activation=\"relu\", or leave l1 out",
+                activation_name(config.activation));
   train.l1_reduction = parse_l1_reduction(options.get<std::string>("l1_reduction", "sum"));
   options.take("l1_zero_steps", train.l1_zero_steps);
   options.take("l1_ramp_steps", train.l1_ramp_steps);
@@ -197,7 +202,7 @@ class TrainingRun {
         tokenizer_(Tokenizer::load(shards_folder_ / "tokenizer.json")),
         shards_(shards_folder_, tokenizer_),
         config_(model_of(options_, tokenizer_)),
-        train_(resolve_options(training_of(options_), config_)) {
+        train_(resolve_options(training_of(options_, config_), config_)) {
     const fs::path out = options_.get<std::string>("out", "");
     const int device = device_index(options_.get<std::string>("device", "auto"));
     options_.refuse_others();

@@ -129,6 +129,11 @@ def test_faults(shards, tmp_path):
         twell.Trainer(out=tmp_path / "a", shards=shards, lr=float("nan"))
     with pytest.raises(ValueError, match="tokenizer.json"):
         twell.Trainer(out=tmp_path / "a", shards=tmp_path)
+    with pytest.raises(ValueError, match="option l1: L1 makes no layer sparse with silu"):
+        twell.Trainer(out=tmp_path / "a", shards=shards, activation="silu", **SMALL)
+    smooth = {**SMALL, "activation": "silu"}
+    del smooth["l1"]
+    assert twell.Trainer(out=tmp_path / "smooth", shards=shards, **smooth).step()["l1_coeff"] == 0.0
     trainer = twell.Trainer(out=tmp_path / "b", shards=shards, **SMALL)
     with pytest.raises(ValueError, match="before the first step"):
         trainer.save()
