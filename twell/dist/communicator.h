@@ -65,7 +65,8 @@ class Communicator {
   std::string broadcast_text(std::string text, int root);
 };
 
-// Connects all ranks with each other. The rendezvous must outlive the communicator.
+// Connects all ranks with each other. The rendezvous must outlive the communicator. Gloo writes to
+// sockets that a lost rank may have closed, so the process must ignore SIGPIPE.
 std::unique_ptr<Communicator> gloo_communicator(Rendezvous& rendezvous);
 
 }  // namespace twell

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <csignal>
 #include <functional>
 #include <string>
 #include <thread>
@@ -32,6 +33,7 @@ inline RankIdentity local_identity(int rank, int ranks, const LocalListener& lis
 inline std::vector<std::string> run_rendezvous(
     int ranks, const std::function<void(Rendezvous&)>& body,
     std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  std::signal(SIGPIPE, SIG_IGN);  // as gloo_communicator() asks for
   const LocalListener listener;
   std::vector<std::string> errors(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
