@@ -44,9 +44,12 @@ constexpr const char* kListener = "TWELL_LISTENER";
 // Time for the other ranks to end once one has failed; they learn of it at once, but may be in the
 // middle of a step.
 constexpr std::chrono::seconds kPatience{30};
-// Time that a rank has to end by itself after a fault, for instance while the GPU waits for data
-// that will never come.
-constexpr std::chrono::seconds kLastResort{20};
+// Time that a rank has to end by itself after a fault: a GPU may wait for data that will never
+// come.
+constexpr std::chrono::milliseconds kLastResort{20'000};
+// The same before all ranks are connected, when nothing can be lost: Gloo may wait for a rank that
+// has ended, and cannot be interrupted.
+constexpr std::chrono::milliseconds kLastResortConnecting{500};
 
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
@@ -277,16 +280,23 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
     : identity_(identity) {
   if (identity.size == 1) return;
   rendezvous_ = std::make_unique<Rendezvous>(identity, timeout);
-  rendezvous_->on_fault(this, [rendezvous = rendezvous_.get()] {
-    std::thread([text = rendezvous->fault()] {
-      std::this_thread::sleep_for(kLastResort);
-      print_error("twell: error: {}\n", text);
-      ::_exit(kExitFailure);
-    }).detach();
-  });
+  const auto end_after = [this](std::chrono::milliseconds time) {
+    rendezvous_->on_fault(this, [time, rendezvous = rendezvous_.get()] {
+      std::thread([time, text = rendezvous->fault()] {
+        std::this_thread::sleep_for(time);
+        print_error("twell: error: {}\n", text);
+        ::_exit(kExitFailure);
+      }).detach();
+    });
+  };
+  end_after(kLastResortConnecting);
   try {
     communicator_ = gloo_communicator(*rendezvous_);
+    // No rank goes on to what it may refuse while others still connect.
+    wait_for_all();
+    end_after(kLastResort);
   } catch (const InputError& error) {
+    rendezvous_->on_fault(this, {});  // this rank ends by itself
     rendezvous_->fail(error.what());
     throw;
   }

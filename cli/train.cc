@@ -299,25 +299,11 @@ std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const Trai
   return Checkpoint{std::stoll(text.substr(0, space)), text.substr(space + 1)};
 }
 
-int train(Command& command, TrainFlags& flags, CommonOptions& common) {
-  const RankIdentity identity = process_identity();
-  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
-    flags.resume = true;
-    if (flags.resume_from && identity.rank == 0) {
-      print_error(
-          "twell: warning: a launcher started this command again, so the run continues from its "
-          "newest checkpoint; --resume-from {} was for the first start\n",
-          *flags.resume_from);
-    }
-    flags.resume_from.reset();
-  }
-  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
-  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
-  const fs::path options_file = common.out / "options.json";
-  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
-
+// Starts the ranks, or plans the run and takes part in it. The ranks are connected already, so that
+// they learn of what one of them refuses.
+int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
+                   const RankIdentity& identity, int64_t to_start, const RankGroup& ranks) {
   flags.from = checkpoint_folder(flags.from);
-
   ModelConfig config = requested_config(flags);
   const std::string dense = turn_off_useless_l1(command, flags, config);
   TrainOptions requested = train_options(flags, common);
@@ -325,16 +311,15 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   TaskComparison tasks(flags.tasks);
   if (flags.gpus > 0) common.device = "cuda";
   if (flags.ranks > 0) common.device = "cpu";
-  const int64_t to_start = ranks_to_start(flags, common, identity);
   requested.ranks = to_start > 0 ? to_start : identity.size;
   const TrainOptions options = resolve_options(requested, config);
+  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
   if (to_start > 0 && !flags.dry_run) {
     return launch_ranks({to_start, flags.max_restarts, common.out});
   }
-  if (!dense.empty() && identity.rank == 0) print_error("twell: warning: {}\n", dense);
+  if (!dense.empty() && ranks.first()) print_error("twell: warning: {}\n", dense);
   share_threads(identity, common);
-  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
-  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
   if (flags.dry_run && common.device == "cuda") {
     if (const std::string no_gpu = gpu_unavailable(); !no_gpu.empty()) {
       print_plan(options, plan_run_unknown_gpu(config, options, data_bytes));
@@ -352,11 +337,33 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   require_memory(plan.memory_bytes() * (device.on_gpu() ? 1 : identity.local_size));
   device.require_memory(plan);
   stop_on_signals();
+  return train_rank(command, flags, common, config, requested, tasks, device, ranks);
+}
+
+int train(Command& command, TrainFlags& flags, CommonOptions& common) {
+  const RankIdentity identity = process_identity();
+  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
+    flags.resume = true;
+    if (flags.resume_from && identity.rank == 0) {
+      print_error(
+          "twell: warning: a launcher started this command again, so the run continues from its "
+          "newest checkpoint; --resume-from {} was for the first start\n",
+          *flags.resume_from);
+    }
+    flags.resume_from.reset();
+  }
+  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
+  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
+  const fs::path options_file = common.out / "options.json";
+  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
+
+  const int64_t to_start = ranks_to_start(flags, common, identity);
+  const bool is_rank = to_start == 0 && !flags.dry_run;
   const auto timeout =
       std::chrono::milliseconds(static_cast<int64_t>(flags.collective_timeout * 1000.0));
-  const RankGroup ranks(identity, timeout);
+  const RankGroup ranks(is_rank ? identity : RankIdentity{}, timeout);
   try {
-    return train_rank(command, flags, common, config, requested, tasks, device, ranks);
+    return plan_and_train(command, flags, common, identity, to_start, ranks);
   } catch (const RankFault& fault) {
     const auto good = RunFolder(common.out).latest();
     throw RankFault(fmt::format(

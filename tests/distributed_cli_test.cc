@@ -9,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <thread>
@@ -16,6 +17,7 @@
 
 #include "tests/test_command.h"
 #include "twell/dist/rank_identity.h"
+#include "twell/dist/rendezvous.h"
 
 namespace {
 
@@ -119,6 +121,23 @@ class DistributedTest : public twell::CommandTest {
     }
     return logs;
   }
+  // Expects every rank to end within moments with one line: the one that refuses something with
+  // exit code 2, the others with exit code 1 and its number.
+  void expect_all_end(const std::vector<pid_t>& ranks, int refusing, const std::string& fault) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (size_t at = 0; at < ranks.size(); ++at) {
+      const int rank = static_cast<int>(at);
+      if (ranks[at] < 0) continue;  // not a process
+      const int code = finish(ranks[at]).code;
+      const std::string log = slurp(folder_ / log_of(rank));
+      EXPECT_EQ(code, rank == refusing ? 2 : 1) << log;
+      EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
+      const std::string who = "rank " + std::to_string(refusing) + " failed in step 0: ";
+      EXPECT_THAT(log,
+                  testing::StartsWith("twell: error: " + (rank == refusing ? "" : who) + fault));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  }
   // Two ranks with torchrun's variables, whose store is on MASTER_PORT.
   std::array<std::string, 2> run_by_hand(const std::vector<std::string>& first,
                                          const std::vector<std::string>& second, int code) const {
@@ -174,6 +193,48 @@ TEST_F(DistributedTest, RanksWithOtherOptionsAreRefused) {
   expect_both_refuse(with({}), elsewhere,
                      "/own is not the folder that rank 0 sees there: put it on a file system that "
                      "all machines share");
+}
+
+// What one rank refuses ends the others too: before it has met them, while they connect (Gloo
+// cannot be interrupted while it waits for a rank that has ended), and afterwards.
+TEST_F(DistributedTest, WhatOneRankRefusesEndsAllWithinMoments) {
+  const twell::LocalListener store;
+  const auto variables = [&](int rank, int ranks) {
+    return std::vector<std::string>{"RANK=" + std::to_string(rank),
+                                    "WORLD_SIZE=" + std::to_string(ranks), "MASTER_ADDR=localhost",
+                                    "MASTER_PORT=" + std::to_string(store.port),
+                                    "TORCHELASTIC_RUN_ID=test"};
+  };
+  const auto start = [&](int rank, int ranks, const std::vector<std::string>& more) {
+    std::vector<std::string> words = train("run", {"--device", "cpu"});
+    std::replace(words.begin(), words.end(), std::string("128"), std::string("256"));
+    words.insert(words.end(), more.begin(), more.end());
+    return start_rank(rank, {}, variables(rank, ranks), words);
+  };
+  expect_all_end({start(0, 2, {"--data", "missing"}), start(1, 2, {})}, 0, "cannot read missing");
+  expect_all_end({start(0, 2, {}), start(1, 2, {"--relufy"})}, 1, "--relufy and --distill start");
+  // Rank 1 is this test.
+  std::vector<pid_t> ranks;
+  for (const int rank : {0, 1, 2, 3, 4, 5, 6}) ranks.push_back(rank == 1 ? -1 : start(rank, 7, {}));
+  {
+    const std::vector<std::string> mine = variables(1, 7);
+    const auto identity = twell::rank_identity([&](const char* name) -> const char* {
+      for (const std::string& variable : mine) {
+        if (variable.starts_with(std::string(name) + "=")) {
+          return variable.c_str() + std::strlen(name) + 1;
+        }
+      }
+      return nullptr;
+    });
+    twell::Rendezvous rendezvous(*identity, std::chrono::seconds(60));
+    rendezvous.put("gloo/rank_1", "host");  // without it Gloo connects none
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    rendezvous.fail("unfit");
+  }
+  expect_all_end(ranks, 1, "unfit");
+  fs::create_directory(folder_ / "run");
+  write("run/options.json", "{}");
+  expect_all_end({start(0, 2, {}), start(1, 2, {})}, 0, "run already holds a training run");
 }
 
 // Two machines: network namespaces with a pair of virtual interfaces, whose cable is pulled.
