@@ -50,9 +50,13 @@ std::span<const std::byte> sized_part(std::span<const std::byte>& bytes, const s
 
 // ---- page decompression
 
-constexpr int32_t kUncompressed = 0, kSnappy = 1, kGzip = 2, kZstd = 6;
+// Each returns the bytes written; any number other than out.size() means damaged data.
 
-// Returns the bytes written; any number other than out.size() means damaged data.
+size_t copy(std::span<const std::byte> in, std::span<std::byte> out) {
+  if (in.size() == out.size() && !in.empty()) std::memcpy(out.data(), in.data(), in.size());
+  return in.size();
+}
+
 size_t unsnappy(std::span<const std::byte> in, std::span<std::byte> out) {
   const auto* source = reinterpret_cast<const char*>(in.data());
   size_t size = 0;
@@ -64,7 +68,7 @@ size_t unsnappy(std::span<const std::byte> in, std::span<std::byte> out) {
   return status == SNAPPY_OK ? size : out.size() + 1;
 }
 
-// Decompresses consecutive gzip members or zlib streams. Returns as unsnappy does.
+// Decompresses consecutive gzip members or zlib streams.
 size_t gunzip(std::span<const std::byte> in, std::span<std::byte> out) {
   z_stream stream{};
   constexpr int kGzipOrZlib = 32;
@@ -88,40 +92,19 @@ size_t unzstd(std::span<const std::byte> in, std::span<std::byte> out) {
   return ZSTD_isError(size) != 0 ? out.size() + 1 : size;
 }
 
-size_t decompress(int32_t codec, std::span<const std::byte> in, std::span<std::byte> out) {
-  switch (codec) {
-    case kUncompressed:
-      if (in.size() == out.size() && !in.empty()) std::memcpy(out.data(), in.data(), in.size());
-      return in.size();
-    case kSnappy:
-      return unsnappy(in, out);
-    case kGzip:
-      return gunzip(in, out);
-    case kZstd:
-      return unzstd(in, out);
-    default:
-      throw Error(fmt::format("codec {} was not refused", codec));
-  }
-}
-
-// Why pages of this CompressionCodec (parquet.thrift) cannot be read; empty when they can.
-std::string codec_refusal(int32_t codec) {
-  if (codec == kUncompressed || codec == kSnappy || codec == kGzip || codec == kZstd) return {};
-  static constexpr std::array<const char*, 8> kNames = {
-      "UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD", "LZ4_RAW"};
-  const auto index = static_cast<size_t>(codec);
-  return fmt::format("compression {}",
-                     index < kNames.size() ? kNames[index] : std::to_string(codec));
-}
-
-// Decompresses `in` into all of `out`. InputError, naming `where`, when `in` is damaged or
-// decompresses to another size.
-void decompress_page(int32_t codec, std::span<const std::byte> in, std::span<std::byte> out,
-                     const std::string& where) {
-  TWELL_REQUIRE(decompress(codec, in, out) == out.size(),
-                "{}: a damaged page ({} bytes do not decompress to {})", where, in.size(),
-                out.size());
-}
+// By CompressionCodec (parquet.thrift).
+struct Codec {
+  const char* name;
+  size_t (*unpack)(std::span<const std::byte> in, std::span<std::byte> out);  // null: not read
+};
+constexpr std::array<Codec, 8> kCodecs = {{{"UNCOMPRESSED", copy},
+                                           {"SNAPPY", unsnappy},
+                                           {"GZIP", gunzip},
+                                           {"LZO", nullptr},
+                                           {"BROTLI", nullptr},
+                                           {"LZ4", nullptr},
+                                           {"ZSTD", unzstd},
+                                           {"LZ4_RAW", nullptr}}};
 
 }  // namespace
 
@@ -183,9 +166,10 @@ ParquetColumn::ParquetColumn(std::span<const std::byte> file, const ParquetChunk
   TWELL_REQUIRE(!chunk.elsewhere, "{}: in another file, or encrypted", where_);
   TWELL_REQUIRE(chunk.type == field.type, "{}: of type {}, where the schema says {}", where_,
                 chunk.type, field.type);
-  const std::string refusal = codec_refusal(chunk.codec);
-  TWELL_REQUIRE(refusal.empty(), "{}: {} is not read (SNAPPY, GZIP, ZSTD and none are)", where_,
-                refusal);
+  const auto codec = static_cast<size_t>(chunk.codec);
+  TWELL_REQUIRE(codec < kCodecs.size() && kCodecs[codec].unpack != nullptr,
+                "{}: compression {} is not read (SNAPPY, GZIP, ZSTD and none are)", where_,
+                codec < kCodecs.size() ? kCodecs[codec].name : std::to_string(chunk.codec));
   constexpr int64_t kMagicBytes = 4;
   const bool has_dictionary =
       chunk.dictionary_page_offset > 0 && chunk.dictionary_page_offset < chunk.data_page_offset;
@@ -240,26 +224,8 @@ ParquetValue ParquetColumn::take() {
       break;
   }
   const uint32_t index = indices_.next();
-  if (index >= dictionary_values_) fail("an index beyond the dictionary");
-  return dictionary_value(index);
-}
-
-ParquetValue ParquetColumn::dictionary_value(uint32_t index) const {
-  switch (field_.type) {
-    case kParquetByteArray: {
-      uint32_t size = 0;
-      const std::byte* at = dictionary_.data() + text_offsets_[index];
-      std::memcpy(&size, at, sizeof(size));
-      return std::string_view(reinterpret_cast<const char*>(at) + sizeof(size), size);
-    }
-    case kParquetBoolean:
-      return ((static_cast<uint32_t>(dictionary_[index / 8]) >> (index % 8)) & 1) != 0;
-    default: {
-      const bool wide = field_.type == kParquetInt64 || field_.type == kParquetDouble;
-      return PlainReader(dictionary_.subspan(size_t{index} * (wide ? 8 : 4)), field_, where_)
-          .next();
-    }
-  }
+  if (index >= dictionary_.size()) fail("an index beyond the dictionary");
+  return dictionary_[index];
 }
 
 void ParquetColumn::load_page() {
@@ -298,7 +264,9 @@ std::span<const std::byte> ParquetColumn::unpack(std::span<const std::byte> stor
   page_bytes_ = bytes;
   page_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
   const std::span<std::byte> out(page_.get(), bytes);
-  decompress_page(chunk_.codec, stored, out, where_);
+  if (kCodecs[static_cast<size_t>(chunk_.codec)].unpack(stored, out) != bytes) {
+    fail(fmt::format("{} bytes do not decompress to {}", stored.size(), bytes));
+  }
   return out;
 }
 
@@ -309,7 +277,7 @@ void ParquetColumn::give_back_page() {
 
 void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
                                     std::span<const std::byte> stored) {
-  if (dictionary_values_ > 0) fail("a second dictionary");
+  if (!dictionary_.empty()) fail("a second dictionary");
   if (header.encoding != kParquetPlain && header.encoding != kParquetPlainDictionary) {
     fail(fmt::format("a dictionary in encoding {}", header.encoding));
   }
@@ -318,25 +286,13 @@ void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
     fail(fmt::format("a dictionary of {} values in {} bytes for {} values", header.values,
                      header.bytes, chunk_.values));
   }
-  const size_t values = static_cast<size_t>(header.values);
-  const size_t offset_bytes =
-      field_.type == kParquetByteArray ? values * sizeof(text_offsets_[0]) : 0;
-  dictionary_ = unpack(stored, static_cast<size_t>(header.bytes));
-  memory_.take(offset_bytes, where_);
+  const auto values = static_cast<size_t>(header.values);
+  PlainReader reader(unpack(stored, static_cast<size_t>(header.bytes)), field_, where_);
+  memory_.take(values * sizeof(ParquetValue), where_);
   dictionary_page_ = std::move(page_);
-  dictionary_bytes_ = std::exchange(page_bytes_, 0) + offset_bytes;
-  if (field_.type == kParquetByteArray) {
-    text_offsets_.reserve(values);
-    PlainReader texts(dictionary_, field_, where_);
-    for (size_t i = 0; i < values; ++i) {
-      text_offsets_.push_back(static_cast<uint32_t>(dictionary_.size() - texts.bytes_left()));
-      texts.next();  // checks that the text is complete and UTF-8
-    }
-  } else if (field_.type != kParquetBoolean) {
-    const bool wide = field_.type == kParquetInt64 || field_.type == kParquetDouble;
-    if (values * (wide ? 8 : 4) > dictionary_.size()) fail("values end early");
-  }
-  dictionary_values_ = values;
+  dictionary_bytes_ = std::exchange(page_bytes_, 0) + values * sizeof(ParquetValue);
+  dictionary_.reserve(values);
+  for (size_t i = 0; i < values; ++i) dictionary_.push_back(reader.next());
 }
 
 void ParquetColumn::begin_page(const ParquetPageHeader& header, std::span<const std::byte> bytes) {

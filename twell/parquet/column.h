@@ -42,7 +42,6 @@ class PlainReader {
       : bytes_(bytes), field_(&field), where_(&where) {}
   // InputError when the bytes end early or a text is not UTF-8.
   ParquetValue next();
-  size_t bytes_left() const { return bytes_.size(); }
 
  private:
   std::span<const std::byte> take(size_t count);
@@ -77,7 +76,6 @@ class ParquetColumn {
   void load_entry();
   void load_page();
   void load_dictionary(const ParquetPageHeader& header, std::span<const std::byte> stored);
-  ParquetValue dictionary_value(uint32_t index) const;
   void begin_page(const ParquetPageHeader& header, std::span<const std::byte> bytes);
   void begin_page_v2(const ParquetPageHeader& header, std::span<const std::byte> stored);
   void begin_entries(const ParquetPageHeader& header);
@@ -100,10 +98,9 @@ class ParquetColumn {
   RleReader repetitions_, definitions_, indices_;
   PlainReader plain_;
   enum class Values { kPlain, kDictionary, kRleBoolean } values_ = Values::kPlain;
-  std::unique_ptr<std::byte[]> dictionary_page_;  // decompressed; values are read in place
-  std::span<const std::byte> dictionary_;
-  size_t dictionary_values_ = 0, dictionary_bytes_ = 0;
-  std::vector<uint32_t> text_offsets_;  // for a dictionary of texts: start of each value
+  std::unique_ptr<std::byte[]> dictionary_page_;  // decompressed; texts of dictionary_ point to it
+  size_t dictionary_bytes_ = 0;                   // of both
+  std::vector<ParquetValue> dictionary_;
 };
 
 }  // namespace twell

@@ -2,6 +2,7 @@
 // Parses metadata; the field numbers are those of parquet.thrift.
 #include "twell/parquet/metadata.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -19,140 +20,88 @@ std::string_view as_text(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-void set_annotation(ParquetSchemaElement& out, ParquetAnnotation annotation,
-                    std::string_view other = {}) {
-  out.annotation = annotation;
-  out.other = other;
+// What a field's annotation means, by its name as a ConvertedType or a LogicalType.
+void annotate(std::string_view name, ParquetSchemaElement& out) {
+  out.other.clear();
+  if (name == "UTF8" || name == "STRING" || name == "ENUM" || name == "JSON") {
+    out.annotation = ParquetAnnotation::kText;
+  } else if (name == "LIST") {
+    out.annotation = ParquetAnnotation::kList;
+  } else if (name.starts_with("UINT")) {
+    out.annotation = ParquetAnnotation::kUnsigned;
+  } else if (name.starts_with("INT_") || name == "UNKNOWN") {  // UNKNOWN: a column of nulls
+    out.annotation = ParquetAnnotation::kNone;
+  } else {
+    out.annotation = ParquetAnnotation::kOther;
+    out.other = name;
+  }
 }
 
-// Maps a ConvertedType to an annotation.
-void read_converted_type(int32_t value, ParquetSchemaElement& out) {
-  static constexpr std::array<std::string_view, 22> kNames = {"UTF8",
-                                                              "MAP",
-                                                              "MAP_KEY_VALUE",
-                                                              "LIST",
-                                                              "ENUM",
-                                                              "DECIMAL",
-                                                              "DATE",
-                                                              "TIME_MILLIS",
-                                                              "TIME_MICROS",
-                                                              "TIMESTAMP_MILLIS",
-                                                              "TIMESTAMP_MICROS",
-                                                              "UINT_8",
-                                                              "UINT_16",
-                                                              "UINT_32",
-                                                              "UINT_64",
-                                                              "INT_8",
-                                                              "INT_16",
-                                                              "INT_32",
-                                                              "INT_64",
-                                                              "JSON",
-                                                              "BSON",
-                                                              "INTERVAL"};
-  const auto index = static_cast<size_t>(value);
-  const std::string_view name = index < kNames.size() ? kNames[index] : "an unknown annotation";
-  if (name == "UTF8" || name == "ENUM" || name == "JSON") {
-    set_annotation(out, ParquetAnnotation::kText);
-  } else if (name == "LIST") {
-    set_annotation(out, ParquetAnnotation::kList);
-  } else if (name.starts_with("INT_")) {
-    set_annotation(out, ParquetAnnotation::kInteger);
-  } else if (name.starts_with("UINT_")) {
-    set_annotation(out, ParquetAnnotation::kUnsigned);
-  } else {
-    set_annotation(out, ParquetAnnotation::kOther, name);
+// The names of ConvertedType's values, separated by spaces.
+constexpr std::string_view kConvertedTypes =
+    "UTF8 MAP MAP_KEY_VALUE LIST ENUM DECIMAL DATE TIME_MILLIS TIME_MICROS TIMESTAMP_MILLIS "
+    "TIMESTAMP_MICROS UINT_8 UINT_16 UINT_32 UINT_64 INT_8 INT_16 INT_32 INT_64 JSON BSON INTERVAL";
+// The names of LogicalType's fields, from number 1 on.
+constexpr std::string_view kLogicalTypes =
+    "STRING MAP LIST ENUM DECIMAL DATE TIME TIMESTAMP INTERVAL INTEGER UNKNOWN JSON BSON UUID "
+    "FLOAT16 VARIANT";
+
+std::string_view name_at(std::string_view names, int32_t index) {
+  for (; index > 0 && !names.empty(); --index) {
+    names.remove_prefix(std::min(names.find(' '), names.size() - 1) + 1);
   }
+  const std::string_view name = names.substr(0, names.find(' '));
+  return index < 0 || name.empty() ? "an unknown annotation" : name;
 }
 
 // Reads a LogicalType, a union: the number of its only field says which type it is.
 void read_logical_type(ThriftReader& in, ParquetSchemaElement& out) {
-  static constexpr std::array<std::string_view, 17> kNames = {
-      "",         "STRING",  "MAP",     "LIST", "ENUM", "DECIMAL", "DATE",    "TIME",   "TIMESTAMP",
-      "INTERVAL", "INTEGER", "UNKNOWN", "JSON", "BSON", "UUID",    "FLOAT16", "VARIANT"};
   in.fields([&](int32_t id, Type type) {
-    const auto index = static_cast<size_t>(id);
-    const std::string_view name = index < kNames.size() ? kNames[index] : "an unknown annotation";
-    if (name == "INTEGER" && type == Type::kStruct) {
-      set_annotation(out, ParquetAnnotation::kInteger);
-      in.fields([&](int32_t part, Type part_type) {
-        if (part == 2 && !in.boolean(part_type)) {
-          set_annotation(out, ParquetAnnotation::kUnsigned);
-        } else if (part != 2) {
-          in.skip(part_type);
-        }
-      });
-      return;
+    const std::string_view name = name_at(kLogicalTypes, id - 1);
+    if (name != "INTEGER" || type != Type::kStruct) {
+      annotate(name, out);
+      return in.skip(type);
     }
-    if (name == "STRING" || name == "ENUM" || name == "JSON") {
-      set_annotation(out, ParquetAnnotation::kText);
-    } else if (name == "LIST") {
-      set_annotation(out, ParquetAnnotation::kList);
-    } else if (name == "UNKNOWN") {
-      set_annotation(out, ParquetAnnotation::kNone);  // a column of nulls
-    } else {
-      set_annotation(out, ParquetAnnotation::kOther, name);
-    }
-    in.skip(type);
+    bool is_signed = true;
+    in.fields([&](int32_t part, Type part_type) {
+      if (part != 2) return in.skip(part_type);
+      is_signed = in.boolean(part_type);
+    });
+    annotate(is_signed ? "INT_" : "UINT", out);
   });
 }
 
 ParquetSchemaElement read_schema_element(ThriftReader& in) {
   ParquetSchemaElement out;
-  bool logical = false;  // a LogicalType was read; it overrides the ConvertedType
+  int32_t converted = -1;
+  bool logical = false;  // a LogicalType overrides the ConvertedType
   in.fields([&](int32_t id, Type type) {
-    switch (id) {
-      case 1:
-        out.type = in.integer32(type);
-        break;
-      case 3:
-        out.repetition = in.integer32(type);
-        break;
-      case 4:
-        out.name = in.binary(type);
-        break;
-      case 5:
-        out.children = in.integer32(type);
-        break;
-      case 6: {
-        const int32_t converted = in.integer32(type);
-        if (!logical) read_converted_type(converted, out);
-        break;
-      }
-      case 10:
-        logical = true;
-        read_logical_type(in, out);
-        break;
-      default:
-        in.skip(type);
+    if (id == 1) return in.read(type, out.type);
+    if (id == 3) return in.read(type, out.repetition);
+    if (id == 5) return in.read(type, out.children);
+    if (id == 6) return in.read(type, converted);
+    if (id == 4) {
+      out.name = in.binary(type);
+    } else if (id == 10) {
+      logical = true;
+      read_logical_type(in, out);
+    } else {
+      in.skip(type);
     }
   });
+  if (converted != -1 && !logical) annotate(name_at(kConvertedTypes, converted), out);
   return out;
 }
 
 void read_column(ThriftReader& in, ParquetChunk& out) {
   in.fields([&](int32_t id, Type type) {
-    switch (id) {
-      case 1:
-        out.type = in.integer32(type);
-        break;
-      case 4:
-        out.codec = in.integer32(type);
-        break;
-      case 5:
-        out.values = in.integer(type);
-        break;
-      case 7:
-        out.compressed_bytes = in.integer(type);
-        break;
-      case 9:
-        out.data_page_offset = in.integer(type);
-        break;
-      case 11:
-        out.dictionary_page_offset = in.integer(type);
-        break;
-      default:
-        in.skip(type);
-    }
+    if (id == 1) return in.read(type, out.type);
+    if (id == 4) return in.read(type, out.codec);
+    if (id == 5) return in.read(type, out.values);
+    if (id == 7) return in.read(type, out.compressed_bytes);
+    if (id == 9) return in.read(type, out.data_page_offset);
+    if (id == 11) return in.read(type, out.dictionary_page_offset);
+    in.skip(type);
   });
 }
 
@@ -175,13 +124,9 @@ ParquetChunk read_chunk(ThriftReader& in) {
 ParquetRowGroup read_row_group(ThriftReader& in) {
   ParquetRowGroup out;
   in.fields([&](int32_t id, Type type) {
-    if (id == 1) {
-      in.elements(type, Type::kStruct, [&] { out.columns.push_back(read_chunk(in)); });
-    } else if (id == 3) {
-      out.rows = in.integer(type);
-    } else {
-      in.skip(type);
-    }
+    if (id == 1) return in.structs(type, [&] { out.columns.push_back(read_chunk(in)); });
+    if (id == 3) return in.read(type, out.rows);
+    in.skip(type);
   });
   return out;
 }
@@ -203,19 +148,10 @@ ParquetMetadata parse_parquet_metadata(std::span<const std::byte> file, const st
   ThriftReader in(file.subspan(file.size() - kTail - size, size), source);
   ParquetMetadata out;
   in.fields([&](int32_t id, Type type) {
-    switch (id) {
-      case 2:
-        in.elements(type, Type::kStruct, [&] { out.schema.push_back(read_schema_element(in)); });
-        break;
-      case 3:
-        out.rows = in.integer(type);
-        break;
-      case 4:
-        in.elements(type, Type::kStruct, [&] { out.row_groups.push_back(read_row_group(in)); });
-        break;
-      default:
-        in.skip(type);
-    }
+    if (id == 2) return in.structs(type, [&] { out.schema.push_back(read_schema_element(in)); });
+    if (id == 3) return in.read(type, out.rows);
+    if (id == 4) return in.structs(type, [&] { out.row_groups.push_back(read_row_group(in)); });
+    in.skip(type);
   });
   return out;
 }
@@ -231,39 +167,30 @@ ParquetPageHeader parse_page_header(std::span<const std::byte> bytes, const std:
       if (part == Type::kTrue || part == Type::kFalse) {
         if (out.type == ParquetPageHeader::kDataV2 && id == 7) out.compressed = in.boolean(part);
       } else if (id >= 1 && index < numbers.size() && numbers[index] != nullptr) {
-        *numbers[index] = in.integer32(part);
+        in.read(part, *numbers[index]);
       } else {
         in.skip(part);
       }
     });
   };
   in.fields([&](int32_t id, Type type) {
-    switch (id) {
-      case 1:
-        out.type = in.integer32(type);
-        break;
-      case 2:
-        out.bytes = in.integer32(type);
-        break;
-      case 3:
-        out.compressed_bytes = in.integer32(type);
-        break;
-      case 4:
-        out.checksum = static_cast<uint32_t>(in.integer32(type));
-        break;
-      case 5:
-        read_part(type, std::array{&out.values, &out.encoding, &out.definition_encoding,
-                                   &out.repetition_encoding});
-        break;
-      case 7:
-        read_part(type, std::array{&out.values, &out.encoding});
-        break;
-      case 8:
-        read_part(type, std::array<int32_t*, 6>{&out.values, nullptr, nullptr, &out.encoding,
-                                                &out.definition_bytes, &out.repetition_bytes});
-        break;
-      default:
-        in.skip(type);
+    if (id == 1) return in.read(type, out.type);
+    if (id == 2) return in.read(type, out.bytes);
+    if (id == 3) return in.read(type, out.compressed_bytes);
+    if (id == 4) {
+      int32_t checksum = 0;
+      in.read(type, checksum);
+      out.checksum = static_cast<uint32_t>(checksum);
+    } else if (id == 5) {
+      read_part(type, std::array{&out.values, &out.encoding, &out.definition_encoding,
+                                 &out.repetition_encoding});
+    } else if (id == 7) {
+      read_part(type, std::array{&out.values, &out.encoding});
+    } else if (id == 8) {
+      read_part(type, std::array<int32_t*, 6>{&out.values, nullptr, nullptr, &out.encoding,
+                                              &out.definition_bytes, &out.repetition_bytes});
+    } else {
+      in.skip(type);
     }
   });
   size = in.position();

@@ -15,7 +15,7 @@
 namespace twell {
 
 // What a field's annotation (LogicalType, or the older ConvertedType) says about its values.
-enum class ParquetAnnotation { kNone, kText, kInteger, kUnsigned, kList, kOther };
+enum class ParquetAnnotation { kNone, kText, kUnsigned, kList, kOther };
 
 enum class ParquetRepetition : int32_t { kRequired = 0, kOptional = 1, kRepeated = 2 };
 

@@ -214,26 +214,28 @@ json ParquetReader::read_list(const ParquetField& field, int repetition) {
   return out;
 }
 
+// Takes the column's next entry, which must have these levels.
+ParquetValue ParquetReader::take(const ParquetField& field, int repetition, int definition) {
+  ParquetColumn& at = column(field);
+  if (at.definition() != definition || at.repetition() != repetition) {
+    fail(fmt::format("damaged: the columns of row {} contradict each other", row_));
+  }
+  return at.take();
+}
+
 // Reads a null or empty field: each column below it has one entry with the same levels.
 json ParquetReader::read_absent(const ParquetField& field, int repetition) {
   const int definition = first_column(field).definition();
   std::vector<const ParquetField*> values;
   field.append_columns(values);
   for (const ParquetField* value : values) {
-    ParquetColumn& at = column(*value);
-    if (at.definition() != definition || at.repetition() != repetition) {
-      fail(fmt::format("damaged: the columns of row {} contradict each other", row_));
-    }
-    at.take();
+    take(*value, repetition, definition);
   }
   return nullptr;
 }
 
 json ParquetReader::read_value(const ParquetField& field, int repetition) {
-  ParquetColumn& at = column(field);
-  if (at.repetition() != repetition) {
-    fail(fmt::format("damaged: the columns of row {} contradict each other", row_));
-  }
+  const ParquetValue taken = take(field, repetition, column(field).definition());
   return std::visit(
       [this](const auto& value) -> json {
         using Kind = std::decay_t<decltype(value)>;
@@ -243,7 +245,7 @@ json ParquetReader::read_value(const ParquetField& field, int repetition) {
           spend(value.size());
         if constexpr (!std::is_same_v<Kind, std::monostate>) return value;
       },
-      at.take());
+      taken);
 }
 
 }  // namespace twell

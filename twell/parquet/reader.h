@@ -63,6 +63,7 @@ class ParquetReader {
   nlohmann::json read_list(const ParquetField& field, int repetition);
   nlohmann::json read_absent(const ParquetField& field, int repetition);
   nlohmann::json read_value(const ParquetField& field, int repetition);
+  ParquetValue take(const ParquetField& field, int repetition, int definition);
   ParquetColumn& column(const ParquetField& field);
   ParquetColumn& first_column(const ParquetField& field);
   void spend(size_t bytes);

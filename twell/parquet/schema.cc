@@ -135,19 +135,15 @@ class SchemaReader {
         "BOOLEAN", "INT32",  "INT64",      "INT96",
         "FLOAT",   "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"};
     if (element.annotation == ParquetAnnotation::kOther) return element.other;
-    switch (element.type) {
-      case kParquetBoolean:
-      case kParquetInt32:
-      case kParquetInt64:
-      case kParquetFloat:
-      case kParquetDouble:
-        return {};
-      case kParquetByteArray:
-        return element.annotation == ParquetAnnotation::kText ? "" : "BYTE_ARRAY without UTF8";
-      default:
-        const auto index = static_cast<size_t>(element.type);
-        return index < kTypes.size() ? kTypes[index] : fmt::format("type {}", element.type);
+    if (element.type == kParquetByteArray) {
+      return element.annotation == ParquetAnnotation::kText ? "" : "BYTE_ARRAY without UTF8";
     }
+    for (const int32_t number :
+         {kParquetBoolean, kParquetInt32, kParquetInt64, kParquetFloat, kParquetDouble}) {
+      if (element.type == number) return {};
+    }
+    const auto index = static_cast<size_t>(element.type);
+    return index < kTypes.size() ? kTypes[index] : fmt::format("type {}", element.type);
   }
 
   const std::vector<ParquetSchemaElement>& elements_;

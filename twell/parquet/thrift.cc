@@ -57,23 +57,26 @@ std::pair<int64_t, ThriftType> ThriftReader::list_header() {
   return {static_cast<int64_t>(size), type};
 }
 
-int64_t ThriftReader::begin_list(ThriftType type, ThriftType element) {
+int64_t ThriftReader::begin_structs(ThriftType type) {
   if (type != ThriftType::kList) fail("no list where one belongs");
-  const auto [size, found] = list_header();
-  if (size > 0 && found != element) fail("a list of another type");
+  const auto [size, element] = list_header();
+  if (size > 0 && element != ThriftType::kStruct) fail("a list of another type");
   return size;
 }
 
-int64_t ThriftReader::integer(ThriftType type) {
-  if (type == ThriftType::kByte) return static_cast<int8_t>(byte());
-  if (type < ThriftType::kI16 || type > ThriftType::kI64) fail("no integer where one belongs");
-  return zigzag();
+void ThriftReader::read(ThriftType type, int64_t& integer) {
+  const bool is_byte = type == ThriftType::kByte;
+  if (!is_byte && (type < ThriftType::kI16 || type > ThriftType::kI64)) {
+    fail("no integer where one belongs");
+  }
+  integer = is_byte ? static_cast<int8_t>(byte()) : zigzag();
 }
 
-int32_t ThriftReader::integer32(ThriftType type) {
-  const int64_t value = integer(type);
+void ThriftReader::read(ThriftType type, int32_t& integer) {
+  int64_t value = 0;
+  read(type, value);
   if (value != static_cast<int32_t>(value)) fail("a number out of range");
-  return static_cast<int32_t>(value);
+  integer = static_cast<int32_t>(value);
 }
 
 bool ThriftReader::boolean(ThriftType type) {

@@ -43,16 +43,16 @@ class ThriftReader {
     while (next_field(id, type)) on_field(id, type);
     --depth_;
   }
-  // Calls on_element() for each element of the list at the cursor; it must read one element.
-  template <typename OnElement>
-  void elements(ThriftType type, ThriftType element, const OnElement& on_element) {
+  // Calls on_struct() for each element of the list of structs at the cursor; it must read one.
+  template <typename OnStruct>
+  void structs(ThriftType type, const OnStruct& on_struct) {
     enter();
-    for (int64_t left = begin_list(type, element); left > 0; --left) on_element();
+    for (int64_t left = begin_structs(type); left > 0; --left) on_struct();
     --depth_;
   }
 
-  int64_t integer(ThriftType type);
-  int32_t integer32(ThriftType type);
+  void read(ThriftType type, int64_t& integer);
+  void read(ThriftType type, int32_t& integer);
   bool boolean(ThriftType type);
   std::string_view binary(ThriftType type);
   void skip(ThriftType type);
@@ -65,7 +65,7 @@ class ThriftReader {
   [[noreturn]] void fail(std::string_view reason) const;
   void enter();
   bool next_field(int32_t& id, ThriftType& type);
-  int64_t begin_list(ThriftType type, ThriftType element);
+  int64_t begin_structs(ThriftType type);
   std::pair<int64_t, ThriftType> list_header();
   std::span<const std::byte> take(size_t count);
   uint8_t byte() { return static_cast<uint8_t>(take(1)[0]); }
