@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,12 @@
 #include "twell/tokenizer/bpe_pair_map.h"
 
 namespace twell {
+
+// For finding a word among strings without a copy of it.
+struct WordHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }
+};
 
 // A merge replaces two adjacent ids by one. Its rank is its index in the list of merges.
 struct BpeMerge {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "twell/tokenizer/bpe_pair_map.h"
-#include "twell/tokenizer/normalizer.h"
 
 namespace twell {
 namespace {
@@ -151,44 +150,6 @@ class MergeLearner {
 };
 
 }  // namespace
-
-WordCounter::WordCounter(Context& ctx, const PreTokenizer& pre_tokenizer, bool nfc)
-    : ctx_(ctx),
-      pre_tokenizer_(pre_tokenizer),
-      nfc_(nfc),
-      workers_(static_cast<size_t>(ctx.threads())) {}
-
-void WordCounter::add(const std::vector<std::string>& texts) {
-  ctx_.parallel_for(std::ssize(texts), 1, [&](int64_t begin, int64_t end, int thread) {
-    for (int64_t i = begin; i < end; ++i) {
-      count(texts[static_cast<size_t>(i)], workers_[static_cast<size_t>(thread)]);
-    }
-  });
-}
-
-void WordCounter::count(std::string_view text, Worker& worker) const {
-  if (nfc_) text = normalize_nfc(text, worker.normalized);
-  pre_tokenizer_.split(text, worker.scratch, [&](std::string_view word) {
-    for (; !word.empty(); word.remove_prefix(std::min(word.size(), kLongestWord))) {
-      const std::string_view piece = word.substr(0, kLongestWord);
-      const auto entry = worker.counts.find(piece);
-      if (entry != worker.counts.end()) {
-        ++entry->second;
-      } else {
-        worker.counts.emplace(piece, 1);
-      }
-    }
-  });
-}
-
-WordCounts WordCounter::take() {
-  WordCounts all = std::move(workers_[0].counts);
-  for (size_t i = 1; i < workers_.size(); ++i) {
-    for (const auto& [word, count] : workers_[i].counts) all[word] += count;
-    workers_[i].counts.clear();
-  }
-  return all;
-}
 
 std::vector<BpeMerge> learn_merges(const WordCounts& counts, size_t first_byte, size_t vocab_size,
                                    std::vector<std::string>& tokens) {

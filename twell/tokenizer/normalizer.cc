@@ -70,24 +70,17 @@ void append_mapped(std::string_view text, std::string& out) {
   out.append(reinterpret_cast<const char*>(mapped), static_cast<size_t>(size));
 }
 
-int32_t character_at(std::string_view text, size_t i, size_t& length) {
-  utf8proc_int32_t character = 0;
-  const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());
-  const auto size =
-      utf8proc_iterate(bytes + i, static_cast<utf8proc_ssize_t>(text.size() - i), &character);
-  TWELL_CHECK(size > 0, "invalid UTF-8 reached the normalizer at byte {}", i);
-  length = static_cast<size_t>(size);
-  return character;
-}
-
 // Appends the form C of valid UTF-8.
 void append_nfc(std::string_view text, std::string& out) {
   size_t done = 0;
-  for (size_t i = 0, length = 0; i < text.size(); i += length) {
-    if (!is_in(kNewer, character_at(text, i, length))) continue;
-    append_mapped(text.substr(done, i - done), out);
-    out += text.substr(i, length);
-    done = i + length;
+  for (size_t i = 0; i < text.size();) {
+    const auto [code, size] = first_character(text.substr(i));
+    if (is_in(kNewer, code)) {
+      append_mapped(text.substr(done, i - done), out);
+      out += text.substr(i, size);
+      done = i + size;
+    }
+    i += size;
   }
   append_mapped(text.substr(done), out);
 }
@@ -106,18 +99,33 @@ Part next_part(std::string_view text) {
       ascii = i++;
       continue;
     }
-    size_t length = 0;
-    if (!is_in(kInert, character_at(text, i, length))) {
+    const auto [code, size] = first_character(text.substr(i));
+    if (!is_in(kInert, code)) {
       const auto* end = std::find_if(bytes + i, bytes + text.size(),
                                      [](utf8proc_uint8_t byte) { return byte < 0x80; });
       return {ascii, static_cast<size_t>(end - bytes)};
     }
-    i += length;
+    i += size;
   }
   return {text.size(), text.size()};
 }
 
 }  // namespace
+
+Character first_character(std::string_view text) {
+  Character out;
+  const auto size = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                                     static_cast<utf8proc_ssize_t>(text.size()), &out.code);
+  if (size > 0) out.size = static_cast<size_t>(size);
+  return out;
+}
+
+bool is_white_space(int32_t character) {
+  const utf8proc_category_t category = utf8proc_category(character);
+  return (character >= '\t' && character <= '\r') || character == 0x85 ||
+         category == UTF8PROC_CATEGORY_ZS || category == UTF8PROC_CATEGORY_ZL ||
+         category == UTF8PROC_CATEGORY_ZP;
+}
 
 bool is_unknown_to_reference(int32_t character) { return is_in(kNewer, character); }
 

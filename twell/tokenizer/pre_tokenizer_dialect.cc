@@ -2,6 +2,7 @@
 // translate_regex scans the pattern: it copies what Oniguruma and PCRE2 interpret alike, rewrites
 // what it can, and refuses the rest.
 #include <array>
+#include <cctype>
 
 #include "twell/base/error.h"
 #include "twell/tokenizer/pre_tokenizer_regex.h"
@@ -16,12 +17,8 @@ constexpr std::string_view kWhiteSpace =
 constexpr std::array<std::string_view, 7> kGroups = {"(?:",  "(?i:", "(?=", "(?!",
                                                      "(?<=", "(?<!", "(?>"};
 
-bool is_ascii_alnum(char c) {
-  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
-}
-bool is_hex(char c) {
-  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
-}
+bool is_ascii_alnum(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
+bool is_hex(char c) { return std::isxdigit(static_cast<unsigned char>(c)) != 0; }
 
 class Translator {
  public:
@@ -43,8 +40,6 @@ class Translator {
     throw InputError(
         fmt::format("the regular expression uses {}, which is not supported", construct));
   }
-
-  bool starts(std::string_view text) const { return rest_.substr(0, text.size()) == text; }
 
   void copy(size_t count) {
     out_ += rest_.substr(0, count);
@@ -76,9 +71,9 @@ class Translator {
 
   void group() {
     for (const std::string_view opening : kGroups) {
-      if (starts(opening)) return copy(opening.size());
+      if (rest_.starts_with(opening)) return copy(opening.size());
     }
-    if (starts("(?") || starts("(*")) {
+    if (rest_.starts_with("(?") || rest_.starts_with("(*")) {
       refuse("a group other than (...), (?:...), (?i:...), (?>...) and look-around");
     }
     copy(1);
@@ -92,19 +87,20 @@ class Translator {
         rest_.substr(1, close - 1).find_first_not_of("0123456789,") == std::string_view::npos;
     if (!plain) refuse("a { that is not {n}, {n,} or {n,m}");
     copy(close + 1);
-    if (starts("+") || starts("?") || starts("*")) refuse("{n,m} followed by ?, + or *");
+    if (rest_.starts_with("+") || rest_.starts_with("?") || rest_.starts_with("*"))
+      refuse("{n,m} followed by ?, + or *");
   }
 
   void character_class() {
     copy(1);
-    if (starts("^")) copy(1);
-    if (starts("]")) refuse("a class that begins with ]");
+    if (rest_.starts_with("^")) copy(1);
+    if (rest_.starts_with("]")) refuse("a class that begins with ]");
     bool first = true;
     bool after_set = false;  // previous item was a set (\s, \p{L}), which cannot begin a range
-    while (!starts("]")) {
+    while (!rest_.starts_with("]")) {
       if (rest_.empty()) refuse("a class without its ]");
       if (rest_[0] == '[') refuse("a class inside a class");
-      if (starts("&&")) refuse("a class intersection (&&)");
+      if (rest_.starts_with("&&")) refuse("a class intersection (&&)");
       if (rest_[0] == '-') {
         dash(first, after_set);
         after_set = false;

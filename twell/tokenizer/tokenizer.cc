@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -109,11 +110,7 @@ class LongWordCache {
 
  private:
   static constexpr size_t kMostWords = 4096;  // at most 10 MiB of ids
-  struct Hash {
-    using is_transparent = void;
-    size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }
-  };
-  std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> ids_;
+  std::unordered_map<std::string, std::vector<int32_t>, WordHash, std::equal_to<>> ids_;
 };
 
 // Working memory and word caches of one encode() call, kept for later calls.
@@ -129,36 +126,21 @@ struct TokenizerWorkspace {
 // Lends each caller a separate workspace, so that encode() can run on many threads at once.
 class TokenizerWorkspacePool {
  public:
-  class Lease {
-   public:
-    explicit Lease(TokenizerWorkspacePool& pool) : pool_(pool), workspace_(pool.take()) {}
-    ~Lease() { pool_.give_back(std::move(workspace_)); }
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    TokenizerWorkspace& operator*() const { return *workspace_; }
-
-   private:
-    TokenizerWorkspacePool& pool_;
-    std::unique_ptr<TokenizerWorkspace> workspace_;
-  };
+  // Destroying the pointer gives the workspace back.
+  auto take() {
+    const auto give_back = [this](TokenizerWorkspace* workspace) {
+      const std::lock_guard lock(mutex_);
+      idle_.emplace_back(workspace);
+    };
+    const std::lock_guard lock(mutex_);
+    if (idle_.empty()) idle_.push_back(std::make_unique<TokenizerWorkspace>());
+    std::unique_ptr<TokenizerWorkspace, decltype(give_back)> taken(idle_.back().release(),
+                                                                   give_back);
+    idle_.pop_back();
+    return taken;
+  }
 
  private:
-  std::unique_ptr<TokenizerWorkspace> take() {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!idle_.empty()) {
-        std::unique_ptr<TokenizerWorkspace> workspace = std::move(idle_.back());
-        idle_.pop_back();
-        return workspace;
-      }
-    }
-    return std::make_unique<TokenizerWorkspace>();
-  }
-  void give_back(std::unique_ptr<TokenizerWorkspace> workspace) {
-    const std::lock_guard lock(mutex_);
-    idle_.push_back(std::move(workspace));
-  }
-
   std::mutex mutex_;
   std::vector<std::unique_ptr<TokenizerWorkspace>> idle_;
 };
@@ -177,16 +159,10 @@ class AddedTokenMatcher {
   void add(std::string_view content, int32_t id) {
     uint32_t node = 0;
     for (const char c : content) {
-      const uint8_t byte = static_cast<uint8_t>(c);
-      uint32_t next = child(node, byte);
-      if (next == 0) {
-        next = static_cast<uint32_t>(nodes_.size());
-        nodes_.emplace_back();
-        auto& children = nodes_[node].children;
-        children.insert(std::lower_bound(children.begin(), children.end(), byte, is_before),
-                        {byte, next});
-      }
-      node = next;
+      const auto [child, is_new] =
+          nodes_[node].children.try_emplace(c, static_cast<uint32_t>(nodes_.size()));
+      node = child->second;
+      if (is_new) nodes_.emplace_back();
     }
     nodes_[node].id = id;
     starts_[static_cast<uint8_t>(content[0])] = true;
@@ -198,8 +174,9 @@ class AddedTokenMatcher {
       match.id = -1;
       uint32_t node = 0;
       for (size_t i = begin; i < text.size(); ++i) {
-        node = child(node, static_cast<uint8_t>(text[i]));
-        if (node == 0) break;
+        const auto child = nodes_[node].children.find(text[i]);
+        if (child == nodes_[node].children.end()) break;
+        node = child->second;
         if (nodes_[node].id >= 0) match = {begin, i + 1, nodes_[node].id};
       }
       if (match.id >= 0) return true;
@@ -208,18 +185,11 @@ class AddedTokenMatcher {
   }
 
  private:
-  using Child = std::pair<uint8_t, uint32_t>;
   // A trie over bytes; node 0 is the root.
   struct Node {
-    int32_t id = -1;              // id of the token that ends here, or -1
-    std::vector<Child> children;  // by byte
+    int32_t id = -1;                    // id of the token that ends here, or -1
+    std::map<char, uint32_t> children;  // node by byte
   };
-  static bool is_before(const Child& child, uint8_t byte) { return child.first < byte; }
-  uint32_t child(uint32_t node, uint8_t byte) const {  // 0 when it does not exist
-    const auto& children = nodes_[node].children;
-    const auto it = std::lower_bound(children.begin(), children.end(), byte, is_before);
-    return it == children.end() || it->first != byte ? 0 : it->second;
-  }
 
   std::vector<Node> nodes_ = std::vector<Node>(1);
   std::array<bool, 256> starts_{};  // whether some token begins with the byte
@@ -228,9 +198,6 @@ class AddedTokenMatcher {
 // ---- Ids and decoded bytes of a vocabulary.
 
 using IdsByName = std::unordered_map<std::string, int32_t>;
-
-constexpr std::array<std::string_view, 7> kEosNames = {
-    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"};
 
 std::string byte_token_name(size_t byte) { return fmt::format("<0x{:02X}>", byte); }
 
@@ -266,37 +233,25 @@ std::vector<std::string> decoded_tokens(const TokenizerSpec& spec,
   return decoded;
 }
 
-// The first character of valid UTF-8; sets `size` to its length in bytes.
-char32_t first_character(std::string_view text, size_t& size) {
-  const auto byte = [&](size_t i) { return static_cast<char32_t>(static_cast<uint8_t>(text[i])); };
-  const char32_t lead = byte(0);
-  size = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-  char32_t character = size == 1 ? lead : lead & (0x7fu >> size);
-  for (size_t i = 1; i < size; ++i) character = character << 6 | (byte(i) & 0x3f);
-  return character;
-}
-
-// Length in bytes of the Unicode White_Space character that starts the text; 0 if none.
+// Bytes of white space that the text starts or ends with.
 size_t white_space_at_start(std::string_view text) {
-  if (text.empty()) return 0;
-  const uint8_t first = static_cast<uint8_t>(text[0]);
-  if ((first >= 0x09 && first <= 0x0d) || first == 0x20) return 1;
-  for (const std::string_view two : {"\u0085", "\u00a0"}) {
-    if (text.starts_with(two)) return 2;
+  size_t size = 0;
+  while (size < text.size()) {
+    const Character next = first_character(text.substr(size));
+    if (!is_white_space(next.code)) break;
+    size += next.size;
   }
-  for (const std::string_view three :
-       {"\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004", "\u2005", "\u2006", "\u2007",
-        "\u2008", "\u2009", "\u200a", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"}) {
-    if (text.starts_with(three)) return 3;
-  }
-  return 0;
+  return size;
 }
 
 size_t white_space_at_end(std::string_view text) {
-  for (size_t size = 1; size <= std::min<size_t>(3, text.size()); ++size) {
-    if (white_space_at_start(text.substr(text.size() - size)) == size) return size;
+  size_t begin = text.size();
+  for (size_t i = begin; i > 0 && begin - i < 4; --i) {
+    const size_t size = begin - i + 1;
+    const Character last = first_character(text.substr(i - 1, size));
+    if (last.size == size && is_white_space(last.code)) begin = i - 1;
   }
-  return 0;
+  return text.size() - begin;
 }
 
 // Appends the ids of the added tokens in text and calls encode(piece) for the text between them.
@@ -309,13 +264,9 @@ void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>
   while (!matcher.empty() && matcher.find(text, done, match)) {
     const uint8_t strip = strips[static_cast<size_t>(match.id)];
     if ((strip & 1) != 0) {
-      while (const size_t size = white_space_at_end(text.substr(done, match.begin - done))) {
-        match.begin -= size;
-      }
+      match.begin -= white_space_at_end(text.substr(done, match.begin - done));
     }
-    if ((strip & 2) != 0) {
-      while (const size_t size = white_space_at_start(text.substr(match.end))) match.end += size;
-    }
+    if ((strip & 2) != 0) match.end += white_space_at_start(text.substr(match.end));
     if (match.begin > done) encode(text.substr(done, match.begin - done));
     out.push_back(match.id);
     done = match.end;
@@ -324,8 +275,6 @@ void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>
 }
 
 }  // namespace
-
-std::span<const std::string_view> eos_names() { return kEosNames; }
 
 struct Tokenizer::Impl {
   explicit Impl(TokenizerSpec spec_in);
@@ -393,10 +342,9 @@ Tokenizer::Impl::Impl(TokenizerSpec spec_in)
   }
   characters.assign(0x110000, -1);
   for (const auto& [name, id] : mergeable) {
-    size_t size = 0;
-    if (find_invalid_utf8(name) != name.size()) continue;
-    const char32_t character = first_character(name, size);
-    if (size == name.size()) characters[character] = id;
+    if (name.empty()) continue;
+    const auto [code, size] = first_character(name);
+    if (code >= 0 && size == name.size()) characters[static_cast<size_t>(code)] = id;
   }
 }
 
@@ -441,9 +389,8 @@ void Tokenizer::Impl::append_symbols(std::string_view word, std::vector<int32_t>
   while (!word.empty()) {
     const Utf8Stretch stretch = next_utf8_stretch(word);
     for (size_t i = 0; i < stretch.size;) {
-      size_t size = 1;
-      const int32_t id =
-          stretch.valid ? characters[first_character(word.substr(i), size)] : int32_t{-1};
+      const auto [code, size] = first_character(word.substr(i));
+      const int32_t id = code >= 0 ? characters[static_cast<size_t>(code)] : int32_t{-1};
       if (id >= 0) symbols.push_back(id);
       for (size_t end = i + size; i < end; ++i) {
         if (id < 0) symbols.push_back(bytes[static_cast<uint8_t>(word[i])]);
@@ -502,21 +449,14 @@ void Tokenizer::Impl::merge_word(std::string_view word, TokenizerWorkspace& work
   bpe.merge(workspace.symbols, workspace.bpe, out);
 }
 
-Tokenizer::Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
-Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
-Tokenizer::~Tokenizer() = default;
-
-Tokenizer TokenizerAccess::make(TokenizerSpec spec) {
-  return Tokenizer(std::make_unique<Tokenizer::Impl>(std::move(spec)));
-}
+Tokenizer::Tokenizer(TokenizerSpec spec) : impl_(std::make_shared<Impl>(std::move(spec))) {}
 
 Tokenizer Tokenizer::load(const std::filesystem::path& path) {
   return parse(read_file(path), path.string());
 }
 
 Tokenizer Tokenizer::parse(std::string_view json, const std::string& source) {
-  return TokenizerAccess::make(parse_tokenizer_json(json, source));
+  return Tokenizer(parse_tokenizer_json(json, source));
 }
 
 std::string Tokenizer::to_json() const { return write_tokenizer_json(impl_->spec); }
@@ -534,8 +474,8 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special
 void Tokenizer::encode(std::string_view text, std::vector<int32_t>& out, bool allow_special) const {
   static const AddedTokenMatcher kNone;
   const Impl& impl = *impl_;
-  const TokenizerWorkspacePool::Lease lease(impl.workspaces);
-  TokenizerWorkspace& workspace = *lease;
+  const auto lent = impl.workspaces.take();
+  TokenizerWorkspace& workspace = *lent;
   const AddedTokenMatcher& as_given = allow_special ? impl.as_given : kNone;
   const AddedTokenMatcher& in_normalized = allow_special ? impl.in_normalized : kNone;
   split_at_added(as_given, impl.strips, text, out, [&](std::string_view piece) {
@@ -594,7 +534,7 @@ int32_t Tokenizer::find(std::string_view token) const {
 }
 
 int32_t Tokenizer::eos_token() const {
-  for (const std::string_view name : eos_names()) {
+  for (const std::string_view name : kEosNames) {
     const auto added = impl_->added.find(std::string(name));
     if (added != impl_->added.end()) return added->second;
   }

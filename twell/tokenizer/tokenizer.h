@@ -21,17 +21,17 @@
 
 namespace twell {
 
+struct TokenizerSpec;
+
+// Copies share their content.
 class Tokenizer {
  public:
+  explicit Tokenizer(TokenizerSpec spec);
   // InputError, naming the part, for anything unsupported in the file.
   static Tokenizer load(const std::filesystem::path& path);
   static Tokenizer parse(std::string_view json, const std::string& source);
   std::string to_json() const;
   void save(const std::filesystem::path& path) const;  // replaces the file atomically
-
-  Tokenizer(Tokenizer&&) noexcept;
-  Tokenizer& operator=(Tokenizer&&) noexcept;
-  ~Tokenizer();
 
   // allow_special: whether added and special tokens spelled out in the text become their ids.
   std::vector<int32_t> encode(std::string_view text, bool allow_special = true) const;
@@ -55,9 +55,7 @@ class Tokenizer {
 
  private:
   struct Impl;
-  explicit Tokenizer(std::unique_ptr<Impl> impl);
-  friend struct TokenizerAccess;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<const Impl> impl_;
 };
 
 struct BpeTrainingOptions {

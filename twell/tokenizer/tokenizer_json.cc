@@ -26,8 +26,26 @@ using IdsByName = std::unordered_map<std::string, int32_t>;
 // ---- normalizer, pre-tokenizer, post-processor, decoder. A reader takes the part's JSON, or
 // nullptr when it is null or missing, and refuses unsupported parts by name.
 
-std::string part_name(std::string_view list, size_t index) {
-  return fmt::format("{}[{}]", list, index);
+// The members that a Sequence has under `list`; the part itself when it is of another type.
+std::vector<JsonFields> members_of(const json& part, const char* name, const char* list) {
+  const JsonFields object(part, name);
+  if (object.text("type") != "Sequence") return {object};
+  object.finish({"type", list});
+  std::vector<JsonFields> members;
+  for (const json& member : object.array(list)) {
+    members.emplace_back(member, fmt::format("{}.{}[{}]", name, list, members.size()));
+  }
+  return members;
+}
+
+// Refuses a member that is not equal to `only`, the one of its type that is supported.
+void require_only(const JsonFields& part, const ordered_json& only) {
+  TWELL_REQUIRE(part.value() == json(only), "{}: a {} other than {} is not supported", part.where(),
+                only["type"].get<std::string>(), show(only));
+}
+
+ordered_json replace(std::string_view from, std::string_view to) {
+  return {{"type", "Replace"}, {"pattern", {{"String", from}}}, {"content", to}};
 }
 
 PreTokenizerStep read_split(const JsonFields& part) {
@@ -51,19 +69,8 @@ PreTokenizerStep read_split(const JsonFields& part) {
 
 constexpr std::array<const char*, 4> kPrependSchemes = {"", "never", "first", "always"};
 
-void require_replace(const JsonFields& part, std::string_view from, std::string_view to) {
-  const JsonFields pattern(part.object("pattern"), part.where() + ".pattern");
-  TWELL_REQUIRE(pattern.find("String") != nullptr && pattern.text("String") == from &&
-                    part.text("content") == to,
-                "{}: a Replace other than of {} by {} is not supported", part.where(),
-                excerpt(from), excerpt(to));
-  pattern.finish({"String"});
-  part.finish({"type", "pattern", "content"});
-}
-
 // Reads one member; returns whether it was ByteLevel, which must come last.
-bool read_step(const json& value, const std::string& where, std::vector<PreTokenizerStep>& steps) {
-  const JsonFields part(value, where);
+bool read_step(const JsonFields& part, std::vector<PreTokenizerStep>& steps) {
   const std::string type = part.text("type");
   if (type == "Split") {
     steps.push_back(read_split(part));
@@ -76,10 +83,10 @@ bool read_step(const json& value, const std::string& where, std::vector<PreToken
     return false;
   }
   TWELL_REQUIRE(type == "ByteLevel",
-                "{}: type {} is not supported (only Sequence, Split, Digits and ByteLevel)", where,
-                excerpt(type));
+                "{}: type {} is not supported (only Sequence, Split, Digits and ByteLevel)",
+                part.where(), excerpt(type));
   TWELL_REQUIRE(!part.boolean("add_prefix_space", true),
-                "{}: ByteLevel with \"add_prefix_space\" is not supported", where);
+                "{}: ByteLevel with \"add_prefix_space\" is not supported", part.where());
   if (part.boolean("use_regex", true)) steps.push_back({Kind::kGpt2});
   part.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
   return true;
@@ -126,37 +133,28 @@ int32_t read_template(const JsonFields& part, const TokenizerSpec& spec) {
   return token->id;
 }
 
-// Reads NFC or, for SentencePiece tokenizers, a member that sets the marks for spaces.
-void read_normalizer_member(const json& value, const std::string& where, TokenizerSpec& spec) {
-  const JsonFields part(value, where);
-  const std::string type = part.text("type");
-  if (type == "NFC") {
-    part.finish({"type"});
-    spec.nfc = true;
-  } else if (type == "Prepend" && spec.sentence_piece) {
-    TWELL_REQUIRE(part.text("prepend") == kSpaceMark, "{}: Prepend of {} is not supported", where,
-                  excerpt(part.text("prepend")));
-    part.finish({"type", "prepend"});
-    spec.sentence_piece->prepend = true;
-  } else if (type == "Replace" && spec.sentence_piece) {
-    require_replace(part, " ", kSpaceMark);
-    spec.sentence_piece->replace = true;
-  } else {
-    throw InputError(
-        fmt::format("normalizer {} is not supported (only null, NFC, and with "
-                    "byte_fallback Prepend and Replace)",
-                    excerpt(type)));
-  }
-}
-
-void read_normalizer(const json* part, TokenizerSpec& spec) {
-  if (part == nullptr) return;
-  const JsonFields object(*part, "normalizer");
-  if (object.text("type") != "Sequence") return read_normalizer_member(*part, "normalizer", spec);
-  object.finish({"type", "normalizers"});
-  const json& members = object.array("normalizers");
-  for (size_t i = 0; i < members.size(); ++i) {
-    read_normalizer_member(members[i], part_name("normalizer.normalizers", i), spec);
+// Reads NFC and, for SentencePiece tokenizers, members that set the marks for spaces.
+void read_normalizer(const json* normalizer, TokenizerSpec& spec) {
+  if (normalizer == nullptr) return;
+  for (const JsonFields& part : members_of(*normalizer, "normalizer", "normalizers")) {
+    const std::string type = part.text("type");
+    if (type == "NFC") {
+      part.finish({"type"});
+      spec.nfc = true;
+    } else if (type == "Prepend" && spec.sentence_piece) {
+      TWELL_REQUIRE(part.text("prepend") == kSpaceMark, "{}: Prepend of {} is not supported",
+                    part.where(), excerpt(part.text("prepend")));
+      part.finish({"type", "prepend"});
+      spec.sentence_piece->prepend = true;
+    } else if (type == "Replace" && spec.sentence_piece) {
+      require_only(part, replace(" ", kSpaceMark));
+      spec.sentence_piece->replace = true;
+    } else {
+      throw InputError(
+          fmt::format("normalizer {} is not supported (only null, NFC, and with byte_fallback "
+                      "Prepend and Replace)",
+                      excerpt(type)));
+    }
   }
 }
 
@@ -167,8 +165,7 @@ ordered_json write_normalizer(const TokenizerSpec& spec) {
     members.push_back({{"type", "Prepend"}, {"prepend", kSpaceMark}});
   }
   if (spec.sentence_piece && spec.sentence_piece->replace) {
-    members.push_back(
-        {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", kSpaceMark}});
+    members.push_back(replace(" ", kSpaceMark));
   }
   if (members.empty()) return nullptr;
   if (members.size() == 1) return members[0];
@@ -207,21 +204,17 @@ ordered_json write_sentence_piece_pre_tokenizer(const SentencePieceSpec& spec) {
 
 std::vector<PreTokenizerStep> read_pre_tokenizer(const json* part) {
   TWELL_REQUIRE(part != nullptr, "there is no pre_tokenizer; only byte-level ones are supported");
-  const JsonFields object(*part, "pre_tokenizer");
-  std::vector<PreTokenizerStep> steps;
-  if (object.text("type") != "Sequence") {
-    TWELL_REQUIRE(read_step(*part, object.where(), steps),
-                  "pre_tokenizer: without ByteLevel it is not supported");
-    return steps;
-  }
-  object.finish({"type", "pretokenizers"});
-  const json& members = object.array("pretokenizers");
-  for (size_t i = 0; i < members.size(); ++i) {
-    const std::string where = part_name("pre_tokenizer.pretokenizers", i);
-    TWELL_REQUIRE(read_step(members[i], where, steps) == (i + 1 == members.size()),
-                  "{}: a Sequence is only supported with one ByteLevel, at its end", where);
-  }
+  const std::vector<JsonFields> members = members_of(*part, "pre_tokenizer", "pretokenizers");
   TWELL_REQUIRE(!members.empty(), "pre_tokenizer: without ByteLevel it is not supported");
+  std::vector<PreTokenizerStep> steps;
+  for (const JsonFields& member : members) {
+    const bool ends = read_step(member, steps);
+    TWELL_REQUIRE(ends || members.size() > 1, "{}: without ByteLevel it is not supported",
+                  member.where());
+    TWELL_REQUIRE(ends == (&member == &members.back()),
+                  "{}: a Sequence is only supported with one ByteLevel, at its end",
+                  member.where());
+  }
   return steps;
 }
 
@@ -236,18 +229,8 @@ ordered_json write_pre_tokenizer(const std::vector<PreTokenizerStep>& steps) {
 
 int32_t read_post_processor(const json* part, const TokenizerSpec& spec) {
   if (part == nullptr) return -1;
-  const JsonFields object(*part, "post_processor");
-  const std::string type = object.text("type");
-  json members = json::array({*part});
-  if (type == "Sequence") {
-    object.finish({"type", "processors"});
-    members = object.array("processors");
-  }
   int32_t bos = -1;
-  for (size_t i = 0; i < members.size(); ++i) {
-    const JsonFields member(members[i], type == "Sequence"
-                                            ? part_name("post_processor.processors", i)
-                                            : "post_processor");
+  for (const JsonFields& member : members_of(*part, "post_processor", "processors")) {
     const std::string inner = member.text("type");
     if (inner == "ByteLevel") {
       member.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
@@ -289,48 +272,32 @@ void read_decoder(const json* part) {
   object.finish({"type", "add_prefix_space", "trim_offsets", "use_regex"});
 }
 
-ordered_json write_decoder() { return byte_level(true); }
-
-// Reads a Sequence of Replace, ByteFallback, Fuse and, if it strips a leading space, Strip.
-void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
-  TWELL_REQUIRE(part != nullptr, "there is no decoder; with byte_fallback a Sequence is needed");
-  const JsonFields object(*part, "decoder");
-  const std::string type = object.text("type");
-  TWELL_REQUIRE(type == "Sequence",
-                "decoder {} is not supported with byte_fallback (only a Sequence)", excerpt(type));
-  object.finish({"type", "decoders"});
-  const json& members = object.array("decoders");
-  TWELL_REQUIRE(members.size() == 3 || members.size() == 4,
-                "decoder: a Sequence of {} is not supported", members.size());
-  static constexpr std::array<const char*, 4> kTypes = {"Replace", "ByteFallback", "Fuse", "Strip"};
-  for (size_t i = 0; i < members.size(); ++i) {
-    const JsonFields member(members[i], part_name("decoder.decoders", i));
-    TWELL_REQUIRE(member.text("type") == kTypes[i], "{}: {} is not supported there (only {})",
-                  member.where(), excerpt(member.text("type")), kTypes[i]);
-    if (i == 0) {
-      require_replace(member, kSpaceMark, " ");
-    } else if (i < 3) {
-      member.finish({"type"});
-    } else {
-      TWELL_REQUIRE(member.text("content") == " " && member.integer("start") == 1 &&
-                        member.integer("stop") == 0,
-                    "{}: a Strip other than of one space at the start is not supported",
-                    member.where());
-      member.finish({"type", "content", "start", "stop"});
-      out.strip_space = true;
-    }
-  }
-}
-
-ordered_json write_sentence_piece_decoder(const SentencePieceSpec& spec) {
+// The members of this Sequence are the only ones that are supported; Strip removes a leading space.
+ordered_json write_sentence_piece_decoder(bool strip_space) {
   ordered_json members = ordered_json::array(
-      {{{"type", "Replace"}, {"pattern", {{"String", kSpaceMark}}}, {"content", " "}},
-       {{"type", "ByteFallback"}},
-       {{"type", "Fuse"}}});
-  if (spec.strip_space) {
+      {replace(kSpaceMark, " "), {{"type", "ByteFallback"}}, {{"type", "Fuse"}}});
+  if (strip_space) {
     members.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
   }
   return {{"type", "Sequence"}, {"decoders", members}};
+}
+
+void read_sentence_piece_decoder(const json* part, SentencePieceSpec& out) {
+  TWELL_REQUIRE(part != nullptr, "there is no decoder; with byte_fallback a Sequence is needed");
+  const std::string type = JsonFields(*part, "decoder").text("type");
+  TWELL_REQUIRE(type == "Sequence",
+                "decoder {} is not supported with byte_fallback (only a Sequence)", excerpt(type));
+  const std::vector<JsonFields> members = members_of(*part, "decoder", "decoders");
+  out.strip_space = members.size() == 4;
+  const ordered_json supported = write_sentence_piece_decoder(out.strip_space)["decoders"];
+  TWELL_REQUIRE(members.size() == supported.size(), "decoder: a Sequence of {} is not supported",
+                members.size());
+  for (size_t i = 0; i < members.size(); ++i) {
+    const auto only = supported[i]["type"].get<std::string>();
+    TWELL_REQUIRE(members[i].text("type") == only, "{}: {} is not supported there (only {})",
+                  members[i].where(), excerpt(members[i].text("type")), only);
+    require_only(members[i], supported[i]);
+  }
 }
 
 // ---- vocabulary, merges, added tokens
@@ -378,27 +345,6 @@ std::vector<AddedToken> read_added_tokens(const JsonFields& file, const json& vo
   return added;
 }
 
-// Stores each token at its id; the ids must be 0, 1, ... V - 1, each once.
-class TokenTable {
- public:
-  explicit TokenTable(size_t size) : tokens_(size), taken_(size) {}
-
-  void put(int32_t id, std::string bytes, std::string_view name) {
-    const size_t index = static_cast<size_t>(id);
-    TWELL_REQUIRE(index < tokens_.size(),
-                  "token {} has the id {}, but there are only {} tokens: ids must have no gaps",
-                  excerpt(name), id, tokens_.size());
-    TWELL_REQUIRE(!taken_[index], "token {} has the id {} of another token", excerpt(name), id);
-    taken_[index] = true;
-    tokens_[index] = std::move(bytes);
-  }
-  std::vector<std::string> take() { return std::move(tokens_); }
-
- private:
-  std::vector<std::string> tokens_;
-  std::vector<bool> taken_;
-};
-
 // Converts a name of the file to its form in TokenizerSpec::tokens; false when it has none.
 bool spell(const TokenizerSpec& spec, const std::string& name, std::string& out) {
   if (!spec.sentence_piece) return !name.empty() && alphabet_to_bytes(name, out);
@@ -408,12 +354,23 @@ bool spell(const TokenizerSpec& spec, const std::string& name, std::string& out)
 
 void read_tokens(const json& vocab, TokenizerSpec& spec) {
   const auto outside_vocab = [](const AddedToken& token) { return !token.in_vocab; };
-  TokenTable table(vocab.size() + static_cast<size_t>(std::count_if(
-                                      spec.added.begin(), spec.added.end(), outside_vocab)));
+  const size_t size = vocab.size() + static_cast<size_t>(std::count_if(
+                                         spec.added.begin(), spec.added.end(), outside_vocab));
+  spec.tokens.resize(size);
+  std::vector<bool> taken(size);
+  const auto put = [&](int32_t id, const std::string& bytes, std::string_view name) {
+    const size_t index = static_cast<size_t>(id);
+    TWELL_REQUIRE(index < size,
+                  "token {} has the id {}, but there are only {} tokens: ids must have no gaps",
+                  excerpt(name), id, size);
+    TWELL_REQUIRE(!taken[index], "token {} has the id {} of another token", excerpt(name), id);
+    taken[index] = true;
+    spec.tokens[index] = bytes;
+  };
   IdsByName added;
   for (const AddedToken& token : spec.added) {
     added.emplace(token.content, token.id);
-    table.put(token.id, token.content, token.content);
+    put(token.id, token.content, token.content);
   }
   std::string bytes;
   for (const auto& [name, value] : vocab.items()) {
@@ -425,9 +382,8 @@ void read_tokens(const json& vocab, TokenizerSpec& spec) {
                       "vocabularies and those with byte_fallback are supported",
                       excerpt(name)));
     }
-    table.put(id, bytes, name);
+    put(id, bytes, name);
   }
-  spec.tokens = table.take();
 }
 
 // The two tokens of a merge, written "a b" or, in newer files, ["a", "b"].
@@ -588,8 +544,8 @@ std::string write_tokenizer_json(const TokenizerSpec& spec) {
   out += field("pre_tokenizer", marks ? write_sentence_piece_pre_tokenizer(*spec.sentence_piece)
                                       : write_pre_tokenizer(spec.pre_tokenizer));
   out += field("post_processor", write_post_processor(spec));
-  out += field("decoder",
-               marks ? write_sentence_piece_decoder(*spec.sentence_piece) : write_decoder());
+  out += field("decoder", marks ? write_sentence_piece_decoder(spec.sentence_piece->strip_space)
+                                : byte_level(true));
   out += "  \"model\": {\n  \"type\": \"BPE\",\n";
   for (const char* option : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"}) {
     out += field(option, nullptr);

@@ -3,9 +3,9 @@
 // training work on it; Tokenizer is built from it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -70,10 +70,7 @@ std::string token_name(const TokenizerSpec& spec, int32_t id);
 std::string hash_tokenizer(const TokenizerSpec& spec);
 
 // Names that models give the token between documents, in the order in which eos_token() tries them.
-std::span<const std::string_view> eos_names();
-
-struct TokenizerAccess {
-  static Tokenizer make(TokenizerSpec spec);
-};
+inline constexpr std::array<std::string_view, 7> kEosNames = {
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"};
 
 }  // namespace twell

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "twell/base/context.h"
 #include "twell/base/error.h"
 #include "twell/base/json_fields.h"
 #include "twell/base/utf8.h"
 #include "twell/tokenizer/bpe_alphabet.h"
 #include "twell/tokenizer/bpe_train.h"
+#include "twell/tokenizer/normalizer.h"
 #include "twell/tokenizer/tokenizer_spec.h"
 
 namespace twell {
@@ -39,11 +41,10 @@ void set_pre_tokenizer(const std::string& name, TokenizerSpec& spec) {
 
 void check_special_tokens(const std::vector<std::string>& names) {
   TWELL_REQUIRE(!names.empty(), "no special token is given; the first is needed as EOS");
-  const auto known = eos_names();
-  TWELL_REQUIRE(std::find(known.begin(), known.end(), names[0]) != known.end(),
+  TWELL_REQUIRE(std::find(kEosNames.begin(), kEosNames.end(), names[0]) != kEosNames.end(),
                 "the first special token, {}, stands between documents and must have one of the "
                 "names {}",
-                excerpt(names[0]), fmt::join(known, " "));
+                excerpt(names[0]), fmt::join(kEosNames, " "));
   std::unordered_set<std::string_view> seen;
   for (const std::string& name : names) {
     TWELL_REQUIRE(!name.empty() && find_invalid_utf8(name) == name.size(),
@@ -68,23 +69,51 @@ void add_special_tokens(const std::vector<std::string>& names, TokenizerSpec& sp
   }
 }
 
-WordCounts count_all(Context& ctx, const TokenizerSpec& spec,
-                     const std::function<bool(std::string& text)>& next_text) {
+// Counts the words of all texts on all threads. Longer pre-tokens are counted in pieces: they are
+// seldom words (base64, genomes), and every merge in one would scan all of it.
+WordCounts count_words(Context& ctx, const TokenizerSpec& spec,
+                       const std::function<bool(std::string& text)>& next_text) {
+  constexpr size_t kLongestWord = 1024;
+  struct Worker {
+    WordCounts counts;
+    PreTokenizer::Scratch scratch;
+    std::string normalized;
+  };
   const PreTokenizer pre_tokenizer(spec.pre_tokenizer);
-  WordCounter counter(ctx, pre_tokenizer, spec.nfc);
-  std::vector<std::string> batch;
-  size_t bytes = 0;
-  for (std::string text; next_text(text);) {
-    bytes += text.size();
-    batch.push_back(std::move(text));
-    text.clear();
-    if (bytes < kBatchBytes) continue;
-    counter.add(batch);
-    batch.clear();
-    bytes = 0;
+  std::vector<Worker> workers(static_cast<size_t>(ctx.threads()));
+  const auto count = [&](std::string_view text, Worker& worker) {
+    if (spec.nfc) text = normalize_nfc(text, worker.normalized);
+    pre_tokenizer.split(text, worker.scratch, [&](std::string_view word) {
+      for (; !word.empty(); word.remove_prefix(std::min(word.size(), kLongestWord))) {
+        const std::string_view piece = word.substr(0, kLongestWord);
+        const auto entry = worker.counts.find(piece);
+        if (entry != worker.counts.end()) {
+          ++entry->second;
+        } else {
+          worker.counts.emplace(piece, 1);
+        }
+      }
+    });
+  };
+  bool more = true;
+  while (more) {
+    std::vector<std::string> batch;
+    size_t bytes = 0;
+    for (std::string text; bytes < kBatchBytes && (more = next_text(text)); text.clear()) {
+      bytes += text.size();
+      batch.push_back(std::move(text));
+    }
+    ctx.parallel_for(std::ssize(batch), 1, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t i = begin; i < end; ++i) {
+        count(batch[static_cast<size_t>(i)], workers[static_cast<size_t>(thread)]);
+      }
+    });
   }
-  counter.add(batch);
-  return counter.take();
+  WordCounts all = std::move(workers[0].counts);
+  for (size_t i = 1; i < workers.size(); ++i) {
+    for (const auto& [word, times] : workers[i].counts) all[word] += times;
+  }
+  return all;
 }
 
 }  // namespace
@@ -106,14 +135,14 @@ Tokenizer train_bpe(const BpeTrainingOptions& options,
       options.vocab_size, kBytes, first_byte, kLargestVocab);
 
   Context ctx(options.threads);
-  const WordCounts counts = count_all(ctx, spec, next_text);
+  const WordCounts counts = count_words(ctx, spec, next_text);
   const size_t wanted = static_cast<size_t>(options.vocab_size);
   spec.merges = learn_merges(counts, first_byte, wanted, spec.tokens);
   TWELL_REQUIRE(spec.tokens.size() == wanted,
                 "the text is too small for a vocabulary of {} tokens: it allows {} merges, which "
                 "with {} bytes and {} special tokens makes {}; give more text or ask for fewer",
                 wanted, spec.merges.size(), kBytes, first_byte, spec.tokens.size());
-  return TokenizerAccess::make(std::move(spec));
+  return Tokenizer(std::move(spec));
 }
 
 }  // namespace twell
