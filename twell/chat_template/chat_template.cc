@@ -49,12 +49,6 @@ Value to_value(const Json& json, int depth = 1) {
   return Value::none();
 }
 
-Json parse_config(std::string_view text, const std::string& source) {
-  Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  TWELL_REQUIRE(json.is_object(), "{}: not a JSON object", source);
-  return json;
-}
-
 // The text of a token, which is a string or an object with the text in "content".
 std::string token_text(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
@@ -84,10 +78,7 @@ std::string find_template(const Json& config, const std::string& source) {
 
 }  // namespace
 
-ChatTemplate::ChatTemplate(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-ChatTemplate::ChatTemplate(ChatTemplate&&) noexcept = default;
-ChatTemplate& ChatTemplate::operator=(ChatTemplate&&) noexcept = default;
-ChatTemplate::~ChatTemplate() = default;
+ChatTemplate::ChatTemplate(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
 ChatTemplate ChatTemplate::load(const fs::path& folder) {
   const fs::path config = folder / "tokenizer_config.json";
@@ -101,12 +92,13 @@ ChatTemplate ChatTemplate::load(const fs::path& folder) {
 
 ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::string& source,
                                  std::string_view given_template) {
-  const Json config = parse_config(tokenizer_config, source);
+  const Json config = Json::parse(tokenizer_config, nullptr, /*allow_exceptions=*/false);
+  TWELL_REQUIRE(config.is_object(), "{}: not a JSON object", source);
   const std::string text =
       given_template.empty() ? find_template(config, source) : std::string(given_template);
   TWELL_REQUIRE(text.size() <= kMaxTemplateBytes, "{}: a chat template of {} bytes is too long",
                 source, text.size());
-  auto impl = std::make_unique<Impl>();
+  auto impl = std::make_shared<Impl>();
   impl->source = source;
   impl->body = jinja::parse_template(text, source);
   for (const char* name : kSpecialTokens) {

@@ -17,6 +17,7 @@ struct ChatMessage {
   std::string content;
 };
 
+// Copies share their content.
 class ChatTemplate {
  public:
   // Loads the folder's chat_template.jinja, or chat_template of its tokenizer_config.json (of
@@ -27,10 +28,6 @@ class ChatTemplate {
   static ChatTemplate parse(std::string_view tokenizer_config, const std::string& source,
                             std::string_view given_template = {});
 
-  ChatTemplate(ChatTemplate&&) noexcept;
-  ChatTemplate& operator=(ChatTemplate&&) noexcept;
-  ~ChatTemplate();
-
   // messages_json: a JSON list of objects, as for transformers. add_generation_prompt: end with the
   // start of the assistant's answer. InputError with the line of the template.
   std::string render_json(std::string_view messages_json, bool add_generation_prompt) const;
@@ -40,8 +37,8 @@ class ChatTemplate {
 
  private:
   struct Impl;
-  explicit ChatTemplate(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit ChatTemplate(std::shared_ptr<const Impl> impl);
+  std::shared_ptr<const Impl> impl_;
 };
 
 }  // namespace twell

@@ -27,7 +27,9 @@ struct Namespace;
 
 // An immutable value with Python's truth, text and order; copies share their content.
 struct Value {
-  struct None {};
+  struct None {
+    bool operator==(const None&) const = default;
+  };
   // monostate: undefined. The renderer owns namespaces, so they cannot form ownership cycles.
   std::variant<std::monostate, None, bool, int64_t, double, std::shared_ptr<const std::string>,
                std::shared_ptr<const List>, std::shared_ptr<const Dict>, Namespace*>

@@ -364,6 +364,11 @@ class Parser {
     out.depth = std::max(out.depth, part.depth + 1);
     if (out.depth > kMaxDepth) fail("an expression of too many terms");
   }
+  ExpressionPtr unary_of(ExpressionKind kind, ExpressionPtr part) {
+    ExpressionPtr out = make(kind);
+    add(*out, std::move(part));
+    return out;
+  }
   ExpressionPtr binary(std::string name, ExpressionPtr left, ExpressionPtr right) {
     ExpressionPtr out = make(ExpressionKind::kBinary, std::move(name));
     add(*out, std::move(left));
@@ -395,35 +400,25 @@ class Parser {
   }
   ExpressionPtr negation() {
     const Deeper deeper(*this);
-    if (!take_word("not")) return comparison();
-    ExpressionPtr out = make(ExpressionKind::kNot);
-    add(*out, negation());
-    return out;
+    return take_word("not") ? unary_of(ExpressionKind::kNot, negation()) : comparison();
+  }
+  // Takes the comparison that begins here; empty when none does.
+  std::string take_comparison() {
+    for (const char* sign : {"==", "!=", "<=", ">=", "<", ">"}) {
+      if (take_sign(sign)) return sign;
+    }
+    if (take_word("in")) return "in";
+    if (!take_word("not")) return {};
+    if (take_word("in")) return "not in";
+    --at_;  // a 'not' that begins something else
+    return {};
   }
   ExpressionPtr comparison() {
     ExpressionPtr value = sum();
-    while (true) {
-      const size_t before = at_;
-      bool found = false;
-      for (const char* sign : {"==", "!=", "<=", ">=", "<", ">"}) {
-        if (!take_sign(sign)) continue;
-        value = binary(sign, std::move(value), sum());
-        found = true;
-        break;
-      }
-      if (found) continue;
-      if (take_word("in")) {
-        value = binary("in", std::move(value), sum());
-      } else if (take_word("not")) {
-        if (!take_word("in")) {
-          at_ = before;
-          return value;
-        }
-        value = binary("not in", std::move(value), sum());
-      } else {
-        return value;
-      }
+    for (std::string sign = take_comparison(); !sign.empty(); sign = take_comparison()) {
+      value = binary(sign, std::move(value), sum());
     }
+    return value;
   }
   ExpressionPtr sum() {
     ExpressionPtr value = product();
@@ -443,11 +438,7 @@ class Parser {
   }
   ExpressionPtr unary() {
     const Deeper deeper(*this);
-    if (take_sign("-")) {
-      ExpressionPtr out = make(ExpressionKind::kNegate);
-      add(*out, unary());
-      return out;
-    }
+    if (take_sign("-")) return unary_of(ExpressionKind::kNegate, unary());
     return filtered(postfix(primary()));
   }
 
@@ -463,12 +454,7 @@ class Parser {
         ExpressionPtr out = make(ExpressionKind::kTest, want_name());
         add(*out, std::move(value));
         if (take_sign("(")) arguments(*out);
-        value = std::move(out);
-        if (negated) {
-          ExpressionPtr inverse = make(ExpressionKind::kNot);
-          add(*inverse, std::move(value));
-          value = std::move(inverse);
-        }
+        value = negated ? unary_of(ExpressionKind::kNot, std::move(out)) : std::move(out);
       } else {
         return value;
       }
@@ -535,7 +521,7 @@ class Parser {
     if (token.kind == TokenKind::kName) return word();
     if (take_sign("(")) {
       ExpressionPtr value = expression();
-      if (is_sign(",")) return tuple(std::move(value));
+      if (take_sign(",")) return list(")", std::move(value));
       want_sign(")");
       return value;
     }
@@ -583,10 +569,6 @@ class Parser {
       if (!is_sign(close)) want_sign(",");
     }
     return out;
-  }
-  ExpressionPtr tuple(ExpressionPtr first) {
-    want_sign(",");
-    return list(")", std::move(first));
   }
   ExpressionPtr dict() {
     ExpressionPtr out = make(ExpressionKind::kDict);

@@ -381,10 +381,7 @@ bool equal(Budget& budget, const Value& a, const Value& b) {
              return other != nullptr && equal(budget, item.second, *other);
            });
   }
-  if (a.boolean() != nullptr) return *a.boolean() == *b.boolean();
-  if (a.integer() != nullptr) return *a.integer() == *b.integer();
-  if (a.real() != nullptr) return *a.real() == *b.real();
-  return a.space() == b.space();
+  return a.data == b.data;
 }
 
 // What a loop iterates over: a list's items, a dictionary's keys, a text's characters.
@@ -438,6 +435,16 @@ Value join(Budget& budget, const Value& value, const Value& separator) {
   return Value::of(std::move(out));
 }
 
+// The number of steps from begin on that stay before end. It is computed with uint64, which the
+// difference of two int64 always fits.
+uint64_t count_steps(int64_t begin, int64_t end, int64_t step) {
+  if (step > 0 ? begin >= end : begin <= end) return 0;
+  const uint64_t low = static_cast<uint64_t>(step > 0 ? begin : end);
+  const uint64_t high = static_cast<uint64_t>(step > 0 ? end : begin);
+  const uint64_t width = step > 0 ? static_cast<uint64_t>(step) : -static_cast<uint64_t>(step);
+  return (high - low - 1) / width + 1;
+}
+
 // Slices a list or a text as Python does.
 Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
             std::optional<int64_t> to, int64_t stride) {
@@ -454,12 +461,8 @@ Value slice(Budget& budget, const Value& object, std::optional<int64_t> from,
   };
   const int64_t begin = place(from, stride > 0 ? 0 : size - 1);
   const int64_t end = place(to, stride > 0 ? size : -1);
-  // Compute the count instead of stepping, because begin + stride may overflow.
-  const int64_t span = stride > 0 ? end - begin : begin - end;
-  const uint64_t width =
-      stride > 0 ? static_cast<uint64_t>(stride) : -static_cast<uint64_t>(stride);
-  const int64_t count =
-      span <= 0 ? 0 : static_cast<int64_t>(static_cast<uint64_t>(span - 1) / width) + 1;
+  // Counted beforehand, because begin + stride may overflow.
+  const auto count = static_cast<int64_t>(count_steps(begin, end, stride));
   std::string cut;
   std::vector<Value> items;
   for (int64_t i = 0; i < count; ++i) {
@@ -758,12 +761,7 @@ Value range(Budget& budget, const Arguments& arguments) {
   const bool one = arguments.positional.size() < 2;
   const int64_t begin = one ? 0 : at(0, 0), end = one ? at(0, 0) : at(1, 0), step = at(2, 1);
   TWELL_REQUIRE(step != 0, "range needs a step");
-  // Use uint64 because the difference of two int64 always fits.
-  const uint64_t low = static_cast<uint64_t>(step > 0 ? begin : end);
-  const uint64_t high = static_cast<uint64_t>(step > 0 ? end : begin);
-  const uint64_t width = step > 0 ? static_cast<uint64_t>(step) : -static_cast<uint64_t>(step);
-  const bool empty = step > 0 ? begin >= end : begin <= end;
-  const uint64_t count = empty ? 0 : (high - low - 1) / width + 1;
+  const uint64_t count = count_steps(begin, end, step);
   TWELL_REQUIRE(count <= uint64_t{kMaxSteps}, "range is too long");
   std::vector<Value> out;
   for (int64_t i = 0; i < static_cast<int64_t>(count); ++i) {
@@ -801,18 +799,18 @@ class Renderer {
     switch (statement.kind) {
       case StatementKind::kText:
         budget_.append(out_, statement.text);
-        return Flow::kNormal;
+        break;
       case StatementKind::kOutput:
         append_str(budget_, eval(*statement.expression), out_);
-        return Flow::kNormal;
+        break;
       case StatementKind::kFor:
         run_for(statement);
-        return Flow::kNormal;
+        break;
       case StatementKind::kIf:
         return run(truthy(eval(*statement.expression)) ? statement.body : statement.otherwise);
       case StatementKind::kSet:
         set(statement);
-        return Flow::kNormal;
+        break;
       case StatementKind::kBreak:
         return Flow::kBreak;
       case StatementKind::kContinue:
@@ -936,15 +934,13 @@ class Renderer {
         return slice_of(e);
       case ExpressionKind::kCall:
         return call(e);
-      case ExpressionKind::kFilter: {
-        const Value value = eval(*e.parts[0]);
-        const Arguments given = arguments(e);
-        return apply_filter(budget_, e.name, value, given);
-      }
+      case ExpressionKind::kFilter:
       case ExpressionKind::kTest: {
         const Value value = eval(*e.parts[0]);
         const Arguments given = arguments(e);
-        return Value::of(apply_test(budget_, e.name, value, given));
+        return e.kind == ExpressionKind::kFilter
+                   ? apply_filter(budget_, e.name, value, given)
+                   : Value::of(apply_test(budget_, e.name, value, given));
       }
       case ExpressionKind::kNot:
         return Value::of(!truthy(eval(*e.parts[0])));
@@ -1066,27 +1062,25 @@ class Renderer {
   int line_ = 1;
 };
 
-template <typename Container, typename Nested>
-int depth_of(const Container& items, const Nested& nested) {
-  int depth = 1;
-  for (const auto& item : items) {
-    const Value& value = nested(item);
-    if (const List* list = value.list()) depth = std::max(depth, list->depth + 1);
-    if (const Dict* dict = value.dict()) depth = std::max(depth, dict->depth + 1);
-  }
-  return depth;
+// 0 without lists and dictionaries.
+int depth_of(const Value& value) {
+  const List* list = value.list();
+  const Dict* dict = value.dict();
+  return list != nullptr ? list->depth : dict != nullptr ? dict->depth : 0;
 }
 
 }  // namespace
 
 Value Value::of(std::vector<Value> items) {
-  const int depth = depth_of(items, [](const Value& item) -> const Value& { return item; });
-  return {std::make_shared<const List>(List{std::move(items), depth})};
+  int inside = 0;
+  for (const Value& item : items) inside = std::max(inside, depth_of(item));
+  return {std::make_shared<const List>(List{std::move(items), inside + 1})};
 }
 
 Value Value::of(std::vector<std::pair<std::string, Value>> items) {
-  const int depth = depth_of(items, [](const auto& item) -> const Value& { return item.second; });
-  return {std::make_shared<const Dict>(Dict{std::move(items), depth})};
+  int inside = 0;
+  for (const auto& [key, item] : items) inside = std::max(inside, depth_of(item));
+  return {std::make_shared<const Dict>(Dict{std::move(items), inside + 1})};
 }
 
 std::string render(const Body& body, const std::map<std::string, Value>& variables,
