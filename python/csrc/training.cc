@@ -367,7 +367,7 @@ std::pair<int64_t, int64_t> tokenize(const std::vector<std::string>& data, const
                                   : Tokenizer::load(tokenizer_file);
   source.rewind();
   const ShardCounts counts =
-      write_shards(source, tokenizer, folder,
+      write_shards(source, TokenEncoder::of(tokenizer), folder,
                    {.validation_fraction = validation_fraction,
                     .seed = seed,
                     .threads = threads,

@@ -151,7 +151,10 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
     const auto found = specs.find(info.name);
     if (found == specs.end()) return {};
     const ParamSpec& spec = *found->second;
-    return {MatrixF(model->flat.data() + spec.offset, spec.rows, spec.cols), spec.transposed};
+    return {.out = model->flat.data() + spec.offset,
+            .rows = spec.rows,
+            .cols = spec.cols,
+            .transposed = spec.transposed};
   };
   for (const auto& [name, file] : opened.tensors.files())
     load_tensors(ctx, file, place_of, options);

@@ -69,22 +69,21 @@ class MappedModel : public ModelView {
   }
 
   WeightMatrix place(const ParamSpec& spec, const TensorInfo& info, TensorPlace& place) {
-    if (spec.is_vector) {  // one behind the other, as ModelView wants the biases of q, k and v
-      place.out = {vectors_.data() + vectors_used_, spec.rows, spec.cols};
-      vectors_used_ += spec.size();
-      return place.out;
-    }
     const DType dtype = float_dtype(info.dtype);
-    if (!is_copied(spec, info)) {
+    if (!spec.is_vector && !is_copied(spec, info)) {
       place.stays = true;
       return {info.bytes.data(), dtype, spec.rows, spec.cols};
     }
-    place.copy = copies_.data() + copies_used_;
-    copies_used_ += copy_bytes(spec, info);
-    place.rows = spec.rows;
-    place.cols = spec.cols;
-    place.transposed = spec.transposed;
-    return {place.copy, dtype, spec.rows, spec.cols};
+    place = {.dtype = dtype, .rows = spec.rows, .cols = spec.cols, .transposed = spec.transposed};
+    if (spec.is_vector) {  // one behind the other, as ModelView wants the biases of q, k and v
+      place.dtype = DType::kF32;
+      place.out = vectors_.data() + vectors_used_;
+      vectors_used_ += spec.size();
+    } else {
+      place.out = copies_.data() + copies_used_;
+      copies_used_ += copy_bytes(spec, info);
+    }
+    return {place.out, place.dtype, spec.rows, spec.cols};
   }
 
   OpenCheckpoint opened_;

@@ -15,64 +15,45 @@ namespace {
 constexpr int64_t kPieceValues = 1 << 14;  // values per piece: 64 KiB of f32, which stay in the L2
 constexpr int64_t kStrip = 16;             // rows of a transposed piece: one cache line of f32
 
-// Loads of a stored value. They go through memcpy because a file need not align its tensors.
-struct LoadF32 {
-  using Magnitude = int32_t;
-  static constexpr Magnitude kExponent = 0x7f800000;  // all ones: infinite or NaN
-  static constexpr int64_t kBytes = 4;
-  static float at(const std::byte* in) {
-    float value;
+// Reads a stored value, through memcpy because a file need not align its tensors. Magnitude is a
+// signed integer of the value's size, kInfinity the bits of an infinite value.
+template <typename Stored, typename Magnitude, Magnitude kInfinity, float (*widen)(Stored)>
+struct Load {
+  static constexpr int64_t kBytes = sizeof(Stored);
+  static float at(const std::byte* in) { return widen(bits_as<Stored>(in)); }
+  // The bits of a value without its sign, in the order of magnitudes, infinity and NaN last.
+  static Magnitude magnitude(const std::byte* in) {
+    return static_cast<Magnitude>(bits_as<Magnitude>(in) & std::numeric_limits<Magnitude>::max());
+  }
+  static bool is_non_finite(Magnitude magnitude) { return magnitude >= kInfinity; }
+
+ private:
+  template <typename T>
+  static T bits_as(const std::byte* in) {
+    T value;
     std::memcpy(&value, in, sizeof(value));
     return value;
   }
 };
-struct LoadF16 {
-  using Magnitude = int16_t;
-  static constexpr Magnitude kExponent = 0x7c00;
-  static constexpr int64_t kBytes = 2;
-  static float at(const std::byte* in) {
+float unchanged(float value) { return value; }
+using LoadF32 = Load<float, int32_t, 0x7f800000, unchanged>;
+using LoadF16 = Load<uint16_t, int16_t, 0x7c00, f16_to_float>;
+using LoadBF16 = Load<BF16, int16_t, 0x7f80, to_float>;
+// The bits of a value of two bytes.
+struct LoadBits {
+  static constexpr int64_t kBytes = sizeof(uint16_t);
+  static uint16_t at(const std::byte* in) {
     uint16_t bits;
     std::memcpy(&bits, in, sizeof(bits));
-    return f16_to_float(bits);
-  }
-};
-struct LoadBF16 {
-  using Magnitude = int16_t;
-  static constexpr Magnitude kExponent = 0x7f80;
-  static constexpr int64_t kBytes = 2;
-  static float at(const std::byte* in) {
-    BF16 value;
-    std::memcpy(&value, in, sizeof(value));
-    return to_float(value);
+    return bits;
   }
 };
 
 // Calls use(load) with the loader of a dtype.
 template <typename Use>
 auto with_load(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::kF32:
-      return use(LoadF32());
-    case DType::kF16:
-      return use(LoadF16());
-    case DType::kBF16:
-      break;
-  }
-  return use(LoadBF16());
-}
-
-// The bits of a value without its sign, in the order of magnitudes, infinity and NaN last.
-template <typename Load>
-typename Load::Magnitude magnitude(const std::byte* in) {
-  typename Load::Magnitude bits;
-  std::memcpy(&bits, in, sizeof(bits));
-  return static_cast<typename Load::Magnitude>(
-      bits & std::numeric_limits<typename Load::Magnitude>::max());
-}
-
-template <typename Load>
-bool is_non_finite(const std::byte* in) {
-  return magnitude<Load>(in) >= Load::kExponent;
+  if (dtype == DType::kF32) return use(LoadF32());
+  return dtype == DType::kF16 ? use(LoadF16()) : use(LoadBF16());
 }
 
 // Converts values [begin, begin + count) of the tensor.
@@ -132,20 +113,20 @@ std::string show_shape(std::span<const int64_t> shape) {
 
 int64_t first_non_finite(std::span<const std::byte> values, const std::string& dtype) {
   return with_load(float_dtype(dtype), [&](auto load) -> int64_t {
-    using Load = decltype(load);
+    using Reader = decltype(load);
     const std::byte* in = values.data();
-    const int64_t size = std::ssize(values) / Load::kBytes;
+    const int64_t size = std::ssize(values) / Reader::kBytes;
     for (int64_t begin = 0; begin < size; begin += kPieceValues) {
       const int64_t end = std::min(begin + kPieceValues, size);
       // Without an early exit the compiler vectorizes this loop: of signed integers, for whose
       // maximum every instruction set has an instruction.
-      typename Load::Magnitude largest = 0;
+      auto largest = Reader::magnitude(in + begin * Reader::kBytes);
       for (int64_t i = begin; i < end; ++i) {
-        largest = std::max(largest, magnitude<Load>(in + i * Load::kBytes));
+        largest = std::max(largest, Reader::magnitude(in + i * Reader::kBytes));
       }
-      const bool found = largest >= Load::kExponent;
+      const bool found = Reader::is_non_finite(largest);
       for (int64_t i = begin; found; ++i) {
-        if (is_non_finite<Load>(in + i * Load::kBytes)) return i;
+        if (Reader::is_non_finite(Reader::magnitude(in + i * Reader::kBytes))) return i;
       }
     }
     return -1;
@@ -169,67 +150,52 @@ void require_float(const TensorInfo& info, const std::string& source) {
                 info.dtype);
 }
 
-void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count) {
-  to_floats(info, float_dtype(info.dtype), begin * out.cols, count * out.cols, out.row(begin));
-}
-
-void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count) {
-  with_load(float_dtype(info.dtype), [&](auto load) {
-    const int64_t stride = out.rows * load.kBytes, end = begin + count;
-    for (int64_t strip = begin; strip < end; strip += kStrip) {
-      const std::byte* in = info.bytes.data() + strip * stride;
-      const int64_t width = std::min(kStrip, end - strip);
-      for (int64_t row = 0; row < out.rows; ++row) {
-        const std::byte* column = in + row * load.kBytes;
-        float* to = out.row(row) + strip;
-        for (int64_t i = 0; i < width; ++i) to[i] = load.at(column + i * stride);
-      }
-    }
-  });
-}
-
-void copy_rows(const TensorInfo& info, std::byte* out, int64_t, int64_t cols, int64_t begin,
-               int64_t count) {
-  const auto row_bytes = static_cast<size_t>(cols) * dtype_size(float_dtype(info.dtype));
-  const size_t offset = static_cast<size_t>(begin) * row_bytes;
-  std::memcpy(out + offset, info.bytes.data() + offset, static_cast<size_t>(count) * row_bytes);
-}
-
 namespace {
 
-// Copies squares of 32 x 32 values through memory that stays in the L1 cache: stored rows are often
+// Reads squares of 32 x 32 values through memory that stays in the L1 cache: stored rows are often
 // a multiple of 4 KiB apart, where few of their lines fit into the caches at once. Whole lines are
 // read and written.
-template <typename Bits>
-void transpose_values(const std::byte* in, Bits* out, int64_t rows, int64_t cols, int64_t begin,
-                      int64_t count) {
+template <typename Reader, typename Out>
+void transpose(const std::byte* in, const TensorPlace& place, int64_t begin, int64_t count) {
   constexpr int64_t kEdge = 32;
-  Bits square[kEdge][kEdge];
+  Out square[kEdge][kEdge];
   for (int64_t strip = begin; strip < begin + count; strip += kEdge) {
     const int64_t width = std::min(kEdge, begin + count - strip);
-    for (int64_t first = 0; first < rows; first += kEdge) {
-      const int64_t height = std::min(kEdge, rows - first);
+    for (int64_t first = 0; first < place.rows; first += kEdge) {
+      const int64_t height = std::min(kEdge, place.rows - first);
       for (int64_t i = 0; i < width; ++i) {
-        std::memcpy(square[i], in + ((strip + i) * rows + first) * int64_t{sizeof(Bits)},
-                    static_cast<size_t>(height) * sizeof(Bits));
+        const std::byte* from = in + ((strip + i) * place.rows + first) * Reader::kBytes;
+        for (int64_t j = 0; j < height; ++j) square[i][j] = Reader::at(from + j * Reader::kBytes);
       }
       for (int64_t row = 0; row < height; ++row) {
-        Bits* to = out + (first + row) * cols + strip;
+        Out* to = static_cast<Out*>(place.out) + (first + row) * place.cols + strip;
         for (int64_t i = 0; i < width; ++i) to[i] = square[i][row];
       }
     }
   }
 }
 
+template <typename Reader, typename Out>
+void read(const std::byte* in, const TensorPlace& place, int64_t begin, int64_t count) {
+  if (place.transposed) return transpose<Reader, Out>(in, place, begin, count);
+  Out* out = static_cast<Out*>(place.out);
+  for (int64_t i = begin * place.cols; i < (begin + count) * place.cols; ++i) {
+    out[i] = Reader::at(in + i * Reader::kBytes);
+  }
+}
+
 }  // namespace
 
-void copy_transposed(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols,
-                     int64_t begin, int64_t count) {
-  if (float_dtype(info.dtype) == DType::kF32) {
-    transpose_values(info.bytes.data(), reinterpret_cast<uint32_t*>(out), rows, cols, begin, count);
-  } else {
-    transpose_values(info.bytes.data(), reinterpret_cast<uint16_t*>(out), rows, cols, begin, count);
+void read_tensor(const TensorInfo& info, const TensorPlace& place, int64_t begin, int64_t count) {
+  const DType stored = float_dtype(info.dtype);
+  TWELL_CHECK(place.dtype == DType::kF32 || place.dtype == stored, "{} to {}", info.dtype,
+              dtype_name(place.dtype));
+  if (place.dtype != DType::kF32) {
+    return read<LoadBits, uint16_t>(info.bytes.data(), place, begin, count);
   }
+  with_load(stored, [&](auto load) {
+    read<decltype(load), float>(info.bytes.data(), place, begin, count);
+  });
 }
 
 bool equal_values(const TensorInfo& a, const TensorInfo& b) {

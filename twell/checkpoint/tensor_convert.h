@@ -29,16 +29,16 @@ int64_t first_non_finite(std::span<const std::byte> values, const std::string& d
 [[noreturn]] void refuse_non_finite(const TensorInfo& info, int64_t index,
                                     const std::string& source);
 
-// Fills `count` rows of out [rows, cols], contiguous, starting at row `begin`, from a tensor that
-// stores the same number of values in the same order.
-void read_rows(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
-// Fills `count` columns of out from a tensor that stores [cols, rows].
-void read_transposed(const TensorInfo& info, MatrixF out, int64_t begin, int64_t count);
-// The same two into memory [rows, cols] of the tensor's dtype.
-void copy_rows(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols, int64_t begin,
-               int64_t count);
-void copy_transposed(const TensorInfo& info, std::byte* out, int64_t rows, int64_t cols,
-                     int64_t begin, int64_t count);
+// What to do with a tensor's values: they go to `out`, stay where they are in the file, or neither.
+struct TensorPlace {
+  void* out = nullptr;         // [rows, cols] row-major, as many values as the tensor has
+  DType dtype = DType::kF32;   // of out: f32, or the tensor's own
+  int64_t rows = 0, cols = 0;  // of out
+  bool transposed = false;     // whether the tensor stores [cols, rows]
+  bool stays = false;
+};
+// Reads the stored rows [begin, begin + count) to place.out, where they are columns if transposed.
+void read_tensor(const TensorInfo& info, const TensorPlace& place, int64_t begin, int64_t count);
 // Whether two tensors hold the same values in the same order; dtypes and shapes may differ. NaNs
 // are equal if their bits are.
 bool equal_values(const TensorInfo& a, const TensorInfo& b);

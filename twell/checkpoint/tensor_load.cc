@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "twell/checkpoint/tensor_convert.h"
-
 namespace twell {
 namespace {
 
@@ -33,16 +31,12 @@ struct Piece {
   std::span<const std::byte> bytes;
 };
 
-bool is_read(const TensorPlace& place) {
-  return !place.out.empty() || place.copy != nullptr || place.stays;
-}
+bool is_read(const TensorPlace& place) { return place.out != nullptr || place.stays; }
 
 void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<Piece>& pieces) {
   // A tensor that is not converted may have any shape, so its pieces count bytes.
   const int64_t bytes = std::ssize(tensor.bytes);
-  int64_t rows = bytes;
-  if (!place.out.empty()) rows = place.transposed ? place.out.cols : place.out.rows;
-  if (place.copy != nullptr) rows = place.transposed ? place.cols : place.rows;
+  const int64_t rows = place.out == nullptr ? bytes : place.transposed ? place.cols : place.rows;
   const int64_t row_bytes = std::max<int64_t>(1, bytes / std::max<int64_t>(1, rows));
   const int64_t step = std::max(kPieceBytes / row_bytes / kLine * kLine, kLine);
   // An empty tensor is one piece, because its name is hashed.
@@ -51,17 +45,6 @@ void add_pieces(const TensorInfo& tensor, const TensorPlace& place, std::vector<
     pieces.push_back({&tensor, place, begin, count,
                       tensor.bytes.subspan(static_cast<size_t>(begin * row_bytes),
                                            static_cast<size_t>(count * row_bytes))});
-  }
-}
-
-void convert(const Piece& piece) {
-  const TensorPlace& place = piece.place;
-  if (place.copy != nullptr) {
-    const auto copy = place.transposed ? copy_transposed : copy_rows;
-    copy(*piece.tensor, place.copy, place.rows, place.cols, piece.begin, piece.count);
-  } else if (!place.out.empty()) {
-    const auto read = place.transposed ? read_transposed : read_rows;
-    read(*piece.tensor, place.out, piece.begin, piece.count);
   }
 }
 
@@ -174,11 +157,14 @@ void load_tensors(Context& ctx, const SafetensorsFile& file,
   ctx.parallel_for(ctx.threads(), 1, [&](int64_t, int64_t, int) {
     for (size_t i; (i = queue.take()) < pieces.size();) {
       if (!options.allow_non_finite) check(i);
-      convert(pieces[i]);
+      const Piece& piece = pieces[i];
+      if (piece.place.out != nullptr) {
+        read_tensor(*piece.tensor, piece.place, piece.begin, piece.count);
+      }
       if (piece_hash) {
         piece_hash->add(i);
-      } else if (!pieces[i].place.stays) {
-        file.release(pieces[i].bytes);
+      } else if (!piece.place.stays) {
+        file.release(piece.bytes);
       }
     }
   });

@@ -8,19 +8,10 @@
 #include <functional>
 
 #include "twell/base/context.h"
-#include "twell/base/matrix.h"
 #include "twell/checkpoint/safetensors.h"
+#include "twell/checkpoint/tensor_convert.h"
 
 namespace twell {
-
-// What to do with a tensor: one of `out`, `copy` and `stays`, or nothing.
-struct TensorPlace {
-  MatrixF out;                 // widened to here: [rows, cols], as many values as the tensor has
-  bool transposed = false;     // whether the tensor stores [cols, rows]
-  std::byte* copy = nullptr;   // [rows, cols] in the tensor's dtype, aligned to its size
-  int64_t rows = 0, cols = 0;  // of copy
-  bool stays = false;          // its values are used where they are
-};
 
 struct LoadOptions {
   bool allow_non_finite = false;  // accept NaN and infinity

@@ -102,8 +102,11 @@ class TensorLoadTest : public ::testing::Test {
     load_tensors(ctx, file,
                  [&](const TensorInfo& info) -> TensorPlace {
                    for (const Shape& s : kShapes) {
-                     if (info.name == s.name)
-                       return {{out[s.name].data(), s.rows, s.cols}, s.transposed};
+                     if (info.name != s.name) continue;
+                     return {.out = out[s.name].data(),
+                             .rows = s.rows,
+                             .cols = s.cols,
+                             .transposed = s.transposed};
                    }
                    return {};
                  },

@@ -219,28 +219,16 @@ class ZstdDecoder : public Decoder {
 
 }  // namespace
 
-Compression compression_of(const fs::path& path) {
+bool is_compressed(const fs::path& path) {
   const fs::path ending = path.extension();
-  if (ending == ".gz") return Compression::kGzip;
-  if (ending == ".xz") return Compression::kXz;
-  if (ending == ".zst") return Compression::kZstd;
-  return Compression::kNone;
+  return ending == ".gz" || ending == ".xz" || ending == ".zst";
 }
 
 ByteReader::ByteReader(const fs::path& path) : input_(std::make_unique<FileInput>(path)) {
-  switch (compression_of(path)) {
-    case Compression::kNone:
-      break;
-    case Compression::kGzip:
-      decoder_ = std::make_unique<GzipDecoder>(*input_);
-      break;
-    case Compression::kXz:
-      decoder_ = std::make_unique<XzDecoder>(*input_);
-      break;
-    case Compression::kZstd:
-      decoder_ = std::make_unique<ZstdDecoder>(*input_);
-      break;
-  }
+  const fs::path ending = path.extension();
+  if (ending == ".gz") decoder_ = std::make_unique<GzipDecoder>(*input_);
+  if (ending == ".xz") decoder_ = std::make_unique<XzDecoder>(*input_);
+  if (ending == ".zst") decoder_ = std::make_unique<ZstdDecoder>(*input_);
 }
 
 ByteReader::~ByteReader() = default;

@@ -14,10 +14,7 @@
 
 namespace twell {
 
-enum class Compression { kNone, kGzip, kXz, kZstd };
-
-// Chosen by the file name's extension.
-Compression compression_of(const std::filesystem::path& path);
+bool is_compressed(const std::filesystem::path& path);  // by the file name's extension
 
 class Decoder;
 class FileInput;

@@ -478,11 +478,6 @@ ShardCounts ShardWriter::write(const TokenEncoder& encoder) {
   return manifest.counts;
 }
 
-ShardCounts write_shards(TextSource& source, const Tokenizer& tokenizer, const fs::path& folder,
-                         const TokenizeOptions& options) {
-  return write_shards(source, TokenEncoder::of(tokenizer), folder, options);
-}
-
 ShardCounts write_shards(TextSource& source, const TokenEncoder& encoder, const fs::path& folder,
                          const TokenizeOptions& options) {
   return ShardWriter(source, encoder.hash, folder, options, /*replace=*/true).write(encoder);

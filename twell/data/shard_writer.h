@@ -93,8 +93,6 @@ class ShardWriter {
 
 // A ShardWriter's whole work, which goes on where an earlier call with the same arguments was
 // interrupted and replaces a folder made otherwise.
-ShardCounts write_shards(TextSource& source, const Tokenizer& tokenizer,
-                         const std::filesystem::path& folder, const TokenizeOptions& options);
 ShardCounts write_shards(TextSource& source, const TokenEncoder& encoder,
                          const std::filesystem::path& folder, const TokenizeOptions& options);
 

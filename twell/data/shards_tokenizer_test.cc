@@ -66,8 +66,8 @@ TEST_P(ShardsOf, DecodeToTheDocuments) {
   const Tokenizer tokenizer = golden_tokenizer(GetParam());
   const std::string text = some_lines(1, 300) + "<|endoftext|> is not the end.";
   TextSource source({.paths = {folder_.write("text", text + '\0' + "second")}});
-  const ShardCounts counts =
-      write_shards(source, tokenizer, folder_.path() / "shards", {.validation_fraction = 0.1});
+  const ShardCounts counts = write_shards(source, TokenEncoder::of(tokenizer),
+                                          folder_.path() / "shards", {.validation_fraction = 0.1});
   const ShardSet shards(folder_.path() / "shards", tokenizer);
   EXPECT_EQ(shards.end_token(), tokenizer.eos_token());
   std::vector<int32_t> ids;
@@ -96,7 +96,7 @@ TEST(ShardsTokenizer, ATrainedTokenizerFitsItsOwnShardsOnly) {
                      [&](std::string& piece) { return source.next(piece); });
   };
   const Tokenizer tokenizer = train(270), other = train(271);
-  write_shards(source, tokenizer, folder.path() / "shards", {});
+  write_shards(source, TokenEncoder::of(tokenizer), folder.path() / "shards", {});
   const ShardSet shards(folder.path() / "shards", tokenizer);
   const BatchSampler sampler(shards, Split::kTrain, 64, 1, true);
   std::vector<int32_t> inputs(64), targets(64);

@@ -55,7 +55,7 @@ class StreamBuffer {
     const size_t invalid = find_invalid_utf8(view().substr(0, size));
     if (invalid == size) return;
     fail(fmt::format("invalid UTF-8 at byte {}{}", dropped_ + begin_ + invalid,
-                     compression_of(path_) == Compression::kNone ? "" : " of the unpacked text"));
+                     is_compressed(path_) ? " of the unpacked text" : ""));
   }
 
   [[noreturn]] void fail(std::string_view reason) const {
@@ -250,7 +250,7 @@ std::unique_ptr<DocumentReader> DocumentReader::open(const fs::path& path,
                                                      const DocumentOptions& options) {
   TWELL_CHECK(options.piece_bytes >= 4 && options.chunk_bytes > 0, "pieces of {}, chunks of {}",
               options.piece_bytes, options.chunk_bytes);
-  const fs::path plain = compression_of(path) == Compression::kNone ? path : path.stem();
+  const fs::path plain = is_compressed(path) ? path.stem() : path;
   if (path.extension() == ".parquet") return std::make_unique<ParquetDocuments>(path, options);
   if (plain.extension() == ".jsonl") return std::make_unique<JsonlDocuments>(path, options);
   return std::make_unique<TextDocuments>(path, options);

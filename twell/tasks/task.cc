@@ -165,40 +165,22 @@ TaskItem read_winogrande(const json& value, const std::string& where) {
   return out;
 }
 
-// Folder names: a user's own, then those of a copy of the data set's repository. *Files: the names
-// of the authors' files.
-using Names = std::string_view;
-constexpr std::array<Names, 3> kArcEasy = {"arc_easy", "ARC-Easy", "ai2_arc/ARC-Easy"};
-constexpr std::array<Names, 2> kArcEasyFiles = {"ARC-Easy/ARC-Easy-Test.jsonl",
-                                                "ARC-Easy-Test.jsonl"};
-constexpr std::array<Names, 3> kArcChallenge = {"arc_challenge", "ARC-Challenge",
-                                                "ai2_arc/ARC-Challenge"};
-constexpr std::array<Names, 2> kArcChallengeFiles = {"ARC-Challenge/ARC-Challenge-Test.jsonl",
-                                                     "ARC-Challenge-Test.jsonl"};
-constexpr std::array<Names, 2> kHellaswag = {"hellaswag", "hellaswag/data"};
-constexpr std::array<Names, 2> kHellaswagFiles = {"hellaswag/hellaswag_val.jsonl",
-                                                  "hellaswag_val.jsonl"};
-constexpr std::array<Names, 2> kOpenbookqa = {"openbookqa", "openbookqa/main"};
-constexpr std::array<Names, 1> kOpenbookqaFiles = {"OpenBookQA-V1-Sep2018/Data/Main/test.jsonl"};
-constexpr std::array<Names, 3> kPiqa = {"piqa", "piqa/data", "piqa/plain_text"};
-constexpr std::array<Names, 2> kPiqaFiles = {"piqa/valid.jsonl", "physicaliqa-train-dev/dev.jsonl"};
-constexpr std::array<Names, 3> kWinogrande = {"winogrande", "winogrande/winogrande_xl",
-                                              "winogrande_xl"};
-constexpr std::array<Names, 2> kWinograndeFiles = {"winogrande/dev.jsonl",
-                                                   "winogrande_1.1/dev.jsonl"};
-constexpr std::array<Names, 2> kCommonsenseQa = {"commonsense_qa", "commonsense_qa/data"};
-constexpr std::array<Names, 2> kCommonsenseQaFiles = {"commonsense_qa/dev_rand_split.jsonl",
-                                                      "dev_rand_split.jsonl"};
-
+// Folders: a user's own name, then those of a copy of the data set's repository.
 constexpr std::array<Task, 7> kTasks = {{
-    {"arc_easy", true, "test", kArcEasy, kArcEasyFiles, read_arc},
-    {"arc_challenge", true, "test", kArcChallenge, kArcChallengeFiles, read_arc},
-    {"hellaswag", true, "validation", kHellaswag, kHellaswagFiles, read_hellaswag},
-    {"openbookqa", true, "test", kOpenbookqa, kOpenbookqaFiles, read_openbookqa},
-    {"piqa", true, "validation", kPiqa, kPiqaFiles, read_piqa},
-    {"winogrande", false, "validation", kWinogrande, kWinograndeFiles, read_winogrande},
-    {"commonsense_qa", false, "validation", kCommonsenseQa, kCommonsenseQaFiles,
-     read_commonsense_qa},
+    {"arc_easy", true, "test", "arc_easy ARC-Easy ai2_arc/ARC-Easy",
+     "ARC-Easy/ARC-Easy-Test.jsonl ARC-Easy-Test.jsonl", read_arc},
+    {"arc_challenge", true, "test", "arc_challenge ARC-Challenge ai2_arc/ARC-Challenge",
+     "ARC-Challenge/ARC-Challenge-Test.jsonl ARC-Challenge-Test.jsonl", read_arc},
+    {"hellaswag", true, "validation", "hellaswag hellaswag/data",
+     "hellaswag/hellaswag_val.jsonl hellaswag_val.jsonl", read_hellaswag},
+    {"openbookqa", true, "test", "openbookqa openbookqa/main",
+     "OpenBookQA-V1-Sep2018/Data/Main/test.jsonl", read_openbookqa},
+    {"piqa", true, "validation", "piqa piqa/data piqa/plain_text",
+     "piqa/valid.jsonl physicaliqa-train-dev/dev.jsonl", read_piqa},
+    {"winogrande", false, "validation", "winogrande winogrande/winogrande_xl winogrande_xl",
+     "winogrande/dev.jsonl winogrande_1.1/dev.jsonl", read_winogrande},
+    {"commonsense_qa", false, "validation", "commonsense_qa commonsense_qa/data",
+     "commonsense_qa/dev_rand_split.jsonl dev_rand_split.jsonl", read_commonsense_qa},
 }};
 
 }  // namespace
@@ -216,13 +198,11 @@ const Task& find_task(std::string_view name) {
 
 std::vector<const Task*> parse_task_list(std::string_view names) {
   std::vector<const Task*> out;
-  for (size_t begin = 0; begin <= names.size();) {
-    const size_t end = std::min(names.find(',', begin), names.size());
-    const Task& task = find_task(strip(names.substr(begin, end - begin)));
+  for (const std::string_view name : split_text(names, ',')) {
+    const Task& task = find_task(strip(name));
     TWELL_REQUIRE(std::find(out.begin(), out.end(), &task) == out.end(), "task {} is named twice",
                   task.name);
     out.push_back(&task);
-    begin = end + 1;
   }
   return out;
 }

@@ -41,9 +41,9 @@ struct TaskItem {
 struct Task {
   std::string_view name;
   bool has_acc_norm = true;
-  std::string_view split;                     // the split that is scored
-  std::span<const std::string_view> folders;  // folders that may hold the hub's export
-  std::span<const std::string_view> files;    // the authors' file names, in order of preference
+  std::string_view split;    // the split that is scored
+  std::string_view folders;  // that may hold the hub's export, with spaces between them
+  std::string_view files;    // the authors' file names, likewise, in order of preference
   // Reads an item in the form published by the data set's authors or the Hugging Face hub; leaves
   // `line` 0. InputError, naming `where`, about a missing or invalid field.
   TaskItem (*read)(const nlohmann::json& item, const std::string& where);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/tasks/task_file.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
@@ -78,12 +76,12 @@ fs::path existing(const fs::path& path) {
 std::vector<std::string> candidates(const Task& task) {
   std::vector<std::string> out = {fmt::format("{}{}", task.name, kLines),
                                   fmt::format("{}{}", task.name, kParquet)};
-  for (const std::string_view folder : task.folders) {
+  for (const std::string_view folder : split_text(task.folders, ' ')) {
     out.push_back(fmt::format("{}/{}{}", folder, task.split, kLines));
     out.push_back(fmt::format("{}/{}-00000-of-00001{}", folder, task.split, kParquet));
     out.push_back(fmt::format("{}/{}/0000{}", folder, task.split, kParquet));
   }
-  for (const std::string_view file : task.files) out.emplace_back(file);
+  for (const std::string_view file : split_text(task.files, ' ')) out.emplace_back(file);
   return out;
 }
 
@@ -97,7 +95,7 @@ fs::path find_file(const Task& task, const fs::path& folder) {
       "no items of {} in {}: looked for {}{} (or .gz, .xz, .zst of it), {}{}, and {}{} or "
       "{}-00000-of-00001{} in {}",
       task.name, folder.string(), task.name, kLines, task.name, kParquet, task.split, kLines,
-      task.split, kParquet, fmt::join(task.folders, ", ")));
+      task.split, kParquet, replace_all(task.folders, " ", ", ")));
 }
 
 // Reads the labels of a file of items: dev-labels.lst for dev.jsonl.gz.

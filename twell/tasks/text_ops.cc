@@ -4,39 +4,16 @@
 #include <utf8proc.h>
 
 #include <algorithm>
-#include <array>
+
+#include "twell/tokenizer/normalizer.h"
 
 namespace twell {
 namespace {
 
-struct Character {
-  int32_t code = 0;
-  size_t bytes = 1;
-};
-
-// The first character of a non-empty text. An invalid first byte gives code -1 and length 1.
-Character first_character(std::string_view text) {
-  Character out;
-  const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());
-  const utf8proc_ssize_t used =
-      utf8proc_iterate(bytes, static_cast<utf8proc_ssize_t>(text.size()), &out.code);
-  if (used > 0) {
-    out.bytes = static_cast<size_t>(used);
-  } else {
-    out.code = -1;
-  }
-  return out;
-}
-
 bool is_continuation(char byte) { return (static_cast<unsigned char>(byte) & 0xC0u) == 0x80u; }
 
-bool is_space(int32_t code) {
-  if (code >= 0x2000 && code <= 0x200A) return true;
-  constexpr std::array<int32_t, 18> kSpaces = {0x09,   0x0A,   0x0B,   0x0C,   0x0D,   0x1C,
-                                               0x1D,   0x1E,   0x1F,   0x20,   0x85,   0xA0,
-                                               0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000};
-  return std::find(kSpaces.begin(), kSpaces.end(), code) != kSpaces.end();
-}
+// White_Space, and four control characters.
+bool is_space(int32_t code) { return is_white_space(code) || (code >= 0x1c && code <= 0x1f); }
 
 void append(std::string& out, int32_t code) {
   utf8proc_uint8_t bytes[4];
@@ -60,7 +37,7 @@ std::string_view strip(std::string_view text) {
   while (!text.empty()) {
     const Character first = first_character(text);
     if (!is_space(first.code)) break;
-    text.remove_prefix(first.bytes);
+    text.remove_prefix(first.size);
   }
   return strip_end(text);
 }
@@ -74,7 +51,7 @@ std::string capitalize(std::string_view text) {
     } else {
       append(out, first ? utf8proc_totitle(next.code) : utf8proc_tolower(next.code));
     }
-    text.remove_prefix(next.bytes);
+    text.remove_prefix(next.size);
   }
   return out;
 }
@@ -86,6 +63,16 @@ std::string replace_all(std::string_view text, std::string_view from, std::strin
     text.remove_prefix(at + from.size());
   }
   return out.append(text);
+}
+
+std::vector<std::string_view> split_text(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (size_t end; (end = text.find(separator)) != std::string_view::npos;) {
+    parts.push_back(text.substr(0, end));
+    text.remove_prefix(end + 1);
+  }
+  parts.push_back(text);
+  return parts;
 }
 
 int64_t count_characters(std::string_view text) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace twell {
 
@@ -19,6 +20,9 @@ std::string capitalize(std::string_view text);
 
 // Replaces every `from`, from left to right; `from` must not be empty.
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
+
+// The parts between separators; an empty text is one empty part.
+std::vector<std::string_view> split_text(std::string_view text, char separator);
 
 // Counts Unicode characters, not bytes.
 int64_t count_characters(std::string_view text);

@@ -80,7 +80,7 @@ struct MicroData {
     TextSource source(options);
     TokenizeOptions tokenize;
     tokenize.validation_fraction = 0.2;
-    write_shards(source, tokenizer, folder / "shards", tokenize);
+    write_shards(source, TokenEncoder::of(tokenizer), folder / "shards", tokenize);
     return folder / "shards";
   }
 };
