@@ -45,21 +45,12 @@ bool parse_exactly(std::string_view text, Number& value) {
 // Replaces the suffix of 20k, 1.5M, 2G or 2B, 1T by a decimal exponent; 1e6 stays as it is.
 std::string spell_out_suffix(std::string_view text) {
   if (text.empty() || text.find_first_of("eE") != std::string_view::npos) return std::string(text);
-  const std::string_view digits = text.substr(0, text.size() - 1);
-  switch (text.back()) {
-    case 'k':
-    case 'K':
-      return std::string(digits) + "e3";
-    case 'M':
-      return std::string(digits) + "e6";
-    case 'G':
-    case 'B':
-      return std::string(digits) + "e9";
-    case 'T':
-      return std::string(digits) + "e12";
-    default:
-      return std::string(text);
+  constexpr std::pair<char, const char*> kExponents[] = {{'k', "e3"}, {'K', "e3"}, {'M', "e6"},
+                                                         {'G', "e9"}, {'B', "e9"}, {'T', "e12"}};
+  for (const auto& [suffix, exponent] : kExponents) {
+    if (text.back() == suffix) return std::string(text.substr(0, text.size() - 1)) + exponent;
   }
+  return std::string(text);
 }
 
 // "a, b or c".

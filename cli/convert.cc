@@ -19,21 +19,16 @@ struct ConvertArguments {
   std::string dtype = "keep";
 };
 
-std::optional<DType> parse_dtype(const std::string& name) {
-  if (name == "f32") return DType::kF32;
-  if (name == "bf16") return DType::kBF16;
-  if (name == "f16") return DType::kF16;
-  return std::nullopt;
-}
-
 int run_convert(const CommonOptions& common, const ConvertArguments& arguments) {
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
+  std::optional<DType> dtype;
+  if (arguments.dtype != "keep") dtype = parse_dtype(arguments.dtype);
   stop_on_signals();
   const auto start = std::chrono::steady_clock::now();
   const ConvertResult result =
       convert_checkpoint(common.checkpoint, common.out,
                          {.layout = parse_checkpoint_layout(arguments.layout),
-                          .dtype = parse_dtype(arguments.dtype),
+                          .dtype = dtype,
                           .allow_non_finite = common.allow_non_finite,
                           .on_piece = check_interrupted});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;

@@ -71,10 +71,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   progress.clear();
   TWELL_REQUIRE(result.tokens > 0, "the text is empty: no token to score");
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  double nnz = 0.0;
-  for (const LayerHistogram& layer : result.layers) nnz += layer.mean();
-  nnz /= static_cast<double>(result.layers.size());
-
+  const double nnz = result.mean_active();
   if (arguments.json) {
     const nlohmann::json line = {{"checkpoint", common.checkpoint.string()},
                                  {"device", engine->device()},

@@ -37,7 +37,6 @@ struct GenerateArguments {
   std::string ffn = "auto";
   bool quiet = false;
   bool json = false;
-  bool log_probs = false;
   bool cache_8bit = false;
 };
 
@@ -124,49 +123,13 @@ int64_t session_capacity(const ModelConfig& config, const Tokenizer& tokenizer,
   return std::min(limit - longest, max_tokens) + longest;
 }
 
-// The model's own natural-log probabilities of the new tokens, at temperature 1.
-class LogProbs {
- public:
-  // begin_token: the value used when the prompts were given to the model.
-  LogProbs(Engine& engine, const Tokenizer& tokenizer, FfnPolicy policy, bool begin_token)
-      : tokenizer_(tokenizer), scorer_(engine.scorer(policy)), begin_token_(begin_token) {}
-
-  static ScorerPlan plan(int64_t capacity) {
-    return {.tokens = capacity, .sequences = 1, .length = capacity};
-  }
-
-  std::vector<float> of(const std::string& prompt, const std::vector<int32_t>& new_ids) const {
-    if (new_ids.empty()) return {};
-    std::vector<int32_t> ids = prompt_ids(scorer_->config(), tokenizer_, prompt, begin_token_);
-    std::vector<int64_t> rows;
-    for (size_t i = 0; i < new_ids.size(); ++i) {
-      rows.push_back(std::ssize(ids) - 1);
-      ids.push_back(new_ids[i]);
-    }
-    ids.pop_back();  // the last token predicts nothing
-    const ForwardSequence sequence{.tokens = std::ssize(ids)};
-    std::vector<float> values(new_ids.size());
-    scorer_->score({.ids = ids, .sequences = {&sequence, 1}, .rows = rows, .targets = new_ids},
-                   values);
-    for (float& value : values) value = -value;
-    return values;
-  }
-
- private:
-  const Tokenizer& tokenizer_;
-  std::unique_ptr<Scorer> scorer_;
-  bool begin_token_;
-};
-
 // Writes generations in the order of their prompts: a single prompt's text as it is generated,
 // otherwise each once all before it are done. Faulty prompts are reported on stderr.
 class Output {
  public:
-  // log_probs: adds them to the JSON lines; null: none.
-  Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts,
-         const LogProbs* log_probs)
+  Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts)
       : prompts_(prompts),
-        log_probs_(log_probs),
+        log_probs_(arguments.generate.log_probs),
         streams_(prompts.size() == 1 && !arguments.json),
         json_(arguments.json),
         echo_(!arguments.chat),
@@ -220,13 +183,12 @@ class Output {
                            {"stop", stop_reason_name(generation.reason)},
                            {"prefill_s", generation.prefill_seconds},
                            {"decode_s", generation.decode_seconds}};
-    if (log_probs_ != nullptr) line["log_probs"] = log_probs_->of(prompt, generation.ids);
+    if (log_probs_) line["log_probs"] = generation.log_probs;
     return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   }
 
   const std::vector<Prompt>& prompts_;
-  const LogProbs* log_probs_;
-  bool streams_, json_, echo_;
+  bool log_probs_, streams_, json_, echo_;
   bool first_ = true;
   std::vector<std::optional<Generation>> done_;
   size_t next_ = 0;  // first generation not printed yet
@@ -289,18 +251,14 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
                                     : session_capacity(config, tokenizer, prompts, options),
                   .ffn = policy,
                   .cache = {.eight_bits = arguments.cache_8bit}});
-  EnginePlan plan{.session = planned, .scorer = std::nullopt};
-  if (arguments.log_probs) plan.scorer = LogProbs::plan(planned.capacity);
-  const std::unique_ptr<Engine> engine = load_engine(common, plan);
+  const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
   options.stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
   options.cancel = &stop;
   if (talks) return run_chat(*session, tokenizer, *chat, arguments.system, options);
-  std::optional<LogProbs> log_probs;
-  if (arguments.log_probs) log_probs.emplace(*engine, tokenizer, policy, options.begin_token);
-  Output output(arguments, prompts, log_probs ? &*log_probs : nullptr);
+  Output output(arguments, prompts);
   options.on_text = output.on_text();
   std::vector<size_t> asked;  // prompt index of each request
   const auto on_done = [&](int64_t request, Generation generation) {
@@ -365,7 +323,7 @@ void add_generate_command(Command& root, CommonOptions& common) {
   Option& json = command.flag("--json", &arguments->json,
                               "Print a JSON object per prompt, a line each, instead of the text");
   command
-      .flag("--log-probs", &arguments->log_probs,
+      .flag("--log-probs", &options.log_probs,
             "Also the natural logarithm of each new token's probability, at temperature 1")
       .needs(json);
   command.flag(

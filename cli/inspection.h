@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/text_layout.h"
 #include "twell/infer/activity_profile.h"
 #include "twell/infer/evaluate.h"
 #include "twell/model/config.h"
@@ -41,6 +42,12 @@ struct Inspection {
 };
 
 nlohmann::ordered_json inspection_json(const Inspection& inspection);
+// The figures of the layers, as text.
+struct LayerTable {
+  std::vector<Column> columns;
+  std::vector<std::vector<std::string>> rows;
+};
+LayerTable layer_table(const Inspection& inspection);
 void print_inspection(const Inspection& inspection, bool tensors);
 // A self-contained HTML page.
 std::string inspection_html(const Inspection& inspection);

@@ -90,13 +90,6 @@ class Page {
     return values.empty() ? 1.0 : *std::max_element(values.begin(), values.end());
   }
   double percent(double neurons) const { return 100.0 * neurons / ffn_; }
-  double mean_nnz() const {
-    const std::vector<double> means = per_activity([](const auto& layer) { return layer.mean(); });
-    double sum = 0.0;
-    for (const double mean : means) sum += mean / static_cast<double>(means.size());
-    return sum;
-  }
-
   void section(const char* title, const std::string& text) {
     out_ += fmt::format("<h2>{}</h2>\n<p>{}</p>\n", title, text);
   }
@@ -126,7 +119,8 @@ class Page {
          "parameters");
     if (in_.evaluation.tokens > 0) {
       card(fmt::format("{:.4f}", in_.evaluation.cross_entropy()), "cross-entropy, nats per token");
-      card(fmt::format("{:.1f} ({:.2f}%)", mean_nnz(), percent(mean_nnz())),
+      const double active = in_.evaluation.mean_active();
+      card(fmt::format("{:.1f} ({:.2f}%)", active, percent(active)),
            "active neurons per token and layer");
     }
     if (in_.profile) {
@@ -221,14 +215,29 @@ class Page {
     out_ += chart.svg();
   }
 
-  void token_table(const char* title, const std::vector<TokenRow>& rows) {
-    out_ += fmt::format(
-        "<table><tr><th class='text'>{}</th><th>seen</th><th>active neurons</th></tr>\n", title);
-    for (const TokenRow& row : rows) {
-      out_ += fmt::format("<tr><td class='text'>{}</td><td>{}</td><td>{:.1f}</td></tr>\n",
-                          html_escape(row.text), row.seen, row.nnz);
-    }
+  using Rows = std::vector<std::vector<std::string>>;
+  void table(const std::vector<Column>& columns, const Rows& rows) {
+    const auto line = [&](char kind, const auto& text_of) {
+      out_ += "<tr>";
+      for (size_t i = 0; i < columns.size(); ++i) {
+        out_ += fmt::format("<t{}{}>{}</t{}>", kind, columns[i].left ? " class='text'" : "",
+                            html_escape(text_of(i)), kind);
+      }
+      out_ += "</tr>\n";
+    };
+    out_ += "<table>";
+    line('h', [&](size_t i) { return columns[i].header; });
+    for (const std::vector<std::string>& row : rows) line('d', [&](size_t i) { return row[i]; });
     out_ += "</table>\n";
+  }
+
+  void token_table(const char* title, const std::vector<TokenRow>& tokens) {
+    Rows rows;
+    for (const TokenRow& token : tokens) {
+      rows.push_back({token.text, std::to_string(token.seen), fmt::format("{:.1f}", token.nnz)});
+    }
+    table({{.header = title, .left = true}, {.header = "seen"}, {.header = "active neurons"}},
+          rows);
   }
 
   void tokens() {
@@ -241,53 +250,19 @@ class Page {
 
   void layer_table() {
     section("All figures", "Per layer, in neurons unless a share.");
-    out_ +=
-        "<div class='wide'><table><tr><th>layer</th><th>mean</th><th>density</th><th>p50</th>"
-        "<th>p99</th><th>max</th>";
-    if (in_.profile) {
-      out_ +=
-          "<th>silent</th><th>union 64</th><th>union 128</th><th class='text'>prompt</th>"
-          "<th></th><th class='text'>decode</th><th></th>";
-    }
-    out_ += "</tr>\n";
-    for (size_t i = 0; i < layers_.size(); ++i) layer_row(i);
-    out_ += "</table></div>\n";
-  }
-
-  void layer_row(size_t i) {
-    const LayerHistogram& activity = in_.evaluation.layers[i];
-    out_ += fmt::format(
-        "<tr><td>{}</td><td>{:.1f}</td><td>{:.2f}%</td><td>{}</td><td>{}</td><td>{}</td>", i,
-        activity.mean(), percent(activity.mean()), activity.quantile(0.5), activity.quantile(0.99),
-        activity.max());
-    if (in_.profile) {
-      const LayerProfile& layer = in_.profile->layers[i];
-      const auto cell = [](double mean, int64_t tiles) {
-        return tiles == 0 ? std::string("-") : fmt::format("{:.0f}", mean);
-      };
-      out_ += fmt::format(
-          "<td>{:.1f}%</td><td>{}</td><td>{}</td><td class='text'>{}</td><td>{:.2f}x</td>"
-          "<td class='text'>{}</td><td>{:.2f}x</td>",
-          percent(static_cast<double>(layer.never_fired())),
-          cell(layer.mean_union_64(), layer.tiles_64),
-          cell(layer.mean_union_128(), layer.tiles_128),
-          ffn_execution_name(layer.prompt.execution()), layer.prompt.speedup(),
-          ffn_execution_name(layer.decode.execution()), layer.decode.speedup());
-    }
-    out_ += "</tr>\n";
+    const LayerTable layers = twell::cli::layer_table(in_);
+    out_ += "<div class='wide'>";
+    table(layers.columns, layers.rows);
+    out_ += "</div>\n";
   }
 
   void damage() {
-    out_ += fmt::format(
-        "<h2 class='bad'>{} damaged tensors</h2>\n<table><tr>"
-        "<th class='text'>tensor</th><th>not finite</th></tr>\n",
-        in_.damaged_tensors);
+    out_ += fmt::format("<h2 class='bad'>{} damaged tensors</h2>\n", in_.damaged_tensors);
+    Rows rows;
     for (const TensorHealth& tensor : in_.tensors) {
-      if (tensor.not_finite == 0) continue;
-      out_ += fmt::format("<tr><td class='text'>{}</td><td>{}</td></tr>\n",
-                          html_escape(tensor.name), tensor.not_finite);
+      if (tensor.not_finite > 0) rows.push_back({tensor.name, std::to_string(tensor.not_finite)});
     }
-    out_ += "</table>\n";
+    table({{.header = "tensor", .left = true}, {.header = "not finite"}}, rows);
   }
 
   const Inspection& in_;

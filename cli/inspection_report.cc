@@ -93,43 +93,11 @@ void print_layers(const Inspection& inspection) {
   const int64_t ffn = inspection.config.ffn;
   fmt::print("\nactive FFN neurons per token, of {}, over {} tokens (CE {:.4f})\n", ffn,
              evaluation.tokens, evaluation.cross_entropy());
-  std::vector<Column> columns = {
-      {.header = "layer"},           {.header = "mean", .width = 7},
-      {.header = "density"},         {.header = "p50", .width = 5, .extra = 3},
-      {.header = "p99", .width = 5}, {.header = "max", .width = 5, .extra = 1}};
-  if (inspection.profile) {
-    columns.insert(columns.end(), {{.header = "silent"},
-                                   {.header = "union 64", .extra = 2},
-                                   {.header = "union 128", .extra = 4},
-                                   {.header = "prompt", .width = 10, .left = true},
-                                   {.header = "", .width = 6},
-                                   {.header = "decode", .width = 10, .left = true},
-                                   {.header = "", .width = 6}});
-  }
-  const Table table(columns);
+  const LayerTable layers = layer_table(inspection);
+  const Table table(layers.columns);
   table.print_header();
-  double mean = 0.0;
-  for (size_t i = 0; i < evaluation.layers.size(); ++i) {
-    const LayerHistogram& layer = evaluation.layers[i];
-    mean += share(layer.mean(), std::ssize(evaluation.layers));
-    std::vector<std::string> cells = {fmt::format("{}", i),
-                                      fmt::format("{:.1f}", layer.mean()),
-                                      percent_cell(layer.mean(), ffn, 2),
-                                      fmt::format("{}", layer.quantile(0.5)),
-                                      fmt::format("{}", layer.quantile(0.99)),
-                                      fmt::format("{}", layer.max())};
-    if (inspection.profile) {
-      const LayerProfile& profile = inspection.profile->layers[i];
-      cells.insert(cells.end(), {percent_cell(static_cast<double>(profile.never_fired()), ffn, 1),
-                                 union_cell(profile.mean_union_64(), profile.tiles_64),
-                                 union_cell(profile.mean_union_128(), profile.tiles_128),
-                                 std::string(ffn_execution_name(profile.prompt.execution())),
-                                 speedup_cell(profile.prompt),
-                                 std::string(ffn_execution_name(profile.decode.execution())),
-                                 speedup_cell(profile.decode)});
-    }
-    table.print_row(cells);
-  }
+  for (const std::vector<std::string>& row : layers.rows) table.print_row(row);
+  const double mean = evaluation.mean_active();
   std::vector<std::string> all = {"all", fmt::format("{:.1f}", mean), percent_cell(mean, ffn, 2)};
   if (inspection.profile) {
     all.insert(all.end(), {"", "", "", "", "", "", "", speedup_cell(inspection.profile->prompt()),
@@ -179,6 +147,46 @@ std::string range_name(const PositionRange& range) {
 
 double mean_over_layers(const PositionRange& range) {
   return share(std::accumulate(range.nnz.begin(), range.nnz.end(), 0.0), std::ssize(range.nnz));
+}
+
+LayerTable layer_table(const Inspection& inspection) {
+  const int64_t ffn = inspection.config.ffn;
+  LayerTable table{.columns = {{.header = "layer"},
+                               {.header = "mean", .width = 7},
+                               {.header = "density"},
+                               {.header = "p50", .width = 5, .extra = 3},
+                               {.header = "p99", .width = 5},
+                               {.header = "max", .width = 5, .extra = 1}},
+                   .rows = {}};
+  if (inspection.profile) {
+    table.columns.insert(table.columns.end(), {{.header = "silent"},
+                                               {.header = "union 64", .extra = 2},
+                                               {.header = "union 128", .extra = 4},
+                                               {.header = "prompt", .width = 10, .left = true},
+                                               {.header = "", .width = 6},
+                                               {.header = "decode", .width = 10, .left = true},
+                                               {.header = "", .width = 6}});
+  }
+  for (size_t i = 0; i < inspection.evaluation.layers.size(); ++i) {
+    const LayerHistogram& layer = inspection.evaluation.layers[i];
+    std::vector<std::string>& cells = table.rows.emplace_back();
+    cells = {fmt::format("{}", i),
+             fmt::format("{:.1f}", layer.mean()),
+             percent_cell(layer.mean(), ffn, 2),
+             fmt::format("{}", layer.quantile(0.5)),
+             fmt::format("{}", layer.quantile(0.99)),
+             fmt::format("{}", layer.max())};
+    if (!inspection.profile) continue;
+    const LayerProfile& profile = inspection.profile->layers[i];
+    cells.insert(cells.end(), {percent_cell(static_cast<double>(profile.never_fired()), ffn, 1),
+                               union_cell(profile.mean_union_64(), profile.tiles_64),
+                               union_cell(profile.mean_union_128(), profile.tiles_128),
+                               std::string(ffn_execution_name(profile.prompt.execution())),
+                               speedup_cell(profile.prompt),
+                               std::string(ffn_execution_name(profile.decode.execution())),
+                               speedup_cell(profile.decode)});
+  }
+  return table;
 }
 
 ordered_json inspection_json(const Inspection& inspection) {

@@ -33,6 +33,11 @@ std::filesystem::path spool_standard_input() {
 
 }  // namespace
 
+DType parse_dtype(std::string_view name) {
+  if (name == "f32") return DType::kF32;
+  return name == "bf16" ? DType::kBF16 : DType::kF16;
+}
+
 std::filesystem::path checkpoint_folder(const std::filesystem::path& folder) {
   std::error_code ignored;
   const std::filesystem::path newest = folder / "checkpoint";

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/command_line.h"
+#include "twell/base/dtype.h"
 
 namespace twell::cli {
 
@@ -21,6 +23,8 @@ struct CommonOptions {
   int threads = 0;
   std::string device = "auto";
 };
+
+DType parse_dtype(std::string_view name);  // "f32", "bf16" or "f16"
 
 // Exit codes of every command. A signal ends a command with 128 plus its number.
 inline constexpr int kExitOk = 0;

@@ -21,18 +21,14 @@ namespace twell::cli {
 namespace {
 
 struct ServeArguments {
+  ServerOptions server;
   std::string host = "127.0.0.1";
   int64_t port = 8000;
   std::filesystem::path api_key_file;
-  std::string model_name;
   int64_t batch = 32;
   int64_t context = 0;
   int64_t cache_mib = 0;
   bool cache_8bit = false;
-  int64_t max_waiting = 1024;
-  int64_t prefill_tokens = 0;
-  int64_t max_connections = 512;
-  int64_t max_body = int64_t{4} << 20;
   int64_t request_mib = 4096;
   int64_t request_seconds = 30;
   int64_t write_seconds = 20;
@@ -61,24 +57,19 @@ std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& chec
   }
 }
 
-int run_serve(const CommonOptions& common, const ServeArguments& arguments) {
-  ServerOptions options;
+int run_serve(const CommonOptions& common, ServeArguments& arguments) {
+  ServerOptions& options = arguments.server;
   if (!arguments.api_key_file.empty()) options.keys = ApiKeys::load(arguments.api_key_file);
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint);
-  options.model =
-      arguments.model_name.empty() ? default_model_name(common.checkpoint) : arguments.model_name;
+  if (options.model.empty()) options.model = default_model_name(common.checkpoint);
   options.stop_tokens = stop_tokens(config, tokenizer);
   options.chat_stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
-  options.http.connections = arguments.max_connections;
-  options.http.body_bytes = arguments.max_body;
   options.http.read = std::chrono::seconds(arguments.request_seconds);
   options.http.write = std::chrono::seconds(arguments.write_seconds);
-  options.max_waiting = arguments.max_waiting;
   options.request_bytes = arguments.request_mib << 20;
-  options.prefill_tokens = arguments.prefill_tokens;
   options.drain = std::chrono::seconds(arguments.drain_seconds);
 
   const int64_t context = config.context;
@@ -120,7 +111,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .range(0, 65535);
   command.value("--api-key-file", &arguments->api_key_file, "FILE",
                 "Keys that clients must send, a line each; without it everyone is served");
-  command.value("--model-name", &arguments->model_name, "NAME",
+  command.value("--model-name", &arguments->server.model, "NAME",
                 "The model's name in requests and replies; by default the folder's name");
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union");
@@ -143,19 +134,20 @@ void add_serve_command(Command& root, CommonOptions& common) {
   command.flag("--cache-8bit", &arguments->cache_8bit,
                "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
   command
-      .value("--max-waiting", &arguments->max_waiting, "N",
+      .value("--max-waiting", &arguments->server.max_waiting, "N",
              "Sequences that wait; further requests are answered with 503")
       .range(1, 1 << 20);
   command
-      .value("--prefill-tokens", &arguments->prefill_tokens, "N",
+      .value("--prefill-tokens", &arguments->server.prefill_tokens, "N",
              "Prompt tokens computed between two tokens of other sequences; 0: what suits the "
              "device")
       .at_least(0);
   command
-      .value("--max-connections", &arguments->max_connections, "N",
+      .value("--max-connections", &arguments->server.http.connections, "N",
              "Connections at once; further ones are answered with 503")
       .range(1, 900);
-  command.value("--max-body", &arguments->max_body, "BYTES", "Size of a request's body")
+  command
+      .value("--max-body", &arguments->server.http.body_bytes, "BYTES", "Size of a request's body")
       .range(1024, 1 << 30);
   command
       .value("--request-mib", &arguments->request_mib, "N",

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <string_view>
 
 namespace twell::cli {
 namespace {
@@ -47,27 +49,12 @@ std::vector<double> log_ticks(double highest) {
 }  // namespace
 
 std::string html_escape(const std::string& text) {
+  static const std::map<char, std::string_view> kEscapes = {
+      {'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'"', "&quot;"}, {'\'', "&#39;"}};
   std::string out;
   for (const char c : text) {
-    switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      case '\'':
-        out += "&#39;";
-        break;
-      default:
-        out += c;
-    }
+    const auto escape = kEscapes.find(c);
+    out += escape == kEscapes.end() ? std::string_view(&c, 1) : escape->second;
   }
   return out;
 }

@@ -230,12 +230,6 @@ void print_side_by_side(const SideBySide& figures, const TaskComparison& tasks,
   write_file_atomic(out / "side_by_side.json", json.dump(1) + "\n");
 }
 
-// What one rank of the run does after all have connected. `requested`: the options before they were
-// resolved.
-int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& common,
-               ModelConfig config, const TrainOptions& requested, TaskComparison& tasks,
-               const TrainDevice& device, const RankGroup& ranks);
-
 // The ranks that this command is to start; 0: it is a rank itself, or the only one.
 int64_t ranks_to_start(const TrainFlags& flags, const CommonOptions& common,
                        const RankIdentity& identity) {
@@ -299,93 +293,8 @@ std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const Trai
   return Checkpoint{std::stoll(text.substr(0, space)), text.substr(space + 1)};
 }
 
-// Starts the ranks, or plans the run and takes part in it. The ranks are connected already, so that
-// they learn of what one of them refuses.
-int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
-                   const RankIdentity& identity, int64_t to_start, const RankGroup& ranks) {
-  flags.from = checkpoint_folder(flags.from);
-  ModelConfig config = requested_config(flags);
-  const std::string dense = turn_off_useless_l1(command, flags, config);
-  TrainOptions requested = train_options(flags, common);
-  add_relufy(flags, requested);
-  TaskComparison tasks(flags.tasks);
-  if (flags.gpus > 0) common.device = "cuda";
-  if (flags.ranks > 0) common.device = "cpu";
-  requested.ranks = to_start > 0 ? to_start : identity.size;
-  const TrainOptions options = resolve_options(requested, config);
-  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
-  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
-  if (to_start > 0 && !flags.dry_run) {
-    return launch_ranks({to_start, flags.max_restarts, common.out});
-  }
-  if (!dense.empty() && ranks.first()) print_error("twell: warning: {}\n", dense);
-  share_threads(identity, common);
-  if (flags.dry_run && common.device == "cuda") {
-    if (const std::string no_gpu = gpu_unavailable(); !no_gpu.empty()) {
-      print_plan(options, plan_run_unknown_gpu(config, options, data_bytes));
-      fmt::print("Without a GPU here ({}) its memory for activations and libraries is not known.\n",
-                 no_gpu);
-      return kExitOk;
-    }
-  }
-  const TrainDevice device(common, config, options, identity);
-  const RunPlan plan = device.plan(config, options, data_bytes);
-  if (flags.dry_run) {
-    print_plan(options, plan);
-    return kExitOk;
-  }
-  require_memory(plan.memory_bytes() * (device.on_gpu() ? 1 : identity.local_size));
-  device.require_memory(plan);
-  stop_on_signals();
-  return train_rank(command, flags, common, config, requested, tasks, device, ranks);
-}
-
-int train(Command& command, TrainFlags& flags, CommonOptions& common) {
-  const RankIdentity identity = process_identity();
-  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
-    flags.resume = true;
-    if (flags.resume_from && identity.rank == 0) {
-      print_error(
-          "twell: warning: a launcher started this command again, so the run continues from its "
-          "newest checkpoint; --resume-from {} was for the first start\n",
-          *flags.resume_from);
-    }
-    flags.resume_from.reset();
-  }
-  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
-  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
-  const fs::path options_file = common.out / "options.json";
-  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
-
-  const int64_t to_start = ranks_to_start(flags, common, identity);
-  const bool is_rank = to_start == 0 && !flags.dry_run;
-  const auto timeout =
-      std::chrono::milliseconds(static_cast<int64_t>(flags.collective_timeout * 1000.0));
-  const RankGroup ranks(is_rank ? identity : RankIdentity{}, timeout);
-  try {
-    return plan_and_train(command, flags, common, identity, to_start, ranks);
-  } catch (const RankFault& fault) {
-    const auto good = RunFolder(common.out).latest();
-    throw RankFault(fmt::format(
-        "{} ({})", fault.what(),
-        good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
-  } catch (const Interrupted&) {
-    if (ranks.first()) {
-      print_error("twell: interrupted before the first step: run the same command again\n");
-    }
-    ranks.fail("it was interrupted");
-    throw;
-  } catch (const AgreedError&) {
-    throw;
-  } catch (const std::bad_alloc&) {
-    ranks.fail("out of memory");
-    throw;
-  } catch (const std::exception& error) {
-    ranks.fail(error.what());
-    throw;
-  }
-}
-
+// What one rank of the run does after all have connected. `requested`: the options before they were
+// resolved.
 int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& common,
                ModelConfig config, const TrainOptions& requested, TaskComparison& tasks,
                const TrainDevice& device, const RankGroup& ranks) {
@@ -489,6 +398,93 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
     print_side_by_side(figures, tasks, common.out);
   }
   return summary.interrupted ? interrupted_exit_code() : kExitOk;
+}
+
+// Starts the ranks, or plans the run and takes part in it. The ranks are connected already, so that
+// they learn of what one of them refuses.
+int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
+                   const RankIdentity& identity, int64_t to_start, const RankGroup& ranks) {
+  flags.from = checkpoint_folder(flags.from);
+  ModelConfig config = requested_config(flags);
+  const std::string dense = turn_off_useless_l1(command, flags, config);
+  TrainOptions requested = train_options(flags, common);
+  add_relufy(flags, requested);
+  TaskComparison tasks(flags.tasks);
+  if (flags.gpus > 0) common.device = "cuda";
+  if (flags.ranks > 0) common.device = "cpu";
+  requested.ranks = to_start > 0 ? to_start : identity.size;
+  const TrainOptions options = resolve_options(requested, config);
+  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
+  if (to_start > 0 && !flags.dry_run) {
+    return launch_ranks({to_start, flags.max_restarts, common.out});
+  }
+  if (!dense.empty() && ranks.first()) print_error("twell: warning: {}\n", dense);
+  share_threads(identity, common);
+  if (flags.dry_run && common.device == "cuda") {
+    if (const std::string no_gpu = gpu_unavailable(); !no_gpu.empty()) {
+      print_plan(options, plan_run_unknown_gpu(config, options, data_bytes));
+      fmt::print("Without a GPU here ({}) its memory for activations and libraries is not known.\n",
+                 no_gpu);
+      return kExitOk;
+    }
+  }
+  const TrainDevice device(common, config, options, identity);
+  const RunPlan plan = device.plan(config, options, data_bytes);
+  if (flags.dry_run) {
+    print_plan(options, plan);
+    return kExitOk;
+  }
+  require_memory(plan.memory_bytes() * (device.on_gpu() ? 1 : identity.local_size));
+  device.require_memory(plan);
+  stop_on_signals();
+  return train_rank(command, flags, common, config, requested, tasks, device, ranks);
+}
+
+int train(Command& command, TrainFlags& flags, CommonOptions& common) {
+  const RankIdentity identity = process_identity();
+  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
+    flags.resume = true;
+    if (flags.resume_from && identity.rank == 0) {
+      print_error(
+          "twell: warning: a launcher started this command again, so the run continues from its "
+          "newest checkpoint; --resume-from {} was for the first start\n",
+          *flags.resume_from);
+    }
+    flags.resume_from.reset();
+  }
+  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
+  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
+  const fs::path options_file = common.out / "options.json";
+  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
+
+  const int64_t to_start = ranks_to_start(flags, common, identity);
+  const bool is_rank = to_start == 0 && !flags.dry_run;
+  const auto timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(flags.collective_timeout * 1000.0));
+  const RankGroup ranks(is_rank ? identity : RankIdentity{}, timeout);
+  try {
+    return plan_and_train(command, flags, common, identity, to_start, ranks);
+  } catch (const RankFault& fault) {
+    const auto good = RunFolder(common.out).latest();
+    throw RankFault(fmt::format(
+        "{} ({})", fault.what(),
+        good ? "the last good checkpoint is " + good->folder.string() : "nothing was saved yet"));
+  } catch (const Interrupted&) {
+    if (ranks.first()) {
+      print_error("twell: interrupted before the first step: run the same command again\n");
+    }
+    ranks.fail("it was interrupted");
+    throw;
+  } catch (const AgreedError&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    ranks.fail("out of memory");
+    throw;
+  } catch (const std::exception& error) {
+    ranks.fail(error.what());
+    throw;
+  }
 }
 
 }  // namespace

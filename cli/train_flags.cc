@@ -210,12 +210,6 @@ void override_with(const std::optional<T>& flag, T& value) {
   if (flag) value = *flag;
 }
 
-DType parse_save_dtype(std::string_view name) {
-  if (name == "bf16") return DType::kBF16;
-  if (name == "f16") return DType::kF16;
-  return DType::kF32;
-}
-
 }  // namespace
 
 bool ModelFlags::any() const {
@@ -299,9 +293,9 @@ TrainOptions train_options(const TrainFlags& flags, const CommonOptions& common)
                 "--batch-tokens must be positive, got {}", *flags.batch_tokens);
   options.l1_reduction = parse_l1_reduction(flags.l1_reduction);
   options.ffn_policy = parse_ffn_train_policy(flags.ffn_policy);
-  options.save_dtype = parse_save_dtype(flags.save_dtype);
-  options.moment_dtype = flags.moment_dtype == "bf16" ? DType::kBF16 : DType::kF32;
-  options.gradient_dtype = flags.gradient_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  options.save_dtype = parse_dtype(flags.save_dtype);
+  options.moment_dtype = parse_dtype(flags.moment_dtype);
+  options.gradient_dtype = parse_dtype(flags.gradient_dtype);
   options.recompute = parse_recompute(flags.recompute);
   options.seed = common.seed;
   return options;

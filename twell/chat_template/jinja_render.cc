@@ -135,42 +135,68 @@ std::string number_text(double value) {
   return text;
 }
 
-void append_repr(Budget& budget, const Value& value, std::string& out);
+// Appends a JSON string in UTF-8; what is not becomes U+FFFD.
+void append_json_text(Budget& budget, std::string_view text, std::string& out) {
+  budget.bytes(6 * text.size() + 2);
+  using nlohmann::json;
+  out += json(text).dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
+}
+
+// How values are written: as Python's repr() does, or its json.dumps(ensure_ascii=False).
+struct Style {
+  const char *none, *yes, *no;
+  void (*append_text)(Budget& budget, std::string_view text, std::string& out);
+  bool is_json;
+  std::optional<int64_t> indent = {};  // spaces per level; without it all is on one line
+};
+constexpr Style kRepr = {"None", "True", "False", append_quoted, false};
+constexpr Style kJson = {"null", "true", "false", append_json_text, true};
+
+std::string shown(Budget& budget, const Value& value);
+
+void append_value(Budget& budget, const Value& value, const Style& style, int64_t depth,
+                  std::string& out) {
+  budget.step();
+  if (value.is_none()) return budget.append(out, style.none);
+  if (const bool* truth = value.boolean()) return budget.append(out, *truth ? style.yes : style.no);
+  if (const int64_t* integer = value.integer()) return budget.append(out, std::to_string(*integer));
+  if (const double* real = value.real()) return budget.append(out, number_text(*real));
+  if (const std::string* text = value.text()) return style.append_text(budget, *text, out);
+  const List* list = value.list();
+  const Dict* dict = value.dict();
+  if (list == nullptr && dict == nullptr) {
+    TWELL_REQUIRE(!style.is_json, "'{}' cannot be written as JSON",
+                  value.undefined() ? "an undefined value" : shown(budget, value));
+    return budget.append(out, value.undefined() ? "Undefined" : "<Namespace>");
+  }
+  const auto new_line = [&](int64_t level) {
+    if (!style.indent) return;
+    out += '\n';
+    const int64_t width = std::max<int64_t>(*style.indent, 0);
+    TWELL_REQUIRE(width <= static_cast<int64_t>(kMaxBytes), "an indent of {} is too long", width);
+    budget.append(out, static_cast<size_t>(width * level), ' ');
+  };
+  const size_t size = list != nullptr ? list->items.size() : dict->items.size();
+  out += list != nullptr ? '[' : '{';
+  for (size_t i = 0; i < size; ++i) {
+    if (i > 0) budget.append(out, style.indent ? "," : ", ");
+    new_line(depth + 1);
+    if (dict != nullptr) {
+      style.append_text(budget, dict->items[i].first, out);
+      out += ": ";
+    }
+    const Value& item = list != nullptr ? list->items[i] : dict->items[i].second;
+    append_value(budget, item, style, depth + 1, out);
+  }
+  if (size > 0) new_line(depth);
+  out += list != nullptr ? ']' : '}';
+}
 
 // Appends what {{ value }} prints: text unchanged, other values as Python's str().
 void append_str(Budget& budget, const Value& value, std::string& out) {
   if (value.undefined()) return;
   if (const std::string* text = value.text()) return budget.append(out, *text);
-  append_repr(budget, value, out);
-}
-
-void append_repr(Budget& budget, const Value& value, std::string& out) {
-  budget.step();
-  if (value.undefined()) return budget.append(out, "Undefined");
-  if (value.is_none()) return budget.append(out, "None");
-  if (value.space() != nullptr) return budget.append(out, "<Namespace>");
-  if (const bool* boolean = value.boolean()) return budget.append(out, *boolean ? "True" : "False");
-  if (const int64_t* integer = value.integer()) return budget.append(out, std::to_string(*integer));
-  if (const double* real = value.real()) return budget.append(out, number_text(*real));
-  if (const std::string* text = value.text()) return append_quoted(budget, *text, out);
-  const char* separator = "";
-  if (const List* list = value.list()) {
-    out += '[';
-    for (const Value& item : list->items) {
-      budget.append(out, std::exchange(separator, ", "));
-      append_repr(budget, item, out);
-    }
-    out += ']';
-    return;
-  }
-  out += '{';
-  for (const auto& [key, item] : value.dict()->items) {
-    budget.append(out, std::exchange(separator, ", "));
-    append_quoted(budget, key, out);
-    out += ": ";
-    append_repr(budget, item, out);
-  }
-  out += '}';
+  append_value(budget, value, kRepr, 0, out);
 }
 
 std::string to_text(Budget& budget, const Value& value) {
@@ -188,58 +214,6 @@ std::string shown(Budget& budget, const Value& value) {
     if (std::iscntrl(static_cast<unsigned char>(c)) != 0) c = ' ';
   }
   return text;
-}
-
-// Appends a JSON string in UTF-8; what is not becomes U+FFFD.
-void append_json_text(Budget& budget, std::string_view text, std::string& out) {
-  budget.bytes(6 * text.size() + 2);
-  using nlohmann::json;
-  out += json(text).dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
-}
-
-// Appends what Python's json.dumps(ensure_ascii=False) gives; without an indent, on one line.
-void append_json(Budget& budget, const Value& value, std::optional<int64_t> indent, int64_t depth,
-                 std::string& out) {
-  budget.step();
-  if (value.is_none()) return budget.append(out, "null");
-  if (const bool* boolean = value.boolean()) return budget.append(out, *boolean ? "true" : "false");
-  if (value.integer() != nullptr || value.real() != nullptr) return append_repr(budget, value, out);
-  if (const std::string* text = value.text()) return append_json_text(budget, *text, out);
-  const List* list = value.list();
-  const Dict* dict = value.dict();
-  TWELL_REQUIRE(list != nullptr || dict != nullptr, "'{}' cannot be written as JSON",
-                value.undefined() ? "an undefined value" : shown(budget, value));
-  const bool empty = list != nullptr ? list->items.empty() : dict->items.empty();
-  if (empty) return budget.append(out, list != nullptr ? "[]" : "{}");
-
-  const auto new_line = [&](int64_t level) {
-    if (!indent) return;
-    out += '\n';
-    const int64_t width = std::max<int64_t>(*indent, 0);
-    TWELL_REQUIRE(width <= static_cast<int64_t>(kMaxBytes), "an indent of {} is too long", width);
-    budget.append(out, static_cast<size_t>(width * level), ' ');
-  };
-  const char* separator = "";
-  const auto begin_item = [&] {
-    budget.append(out, std::exchange(separator, indent ? "," : ", "));
-    new_line(depth + 1);
-  };
-  out += list != nullptr ? '[' : '{';
-  if (list != nullptr) {
-    for (const Value& item : list->items) {
-      begin_item();
-      append_json(budget, item, indent, depth + 1, out);
-    }
-  } else {
-    for (const auto& [key, item] : dict->items) {
-      begin_item();
-      append_json_text(budget, key, out);
-      out += ": ";
-      append_json(budget, item, indent, depth + 1, out);
-    }
-  }
-  new_line(depth);
-  out += list != nullptr ? ']' : '}';
 }
 
 std::string strip(Budget& budget, const std::string& text, std::string_view set, bool left,
@@ -668,10 +642,12 @@ Value apply_filter(Budget& budget, const std::string& name, const Value& value,
   }
   if (name == "tojson") {
     const Value given = arguments.get(0, "indent");
-    std::optional<int64_t> indent;
-    if (!given.undefined() && !given.is_none()) indent = want_integer(budget, given, "an indent");
+    Style style = kJson;
+    if (!given.undefined() && !given.is_none()) {
+      style.indent = want_integer(budget, given, "an indent");
+    }
     std::string out;
-    append_json(budget, value, indent, 0, out);
+    append_value(budget, value, style, 0, out);
     return Value::of(std::move(out));
   }
   throw InputError(fmt::format("the filter '{}' is not supported", name));

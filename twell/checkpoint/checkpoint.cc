@@ -76,10 +76,6 @@ CheckpointTensors::CheckpointTensors(const fs::path& folder) {
   }
   TWELL_REQUIRE(fs::exists(folder / kIndexFile), "{} holds neither {} nor {}", folder.string(),
                 kWeightsFile, kIndexFile);
-  read_shards(folder);
-}
-
-void CheckpointTensors::read_shards(const fs::path& folder) {
   source_ = (folder / kIndexFile).string();
   for (const auto& [tensor, file] : parse_shard_index(read_file(folder / kIndexFile), source_)) {
     if (!files_.contains(file)) files_.emplace(file, SafetensorsFile(folder / file));

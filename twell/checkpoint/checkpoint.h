@@ -44,8 +44,6 @@ class CheckpointTensors {
   const std::string& source() const { return source_; }  // the file that messages name
 
  private:
-  void read_shards(const std::filesystem::path& folder);
-
   std::string source_;
   std::map<std::string, SafetensorsFile> files_;
   std::map<std::string, const TensorInfo*, std::less<>> tensors_;

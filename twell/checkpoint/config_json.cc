@@ -453,14 +453,8 @@ void to_hugging_face(ordered_json& object, const ModelConfig& config) {
 }
 
 const char* torch_dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-      return "bfloat16";
-    case DType::kF16:
-      return "float16";
-    default:
-      return "float32";
-  }
+  if (dtype == DType::kF32) return "float32";
+  return dtype == DType::kBF16 ? "bfloat16" : "float16";
 }
 
 void set_dtype(ordered_json& object, DType dtype) {

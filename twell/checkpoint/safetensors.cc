@@ -25,87 +25,55 @@ constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference
 constexpr int kHeaderDepth = 3;                    // {"tensor": {"shape": [...]}}
 constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed between releases of their pages
 
-struct DTypeSize {
-  std::string_view name;
-  uint64_t bytes;
-};
-constexpr DTypeSize kDTypes[] = {{"BOOL", 1}, {"U8", 1},      {"I8", 1},      {"F8_E5M2", 1},
-                                 {"U16", 2},  {"F8_E4M3", 1}, {"F8_E8M0", 1}, {"I16", 2},
-                                 {"F16", 2},  {"BF16", 2},    {"I32", 4},     {"U32", 4},
-                                 {"F32", 4},  {"I64", 8},     {"U64", 8},     {"F64", 8}};
-
-std::optional<uint64_t> dtype_bytes(std::string_view name) {
-  for (const DTypeSize& dtype : kDTypes) {
-    if (dtype.name == name) return dtype.bytes;
-  }
-  return std::nullopt;
+// Bytes of a value.
+const std::map<std::string_view, uint64_t>& dtype_sizes() {
+  static const std::map<std::string_view, uint64_t> kSizes = {
+      {"BOOL", 1}, {"U8", 1},      {"I8", 1},  {"F8_E5M2", 1}, {"U16", 2}, {"F8_E4M3", 1},
+      {"I16", 2},  {"F8_E8M0", 1}, {"F16", 2}, {"BF16", 2},    {"I32", 4}, {"U32", 4},
+      {"F32", 4},  {"I64", 8},     {"U64", 8}, {"F64", 8}};
+  return kSizes;
 }
 
-std::optional<uint64_t> to_u64(const json& value) {
-  if (!value.is_number_unsigned()) return std::nullopt;
-  return value.get<uint64_t>();
+// Reads a header entry, checked by itself and against the size of the data section.
+TensorInfo read_entry(const std::string& source, const std::string& name, const json& entry,
+                      std::span<const std::byte> data) {
+  const auto require = [&](bool condition, const std::string& fault) {
+    TWELL_REQUIRE(condition, "{}: tensor {}: {}", source, name, fault);
+  };
+  require(entry.is_object() && entry.size() == 3 && entry.contains("dtype") &&
+              entry.contains("shape") && entry.contains("data_offsets"),
+          "must have dtype, shape and data_offsets, and nothing else");
+  TensorInfo info{.name = name, .dtype = {}, .shape = {}, .bytes = {}};
+
+  require(entry["dtype"].is_string(), "dtype must be a string");
+  info.dtype = entry["dtype"].get<std::string>();
+  const auto value_size = dtype_sizes().find(info.dtype);
+  require(value_size != dtype_sizes().end(),
+          fmt::format("dtype \"{}\" is not supported", info.dtype));
+
+  require(entry["shape"].is_array(), "shape must be an array");
+  uint64_t size = value_size->second;
+  for (const json& item : entry["shape"]) {
+    require(item.is_number_unsigned() && item.get<uint64_t>() <= uint64_t{INT64_MAX},
+            "shape must hold sizes, 0 or more");
+    require(!__builtin_mul_overflow(size, item.get<uint64_t>(), &size), "shape is too large");
+    info.shape.push_back(item.get<int64_t>());
+  }
+
+  const json& offsets = entry["data_offsets"];
+  require(offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
+              offsets[1].is_number_unsigned() && offsets[0] <= offsets[1],
+          "data_offsets must be [begin, end]");
+  const auto begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
+  require(end <= data.size(),
+          fmt::format("ends at byte {} of the data, but the file holds {}: it is truncated", end,
+                      data.size()));
+  require(end - begin == size,
+          fmt::format("{} [{}] takes {} bytes, but data_offsets give {}", info.dtype,
+                      fmt::join(info.shape, ", "), size, end - begin));
+  info.bytes = data.subspan(begin, size);
+  return info;
 }
-
-// One header entry, validated by itself and against the size of the data section.
-class EntryReader {
- public:
-  EntryReader(const std::string& source, const std::string& name, std::span<const std::byte> data)
-      : source_(source), name_(name), data_(data) {}
-
-  TensorInfo read(const json& entry) const {
-    require(entry.is_object() && entry.size() == 3 && entry.contains("dtype") &&
-                entry.contains("shape") && entry.contains("data_offsets"),
-            "must have dtype, shape and data_offsets, and nothing else");
-    TensorInfo info;
-    info.name = name_;
-    const uint64_t element = read_dtype(entry["dtype"], info);
-    const uint64_t size = read_shape(entry["shape"], element, info);
-    read_offsets(entry["data_offsets"], size, info);
-    return info;
-  }
-
- private:
-  void require(bool condition, const std::string& fault) const {
-    TWELL_REQUIRE(condition, "{}: tensor {}: {}", source_, name_, fault);
-  }
-
-  uint64_t read_dtype(const json& dtype, TensorInfo& info) const {
-    require(dtype.is_string(), "dtype must be a string");
-    info.dtype = dtype.get<std::string>();
-    const std::optional<uint64_t> bytes = dtype_bytes(info.dtype);
-    require(bytes.has_value(), fmt::format("dtype \"{}\" is not supported", info.dtype));
-    return *bytes;
-  }
-
-  uint64_t read_shape(const json& shape, uint64_t size, TensorInfo& info) const {
-    require(shape.is_array(), "shape must be an array");
-    for (const json& item : shape) {
-      const std::optional<uint64_t> dim = to_u64(item);
-      require(dim.has_value() && *dim <= uint64_t{INT64_MAX}, "shape must hold sizes, 0 or more");
-      require(!__builtin_mul_overflow(size, *dim, &size), "shape is too large");
-      info.shape.push_back(static_cast<int64_t>(*dim));
-    }
-    return size;
-  }
-
-  void read_offsets(const json& offsets, uint64_t size, TensorInfo& info) const {
-    require(offsets.is_array() && offsets.size() == 2, "data_offsets must be [begin, end]");
-    const std::optional<uint64_t> begin = to_u64(offsets[0]);
-    const std::optional<uint64_t> end = to_u64(offsets[1]);
-    require(begin && end && *begin <= *end, "data_offsets must be [begin, end]");
-    require(*end <= data_.size(),
-            fmt::format("ends at byte {} of the data, but the file holds {}: it is truncated", *end,
-                        data_.size()));
-    require(*end - *begin == size,
-            fmt::format("{} [{}] takes {} bytes, but data_offsets give {}", info.dtype,
-                        fmt::join(info.shape, ", "), size, *end - *begin));
-    info.bytes = data_.subspan(*begin, size);
-  }
-
-  const std::string& source_;
-  const std::string& name_;
-  std::span<const std::byte> data_;
-};
 
 std::map<std::string, std::string> read_metadata(const json& object, const std::string& source) {
   TWELL_REQUIRE(object.is_object(), "{}: __metadata__ must be an object", source);
@@ -223,7 +191,7 @@ SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std:
     if (name == "__metadata__") {
       content.metadata = read_metadata(entry, source);
     } else {
-      content.tensors.emplace(name, EntryReader(source, name, data).read(entry));
+      content.tensors.emplace(name, read_entry(source, name, entry, data));
     }
   }
   require_contiguous(content, data, source);

@@ -43,6 +43,12 @@ double Evaluation::bits_per_byte(int64_t text_bytes) const {
   return loss_sum / std::numbers::ln2 / static_cast<double>(text_bytes);
 }
 
+double Evaluation::mean_active() const {
+  double sum = 0.0;
+  for (const LayerHistogram& layer : layers) sum += layer.mean();
+  return sum / static_cast<double>(layers.size());
+}
+
 Evaluator::Evaluator(Scorer& scorer, const EvaluateOptions& options)
     : scorer_(scorer),
       length_(options.length == 0 ? scorer.config().context : options.length),

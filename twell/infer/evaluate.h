@@ -41,6 +41,7 @@ struct Evaluation {
   double cross_entropy() const;  // nats per token
   double perplexity() const;
   double bits_per_byte(int64_t text_bytes) const;
+  double mean_active() const;  // neurons per token and layer
 };
 
 class Evaluator {

@@ -47,14 +47,8 @@ class CpuCosts : public ExecutionCosts {
 
  private:
   static double cost_of(FfnExecution execution, const FfnWork& work) {
-    switch (execution) {
-      case FfnExecution::kRowFused:
-        return row_fused_cost(work);
-      case FfnExecution::kTileUnion:
-        return tile_union_cost(work);
-      default:
-        return dense_cost(work);
-    }
+    if (execution == FfnExecution::kRowFused) return row_fused_cost(work);
+    return execution == FfnExecution::kTileUnion ? tile_union_cost(work) : dense_cost(work);
   }
 
   // Costs are in units of one (token, neuron) pair of the up and down products. Every execution

@@ -41,7 +41,10 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
                 options.max_tokens);
   const auto collect = [result = std::make_shared<Generation>(), on_text = options.on_text,
                         on_done = std::move(on_done)](const GenerationEvent& event) {
-    if (event.token >= 0) result->ids.push_back(event.token);
+    if (event.token >= 0) {
+      result->ids.push_back(event.token);
+      if (event.log_probs) result->log_probs.push_back(event.log_probs->token.log_prob);
+    }
     result->text += event.text;
     if (on_text && !event.text.empty()) on_text(event.text);
     if (!event.stop) return;
@@ -56,6 +59,7 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
           .max_tokens = options.max_tokens,
           .stop_tokens = options.stop_tokens,
           .stop_strings = options.stop_strings,
+          .log_probs = options.log_probs ? std::optional<int64_t>(0) : std::nullopt,
           .share_beginning = options.share_beginning,
           .on_event = collect,
           .cancel = options.cancel};

@@ -20,6 +20,7 @@ struct GenerateOptions {
   // As in GenerationRequest; off, so that a text does not depend on earlier ones.
   bool share_beginning = false;
   bool begin_token = true;  // prepend the begin token of the tokenizer's template, if any
+  bool log_probs = false;   // of the new tokens, at temperature 1 without penalties
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;  // in addition to the tokenizer's end-of-text token
   std::function<void(std::string_view text)> on_text;  // called when more text is final
@@ -27,8 +28,9 @@ struct GenerateOptions {
 };
 
 struct Generation {
-  std::string text;          // without the prompt
-  std::vector<int32_t> ids;  // without the prompt
+  std::string text;              // without the prompt
+  std::vector<int32_t> ids;      // without the prompt
+  std::vector<float> log_probs;  // of ids, if asked for
   int64_t prompt_tokens = 0;
   StopReason reason = StopReason::kMaxTokens;
   double prefill_seconds = 0.0;  // as in Usage

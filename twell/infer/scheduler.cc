@@ -2,6 +2,7 @@
 #include "twell/infer/scheduler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -29,23 +30,10 @@ void check_log_probs(const std::optional<int64_t>& count) {
 }  // namespace
 
 std::string_view stop_reason_name(StopReason reason) {
-  switch (reason) {
-    case StopReason::kEndOfText:
-      return "end of text";
-    case StopReason::kStopString:
-      return "stop string";
-    case StopReason::kMaxTokens:
-      return "token limit";
-    case StopReason::kContextFull:
-      return "context full";
-    case StopReason::kCancelled:
-      return "cancelled";
-    case StopReason::kFailed:
-      return "failed";
-    case StopReason::kNotFinite:
-      return "no finite output";
-  }
-  TWELL_CHECK(false, "unknown stop reason {}", static_cast<int>(reason));
+  static constexpr std::array<std::string_view, kStopReasons> kNames = {
+      "end of text", "stop string", "token limit",     "context full",
+      "cancelled",   "failed",      "no finite output"};
+  return kNames.at(static_cast<size_t>(reason));
 }
 
 void Histogram::add(double value) {

@@ -100,47 +100,29 @@ void ThriftReader::skip(ThriftType type) {
     }
   };
   enter();
-  switch (type) {
-    case ThriftType::kStop:
-    case ThriftType::kTrue:
-    case ThriftType::kFalse:
-      break;
-    case ThriftType::kByte:
-      byte();
-      break;
-    case ThriftType::kI16:
-    case ThriftType::kI32:
-    case ThriftType::kI64:
-      varint();
-      break;
-    case ThriftType::kDouble:
-      take(8);
-      break;
-    case ThriftType::kBinary:
-      binary(type);
-      break;
-    case ThriftType::kList:
-    case ThriftType::kSet: {
-      const auto [size, element] = list_header();
-      for (int64_t i = 0; i < size; ++i) skip_element(element);
-      break;
+  if (type == ThriftType::kByte) {
+    byte();
+  } else if (type >= ThriftType::kI16 && type <= ThriftType::kI64) {
+    varint();
+  } else if (type == ThriftType::kDouble) {
+    take(8);
+  } else if (type == ThriftType::kBinary) {
+    binary(type);
+  } else if (type == ThriftType::kList || type == ThriftType::kSet) {
+    const auto [size, element] = list_header();
+    for (int64_t i = 0; i < size; ++i) skip_element(element);
+  } else if (type == ThriftType::kMap) {
+    const uint64_t size = varint();
+    if (size > bytes_.size() - position_) fail("a map longer than the data");
+    const uint8_t types = size > 0 ? byte() : 0;
+    for (uint64_t i = 0; i < size; ++i) {
+      skip_element(static_cast<ThriftType>(types >> 4));
+      skip_element(static_cast<ThriftType>(types & 0x0F));
     }
-    case ThriftType::kMap: {
-      const uint64_t size = varint();
-      if (size > bytes_.size() - position_) fail("a map longer than the data");
-      if (size == 0) break;
-      const uint8_t types = byte();
-      for (uint64_t i = 0; i < size; ++i) {
-        skip_element(static_cast<ThriftType>(types >> 4));
-        skip_element(static_cast<ThriftType>(types & 0x0F));
-      }
-      break;
-    }
-    case ThriftType::kStruct:
-      fields([&](int32_t, ThriftType field) { skip(field); });
-      break;
-    default:
-      fail("an unknown type");
+  } else if (type == ThriftType::kStruct) {
+    fields([&](int32_t, ThriftType field) { skip(field); });
+  } else if (type > ThriftType::kFalse) {
+    fail("an unknown type");
   }
   --depth_;
 }

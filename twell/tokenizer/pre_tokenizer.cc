@@ -17,17 +17,10 @@ const std::string_view kQwen2Pattern =
 namespace {
 
 std::string_view pattern_of(const PreTokenizerStep& step) {
-  switch (step.kind) {
-    case PreTokenizerStep::Kind::kGpt2:
-      return kGpt2Pattern;
-    case PreTokenizerStep::Kind::kDigits:
-      return R"(\p{N})";
-    case PreTokenizerStep::Kind::kDigitRuns:
-      return R"(\p{N}+)";
-    case PreTokenizerStep::Kind::kSplit:
-      break;
-  }
-  return step.pattern;
+  using Kind = PreTokenizerStep::Kind;
+  if (step.kind == Kind::kGpt2) return kGpt2Pattern;
+  if (step.kind == Kind::kDigits) return R"(\p{N})";
+  return step.kind == Kind::kDigitRuns ? R"(\p{N}+)" : std::string_view(step.pattern);
 }
 
 }  // namespace

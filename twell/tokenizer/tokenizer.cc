@@ -277,22 +277,142 @@ void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>
 }  // namespace
 
 struct Tokenizer::Impl {
-  explicit Impl(TokenizerSpec spec_in);
+  explicit Impl(TokenizerSpec spec_in)
+      : spec(std::move(spec_in)),
+        mergeable(mergeable_ids(spec)),
+        kinds(spec.tokens.size(), Kind::kPlain),
+        strips(spec.tokens.size(), 0),
+        bytes(byte_ids(spec, mergeable)),
+        bpe(bytes, spec.merges),
+        pre_tokenizer(spec.pre_tokenizer) {
+    TokenizerWorkspace workspace;
+    for (const AddedToken& token : spec.added) {
+      added.emplace(token.content, token.id);
+      kinds[static_cast<size_t>(token.id)] = token.special ? Kind::kSpecial : Kind::kAdded;
+      strips[static_cast<size_t>(token.id)] =
+          static_cast<uint8_t>((token.lstrip ? 1 : 0) + (token.rstrip ? 2 : 0));
+      if (token.normalized && (spec.nfc || spec.sentence_piece)) {
+        in_normalized.add(normalized(token.content, workspace), token.id);
+      } else {
+        as_given.add(token.content, token.id);
+      }
+    }
+    if (!spec.sentence_piece) return;
+    decoded = decoded_tokens(spec, bytes);
+    for (const AddedToken& token : spec.added) {
+      if (!token.normalized) continue;
+      std::string& text = decoded[static_cast<size_t>(token.id)];
+      text.clear();
+      replace_all(normalized(token.content, workspace), kSpaceMark, " ", text);
+    }
+    characters.assign(0x110000, -1);
+    for (const auto& [name, id] : mergeable) {
+      if (name.empty()) continue;
+      const auto [code, size] = first_character(name);
+      if (code >= 0 && size == name.size()) characters[static_cast<size_t>(code)] = id;
+    }
+  }
 
   // Normalizes the text between added tokens.
-  std::string_view normalized(std::string_view text, TokenizerWorkspace& workspace) const;
+  std::string_view normalized(std::string_view text, TokenizerWorkspace& workspace) const {
+    if (spec.nfc) text = normalize_nfc(text, workspace.normalized);
+    if (!spec.sentence_piece || text.empty()) return text;
+    const SentencePieceSpec& marks = *spec.sentence_piece;
+    if (!marks.prepend && !marks.replace) return text;
+    workspace.spaced = marks.prepend ? kSpaceMark : "";
+    if (marks.replace) {
+      replace_all(text, " ", kSpaceMark, workspace.spaced);
+    } else {
+      workspace.spaced += text;
+    }
+    return workspace.spaced;
+  }
+
   // at_start: whether the piece starts the whole text.
-  void encode_piece(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
-                    std::vector<int32_t>& out) const;
   void encode_marked(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
-                     std::vector<int32_t>& out) const;
-  void append_symbols(std::string_view word, std::vector<int32_t>& symbols) const;
+                     std::vector<int32_t>& out) const {
+    using Metaspace = SentencePieceSpec::Metaspace;
+    const SentencePieceSpec& marks = *spec.sentence_piece;
+    if (marks.metaspace != Metaspace::kNone) {
+      const bool begins_with_mark = text.starts_with(' ') || text.starts_with(kSpaceMark);
+      const bool prepend = marks.metaspace == Metaspace::kAlways ||
+                           (marks.metaspace == Metaspace::kFirst && at_start);
+      workspace.marked = prepend && !begins_with_mark ? kSpaceMark : "";
+      replace_all(text, " ", kSpaceMark, workspace.marked);
+      text = workspace.marked;
+    }
+    while (marks.split && !text.empty()) {
+      const size_t end = std::min(text.find(kSpaceMark, 1), text.size());
+      encode_word(text.substr(0, end), workspace, out);
+      text.remove_prefix(end);
+    }
+    if (!text.empty()) encode_word(text, workspace, out);
+  }
+
+  // Characters without a token, and bytes that are not UTF-8, become byte tokens.
+  void append_symbols(std::string_view word, std::vector<int32_t>& symbols) const {
+    while (!word.empty()) {
+      const Utf8Stretch stretch = next_utf8_stretch(word);
+      for (size_t i = 0; i < stretch.size;) {
+        const auto [code, size] = first_character(word.substr(i));
+        const int32_t id = code >= 0 ? characters[static_cast<size_t>(code)] : int32_t{-1};
+        if (id >= 0) symbols.push_back(id);
+        for (size_t end = i + size; i < end; ++i) {
+          if (id < 0) symbols.push_back(bytes[static_cast<uint8_t>(word[i])]);
+        }
+      }
+      word.remove_prefix(stretch.size);
+    }
+  }
+
+  void encode_piece(std::string_view text, bool at_start, TokenizerWorkspace& workspace,
+                    std::vector<int32_t>& out) const {
+    if (spec.sentence_piece) return encode_marked(text, at_start, workspace, out);
+    pre_tokenizer.split(text, workspace.regex,
+                        [&](std::string_view word) { encode_word(word, workspace, out); });
+  }
+
   void encode_word(std::string_view word, TokenizerWorkspace& workspace,
-                   std::vector<int32_t>& out) const;
+                   std::vector<int32_t>& out) const {
+    if (word.size() > WordCache::kLongestWord) return encode_long_word(word, workspace, out);
+    WordCache::Slot& slot = workspace.words.slot_of(word);
+    if (slot.holds(word)) {
+      out.insert(out.end(), slot.ids.begin(), slot.ids.begin() + slot.count);
+      return;
+    }
+    const size_t before = out.size();
+    merge_word(word, workspace, out);
+    const std::span<const int32_t> ids = std::span<const int32_t>(out).subspan(before);
+    if (ids.size() <= WordCache::kMostIds) slot.set(word, ids);
+  }
+
   void encode_long_word(std::string_view word, TokenizerWorkspace& workspace,
-                        std::vector<int32_t>& out) const;
+                        std::vector<int32_t>& out) const {
+    if (word.size() > LongWordCache::kLongestWord) return merge_word(word, workspace, out);
+    const std::vector<int32_t>* known = workspace.long_words.find(word);
+    if (known != nullptr) {
+      out.insert(out.end(), known->begin(), known->end());
+      return;
+    }
+    const size_t before = out.size();
+    merge_word(word, workspace, out);
+    workspace.long_words.set(word, std::span<const int32_t>(out).subspan(before));
+  }
+
   void merge_word(std::string_view word, TokenizerWorkspace& workspace,
-                  std::vector<int32_t>& out) const;
+                  std::vector<int32_t>& out) const {
+    if (spec.ignore_merges) {
+      const auto whole = mergeable.find(std::string(word));
+      if (whole != mergeable.end() && kinds[static_cast<size_t>(whole->second)] == Kind::kPlain) {
+        out.push_back(whole->second);
+        return;
+      }
+    }
+    if (!spec.sentence_piece) return bpe.encode(word, workspace.bpe, out);
+    workspace.symbols.clear();
+    append_symbols(word, workspace.symbols);
+    bpe.merge(workspace.symbols, workspace.bpe, out);
+  }
 
   enum class Kind : uint8_t { kPlain, kAdded, kSpecial };
 
@@ -311,143 +431,6 @@ struct Tokenizer::Impl {
   PreTokenizer pre_tokenizer;
   mutable TokenizerWorkspacePool workspaces;
 };
-
-Tokenizer::Impl::Impl(TokenizerSpec spec_in)
-    : spec(std::move(spec_in)),
-      mergeable(mergeable_ids(spec)),
-      kinds(spec.tokens.size(), Kind::kPlain),
-      strips(spec.tokens.size(), 0),
-      bytes(byte_ids(spec, mergeable)),
-      bpe(bytes, spec.merges),
-      pre_tokenizer(spec.pre_tokenizer) {
-  TokenizerWorkspace workspace;
-  for (const AddedToken& token : spec.added) {
-    added.emplace(token.content, token.id);
-    kinds[static_cast<size_t>(token.id)] = token.special ? Kind::kSpecial : Kind::kAdded;
-    strips[static_cast<size_t>(token.id)] =
-        static_cast<uint8_t>((token.lstrip ? 1 : 0) + (token.rstrip ? 2 : 0));
-    if (token.normalized && (spec.nfc || spec.sentence_piece)) {
-      in_normalized.add(normalized(token.content, workspace), token.id);
-    } else {
-      as_given.add(token.content, token.id);
-    }
-  }
-  if (!spec.sentence_piece) return;
-  decoded = decoded_tokens(spec, bytes);
-  for (const AddedToken& token : spec.added) {
-    if (!token.normalized) continue;
-    std::string& text = decoded[static_cast<size_t>(token.id)];
-    text.clear();
-    replace_all(normalized(token.content, workspace), kSpaceMark, " ", text);
-  }
-  characters.assign(0x110000, -1);
-  for (const auto& [name, id] : mergeable) {
-    if (name.empty()) continue;
-    const auto [code, size] = first_character(name);
-    if (code >= 0 && size == name.size()) characters[static_cast<size_t>(code)] = id;
-  }
-}
-
-std::string_view Tokenizer::Impl::normalized(std::string_view text,
-                                             TokenizerWorkspace& workspace) const {
-  if (spec.nfc) text = normalize_nfc(text, workspace.normalized);
-  if (!spec.sentence_piece || text.empty()) return text;
-  const SentencePieceSpec& marks = *spec.sentence_piece;
-  if (!marks.prepend && !marks.replace) return text;
-  workspace.spaced = marks.prepend ? kSpaceMark : "";
-  if (marks.replace) {
-    replace_all(text, " ", kSpaceMark, workspace.spaced);
-  } else {
-    workspace.spaced += text;
-  }
-  return workspace.spaced;
-}
-
-void Tokenizer::Impl::encode_marked(std::string_view text, bool at_start,
-                                    TokenizerWorkspace& workspace,
-                                    std::vector<int32_t>& out) const {
-  using Metaspace = SentencePieceSpec::Metaspace;
-  const SentencePieceSpec& marks = *spec.sentence_piece;
-  if (marks.metaspace != Metaspace::kNone) {
-    const bool begins_with_mark = text.starts_with(' ') || text.starts_with(kSpaceMark);
-    const bool prepend =
-        marks.metaspace == Metaspace::kAlways || (marks.metaspace == Metaspace::kFirst && at_start);
-    workspace.marked = prepend && !begins_with_mark ? kSpaceMark : "";
-    replace_all(text, " ", kSpaceMark, workspace.marked);
-    text = workspace.marked;
-  }
-  while (marks.split && !text.empty()) {
-    const size_t end = std::min(text.find(kSpaceMark, 1), text.size());
-    encode_word(text.substr(0, end), workspace, out);
-    text.remove_prefix(end);
-  }
-  if (!text.empty()) encode_word(text, workspace, out);
-}
-
-// Characters without a token, and bytes that are not UTF-8, become byte tokens.
-void Tokenizer::Impl::append_symbols(std::string_view word, std::vector<int32_t>& symbols) const {
-  while (!word.empty()) {
-    const Utf8Stretch stretch = next_utf8_stretch(word);
-    for (size_t i = 0; i < stretch.size;) {
-      const auto [code, size] = first_character(word.substr(i));
-      const int32_t id = code >= 0 ? characters[static_cast<size_t>(code)] : int32_t{-1};
-      if (id >= 0) symbols.push_back(id);
-      for (size_t end = i + size; i < end; ++i) {
-        if (id < 0) symbols.push_back(bytes[static_cast<uint8_t>(word[i])]);
-      }
-    }
-    word.remove_prefix(stretch.size);
-  }
-}
-
-void Tokenizer::Impl::encode_piece(std::string_view text, bool at_start,
-                                   TokenizerWorkspace& workspace, std::vector<int32_t>& out) const {
-  if (spec.sentence_piece) return encode_marked(text, at_start, workspace, out);
-  pre_tokenizer.split(text, workspace.regex,
-                      [&](std::string_view word) { encode_word(word, workspace, out); });
-}
-
-void Tokenizer::Impl::encode_word(std::string_view word, TokenizerWorkspace& workspace,
-                                  std::vector<int32_t>& out) const {
-  if (word.size() > WordCache::kLongestWord) return encode_long_word(word, workspace, out);
-  WordCache::Slot& slot = workspace.words.slot_of(word);
-  if (slot.holds(word)) {
-    out.insert(out.end(), slot.ids.begin(), slot.ids.begin() + slot.count);
-    return;
-  }
-  const size_t before = out.size();
-  merge_word(word, workspace, out);
-  const std::span<const int32_t> ids = std::span<const int32_t>(out).subspan(before);
-  if (ids.size() <= WordCache::kMostIds) slot.set(word, ids);
-}
-
-void Tokenizer::Impl::encode_long_word(std::string_view word, TokenizerWorkspace& workspace,
-                                       std::vector<int32_t>& out) const {
-  if (word.size() > LongWordCache::kLongestWord) return merge_word(word, workspace, out);
-  const std::vector<int32_t>* known = workspace.long_words.find(word);
-  if (known != nullptr) {
-    out.insert(out.end(), known->begin(), known->end());
-    return;
-  }
-  const size_t before = out.size();
-  merge_word(word, workspace, out);
-  workspace.long_words.set(word, std::span<const int32_t>(out).subspan(before));
-}
-
-void Tokenizer::Impl::merge_word(std::string_view word, TokenizerWorkspace& workspace,
-                                 std::vector<int32_t>& out) const {
-  if (spec.ignore_merges) {
-    const auto whole = mergeable.find(std::string(word));
-    if (whole != mergeable.end() && kinds[static_cast<size_t>(whole->second)] == Kind::kPlain) {
-      out.push_back(whole->second);
-      return;
-    }
-  }
-  if (!spec.sentence_piece) return bpe.encode(word, workspace.bpe, out);
-  workspace.symbols.clear();
-  append_symbols(word, workspace.symbols);
-  bpe.merge(workspace.symbols, workspace.bpe, out);
-}
 
 Tokenizer::Tokenizer(TokenizerSpec spec) : impl_(std::make_shared<Impl>(std::move(spec))) {}
 

@@ -9,27 +9,6 @@
 #include "twell/tokenizer/bpe_alphabet.h"
 
 namespace twell {
-namespace {
-
-// Hashes values, each preceded by its length, so that different specs never hash the same bytes.
-class SpecHash {
- public:
-  void add(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
-  void add(const std::string& text) {
-    add(static_cast<int64_t>(text.size()));
-    bytes_ += text;
-  }
-  std::string digest() const {
-    const XXH128_hash_t hash = XXH3_128bits(bytes_.data(), bytes_.size());
-    return fmt::format("xxh3-128:{:016x}{:016x}", hash.high64, hash.low64);
-  }
-
- private:
-  std::string bytes_;
-};
-
-}  // namespace
-
 std::unordered_map<std::string, int32_t> mergeable_ids(const TokenizerSpec& spec) {
   std::unordered_map<std::string, int32_t> ids;
   ids.reserve(spec.tokens.size());
@@ -55,43 +34,52 @@ std::string token_name(const TokenizerSpec& spec, int32_t id) {
 }
 
 std::string hash_tokenizer(const TokenizerSpec& spec) {
-  SpecHash hash;
-  hash.add(int64_t{1});  // version of this list of fields
-  hash.add(static_cast<int64_t>(spec.tokens.size()));
-  for (const std::string& bytes : spec.tokens) hash.add(bytes);
-  hash.add(static_cast<int64_t>(spec.added.size()));
+  // Each text is preceded by its length, so that different specs never hash the same bytes.
+  std::string bytes;
+  const auto add = [&](int64_t value) {
+    bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  const auto add_text = [&](const std::string& text) {
+    add(std::ssize(text));
+    bytes += text;
+  };
+  add(1);  // version of this list of fields
+  add(std::ssize(spec.tokens));
+  for (const std::string& token : spec.tokens) add_text(token);
+  add(std::ssize(spec.added));
   for (const AddedToken& token : spec.added) {
-    hash.add(token.id);
-    hash.add(int64_t{token.normalized});
-    hash.add(int64_t{token.in_vocab});
+    add(token.id);
+    add(token.normalized);
+    add(token.in_vocab);
   }
-  hash.add(static_cast<int64_t>(spec.merges.size()));
+  add(std::ssize(spec.merges));
   for (const BpeMerge& merge : spec.merges) {
-    hash.add(merge.left);
-    hash.add(merge.right);
+    add(merge.left);
+    add(merge.right);
   }
-  hash.add(int64_t{spec.ignore_merges});
-  hash.add(spec.unknown_id);
-  hash.add(int64_t{spec.nfc});
+  add(spec.ignore_merges);
+  add(spec.unknown_id);
+  add(spec.nfc);
   for (const PreTokenizerStep& step : spec.pre_tokenizer) {
-    hash.add(static_cast<int64_t>(step.kind));
-    hash.add(step.pattern);
+    add(static_cast<int64_t>(step.kind));
+    add_text(step.pattern);
   }
   for (const AddedToken& token : spec.added) {
     if (token.lstrip || token.rstrip) {
-      hash.add(token.id);
-      hash.add(int64_t{token.lstrip} + 2 * int64_t{token.rstrip});
+      add(token.id);
+      add(int64_t{token.lstrip} + 2 * int64_t{token.rstrip});
     }
   }
   if (spec.sentence_piece) {
-    hash.add(std::string("SentencePiece"));
+    add_text("SentencePiece");
     for (const bool flag :
          {spec.sentence_piece->prepend, spec.sentence_piece->replace, spec.sentence_piece->split}) {
-      hash.add(int64_t{flag});
+      add(flag);
     }
-    hash.add(static_cast<int64_t>(spec.sentence_piece->metaspace));
+    add(static_cast<int64_t>(spec.sentence_piece->metaspace));
   }
-  return hash.digest();
+  const XXH128_hash_t hash = XXH3_128bits(bytes.data(), bytes.size());
+  return fmt::format("xxh3-128:{:016x}{:016x}", hash.high64, hash.low64);
 }
 
 }  // namespace twell

@@ -46,15 +46,9 @@ std::string scaled(double value, double base, std::initializer_list<const char*>
 
 }  // namespace
 
-double StepMetrics::mean_nnz() const {
+double StepMetrics::mean(double LayerMetrics::*figure) const {
   double sum = 0.0;
-  for (const LayerMetrics& layer : layers) sum += layer.nnz;
-  return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
-}
-
-double StepMetrics::mean_dead_share() const {
-  double sum = 0.0;
-  for (const LayerMetrics& layer : layers) sum += layer.dead_share;
+  for (const LayerMetrics& layer : layers) sum += layer.*figure;
   return layers.empty() ? 0.0 : sum / static_cast<double>(layers.size());
 }
 

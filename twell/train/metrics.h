@@ -49,8 +49,9 @@ struct StepMetrics {
   std::optional<double> validation_ce;
 
   double loss() const { return ce + l1_coeff * l1; }
-  double mean_nnz() const;
-  double mean_dead_share() const;
+  double mean(double LayerMetrics::*figure) const;  // over the layers; 0 without any
+  double mean_nnz() const { return mean(&LayerMetrics::nnz); }
+  double mean_dead_share() const { return mean(&LayerMetrics::dead_share); }
   int64_t hybrid_layers() const;  // layers with the hybrid execution
 };
 

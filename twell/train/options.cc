@@ -7,6 +7,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <type_traits>
 
 #include "twell/base/error.h"
 
@@ -20,13 +21,10 @@ constexpr int64_t kMaxBatchTokens = int64_t{1} << 32;
 constexpr int64_t kRecipeBatchTokens = 1'048'576;  // 512 sequences of 2,048 tokens
 constexpr int64_t kRecipeWarmupSteps = 600;
 
-void require_integer(const char* name, int64_t value, int64_t low, int64_t high) {
-  TWELL_REQUIRE(value >= low && value <= high, "{} must be between {} and {}, got {}", name, low,
-                high, value);
-}
-
 // The comparisons are false for NaN.
-void require_real(const char* name, double value, double low, double high) {
+template <typename Number>
+void require_between(const char* name, Number value, std::type_identity_t<Number> low,
+                     std::type_identity_t<Number> high) {
   TWELL_REQUIRE(value >= low && value <= high, "{} must be between {} and {}, got {}", name, low,
                 high, value);
 }
@@ -36,11 +34,11 @@ void resolve_batch(TrainOptions& options, const ModelConfig& config) {
   TWELL_REQUIRE(options.sequence_length >= 1 && options.sequence_length <= config.context,
                 "sequence length {} does not fit the model's context of {} tokens",
                 options.sequence_length, config.context);
-  require_integer("micro-batch", options.micro_batch, 1, 65536);
+  require_between("micro-batch", options.micro_batch, 1, 65536);
   const int64_t micro_tokens = options.micro_batch_tokens();
-  require_integer("ranks", options.ranks, 1, 65536);
+  require_between("ranks", options.ranks, 1, 65536);
   if (options.batch_tokens == 0) options.batch_tokens = micro_tokens * options.ranks;
-  require_integer("batch tokens", options.batch_tokens, 1, kMaxBatchTokens);
+  require_between("batch tokens", options.batch_tokens, 1, kMaxBatchTokens);
   TWELL_REQUIRE(options.batch_tokens % micro_tokens == 0,
                 "batch tokens {} is not a multiple of a micro-batch: {} sequences of {} tokens "
                 "make {}",
@@ -53,11 +51,11 @@ void resolve_batch(TrainOptions& options, const ModelConfig& config) {
 }
 
 void resolve_length(TrainOptions& options) {
-  require_integer("tokens", options.tokens, 0, std::numeric_limits<int64_t>::max() / 2);
+  require_between("tokens", options.tokens, 0, std::numeric_limits<int64_t>::max() / 2);
   if (options.tokens > 0) {
     options.steps = (options.tokens + options.batch_tokens - 1) / options.batch_tokens;
   }
-  require_integer("steps", options.steps, 1, kMaxSteps);
+  require_between("steps", options.steps, 1, kMaxSteps);
   options.tokens = options.steps * options.batch_tokens;
   if (options.warmup_steps == -1) {
     options.warmup_steps = std::min(kRecipeWarmupSteps, options.steps / 10);
@@ -70,27 +68,27 @@ void resolve_length(TrainOptions& options) {
 void check_optimizer(const TrainOptions& options) {
   TWELL_REQUIRE(options.learning_rate > 0 && options.learning_rate <= 10,
                 "learning rate must be above 0 and at most 10, got {}", options.learning_rate);
-  require_real("min lr ratio", options.min_lr_ratio, 0, 1);
+  require_between("min lr ratio", options.min_lr_ratio, 0, 1);
   TWELL_REQUIRE(options.beta1 >= 0 && options.beta1 < 1, "beta1 must be in [0, 1), got {}",
                 options.beta1);
   TWELL_REQUIRE(options.beta2 >= 0 && options.beta2 < 1, "beta2 must be in [0, 1), got {}",
                 options.beta2);
-  require_real("eps", options.eps, 1e-30, 1);
-  require_real("weight decay", options.weight_decay, 0, 100);
-  require_real("clip norm", options.clip_norm, 0, 1e9);
+  require_between("eps", options.eps, 1e-30, 1);
+  require_between("weight decay", options.weight_decay, 0, 100);
+  require_between("clip norm", options.clip_norm, 0, 1e9);
 }
 
 void check_sparsity(const TrainOptions& options) {
-  require_real("L1 coefficient", options.l1_coeff, 0, 1e6);
-  require_integer("L1 zero steps", options.l1_zero_steps, 0, kMaxSteps);
-  require_integer("L1 ramp steps", options.l1_ramp_steps, 0, kMaxSteps);
-  require_integer("relufy steps", options.relufy_steps, 0, kMaxSteps);
+  require_between("L1 coefficient", options.l1_coeff, 0, 1e6);
+  require_between("L1 zero steps", options.l1_zero_steps, 0, kMaxSteps);
+  require_between("L1 ramp steps", options.l1_ramp_steps, 0, kMaxSteps);
+  require_between("relufy steps", options.relufy_steps, 0, kMaxSteps);
   TWELL_REQUIRE(options.relufy_steps < options.steps,
                 "a blend of {} steps does not fit a run of {} steps", options.relufy_steps,
                 options.steps);
-  require_real("distillation share", options.distill, 0, 1);
-  require_real("reinit strength", options.reinit_strength, 0, 1);
-  require_real("reinit std", options.reinit_std, 0, 100);
+  require_between("distillation share", options.distill, 0, 1);
+  require_between("reinit strength", options.reinit_strength, 0, 1);
+  require_between("reinit std", options.reinit_std, 0, 100);
 }
 
 }  // namespace
@@ -143,10 +141,10 @@ TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
   resolve_length(options);
   check_optimizer(options);
   check_sparsity(options);
-  require_integer("validate every", options.validate_every, 0, kMaxSteps);
-  require_integer("validation sequences", options.validation_sequences, 1, kMaxSteps);
-  require_integer("save every", options.save_every, 0, kMaxSteps);
-  require_integer("keep last", options.keep_last, 1, 1'000'000);
+  require_between("validate every", options.validate_every, 0, kMaxSteps);
+  require_between("validation sequences", options.validation_sequences, 1, kMaxSteps);
+  require_between("save every", options.save_every, 0, kMaxSteps);
+  require_between("keep last", options.keep_last, 1, 1'000'000);
   return options;
 }
 

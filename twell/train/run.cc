@@ -11,7 +11,6 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/train/engine_cpu.h"
 #include "twell/train/plan.h"
 #include "twell/train/tensorboard.h"
 #include "twell/train/trainer.h"
@@ -314,11 +313,6 @@ class Loop {
 };
 
 }  // namespace
-
-TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run) {
-  TrainEngineCpu engine(ctx, model, run.shards, run.options);
-  return run_training(ctx, engine, run);
-}
 
 TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run) {
   try {

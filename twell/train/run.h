@@ -64,8 +64,6 @@ struct TrainSummary {
 // InputError when training diverges or the last checkpoint cannot be saved; the last good one
 // stays. `ctx` is the host context.
 TrainSummary run_training(Context& ctx, TrainEngine& engine, const TrainRun& run);
-// Runs on the CPU (engine_cpu.h), without a teacher.
-TrainSummary run_training(Context& ctx, Model& model, const TrainRun& run);
 
 // InputError when the tokenizer has more tokens than the model's vocabulary.
 void check_tokenizer(const ModelConfig& config, const Tokenizer& tokenizer);

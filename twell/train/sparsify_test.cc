@@ -34,7 +34,7 @@ class SparsifyTest : public testing::Test {
     options.relufy_steps = blend;
     return options;
   }
-  Trainer trainer(Model& model, const TrainOptions& options, const Model* teacher = nullptr) {
+  CpuTrainer trainer(Model& model, const TrainOptions& options, const Model* teacher = nullptr) {
     return {ctx_, model, data_.shards, resolve_options(options, model.config), "data", teacher};
   }
 
@@ -47,7 +47,7 @@ TEST_F(SparsifyTest, ReluTakesOverWhileTheModelTrainsOn) {
   auto model = silu_model();
   model->set_activation(Activation::kRelu);
   TrainOptions options = relufy_options(6, 3);
-  Trainer trainer = this->trainer(*model, options);
+  CpuTrainer trainer = this->trainer(*model, options);
   std::vector<double> shares;
   while (!trainer.finished()) shares.push_back(*trainer.train_step().relu_share);
   EXPECT_EQ(shares, (std::vector<double>{0.25, 0.5, 0.75, 1.0, 1.0, 1.0}));
@@ -88,7 +88,7 @@ TEST_F(SparsifyTest, DistillationBringsTheModelsTogether) {
   options.distill = 1.0;
   options.l1_coeff = 0.0;
   model->set_activation(Activation::kRelu);
-  Trainer trainer = this->trainer(*model, options, teacher.get());
+  CpuTrainer trainer = this->trainer(*model, options, teacher.get());
   const double before = *trainer.train_step().kl;
   double after = before;
   while (!trainer.finished()) after = *trainer.train_step().kl;
@@ -99,26 +99,26 @@ TEST_F(SparsifyTest, ResumesBitForBitInTheMiddleOfABlend) {
   const TrainOptions options = relufy_options(6, 4);
   auto whole = silu_model();
   whole->set_activation(Activation::kRelu);
-  Trainer uninterrupted = trainer(*whole, options);
+  CpuTrainer uninterrupted = trainer(*whole, options);
   while (!uninterrupted.finished()) uninterrupted.train_step();
 
   auto model = silu_model();
   model->set_activation(Activation::kRelu);
   const fs::path folder = temp_.path() / "checkpoint";
   fs::create_directories(folder);
-  Trainer first = trainer(*model, options);
+  CpuTrainer first = trainer(*model, options);
   for (int step = 0; step < 2; ++step) first.train_step();
   first.save(folder);
 
   const auto resumed = load_model(ctx_, folder);
   EXPECT_EQ(resumed->config.activation, Activation::kRelu);
-  Trainer second = trainer(*resumed, options);
+  CpuTrainer second = trainer(*resumed, options);
   second.restore(folder);
   while (!second.finished()) second.train_step();
   EXPECT_EQ(std::memcmp(resumed->flat.data(), whole->flat.data(), whole->flat.span().size_bytes()),
             0);
 
-  Trainer other = trainer(*resumed, relufy_options(6, 3));
+  CpuTrainer other = trainer(*resumed, relufy_options(6, 3));
   EXPECT_THROW(other.restore(folder), InputError) << "another blend is another run";
 }
 

@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <bit>
 #include <chrono>
 
@@ -12,17 +11,6 @@
 
 namespace twell {
 namespace {
-
-constexpr std::array<uint32_t, 256> make_crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t crc = i;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) != 0 ? 0x82F63B78u : 0u);
-    table[i] = crc;
-  }
-  return table;
-}
-constexpr std::array<uint32_t, 256> kCrcTable = make_crc_table();
 
 // TFRecord's guard against checksums of data that contain checksums.
 uint32_t masked_crc(std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xA282EAD8u; }
@@ -68,7 +56,8 @@ double wall_time() {
 uint32_t crc32c(std::string_view bytes) {
   uint32_t crc = 0xFFFFFFFFu;
   for (const char byte : bytes) {
-    crc = (crc >> 8) ^ kCrcTable[(crc ^ static_cast<uint8_t>(byte)) & 0xFFu];
+    crc ^= static_cast<uint8_t>(byte);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) != 0 ? 0x82F63B78u : 0u);
   }
   return ~crc;
 }

@@ -12,7 +12,9 @@
 #include "twell/data/text_source.h"
 #include "twell/model/config.h"
 #include "twell/tokenizer/tokenizer.h"
+#include "twell/train/engine_cpu.h"
 #include "twell/train/options.h"
+#include "twell/train/trainer.h"
 
 namespace twell {
 
@@ -28,6 +30,18 @@ inline ModelConfig micro_config(int64_t vocab_size) {
   config.context = 16;
   return config;
 }
+
+// A trainer on the CPU with an engine of its own.
+struct OwnEngine {
+  TrainEngineCpu engine;
+};
+class CpuTrainer : private OwnEngine, public Trainer {
+ public:
+  CpuTrainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
+             const std::string& data_identity, const Model* teacher = nullptr)
+      : OwnEngine{{ctx, model, shards, options, teacher}},
+        Trainer(ctx, engine, shards, options, data_identity) {}
+};
 
 inline TrainOptions micro_options(int64_t steps) {
   TrainOptions options;

@@ -8,7 +8,6 @@
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/data/batch_sampler.h"
 #include "twell/ops/adamw/adamw.h"
-#include "twell/train/engine_cpu.h"
 #include "twell/train/plan.h"
 #include "twell/train/trainer_state.h"
 
@@ -36,17 +35,6 @@ Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
     BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);
   }
 }
-
-Trainer::Trainer(Context& ctx, std::unique_ptr<TrainEngine> owned, const ShardSet& shards,
-                 const TrainOptions& options, std::string data_identity)
-    : Trainer(ctx, *owned, shards, options, std::move(data_identity)) {
-  owned_ = std::move(owned);
-}
-
-Trainer::Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
-                 std::string data_identity, const Model* teacher)
-    : Trainer(ctx, std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher), shards,
-              options, std::move(data_identity)) {}
 
 StepMetrics Trainer::train_step(Clock::time_point start) {
   Communicator* const ranks = engine_.ranks();

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -34,9 +33,6 @@ class Trainer {
   // the token stream: restore() refuses a state saved with another one.
   Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards, const TrainOptions& options,
           std::string data_identity);
-  // Runs on the CPU (engine_cpu.h).
-  Trainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
-          std::string data_identity, const Model* teacher = nullptr);
 
   int64_t steps_done() const { return step_; }
   bool finished() const { return step_ >= options_.steps; }
@@ -51,12 +47,9 @@ class Trainer {
   void restore(const std::filesystem::path& checkpoint);
 
  private:
-  Trainer(Context& ctx, std::unique_ptr<TrainEngine> owned, const ShardSet& shards,
-          const TrainOptions& options, std::string data_identity);
   void measure(const StepOutcome& outcome, double seconds, StepMetrics& metrics);
 
   Context& ctx_;
-  std::unique_ptr<TrainEngine> owned_;
   TrainEngine& engine_;
   TrainOptions options_;
   std::string data_identity_;

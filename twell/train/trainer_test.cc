@@ -29,6 +29,11 @@ class TrainerTest : public testing::Test {
     return model;
   }
 
+  TrainSummary run_on_cpu(Model& model, const TrainRun& run) {
+    TrainEngineCpu engine(ctx_, model, run.shards, run.options);
+    return run_training(ctx_, engine, run);
+  }
+
   // Runs in `out`, starting from its newest checkpoint if there is one; returns the model.
   std::unique_ptr<Model> run(const fs::path& out, TrainOptions options,
                              const std::function<void(const Progress&)>& on_progress = {}) {
@@ -38,7 +43,7 @@ class TrainerTest : public testing::Test {
     options = resolve_options(options, config());
     TrainRun training{options,     data_.tokenizer, data_.shards, folder, "{}",
                       resume_from, false,           stop_,        {},     on_progress};
-    summary_ = run_training(ctx_, *model, training);
+    summary_ = run_on_cpu(*model, training);
     return model;
   }
 
@@ -140,7 +145,7 @@ TEST_F(TrainerTest, ADamagedCheckpointIsNamedWithTheNewestIntactOne) {
   options = resolve_options(options, config());
   TrainRun training{options, data_.tokenizer, data_.shards, folder, "{}",
                     from,    false,           stop_,        {},     {}};
-  run_training(ctx_, *model, training);
+  run_on_cpu(*model, training);
   expect_same(*straight, *model);
   EXPECT_EQ(refusal({}), "accepted step 6");
 }
@@ -184,7 +189,7 @@ TEST_F(TrainerTest, ABrokenNumberStopsTheRunAndIsNeverSaved) {
       if (now.metrics.step == 3) model->flat[model->flat.size() / 2] = poison;
     };
     try {
-      run_training(ctx_, *model, training);
+      run_on_cpu(*model, training);
       FAIL() << "went on";
     } catch (const InputError& error) {
       EXPECT_THAT(error.what(), HasSubstr("diverged"));
@@ -199,7 +204,7 @@ TEST_F(TrainerTest, AModelThatBrokeAfterItsLastStepIsNotSaved) {
   TrainOptions options = micro_options(4);
   const auto model = fresh_model();
   options = resolve_options(options, config());
-  Trainer trainer(ctx_, *model, data_.shards, options, "data");
+  CpuTrainer trainer(ctx_, *model, data_.shards, options, "data");
   trainer.train_step();
   model->flat[0] = std::nanf("");
   EXPECT_THROW(trainer.save(temp_.path()), DivergenceError);
@@ -210,11 +215,11 @@ TEST_F(TrainerTest, ResumeRefusesOtherOptionsAndOtherData) {
   TrainOptions options = resolve_options(micro_options(4), config());
   const auto model = fresh_model();
   fs::create_directories(out("checkpoint"));
-  Trainer(ctx_, *model, data_.shards, options, "data").save(out("checkpoint"));
+  CpuTrainer(ctx_, *model, data_.shards, options, "data").save(out("checkpoint"));
 
   const auto refusal = [&](const TrainOptions& other, const char* data) -> std::string {
     try {
-      Trainer(ctx_, *model, data_.shards, other, data).restore(out("checkpoint"));
+      CpuTrainer(ctx_, *model, data_.shards, other, data).restore(out("checkpoint"));
     } catch (const InputError& error) {
       return error.what();
     }
@@ -241,7 +246,8 @@ TEST_F(TrainerTest, CountsNeuronsThatNoTokenActivated) {
     float* row = weights.layers[0].ffn.w_gate.row(j);
     std::fill(row, row + model->config.width, 0.0f);
   }
-  Trainer trainer(ctx_, *model, data_.shards, resolve_options(micro_options(4), config()), "data");
+  CpuTrainer trainer(ctx_, *model, data_.shards, resolve_options(micro_options(4), config()),
+                     "data");
   const StepMetrics metrics = trainer.train_step();
   EXPECT_GE(metrics.layers[0].dead, 10);
   EXPECT_LT(metrics.layers[0].dead, 20);
