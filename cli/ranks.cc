@@ -295,7 +295,9 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
     // No rank goes on to what it may refuse while others still connect.
     wait_for_all();
     end_after(kLastResort);
-  } catch (const InputError& error) {
+  } catch (const RankFault&) {
+    throw;
+  } catch (const std::exception& error) {
     rendezvous_->on_fault(this, {});  // this rank ends by itself
     rendezvous_->fail(error.what());
     throw;

@@ -265,16 +265,30 @@ class HostsTest : public DistributedTest {
     }
   }
   // One rank on each machine.
-  std::array<pid_t, 2> start_ranks(const std::vector<std::string>& words) const {
+  std::array<pid_t, 2> start_ranks(const std::vector<std::string>& words,
+                                   const std::string& address = "10.77.1.1",
+                                   const std::string& interface = {}) const {
     const auto start = [&](int rank) {
       return start_rank(rank, {"ip", "netns", "exec", hosts_[static_cast<size_t>(rank)]},
-                        torchrun(rank, {"MASTER_ADDR=10.77.1.1", "MASTER_PORT=29400"}), words);
+                        torchrun(rank, {"MASTER_ADDR=" + address, "MASTER_PORT=29400",
+                                        rank == 1 ? "GLOO_SOCKET_IFNAME=" + interface : "A=1"}),
+                        words);
     };
     return {start(0), start(1)};
   }
 
   std::array<std::string, 2> hosts_ = {"twell-a-", "twell-b-"};
 };
+
+TEST_F(HostsTest, AddressesThatOtherRanksCannotUseAreRefused) {
+  const auto& [a, b] = hosts_;
+  ASSERT_EQ(
+      std::system(("ip link add tw1 netns " + a + " type veth peer name tw1 netns " + b).c_str()),
+      0);
+  const std::vector<std::string> words = train("run", {"--device", "cpu"});
+  const auto ranks = start_ranks(words, "10.77.1.1", "tw1");
+  expect_all_end({ranks[0], ranks[1]}, 1, "GLOO_SOCKET_IFNAME: network interface tw1 has no");
+}
 
 TEST_F(HostsTest, TwoMachinesTrainAndAPulledCableEndsBothRanks) {
   const std::vector<std::string> options = {"--device", "cpu", "--collective-timeout", "6"};

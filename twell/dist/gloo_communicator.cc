@@ -58,22 +58,40 @@ void connect_mesh(Context& context, std::shared_ptr<AddressStore> store,
   }
 }
 
+// Listens for the other ranks at this machine's address, or on the interface that was named.
+std::shared_ptr<gloo::transport::Device> open_device(const Rendezvous& rendezvous) {
+  gloo::transport::tcp::attr attributes;
+  const std::string& interface = rendezvous.identity().interface;
+  TWELL_REQUIRE(interface.empty() || ::if_nametoindex(interface.c_str()) != 0,
+                "GLOO_SOCKET_IFNAME: this machine has no network interface {}", interface);
+  const std::string& address = rendezvous.address();
+  TWELL_REQUIRE(!interface.empty() || !address.starts_with("fe80:"),
+                "this machine reached rank 0 from {}, which is valid on one link only: give "
+                "another address as MASTER_ADDR, or the interface as GLOO_SOCKET_IFNAME",
+                address);
+  attributes.iface = interface;
+  if (interface.empty()) attributes.hostname = address;
+  try {
+    return gloo::transport::tcp::CreateDevice(attributes);
+  } catch (const std::exception& error) {
+    TWELL_REQUIRE(interface.empty(), "GLOO_SOCKET_IFNAME: network interface {} has no address",
+                  interface);
+    throw InputError(
+        fmt::format("cannot use this machine's address {}: {}", address, error.what()));
+  }
+}
+
 class GlooCommunicator : public Communicator {
  public:
   explicit GlooCommunicator(Rendezvous& rendezvous)
       : rendezvous_(rendezvous),
         rank_(rendezvous.identity().rank),
         size_(rendezvous.identity().size) {
-    guarded("connecting the ranks", [&] {
-      gloo::transport::tcp::attr attributes;
-      if (const std::string& interface = rendezvous.identity().interface; interface.empty()) {
-        attributes.hostname = rendezvous.address();
-      } else {
-        TWELL_REQUIRE(::if_nametoindex(interface.c_str()) != 0,
-                      "GLOO_SOCKET_IFNAME: this machine has no network interface {}", interface);
-        attributes.iface = interface;
-      }
-      const auto device = gloo::transport::tcp::CreateDevice(attributes);
+    constexpr const char* kConnecting =
+        "connecting the ranks; the ports in net.ipv4.ip_local_port_range must be open between "
+        "their machines";
+    guarded(kConnecting, [&] {
+      const auto device = open_device(rendezvous);
       context_ = std::make_shared<gloo::rendezvous::Context>(rank_, size_);
       // Gloo waits five times as long for a connection.
       context_->setTimeout(rendezvous.timeout() / 5);

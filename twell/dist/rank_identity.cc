@@ -161,6 +161,9 @@ std::optional<RankIdentity> rank_identity(const std::function<const char*(const 
     identity = from_slurm(variables);
   }
   if (!identity) return identity;
+  if (std::string& host = identity->host; host.starts_with('[') && host.ends_with(']')) {
+    host = host.substr(1, host.size() - 2);  // an IPv6 address as URLs have it
+  }
   identity->interface = variables.text("GLOO_SOCKET_IFNAME");
   TWELL_REQUIRE(identity->rank < identity->size && identity->local_rank < identity->size,
                 "the launcher says rank {} (local rank {}) of {}", identity->rank,

@@ -114,6 +114,14 @@ TEST(RankIdentity, AnInterfaceCanBeNamed) {
   EXPECT_NE(read(variables)->job, job);
 }
 
+TEST(RankIdentity, AnAddressMayStandInBrackets) {
+  Variables variables = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "4000"}};
+  for (const char* address : {"[fd77::1]", "fd77::1"}) {
+    variables["MASTER_ADDR"] = address;
+    EXPECT_EQ(read(variables)->host, "fd77::1");
+  }
+}
+
 TEST(RankIdentity, OpenMpiNeedsAHostForSeveralMachines) {
   Variables variables = {{"OMPI_COMM_WORLD_RANK", "1"},
                          {"OMPI_COMM_WORLD_SIZE", "2"},

@@ -687,11 +687,10 @@ class Rendezvous::Client {
         TWELL_REQUIRE(!answer || answer->type != kRefused, "{}", answer->body);
         others += fmt::format("{}{}", others.empty() ? "" : ", ", port);
       }
-      // A host that does not answer has rank 0 on none of its ports yet.
-      if (answered) ++attempt;
-      if (!answered || attempt % identity_.ports == 0) {
-        std::this_thread::sleep_for(milliseconds(50));
-      }
+      // Where nothing answers, a firewall may drop what is sent to all but the first ports, and
+      // rank 0 may begin to listen on those: start again with them.
+      attempt = answered ? attempt + 1 : 0;
+      if (attempt % identity_.ports == 0) std::this_thread::sleep_for(milliseconds(50));
     }
     throw RankFault(fmt::format(
         "rank {} did not reach rank 0 at {}, port {}, within {}: {}{}", identity_.rank,

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -164,6 +165,53 @@ TEST(Rendezvous, ARankOfAnotherNumberOfRanksIsToldSo) {
     EXPECT_THAT(error.what(), testing::HasSubstr("rank 1 was started as one of 4 ranks"));
   }
   zero.join();
+}
+
+// A port of this machine that answers no connection, like one behind a firewall: its queue is full.
+class SilentPort {
+ public:
+  explicit SilentPort(int port) : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    works_ = ::bind(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+             ::listen(socket_, 0) == 0;
+    if (works_) waiting_.emplace(port);
+  }
+  ~SilentPort() { ::close(socket_); }
+  SilentPort(const SilentPort&) = delete;
+  SilentPort& operator=(const SilentPort&) = delete;
+  bool works() const { return works_; }
+
+ private:
+  int socket_;
+  bool works_ = false;
+  std::optional<Stranger> waiting_;
+};
+
+TEST(Rendezvous, RankZeroMayComeLateToTheOnlyPortThatIsOpen) {
+  std::optional<SilentPort> second;
+  int port = 0;
+  for (int i = 0; i < 100 && !(second && second->works()); ++i) {
+    port = LocalListener().port;
+    second.emplace(port + 1);
+  }
+  ASSERT_TRUE(second->works());
+  const auto take_part = [port](int rank) {
+    RankIdentity identity;
+    identity.rank = rank;
+    identity.size = identity.local_size = 2;
+    identity.host = "127.0.0.1";
+    identity.port = port;
+    identity.ports = 2;
+    Rendezvous rendezvous(identity, seconds(15));
+    EXPECT_EQ(rendezvous.agree({}), "");
+  };
+  std::thread one([&] { EXPECT_NO_THROW(take_part(1)); });
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_NO_THROW(take_part(0));
+  one.join();
 }
 
 TEST(Rendezvous, ARankThatLeavesWhileOthersWaitIsAFault) {
