@@ -60,9 +60,12 @@ class GoldenStep : public ::testing::TestWithParam<Golden> {
     std::vector<float> out(static_cast<size_t>(model_->config.parameter_count()));
     for (const ParamSpec& spec : model_->table) {
       const TensorInfo& info = file_.tensor(prefix + spec.name);
-      const MatrixF matrix(out.data() + spec.offset, spec.rows, spec.cols);
-      const auto read = spec.transposed ? read_transposed : read_rows;
-      read(info, matrix, 0, spec.transposed ? spec.cols : spec.rows);
+      read_tensor(info,
+                  {.out = out.data() + spec.offset,
+                   .rows = spec.rows,
+                   .cols = spec.cols,
+                   .transposed = spec.transposed},
+                  0, spec.transposed ? spec.cols : spec.rows);
     }
     return out;
   }
