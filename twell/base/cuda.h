@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <typeindex>
 #include <unordered_map>
@@ -55,6 +56,16 @@ class DeviceBuffer {
   T* data_ = nullptr;
   int64_t size_ = 0;
 };
+
+// The values in device memory, there once this returns: our streams do not wait for the legacy one.
+template <typename T>
+DeviceBuffer<T> to_device(std::span<const T> values) {
+  DeviceBuffer<T> buffer(std::ssize(values));
+  TWELL_CUDA_CHECK(
+      cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
+  return buffer;
+}
 
 // Owned, uninitialised page-locked host memory of n values of T, as asynchronous copies need it. It
 // must outlive the copies enqueued on it.

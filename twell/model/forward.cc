@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
-#include "twell/model/head_norm.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/ops/attention/attention.h"

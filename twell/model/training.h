@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,8 +19,30 @@
 namespace twell {
 
 struct MicroBatchShape {
-  int64_t sequences = 0;  // B
-  int64_t length = 0;     // T; M = B * T
+  int64_t sequences = 0;                                 // B
+  int64_t length = 0;                                    // T
+  int64_t tokens() const { return sequences * length; }  // M
+};
+
+// The values that a pass on the GPU computes again in backward instead of keeping them. Results are
+// bitwise equal. Each level includes the previous ones. A line lists the values per layer and token
+// that are not kept, their number, and what computes them again.
+enum class RecomputeLevel {
+  kNone,
+  kNorms,   // the normalised inputs of both blocks: 2 D; a pass over them
+  kInputs,  // the residual stream before the FFN: D; the attention's output projection
+  kQkv,     // queries, keys and values: 3 D without grouped heads; their projection, rotation
+};
+
+struct Recompute {
+  RecomputeLevel level = RecomputeLevel::kNone;
+  // Layers below this number use `level`, all others one level less.
+  int64_t layers = std::numeric_limits<int64_t>::max();
+
+  RecomputeLevel of_layer(int64_t layer) const {
+    if (layer < layers || level == RecomputeLevel::kNone) return level;
+    return static_cast<RecomputeLevel>(static_cast<int>(level) - 1);
+  }
 };
 
 // One line of the memory plan.

@@ -1,22 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of GPU training: activations in two blocks, placed by functions that the memory plan
-// also runs without memory; executions of the feed-forward layers; transfer of micro-batches to the
-// device. The pass itself is in training_pass_cuda.cc.
+// First the memory: activations in two blocks, placed by functions that the memory plan also runs
+// without memory; executions of the feed-forward layers; transfer of micro-batches to the device.
+// Then the pass: training.cc's functions in the same order, with bf16 ops.
 #include "twell/model/training_cuda.h"
 
 #include <algorithm>
+#include <array>
+#include <optional>
 
 #include "twell/model/model_cuda.h"
 #include "twell/model/named_carver.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
-#include "twell/model/training_buffers_cuda.h"
 #include "twell/ops/attention/attention_train_cuda.h"
 #include "twell/ops/bias/bias_cuda.h"
+#include "twell/ops/embedding/embedding_cuda.h"
+#include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
+#include "twell/ops/rope/rope_cuda.h"
 
 namespace twell {
+
+// What the forward pass keeps of one layer for the backward pass. What backward computes again
+// (Recompute) lies in memory that all layers share.
+struct LayerActivationsCuda {
+  __nv_bfloat16* attention_in = nullptr;      // [M, D] residual stream before the attention
+  __nv_bfloat16* attention_normed = nullptr;  // [M, D]
+  __nv_bfloat16* qkv = nullptr;               // [M, (H + 2 * H_kv) * hd], queries and keys rotated
+  float* logsumexp = nullptr;                 // [B, H, T]
+  __nv_bfloat16* attended = nullptr;          // [M, H * hd]
+  __nv_bfloat16* ffn_in = nullptr;            // [M, D] residual stream before the FFN
+  __nv_bfloat16* ffn_normed = nullptr;        // [M, D]
+};
+
+struct ActivationViewsCuda {
+  std::vector<LayerActivationsCuda> layers;  // [L]
+  __nv_bfloat16* delta = nullptr;            // [M, D] what a block adds to the residual stream
+  __nv_bfloat16* final_in = nullptr;         // [M, D]
+  __nv_bfloat16* normed = nullptr;           // [M, D] shared: a block's normalised input
+  __nv_bfloat16* mask = nullptr;             // [M, document_mask_row(T)] or null
+  // Gradients with the forward pass's names, of one layer at a time.
+  __nv_bfloat16* d_residual = nullptr;  // [M, D]
+  __nv_bfloat16* d_normed = nullptr;    // [M, D]
+  float* losses = nullptr;              // [M]
+  float* partial = nullptr;             // partial sums over tokens, for norm weights and biases
+  // In Buffers::scratch. Nothing here outlives the attention of a layer.
+  __nv_bfloat16* qkv = nullptr;         // [M, (H + 2 * H_kv) * hd], shared
+  __nv_bfloat16* d_qkv = nullptr;       // [M, (H + 2 * H_kv) * hd]
+  __nv_bfloat16* d_attended = nullptr;  // [M, H * hd]
+};
+
+// The ids of one micro-batch on their way to the device; `copied` follows the copy.
+struct StagingSlot {
+  explicit StagingSlot(int64_t ids) : data(ids) {}
+  ~StagingSlot() { cudaEventSynchronize(copied.get()); }
+  StagingSlot(const StagingSlot&) = delete;
+  StagingSlot& operator=(const StagingSlot&) = delete;
+
+  PinnedBuffer<int32_t> data;
+  CudaEvent copied;
+};
+
+// Memory for micro-batches of one shape.
+struct TrainingCuda::Buffers {
+  Buffers(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan, bool hybrid);
+  // Makes scratch for hybrid layers, or for dense ones alone. Not while a pass is in flight.
+  void make_scratch(CudaContext& ctx, const ModelConfig& config, const TrainingPlanCuda& plan,
+                    bool hybrid);
+
+  DeviceBuffer<std::byte> memory;
+  ActivationViewsCuda views;
+  std::vector<FfnSavedCuda> ffn;         // [L]
+  std::vector<FfnExpectation> prepared;  // [L] what each was prepared for
+  // A feed-forward layer, the attention of a layer and the head use this memory one after the
+  // other.
+  DeviceBuffer<std::byte> scratch;
+  bool scratch_hybrid = false;
+  std::optional<FfnTrainWorkspaceCuda> ffn_workspace;
+  std::optional<CrossEntropyWorkspaceCuda> head;
+  EmbeddingWorkspaceCuda embedding;
+  DeviceBuffer<int32_t> batch;      // [2, M] inputs and targets; behind a mask [3, M]: and where
+                                    // each token's document begins
+  DeviceBuffer<float> cos, sin;     // [T, hd / 2]
+  DeviceBuffer<int32_t> positions;  // [M]
+  std::array<StagingSlot, 2> slots;
+  size_t next_slot = 0;
+};
+
 namespace {
+
+// Numbers per token that a micro-batch has in Buffers::batch.
+int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 3 : 2; }
 
 constexpr int64_t kAlignBytes = 256;  // the alignment of cudaMalloc
 
@@ -30,7 +104,7 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   constexpr const char* kStream = "activations: residual stream, norms";
   constexpr const char* kAttention = "activations: attention";
   constexpr const char* kGradients = "gradients of activations";
-  const int64_t tokens = token_count(plan.shape);
+  const int64_t tokens = plan.shape.tokens();
   const int64_t row = tokens * config.width;
   ActivationViewsCuda views;
   carver.array(kStream, row, views.delta);
@@ -72,7 +146,7 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
 void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, NamedCarver& carver,
                      ActivationViewsCuda& views) {
   constexpr const char* kScratch = "attention at work";
-  const int64_t tokens = token_count(plan.shape);
+  const int64_t tokens = plan.shape.tokens();
   if (makes_again(plan, RecomputeLevel::kQkv)) {
     carver.array(kScratch, tokens * qkv_width(config), views.qkv);
   }
@@ -117,7 +191,7 @@ constexpr double kRoom = 1.25;
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
 FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& plan) {
-  return {.max_tokens = token_count(plan.shape),
+  return {.max_tokens = plan.shape.tokens(),
           .width = config.width,
           .ffn = config.ffn,
           .gated = config.gated};
@@ -129,7 +203,7 @@ int64_t library_bytes(const ModelConfig& config, MicroBatchShape shape) {
   constexpr int64_t kCublasBytes = int64_t{32} << 20;
   const int64_t padded = (shape.length + 127) / 128 * 128;
   const int64_t scores = config.heads * padded * padded * 2;
-  const int64_t queries = token_count(shape) * config.q_width() * kFloatBytes;
+  const int64_t queries = shape.tokens() * config.q_width() * kFloatBytes;
   return kCublasBytes + queries +
          std::max(scores, std::min(scores * shape.sequences, kMaxScoreBytes));
 }
@@ -144,7 +218,7 @@ int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
                       const TrainingPlanCuda& plan, bool hybrid) {
   const int64_t others =
       std::max(attention_scratch_bytes(config, plan),
-               CrossEntropyWorkspaceCuda::bytes_needed(token_count(plan.shape), config.vocab_size));
+               CrossEntropyWorkspaceCuda::bytes_needed(plan.shape.tokens(), config.vocab_size));
   return std::max(FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn_shape(config, plan), hybrid),
                   FfnTrainWorkspaceCuda::kOwnBytes + others);
 }
@@ -158,30 +232,20 @@ bool fits(double needed, double room) {
   return needed < 0.0 ? room < 0.0 : needed <= room && room <= 2.0 * kRoom * needed;
 }
 
-template <typename T>
-DeviceBuffer<T> to_device(std::span<const T> values) {
-  DeviceBuffer<T> buffer(std::ssize(values));
-  TWELL_CUDA_CHECK(
-      cudaMemcpy(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
-  // Our streams do not wait for the legacy stream.
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
-  return buffer;
-}
-
 }  // namespace
 
 TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
                                const TrainingPlanCuda& plan, bool hybrid)
     : memory(count_activations(config, plan).bytes()),
       views(place_activations(config, plan, memory.data())),
-      embedding(token_count(plan.shape), config.width),
-      batch(batch_rows(plan) * token_count(plan.shape)),
+      embedding(plan.shape.tokens(), config.width),
+      batch(batch_rows(plan) * plan.shape.tokens()),
       slots{StagingSlot(batch.size()), StagingSlot(batch.size())} {
   make_scratch(ctx, config, plan, hybrid);
   const RopeTable table = rope_table(config, plan.shape.length);
   cos = to_device<float>(table.cos.span());
   sin = to_device<float>(table.sin.span());
-  std::vector<int32_t> places(static_cast<size_t>(token_count(plan.shape)));
+  std::vector<int32_t> places(static_cast<size_t>(plan.shape.tokens()));
   for (size_t i = 0; i < places.size(); ++i) {
     places[i] = static_cast<int32_t>(i % static_cast<size_t>(plan.shape.length));
   }
@@ -195,7 +259,7 @@ void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& co
   scratch_hybrid = hybrid;
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
   std::byte* const others = scratch.data() + FfnTrainWorkspaceCuda::kOwnBytes;
-  head.emplace(token_count(plan.shape), config.vocab_size, others);
+  head.emplace(plan.shape.tokens(), config.vocab_size, others);
   place_attention_scratch(config, plan, others, views);
 }
 
@@ -225,7 +289,7 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
                                                   const TrainingPlanCuda& plan) {
   TrainingState::memory_plan(config, plan.shape);  // throws on a wrong shape
   require_supported(config, plan.shape);
-  const int64_t tokens = token_count(plan.shape);
+  const int64_t tokens = plan.shape.tokens();
   const FfnTrainShapeCuda ffn = ffn_shape(config, plan);
   std::vector<MemoryItem> items = count_activations(config, plan).take_items();
   int64_t saved = 0;
@@ -299,7 +363,7 @@ int64_t TrainingCuda::ffn_saved_bytes(const FfnTrainShapeCuda& shape,
 
 void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_t> targets,
                          std::span<const int64_t> documents) {
-  const int64_t tokens = token_count(plan_.shape);
+  const int64_t tokens = plan_.shape.tokens();
   TWELL_CHECK(std::ssize(inputs) == tokens && std::ssize(targets) == tokens,
               "{} inputs and {} targets for a micro-batch of {} x {} tokens", inputs.size(),
               targets.size(), plan_.shape.sequences, plan_.shape.length);
@@ -353,6 +417,337 @@ std::string cuda_training_unsupported(const ModelConfig& config, int64_t length)
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const std::string why = attention_train_unsupported(config.head_dim, length);
   return why.empty() ? why : why + "; use --device cpu";
+}
+
+// --- The pass ------------------------------------------------------------------------------------
+
+// Forward and backward of one micro-batch. Each backward function mirrors the forward function of
+// the same name in reverse order.
+class TrainingCuda::Pass {
+ public:
+  Pass(TrainingCuda& training, const TrainingPassCuda& pass)
+      : ctx_(training.ctx_),
+        config_(training.config_),
+        pass_(pass),
+        buffers_(*training.buffers_),
+        views_(buffers_.views),
+        weights_(model_matrices<const BF16>(config_, reinterpret_cast<const BF16*>(pass.weights))),
+        grads_(model_matrices<float>(config_, pass.grads)),
+        shape_(training.plan_.shape),
+        tokens_(shape_.tokens()),
+        inputs_(buffers_.batch.data()),
+        targets_(buffers_.batch.data() + tokens_),
+        recompute_(training.plan_.recompute) {}
+
+  void run() {
+    if (!pass_.add) clear_added_gradients();
+    forward();
+    loss(/*backward=*/true);
+    backward();
+  }
+  void evaluate() {
+    forward();
+    loss(/*backward=*/false);
+  }
+
+ private:
+  using LayerWeights = LayerMatrices<const BF16>;
+  using LayerGrads = LayerMatrices<float>;
+
+  void forward() {
+    if (views_.mask != nullptr) {
+      TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
+                                             .length = shape_.length,
+                                             .begins = targets_ + tokens_,
+                                             .mask = views_.mask},
+                                            ctx_.stream()));
+      done(TrainingStage::kAttention);
+    }
+    TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens_,
+                                       .width = config_.width,
+                                       .ids = inputs_,
+                                       .table = device_bf16(weights_.embedding.data),
+                                       .out = views_.layers[0].attention_in},
+                                      ctx_.stream()));
+    done(TrainingStage::kEmbedding);
+    for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
+      const LayerWeights& w = weights_.layers[layer];
+      const LayerActivationsCuda& a = views_.layers[layer];
+      if (layer == 0) {
+        norm(a.attention_in, w.attention_norm, a.attention_normed);
+      } else {
+        norm(views_.layers[layer - 1].ffn_in, w.attention_norm, a.attention_normed, a.attention_in);
+      }
+      attention_block_forward(w, a);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
+      feed_forward_forward(layer, w, a);
+    }
+    norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in);
+  }
+
+  // The loss includes the head, never stores all logits, and also computes the head's gradients.
+  void loss(bool backward) {
+    cross_entropy_cuda(ctx_,
+                       {.tokens = tokens_,
+                        .width = config_.width,
+                        .vocab = config_.vocab_size,
+                        .x = views_.normed,
+                        .weight = device_bf16(weights_.head.data),
+                        .targets = targets_,
+                        .grad_scale = pass_.grad_scale,
+                        .losses = views_.losses,
+                        .sum = pass_.loss,
+                        .d_x = backward ? views_.d_normed : nullptr,
+                        .d_weight = backward ? grads_.head.data : nullptr,
+                        .add = pass_.add},
+                       *buffers_.head);
+    done(TrainingStage::kHead);
+  }
+
+  void backward() {
+    norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm);
+    backward_done(config_.layers);
+    for (size_t layer = views_.layers.size(); layer-- > 0;) {
+      const LayerWeights& w = weights_.layers[layer];
+      const LayerGrads& d = grads_.layers[layer];
+      const LayerActivationsCuda& a = views_.layers[layer];
+      const RecomputeLevel level = recompute_.of_layer(static_cast<int64_t>(layer));
+      ffn_input_again(level, w, a);
+      feed_forward_backward(layer, w, a, d);
+      norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm);
+      attention_block_backward(level, w, a, d);
+      norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm);
+      backward_done(static_cast<int64_t>(layer));
+    }
+    embedding_backward_cuda(ctx_,
+                            {.tokens = tokens_,
+                             .width = config_.width,
+                             .vocab = config_.vocab_size,
+                             .ids = inputs_,
+                             .d_out = views_.d_residual,
+                             .d_table = grads_.embedding.data},
+                            buffers_.embedding);
+    done(TrainingStage::kEmbedding);
+    backward_done(-1);
+  }
+
+  // y = norm(x), or where `sum` is given, sum = x + delta and y = norm(sum).
+  void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y,
+            __nv_bfloat16* sum = nullptr) {
+    TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
+                                      .width = config_.width,
+                                      .x = x,
+                                      .residual = sum == nullptr ? nullptr : views_.delta,
+                                      .sum = sum,
+                                      .weight = device_bf16(weight),
+                                      .y = y,
+                                      .eps = eps()},
+                                     ctx_.stream()));
+    done(TrainingStage::kNorm);
+  }
+
+  // Both terms of the sum have its gradient d_residual.
+  void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
+                     float* d_weight) {
+    TWELL_CUDA_CHECK(launch_rms_norm_backward({.tokens = tokens_,
+                                               .width = config_.width,
+                                               .s = sum,
+                                               .weight = device_bf16(weight),
+                                               .d_y = views_.d_normed,
+                                               .d_residual = d_residual,
+                                               .d_s = views_.d_residual,
+                                               .d_weight = d_weight,
+                                               .partial = views_.partial,
+                                               .eps = eps()},
+                                              ctx_.stream()));
+    done(TrainingStage::kNorm);
+  }
+
+  void attention_block_forward(const LayerWeights& w, const LayerActivationsCuda& a) {
+    project_qkv(w, a);
+    attention_train_forward(ctx_, {.shape = attention_shape(),
+                                   .qkv = a.qkv,
+                                   .out = a.attended,
+                                   .logsumexp = a.logsumexp,
+                                   .mask = views_.mask});
+    linear_forward(a.attended, w.w_o, views_.delta);
+    done(TrainingStage::kAttention);
+  }
+
+  void project_qkv(const LayerWeights& w, const LayerActivationsCuda& a) {
+    linear_forward(a.attention_normed, w.w_qkv, a.qkv);
+    rotate(a.qkv, w.b_qkv, /*inverse=*/false);
+    done(TrainingStage::kProjections);
+  }
+
+  void attention_block_backward(RecomputeLevel level, const LayerWeights& w,
+                                const LayerActivationsCuda& a, const LayerGrads& d) {
+    linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
+    done(TrainingStage::kProjections);
+    if (level >= RecomputeLevel::kNorms) {
+      norm(a.attention_in, w.attention_norm, a.attention_normed);
+    }
+    if (level >= RecomputeLevel::kQkv) project_qkv(w, a);
+    attention_train_backward(ctx_, {.shape = attention_shape(),
+                                    .qkv = a.qkv,
+                                    .out = a.attended,
+                                    .logsumexp = a.logsumexp,
+                                    .d_out = views_.d_attended,
+                                    .d_qkv = views_.d_qkv,
+                                    .mask = views_.mask});
+    done(TrainingStage::kAttention);
+    rotate(views_.d_qkv, nullptr, /*inverse=*/true);
+    if (d.b_qkv != nullptr) {
+      TWELL_CUDA_CHECK(launch_bias_backward({.tokens = tokens_,
+                                             .width = qkv_width(config_),
+                                             .d_y = views_.d_qkv,
+                                             .d_bias = d.b_qkv,
+                                             .partial = views_.partial},
+                                            ctx_.stream()));
+    }
+    linear_backward(a.attention_normed, w.w_qkv, views_.d_qkv, views_.d_normed, d.w_qkv);
+    done(TrainingStage::kProjections);
+  }
+
+  void feed_forward_forward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a) {
+    const auto at = static_cast<int64_t>(layer);
+    FfnTrainForwardCuda problem;
+    problem.tokens = tokens_;
+    problem.weights = ffn_weights(w);
+    problem.x = a.ffn_normed;
+    problem.y = views_.delta;
+    if (pass_.counts != nullptr) problem.counts = pass_.counts + at;
+    if (pass_.active != nullptr) problem.active = pass_.active + at * config_.ffn;
+    if (pass_.before_ffn) pass_.before_ffn(at, problem);
+    ffn_train_forward_cuda(ctx_, problem, buffers_.ffn[layer], *buffers_.ffn_workspace);
+    done(TrainingStage::kFfn);
+  }
+
+  void ffn_input_again(RecomputeLevel level, const LayerWeights& w, const LayerActivationsCuda& a) {
+    if (level >= RecomputeLevel::kInputs) {
+      linear_forward(a.attended, w.w_o, views_.delta);
+      done(TrainingStage::kProjections);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
+    } else if (level == RecomputeLevel::kNorms) {
+      norm(a.ffn_in, w.ffn_norm, a.ffn_normed);
+    }
+  }
+
+  void feed_forward_backward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a,
+                             const LayerGrads& d) {
+    ffn_train_backward_cuda(ctx_,
+                            {.tokens = tokens_,
+                             .weights = ffn_weights(w),
+                             .x = a.ffn_normed,
+                             .d_y = views_.d_residual,
+                             .l1_scale = pass_.l1_scale,
+                             .d_x = views_.d_normed,
+                             .grads = {.w_gate = d.ffn.w_gate.data,
+                                       .w_up = d.ffn.w_up.data,
+                                       .w_down = d.ffn.w_down.data,
+                                       .add = pass_.add}},
+                            buffers_.ffn[layer], *buffers_.ffn_workspace);
+    done(TrainingStage::kFfn);
+  }
+
+  void rotate(__nv_bfloat16* qkv, const BF16* bias, bool inverse) {
+    TWELL_CUDA_CHECK(launch_rope({.tokens = tokens_,
+                                  .heads = config_.heads,
+                                  .kv_heads = config_.kv_heads,
+                                  .head_dim = config_.head_dim,
+                                  .cos = buffers_.cos.data(),
+                                  .sin = buffers_.sin.data(),
+                                  .positions = buffers_.positions.data(),
+                                  .bias = device_bf16(bias),
+                                  .qkv = qkv,
+                                  .inverse = inverse},
+                                 ctx_.stream()));
+  }
+
+  void linear_forward(const __nv_bfloat16* x, const Matrix<const BF16>& w, __nv_bfloat16* y) {
+    linear_cuda(ctx_, {.rows = tokens_,
+                       .cols = w.rows,
+                       .inner = w.cols,
+                       .x = x,
+                       .w = device_bf16(w.data),
+                       .y = y});
+  }
+
+  void linear_backward(const __nv_bfloat16* x, const Matrix<const BF16>& w,
+                       const __nv_bfloat16* d_y, __nv_bfloat16* d_x, const MatrixF& d_w) {
+    linear_backward_cuda(ctx_, {.rows = tokens_,
+                                .cols = w.rows,
+                                .inner = w.cols,
+                                .x = x,
+                                .w = device_bf16(w.data),
+                                .d_y = d_y,
+                                .d_x = d_x,
+                                .d_w = d_w.data,
+                                .d_w_add = pass_.add});
+  }
+
+  // Clears the gradients to which ops only add; matrix products can overwrite theirs. If embedding
+  // and head share a matrix, the head overwrites its gradient first.
+  void clear_added_gradients() {
+    const auto clear = [&](float* from, int64_t count) {
+      if (from == nullptr) return;
+      TWELL_CUDA_CHECK(
+          cudaMemsetAsync(from, 0, static_cast<size_t>(count) * sizeof(float), ctx_.stream()));
+    };
+    if (grads_.embedding.data != grads_.head.data) {
+      clear(grads_.embedding.data, config_.vocab_size * config_.width);
+    }
+    for (const LayerGrads& d : grads_.layers) {
+      clear(d.attention_norm, config_.width);
+      clear(d.ffn_norm, config_.width);
+      clear(d.b_qkv, qkv_width(config_));
+    }
+    clear(grads_.final_norm, config_.width);
+  }
+
+  FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) const {
+    return {.w_gate = device_bf16(w.ffn.w_gate.data),
+            .w_up = device_bf16(w.ffn.w_up.data),
+            .w_down = device_bf16(w.ffn.w_down.data),
+            .activation = config_.activation};
+  }
+  AttentionTrainShape attention_shape() const {
+    return {.sequences = shape_.sequences,
+            .length = shape_.length,
+            .heads = config_.heads,
+            .kv_heads = config_.kv_heads,
+            .head_dim = config_.head_dim,
+            .document_mask = views_.mask != nullptr};
+  }
+  float eps() const { return static_cast<float>(config_.norm_eps); }
+  void backward_done(int64_t layer) const {
+    if (pass_.after_backward) pass_.after_backward(layer);
+  }
+  void done(TrainingStage stage) const {
+    if (pass_.after_stage) pass_.after_stage(stage);
+  }
+
+  CudaContext& ctx_;
+  const ModelConfig& config_;
+  const TrainingPassCuda& pass_;
+  Buffers& buffers_;
+  const ActivationViewsCuda& views_;
+  const ModelMatrices<const BF16> weights_;
+  const ModelMatrices<float> grads_;
+  const MicroBatchShape shape_;
+  const int64_t tokens_;
+  const int32_t* const inputs_;   // [M]
+  const int32_t* const targets_;  // [M]
+  const Recompute recompute_;
+};
+
+void TrainingCuda::forward_backward(const TrainingPassCuda& pass) { Pass(*this, pass).run(); }
+
+void TrainingCuda::evaluate(const TrainingPassCuda& pass) {
+  TrainingPassCuda loss_only;
+  loss_only.weights = pass.weights;
+  loss_only.loss = pass.loss;
+  Pass(*this, loss_only).evaluate();
 }
 
 }  // namespace twell

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "twell/base/cuda.h"
-#include "twell/model/recompute.h"
 #include "twell/model/training.h"
 #include "twell/ops/cross_entropy/cross_entropy_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"

@@ -2,8 +2,7 @@
 #include "twell/model/weights.h"
 
 #include <algorithm>
-#include <numeric>
-#include <unordered_map>
+#include <type_traits>
 #include <utility>
 
 #include "twell/base/error.h"
@@ -14,80 +13,6 @@ namespace {
 
 // Separates these draws from those of other users of the same seed: "init" in ASCII.
 constexpr uint64_t kInitStream = uint64_t{0x696e6974} << 32;
-
-std::string layer_param(int64_t layer, const char* part) {
-  return fmt::format("model.layers.{}.{}.weight", layer, part);
-}
-
-std::string layer_bias(int64_t layer, const char* part) {
-  return fmt::format("model.layers.{}.{}.bias", layer, part);
-}
-
-class TableBuilder {
- public:
-  void matrix(std::string name, int64_t rows, int64_t cols, bool transposed = false) {
-    add({.name = std::move(name), .rows = rows, .cols = cols, .transposed = transposed});
-  }
-  void vector(std::string name, int64_t size) {
-    add({.name = std::move(name), .rows = 1, .cols = size, .is_vector = true});
-  }
-  void bias(std::string name, int64_t size) {
-    add({.name = std::move(name), .rows = 1, .cols = size, .is_vector = true, .is_bias = true});
-  }
-  std::vector<ParamSpec> take() { return std::move(table_); }
-
- private:
-  void add(ParamSpec spec) {
-    spec.offset = offset_;
-    offset_ += spec.size();
-    table_.push_back(std::move(spec));
-  }
-  std::vector<ParamSpec> table_;
-  int64_t offset_ = 0;
-};
-
-// Finds parameters by name, in one flat buffer or among stored ones.
-template <typename T>
-class FlatViews {
- public:
-  using View = Matrix<T>;
-  using Value = T;
-  FlatViews(const std::vector<ParamSpec>& table, T* flat) : flat_(flat) {
-    for (const ParamSpec& spec : table) specs_.emplace(spec.name, &spec);
-  }
-  View matrix(const std::string& name) const {
-    const ParamSpec& spec = *specs_.at(name);
-    return {flat_ + spec.offset, spec.rows, spec.cols};
-  }
-  T* vector(const std::string& name) const { return flat_ + specs_.at(name)->offset; }
-
- private:
-  T* flat_;
-  std::unordered_map<std::string, const ParamSpec*> specs_;
-};
-
-class StoredViews {
- public:
-  using View = WeightMatrix;
-  using Value = const float;
-  StoredViews(const std::vector<ParamSpec>& table, const std::vector<WeightMatrix>& parameters) {
-    TWELL_CHECK(table.size() == parameters.size(), "{} parameters, but the model has {}",
-                parameters.size(), table.size());
-    for (size_t i = 0; i < table.size(); ++i) {
-      const WeightMatrix& matrix = parameters[i];
-      TWELL_CHECK(matrix.rows == table[i].rows && matrix.cols == table[i].cols &&
-                      (!table[i].is_vector || matrix.dtype == DType::kF32),
-                  "parameter {} has the shape [{}, {}] or dtype of another", table[i].name,
-                  matrix.rows, matrix.cols);
-      matrices_.emplace(table[i].name, matrix);
-    }
-  }
-  View matrix(const std::string& name) const { return matrices_.at(name); }
-  const float* vector(const std::string& name) const { return matrices_.at(name).f32().data; }
-
- private:
-  std::unordered_map<std::string, WeightMatrix> matrices_;
-};
 
 // The three matrices as one, or an empty view if they do not lie one behind the other.
 template <typename T>
@@ -101,45 +26,88 @@ WeightMatrix join(const WeightMatrix& a, const WeightMatrix& b, const WeightMatr
   return {a.data, a.dtype, a.rows + b.rows + c.rows, a.cols};
 }
 
-template <typename Views>
-auto layer_matrices(const ModelConfig& config, const Views& views, int64_t layer) {
-  const auto matrix = [&](const char* part) { return views.matrix(layer_param(layer, part)); };
-  const auto bias = [&](const char* part) { return views.vector(layer_bias(layer, part)); };
-  LayerMatrices<typename Views::Value, typename Views::View> out;
-  out.attention_norm = views.vector(layer_param(layer, "input_layernorm"));
-  out.w_q = matrix("self_attn.q_proj");
-  out.w_k = matrix("self_attn.k_proj");
-  out.w_v = matrix("self_attn.v_proj");
-  out.w_qkv = join(out.w_q, out.w_k, out.w_v);
-  if (config.qkv_bias) out.b_qkv = bias("self_attn.q_proj");
-  if (config.qk_norm) {
-    out.q_norm = views.vector(layer_param(layer, "self_attn.q_norm"));
-    out.k_norm = views.vector(layer_param(layer, "self_attn.k_norm"));
+// Calls use(spec, view) for every parameter in memory order, with the place of its view in `model`:
+// a View, or a pointer for a vector. Then completes the views that depend on others.
+template <typename T, typename View, typename Use>
+void for_each_parameter(const ModelConfig& config, ModelMatrices<T, View>& model, const Use& use) {
+  int64_t offset = 0;
+  const auto add = [&](ParamSpec spec, auto& view) {
+    spec.offset = offset;
+    offset += spec.size();
+    use(spec, view);
+  };
+  const auto matrix = [&](std::string name, View& view, int64_t rows, int64_t cols,
+                          bool transposed = false) {
+    add({.name = std::move(name), .rows = rows, .cols = cols, .transposed = transposed}, view);
+  };
+  const auto vector = [&](std::string name, T*& view, int64_t size, bool is_bias = false) {
+    add({.name = std::move(name), .rows = 1, .cols = size, .is_vector = true, .is_bias = is_bias},
+        view);
+  };
+  const int64_t width = config.width;
+  matrix("model.embed_tokens.weight", model.embedding, config.vocab_size, width);
+  model.layers.resize(static_cast<size_t>(config.layers));
+  for (int64_t i = 0; i < config.layers; ++i) {
+    LayerMatrices<T, View>& layer = model.layers[static_cast<size_t>(i)];
+    const auto name = [i](const char* part) {
+      return fmt::format("model.layers.{}.{}.weight", i, part);
+    };
+    const auto bias = [&](const char* part, T*& view, int64_t size) {
+      vector(fmt::format("model.layers.{}.{}.bias", i, part), view, size, /*is_bias=*/true);
+    };
+    vector(name("input_layernorm"), layer.attention_norm, width);
+    // These three must stay adjacent: w_qkv views them as one matrix.
+    matrix(name("self_attn.q_proj"), layer.w_q, config.q_width(), width);
+    matrix(name("self_attn.k_proj"), layer.w_k, config.kv_width(), width);
+    matrix(name("self_attn.v_proj"), layer.w_v, config.kv_width(), width);
+    layer.w_qkv = join(layer.w_q, layer.w_k, layer.w_v);
+    if (config.qkv_bias) {  // adjacent for the same reason
+      T* behind_q = nullptr;
+      bias("self_attn.q_proj", layer.b_qkv, config.q_width());
+      bias("self_attn.k_proj", behind_q, config.kv_width());
+      bias("self_attn.v_proj", behind_q, config.kv_width());
+    }
+    if (config.qk_norm) {
+      vector(name("self_attn.q_norm"), layer.q_norm, config.head_dim);
+      vector(name("self_attn.k_norm"), layer.k_norm, config.head_dim);
+    }
+    matrix(name("self_attn.o_proj"), layer.w_o, width, config.q_width());
+    if (config.o_bias) bias("self_attn.o_proj", layer.b_o, width);
+    vector(name("post_attention_layernorm"), layer.ffn_norm, width);
+    if (config.gated) matrix(name("mlp.gate_proj"), layer.ffn.w_gate, config.ffn, width);
+    matrix(name("mlp.up_proj"), layer.ffn.w_up, config.ffn, width);
+    matrix(name("mlp.down_proj"), layer.ffn.w_down, config.ffn, width, /*transposed=*/true);
+    if (config.mlp_bias) {
+      if (config.gated) bias("mlp.gate_proj", layer.ffn.b_gate, config.ffn);
+      bias("mlp.up_proj", layer.ffn.b_up, config.ffn);
+      bias("mlp.down_proj", layer.ffn.b_down, width);
+    }
+    layer.ffn.activation = {config.activation};
   }
-  out.w_o = matrix("self_attn.o_proj");
-  if (config.o_bias) out.b_o = bias("self_attn.o_proj");
-  out.ffn_norm = views.vector(layer_param(layer, "post_attention_layernorm"));
-  if (config.gated) out.ffn.w_gate = matrix("mlp.gate_proj");
-  out.ffn.w_up = matrix("mlp.up_proj");
-  out.ffn.w_down = matrix("mlp.down_proj");
-  out.ffn.activation = {config.activation};
-  if (config.mlp_bias) {
-    if (config.gated) out.ffn.b_gate = bias("mlp.gate_proj");
-    out.ffn.b_up = bias("mlp.up_proj");
-    out.ffn.b_down = bias("mlp.down_proj");
-  }
-  return out;
+  vector("model.norm.weight", model.final_norm, width);
+  model.head = model.embedding;
+  if (!config.tied_embeddings) matrix("lm_head.weight", model.head, config.vocab_size, width);
 }
 
-template <typename Views>
-auto matrices(const ModelConfig& config, const Views& views) {
-  ModelMatrices<typename Views::Value, typename Views::View> out;
-  out.embedding = views.matrix("model.embed_tokens.weight");
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    out.layers.push_back(layer_matrices(config, views, layer));
-  }
-  out.final_norm = views.vector("model.norm.weight");
-  out.head = config.tied_embeddings ? out.embedding : views.matrix("lm_head.weight");
+StoredMatrices stored_matrices(const ModelConfig& config,
+                               const std::vector<WeightMatrix>& parameters) {
+  const size_t count = parameter_table(config).size();
+  TWELL_CHECK(parameters.size() == count, "{} parameters, but the model has {}", parameters.size(),
+              count);
+  StoredMatrices out;
+  auto parameter = parameters.begin();
+  for_each_parameter(config, out, [&]<typename View>(const ParamSpec& spec, View& view) {
+    const WeightMatrix& matrix = *parameter++;
+    TWELL_CHECK(matrix.rows == spec.rows && matrix.cols == spec.cols &&
+                    (!spec.is_vector || matrix.dtype == DType::kF32),
+                "parameter {} has the shape [{}, {}] or dtype of another", spec.name, matrix.rows,
+                matrix.cols);
+    if constexpr (std::is_pointer_v<View>) {
+      view = matrix.f32().data;
+    } else {
+      view = matrix;
+    }
+  });
   return out;
 }
 
@@ -160,46 +128,23 @@ std::vector<int64_t> ParamSpec::stored_shape() const {
 }
 
 std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
-  const int64_t width = config.width;
-  TableBuilder table;
-  table.matrix("model.embed_tokens.weight", config.vocab_size, width);
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
-    const auto name = [layer](const char* part) { return layer_param(layer, part); };
-    table.vector(name("input_layernorm"), width);
-    // These three must stay adjacent: w_qkv views them as one matrix.
-    table.matrix(name("self_attn.q_proj"), config.q_width(), width);
-    table.matrix(name("self_attn.k_proj"), config.kv_width(), width);
-    table.matrix(name("self_attn.v_proj"), config.kv_width(), width);
-    if (config.qkv_bias) {  // adjacent for the same reason
-      table.bias(layer_bias(layer, "self_attn.q_proj"), config.q_width());
-      table.bias(layer_bias(layer, "self_attn.k_proj"), config.kv_width());
-      table.bias(layer_bias(layer, "self_attn.v_proj"), config.kv_width());
-    }
-    if (config.qk_norm) {
-      table.vector(name("self_attn.q_norm"), config.head_dim);
-      table.vector(name("self_attn.k_norm"), config.head_dim);
-    }
-    table.matrix(name("self_attn.o_proj"), width, config.q_width());
-    if (config.o_bias) table.bias(layer_bias(layer, "self_attn.o_proj"), width);
-    table.vector(name("post_attention_layernorm"), width);
-    if (config.gated) table.matrix(name("mlp.gate_proj"), config.ffn, width);
-    table.matrix(name("mlp.up_proj"), config.ffn, width);
-    table.matrix(name("mlp.down_proj"), config.ffn, width, /*transposed=*/true);
-    if (config.mlp_bias) {
-      if (config.gated) table.bias(layer_bias(layer, "mlp.gate_proj"), config.ffn);
-      table.bias(layer_bias(layer, "mlp.up_proj"), config.ffn);
-      table.bias(layer_bias(layer, "mlp.down_proj"), width);
-    }
-  }
-  table.vector("model.norm.weight", width);
-  if (!config.tied_embeddings) table.matrix("lm_head.weight", config.vocab_size, width);
-  return table.take();
+  std::vector<ParamSpec> table;
+  ModelMatrices<float> unused;
+  for_each_parameter(config, unused, [&](const ParamSpec& spec, auto&) { table.push_back(spec); });
+  return table;
 }
 
 template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat) {
-  const std::vector<ParamSpec> table = parameter_table(config);
-  return matrices(config, FlatViews<T>(table, flat));
+  ModelMatrices<T> out;
+  for_each_parameter(config, out, [&]<typename View>(const ParamSpec& spec, View& view) {
+    if constexpr (std::is_pointer_v<View>) {
+      view = flat + spec.offset;
+    } else {
+      view = {flat + spec.offset, spec.rows, spec.cols};
+    }
+  });
+  return out;
 }
 template ModelMatrices<float> model_matrices(const ModelConfig&, float*);
 template ModelMatrices<const float> model_matrices(const ModelConfig&, const float*);
@@ -208,7 +153,7 @@ template ModelMatrices<const BF16> model_matrices(const ModelConfig&, const BF16
 ModelView::ModelView(const ModelConfig& config_in, std::vector<WeightMatrix> parameters_in)
     : config(config_in),
       parameters(std::move(parameters_in)),
-      stored(matrices(config, StoredViews(parameter_table(config), parameters))) {}
+      stored(stored_matrices(config, parameters)) {}
 
 void ModelView::set_activation(Activation activation) {
   config.activation = activation;

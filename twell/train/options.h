@@ -10,7 +10,7 @@
 
 #include "twell/base/dtype.h"
 #include "twell/model/config.h"
-#include "twell/model/recompute.h"
+#include "twell/model/training.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 
 namespace twell {
