@@ -17,7 +17,7 @@
 
 #include "bench/harness_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 
 namespace twell {
 namespace {
@@ -50,10 +50,10 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   FewTokenWorkspace workspace(ffn);
   const auto statistics = upload(std::vector<ActivityCuda>(1));
   const auto problem = [&](const WeightSet& set) {
-    return FewTokenFfnCuda{tokens,        width,           ffn,      x,      set.gate.data(),
-                           set.up.data(), set.down.data(), y.data(), nullptr};
+    return BatchFfnCuda{tokens,        width,           ffn,      x,      set.gate.data(),
+                        set.up.data(), set.down.data(), y.data(), nullptr};
   };
-  FewTokenFfnCuda counted = problem(sets[0]);
+  BatchFfnCuda counted = problem(sets[0]);
   counted.activity = statistics.data();
   few_token_ffn_cuda(ctx, counted, workspace);
   dense.forward(ctx, sets[0].view(), x, dense_y.data());
@@ -65,7 +65,7 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
 
   const auto sparse_layers = [&](bool constant) {
     for (size_t i = 0; i < 2 * sets.size(); ++i) {
-      FewTokenFfnCuda layer = problem(sets[i % sets.size()]);
+      BatchFfnCuda layer = problem(sets[i % sets.size()]);
       layer.weights_are_constant = constant;
       few_token_ffn_cuda(ctx, layer, workspace);
     }

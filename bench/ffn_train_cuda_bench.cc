@@ -127,7 +127,7 @@ struct Layer {
     d_w_down = upload(zeros);
   }
   void clear_counts() { counts = upload(std::vector<FfnTrainCountsCuda>(1)); }
-  FfnTrainWeightsCuda weights(Activation activation) const {
+  FfnWeightsCuda weights(Activation activation) const {
     return {operands.w_gate.data(), operands.w_up.data(), operands.w_down.data(), activation};
   }
   FfnTrainForwardCuda forward(bool replay, Activation activation = Activation::kRelu) const {
@@ -235,7 +235,7 @@ nlohmann::json check(CudaContext& ctx, const Options& options, const FfnPattern&
   FfnTrainWorkspaceCuda workspace(ctx, layer.shape);
   // The dense execution, with its gate replaced by the pattern.
   ffn_train_forward_cuda(ctx, layer.forward(false), saved, workspace);
-  TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.parts().memory, layer.dense_gate.data(),
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(saved.memory, layer.dense_gate.data(),
                                    static_cast<size_t>(layer.dense_gate.bytes()),
                                    cudaMemcpyDeviceToDevice, ctx.stream()));
   ffn_train_backward_cuda(ctx, layer.backward(), saved, workspace);
@@ -315,7 +315,7 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   row["hybrid_saved_bytes"] = hybrid.bytes();
   row["union_neurons"] = union_neurons;
   row["recomputed"] = counts.recomputed;
-  row["workspace_bytes"] = workspace.bytes();
+  row["workspace_bytes"] = workspace.bytes;
   fmt::print(
       "{:14} {:6} {:7.1f}   {:.3f} + {:.3f} = {:.3f}   {:.3f} + {:.3f} = {:.3f}   {:.2f}x  {:6}  "
       "union {:.0f}  saved {:.1f}%  recomputed {}{}\n",

@@ -176,16 +176,11 @@ struct Weights {
     if (w_gate) gate = row_major(*w_gate);
   }
   const __nv_bfloat16* gate_data() const { return gate ? bf16(*gate) : nullptr; }
-  FfnTrainWeightsCuda train() const { return {gate_data(), bf16(up), bf16(down), activation}; }
+  FfnWeightsCuda view() const { return {gate_data(), bf16(up), bf16(down), activation}; }
 };
 
 FfnTrainShapeCuda train_shape(const LayerShape& shape) {
   return {shape.tokens, shape.width, shape.ffn, shape.gated};
-}
-
-FfnTrainWorkspaceCuda train_workspace(Call& call, const LayerShape& shape, bool hybrid,
-                                      const Tensor& memory) {
-  return {call.ctx(), train_shape(shape), hybrid, bytes_of(memory)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::optional<Tensor> w_gate,
@@ -210,13 +205,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::opti
     const Tensor memory =
         empty(x, {FfnTrainWorkspaceCuda::bytes_needed(call.ctx(), train_shape(shape), hybrid)},
               ScalarType::Byte);
-    FfnTrainWorkspaceCuda workspace = train_workspace(call, shape, hybrid, memory);
+    FfnTrainWorkspaceCuda workspace(call.ctx(), train_shape(shape), hybrid, bytes_of(memory));
     FfnSavedCuda kept(call.ctx(), train_shape(shape), static_cast<FfnTrainExecution>(execution),
                       static_cast<double>(nnz), static_cast<double>(union_neurons), bytes_of(saved),
                       0);
     ffn_train_forward_cuda(call.ctx(),
                            {.tokens = shape.tokens,
-                            .weights = weights.train(),
+                            .weights = weights.view(),
                             .x = bf16(x),
                             .y = bf16_out(y),
                             .counts = counted.train.data(),
@@ -260,14 +255,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
     const Tensor memory =
         empty(x, {FfnTrainWorkspaceCuda::bytes_needed(call.ctx(), train_shape(shape), hybrid)},
               ScalarType::Byte);
-    FfnTrainWorkspaceCuda workspace = train_workspace(call, shape, hybrid, memory);
+    FfnTrainWorkspaceCuda workspace(call.ctx(), train_shape(shape), hybrid, bytes_of(memory));
     FfnSavedCuda kept(call.ctx(), train_shape(shape), static_cast<FfnTrainExecution>(execution),
                       static_cast<double>(nnz), static_cast<double>(union_neurons), bytes_of(saved),
                       shape.tokens);
     const auto grad = [](const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); };
     ffn_train_backward_cuda(call.ctx(),
                             {.tokens = shape.tokens,
-                             .weights = weights.train(),
+                             .weights = weights.view(),
                              .x = bf16(x),
                              .d_y = bf16(d_y),
                              .l1_scale = static_cast<const float*>(no_l1.const_data_ptr()),
@@ -297,11 +292,8 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
   plan.activity = call.plan().cuda->activity;
   ffn_forward_cuda(
       call.ctx(),
-      {.tokens = shape.tokens,
-       .weights = {weights.gate_data(), bf16(weights.up), bf16(weights.down), shape.activation},
-       .x = bf16(x),
-       .y = bf16_out(y)},
-      plan, call.workspace(shape));
+      {.tokens = shape.tokens, .weights = weights.view(), .x = bf16(x), .y = bf16_out(y)}, plan,
+      call.workspace(shape));
   return y;
 }
 

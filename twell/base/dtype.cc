@@ -1,22 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/base/dtype.h"
 
-#include "twell/base/error.h"
-
 namespace twell {
 
 size_t dtype_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 std::string_view dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return "F32";
-    case DType::kF16:
-      return "F16";
-    case DType::kBF16:
-      return "BF16";
-  }
-  TWELL_CHECK(false, "unknown dtype {}", static_cast<int>(dtype));
+  constexpr std::string_view kNames[] = {"F32", "F16", "BF16"};
+  return kNames[static_cast<size_t>(dtype)];
 }
 
 float f16_to_float(uint16_t bits) {

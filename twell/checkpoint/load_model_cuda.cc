@@ -8,9 +8,9 @@
 namespace twell {
 namespace {
 
-StoredFloat stored_float(const std::string& dtype) {
-  if (dtype == "F32") return StoredFloat::kF32;
-  return dtype == "F16" ? StoredFloat::kF16 : StoredFloat::kBF16;
+DType stored_dtype(const std::string& dtype) {
+  if (dtype == "F32") return DType::kF32;
+  return dtype == "F16" ? DType::kF16 : DType::kBF16;
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesyst
       if (options.allow_non_finite || first_non_finite(part, info.dtype) < 0) return;
       refuse_non_finite(info, first_non_finite(info.bytes, info.dtype), opened.tensors.source());
     };
-    uploader.copy(info.bytes, stored_float(info.dtype), rows, spec.size() / rows, spec.transposed,
+    uploader.copy(info.bytes, stored_dtype(info.dtype), rows, spec.size() / rows, spec.transposed,
                   model->place_of(spec), check);
   }
   return model;

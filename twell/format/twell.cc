@@ -7,7 +7,6 @@
 
 namespace twell {
 
-template <typename Word>
 std::string twell_unsupported(const TwellShape& shape) {
   const auto power_of_two = [](int32_t n) { return n > 0 && (n & (n - 1)) == 0; };
   if (shape.rows < 0 || shape.cols < 1) {
@@ -34,7 +33,7 @@ template <typename Word>
 int64_t twell_pack_reference(ConstMatrixF dense, const Twell<Word>& out) {
   using W = TwellWord<Word>;
   const TwellShape& shape = out.shape;
-  const std::string reason = twell_unsupported<Word>(shape);
+  const std::string reason = twell_unsupported(shape);
   TWELL_CHECK(reason.empty(), "{}", reason);
   TWELL_CHECK(dense.rows == shape.rows && dense.cols == shape.cols,
               "packing {} x {} into a TwELL of {} x {}", dense.rows, dense.cols, shape.rows,
@@ -80,8 +79,6 @@ void twell_unpack_reference(const Twell<Word>& in, MatrixF dense) {
   }
 }
 
-template std::string twell_unsupported<uint32_t>(const TwellShape&);
-template std::string twell_unsupported<uint64_t>(const TwellShape&);
 template int64_t twell_pack_reference<uint32_t>(ConstMatrixF, const Twell<uint32_t>&);
 template int64_t twell_pack_reference<uint64_t>(ConstMatrixF, const Twell<uint64_t>&);
 template void twell_unpack_reference<uint32_t>(const Twell<uint32_t>&, MatrixF);

@@ -51,8 +51,7 @@ struct TwellShape {
   }
 };
 
-// Why this shape cannot be stored in words of type Word; empty when it can.
-template <typename Word>
+// Why this shape cannot be stored; empty when it can.
 std::string twell_unsupported(const TwellShape& shape);
 
 // Meaning of a word. Value is the stored type; store and load convert from and to f32.

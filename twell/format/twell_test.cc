@@ -119,11 +119,11 @@ TYPED_TEST(TwellTest, RandomDensities) {
 }
 
 TYPED_TEST(TwellTest, RefusesWhatDoesNotFit) {
-  EXPECT_TRUE(twell_unsupported<TypeParam>({4, 100, 256, 8}).empty());
-  EXPECT_FALSE(twell_unsupported<TypeParam>({4, 100, 200, 8}).empty());
-  EXPECT_FALSE(twell_unsupported<TypeParam>({4, 100, 256, 256}).empty());
-  EXPECT_FALSE(twell_unsupported<TypeParam>({4, 100, 131072, 8}).empty());
-  EXPECT_FALSE(twell_unsupported<TypeParam>({4, 0, 256, 8}).empty());
+  EXPECT_TRUE(twell_unsupported({4, 100, 256, 8}).empty());
+  EXPECT_FALSE(twell_unsupported({4, 100, 200, 8}).empty());
+  EXPECT_FALSE(twell_unsupported({4, 100, 256, 256}).empty());
+  EXPECT_FALSE(twell_unsupported({4, 100, 131072, 8}).empty());
+  EXPECT_FALSE(twell_unsupported({4, 0, 256, 8}).empty());
   TwellShape shape{1, 256, 256, 8};
   std::vector<float> full(256, 1.0f);
   TwellStorage<TypeParam> packed(shape, 0);

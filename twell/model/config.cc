@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "twell/base/error.h"
@@ -65,37 +64,18 @@ void require_rope_scaling(const RopeScaling& rope) {
   }
 }
 
-ModelConfig published_preset(int64_t layers, bool gated) {
-  ModelConfig config;
-  config.vocab_size = 49152;
-  config.width = 2048;
-  config.ffn = gated ? 5632 : 8192;
-  config.layers = layers;
-  config.heads = 32;
-  config.kv_heads = 32;
-  config.head_dim = 64;
-  config.context = 2048;
-  config.gated = gated;
-  return config;
-}
+struct Preset {
+  std::string_view name;
+  int64_t layers, vocab_size, width, gated_ffn, plain_ffn, heads, context;
+};
 
-// Small enough to learn something in a few minutes on two cores, with an FFN large enough for
-// sparsity to pay off.
-ModelConfig tiny_preset(bool gated) {
-  ModelConfig config;
-  config.vocab_size = 4096;
-  config.width = 256;
-  config.ffn = gated ? 1024 : 1536;
-  config.layers = 4;
-  config.heads = 4;
-  config.kv_heads = 4;
-  config.head_dim = 64;
-  config.context = 256;
-  config.gated = gated;
-  return config;
-}
-
-constexpr std::array<std::string_view, 5> kPresetNames = {"tiny", "0.5b", "1b", "1.5b", "2b"};
+// "tiny" is small enough to learn something in a few minutes on two cores, with an FFN large enough
+// for sparsity to pay off.
+constexpr Preset kPresets[] = {{"tiny", 4, 4096, 256, 1024, 1536, 4, 256},
+                               {"0.5b", 8, 49152, 2048, 5632, 8192, 32, 2048},
+                               {"1b", 18, 49152, 2048, 5632, 8192, 32, 2048},
+                               {"1.5b", 28, 49152, 2048, 5632, 8192, 32, 2048},
+                               {"2b", 38, 49152, 2048, 5632, 8192, 32, 2048}};
 
 }  // namespace
 
@@ -165,16 +145,28 @@ double ModelConfig::forward_flops_per_token(int64_t seq) const {
   return 2.0 * (d(layers) * (projections + feed_forward) + attention + head);
 }
 
-std::vector<std::string> preset_names() { return {kPresetNames.begin(), kPresetNames.end()}; }
+std::vector<std::string> preset_names() {
+  std::vector<std::string> names;
+  for (const Preset& preset : kPresets) names.emplace_back(preset.name);
+  return names;
+}
 
 ModelConfig preset_config(std::string_view name, bool gated) {
-  if (name == "tiny") return tiny_preset(gated);
-  if (name == "0.5b") return published_preset(8, gated);
-  if (name == "1b") return published_preset(18, gated);
-  if (name == "1.5b") return published_preset(28, gated);
-  if (name == "2b") return published_preset(38, gated);
+  for (const Preset& preset : kPresets) {
+    if (preset.name != name) continue;
+    ModelConfig config;
+    config.vocab_size = preset.vocab_size;
+    config.width = preset.width;
+    config.ffn = gated ? preset.gated_ffn : preset.plain_ffn;
+    config.layers = preset.layers;
+    config.heads = config.kv_heads = preset.heads;
+    config.head_dim = 64;
+    config.context = preset.context;
+    config.gated = gated;
+    return config;
+  }
   throw InputError(fmt::format("unknown preset \"{}\"; the presets are {}", name,
-                               fmt::join(kPresetNames, ", ")));
+                               fmt::join(preset_names(), ", ")));
 }
 
 }  // namespace twell

@@ -7,40 +7,64 @@
 #include <numeric>
 
 #include "twell/base/error.h"
+#include "twell/base/rounding.h"
 
 namespace twell {
-namespace {
 
-int64_t blocks_for(int64_t tokens, int64_t block_tokens) {
-  return (tokens + block_tokens - 1) / block_tokens;
-}
-
-}  // namespace
-
-KvCache::KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, const KvFormat& format,
-                 int64_t blocks)
-    : format_(format),
-      capacity_(capacity),
-      width_(config.kv_width()),
-      head_dim_(config.head_dim),
-      blocks_(blocks) {
+KvTables::KvTables(const ModelConfig& config, int64_t slots, int64_t capacity, int64_t block_tokens,
+                   int64_t blocks)
+    : capacity_(capacity), blocks_(blocks) {
   TWELL_REQUIRE(slots >= 1, "a cache needs at least one sequence, got {}", slots);
   TWELL_REQUIRE(capacity >= 1 && capacity <= config.context,
                 "a sequence of {} tokens does not fit the model's context of {}", capacity,
                 config.context);
-  TWELL_REQUIRE(is_attention_block(format.block_tokens),
-                "a block of {} tokens: 16, 32 and multiples of 64 are possible",
-                format.block_tokens);
+  TWELL_REQUIRE(is_attention_block(block_tokens),
+                "a block of {} tokens: 16, 32 and multiples of 64 are possible", block_tokens);
   lengths_.assign(static_cast<size_t>(slots), 0);
   tables_.resize(static_cast<size_t>(slots));
-  if (blocks == 0) {
-    const int64_t each = blocks_for(capacity, format.block_tokens);
-    for (std::vector<int32_t>& table : tables_) {
-      table.resize(static_cast<size_t>(each));
-      std::iota(table.begin(), table.end(), static_cast<int32_t>(blocks_));
-      blocks_ += each;
-    }
+  if (blocks != 0) return;
+  const int64_t each = ceil_div(capacity, block_tokens);
+  for (std::vector<int32_t>& table : tables_) {
+    table.resize(static_cast<size_t>(each));
+    std::iota(table.begin(), table.end(), static_cast<int32_t>(blocks_));
+    blocks_ += each;
   }
+}
+
+void KvTables::check_slot(int64_t slot) const {
+  TWELL_CHECK(slot >= 0 && slot < slots(), "cache slot {} of {}", slot, slots());
+}
+
+std::span<const int32_t> KvTables::table(int64_t slot) const {
+  check_slot(slot);
+  return tables_[static_cast<size_t>(slot)];
+}
+
+void KvTables::set_table(int64_t slot, std::span<const int32_t> blocks) {
+  check_slot(slot);
+  for (const int32_t block : blocks) {
+    TWELL_CHECK(block >= 0 && block < blocks_, "cache block {} of {}", block, blocks_);
+  }
+  tables_[static_cast<size_t>(slot)].assign(blocks.begin(), blocks.end());
+}
+
+int64_t KvTables::length(int64_t slot) const {
+  check_slot(slot);
+  return lengths_[static_cast<size_t>(slot)];
+}
+
+void KvTables::set_length(int64_t slot, int64_t length) {
+  check_slot(slot);
+  TWELL_CHECK(length >= 0 && length <= capacity_, "cache length {} of {}", length, capacity_);
+  lengths_[static_cast<size_t>(slot)] = length;
+}
+
+KvCache::KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, const KvFormat& format,
+                 int64_t blocks)
+    : KvTables(config, slots, capacity, format.block_tokens, blocks),
+      format_(format),
+      width_(config.kv_width()),
+      head_dim_(config.head_dim) {
   const int64_t elements = config.layers * rows() * width_;
   for (Rows* part : {&keys_, &values_}) {
     if (format.eight_bits) {
@@ -60,7 +84,7 @@ int64_t KvCache::block_bytes(const ModelConfig& config, const KvFormat& format) 
 
 int64_t KvCache::bytes(const ModelConfig& config, int64_t slots, int64_t capacity,
                        const KvFormat& format) {
-  return slots * blocks_for(capacity, format.block_tokens) * block_bytes(config, format);
+  return slots * ceil_div(capacity, format.block_tokens) * block_bytes(config, format);
 }
 
 void KvCache::write(const Rows& to, int64_t row, const float* from) const {
@@ -109,34 +133,6 @@ void KvCache::show(int64_t layer, int64_t slot, int64_t tokens, AttentionSequenc
     sequence.k = {keys_.floats.data() + begin, tokens, width_};
     sequence.v = {values_.floats.data() + begin, tokens, width_};
   }
-}
-
-void KvCache::check_slot(int64_t slot) const {
-  TWELL_CHECK(slot >= 0 && slot < slots(), "cache slot {} of {}", slot, slots());
-}
-
-std::span<const int32_t> KvCache::table(int64_t slot) const {
-  check_slot(slot);
-  return tables_[static_cast<size_t>(slot)];
-}
-
-void KvCache::set_table(int64_t slot, std::span<const int32_t> blocks) {
-  check_slot(slot);
-  for (const int32_t block : blocks) {
-    TWELL_CHECK(block >= 0 && block < blocks_, "cache block {} of {}", block, blocks_);
-  }
-  tables_[static_cast<size_t>(slot)].assign(blocks.begin(), blocks.end());
-}
-
-int64_t KvCache::length(int64_t slot) const {
-  check_slot(slot);
-  return lengths_[static_cast<size_t>(slot)];
-}
-
-void KvCache::set_length(int64_t slot, int64_t length) {
-  check_slot(slot);
-  TWELL_CHECK(length >= 0 && length <= capacity_, "cache length {} of {}", length, capacity_);
-  lengths_[static_cast<size_t>(slot)] = length;
 }
 
 }  // namespace twell

@@ -23,7 +23,28 @@ struct KvFormat {
   bool eight_bits = false;
 };
 
-class KvCache {
+// The tables and lengths of a cache's slots, on the host.
+class KvTables {
+ public:
+  int64_t length(int64_t slot) const;  // tokens held
+  void set_length(int64_t slot, int64_t length);
+  int64_t capacity() const { return capacity_; }
+  int64_t slots() const { return std::ssize(lengths_); }
+  std::span<const int32_t> table(int64_t slot) const;
+  void set_table(int64_t slot, std::span<const int32_t> blocks);
+
+ protected:
+  // See the caches' constructors. InputError when a sequence does not fit the model's context.
+  KvTables(const ModelConfig& config, int64_t slots, int64_t capacity, int64_t block_tokens,
+           int64_t blocks);
+  void check_slot(int64_t slot) const;
+
+  int64_t capacity_, blocks_;
+  std::vector<int64_t> lengths_;
+  std::vector<std::vector<int32_t>> tables_;
+};
+
+class KvCache : public KvTables {
  public:
   // For `slots` sequences of at most `capacity` tokens each. blocks: memory for this number of
   // blocks, which the caller assigns with set_table(); 0: every slot has all the blocks that its
@@ -38,12 +59,6 @@ class KvCache {
   void store(int64_t layer, int64_t slot, int64_t position, const float* keys, const float* values);
   // Makes the sequence attend to the slot's first `tokens` keys and values of a layer.
   void show(int64_t layer, int64_t slot, int64_t tokens, AttentionSequence& sequence) const;
-  std::span<const int32_t> table(int64_t slot) const;
-  void set_table(int64_t slot, std::span<const int32_t> blocks);
-  int64_t length(int64_t slot) const;  // tokens held
-  void set_length(int64_t slot, int64_t length);
-  int64_t capacity() const { return capacity_; }
-  int64_t slots() const { return std::ssize(lengths_); }
   int64_t block_tokens() const { return format_.block_tokens; }
 
  private:
@@ -53,15 +68,12 @@ class KvCache {
     Buffer<int8_t> bytes;  // [L, rows, H_kv * hd], or nothing
     Buffer<float> scales;  // [L, rows, H_kv], with the bytes
   };
-  void check_slot(int64_t slot) const;
   int64_t rows() const { return blocks_ * format_.block_tokens; }
   void write(const Rows& to, int64_t row, const float* from) const;
 
   KvFormat format_;
-  int64_t capacity_, width_, head_dim_, blocks_;
+  int64_t width_, head_dim_;
   Rows keys_, values_;
-  std::vector<int64_t> lengths_;
-  std::vector<std::vector<int32_t>> tables_;
 };
 
 }  // namespace twell

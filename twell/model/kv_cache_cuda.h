@@ -14,11 +14,11 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/kv_blocks.h"
-#include "twell/model/config.h"
+#include "twell/model/kv_cache.h"
 
 namespace twell {
 
-class KvCacheCuda {
+class KvCacheCuda : public KvTables {
  public:
   // For `slots` sequences of at most `capacity` tokens each. blocks: memory for so many, which the
   // caller assigns with set_table(); 0: every slot has all the blocks that its capacity needs.
@@ -32,35 +32,23 @@ class KvCacheCuda {
   __nv_bfloat16* values(int64_t layer) const { return values_.data() + layer * layer_size_; }
   // Row of keys() and values() for a token of the slot's sequence; its block must be in the table.
   int64_t row(int64_t slot, int64_t position) const;
-  // Blocks are counted from 0 here.
+  // Blocks are counted from 0 here and in table().
   void set_table(int64_t slot, std::span<const int32_t> blocks);
   // Enqueues that their values become zero again.
   void enqueue_clear(std::span<const int32_t> blocks, cudaStream_t stream) const;
-  int64_t length(int64_t slot) const;  // tokens held
-  void set_length(int64_t slot, int64_t length);
-  int64_t capacity() const { return capacity_; }
   int64_t blocks() const { return blocks_ + 1; }  // with block 0
-  int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
 
   // Enqueues copies of what set_table() has changed; call it before kernels that read the tables.
   void enqueue_tables(cudaStream_t stream);
-  const int32_t* tables() const { return tables_.data(); }  // on the device
+  const int32_t* tables() const { return tables_on_device_.data(); }  // on the device
   // Where a slot's table begins there.
   int64_t table_begin(int64_t slot) const { return slot * table_size_; }
 
  private:
-  struct Slot {
-    std::vector<int32_t> table;
-    int64_t length = 0;
-    int64_t copied = 0;  // entries of the table that are on the device
-  };
-  const Slot& at(int64_t slot) const;
-  Slot& at(int64_t slot);
-
-  int64_t capacity_, table_size_, blocks_, layers_, width_, layer_size_;
-  std::vector<Slot> slots_;
+  int64_t table_size_, layers_, width_, layer_size_;
+  std::vector<int64_t> copied_;  // entries of each slot's table that are on the device
   DeviceBuffer<__nv_bfloat16> keys_, values_;
-  DeviceBuffer<int32_t> tables_;  // [slots, table_size]
+  DeviceBuffer<int32_t> tables_on_device_;  // [slots, table_size]
 };
 
 }  // namespace twell

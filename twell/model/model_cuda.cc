@@ -76,8 +76,7 @@ ModelCuda::ModelCuda(CudaContext& ctx, const Model& model) : ModelCuda(model.con
   for (const ParamSpec& spec : model.table) {
     const std::span<const float> values(model.flat.data() + spec.offset,
                                         static_cast<size_t>(spec.size()));
-    uploader.copy(std::as_bytes(values), StoredFloat::kF32, spec.rows, spec.cols, false,
-                  place_of(spec));
+    uploader.copy(std::as_bytes(values), DType::kF32, spec.rows, spec.cols, false, place_of(spec));
   }
 }
 

@@ -15,15 +15,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 32;  // rows and columns of the tiles transposed in shared memory
 
-__device__ __nv_bfloat16 to_bf16(float value) { return __float2bfloat16(value); }
-__device__ __nv_bfloat16 to_bf16(__half value) { return __float2bfloat16(__half2float(value)); }
-__device__ __nv_bfloat16 to_bf16(__nv_bfloat16 value) { return value; }
+__device__ __nv_bfloat16 rounded(float value) { return __float2bfloat16(value); }
+__device__ __nv_bfloat16 rounded(__half value) { return __float2bfloat16(__half2float(value)); }
+__device__ __nv_bfloat16 rounded(__nv_bfloat16 value) { return value; }
 
 template <typename T>
 struct Convert {
   const T* from;
   __nv_bfloat16* to;
-  __device__ void operator()(int64_t i) const { to[i] = to_bf16(from[i]); }
+  __device__ void operator()(int64_t i) const { to[i] = rounded(from[i]); }
 };
 
 template <typename T>
@@ -33,7 +33,7 @@ __global__ void convert_transposed_kernel(const T* from, int64_t rows, int64_t c
   const int64_t row0 = int64_t{blockIdx.y} * kTile, col0 = int64_t{blockIdx.x} * kTile;
   for (int r = static_cast<int>(threadIdx.y); r < kTile; r += static_cast<int>(blockDim.y)) {
     if (row0 + r < rows && col0 + threadIdx.x < cols) {
-      tile[r][threadIdx.x] = to_bf16(from[(row0 + r) * cols + col0 + threadIdx.x]);
+      tile[r][threadIdx.x] = rounded(from[(row0 + r) * cols + col0 + threadIdx.x]);
     }
   }
   __syncthreads();
@@ -46,20 +46,20 @@ __global__ void convert_transposed_kernel(const T* from, int64_t rows, int64_t c
 
 // Calls use(pointer of the stored type).
 template <typename Use>
-cudaError_t with_type(const void* from, StoredFloat type, const Use& use) {
+cudaError_t with_type(const void* from, DType type, const Use& use) {
   switch (type) {
-    case StoredFloat::kF32:
+    case DType::kF32:
       return use(static_cast<const float*>(from));
-    case StoredFloat::kF16:
+    case DType::kF16:
       return use(static_cast<const __half*>(from));
-    case StoredFloat::kBF16:
+    case DType::kBF16:
       return use(static_cast<const __nv_bfloat16*>(from));
   }
   return cudaErrorInvalidValue;
 }
 
 // to[i] = from[i], i < n.
-cudaError_t launch_convert(const void* from, StoredFloat type, int64_t n, __nv_bfloat16* to,
+cudaError_t launch_convert(const void* from, DType type, int64_t n, __nv_bfloat16* to,
                            cudaStream_t stream) {
   return with_type(from, type, [&](auto* values) {
     using T = std::remove_cv_t<std::remove_pointer_t<decltype(values)>>;
@@ -68,9 +68,8 @@ cudaError_t launch_convert(const void* from, StoredFloat type, int64_t n, __nv_b
 }
 
 // to[c * to_stride + r] = from[r * cols + c].
-cudaError_t launch_convert_transposed(const void* from, StoredFloat type, int64_t rows,
-                                      int64_t cols, __nv_bfloat16* to, int64_t to_stride,
-                                      cudaStream_t stream) {
+cudaError_t launch_convert_transposed(const void* from, DType type, int64_t rows, int64_t cols,
+                                      __nv_bfloat16* to, int64_t to_stride, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((cols + kTile - 1) / kTile),
                   static_cast<unsigned>((rows + kTile - 1) / kTile));
   return with_type(from, type, [&](auto* values) {
@@ -95,10 +94,10 @@ TensorUploader::TensorUploader(CudaContext& ctx) : ctx_(ctx) {
 
 TensorUploader::~TensorUploader() { cudaStreamSynchronize(ctx_.stream()); }
 
-void TensorUploader::copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows,
-                          int64_t cols, bool transposed, __nv_bfloat16* to,
+void TensorUploader::copy(std::span<const std::byte> bytes, DType type, int64_t rows, int64_t cols,
+                          bool transposed, __nv_bfloat16* to,
                           const std::function<void(std::span<const std::byte>)>& seen) {
-  const int64_t row_bytes = cols * (type == StoredFloat::kF32 ? 4 : 2);
+  const int64_t row_bytes = cols * (static_cast<int64_t>(dtype_size(type)));
   TWELL_REQUIRE(row_bytes <= kPieceBytes, "a tensor row of {} values is too long", cols);
   const int64_t step = kPieceBytes / row_bytes;
   for (int64_t row = 0; row < rows; row += step) {

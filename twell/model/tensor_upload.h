@@ -11,11 +11,9 @@
 #include <span>
 
 #include "twell/base/cuda.h"
+#include "twell/base/dtype.h"
 
 namespace twell {
-
-// The dtype of a stored tensor.
-enum class StoredFloat { kF32, kF16, kBF16 };
 
 // Copies tensors to the device in pieces of 32 MiB, two in flight: while the device converts one,
 // the host copies the next into page-locked memory, from a mapped file for example. The destructor
@@ -31,7 +29,7 @@ class TensorUploader {
   // [cols, rows] when transposed. `seen` is called with part after part of `bytes`, each just after
   // it was copied and while it is in the caches; it may throw. InputError on a row of more than
   // 32 MiB.
-  void copy(std::span<const std::byte> bytes, StoredFloat type, int64_t rows, int64_t cols,
+  void copy(std::span<const std::byte> bytes, DType type, int64_t rows, int64_t cols,
             bool transposed, __nv_bfloat16* to,
             const std::function<void(std::span<const std::byte> part)>& seen = {});
 

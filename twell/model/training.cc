@@ -10,7 +10,6 @@
 #include "twell/ops/attention/attention.h"
 #include "twell/ops/bias/bias.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
-#include "twell/ops/cross_entropy/distillation.h"
 #include "twell/ops/embedding/embedding.h"
 #include "twell/ops/matmul/matmul.h"
 #include "twell/ops/rms_norm/rms_norm.h"

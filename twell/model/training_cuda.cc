@@ -314,7 +314,7 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
 
 bool TrainingCuda::is_prepared(size_t layer, const FfnExpectation& expected) const {
   const FfnExpectation& made = buffers_->prepared[layer];
-  if (buffers_->ffn[layer].execution() != expected.execution) return false;
+  if (buffers_->ffn[layer].execution != expected.execution) return false;
   return !is_hybrid(expected) ||
          (fits(expected.nnz, made.nnz) && fits(expected.union_neurons, made.union_neurons));
 }
@@ -352,7 +352,7 @@ bool TrainingCuda::prepare(std::span<const FfnExpectation> expected) {
 }
 
 FfnTrainExecution TrainingCuda::execution(int64_t layer) const {
-  return buffers_->ffn[static_cast<size_t>(layer)].execution();
+  return buffers_->ffn[static_cast<size_t>(layer)].execution;
 }
 
 int64_t TrainingCuda::ffn_saved_bytes(const FfnTrainShapeCuda& shape,
@@ -705,7 +705,7 @@ class TrainingCuda::Pass {
     clear(grads_.final_norm, config_.width);
   }
 
-  FfnTrainWeightsCuda ffn_weights(const LayerWeights& w) const {
+  FfnWeightsCuda ffn_weights(const LayerWeights& w) const {
     return {.w_gate = device_bf16(w.ffn.w_gate.data),
             .w_up = device_bf16(w.ffn.w_up.data),
             .w_down = device_bf16(w.ffn.w_down.data),

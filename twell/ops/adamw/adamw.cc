@@ -6,7 +6,6 @@
 
 #include "twell/base/buffer.h"
 #include "twell/base/error.h"
-#include "twell/ops/adamw/adamw_coefficients.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "twell/ops/adamw/adamw.cc"

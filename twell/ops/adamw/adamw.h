@@ -26,6 +26,20 @@ struct AdamW {
   double grad_scale = 1.0;  // applied to every gradient on the fly: the clipping factor
   int64_t step = 1;         // 1-based, for bias correction
 };
+// The constants of one step, rounded to float once. For CPU and GPU kernels alike.
+struct AdamWCoefficients {
+  float grad_scale;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float decay;           // 1 - lr * weight_decay
+  float step_size;       // lr / (1 - beta1^step)
+  float rsqrt_correct2;  // 1 / sqrt(1 - beta2^step)
+  float eps;
+};
+// Error when the step is below 1.
+AdamWCoefficients adamw_coefficients(const AdamW& options);
+
 // One contiguous run of parameters; all spans of equal size. Matches torch.optim.AdamW.
 struct AdamWParams {
   std::span<float> weight;

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "twell/ops/adamw/adamw_coefficients.h"
+#include "twell/ops/adamw/adamw.h"
 
 namespace twell {
 

@@ -7,7 +7,7 @@
 #include <cuda_bf16.h>
 
 #include "twell/ops/attention/attention_cuda.h"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 
 namespace twell {
 namespace {
@@ -246,11 +246,9 @@ cudaError_t launch_warps(const AttentionCuda& p, const AttentionSplits& splits,
   if constexpr (kSliding) {
     return launch<kLanes, kGroup, 4, true>(p, splits, stream);
   } else {
-    int device = 0, multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-      status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    }
+    int multiprocessors = 0;
+    const cudaError_t status =
+        sm90::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
     if (status != cudaSuccess) return status;
     const int64_t group = p.heads / p.kv_heads;
     const int64_t ctas = p.sequences.count * p.kv_heads * ((group + kGroup - 1) / kGroup);

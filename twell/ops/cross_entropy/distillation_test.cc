@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "twell/ops/cross_entropy/distillation.h"
+#include "twell/ops/cross_entropy/cross_entropy.h"
 
 #include <gtest/gtest.h>
 

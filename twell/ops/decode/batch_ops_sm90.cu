@@ -16,7 +16,7 @@
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 #include "twell/sm90/wgmma.cuh"
 
@@ -336,31 +336,15 @@ int split_of(int tiles, int blocks, int multiprocessors) {
 template <typename Rows>
 cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream_t stream) {
   const auto kernel = batch_ops_sm90_kernel<Rows>;
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
+  int multiprocessors = 0;
+  cudaError_t status = device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }
   if (status != cudaSuccess) return status;
   const int split = split_of(tiles, params.blocks, multiprocessors);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(split);
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(split), static_cast<unsigned>(tiles));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, params, rows);
+  return launch_dependent_clusters(kernel, dim3(split, tiles), dim3(split), kThreads, kBytes,
+                                   stream, params, rows);
 }
 
 bool valid(const Input& input) {

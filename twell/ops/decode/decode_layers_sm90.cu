@@ -19,7 +19,7 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/decode/skinny_gemm.cuh"
-#include "twell/sm90/shared_memory.h"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tagged.cuh"
 
 namespace twell {
@@ -1686,17 +1686,10 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
       problem.width, problem.heads * problem.head_dim, problem.tokens, has_screens(problem)));
   const cudaError_t status = sm90::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(multiprocessors));
-  config.blockDim = dim3(kAllThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, problem);
+  void* arguments[] = {const_cast<DecodeLayers*>(&problem)};
+  return cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(multiprocessors)),
+                                     dim3(kAllThreads), arguments, static_cast<size_t>(shared),
+                                     stream);
 }
 
 template <int kTokens>
@@ -1736,21 +1729,17 @@ Layout lay_out(const DecodeWorkspaceShape& s, void* memory) {
   return out;
 }
 
-cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
-  int device = 0;
-  const cudaError_t status = cudaGetDevice(&device);
-  return status == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : status;
-}
-
 // The current device; zeros where it cannot run the kernel.
 struct Device {
   int shared_bytes = 0, multiprocessors = 0;
 
   Device() {
     int major = 0;
-    if (device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess || major != 9 ||
-        device_attribute(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
-        device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess) {
+    if (sm90::device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
+        major != 9 ||
+        sm90::device_attribute(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin) !=
+            cudaSuccess ||
+        sm90::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess) {
       shared_bytes = multiprocessors = 0;
     }
   }

@@ -10,8 +10,7 @@
 
 #include "twell/base/reduce.cuh"
 #include "twell/ops/decode/skinny_gemm.cuh"
-#include "twell/sm90/dependent_launch.cuh"
-#include "twell/sm90/shared_memory.h"
+#include "twell/sm90/launch.cuh"
 
 namespace twell::layer_ops {
 namespace {
@@ -364,11 +363,8 @@ cudaError_t launch(const Problem& problem, cudaStream_t stream) {
   if (input.tokens < 1 || input.tokens > kMaxTokens || input.width <= 0 || input.width % 8 != 0) {
     return cudaErrorInvalidValue;
   }
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
+  int multiprocessors = 0;
+  cudaError_t status = sm90::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
   if (status == cudaSuccess) status = sm90::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
   const int ctas = std::max(std::min(Groups{problem}.count(), kResident * multiprocessors), 1);
@@ -379,10 +375,8 @@ cudaError_t launch(const Problem& problem, cudaStream_t stream) {
 }  // namespace
 
 int64_t max_tokens(int64_t width) {
-  int device = 0, most = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess) {
+  int most = 0;
+  if (sm90::device_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess) {
     return 0;
   }
   constexpr int64_t kOther = 16 * 1024;  // static shared memory, and what the driver reserves

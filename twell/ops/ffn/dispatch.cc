@@ -343,14 +343,12 @@ constexpr int64_t kBatchFfn = 8448;
 constexpr std::array kTable = {
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseRows,
               .execution = FfnExecution::kDense,
-              .policy = FfnPolicy::kDense,
               .most_tokens = 8,
               .rows_in_shared_memory = true,
               .takes_norm = true,
               .cost = dense_rows_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDenseBatch,
               .execution = FfnExecution::kDense,
-              .policy = FfnPolicy::kDense,
               .least_tokens = 9,
               .most_tokens = 64,
               .limits = {.most_width = k2To24, .most_ffn = kBatchFfn},
@@ -358,30 +356,26 @@ constexpr std::array kTable = {
     GpuFfnRow{
         .launch = GpuFfnLaunch::kDenseGemms,
         .execution = FfnExecution::kDense,
-        .policy = FfnPolicy::kDense,
         .limits = {.least_capability = kAnyGpu, .most_capability = kNewest, .zeros_only = false},
         .counts_rows = true,
         .takes_biases = true,
         .cost = dense_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kDecodeRows,
               .execution = FfnExecution::kDecodeRows,
-              .policy = FfnPolicy::kRowFused,
-              .other_policy = FfnPolicy::kTileUnion,
+              .row_fused_too = true,
               .most_tokens = 8,
               .limits = {.most_width = k2To24, .most_ffn = k2To24},
               .takes_norm = true,
               .cost = decode_rows_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kSmallBatch,
               .execution = FfnExecution::kSmallBatch,
-              .policy = FfnPolicy::kRowFused,
-              .other_policy = FfnPolicy::kTileUnion,
+              .row_fused_too = true,
               .least_tokens = 9,
               .most_tokens = 128,
               .limits = {.most_width = k2To24, .most_ffn = k2To24},
               .cost = small_batch_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kMediumBatch,
               .execution = FfnExecution::kTileUnion,
-              .policy = FfnPolicy::kTileUnion,
               .least_tokens = 65,
               .most_tokens = 2048,
               .limits = {.most_width = kUnionWidth,
@@ -392,14 +386,12 @@ constexpr std::array kTable = {
     GpuFfnRow{
         .launch = GpuFfnLaunch::kTileUnion,
         .execution = FfnExecution::kTileUnion,
-        .policy = FfnPolicy::kTileUnion,
         .limits = {.most_width = kUnionWidth, .most_ffn = kUnionFfn, .most_weights = kUnionWeights},
         .counts_rows = true,
         .cost = tile_union_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kRowFused,
               .execution = FfnExecution::kRowFused,
-              .policy = FfnPolicy::kRowFused,
-              .other_policy = FfnPolicy::kTileUnion,
+              .row_fused_too = true,
               .limits = {.least_capability = 80,
                          .most_capability = kNewest,
                          .most_width = k2To24,
@@ -460,8 +452,11 @@ std::string outside(const GpuFfnLimits& limits, const GpuFfnLayer& layer) {
   return {};
 }
 
+// Tile-union names every sparse row.
 bool names(FfnPolicy policy, const GpuFfnRow& row) {
-  return row.policy == policy || row.other_policy == policy;
+  const bool dense = row.execution == FfnExecution::kDense;
+  if (policy == FfnPolicy::kRowFused) return row.row_fused_too;
+  return policy == (dense ? FfnPolicy::kDense : FfnPolicy::kTileUnion);
 }
 
 // The first row that `policy` names and that takes the call; null when there is none.
@@ -479,7 +474,6 @@ const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& cal
   const GpuFfnRow* best = nullptr;
   double least = 0.0;
   for (const GpuFfnRow& row : kTable) {
-    // The tile-union policy names every sparse launch.
     const bool hopper = layer.device.compute_capability == kHopper;
     if ((row.launch == GpuFfnLaunch::kRowFused && hopper) || !names(FfnPolicy::kTileUnion, row) ||
         !gpu_ffn_unsupported(row, layer, call).empty()) {

@@ -94,10 +94,9 @@ struct GpuFfnLimits {
 
 struct GpuFfnRow {
   GpuFfnLaunch launch;
-  FfnExecution execution;           // as logs and metrics name it
-  FfnPolicy policy;                 // that selects it, besides auto
-  FfnPolicy other_policy = policy;  // another such policy
-  int64_t least_tokens = 1;         // of a call
+  FfnExecution execution;      // as logs and metrics name it
+  bool row_fused_too = false;  // the row-fused policy names it, not only dense or tile-union
+  int64_t least_tokens = 1;    // of a call
   int64_t most_tokens = INT64_MAX;
   GpuFfnLimits limits = {};
   bool rows_in_shared_memory = false;  // at most GpuFfnLayer::row_tokens tokens

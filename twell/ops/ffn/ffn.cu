@@ -7,7 +7,6 @@
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
-#include "twell/ops/ffn/hopper/medium_batch_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -371,21 +370,7 @@ class FfnCallCuda {
   }
 
   void medium_batch() const {
-    medium_batch_ffn_cuda(ctx_,
-                          {.tokens = chunk_.tokens,
-                           .width = workspace_.width(),
-                           .ffn = workspace_.ffn(),
-                           .x = chunk_.x,
-                           .w_gate = chunk_.weights.w_gate,
-                           .w_up = chunk_.weights.w_up,
-                           .w_down = chunk_.weights.w_down,
-                           .y = chunk_.y,
-                           .add = chunk_.add,
-                           .squared = squared(),
-                           .gate = workspace_.gate_.data(),
-                           .activity = plan_.counts,
-                           .weights_are_constant = true},
-                          workspace_.tile_union_);
+    medium_batch_ffn_cuda(ctx_, batch(), workspace_.gate_.data(), workspace_.tile_union_);
   }
 
   void tile_union() const {
@@ -399,28 +384,27 @@ class FfnCallCuda {
   void row_fused() const { row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_); }
 
   // Decode rows and small batches.
-  void few_tokens() const {
-    few_token_ffn_cuda(ctx_,
-                       {.tokens = chunk_.tokens,
-                        .width = workspace_.width(),
-                        .ffn = workspace_.ffn(),
-                        .x = chunk_.x,
-                        .w_gate = chunk_.weights.w_gate,
-                        .w_up = chunk_.weights.w_up,
-                        .w_down = chunk_.weights.w_down,
-                        .y = chunk_.y,
-                        .norm = chunk_.norm,
-                        .eps = chunk_.eps,
-                        .residual = residual(),
-                        .activity = plan_.counts,
-                        .squared = squared(),
-                        .weights_are_constant = true},
-                       workspace_.few_tokens_);
-  }
+  void few_tokens() const { few_token_ffn_cuda(ctx_, batch(), workspace_.few_tokens_); }
 
  private:
   bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
+  BatchFfnCuda batch() const {
+    return {.tokens = chunk_.tokens,
+            .width = workspace_.width(),
+            .ffn = workspace_.ffn(),
+            .x = chunk_.x,
+            .w_gate = chunk_.weights.w_gate,
+            .w_up = chunk_.weights.w_up,
+            .w_down = chunk_.weights.w_down,
+            .y = chunk_.y,
+            .norm = chunk_.norm,
+            .eps = chunk_.eps,
+            .add = chunk_.add,
+            .activity = plan_.counts,
+            .squared = squared(),
+            .weights_are_constant = true};
+  }
   // Gate and up of up to 64 tokens into gate_.
   layer_ops::GateUp gate_up() const {
     return {.input = {.tokens = chunk_.tokens,

@@ -13,6 +13,9 @@
 namespace twell {
 namespace {
 
+// By FfnPolicy.
+constexpr std::string_view kPolicyNames[] = {"auto", "dense", "row-fused", "tile-union"};
+
 struct Chunk {
   const StoredFfnWeights& weights;
   ConstMatrixF x;    // [m, D]
@@ -98,10 +101,10 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
       return {FfnExecution::kDense, work};
     }
   }
-  const GateStats stats = gate_pack(ctx, gate);
+  const int64_t nnz = gate_pack(ctx, gate);
   std::copy_n(gate.row_nnz, x.rows, row_nnz);
 
-  Outcome out{forced_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = stats.nnz}};
+  Outcome out{forced_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = nnz}};
   if (policy == FfnPolicy::kAuto && !surely_dense(out.work)) {
     out.work.union_size = tile_union_size(ctx, gate, weights.width());
     out.execution = cheapest_execution(out.work);
@@ -160,6 +163,23 @@ void check_shapes(const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
 }
 
 }  // namespace
+
+std::string_view ffn_execution_name(FfnExecution execution) {
+  constexpr std::string_view kNames[kFfnExecutions] = {"dense", "row-fused", "tile-union",
+                                                       "decode-rows", "small-batch"};
+  return kNames[static_cast<size_t>(execution)];
+}
+
+std::string_view ffn_policy_name(FfnPolicy policy) {
+  return kPolicyNames[static_cast<size_t>(policy)];
+}
+
+FfnPolicy parse_ffn_policy(std::string_view name) {
+  const auto found = std::ranges::find(kPolicyNames, name);
+  TWELL_REQUIRE(found != std::end(kPolicyNames),
+                "unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name);
+  return static_cast<FfnPolicy>(found - kPolicyNames);
+}
 
 void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
                  FfnPlan& plan, std::span<int32_t> row_nnz) {

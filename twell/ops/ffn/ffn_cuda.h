@@ -23,7 +23,7 @@
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
-#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 

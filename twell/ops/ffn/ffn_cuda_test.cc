@@ -11,7 +11,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
@@ -133,15 +133,15 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   const int64_t few = kMaxFewTokens;
   const auto few_y = poisoned<__nv_bfloat16>(few * width);
   FewTokenWorkspace few_workspace(ffn);
-  FewTokenFfnCuda few_tokens{.tokens = few,
-                             .width = width,
-                             .ffn = ffn,
-                             .x = device_x.data(),
-                             .w_gate = weights.w_gate,
-                             .w_up = weights.w_up,
-                             .w_down = weights.w_down,
-                             .y = few_y.data(),
-                             .squared = squared};
+  BatchFfnCuda few_tokens{.tokens = few,
+                          .width = width,
+                          .ffn = ffn,
+                          .x = device_x.data(),
+                          .w_gate = weights.w_gate,
+                          .w_up = weights.w_up,
+                          .w_down = weights.w_down,
+                          .y = few_y.data(),
+                          .squared = squared};
   few_token_ffn_cuda(ctx, few_tokens, few_workspace);
   const auto rows_y = poisoned<__nv_bfloat16>(8 * width);
   few_tokens.tokens = 8;

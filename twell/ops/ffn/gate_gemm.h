@@ -27,16 +27,13 @@ struct GateGemm {
   TwellWide out;        // [M, F], row_nnz set, spill_slots >= shape.max_spill_slots()
 };
 
-struct GateStats {
-  int64_t nnz = 0;  // active (token, neuron) pairs
-  int64_t max_row_nnz = 0;
-};
-GateStats gate_gemm(Context& ctx, const GateGemm& problem);
+// Returns the number of active (token, neuron) pairs.
+int64_t gate_gemm(Context& ctx, const GateGemm& problem);
 
 // The two halves, for a caller that looks at the gate in between: gate_product computes
 // gate_dense(out), gate_pack applies ReLU and packs. A gate that runs dense need not be packed.
 void gate_product(Context& ctx, const GateGemm& problem);
-GateStats gate_pack(Context& ctx, const TwellWide& out);
+int64_t gate_pack(Context& ctx, const TwellWide& out);
 
 // [M, F], stride tiles * T: x weight^T of the last gate_gemm into `out`; its relu is the gate.
 inline MatrixF gate_dense(const TwellWide& out) {

@@ -10,7 +10,6 @@
 
 #include "twell/base/rng.h"
 #include "twell/base/test_matrix.h"
-#include "twell/ops/ffn/gate_pack_simd.h"
 
 namespace twell {
 namespace {
@@ -47,7 +46,8 @@ void expect_packs(const TwellShape& shape, const std::vector<float>& dense) {
       relu[at] = dense[at] <= 0.0f ? 0.0f : dense[at];
     }
   }
-  pack_gate_rows(fast.view, 0, shape.rows);
+  Context ctx(1);
+  gate_pack(ctx, fast.view);
 
   Storage slow(shape);
   twell_pack_reference(ConstMatrixF(relu.data(), shape.rows, shape.cols), slow.view);
@@ -121,7 +121,7 @@ TEST(GateGemm, MatchesDoubleReference) {
     const Buffer<float> weight = random_matrix(f, d, 2);
     Storage out({m, f, 256, 8});
     Context ctx(2);
-    const GateStats stats = gate_gemm(ctx, {x.matrix(m, d), weight.matrix(f, d), out.view});
+    const int64_t counted = gate_gemm(ctx, {x.matrix(m, d), weight.matrix(f, d), out.view});
     Buffer<float> gate(m * f);
     for (float& value : gate.span()) value = kNan;
     twell_unpack_reference(out.view, gate.matrix(m, f));
@@ -140,7 +140,7 @@ TEST(GateGemm, MatchesDoubleReference) {
         nnz += gate[row * f + col] > 0.0f;
       }
     }
-    EXPECT_EQ(stats.nnz, nnz);
+    EXPECT_EQ(counted, nnz);
   }
 }
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two halves of the sparse feed-forward layer on the GPU: the gate GEMM that packs its result
 // into TwELL, and up and down on packed gates.
+// Error on another device than stated, a D or F that is no positive multiple of 8, another TwELL
+// than stated, or a call larger than its workspace. The rows of dispatch.h limit D and F to what
+// the kernels count in 32 bits.
 #pragma once
 
 #include <cuda.h>
@@ -14,6 +17,12 @@
 #include "twell/format/twell.h"
 
 namespace twell {
+
+// Throw these errors. `portable` kernels run from compute capability 8.0 on, others on Hopper
+// alone.
+void check_ffn_call(const CudaContext& ctx, int64_t width, int64_t ffn, bool portable = false);
+void check_packed_ffn(const CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn,
+                      const TwellPacked& gate, bool portable = false);
 
 // Gate projection with ReLU and TwELL output, on the GPU, bf16: g = relu(x w_gate^T), packed tile
 // by tile in the GEMM's epilogue, so that g never exists as a matrix. Non-zeros of a (row, tile)
@@ -46,21 +55,13 @@ struct GateGemmCuda {
   GateProgress progress{};             // not combined with a condition
 };
 
-// Why the problem cannot run on this context's device; empty when it can.
-std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
-
 // What the words of GateProgress mean for these sizes.
 GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn);
 
-// Throws Error where unsupported.
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 // The same on mma.sync, for GPUs of compute capability 8.0 or later, with non-zeros in column
 // order; without progress and condition.
-// Why the problem cannot run on this context's device; empty when it can.
-std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem);
-
-// Throws Error where unsupported.
 void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 // Up and down on packed gates, on the GPU, bf16 with f32 accumulation, in two executions:
@@ -78,7 +79,7 @@ void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 // Both are exact on every input and deterministic, never synchronise, and can be captured in a CUDA
 // graph.
 
-struct MediumBatchFfnCuda;
+struct BatchFfnCuda;
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct SparseUpDownCuda {
@@ -98,9 +99,6 @@ struct SparseUpDownCuda {
   bool follows_gate = false;
 };
 
-// Why neither execution takes the problem's sizes or its gate's TwELL; empty when they fit.
-std::string sparse_up_down_misshaped(const SparseUpDownCuda& problem);
-
 // Device memory of one tile-union call in flight, for up to max_tokens tokens. The largest part is
 // the compacted activations, which in the worst case are 4/3 of a dense [M, F].
 class TileUnionWorkspace {
@@ -109,8 +107,6 @@ class TileUnionWorkspace {
 
   static int64_t max_tiles(int64_t tokens);
   static int64_t bytes_needed(int64_t max_tokens, int64_t ffn);  // what bytes() will be
-  int64_t max_tokens() const { return max_tokens_; }
-  int64_t ffn() const { return ffn_; }
   int64_t bytes() const;
   // For GateGemmCuda::progress of the gate GEMM before a call of `tokens` tokens.
   GateProgress progress(int64_t tokens) const;
@@ -119,7 +115,8 @@ class TileUnionWorkspace {
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
-  friend void medium_batch_ffn_cuda(CudaContext&, const MediumBatchFfnCuda&, TileUnionWorkspace&);
+  friend void medium_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, __nv_bfloat16*,
+                                    TileUnionWorkspace&);
   int64_t max_tokens_;
   int64_t ffn_;
   DeviceBuffer<int32_t> tile_tokens_;        // [tiles, 128]
@@ -136,10 +133,6 @@ class TileUnionWorkspace {
   DeviceBuffer<int32_t> tile_order_;         // [tiles]
 };
 
-// Why the problem cannot run on this context's device; empty when it can.
-std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem);
-
-// Throws Error where unsupported, or larger than the workspace.
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace);
 
@@ -153,8 +146,6 @@ class RowFusedWorkspace {
   // Synchronises once, to clear its counters.
   RowFusedWorkspace(CudaContext& ctx, int64_t max_tokens, int64_t max_width);
 
-  int64_t max_tokens() const { return max_tokens_; }
-  int64_t max_width() const { return max_width_; }
   int64_t bytes() const { return heavy_rows_.bytes() + counters_.bytes() + partials_.bytes(); }
 
  private:
@@ -166,10 +157,6 @@ class RowFusedWorkspace {
   DeviceBuffer<float> partials_;      // [parts of split rows, D]
 };
 
-// Why the problem cannot run on this context's device; empty when it can.
-std::string row_fused_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem);
-
-// Throws Error where unsupported, or larger than the workspace.
 void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                             RowFusedWorkspace& workspace);
 

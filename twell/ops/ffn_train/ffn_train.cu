@@ -158,16 +158,6 @@ struct BackwardEight {
   }
 };
 
-cudaError_t launch_hidden_forward(const HiddenForward& problem, cudaStream_t stream) {
-  const auto ctas = static_cast<unsigned>(hidden_ctas(problem.tokens));
-  hidden_forward_kernel<<<ctas, kThreads, 0, stream>>>(problem);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_hidden_backward(const HiddenBackward& problem, cudaStream_t stream) {
-  return launch_for_each(problem.size / 8, BackwardEight{problem}, stream);
-}
-
 struct SavedDense {
   __nv_bfloat16* gate;  // [max_tokens, F] g; without a gate h
   __nv_bfloat16* up;    // [max_tokens, F] u; null without a gate
@@ -175,7 +165,7 @@ struct SavedDense {
   SavedDense(const FfnTrainShapeCuda& shape, Carver& carver)
       : gate(carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
         up(carver.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
-  static SavedDense of(const FfnSavedCuda::Parts& saved) {
+  static SavedDense of(const FfnSavedCuda& saved) {
     Carver carver = device_carver(saved.memory);
     return {saved.shape, carver};
   }
@@ -192,7 +182,7 @@ struct DenseWorkspace {
     union_mask = carver.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
     hidden = carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
   }
-  static DenseWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
+  static DenseWorkspace of(const FfnTrainWorkspaceCuda& workspace) {
     Carver carver = device_carver(workspace.memory);
     return {workspace.shape, carver};
   }
@@ -212,10 +202,10 @@ int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape) {
   return carver.bytes();
 }
 
-void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
-                        FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, FfnSavedCuda& saved,
+                        FfnTrainWorkspaceCuda& workspace) {
   const auto& [max_tokens, width, ffn, gated] = saved.shape;
-  const FfnTrainWeightsCuda& weights = problem.weights;
+  const FfnWeightsCuda& weights = problem.weights;
   const SavedDense kept = SavedDense::of(saved);
   const DenseWorkspace work = DenseWorkspace::of(workspace);
   const MatmulShapeCuda relu{
@@ -235,26 +225,28 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
         union_mask_words(problem.tokens, ffn) * static_cast<int64_t>(sizeof(uint32_t));
     TWELL_CUDA_CHECK(
         cudaMemsetAsync(work.union_mask, 0, static_cast<size_t>(mask_bytes), ctx.stream()));
-    TWELL_CUDA_CHECK(launch_hidden_forward({.g = kept.gate,
-                                            .u = gated ? kept.up : nullptr,
-                                            .h = in_place ? nullptr : hidden,
-                                            .tokens = problem.tokens,
-                                            .ffn = ffn,
-                                            .counts = problem.counts,
-                                            .active = problem.active,
-                                            .union_mask = work.union_mask,
-                                            .sum = work.sum,
-                                            .squared = squared},
-                                           ctx.stream()));
+    const HiddenForward step{.g = kept.gate,
+                             .u = gated ? kept.up : nullptr,
+                             .h = in_place ? nullptr : hidden,
+                             .tokens = problem.tokens,
+                             .ffn = ffn,
+                             .counts = problem.counts,
+                             .active = problem.active,
+                             .union_mask = work.union_mask,
+                             .sum = work.sum,
+                             .squared = squared};
+    const auto ctas = static_cast<unsigned>(hidden_ctas(problem.tokens));
+    hidden_forward_kernel<<<ctas, kThreads, 0, ctx.stream()>>>(step);
+    TWELL_CUDA_CHECK_LAUNCH("hidden_forward_kernel");
   }
   matmul_cuda(ctx, {.rows = problem.tokens, .cols = width, .inner = ffn}, hidden, weights.w_down,
               problem.y);
 }
 
-void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
-                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem, FfnSavedCuda& saved,
+                         FfnTrainWorkspaceCuda& workspace) {
   const auto& [max_tokens, width, ffn, gated] = saved.shape;
-  const FfnTrainWeightsCuda& weights = problem.weights;
+  const FfnWeightsCuda& weights = problem.weights;
   const SavedDense kept = SavedDense::of(saved);
   const auto linear = [&, rows = problem.tokens, cols = ffn, inner = width](
                           const __nv_bfloat16* x, const __nv_bfloat16* w, const __nv_bfloat16* d_y,
@@ -278,14 +270,14 @@ void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   const bool squared = weights.activation == Activation::kRelu2;
   const bool in_place = !gated && !squared;  // the saved gate is h
   if (in_place) linear(problem.d_y, nullptr, gate, nullptr, false, problem.grads.w_down);
-  TWELL_CUDA_CHECK(launch_hidden_backward({.d_h = d_hidden,
-                                           .g = gate,
-                                           .u = gated ? kept.up : nullptr,
-                                           .size = problem.tokens * ffn,
-                                           .l1_scale = problem.l1_scale,
-                                           .squared = squared,
-                                           .keeps_g = in_place},
-                                          ctx.stream()));
+  const HiddenBackward step{.d_h = d_hidden,
+                            .g = gate,
+                            .u = gated ? kept.up : nullptr,
+                            .size = problem.tokens * ffn,
+                            .l1_scale = problem.l1_scale,
+                            .squared = squared,
+                            .keeps_g = in_place};
+  TWELL_CUDA_CHECK(launch_for_each(step.size / 8, BackwardEight{step}, ctx.stream()));
   if (in_place) {
     linear(problem.x, weights.w_up, d_hidden, problem.d_x, false, problem.grads.w_up);
     return;
@@ -314,7 +306,7 @@ void check_shape(const FfnTrainShapeCuda& shape) {
 }
 
 void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspace, int64_t tokens,
-                const FfnTrainWeightsCuda& weights) {
+                const FfnWeightsCuda& weights) {
   TWELL_CHECK(saved.width == workspace.width && saved.ffn == workspace.ffn &&
                   saved.gated == workspace.gated,
               "FFN of width {} and {} neurons in a workspace for {} and {}", saved.width, saved.ffn,
@@ -330,45 +322,41 @@ void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspa
 
 }  // namespace
 
-FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape) {
+FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in) : shape(shape_in) {
   check_shape(shape);
-  parts_.shape = shape;
   prepare(ctx, FfnTrainExecution::kDense, -1.0);
 }
-FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
-                           FfnTrainExecution execution, double nnz, double union_neurons,
-                           std::byte* memory, int64_t saved_tokens) {
+FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in,
+                           FfnTrainExecution wanted, double nnz, double union_neurons,
+                           std::byte* memory_in, int64_t saved_tokens)
+    : shape(shape_in), memory(memory_in) {
   check_shape(shape);
-  parts_.shape = shape;
-  plan(ctx, execution, nnz, union_neurons);
-  parts_.tokens = saved_tokens;
-  parts_.memory = memory;
+  plan(ctx, wanted, nnz, union_neurons);
+  tokens = saved_tokens;
 }
 
-void FfnSavedCuda::plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz,
+void FfnSavedCuda::plan(const CudaContext& ctx, FfnTrainExecution wanted, double nnz,
                         double union_neurons) {
-  const bool hybrid = execution == FfnTrainExecution::kHybrid;
-  if (hybrid) {
-    const std::string unsupported = ffn_train_hybrid_unsupported(ctx, parts_.shape);
-    TWELL_CHECK(unsupported.empty(), "hybrid FFN in training: {}", unsupported);
-  }
-  parts_.execution = execution;
-  parts_.capacity = {};
-  if (hybrid) parts_.capacity = ffn_train::hybrid_capacity(parts_.shape, nnz, union_neurons);
-  parts_.tokens = 0;
+  execution = wanted;
+  capacity = {};
+  tokens = 0;
+  if (execution == FfnTrainExecution::kDense) return;
+  const std::string unsupported = ffn_train_hybrid_unsupported(ctx, shape);
+  TWELL_CHECK(unsupported.empty(), "hybrid FFN in training: {}", unsupported);
+  capacity = ffn_train::hybrid_capacity(shape, nnz, union_neurons);
 }
 
-void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
+void FfnSavedCuda::prepare(CudaContext& ctx, FfnTrainExecution wanted, double nnz,
                            double union_neurons) {
-  TWELL_CHECK(parts_.memory == parts_.owned.data(),
+  TWELL_CHECK(memory == owned.data(),
               "saved activations in the caller's memory cannot be prepared again");
-  plan(ctx, execution, nnz, union_neurons);
-  const int64_t bytes = bytes_needed(parts_.shape, execution, nnz, union_neurons);
-  if (parts_.owned.bytes() == bytes) return;
+  plan(ctx, wanted, nnz, union_neurons);
+  const int64_t needed = bytes_needed(shape, execution, nnz, union_neurons);
+  if (owned.bytes() == needed) return;
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-  parts_.owned = {};  // freed first, so that both are never held at once
-  parts_.owned = DeviceBuffer<std::byte>(bytes);
-  parts_.memory = parts_.owned.data();
+  owned = {};  // freed first, so that both are never held at once
+  owned = DeviceBuffer<std::byte>(needed);
+  memory = owned.data();
 }
 
 int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
@@ -378,19 +366,16 @@ int64_t FfnSavedCuda::bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecu
                                        ffn_train::hybrid_capacity(shape, nnz, union_neurons));
 }
 
-FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape,
-                                             bool hybrid, std::byte* memory) {
-  check_shape(shape);
-  parts_.shape = shape;
-  parts_.hybrid = hybrid && ffn_train_hybrid_unsupported(ctx, shape).empty();
-  parts_.bytes = bytes_needed(ctx, shape, hybrid);
-  if (memory == nullptr) parts_.owned = DeviceBuffer<std::byte>(parts_.bytes);
-  parts_.memory = memory == nullptr ? parts_.owned.data() : memory;
+FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in,
+                                             bool with_hybrid, std::byte* memory_in)
+    : shape((check_shape(shape_in), shape_in)),
+      hybrid(with_hybrid && ffn_train_hybrid_unsupported(ctx, shape).empty()),
+      bytes(bytes_needed(ctx, shape, with_hybrid)),
+      owned(memory_in == nullptr ? bytes : 0),
+      memory(memory_in == nullptr ? owned.data() : memory_in) {
   // The dense execution's ticket lies here, and is 0 between calls.
-  TWELL_CUDA_CHECK(cudaMemsetAsync(parts_.memory, 0, kOwnBytes, ctx.stream()));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(memory, 0, kOwnBytes, ctx.stream()));
 }
-FfnTrainWorkspaceCuda::FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape)
-    : FfnTrainWorkspaceCuda(ctx, shape, /*hybrid=*/true, /*memory=*/nullptr) {}
 
 int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
                                             bool hybrid) {
@@ -401,28 +386,28 @@ int64_t FfnTrainWorkspaceCuda::bytes_needed(const CudaContext& ctx, const FfnTra
 
 void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                             FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
-  check_call(saved.parts().shape, workspace.parts().shape, problem.tokens, problem.weights);
-  if (saved.execution() == FfnTrainExecution::kDense) {
-    ffn_train::dense_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
+  check_call(saved.shape, workspace.shape, problem.tokens, problem.weights);
+  if (saved.execution == FfnTrainExecution::kDense) {
+    ffn_train::dense_forward_cuda(ctx, problem, saved, workspace);
   } else {
-    TWELL_CHECK(workspace.parts().hybrid, "a hybrid call in a workspace for dense ones");
-    ffn_train::hybrid_forward_cuda(ctx, problem, saved.parts(), workspace.parts());
+    TWELL_CHECK(workspace.hybrid, "a hybrid call in a workspace for dense ones");
+    ffn_train::hybrid_forward_cuda(ctx, problem, saved, workspace);
   }
-  saved.parts().tokens = problem.tokens;
+  saved.tokens = problem.tokens;
 }
 
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
-  check_call(saved.parts().shape, workspace.parts().shape, problem.tokens, problem.weights);
-  TWELL_CHECK(problem.tokens == saved.parts().tokens,
+  check_call(saved.shape, workspace.shape, problem.tokens, problem.weights);
+  TWELL_CHECK(problem.tokens == saved.tokens,
               "backward of {} tokens, but activations of {} are saved", problem.tokens,
-              saved.parts().tokens);
-  if (saved.execution() == FfnTrainExecution::kDense) {
-    ffn_train::dense_backward_cuda(ctx, problem, saved.parts(), workspace.parts());
+              saved.tokens);
+  if (saved.execution == FfnTrainExecution::kDense) {
+    ffn_train::dense_backward_cuda(ctx, problem, saved, workspace);
   } else {
-    ffn_train::hybrid_backward_cuda(ctx, problem, saved.parts(), workspace.parts());
+    ffn_train::hybrid_backward_cuda(ctx, problem, saved, workspace);
   }
-  saved.parts().tokens = 0;
+  saved.tokens = 0;
 }
 
 GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {

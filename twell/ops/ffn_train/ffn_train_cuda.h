@@ -20,16 +20,10 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/twell.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 
 namespace twell {
-
-struct FfnTrainWeightsCuda {
-  const __nv_bfloat16* w_gate = nullptr;      // [F, D], null when not gated
-  const __nv_bfloat16* w_up = nullptr;        // [F, D]
-  const __nv_bfloat16* w_down = nullptr;      // [F, D], a neuron per row like the others
-  Activation activation = Activation::kRelu;  // or kRelu2
-};
 
 struct FfnTrainGradsCuda {
   float* w_gate = nullptr;  // [F, D] accumulated, null when not gated
@@ -53,8 +47,7 @@ struct HybridCapacityCuda {
 
 // What one layer keeps from forward to backward, in memory for the execution that was prepared. The
 // hybrid one never takes more than the dense one.
-class FfnSavedCuda {
- public:
+struct FfnSavedCuda {
   FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
   // For one execution, in bytes_needed() bytes of the caller's device memory, aligned to 256.
   // saved_tokens: of the forward that filled this memory, or 0.
@@ -66,58 +59,41 @@ class FfnSavedCuda {
   // limits: backward computes again what did not fit. Error where the execution is not supported.
   void prepare(CudaContext& ctx, FfnTrainExecution execution, double nnz,
                double union_neurons = -1.0);
-  FfnTrainExecution execution() const { return parts_.execution; }
-  int64_t bytes() const { return parts_.owned.bytes(); }  // of its own memory
+  int64_t bytes() const { return owned.bytes(); }  // of its own memory
   static int64_t bytes_needed(const FfnTrainShapeCuda& shape, FfnTrainExecution execution,
                               double nnz, double union_neurons = -1.0);
 
-  // Used by the executions, which lay out the memory.
-  struct Parts {
-    FfnTrainShapeCuda shape;
-    FfnTrainExecution execution = FfnTrainExecution::kDense;
-    HybridCapacityCuda capacity;
-    int64_t tokens = 0;           // of the forward whose activations are saved, or 0
-    TwellPacked replay;           // of that forward
-    std::byte* memory = nullptr;  // of `owned`, or the caller's
-    DeviceBuffer<std::byte> owned;
-  };
-  Parts& parts() { return parts_; }
+  // Set by the functions here; callers only read.
+  FfnTrainShapeCuda shape;
+  FfnTrainExecution execution = FfnTrainExecution::kDense;
+  HybridCapacityCuda capacity;
+  int64_t tokens = 0;           // of the forward whose activations are saved, or 0
+  TwellPacked replay;           // of that forward
+  std::byte* memory = nullptr;  // of `owned`, or the caller's
+  DeviceBuffer<std::byte> owned;
 
  private:
   void plan(const CudaContext& ctx, FfnTrainExecution execution, double nnz, double union_neurons);
-
-  Parts parts_;
 };
 
 // Memory of one call in flight, shared by all layers of a shape on one stream.
-class FfnTrainWorkspaceCuda {
- public:
+struct FfnTrainWorkspaceCuda {
   // The first kOwnBytes bytes belong to the workspace at all times. Others may use the rest between
   // calls.
   static constexpr int64_t kOwnBytes = 256;
 
-  // For both executions, or for the dense one alone where hybrid is not supported.
-  FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape);
-  // In bytes_needed() bytes of the caller's device memory, aligned to 256. With hybrid = false it
-  // refuses hybrid calls.
-  FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, bool hybrid,
-                        std::byte* memory);
-  int64_t bytes() const { return parts_.bytes; }
+  // In bytes_needed() bytes of the caller's device memory, aligned to 256, or of its own. Where
+  // hybrid is false or not supported, it refuses hybrid calls.
+  FfnTrainWorkspaceCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape, bool hybrid = true,
+                        std::byte* memory = nullptr);
   static int64_t bytes_needed(const CudaContext& ctx, const FfnTrainShapeCuda& shape,
                               bool hybrid = true);
 
-  // Used by the executions, which lay out the memory.
-  struct Parts {
-    FfnTrainShapeCuda shape;
-    bool hybrid = false;  // has room for the hybrid execution
-    int64_t bytes = 0;
-    std::byte* memory = nullptr;  // of `owned`, or the caller's
-    DeviceBuffer<std::byte> owned;
-  };
-  Parts& parts() { return parts_; }
-
- private:
-  Parts parts_;
+  FfnTrainShapeCuda shape;
+  bool hybrid;  // has room for the hybrid execution
+  int64_t bytes;
+  DeviceBuffer<std::byte> owned;
+  std::byte* memory;  // of `owned`, or the caller's
 };
 
 // The activity of a layer. In device memory. Kernels add to it; its reader clears it.
@@ -136,8 +112,8 @@ struct FfnTrainCountsCuda {
 };
 
 struct FfnTrainForwardCuda {
-  int64_t tokens = 0;  // M
-  FfnTrainWeightsCuda weights;
+  int64_t tokens = 0;                    // M
+  FfnWeightsCuda weights;                // ReLU or relu2, no biases
   const __nv_bfloat16* x = nullptr;      // [M, D]
   __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
   FfnTrainCountsCuda* counts = nullptr;  // of this layer, or null
@@ -154,7 +130,7 @@ void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem
 // Gradient of  <y, d_y> + l1_scale * sum |h|  (|.| has gradient 0 at 0).
 struct FfnTrainBackwardCuda {
   int64_t tokens = 0;                  // M of the forward
-  FfnTrainWeightsCuda weights;         // of the forward
+  FfnWeightsCuda weights;              // of the forward
   const __nv_bfloat16* x = nullptr;    // [M, D] of the forward
   const __nv_bfloat16* d_y = nullptr;  // [M, D]
   const float* l1_scale = nullptr;     // one value, see FfnTrainBackward

@@ -101,7 +101,7 @@ struct LayerCuda {
     active = upload(std::vector<uint8_t>(static_cast<size_t>(problem.ffn)));
     counts = upload(std::vector<FfnTrainCountsCuda>(1));
   }
-  FfnTrainWeightsCuda weights() const {
+  FfnWeightsCuda weights() const {
     return {w_gate.data(), w_up.data(), w_down.data(),
             problem.squared ? Activation::kRelu2 : Activation::kRelu};
   }
@@ -457,8 +457,8 @@ TEST(FfnTrainCudaContract, BytesAreWhatIsAllocated) {
       EXPECT_LT(saved.bytes(), any_union);
     }
     const FfnTrainWorkspaceCuda workspace(ctx, shape);
-    EXPECT_EQ(workspace.bytes(), FfnTrainWorkspaceCuda::bytes_needed(ctx, shape));
-    EXPECT_LE(FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false), workspace.bytes());
+    EXPECT_EQ(workspace.bytes, FfnTrainWorkspaceCuda::bytes_needed(ctx, shape));
+    EXPECT_LE(FfnTrainWorkspaceCuda::bytes_needed(ctx, shape, /*hybrid=*/false), workspace.bytes);
   }
 }
 

@@ -27,14 +27,14 @@ int64_t hybrid_workspace_bytes(const FfnTrainShapeCuda& shape);
 HybridCapacityCuda hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz,
                                    double union_neurons);
 
-void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
-                        FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
-void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
-                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
-void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
-                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, FfnSavedCuda& saved,
+                        FfnTrainWorkspaceCuda& workspace);
+void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem, FfnSavedCuda& saved,
+                         FfnTrainWorkspaceCuda& workspace);
+void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, FfnSavedCuda& saved,
+                         FfnTrainWorkspaceCuda& workspace);
 void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
-                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace);
+                          FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
 using sm90::bf16x2;
 using sm90::high_half;

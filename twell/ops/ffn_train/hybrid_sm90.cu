@@ -19,7 +19,7 @@
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
 #include "twell/sm90/block_scan.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 
 namespace twell::ffn_train {
@@ -1059,7 +1059,7 @@ struct HybridWorkspace {
     const int64_t missing = shared_begin + over.bytes() - carver.bytes();
     if (missing > 0) carver.take<std::byte>(missing);
   }
-  static HybridWorkspace of(const FfnTrainWorkspaceCuda::Parts& workspace) {
+  static HybridWorkspace of(const FfnTrainWorkspaceCuda& workspace) {
     Carver carver = device_carver(workspace.memory);
     return {workspace.shape, carver};
   }
@@ -1074,7 +1074,7 @@ struct HybridChunk {
   TwellPacked made;          // output of the gate GEMM
   tile_union::Gate pattern;  // what later kernels read: `made`, or the activations to replay
 
-  HybridChunk(const FfnSavedCuda::Parts& saved, const HybridWorkspace& work, int64_t index,
+  HybridChunk(const FfnSavedCuda& saved, const HybridWorkspace& work, int64_t index,
               int64_t all_tokens, const TwellPacked& replay)
       : begin(index * kChunkTokens), tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)) {
     Carver carver = device_carver(saved.memory);
@@ -1120,7 +1120,7 @@ tile_union::Up up_product(const HybridChunk& chunk, const FfnTrainShapeCuda& sha
 }
 
 GateGemmCuda gate_gemm(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
-                       const FfnTrainWeightsCuda& weights, const __nv_bfloat16* x) {
+                       const FfnWeightsCuda& weights, const __nv_bfloat16* x) {
   return {.tokens = chunk.tokens,
           .width = shape.width,
           .ffn = shape.ffn,
@@ -1185,7 +1185,7 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                     const HybridWorkspace& work) {
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
-  const FfnTrainWeightsCuda& weights = problem.weights;
+  const FfnWeightsCuda& weights = problem.weights;
   const auto& [h, d_u, d_g] = work.images;
   const __nv_bfloat16* x = problem.x + chunk.begin * shape.width;
   const __nv_bfloat16* d_y = problem.d_y + chunk.begin * shape.width;
@@ -1280,8 +1280,8 @@ HybridCapacityCuda hybrid_capacity(const FfnTrainShapeCuda& shape, double nnz,
   return capacity;
 }
 
-void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
-                         FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, FfnSavedCuda& saved,
+                         FfnTrainWorkspaceCuda& workspace) {
   const TwellPacked& replay = problem.replay;
   TWELL_CHECK(replay.words == nullptr ||
                   (replay.shape.rows >= problem.tokens && replay.shape.cols == saved.shape.ffn &&
@@ -1297,7 +1297,7 @@ void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem,
 }
 
 void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
-                          FfnSavedCuda::Parts& saved, FfnTrainWorkspaceCuda::Parts& workspace) {
+                          FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
   const HybridWorkspace work = HybridWorkspace::of(workspace);
   for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
     const HybridChunk chunk(saved, work, i, problem.tokens, saved.replay);

@@ -3,7 +3,7 @@
 
 #include "twell/base/column_sums.cuh"
 #include "twell/base/reduce.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 
 namespace twell {
 namespace {

@@ -22,7 +22,7 @@
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
 namespace twell::few_token {
@@ -464,15 +464,6 @@ __global__ void __maxnreg__(96) row_gate_up_sm90_kernel(const __grid_constant__ 
   Kernel(problem, shared, memory).run();
 }
 
-cudaError_t allow_shared_memory() {
-  const auto* kernel = reinterpret_cast<const void*>(row_gate_up_sm90_kernel);
-  // The largest size, because contexts with other sizes may launch at the same time.
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxRows * kPitch);
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-}
-
 // One CTA per word of `fired`, at most `ctas`.
 cudaError_t launch(const RowGateUp& problem, int ctas, cudaStream_t stream) {
   const bool once = problem.width <= kSegment && int64_t{ctas} * problem.rows >= problem.ffn;
@@ -676,14 +667,6 @@ __global__ void __maxnreg__(48) row_down_sm90_kernel(const __grid_constant__ Dow
 
 constexpr int kShared = sizeof(Shared);
 
-cudaError_t allow_shared_memory() {
-  const auto* kernel = reinterpret_cast<const void*>(row_down_sm90_kernel);
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-}
-
 cudaError_t launch(const Down& problem, cudaStream_t stream) {
   return launch_dependent(row_down_sm90_kernel, dim3((problem.width + kColumns - 1) / kColumns),
                           kThreads, kShared, stream, problem);
@@ -693,11 +676,15 @@ cudaError_t launch(const Down& problem, cudaStream_t stream) {
 }  // namespace row_down
 
 cudaError_t prepare_decode_rows() {
-  const cudaError_t status = row_gate_up::allow_shared_memory();
-  return status == cudaSuccess ? row_down::allow_shared_memory() : status;
+  // The largest size, because contexts with other sizes may launch at the same time.
+  const cudaError_t status =
+      allow_shared_memory(row_gate_up::row_gate_up_sm90_kernel, kMaxRows * row_gate_up::kPitch);
+  return status == cudaSuccess
+             ? allow_shared_memory(row_down::row_down_sm90_kernel, row_down::kShared)
+             : status;
 }
 
-cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
+cudaError_t launch_decode_rows(const BatchFfnCuda& problem, const Hidden& hidden, int ctas,
                                cudaStream_t stream) {
   const bool gated = problem.w_gate != nullptr;
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
@@ -723,7 +710,7 @@ cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hid
   if (status != cudaSuccess) return status;
   return row_down::launch({.hidden = hidden,
                            .weight = problem.w_down,
-                           .residual = problem.residual,
+                           .residual = problem.add ? problem.y : nullptr,
                            .y = problem.y,
                            .tokens = tokens,
                            .width = width,

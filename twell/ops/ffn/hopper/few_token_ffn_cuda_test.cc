@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
 // bit: only the roundings of g, of h and of y to bf16 are left, and the test makes the same ones.
-#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -75,7 +76,7 @@ struct Problem {
     return y;
   }
 
-  FewTokenFfnCuda problem(__nv_bfloat16* y) const {
+  BatchFfnCuda problem(__nv_bfloat16* y) const {
     return {spec.tokens,
             spec.width,
             spec.ffn,
@@ -86,7 +87,7 @@ struct Problem {
             y,
             /*norm=*/nullptr,
             /*eps=*/0.0f,
-            /*residual=*/nullptr,
+            /*add=*/false,
             activity.data()};
   }
 
@@ -204,7 +205,7 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   }
   replay_as_graph(stream, 5, [&] {
     for (size_t i = 0; i < problems.size(); ++i) {
-      FewTokenFfnCuda problem = problems[i].problem(outputs[i].data());
+      BatchFfnCuda problem = problems[i].problem(outputs[i].data());
       problem.weights_are_constant = true;
       few_token_ffn_cuda(ctx, problem, workspace);
     }
@@ -232,10 +233,10 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
     const auto device_x = upload(to_bf16s(x)), device_norm = upload(to_bf16s(norm)),
                y = upload(to_bf16s(residual));
     FewTokenWorkspace workspace(problem.spec.ffn);
-    FewTokenFfnCuda layer = problem.problem(y.data());
+    BatchFfnCuda layer = problem.problem(y.data());
     layer.x = device_x.data();
     layer.norm = device_norm.data();
-    layer.residual = y.data();
+    layer.add = true;
     few_token_ffn_cuda(ctx, layer, workspace);
     stream.synchronize();
     expect_equal(download(y), problem.expected(residual), width);
@@ -290,22 +291,18 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
 
 TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
   TWELL_HOPPER_TEST();
-  FewTokenFfnCuda problem;
-  problem.tokens = 64;
+  BatchFfnCuda problem;
+  problem.tokens = 65;
   problem.width = 64;
   problem.ffn = 256;
-  EXPECT_EQ(few_token_ffn_unsupported(ctx, problem), "");
-  problem.tokens = 65;
-  EXPECT_EQ(few_token_ffn_unsupported(ctx, problem), "65 tokens, at most 64");
-  FewTokenWorkspace enough(256);
-  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, enough), Error);
+  FewTokenWorkspace enough(256), small(128);
+  EXPECT_THAT([&] { few_token_ffn_cuda(ctx, problem, enough); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("[65, 256]")));
   problem.tokens = 4;
+  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, small), Error);
   problem.width = 20;
-  EXPECT_NE(few_token_ffn_unsupported(ctx, problem).find("20"), std::string::npos);
-  FewTokenWorkspace workspace(128);
-  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, workspace), Error);
-  problem.width = 64;
-  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, workspace), Error);
+  EXPECT_THAT([&] { few_token_ffn_cuda(ctx, problem, enough); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("width 20")));
 }
 
 }  // namespace

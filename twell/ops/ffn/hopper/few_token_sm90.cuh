@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "twell/ops/ffn/hopper/few_token_ffn_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 
 namespace twell::few_token {
 
@@ -28,11 +28,21 @@ struct Down {
   int word_neurons;  // neurons per word of hidden.fired
 };
 
+// Allows a kernel this much dynamic shared memory, of an L1 cache that is shared memory as far as
+// possible, so that CTAs of the next kernel fit beside its own.
+template <typename Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, int bytes) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+}
+
 // Once per device, before the first launch: lets the kernels of decode rows take their shared
 // memory.
 cudaError_t prepare_decode_rows();
 // Both kernels of decode rows, for at most kRowTokens tokens. ctas: one per SM.
-cudaError_t launch_decode_rows(const FewTokenFfnCuda& problem, const Hidden& hidden, int ctas,
+cudaError_t launch_decode_rows(const BatchFfnCuda& problem, const Hidden& hidden, int ctas,
                                cudaStream_t stream);
 
 // Words in which a gate kernel publishes its active neurons to the `down` kernel that runs beside

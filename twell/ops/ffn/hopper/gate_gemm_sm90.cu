@@ -11,7 +11,7 @@
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 #include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 
@@ -608,38 +608,30 @@ struct Schedule {
 }  // namespace
 }  // namespace gate_gemm
 
-std::string gate_gemm_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
-  if (ctx.compute_capability() != 90) {
-    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
-                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  }
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  const TwellShape& shape = problem.out.shape;
-  if (shape.tile != gate_gemm::kTileN || shape.rows != problem.tokens ||
-      shape.cols != problem.ffn) {
-    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
-                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
-                       gate_gemm::kTileN);
-  }
-  if (problem.out.spill_slots < shape.max_spill_slots()) {
-    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
-                       shape.max_spill_slots());
-  }
-  // Rows and spill slots are 32-bit in the kernel.
-  if (shape.max_spill_slots() > int64_t{1} << 31) {
-    return fmt::format("{} tokens in {} tiles: at most 2^31 (row, tile) pairs per call",
-                       problem.tokens, shape.tiles());
-  }
-  return {};
+void check_ffn_call(const CudaContext& ctx, int64_t width, int64_t ffn, bool portable) {
+  const int capability = ctx.compute_capability();
+  TWELL_CHECK(portable ? capability >= 80 : capability == 90,
+              "needs a GPU of compute capability {}, {} is {}.{}",
+              portable ? "8.0 or later" : "9.0", ctx.device_name(), capability / 10,
+              capability % 10);
+  TWELL_CHECK(width > 0 && width % 8 == 0 && ffn > 0 && ffn % 8 == 0,
+              "width {} and FFN size {} must be positive multiples of 8", width, ffn);
+}
+
+void check_packed_ffn(const CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn,
+                      const TwellPacked& gate, bool portable) {
+  check_ffn_call(ctx, width, ffn, portable);
+  TWELL_CHECK(gate.shape.tile == 256 && gate.shape.rows == tokens && gate.shape.cols == ffn,
+              "TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of 256",
+              gate.shape.rows, gate.shape.cols, gate.shape.tile, tokens, ffn);
 }
 
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   using namespace gate_gemm;
-  const std::string unsupported = gate_gemm_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.out);
+  TWELL_CHECK(problem.out.spill_slots >= problem.out.shape.max_spill_slots(),
+              "gate GEMM: {} spill slots, expected {}", problem.out.spill_slots,
+              problem.out.shape.max_spill_slots());
   if (problem.tokens == 0) return;
   const Schedule schedule(ctx, problem.tokens, problem.ffn);
   Params params;

@@ -17,7 +17,7 @@
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/wgmma.cuh"
 
 namespace twell::tile_union {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
 // bit: only the roundings of g, of h and of y to bf16 are left, and the test makes the same ones.
-#include "twell/ops/ffn/hopper/medium_batch_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 
 #include <gtest/gtest.h>
 
@@ -85,10 +85,9 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
                            .w_down = device_down.data(),
                            .y = y.data(),
                            .add = c.add,
-                           .squared = c.squared,
-                           .gate = gate.data(),
-                           .activity = activity.data()},
-                          workspace);
+                           .activity = activity.data(),
+                           .squared = c.squared},
+                          gate.data(), workspace);
     stream.synchronize();
     return download(y);
   };

@@ -14,16 +14,15 @@
 // In all three, warpgroup 0 fills a ring buffer, with TMA and by gathering weight rows, and
 // warpgroups 1 and 2 multiply 64 tokens each with WGMMA.
 #include <algorithm>
-#include <array>
 
 #include "twell/base/rounding.h"
-#include "twell/ops/ffn/hopper/medium_batch_cuda.h"
+#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 #include "twell/ops/ffn/hopper/medium_batch_schedule.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/block_scan.cuh"
 #include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 #include "twell/sm90/wgmma.cuh"
@@ -894,53 +893,19 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cluster, uint32_t sha
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (status != cudaSuccess) return status;
-  std::array<cudaLaunchAttribute, 2> attributes{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {cluster.x, cluster.y, cluster.z};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes.data();
-  config.numAttrs = static_cast<unsigned>(attributes.size());
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_dependent_clusters(kernel, grid, cluster, kThreads, shared_bytes, stream, params);
 }
 
 }  // namespace
 }  // namespace medium_batch
 
-std::string medium_batch_ffn_unsupported(const CudaContext& ctx,
-                                         const MediumBatchFfnCuda& problem) {
-  if (ctx.compute_capability() != 90) {
-    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
-                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  }
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  // Segments of 192 neurons are one per thread; pieces of 16 bytes of a weight are counted in 32
-  // bits; a prefetch of a row of a weight has a limited size.
-  static_assert(kMaxMediumFfn <= int64_t{medium_batch::kMaxNeurons} * medium_batch::kThreads);
-  if (problem.ffn > kMaxMediumFfn || problem.ffn * problem.width >= int64_t{1} << 34 ||
-      problem.tokens > int64_t{1} << 22) {
-    return fmt::format("[{}, {}] with FFN size {} is too large", problem.tokens, problem.width,
-                       problem.ffn);
-  }
-  return {};
-}
-
-void medium_batch_ffn_cuda(CudaContext& ctx, const MediumBatchFfnCuda& problem,
+void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem, __nv_bfloat16* gate,
                            TileUnionWorkspace& workspace) {
   using namespace medium_batch;
-  const std::string unsupported = medium_batch_ffn_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "medium batch FFN: {}", unsupported);
-  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.ffn <= workspace.ffn(),
+  check_ffn_call(ctx, problem.width, problem.ffn);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,
               "medium batch FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
-              workspace.max_tokens(), workspace.ffn());
+              workspace.max_tokens_, workspace.ffn_);
   if (problem.tokens == 0) return;
   const MediumBatchSchedule schedule(problem.tokens, problem.width, problem.ffn,
                                      ctx.multiprocessors());
@@ -952,7 +917,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const MediumBatchFfnCuda& problem,
   const bool gated = problem.w_gate != nullptr;
   // The workspace's lists per tile and column tile have room for more than [tiles, F] ids, its
   // masks for as many words as a tile has segments of at least 48 neurons.
-  const Lists lists{.gate = problem.gate,
+  const Lists lists{.gate = gate,
                     .ids = reinterpret_cast<int32_t*>(workspace.entries_.data()),
                     .counts = reinterpret_cast<int32_t*>(workspace.mask_.data()),
                     .h = reinterpret_cast<uint8_t*>(workspace.activations_.data()),

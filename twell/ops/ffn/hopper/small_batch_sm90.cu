@@ -23,7 +23,7 @@
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/copy.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 #include "twell/sm90/warp_mma.cuh"
 #include "twell/sm90/wgmma.cuh"
@@ -852,18 +852,9 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(160)
   Kernel(params, shared, memory).run();
 }
 
-// Requests the largest carveout of shared memory, so that the next kernel fits beside this one.
-cudaError_t allow_shared_memory() {
-  const auto* kernel = reinterpret_cast<const void*>(gate_up_sm90_kernel);
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-}
-
 // Number of clusters that fit into the device at one time.
 cudaError_t count_clusters(int* clusters) {
-  const cudaError_t status = allow_shared_memory();
+  const cudaError_t status = allow_shared_memory(gate_up_sm90_kernel, kBytes);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -1130,14 +1121,6 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
   Kernel(problem, shared, memory).run();
 }
 
-cudaError_t allow_shared_memory() {
-  const auto* kernel = reinterpret_cast<const void*>(split_down_sm90_kernel);
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (status != cudaSuccess) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-}
-
 cudaError_t launch(const Down& problem, cudaStream_t stream) {
   return launch_dependent(split_down_sm90_kernel, dim3(ceil_div(problem.width, kColumns) * kSplit),
                           kThreads, kBytes, stream, problem);
@@ -1149,7 +1132,7 @@ cudaError_t launch(const Down& problem, cudaStream_t stream) {
 namespace {
 
 // Both kernels. clusters: as many as fit into the device at one time.
-cudaError_t launch_small_batch(const FewTokenFfnCuda& problem, const Hidden& hidden, int clusters,
+cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden, int clusters,
                                cudaStream_t stream) {
   const bool gated = problem.w_gate != nullptr;
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
@@ -1176,7 +1159,7 @@ cudaError_t launch_small_batch(const FewTokenFfnCuda& problem, const Hidden& hid
   if (status != cudaSuccess) return status;
   return split_down::launch({.hidden = hidden,
                              .weight = problem.w_down,
-                             .residual = problem.residual,
+                             .residual = problem.add ? problem.y : nullptr,
                              .y = problem.y,
                              .tokens = tokens,
                              .width = width,
@@ -1200,32 +1183,12 @@ FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn)
   TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));
 }
 
-std::string few_token_ffn_unsupported(const CudaContext& ctx, const FewTokenFfnCuda& problem) {
-  if (ctx.compute_capability() != 90) {
-    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
-                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  }
-  if (problem.tokens < 0 || problem.tokens > kMaxFewTokens) {
-    return fmt::format("{} tokens, at most {}", problem.tokens, kMaxFewTokens);
-  }
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  // The kernels index neurons and columns with 32 bits.
-  constexpr int64_t kMost = int64_t{1} << 24;
-  if (problem.width > kMost || problem.ffn > kMost) {
-    return fmt::format("width {} and FFN size {}, at most {}", problem.width, problem.ffn, kMost);
-  }
-  return {};
-}
-
-void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
+void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace) {
-  const std::string unsupported = few_token_ffn_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "few-token FFN: {}", unsupported);
-  TWELL_CHECK(problem.ffn <= workspace.max_ffn(),
-              "few-token FFN: FFN size {} in a workspace for {}", problem.ffn, workspace.max_ffn());
+  check_ffn_call(ctx, problem.width, problem.ffn);
+  TWELL_CHECK(problem.tokens <= kMaxFewTokens && problem.ffn <= workspace.max_ffn_,
+              "few-token FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              kMaxFewTokens, workspace.max_ffn_);
   if (problem.tokens == 0) return;
   TWELL_CHECK(problem.tokens <= few_token::kRowTokens || problem.norm == nullptr,
               "few-token FFN: norm as part of {} tokens", problem.tokens);
@@ -1242,7 +1205,8 @@ void few_token_ffn_cuda(CudaContext& ctx, const FewTokenFfnCuda& problem,
   int& at_once = workspace.clusters_;
   if (at_once == 0) {
     TWELL_CUDA_CHECK(few_token::gate_up::count_clusters(&at_once));
-    TWELL_CUDA_CHECK(few_token::split_down::allow_shared_memory());
+    TWELL_CUDA_CHECK(few_token::allow_shared_memory(few_token::split_down::split_down_sm90_kernel,
+                                                    few_token::split_down::kBytes));
     TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
   }
   TWELL_CUDA_CHECK(few_token::launch_small_batch(problem, hidden, at_once, ctx.stream()));

@@ -24,7 +24,7 @@
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 #include "twell/sm90/tensor_map.h"
 #include "twell/sm90/wgmma.cuh"
 
@@ -742,34 +742,12 @@ GateProgress TileUnionWorkspace::progress(int64_t tokens) const {
   return {progress_.data(), ProgressLayout(tokens, ffn_).words};
 }
 
-std::string tile_union_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
-  if (ctx.compute_capability() != 90) {
-    return fmt::format("needs a GPU of compute capability 9.0, {} is {}.{}", ctx.device_name(),
-                       ctx.compute_capability() / 10, ctx.compute_capability() % 10);
-  }
-  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
-    return misshaped;
-  }
-  if (problem.ffn > tile_union::kMaxFfn) {
-    return fmt::format("FFN size {}, at most {}", problem.ffn, tile_union::kMaxFfn);
-  }
-  // Kernels count 16-byte pieces of x and of a weight in 32 bits.
-  constexpr int64_t kMaxPieces = int64_t{1} << 32;
-  const int64_t pieces = std::max(problem.tokens, problem.ffn) * (problem.width / 8);
-  if (pieces >= kMaxPieces || problem.tokens > int64_t{1} << 30) {
-    return fmt::format("[{}, {}] with FFN size {} is too large for one call", problem.tokens,
-                       problem.width, problem.ffn);
-  }
-  return {};
-}
-
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace) {
-  const std::string unsupported = tile_union_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "tile-union: {}", unsupported);
-  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.ffn <= workspace.ffn(),
+  check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.gate);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,
               "tile-union: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
-              workspace.max_tokens(), workspace.ffn());
+              workspace.max_tokens_, workspace.ffn_);
   if (problem.tokens == 0) return;
   Tiles tiles{};
   tiles.tokens = workspace.tile_tokens_.data();
@@ -780,7 +758,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   tiles.activations = workspace.activations_.data();
   tiles.order = workspace.tile_order_.data();
   const GateProgress progress = workspace.progress(problem.tokens);
-  const ProgressLayout layout(problem.tokens, workspace.ffn());
+  const ProgressLayout layout(problem.tokens, workspace.ffn_);
   tiles.up_items = reinterpret_cast<int2*>(progress.words + layout.items);
   tiles.counts = reinterpret_cast<Counts*>(progress.words + layout.counts);
   tiles.blocks = static_cast<int>(ceil_div(problem.ffn, kBlock));

@@ -15,7 +15,7 @@
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/block_scan.cuh"
-#include "twell/sm90/dependent_launch.cuh"
+#include "twell/sm90/launch.cuh"
 
 namespace twell::tile_union {
 namespace {

@@ -27,14 +27,6 @@ __device__ __forceinline__ int warp_prefix(int value, int& total) {
   return through - value;
 }
 
-// Why the device cannot run these kernels; empty when it can.
-std::string needs_sm80(const CudaContext& ctx) {
-  if (ctx.compute_capability() >= 80) return {};
-  return fmt::format("needs a GPU of compute capability 8.0 or later, {} is {}.{}",
-                     ctx.device_name(), ctx.compute_capability() / 10,
-                     ctx.compute_capability() % 10);
-}
-
 }  // namespace
 
 // --- The gate GEMM ------------------------------------------------------------------------------
@@ -265,35 +257,12 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
 }  // namespace
 }  // namespace gate_gemm_sm80
 
-std::string gate_gemm_sm80_unsupported(const CudaContext& ctx, const GateGemmCuda& problem) {
-  if (std::string too_old = needs_sm80(ctx); !too_old.empty()) return too_old;
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  const TwellShape& shape = problem.out.shape;
-  if (shape.tile != gate_gemm_sm80::kTileN || shape.slots() < 2 || shape.rows != problem.tokens ||
-      shape.cols != problem.ffn) {
-    return fmt::format("TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of {}",
-                       shape.rows, shape.cols, shape.tile, problem.tokens, problem.ffn,
-                       gate_gemm_sm80::kTileN);
-  }
-  if (problem.out.spill_slots < shape.max_spill_slots()) {
-    return fmt::format("{} spill slots, expected {}", problem.out.spill_slots,
-                       shape.max_spill_slots());
-  }
-  // TwELL words hold 32-bit spill slots, and a grid holds fewer than 2^31 output tiles.
-  if (shape.max_spill_slots() > int64_t{1} << 31 || problem.width > int64_t{1} << 30) {
-    return fmt::format("{} tokens of width {} in {} tiles: at most 2^31 (row, tile) pairs per call",
-                       problem.tokens, problem.width, shape.tiles());
-  }
-  return {};
-}
-
 void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   using namespace gate_gemm_sm80;
-  const std::string unsupported = gate_gemm_sm80_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "gate GEMM: {}", unsupported);
+  check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.out, /*portable=*/true);
+  TWELL_CHECK(problem.out.spill_slots >= problem.out.shape.max_spill_slots(),
+              "gate GEMM: {} spill slots, expected {}", problem.out.spill_slots,
+              problem.out.shape.max_spill_slots());
   if (problem.tokens == 0) return;
   TWELL_CUDA_CHECK(cudaMemsetAsync(
       problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
@@ -836,23 +805,6 @@ int64_t chunk_count(int64_t width) { return (width + kChunk - 1) / kChunk; }
 using row_fused::chunk_count;
 using row_fused::kCounterWords;
 
-// Why no execution takes the problem's sizes or its gate's TwELL; empty when they fit.
-std::string sparse_up_down_misshaped(const SparseUpDownCuda& problem) {
-  if (problem.width % 8 != 0 || problem.ffn % 8 != 0 || problem.width <= 0 || problem.ffn <= 0) {
-    return fmt::format("width {} and FFN size {} must be positive multiples of 8", problem.width,
-                       problem.ffn);
-  }
-  const TwellShape& shape = problem.gate.shape;
-  if (shape.tile != 256 || shape.slots() < 4 || shape.rows != problem.tokens ||
-      shape.cols != problem.ffn) {
-    return fmt::format(
-        "TwELL of [{}, {}] in tiles of {} with {} words, expected [{}, {}] in tiles of 256 with at "
-        "least 4",
-        shape.rows, shape.cols, shape.tile, shape.slots(), problem.tokens, problem.ffn);
-  }
-  return {};
-}
-
 RowFusedWorkspace::RowFusedWorkspace(CudaContext& ctx, int64_t max_tokens, int64_t max_width)
     : max_tokens_(max_tokens),
       max_width_(max_width),
@@ -864,26 +816,13 @@ RowFusedWorkspace::RowFusedWorkspace(CudaContext& ctx, int64_t max_tokens, int64
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
 }
 
-std::string row_fused_unsupported(const CudaContext& ctx, const SparseUpDownCuda& problem) {
-  if (std::string too_old = needs_sm80(ctx); !too_old.empty()) return too_old;
-  if (std::string misshaped = sparse_up_down_misshaped(problem); !misshaped.empty()) {
-    return misshaped;
-  }
-  constexpr int64_t kMost = int64_t{1} << 30;
-  if (problem.tokens > kMost || problem.ffn > kMost || problem.width > int64_t{1} << 24) {
-    return fmt::format("[{}, {}] with FFN size {} is too large for one call", problem.tokens,
-                       problem.width, problem.ffn);
-  }
-  return {};
-}
-
 void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                             RowFusedWorkspace& workspace) {
-  const std::string unsupported = row_fused_unsupported(ctx, problem);
-  TWELL_CHECK(unsupported.empty(), "row-fused: {}", unsupported);
-  TWELL_CHECK(problem.tokens <= workspace.max_tokens() && problem.width <= workspace.max_width(),
+  check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.gate,
+                   /*portable=*/true);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.width <= workspace.max_width_,
               "row-fused: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.width,
-              workspace.max_tokens(), workspace.max_width());
+              workspace.max_tokens_, workspace.max_width_);
   if (problem.tokens == 0) return;
   const TwellPacked& packed = problem.gate;
   int32_t* counters = workspace.counters_.data();

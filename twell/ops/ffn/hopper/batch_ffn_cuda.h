@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Feed-forward calls of up to some thousand tokens on Hopper, bf16 with f32 accumulation:
+//   gated:      g = relu(x w_gate^T), h = f(g) * (x w_up^T) where g is active, y = h w_down
+//   non-gated:  h = f(relu(x w_up^T)), y = h w_down
+// f(g) is g, or g^2 for relu2.
+//   few tokens    decode rows (1 to 8) and small batches (9 to 64). Reading weights bounds the
+//   time,
+//                 so of all but the first weight only the rows of neurons active for at least one
+//                 token are read. Up to 8 tokens may have the RMS norm of x computed in front
+//   medium batch  65 to some thousand. Up and down run on the union of the active neurons of a tile
+//                 of 128 tokens, like tile-union, but every kernel is cut into as many pieces as
+//                 the device has SMs, also where there are few tiles
+// Exact on every input: with every neuron active they read what the dense layer reads. g is rounded
+// to bf16; h is rounded once, after the product in f32. A NaN in the gate counts as active.
+// Deterministic. Never synchronise; can be captured in a CUDA graph. Error where the sizes do not
+// suit (sparse_up_down_cuda.h) or exceed the workspace.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "twell/base/cuda.h"
+#include "twell/format/activity_cuda.h"
+#include "twell/ops/ffn/sparse_up_down_cuda.h"
+
+namespace twell {
+
+// All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
+struct BatchFfnCuda {
+  int64_t tokens = 0;                     // M
+  int64_t width = 0;                      // D, a multiple of 8
+  int64_t ffn = 0;                        // F, a multiple of 8
+  const __nv_bfloat16* x = nullptr;       // [M, D]
+  const __nv_bfloat16* w_gate = nullptr;  // [F, D], or null: no gate
+  const __nv_bfloat16* w_up = nullptr;    // [F, D]
+  const __nv_bfloat16* w_down = nullptr;  // [F, D]
+  __nv_bfloat16* y = nullptr;             // [M, D], every element written; x only with a norm
+  const __nv_bfloat16* norm = nullptr;    // [D] weight of the norm, or null
+  float eps = 1e-5f;                      // of the norm
+  bool add = false;                       // y += instead of =
+  ActivityCuda* activity = nullptr;       // added to, but for max_row_nnz; may be null
+  bool squared = false;                   // f(g) = g^2
+  // The first weight may be read while the predecessor of this call still runs. Only for weights
+  // that no earlier work on the stream writes.
+  bool weights_are_constant = false;
+};
+
+inline constexpr int64_t kMaxFewTokens = 64;
+
+// Device memory of one call in flight, for up to kMaxFewTokens.
+class FewTokenWorkspace {
+ public:
+  explicit FewTokenWorkspace(int64_t max_ffn);
+  int64_t bytes() const { return hidden_.bytes() + fired_.bytes() + arrived_.bytes(); }
+
+ private:
+  friend void few_token_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
+  int64_t max_ffn_;
+  DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
+  DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
+  DeviceBuffer<uint32_t> arrived_;      // 0 between calls
+  bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
+  int clusters_ = 0;            // of small batches that fit into the device; 0: not prepared yet
+};
+void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
+                        FewTokenWorkspace& workspace);
+
+// gate: memory for [M rounded up to 128, F rounded up to 16] values that is free between calls.
+void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem, __nv_bfloat16* gate,
+                           TileUnionWorkspace& workspace);
+
+}  // namespace twell
