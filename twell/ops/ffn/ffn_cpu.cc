@@ -13,9 +13,6 @@
 namespace twell {
 namespace {
 
-// By FfnPolicy.
-constexpr std::string_view kPolicyNames[] = {"auto", "dense", "row-fused", "tile-union"};
-
 struct Chunk {
   const StoredFfnWeights& weights;
   ConstMatrixF x;    // [m, D]
@@ -163,23 +160,6 @@ void check_shapes(const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
 }
 
 }  // namespace
-
-std::string_view ffn_execution_name(FfnExecution execution) {
-  constexpr std::string_view kNames[kFfnExecutions] = {"dense", "row-fused", "tile-union",
-                                                       "decode-rows", "small-batch"};
-  return kNames[static_cast<size_t>(execution)];
-}
-
-std::string_view ffn_policy_name(FfnPolicy policy) {
-  return kPolicyNames[static_cast<size_t>(policy)];
-}
-
-FfnPolicy parse_ffn_policy(std::string_view name) {
-  const auto found = std::ranges::find(kPolicyNames, name);
-  TWELL_REQUIRE(found != std::end(kPolicyNames),
-                "unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name);
-  return static_cast<FfnPolicy>(found - kPolicyNames);
-}
 
 void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, MatrixF y,
                  FfnPlan& plan, std::span<int32_t> row_nnz) {
