@@ -7,7 +7,6 @@
 
 #include "twell/base/for_each.cuh"
 #include "twell/model/model_cuda.h"
-#include "twell/ops/adamw/split_weight.h"
 #include "twell/train/activity.h"
 
 namespace twell {

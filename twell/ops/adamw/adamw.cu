@@ -2,7 +2,6 @@
 #include "twell/ops/adamw/adamw_cuda.h"
 
 #include "twell/base/reduce.cuh"
-#include "twell/ops/adamw/split_weight.h"
 
 namespace twell {
 namespace {

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "twell/ops/adamw/adamw.h"
+#include "twell/ops/adamw/split_weight.h"
 
 namespace twell {
 
@@ -54,5 +55,17 @@ struct GradientNormCuda {
 };
 int64_t gradient_norm_partials(int64_t size);
 cudaError_t launch_gradient_norm(const GradientNormCuda& problem, cudaStream_t stream);
+
+#ifdef __CUDACC__
+// split_weight.h for the types that kernels hold.
+__device__ __forceinline__ float join(__nv_bfloat16 upper, int16_t rest) {
+  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
+}
+__device__ __forceinline__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
+  const SplitWeight halves = split_weight(__float_as_uint(value));
+  upper = __ushort_as_bfloat16(halves.bf16);
+  rest = halves.rest;
+}
+#endif
 
 }  // namespace twell

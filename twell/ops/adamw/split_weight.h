@@ -4,10 +4,6 @@
 //   bits(weight) = 65536 * bits(bf16) + rest, modulo 2^32
 #pragma once
 
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#endif
-
 #include <cstdint>
 
 #include "twell/base/host_device.h"
@@ -27,17 +23,5 @@ TWELL_HOST_DEVICE inline SplitWeight split_weight(uint32_t bits) {
 TWELL_HOST_DEVICE inline uint32_t join_weight(SplitWeight weight) {
   return (uint32_t{weight.bf16} << 16) + static_cast<uint32_t>(int32_t{weight.rest});
 }
-
-#ifdef __CUDACC__
-// The same for the types that kernels hold.
-__device__ __forceinline__ float join(__nv_bfloat16 upper, int16_t rest) {
-  return __uint_as_float(join_weight({__bfloat16_as_ushort(upper), rest}));
-}
-__device__ __forceinline__ void split(float value, __nv_bfloat16& upper, int16_t& rest) {
-  const SplitWeight halves = split_weight(__float_as_uint(value));
-  upper = __ushort_as_bfloat16(halves.bf16);
-  rest = halves.rest;
-}
-#endif
 
 }  // namespace twell
