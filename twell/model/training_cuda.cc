@@ -149,6 +149,10 @@ void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Na
   const int64_t tokens = plan.shape.tokens();
   if (makes_again(plan, RecomputeLevel::kQkv)) {
     carver.array(kScratch, tokens * qkv_width(config), views.qkv);
+    for (size_t i = 0; i < views.layers.size(); ++i) {
+      const RecomputeLevel level = plan.recompute.of_layer(static_cast<int64_t>(i));
+      if (level >= RecomputeLevel::kQkv) views.layers[i].qkv = views.qkv;
+    }
   }
   carver.array(kScratch, tokens * qkv_width(config), views.d_qkv);
   carver.array(kScratch, tokens * config.q_width(), views.d_attended);
@@ -158,31 +162,6 @@ NamedCarver count_activations(const ModelConfig& config, const TrainingPlanCuda&
   NamedCarver carver(nullptr, kAlignBytes);
   carve(config, plan, carver);
   return carver;
-}
-
-// Places the activations in a block of the planned size. Those of the attention are placed below.
-ActivationViewsCuda place_activations(const ModelConfig& config, const TrainingPlanCuda& plan,
-                                      std::byte* block) {
-  NamedCarver carver(block, kAlignBytes);
-  return carve(config, plan, carver);
-}
-
-// Memory that only the attention of the current layer needs.
-int64_t attention_scratch_bytes(const ModelConfig& config, const TrainingPlanCuda& plan) {
-  NamedCarver carver(nullptr, kAlignBytes);
-  ActivationViewsCuda views;
-  carve_attention(config, plan, carver, views);
-  return carver.bytes();
-}
-
-void place_attention_scratch(const ModelConfig& config, const TrainingPlanCuda& plan,
-                             std::byte* block, ActivationViewsCuda& views) {
-  NamedCarver carver(block, kAlignBytes);
-  carve_attention(config, plan, carver, views);
-  for (int64_t i = 0; i < config.layers; ++i) {
-    if (plan.recompute.of_layer(i) < RecomputeLevel::kQkv) continue;
-    views.layers[static_cast<size_t>(i)].qkv = views.qkv;
-  }
 }
 
 // Memory is allocated for this many times the expected active neurons, and allocated again when it
@@ -216,9 +195,11 @@ void require_supported(const ModelConfig& config, MicroBatchShape shape) {
 // All users share the scratch memory; the workspace's own bytes come on top.
 int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
                       const TrainingPlanCuda& plan, bool hybrid) {
-  const int64_t others =
-      std::max(attention_scratch_bytes(config, plan),
-               CrossEntropyWorkspaceCuda::bytes_needed(plan.shape.tokens(), config.vocab_size));
+  NamedCarver attention(nullptr, kAlignBytes);
+  ActivationViewsCuda unused;
+  carve_attention(config, plan, attention, unused);
+  const int64_t others = std::max(attention.bytes(), CrossEntropyWorkspaceCuda::bytes_needed(
+                                                         plan.shape.tokens(), config.vocab_size));
   return std::max(FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn_shape(config, plan), hybrid),
                   FfnTrainWorkspaceCuda::kOwnBytes + others);
 }
@@ -237,10 +218,11 @@ bool fits(double needed, double room) {
 TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
                                const TrainingPlanCuda& plan, bool hybrid)
     : memory(count_activations(config, plan).bytes()),
-      views(place_activations(config, plan, memory.data())),
       embedding(plan.shape.tokens(), config.width),
       batch(batch_rows(plan) * plan.shape.tokens()),
       slots{StagingSlot(batch.size()), StagingSlot(batch.size())} {
+  NamedCarver carver(memory.data(), kAlignBytes);
+  views = carve(config, plan, carver);
   make_scratch(ctx, config, plan, hybrid);
   const RopeTable table = rope_table(config, plan.shape.length);
   cos = to_device<float>(table.cos.span());
@@ -260,7 +242,8 @@ void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& co
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
   std::byte* const others = scratch.data() + FfnTrainWorkspaceCuda::kOwnBytes;
   head.emplace(plan.shape.tokens(), config.vocab_size, others);
-  place_attention_scratch(config, plan, others, views);
+  NamedCarver carver(others, kAlignBytes);
+  carve_attention(config, plan, carver, views);
 }
 
 TrainingCuda::TrainingCuda(CudaContext& ctx, const ModelConfig& config,

@@ -192,12 +192,6 @@ cudaError_t launch_token_losses(const TokenLossesCuda& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-CrossEntropyWorkspaceCuda::CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab)
-    : vocab_(vocab),
-      chunk_(workspace_tokens(max_tokens, vocab)),
-      owned_(chunk_ * vocab),
-      logits_(owned_.data()) {}
-
 CrossEntropyWorkspaceCuda::CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab,
                                                      std::byte* memory)
     : vocab_(vocab),

@@ -43,7 +43,6 @@ struct CrossEntropyCuda {
 // The logits of a chunk.
 class CrossEntropyWorkspaceCuda {
  public:
-  CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab);
   // In bytes_needed() bytes of the caller's device memory, aligned to 256.
   CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab, std::byte* memory);
   static int64_t bytes_needed(int64_t max_tokens, int64_t vocab);
@@ -52,8 +51,7 @@ class CrossEntropyWorkspaceCuda {
   friend void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
                                  const CrossEntropyWorkspaceCuda& workspace);
   int64_t vocab_;
-  int64_t chunk_;                      // tokens
-  DeviceBuffer<__nv_bfloat16> owned_;  // or the caller's
+  int64_t chunk_;  // tokens
   __nv_bfloat16* logits_;
 };
 

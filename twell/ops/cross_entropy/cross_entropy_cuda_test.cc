@@ -65,7 +65,9 @@ Results on_device(const Operands& o, bool gradients, bool graph = false, bool ad
   const auto d_x = poisoned<__nv_bfloat16>(tokens * width);
   auto d_weight = add ? upload(o.d_weight) : poisoned<float>(vocab * width);
   auto sum = upload(std::vector<CrossEntropySum>{{10.0, 100}});
-  const CrossEntropyWorkspaceCuda workspace(workspace_tokens, vocab);
+  const DeviceBuffer<std::byte> memory(
+      CrossEntropyWorkspaceCuda::bytes_needed(workspace_tokens, vocab));
+  const CrossEntropyWorkspaceCuda workspace(workspace_tokens, vocab, memory.data());
   CrossEntropyCuda problem{.tokens = tokens,
                            .width = width,
                            .vocab = vocab,

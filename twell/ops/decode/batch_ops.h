@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The products of layer_ops.h for up to 64 tokens on Hopper (decoding many sequences), and
 //   down      y = h w_down [+ residual]
-// Their input has no norm. bf16 with f32 accumulation; only results are rounded to bf16.
-//
-// All are bound by reading the weights once. They are launched with programmatic dependent launch;
-// before they wait for the previous kernel they read weights only, and these only if declared
-// constant. Deterministic; never synchronise; return cudaErrorInvalidValue for shapes outside the
-// ranges below.
+// Their input has no norm; only results are rounded to bf16. All else is as said there.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "twell/base/rounding.h"
+#include "twell/base/carver.h"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/decode/skinny_gemm.cuh"
 #include "twell/sm90/launch.cuh"
@@ -1698,35 +1698,24 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
   return launch<kTokens, 128>(problem, multiprocessors, stream);
 }
 
-struct Layout {
-  DecodeWorkspace workspace;
-  int64_t bytes = 0;
-};
-
-Layout lay_out(const DecodeWorkspaceShape& s, void* memory) {
-  Layout out;
-  const auto take = [&](auto*& array, int64_t count) {
-    array =
-        reinterpret_cast<std::decay_t<decltype(array)>>(static_cast<uint8_t*>(memory) + out.bytes);
-    out.bytes += round_up(count * static_cast<int64_t>(sizeof(*array)), int64_t{256});
-  };
-  if (s.tokens == 0) return out;
+DecodeWorkspace carve(const DecodeWorkspaceShape& s, Carver& carver) {
+  DecodeWorkspace w;
+  if (s.tokens == 0) return w;
   const int64_t heads = s.tokens * s.heads;
   const HeadParts parts(static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
                         static_cast<int>(s.head_dim));
   const int64_t segments = parts.most_segments(s.max_length, static_cast<int>(s.multiprocessors));
-  DecodeWorkspace& w = out.workspace;
-  take(w.x, s.tokens * s.width);
-  take(w.qkv, s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);
-  take(w.attended, heads * s.head_dim / 2);
-  take(w.segment_values, heads * segments * s.head_dim);
-  take(w.segment_sums, heads * segments * 2);
+  w.x = carver.take<uint64_t>(s.tokens * s.width);
+  w.qkv = carver.take<uint64_t>(s.tokens * (s.heads + 2 * s.kv_heads) * s.head_dim / 2);
+  w.attended = carver.take<uint64_t>(heads * s.head_dim / 2);
+  w.segment_values = carver.take<uint64_t>(heads * segments * s.head_dim);
+  w.segment_sums = carver.take<uint64_t>(heads * segments * 2);
   w.segments = static_cast<int>(segments);
-  take(w.fired, s.multiprocessors);
-  take(w.tagged_parts, s.multiprocessors * s.width);
-  take(w.parts, s.multiprocessors * s.tokens * s.width);
-  take(w.state, 3);
-  return out;
+  w.fired = carver.take<uint64_t>(s.multiprocessors);
+  w.tagged_parts = carver.take<uint64_t>(s.multiprocessors * s.width);
+  w.parts = carver.take<float>(s.multiprocessors * s.tokens * s.width);
+  w.state = carver.take<uint32_t>(3);
+  return w;
 }
 
 // The current device; zeros where it cannot run the kernel.
@@ -1778,11 +1767,14 @@ struct Shape {
 }  // namespace decode
 
 int64_t decode_workspace_bytes(const DecodeWorkspaceShape& shape) {
-  return decode::lay_out(shape, nullptr).bytes;
+  Carver carver(nullptr, 256);
+  decode::carve(shape, carver);
+  return carver.bytes();
 }
 
 DecodeWorkspace decode_workspace(const DecodeWorkspaceShape& shape, void* memory) {
-  return decode::lay_out(shape, memory).workspace;
+  Carver carver(memory, 256);
+  return decode::carve(shape, carver);
 }
 
 int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim) {

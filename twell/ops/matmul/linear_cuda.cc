@@ -13,30 +13,21 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
   TWELL_CHECK(inner % 8 == 0, "linear layer [{}, {}]: the input size is a multiple of 8", cols,
               inner);
   if (rows == 0) return;
+  const layer_ops::Linear few{
+      .input = {.tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights},
+      .cols = cols,
+      .w = w,
+      .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
+      .y = y,
+      .f32_out = f32_out};
   if (rows <= kFewRows && rows <= layer_ops::max_tokens(inner)) {
-    const layer_ops::Input input{
-        .tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights};
-    TWELL_CUDA_CHECK(
-        layer_ops::launch_linear({.input = input,
-                                  .cols = cols,
-                                  .w = w,
-                                  .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
-                                  .y = y,
-                                  .f32_out = f32_out},
-                                 ctx.stream()));
+    TWELL_CUDA_CHECK(layer_ops::launch_linear(few, ctx.stream()));
     return;
   }
   // With more than two tiles of 64 rows of w per SM cuBLASLt is faster.
   if (rows <= batch_ops::kMaxTokens && cols % 8 == 0 && ctx.compute_capability() == 90 &&
       cols <= int64_t{128} * ctx.multiprocessors()) {
-    TWELL_CUDA_CHECK(batch_ops::launch_linear(
-        {.input = {.tokens = rows, .width = inner, .x = x, .constant_weights = constant_weights},
-         .cols = cols,
-         .w = w,
-         .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
-         .y = y,
-         .f32_out = f32_out},
-        ctx.stream()));
+    TWELL_CUDA_CHECK(batch_ops::launch_linear(few, ctx.stream()));
     return;
   }
   matmul_cuda(

@@ -3,9 +3,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <compare>
 #include <csignal>
+#include <map>
 #include <oneapi/dnnl/dnnl.hpp>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -31,20 +32,7 @@ struct Shape {
   float beta;
   int64_t part;  // parts that run at the same time need separate primitives
 
-  bool operator==(const Shape&) const = default;
-};
-
-struct ShapeHash {
-  size_t operator()(const Shape& s) const {
-    uint64_t hash = 0;
-    for (const int64_t value : {s.m, s.n, s.k, s.a_stride, s.b_stride, s.c_stride,
-                                int64_t{s.trans_a} * 2 + int64_t{s.trans_b},
-                                static_cast<int64_t>(s.beta * 1024.0f), s.part}) {
-      hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 29;
-    }
-    return static_cast<size_t>(hash);
-  }
+  auto operator<=>(const Shape&) const = default;
 };
 
 // Row-major [rows, cols], or its transpose stored as [cols, rows].
@@ -109,7 +97,7 @@ class PrimitiveCache {
   // A model has a few dozen shapes; only prompts of ever new lengths reach the bound.
   static constexpr size_t kMaxPrimitives = 512;
   dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  std::unordered_map<Shape, Primitive, ShapeHash> primitives_;
+  std::map<Shape, Primitive> primitives_;
 };
 
 // oneDNN splits its work over the OpenMP team of the calling thread, whose threads spin for
