@@ -64,14 +64,6 @@ double least_quota(const fs::path& mount, const std::string& group, bool version
   }
 }
 
-bool names_cpu(const std::string& controllers) {
-  std::istringstream in(controllers);
-  for (std::string name; std::getline(in, name, ',');) {
-    if (name == "cpu") return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 double cgroup_cpu_quota(const std::string& root) {
@@ -84,7 +76,7 @@ double cgroup_cpu_quota(const std::string& root) {
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const bool version2 = controllers.empty();
-    if (!version2 && !names_cpu(controllers)) continue;
+    if (!version2 && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
     const double quota =
         least_quota(version2 ? mount : mount / "cpu", line.substr(second + 1), version2);
     if (quota > 0.0) least = least == 0.0 ? quota : std::min(least, quota);

@@ -12,19 +12,19 @@
 
 namespace twell {
 
-class NamedCarver {
+class NamedCarver : public Carver {
  public:
-  NamedCarver(void* block, int64_t alignment) : carver_(block, alignment) {}
+  using Carver::Carver;
 
   // n values of T for `item`; null without a block.
   template <typename T>
   void array(const char* item, int64_t n, T*& out) {
-    const int64_t before = carver_.bytes();
-    out = carver_.take<T>(n);
+    const int64_t before = bytes();
+    out = take<T>(n);
     const auto found = std::find_if(items_.begin(), items_.end(),
                                     [&](const MemoryItem& known) { return known.name == item; });
     (found != items_.end() ? *found : items_.emplace_back(MemoryItem{item, 0})).bytes +=
-        carver_.bytes() - before;
+        bytes() - before;
   }
   template <typename T>
   Matrix<T> matrix(const char* item, int64_t rows, int64_t cols) {
@@ -32,11 +32,9 @@ class NamedCarver {
     array(item, rows * cols, data);
     return {data, rows, cols};
   }
-  int64_t bytes() const { return carver_.bytes(); }
   std::vector<MemoryItem> take_items() { return std::move(items_); }
 
  private:
-  Carver carver_;
   std::vector<MemoryItem> items_;
 };
 

@@ -331,6 +331,28 @@ class FfnCallCuda {
               FfnWorkspaceCuda& workspace)
       : ctx_(ctx), chunk_(chunk), plan_(plan), workspace_(workspace) {}
 
+  void run(GpuFfnLaunch launch) const {
+    switch (launch) {
+      case GpuFfnLaunch::kDenseRows:
+        return dense_rows();
+      case GpuFfnLaunch::kDenseBatch:
+        return dense_batch();
+      case GpuFfnLaunch::kDenseGemms:
+        return dense_gemms();
+      case GpuFfnLaunch::kDecodeRows:
+      case GpuFfnLaunch::kSmallBatch:
+        return few_token_ffn_cuda(ctx_, batch(), workspace_.few_tokens_);
+      case GpuFfnLaunch::kMediumBatch:
+        return medium_batch_ffn_cuda(ctx_, batch(), workspace_.gate_.data(),
+                                     workspace_.tile_union_);
+      case GpuFfnLaunch::kTileUnion:
+        return tile_union();
+      case GpuFfnLaunch::kRowFused:
+        return row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_);
+    }
+  }
+
+ private:
   // Up to 8 tokens: norm, gate and up as one kernel, down by cuBLASLt.
   void dense_rows() const {
     TWELL_CUDA_CHECK(layer_ops::launch_gate_up(gate_up(), ctx_.stream()));
@@ -369,10 +391,6 @@ class FfnCallCuda {
                    {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
   }
 
-  void medium_batch() const {
-    medium_batch_ffn_cuda(ctx_, batch(), workspace_.gate_.data(), workspace_.tile_union_);
-  }
-
   void tile_union() const {
     const bool follows = workspace_.gated();
     SparseUpDownCuda problem =
@@ -381,12 +399,6 @@ class FfnCallCuda {
     tile_union_up_down_cuda(ctx_, problem, workspace_.tile_union_);
   }
 
-  void row_fused() const { row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_); }
-
-  // Decode rows and small batches.
-  void few_tokens() const { few_token_ffn_cuda(ctx_, batch(), workspace_.few_tokens_); }
-
- private:
   bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }
   const __nv_bfloat16* residual() const { return chunk_.add ? chunk_.y : nullptr; }
   BatchFfnCuda batch() const {
@@ -518,31 +530,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.x += begin * workspace.width();
     chunk.y += begin * workspace.width();
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
-    const FfnCallCuda call(ctx, chunk, plan, workspace);
-    switch (choice.launch) {
-      case GpuFfnLaunch::kDenseRows:
-        call.dense_rows();
-        break;
-      case GpuFfnLaunch::kDenseBatch:
-        call.dense_batch();
-        break;
-      case GpuFfnLaunch::kDenseGemms:
-        call.dense_gemms();
-        break;
-      case GpuFfnLaunch::kDecodeRows:
-      case GpuFfnLaunch::kSmallBatch:
-        call.few_tokens();
-        break;
-      case GpuFfnLaunch::kMediumBatch:
-        call.medium_batch();
-        break;
-      case GpuFfnLaunch::kTileUnion:
-        call.tile_union();
-        break;
-      case GpuFfnLaunch::kRowFused:
-        call.row_fused();
-        break;
-    }
+    FfnCallCuda(ctx, chunk, plan, workspace).run(choice.launch);
   }
 }
 
