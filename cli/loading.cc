@@ -121,21 +121,4 @@ void TextPieces::for_each_of_files(const std::function<bool(const TextPiece&)>& 
   }
 }
 
-std::vector<int32_t> first_tokens(const CommonOptions& common, const TextOptions& text,
-                                  int64_t tokens) {
-  const Tokenizer tokenizer = load_tokenizer(common.checkpoint, load_config(common.checkpoint));
-  std::vector<int32_t> ids;
-  TextPieces pieces(common, text, tokenizer, 0);
-  pieces.for_each([&](const TextPiece& piece) {
-    ids.insert(ids.end(), piece.ids.begin(), piece.ids.end());
-    return std::ssize(ids) < tokens;
-  });
-  TWELL_REQUIRE(std::ssize(ids) >= tokens,
-                "the text has {} tokens, and {} are needed: give more text, or fewer or shorter "
-                "sequences",
-                ids.size(), tokens);
-  ids.resize(static_cast<size_t>(tokens));
-  return ids;
-}
-
 }  // namespace twell::cli

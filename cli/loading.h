@@ -67,9 +67,4 @@ class TextPieces {
   std::unique_ptr<TextSource> source_;
 };
 
-// The first tokens of the text, as the checkpoint's tokenizer splits it. InputError when it has
-// fewer.
-std::vector<int32_t> first_tokens(const CommonOptions& common, const TextOptions& text,
-                                  int64_t tokens);
-
 }  // namespace twell::cli

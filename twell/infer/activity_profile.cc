@@ -26,15 +26,9 @@ int64_t LayerProfile::never_fired() const { return std::count(fired.begin(), fir
 double LayerProfile::mean_union_64() const { return ratio(union_64, tiles_64); }
 double LayerProfile::mean_union_128() const { return ratio(union_128, tiles_128); }
 
-ExpectedFfn ActivityProfile::prompt() const {
+ExpectedFfn ActivityProfile::sum(ExpectedFfn LayerProfile::*expected) const {
   ExpectedFfn sum;
-  for (const LayerProfile& layer : layers) sum += layer.prompt;
-  return sum;
-}
-
-ExpectedFfn ActivityProfile::decode() const {
-  ExpectedFfn sum;
-  for (const LayerProfile& layer : layers) sum += layer.decode;
+  for (const LayerProfile& layer : layers) sum += layer.*expected;
   return sum;
 }
 

@@ -47,8 +47,9 @@ struct ActivityProfile {
   std::vector<int64_t> tokens_at;       // [context]
   std::vector<TokenActivity> by_token;  // [V]
 
-  ExpectedFfn prompt() const;  // summed over all layers
-  ExpectedFfn decode() const;
+  ExpectedFfn sum(ExpectedFfn LayerProfile::*expected) const;  // over all layers
+  ExpectedFfn prompt() const { return sum(&LayerProfile::prompt); }
+  ExpectedFfn decode() const { return sum(&LayerProfile::decode); }
   std::vector<PositionRange> positions() const;
   // Ids of up to `count` tokens, sorted by activity, most or least active first. Considers only
   // tokens seen at least five times if there are at least 2 * count of them.

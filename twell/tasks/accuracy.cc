@@ -13,12 +13,12 @@ int64_t index_of_highest(const std::vector<double>& values) {
   return std::max_element(values.begin(), values.end()) - values.begin();
 }
 
-Accuracy accuracy(int64_t correct, int64_t items) {
+Accuracy accuracy(std::span<const ItemScore> scores, bool ItemScore::*correct) {
   Accuracy out;
-  const auto n = static_cast<double>(items);
-  out.mean = static_cast<double>(correct) / n;
+  const auto n = static_cast<double>(scores.size());
+  out.mean = static_cast<double>(std::ranges::count(scores, true, correct)) / n;
   // Scores are 0 or 1, so their squared deviations from the mean p sum to n p (1 - p).
-  if (items > 1) out.standard_error = std::sqrt(out.mean * (1.0 - out.mean) / (n - 1.0));
+  if (scores.size() > 1) out.standard_error = std::sqrt(out.mean * (1.0 - out.mean) / (n - 1.0));
   return out;
 }
 
@@ -42,16 +42,8 @@ ItemScore score_item(const TaskItem& item, std::vector<double> log_likelihoods) 
 
 TaskAccuracy task_accuracy(const Task& task, std::span<const ItemScore> scores) {
   TWELL_CHECK(!scores.empty(), "no items to take an accuracy of");
-  TaskAccuracy out;
-  out.items = std::ssize(scores);
-  const int64_t correct = std::count_if(scores.begin(), scores.end(),
-                                        [](const ItemScore& score) { return score.correct; });
-  out.acc = accuracy(correct, out.items);
-  if (task.has_acc_norm) {
-    const int64_t norm = std::count_if(scores.begin(), scores.end(),
-                                       [](const ItemScore& score) { return score.correct_norm; });
-    out.acc_norm = accuracy(norm, out.items);
-  }
+  TaskAccuracy out{.items = std::ssize(scores), .acc = accuracy(scores, &ItemScore::correct)};
+  if (task.has_acc_norm) out.acc_norm = accuracy(scores, &ItemScore::correct_norm);
   return out;
 }
 

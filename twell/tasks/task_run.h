@@ -25,7 +25,7 @@ struct TaskProgress {
 };
 
 struct TaskRunOptions {
-  // Folder of <task>.jsonl, which keeps the scores (score_log.h), saved every save_seconds and at
+  // Folder of <task>.jsonl, which keeps the scores, saved every save_seconds and at
   // the end. A run continues scores of the same model, tokenizer, items and options found there.
   std::filesystem::path out;  // empty: scores are not kept
   // Tokens that the KV cache holds, about; at least one item. 0: a default for the device.

@@ -40,7 +40,7 @@ class TrainEngine {
   virtual ~TrainEngine() = default;
 
   // The model in host memory. Its weights are up to date only within read_state.
-  virtual Model& model() = 0;
+  Model& model() { return model_; }
   // Runs forward, backward and the optimizer for all micro-batches of a step, of which each rank
   // takes its share. When the loss or the norm is not finite, weights and moments stay unchanged.
   // This and the functions below are collective: all ranks call them.
@@ -48,8 +48,8 @@ class TrainEngine {
   virtual double validate() = 0;  // nats per token on the validation split
 
   // The other ranks; null for a run of a single one.
-  virtual Communicator* ranks() const { return nullptr; }
-  virtual const ShardLayout& layout() const = 0;
+  Communicator* ranks() const { return ranks_; }
+  const ShardLayout& layout() const { return layout_; }
 
   using StateFn = std::function<void(const OptimizerTensors& state)>;
   // Calls use() with a host copy of the weights and moments.
@@ -60,6 +60,17 @@ class TrainEngine {
   // For progress messages; 0 when unknown or unlimited.
   virtual double peak_flops() const { return 0.0; }   // dense bf16, FLOP/s
   virtual int64_t device_bytes() const { return 0; }  // in use
+
+ protected:
+  TrainEngine(Model& model, Communicator* ranks)
+      : model_(model),
+        ranks_(ranks),
+        layout_(model, ranks == nullptr ? 1 : ranks->size(), ranks == nullptr ? 0 : ranks->rank()) {
+  }
+
+  Model& model_;
+  Communicator* ranks_;
+  ShardLayout layout_;
 };
 
 }  // namespace twell

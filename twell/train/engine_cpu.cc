@@ -28,12 +28,10 @@ std::span<float> bucket_of(std::span<float> flat, const GradientBucket& bucket) 
 TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards,
                                const TrainOptions& options, const Model* teacher,
                                Communicator* ranks)
-    : ctx_(ctx),
-      model_(model),
+    : TrainEngine(model, ranks),
+      ctx_(ctx),
       shards_(shards),
       options_(options),
-      ranks_(ranks),
-      layout_(model, ranks == nullptr ? 1 : ranks->size(), ranks == nullptr ? 0 : ranks->rank()),
       micro_batches_(shards, options),
       state_(model.config, {options.micro_batch, options.sequence_length}),
       optimizer_(model, layout_),
@@ -186,12 +184,12 @@ double TrainEngineCpu::validate() {
   await_weights(model_.config.layers);
   // Validates half a training micro-batch at a time, which fits into the scratch memory of
   // training.
-  ValidationOptions validation;
-  validation.sequences = options_.validation_sequences;
-  validation.length = options_.sequence_length;
-  validation.document_mask = options_.document_mask;
-  validation.micro_batch = std::max<int64_t>(1, options_.micro_batch / 2);
-  return validation_cross_entropy(ctx_, model_, shards_, validation, ranks_);
+  return validation_cross_entropy(ctx_, model_, shards_,
+                                  {.sequences = options_.validation_sequences,
+                                   .length = options_.sequence_length,
+                                   .micro_batch = std::max<int64_t>(1, options_.micro_batch / 2),
+                                   .document_mask = options_.document_mask},
+                                  ranks_);
 }
 
 }  // namespace twell

@@ -32,11 +32,8 @@ class TrainEngineCpu : public TrainEngine {
   // Other ranks may still be waiting for weights of this one.
   ~TrainEngineCpu() override;
 
-  Model& model() override { return model_; }
   StepOutcome step(const StepRequest& request) override;
   double validate() override;
-  Communicator* ranks() const override { return ranks_; }
-  const ShardLayout& layout() const override { return layout_; }
   void read_state(const StateFn& use) override;
   void write_state(const StateFn& fill) override;
 
@@ -53,11 +50,8 @@ class TrainEngineCpu : public TrainEngine {
   }
 
   Context& ctx_;
-  Model& model_;
   const ShardSet& shards_;
   TrainOptions options_;
-  Communicator* ranks_;
-  ShardLayout layout_;
   MicroBatches micro_batches_;
   TrainingState state_;
   Optimizer optimizer_;

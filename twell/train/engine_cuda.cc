@@ -111,11 +111,9 @@ class TrainEngineCuda::Replay {
 TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
                                  const TrainOptions& options, std::span<const LayerHint> hints,
                                  Communicator* ranks)
-    : ctx_(ctx),
-      model_(model),
+    : TrainEngine(model, ranks),
+      ctx_(ctx),
       options_(options),
-      ranks_(ranks),
-      layout_(model, ranks == nullptr ? 1 : ranks->size(), ranks == nullptr ? 0 : ranks->rank()),
       free_at_start_(free_device_bytes()),
       training_(ctx, supported(model.config, options),
                 training_plan(ctx, model.config, options, hints),

@@ -35,11 +35,8 @@ class TrainEngineCuda : public TrainEngine {
                   Communicator* ranks = nullptr);
   ~TrainEngineCuda() override;
 
-  Model& model() override { return model_; }
   StepOutcome step(const StepRequest& request) override;
   double validate() override;
-  Communicator* ranks() const override { return ranks_; }
-  const ShardLayout& layout() const override { return layout_; }
   void read_state(const StateFn& use) override;
   void write_state(const StateFn& fill) override;
   double peak_flops() const override { return stated_peak_flops(ctx_.device_name()); }
@@ -71,10 +68,7 @@ class TrainEngineCuda : public TrainEngine {
   StepOutcome outcome();
 
   CudaContext& ctx_;
-  Model& model_;
   TrainOptions options_;
-  Communicator* ranks_;
-  ShardLayout layout_;
   int64_t free_at_start_;  // bytes of device memory
   std::unique_ptr<MicroBatches> micro_batches_;
   std::unique_ptr<ValidationWindows> validation_;

@@ -160,16 +160,15 @@ class RanksTest : public testing::Test {
    public:
     using AfterStep = std::function<void(int64_t step, const StepOutcome& outcome)>;
     Watched(TrainEngine& engine, AfterStep after_step)
-        : engine_(engine), after_step_(std::move(after_step)) {}
-    Model& model() override { return engine_.model(); }
+        : TrainEngine(engine.model(), engine.ranks()),
+          engine_(engine),
+          after_step_(std::move(after_step)) {}
     StepOutcome step(const StepRequest& request) override {
       StepOutcome outcome = engine_.step(request);
       after_step_(request.step, outcome);
       return outcome;
     }
     double validate() override { return engine_.validate(); }
-    Communicator* ranks() const override { return engine_.ranks(); }
-    const ShardLayout& layout() const override { return engine_.layout(); }
     void read_state(const StateFn& use) override { engine_.read_state(use); }
     void write_state(const StateFn& fill) override { engine_.write_state(fill); }
 
