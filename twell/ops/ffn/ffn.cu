@@ -175,7 +175,7 @@ void DenseFfnCuda::tune(CudaContext& ctx, const FfnWeightsCuda& weights, const _
 
 void DenseFfnCuda::gate(CudaContext& ctx, const FfnWeightsCuda& weights,
                         const __nv_bfloat16* x) const {
-  const MatmulPlanCuda& plan = gated_ ? *gate_plan_ : *up_plan_;
+  MatmulPlanCuda& plan = gated_ ? *gate_plan_ : *up_plan_;
   plan.run(ctx, x, gated_ ? weights.w_gate : weights.w_up, gate_values());
   if (biased_) add_bias(ctx, gated_ ? weights.b_gate : weights.b_up, ffn_, gate_values());
 }

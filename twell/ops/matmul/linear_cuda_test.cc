@@ -7,6 +7,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
+#include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
 namespace {
@@ -87,6 +88,66 @@ TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {
     stream.synchronize();
     EXPECT_EQ(download(apart), download(together)) << rows;
   }
+}
+
+// A plan tries proposals of cuBLASLt while it is in use, which no result may show.
+TEST(MatmulPlanCuda, EveryTrialGivesTheSameBits) {
+  TWELL_GPU_TEST();
+  int64_t tried = 0;
+  for (const MatmulShapeCuda& shape : std::vector<MatmulShapeCuda>{
+           {.rows = 100, .cols = 2048, .inner = 512, .trans_b = true, .relu = true},
+           {.rows = 65, .cols = 1000, .inner = 1000, .trans_b = true, .f32_out = true},
+           {.rows = 72, .cols = 2048, .inner = 8192},
+           {.rows = 192, .cols = 2560, .inner = 6912, .add = true},
+           {.rows = 2048, .cols = 1024, .inner = 2816, .add = true},
+           {.rows = 1024, .cols = 512, .inner = 3000, .f32_out = true, .trans_a = true},
+           {.rows = 512,
+           .cols = 1024,
+           .inner = 2048,
+           .f32_out = true,
+           .trans_a = true,
+           .add = true}}) {
+    MatmulPlanCuda plan(ctx, shape);
+    const auto a = upload(random_bf16(shape.rows * shape.inner, 1)),
+               b = upload(random_bf16(shape.cols * shape.inner, 2));
+    const int64_t words = shape.rows * shape.cols / (shape.f32_out ? 1 : 2);
+    const DeviceBuffer<uint32_t> c(words);
+    std::vector<uint32_t> first;
+    for (int64_t run = 0; run < MatmulPlanCuda::kRunsToSettle; ++run) {
+      tried += !plan.settled();
+      TWELL_CUDA_CHECK(
+          cudaMemsetAsync(c.data(), 0x3d, static_cast<size_t>(c.bytes()), stream.get()));
+      plan.run(ctx, a.data(), b.data(), c.data());
+      stream.synchronize();
+      const auto got = download(c);
+      if (run == 0) first = got;
+      ASSERT_EQ(got, first) << shape.rows << " x " << shape.cols << ", run " << run;
+    }
+    EXPECT_TRUE(plan.settled());
+  }
+  EXPECT_GT(tried, 0);
+}
+
+// A captured run is not timed, and leaves the plan as it was.
+TEST(MatmulPlanCuda, DoesNotTimeWhatIsCaptured) {
+  TWELL_GPU_TEST();
+  const MatmulShapeCuda shape{.rows = 512, .cols = 1024, .inner = 512, .trans_b = true};
+  MatmulPlanCuda plan(ctx, shape);
+  const auto a = upload(random_bf16(shape.rows * shape.inner, 1)),
+             b = upload(random_bf16(shape.cols * shape.inner, 2));
+  const auto c = poisoned<__nv_bfloat16>(shape.rows * shape.cols);
+  const auto run = [&] { plan.run(ctx, a.data(), b.data(), c.data()); };
+  const bool settled = plan.settled();
+  const CudaGraph graph(stream.get(), [&] {
+    for (int64_t i = 0; i < MatmulPlanCuda::kRunsToSettle; ++i) run();
+  });
+  EXPECT_EQ(plan.settled(), settled);
+  graph.launch(stream.get());
+  stream.synchronize();
+  const auto captured = to_floats(download(c));
+  run();
+  stream.synchronize();
+  EXPECT_EQ(to_floats(download(c)), captured);
 }
 
 }  // namespace

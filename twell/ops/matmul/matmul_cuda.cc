@@ -5,12 +5,20 @@
 #include <array>
 #include <map>
 #include <span>
+#include <tuple>
 #include <vector>
 
 namespace twell {
 namespace {
 
 constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;  // cuBLAS's own default on Hopper
+// A shape is timed once it has come back, so that prompts of ever new lengths run undisturbed: a
+// model of 64 layers runs its plans 64 times for each of them.
+constexpr int64_t kUntimedRuns = 64;
+constexpr int64_t kTimedRuns = 3;  // of each proposal
+// A proposal must be this much faster than the one chosen by rules. Where the GPU waits for the
+// host all take as long.
+constexpr double kFaster = 0.98;
 
 void check_cublas(cublasStatus_t status, const char* call, int line) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
@@ -37,8 +45,10 @@ cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t ty
 // How cuBLASLt proposes to cut a product.
 struct Proposal {
   explicit Proposal(const cublasLtMatmulHeuristicResult_t& result) : waves(result.wavesCount) {
+    get(result.algo, CUBLASLT_ALGO_CONFIG_ID, kernels);
     get(result.algo, CUBLASLT_ALGO_CONFIG_TILE_ID, tile);
     get(result.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, split_k);
+    get(result.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, reduction);
     get(result.algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, cluster);
   }
   template <typename T>
@@ -48,13 +58,19 @@ struct Proposal {
     TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value,
                                                             sizeof(value), &written));
   }
+  // Whether results are the same bit for bit.
+  bool adds_as(const Proposal& other) const {
+    return std::tie(kernels, split_k, reduction) ==
+           std::tie(other.kernels, other.split_k, other.reduction);
+  }
   bool has_tile(const auto& tiles) const { return std::ranges::find(tiles, tile) != tiles.end(); }
   bool has_cluster(const auto& shapes) const {
     return std::ranges::find(shapes, cluster) != shapes.end();
   }
 
   float waves;  // rounds of CTAs over the GPU, the last one in part
-  int32_t tile = 0, split_k = 1;
+  int32_t kernels = 0, tile = 0, split_k = 1;
+  uint32_t reduction = 0;
   uint16_t cluster = 0;
 };
 
@@ -120,12 +136,31 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
   return chosen;
 }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  TWELL_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Never waits.
+bool is_complete(const CudaEvent& event) {
+  const cudaError_t status = cudaEventQuery(event.get());
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();  // or the check of the next launch would report it
+    return false;
+  }
+  TWELL_CUDA_CHECK(status);
+  return true;
+}
+
 struct MatmulPlans {
   std::map<MatmulShapeCuda, MatmulPlanCuda> plans;
   bool tuning = false;
 };
 
 }  // namespace
+
+const int64_t MatmulPlanCuda::kRunsToSettle = kUntimedRuns + kTimedRuns * kProposals + 1;
 
 // cuBLAS is column-major: it computes c^T [N, M] = op(b)^T op(a)^T.
 MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) : shape_(shape) {
@@ -159,6 +194,9 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
   chosen_ = best_proposal(ctx, shape, {proposals_, static_cast<size_t>(proposal_count_)});
+  for (int i = 0; i < proposal_count_; ++i) {
+    if (Proposal(proposals_[i]).adds_as(Proposal(proposals_[chosen_]))) candidates_.push_back(i);
+  }
 }
 
 MatmulPlanCuda::~MatmulPlanCuda() {
@@ -178,8 +216,31 @@ void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algo
 }
 
 void MatmulPlanCuda::run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
-                         void* c) const {
+                         void* c) {
+  const bool times = !settled() && !is_capturing(ctx.stream()) && ++runs_ > kUntimedRuns;
+  if (times && std::ssize(events_) < 2 * kTimedRuns * std::ssize(candidates_)) {
+    const int proposal = candidates_[events_.size() / 2 % candidates_.size()];
+    events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
+    run_with(ctx, proposals_[proposal].algo, a, b, c);
+    events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
+    return;
+  }
+  if (times && is_complete(events_.back())) settle();
   run_with(ctx, proposals_[chosen_].algo, a, b, c);
+}
+
+void MatmulPlanCuda::settle() {
+  std::map<int, double> fastest;  // run of a proposal, in ms
+  for (size_t run = 0; run < events_.size() / 2; ++run) {
+    const double time = events_[2 * run + 1].milliseconds_since(events_[2 * run]);
+    const int proposal = candidates_[run % candidates_.size()];
+    fastest[proposal] = run < candidates_.size() ? time : std::min(fastest[proposal], time);
+  }
+  const auto best = std::ranges::min_element(
+      fastest, {}, [](const auto& proposal_and_time) { return proposal_and_time.second; });
+  if (best->second < kFaster * fastest[chosen_]) chosen_ = best->first;
+  candidates_ = {chosen_};
+  events_.clear();
 }
 
 void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
@@ -205,6 +266,7 @@ void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_b
       chosen_ = i;
     }
   }
+  candidates_ = {chosen_};
 }
 
 void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,

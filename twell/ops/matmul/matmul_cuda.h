@@ -2,7 +2,7 @@
 // Dense matrix product on the GPU through cuBLASLt, bf16 in, bf16 or f32 out, f32 accumulation:
 //   c [M, N] = epilogue(op(a) op(b)),  a [M, K] or stored [K, M],
 //   b [N, K] (a weight of a linear layer) or [K, N].
-// A plan fixes the shape and the algorithm; it may be run on any operands of that shape.
+// A plan is of one shape and may be run on any operands of that shape.
 #pragma once
 
 #include <cublasLt.h>
@@ -10,6 +10,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <vector>
 
 #include "twell/base/cuda.h"
 
@@ -31,7 +32,8 @@ struct MatmulShapeCuda {
 class MatmulPlanCuda {
  public:
   // Takes the first algorithm that cuBLASLt proposes, or another of its proposals where that is
-  // known to be faster. Throws Error if there is none.
+  // known to be faster. A plan that is run often then times those of its proposals that give the
+  // same bits, in their turn, and keeps the fastest. Throws Error if cuBLASLt proposes none.
   MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape);
   ~MatmulPlanCuda();
   MatmulPlanCuda(const MatmulPlanCuda&) = delete;
@@ -43,10 +45,16 @@ class MatmulPlanCuda {
 
   // Enqueues; never synchronises. c [M, N] has the shape's output type. Plans of one context share
   // a workspace, which is safe because they run on one stream.
-  void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const;
+  void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
+
+  // Whether the choice is final: after kRunsToSettle runs at most that no graph captured, if the
+  // GPU had finished all others when the last one was enqueued.
+  static const int64_t kRunsToSettle;
+  bool settled() const { return candidates_.size() <= 1; }
 
  private:
   static constexpr int kProposals = 16;
+  void settle();
   void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
                 const __nv_bfloat16* b, void* c) const;
 
@@ -58,6 +66,11 @@ class MatmulPlanCuda {
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
+  // Proposals that give the bits of the chosen one: cuBLASLt adds up along K in order, so that only
+  // the number of parts into which it splits K changes how a result is rounded.
+  std::vector<int> candidates_;
+  int64_t runs_ = 0;               // of which the first are not timed
+  std::vector<CudaEvent> events_;  // begin and end of each timed run
 };
 
 // The same with the context's plan for the shape. The first call of a shape makes the plan, which
