@@ -93,6 +93,8 @@ TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {
 // A plan tries proposals of cuBLASLt while it is in use, which no result may show.
 TEST(MatmulPlanCuda, EveryTrialGivesTheSameBits) {
   TWELL_GPU_TEST();
+  const DeviceBuffer<std::byte> busy(int64_t{1}
+                                     << 29);  // filled so that the GPU is behind the host
   int64_t tried = 0;
   for (const MatmulShapeCuda& shape : std::vector<MatmulShapeCuda>{
            {.rows = 100, .cols = 2048, .inner = 512, .trans_b = true, .relu = true},
@@ -117,6 +119,8 @@ TEST(MatmulPlanCuda, EveryTrialGivesTheSameBits) {
       tried += !plan.settled();
       TWELL_CUDA_CHECK(
           cudaMemsetAsync(c.data(), 0x3d, static_cast<size_t>(c.bytes()), stream.get()));
+      TWELL_CUDA_CHECK(
+          cudaMemsetAsync(busy.data(), 0, static_cast<size_t>(busy.bytes()), stream.get()));
       plan.run(ctx, a.data(), b.data(), c.data());
       stream.synchronize();
       const auto got = download(c);

@@ -15,10 +15,8 @@ constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;  // cuBLAS's own default 
 // A shape is timed once it has come back, so that prompts of ever new lengths run undisturbed: a
 // model of 64 layers runs its plans 64 times for each of them.
 constexpr int64_t kUntimedRuns = 64;
-constexpr int64_t kTimedRuns = 3;  // of each proposal
-// A proposal must be this much faster than the one chosen by rules. Where the GPU waits for the
-// host all take as long.
-constexpr double kFaster = 0.98;
+constexpr int64_t kTimedRuns = 4;  // of each proposal
+constexpr double kFaster = 0.97;   // of the time of the one chosen by rules, to be taken instead
 
 void check_cublas(cublasStatus_t status, const char* call, int line) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
@@ -123,7 +121,7 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
     return other.split_k == 1 && other.has_cluster(kSmallClusters) && other.waves >= 0.9f &&
            other.waves <= 1.0f;
   };
-  if (shape.rows <= 96 && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
+  if (shape.rows <= 72 && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
   // Clusters of four are slow where they are many; why is not known.
   const auto four = [](const Proposal& other) {
     return other.split_k == 1 && other.cluster == CUBLASLT_CLUSTER_SHAPE_4x1x1;
@@ -160,7 +158,7 @@ struct MatmulPlans {
 
 }  // namespace
 
-const int64_t MatmulPlanCuda::kRunsToSettle = kUntimedRuns + kTimedRuns * kProposals + 1;
+const int64_t MatmulPlanCuda::kRunsToSettle = kUntimedRuns + 2 * kTimedRuns * kProposals + 1;
 
 // cuBLAS is column-major: it computes c^T [N, M] = op(b)^T op(a)^T.
 MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) : shape_(shape) {
@@ -217,19 +215,33 @@ void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algo
 
 void MatmulPlanCuda::run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
                          void* c) {
-  const bool times = !settled() && !is_capturing(ctx.stream()) && ++runs_ > kUntimedRuns;
-  if (times && std::ssize(events_) < 2 * kTimedRuns * std::ssize(candidates_)) {
-    const int proposal = candidates_[events_.size() / 2 % candidates_.size()];
-    events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
-    run_with(ctx, proposals_[proposal].algo, a, b, c);
-    events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
+  if (settled() || is_capturing(ctx.stream()) || ++runs_ <= kUntimedRuns) {
+    run_with(ctx, proposals_[chosen_].algo, a, b, c);
     return;
   }
-  if (times && is_complete(events_.back())) settle();
-  run_with(ctx, proposals_[chosen_].algo, a, b, c);
+  const bool timed = std::ssize(events_) == 2 * kTimedRuns * std::ssize(candidates_);
+  if (timed || runs_ == kRunsToSettle) {
+    if (!timed || is_complete(events_.back())) settle(timed);
+    run_with(ctx, proposals_[chosen_].algo, a, b, c);
+    return;
+  }
+  const int proposal = candidates_[events_.size() / 2 % candidates_.size()];
+  events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
+  run_with(ctx, proposals_[proposal].algo, a, b, c);
+  if (is_complete(events_.back())) {
+    events_.pop_back();  // the GPU waited for this product, so that its time would be the host's
+  } else {
+    events_.emplace_back(CudaEvent::Timing::kOn).record(ctx.stream());
+  }
 }
 
-void MatmulPlanCuda::settle() {
+void MatmulPlanCuda::settle(bool timed) {
+  if (timed) chosen_ = fastest_proposal();
+  candidates_ = {chosen_};
+  events_.clear();
+}
+
+int MatmulPlanCuda::fastest_proposal() const {
   std::map<int, double> fastest;  // run of a proposal, in ms
   for (size_t run = 0; run < events_.size() / 2; ++run) {
     const double time = events_[2 * run + 1].milliseconds_since(events_[2 * run]);
@@ -238,9 +250,7 @@ void MatmulPlanCuda::settle() {
   }
   const auto best = std::ranges::min_element(
       fastest, {}, [](const auto& proposal_and_time) { return proposal_and_time.second; });
-  if (best->second < kFaster * fastest[chosen_]) chosen_ = best->first;
-  candidates_ = {chosen_};
-  events_.clear();
+  return best->second < kFaster * fastest[chosen_] ? best->first : chosen_;
 }
 
 void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,

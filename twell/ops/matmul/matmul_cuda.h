@@ -47,14 +47,16 @@ class MatmulPlanCuda {
   // a workspace, which is safe because they run on one stream.
   void run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c);
 
-  // Whether the choice is final: after kRunsToSettle runs at most that no graph captured, if the
-  // GPU had finished all others when the last one was enqueued.
+  // Whether the choice is final. It is after kRunsToSettle runs outside of graphs, if the GPU had
+  // finished all but the last of them when that was enqueued. Times for which the GPU waited for
+  // the host do not count; where most are such, the choice stays as it was.
   static const int64_t kRunsToSettle;
   bool settled() const { return candidates_.size() <= 1; }
 
  private:
-  static constexpr int kProposals = 16;
-  void settle();
+  static constexpr int kProposals = 8;
+  void settle(bool timed);
+  int fastest_proposal() const;
   void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
                 const __nv_bfloat16* b, void* c) const;
 
