@@ -2,9 +2,12 @@
 // twell inspect: a checkpoint's tensors, whether its weights are healthy, and its sparsity on a
 // text.
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -119,7 +122,17 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
   return result;
 }
 
+// A text may take minutes, so that a file which cannot be written is refused before it.
+void require_writable(const std::filesystem::path& file) {
+  if (file.empty()) return;
+  const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
+  TWELL_REQUIRE(::access(folder.c_str(), W_OK) == 0, "cannot write {}: {}", file.string(),
+                std::strerror(errno));
+}
+
 int run_inspect(const CommonOptions& common, const InspectArguments& arguments) {
+  require_writable(arguments.json_file);
+  require_writable(arguments.html_file);
   const Inspection inspection = inspect(common, arguments);
   const bool json = arguments.json->given();
   if (json && arguments.json_file.empty()) {

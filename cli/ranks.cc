@@ -141,6 +141,7 @@ class Processes {
     bool signalled = false;  // the launcher received a signal
     bool failed = false;
     bool input_error = false;  // a rank ended with exit code 2
+    bool finished = false;     // a rank ended with exit code 0, so all steps are done
   };
   Ending wait() {
     Ending ending;
@@ -194,7 +195,9 @@ class Processes {
         const bool interrupted =
             ending.signalled && WIFEXITED(status) &&
             (WEXITSTATUS(status) == interrupted_exit_code() || WEXITSTATUS(status) == kExitStopped);
-        if (interrupted || (WIFEXITED(status) && WEXITSTATUS(status) == kExitOk)) continue;
+        const bool finished = WIFEXITED(status) && WEXITSTATUS(status) == kExitOk;
+        ending.finished = ending.finished || finished;
+        if (interrupted || finished) continue;
         ending.failed = true;
         if (WIFEXITED(status) && WEXITSTATUS(status) == kExitInput) ending.input_error = true;
         if (WIFSIGNALED(status)) {
@@ -265,7 +268,8 @@ int launch_ranks(const Launch& launch) {
     if (ending.signalled && !ending.input_error) return kExitStopped;
     if (!ending.failed) return kExitOk;
     if (ending.input_error) return kExitInput;
-    if (restarts == launch.max_restarts) return kExitFailure;
+    // After all steps a rank may still fail to print them, which a restart would not mend.
+    if (ending.finished || restarts == launch.max_restarts) return kExitFailure;
     if (can_continue(launch.out, /*owner=*/true)) {
       if (last_beginning(launch.out) != earlier_run) words = without_resume_from(words);
       if (std::find(words.begin(), words.end(), "--resume") == words.end()) {

@@ -945,6 +945,8 @@ TEST_F(CliTest, HelpOfEveryCommand) {
   EXPECT_THAT(run({"eval", "--help"}).out, HasSubstr("(with --tasks)"));
   expect_refused({"completion"}, "SHELL is required: bash, zsh or fish");
   expect_refused({"inspect", "--checkpoint", "nowhere"}, "nowhere does not exist");
+  expect_refused({"inspect", "--checkpoint", golden("model"), "--html", "nowhere/page.html"},
+                 "cannot write nowhere/page.html");
 }
 
 }  // namespace

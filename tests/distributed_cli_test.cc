@@ -445,6 +445,19 @@ TEST_F(DistributedTest, ARestartKeepsResumeFromAndTheOptionsGivenWithIt) {
   }
 }
 
+TEST_F(DistributedTest, AFinishedRunWhoseOutputIsLostIsNotRestarted) {
+  std::array<int, 2> pipe{};
+  ASSERT_EQ(::pipe(pipe.data()), 0);
+  ::close(pipe[0]);
+  const pid_t launcher =
+      start(train("run", {"--steps", "6", "--ranks", "2", "--max-restarts", "2"}), pipe[1]);
+  ::close(pipe[1]);
+  const Result result = finish(launcher);
+  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.err.find("restart"), std::string::npos) << result.err;
+  EXPECT_EQ(lines("run"), 6);
+}
+
 TEST_F(DistributedTest, ADivergedRunIsNotRestarted) {
   // A weight decay that multiplies the weights by about -1,000 in every step.
   const Result result = run(train("run", {"--steps", "100", "--ranks", "2", "--lr", "10",

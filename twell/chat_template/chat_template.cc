@@ -85,7 +85,8 @@ ChatTemplate ChatTemplate::load(const fs::path& folder) {
   const fs::path file = folder / "chat_template.jinja";
   const bool own_file = fs::exists(file);
   TWELL_REQUIRE(fs::exists(config) || own_file,
-                "{} has no tokenizer_config.json and so no chat template", folder.string());
+                "{} has no chat template: it needs tokenizer_config.json or chat_template.jinja",
+                folder.string());
   return parse(fs::exists(config) ? read_file(config) : "{}",
                own_file ? file.string() : config.string(), own_file ? read_file(file) : "");
 }

@@ -178,8 +178,9 @@ class Loop {
         std::max<int64_t>(run_.options.keep_last + 1 - run_.folder.checkpoints(), 1);
     const int64_t free = run_.folder.free_bytes(), more = std::min(to_come, most);
     if (free < 0 || free >= more * checkpoint_bytes_) return;
-    warn(fmt::format("{}, and {} more will be there at a time: make room before they are saved",
-                     room(), more));
+    warn(fmt::format("{}; make room for {} before {} saved", room(),
+                     more == 1 ? "one" : fmt::format("the {} that are there at a time", more),
+                     more == 1 ? "it is" : "they are"));
   }
 
   // Passes rank 0's text to all ranks, without a time limit.
