@@ -14,7 +14,6 @@
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/data/test_files.h"
 #include "twell/model/scorer_cpu.h"
-#include "twell/tasks/score_log.h"
 #include "twell/tasks/task_run.h"
 
 namespace twell {

@@ -85,22 +85,11 @@ std::map<std::string, std::string> read_metadata(const json& object, const std::
   return metadata;
 }
 
-// Sorts tensors by offset; an empty tensor comes before the one at the same offset.
-std::vector<const TensorInfo*> file_order(const SafetensorsContent& content) {
-  std::vector<const TensorInfo*> order;
-  for (const auto& [name, info] : content.tensors) order.push_back(&info);
-  std::stable_sort(order.begin(), order.end(), [](const TensorInfo* a, const TensorInfo* b) {
-    return std::pair(a->bytes.data(), a->bytes.size()) <
-           std::pair(b->bytes.data(), b->bytes.size());
-  });
-  return order;
-}
-
 // The format requires that every byte of the data section belongs to exactly one tensor.
 void require_contiguous(const SafetensorsContent& content, std::span<const std::byte> data,
                         const std::string& source) {
   size_t next = 0;
-  for (const TensorInfo* info : file_order(content)) {
+  for (const TensorInfo* info : content.file_order()) {
     const size_t begin = static_cast<size_t>(info->bytes.data() - data.data());
     TWELL_REQUIRE(begin >= next, "{}: tensor {} overlaps the one before it", source, info->name);
     TWELL_REQUIRE(begin == next, "{}: {} unused bytes before tensor {}", source, begin - next,
@@ -172,6 +161,16 @@ bool is_plain_file_name(const std::string& name) {
 
 }  // namespace
 
+std::vector<const TensorInfo*> SafetensorsContent::file_order() const {
+  std::vector<const TensorInfo*> order;
+  for (const auto& [name, info] : tensors) order.push_back(&info);
+  // An empty tensor comes before the one at the same offset.
+  std::ranges::stable_sort(order, {}, [](const TensorInfo* info) {
+    return std::pair(info->bytes.data(), info->bytes.size());
+  });
+  return order;
+}
+
 SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source) {
   uint64_t header_bytes = 0;
   TWELL_REQUIRE(file.size() >= sizeof(header_bytes), "{}: {} bytes are too few for safetensors",
@@ -200,10 +199,6 @@ SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std:
 
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
     : file_(path), content_(parse_safetensors(file_.bytes(), path.string())) {}
-
-std::vector<const TensorInfo*> SafetensorsFile::file_order() const {
-  return twell::file_order(content_);
-}
 
 const TensorInfo& SafetensorsFile::tensor(std::string_view name) const {
   const auto it = content_.tensors.find(name);

@@ -32,6 +32,8 @@ struct TensorInfo {
 struct SafetensorsContent {
   std::map<std::string, TensorInfo, std::less<>> tensors;
   std::map<std::string, std::string> metadata;
+
+  std::vector<const TensorInfo*> file_order() const;  // sorted by the offset of their bytes
 };
 SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source);
 
@@ -43,7 +45,7 @@ class SafetensorsFile {
   const auto& metadata() const { return content_.metadata; }
   const std::filesystem::path& path() const { return file_.path(); }
   std::span<const std::byte> bytes() const { return file_.bytes(); }
-  std::vector<const TensorInfo*> file_order() const;  // sorted by the offset of their bytes
+  std::vector<const TensorInfo*> file_order() const { return content_.file_order(); }
   // See MappedFile.
   void expect_full_read() const { file_.expect_full_read(); }
   void release(std::span<const std::byte> part) const { file_.release(part); }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "twell/base/error.h"
@@ -46,14 +47,8 @@ std::vector<double> relative_weights(const std::vector<Candidate>& candidates, f
   return weights;
 }
 
-double sum(const std::vector<double>& values) {
-  double total = 0.0;
-  for (const double value : values) total += value;
-  return total;
-}
-
 void keep_top_p(std::vector<double>& weights, double top_p) {
-  const double limit = top_p * sum(weights);
+  const double limit = top_p * std::accumulate(weights.begin(), weights.end(), 0.0);
   double mass = 0.0;
   size_t keep = 0;
   while (keep < weights.size() && mass < limit) mass += weights[keep++];
@@ -103,7 +98,8 @@ int32_t sample(std::span<const float> logits, const SamplerOptions& options, uin
   if (options.top_p < 1.0f) keep_top_p(weights, options.top_p);
   if (options.min_p > 0.0f) keep_min_p(weights, options.min_p);
 
-  double remaining = static_cast<double>(uniform(options.seed, stream, index)) * sum(weights);
+  double remaining = static_cast<double>(uniform(options.seed, stream, index)) *
+                     std::accumulate(weights.begin(), weights.end(), 0.0);
   for (size_t i = 0; i + 1 < weights.size(); ++i) {
     remaining -= weights[i];
     if (remaining < 0.0) return candidates[i].id;
