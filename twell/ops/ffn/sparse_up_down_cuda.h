@@ -75,7 +75,9 @@ void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 // layer costs.
 // Row-fused works token by token: dot product of x with a neuron's row of w_up, times g, times its
 // row of w_down, added to y. It runs on any GPU of compute capability 8.0 or later, and is best
-// where few neurons are active per token and neighbouring tokens share none.
+// where few neurons are active per token and neighbouring tokens share none. h is rounded to bf16
+// but stays in registers. Rows with more than 64 non-zeros are spread over many warps; partial sums
+// of a row are added in an order that depends on the number of such rows alone.
 // Both are exact on every input and deterministic, never synchronise, and can be captured in a CUDA
 // graph.
 
@@ -135,10 +137,6 @@ class TileUnionWorkspace {
 
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace);
-
-// h is rounded to bf16 but stays in registers. Rows with more than 64 non-zeros are spread over
-// many warps; partial sums of a row are added in an order that depends on the number of such rows
-// alone.
 
 // Device memory of one row-fused call in flight, for up to max_tokens tokens of up to max_width.
 class RowFusedWorkspace {
