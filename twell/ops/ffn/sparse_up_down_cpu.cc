@@ -2,7 +2,6 @@
 #include "twell/ops/ffn/sparse_up_down.h"
 
 #include <algorithm>
-#include <ranges>
 
 #include "twell/base/error.h"
 #include "twell/ops/ffn/pair_kernels_simd.h"
@@ -40,9 +39,17 @@ constexpr int64_t kRowCost = 2;
 int64_t split_rows(const Csr& pairs, int64_t part, int64_t parts) {
   const auto cost_before = [&](int64_t row) { return pairs.row_begin[row] + row * kRowCost; };
   const int64_t target = cost_before(pairs.rows) * part / parts;
-  const auto rows = std::views::iota(int64_t{0}, pairs.rows);
-  return static_cast<int64_t>(std::ranges::lower_bound(rows, target, {}, cost_before) -
-                              rows.begin());
+  int64_t low = 0;
+  int64_t high = pairs.rows;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (cost_before(middle) < target) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
 }
 
 // Calls fn(begin, end, part) on shares of the rows, in parallel; parts <= ctx.threads().

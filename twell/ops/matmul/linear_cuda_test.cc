@@ -98,11 +98,13 @@ TEST(MatmulPlanCuda, EveryTrialGivesTheSameBits) {
   int64_t tried = 0;
   for (const MatmulShapeCuda& shape : std::vector<MatmulShapeCuda>{
            {.rows = 100, .cols = 2048, .inner = 512, .trans_b = true, .relu = true},
-           {.rows = 65, .cols = 1000, .inner = 1000, .trans_b = true, .f32_out = true},
+           {.rows = 65, .cols = 1024, .inner = 1024, .trans_b = true, .f32_out = true},
+           {.rows = 300, .cols = 64, .inner = 512, .f32_out = true, .trans_a = true},
+           {.rows = 512, .cols = 300, .inner = 64, .trans_b = true},
            {.rows = 72, .cols = 2048, .inner = 8192},
            {.rows = 192, .cols = 2560, .inner = 6912, .add = true},
            {.rows = 2048, .cols = 1024, .inner = 2816, .add = true},
-           {.rows = 1024, .cols = 512, .inner = 3000, .f32_out = true, .trans_a = true},
+           {.rows = 1024, .cols = 512, .inner = 2816, .f32_out = true, .trans_a = true},
            {.rows = 512,
            .cols = 1024,
            .inner = 2048,

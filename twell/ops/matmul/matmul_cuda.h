@@ -68,8 +68,7 @@ class MatmulPlanCuda {
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
-  // Proposals that give the bits of the chosen one: cuBLASLt adds up along K in order, so that only
-  // the number of parts into which it splits K changes how a result is rounded.
+  // Proposals that are known to give the bits of the chosen one; none where nothing is known.
   std::vector<int> candidates_;
   int64_t runs_ = 0;               // of which the first are not timed
   std::vector<CudaEvent> events_;  // begin and end of each timed run
