@@ -3,10 +3,10 @@
 //   gated:      g = relu(x w_gate^T), h = f(g) * (x w_up^T) where g is active, y = h w_down
 //   non-gated:  h = f(relu(x w_up^T)), y = h w_down
 // f(g) is g, or g^2 for relu2.
-//   few tokens    decode rows (1 to 8) and small batches (9 to 64). Reading weights bounds the
-//   time,
-//                 so of all but the first weight only the rows of neurons active for at least one
-//                 token are read. Up to 8 tokens may have the RMS norm of x computed in front
+//   few tokens    decode rows (1 to 8) and small batches (9 to 64). They are bound by reading
+//                 weights, so of all but the first weight only the rows of neurons active for at
+//                 least one token are read. Up to 8 tokens may have the RMS norm of x computed in
+//                 front
 //   medium batch  65 to some thousand. Up and down run on the union of the active neurons of a tile
 //                 of 128 tokens, like tile-union, but every kernel is cut into as many pieces as
 //                 the device has SMs, also where there are few tiles
