@@ -92,7 +92,7 @@ size_t unzstd(std::span<const std::byte> in, std::span<std::byte> out) {
   return ZSTD_isError(size) != 0 ? out.size() + 1 : size;
 }
 
-// By CompressionCodec (parquet.thrift).
+// How pages are compressed. kCodecs is indexed by CompressionCodec of parquet.thrift.
 struct Codec {
   const char* name;
   size_t (*unpack)(std::span<const std::byte> in, std::span<std::byte> out);  // null: not read

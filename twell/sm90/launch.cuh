@@ -28,14 +28,15 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// Of the current device.
+// Reads an attribute of the current device.
 inline cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
   int device = 0;
   const cudaError_t status = cudaGetDevice(&device);
   return status == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : status;
 }
 
-// Grids of clusters; cluster 0: of single CTAs.
+// Launches a grid of thread block clusters, or of single CTAs if cluster is 0, as a dependent of
+// the previous kernel.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster,
                                       int threads, uint32_t shared_bytes, cudaStream_t stream,

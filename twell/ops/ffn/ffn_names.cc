@@ -8,7 +8,7 @@
 namespace twell {
 namespace {
 
-// By their numbers.
+// The names stand in the order of the enumerations in ffn.h, which index these tables.
 constexpr std::string_view kExecutions[kFfnExecutions] = {"dense", "row-fused", "tile-union",
                                                           "decode-rows", "small-batch"};
 constexpr std::string_view kPolicies[] = {"auto", "dense", "row-fused", "tile-union"};
