@@ -15,6 +15,9 @@ struct ActivityCuda {
   unsigned long long union_calls;    // calls that computed unions
   unsigned long long largest_union;  // sum over these calls of the size of a call's largest union
   unsigned long long max_row_nnz;    // most active neurons of a counted token
+  // The unions of candidates behind a screen, which the fields above leave out.
+  unsigned long long candidate_unions;
+  unsigned long long candidate_union_neurons;
 };
 
 }  // namespace twell

@@ -174,6 +174,10 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Arrives without waiting; `threads` counts those that wait too.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // True in one thread of the warp; all of its threads call it.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -13,4 +13,8 @@ namespace twell::sm90 {
 // matrix is 16-byte aligned, cols a multiple of 8, box_rows at most 256. Throws Error.
 CUtensorMap matrix_tensor_map(const void* matrix, int64_t rows, int64_t cols, int32_t box_rows);
 
+// The same of bytes, in boxes of 128 columns; cols is a multiple of 16.
+CUtensorMap byte_matrix_tensor_map(const void* matrix, int64_t rows, int64_t cols,
+                                   int32_t box_rows);
+
 }  // namespace twell::sm90

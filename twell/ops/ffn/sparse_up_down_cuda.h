@@ -64,6 +64,12 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 // order; without progress and condition.
 void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
+// Clears counts [rows] and `words` words of progress in front of a GEMM that adds to them and is
+// launched as its dependent. The GEMM may start while this kernel runs, but not before all earlier
+// work is complete.
+cudaError_t launch_clear_counts(int32_t* counts, int64_t rows, int32_t* progress, int64_t words,
+                                cudaStream_t stream);
+
 // Up and down on packed gates, on the GPU, bf16 with f32 accumulation, in two executions:
 //   gated:      h = f(g) * (x w_up^T) on the active neurons, y = h w_down
 //   non-gated:  h = f(g), y = h w_down
@@ -82,6 +88,10 @@ void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 // graph.
 
 struct BatchFfnCuda;
+struct ScreenedFfnCuda;
+namespace tile_union {
+struct Tiles;
+}
 
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct SparseUpDownCuda {
@@ -117,6 +127,8 @@ class TileUnionWorkspace {
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
+  friend void screened_ffn_cuda(CudaContext&, const ScreenedFfnCuda&, TileUnionWorkspace&);
+  tile_union::Tiles tiles(int64_t tokens, int64_t ffn) const;
   friend void medium_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, __nv_bfloat16*,
                                     TileUnionWorkspace&);
   int64_t max_tokens_;
@@ -177,6 +189,7 @@ inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the wi
 // A work item of up has at most 192 neurons. 256 would halve the traffic of x, but leave shared
 // memory for three stages only; four stages are faster (docs/kernels.md).
 inline constexpr int kMaxChunkBlocks = 3;
+inline constexpr int kGateUpBlocks = 2;  // of an item that also computes the gate
 // Where there are few tiles, items are smaller, so that there are about as many as SMs.
 inline constexpr int kSpreadItems = 128;
 inline constexpr int kColumns = 256;  // columns of y per work item of down
@@ -220,6 +233,8 @@ struct Gate {
   const int32_t* packed = nullptr;
   GatePhases phases = {};
   bool squared = false;  // place_gates and up take g^2 for g
+  // CandidatesCuda::words of a screen, in place of `words` and `spill`; row_nnz counts candidates.
+  const uint32_t* candidates = nullptr;
 };
 
 struct Tiles {
@@ -250,6 +265,7 @@ struct Tiles {
   int max_tiles;
   int max_up_items;
   int spread;  // items of up that a tile's union is cut into at least, if it has as many blocks
+  int chunk_blocks = kMaxChunkBlocks;  // of an item of up, at most
 };
 
 // Device memory: the kernel runs only if it holds a value other than 0. Null: it runs.
@@ -266,6 +282,9 @@ struct Up {
   int32_t* taken;  // counter of items taken beyond one per CTA, 0 at the start
   int width;       // D
   Condition condition;
+  // [F, D]: the gate is relu(x gate_weight[union]^T), computed here; null: it comes from `gate`.
+  const __nv_bfloat16* gate_weight;
+  ActivityCuda* activity;  // with gate_weight: pairs that fire are added to nnz; may be null
 };
 
 struct Down {

@@ -9,8 +9,10 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstdint>
 
+#include "twell/base/rounding.h"
 #include "twell/sm90/barrier.cuh"
 #include "twell/sm90/copy.cuh"
 #include "twell/sm90/wgmma.cuh"
@@ -34,7 +36,7 @@ inline constexpr uint32_t kRingBytes = kStages * kStageBytes + 2 * kStages * 8 +
 // concurrent tiles share few rows of a and few rows of b.
 struct TileOrder {
   int m_pairs, n_tiles, group;
-  __device__ int count() const { return m_pairs * n_tiles; }
+  __host__ __device__ int count() const { return m_pairs * n_tiles; }
   __device__ int m_pair(int index) const {
     const int first = first_of(index), rows = rows_from(first);
     return first + index % per_group() % rows;
@@ -48,6 +50,48 @@ struct TileOrder {
   __device__ int per_group() const { return group * n_tiles; }
   __device__ int first_of(int index) const { return index / per_group() * group; }
   __device__ int rows_from(int first) const { return min(group, m_pairs - first); }
+};
+
+// What a cluster computes at a time: a tile of 256 rows by 256 columns, or half a tile.
+struct Unit {
+  int row;  // first row of this CTA
+  int n_tile;
+  bool half;
+};
+
+// Units in the order in which clusters take them: whole tiles, then halves. Where there are halves,
+// a cluster has at most one.
+struct UnitOrder {
+  TileOrder tiles;
+  int whole;  // tiles computed whole; later ones are cut in two
+  __device__ int count() const { return whole + 2 * (tiles.count() - whole); }
+  __device__ Unit locate(int index, uint32_t rank) const {
+    const bool half = index >= whole;
+    const int tile = half ? whole + (index - whole) / 2 : index;
+    const int row = tiles.m_pair(tile) * (kCluster * kTileM) +
+                    (half ? (index - whole) % 2 * kTileM + rank * (kTileM / 2) : rank * kTileM);
+    return {row, tiles.n_tile(tile), half};
+  }
+};
+
+// Groups of 8 row tiles of 256 by 8 column tiles of 256 are about what 66 clusters run at one time:
+// 8 MiB of each at a width of 2,048 bf16, well within the L2.
+inline constexpr int kGroup = 8;
+
+struct Schedule {
+  UnitOrder order;
+  int clusters;  // to launch
+
+  Schedule(int multiprocessors, int64_t rows, int64_t columns) {
+    const TileOrder tiles{static_cast<int>(ceil_div(rows, kTileM * kCluster)),
+                          static_cast<int>(ceil_div(columns, kTileN)), kGroup};
+    // If the last round has tiles for at most half of the clusters, they are cut in two and take
+    // half as long.
+    const int count = tiles.count(), most = multiprocessors / kCluster;
+    const int rest = count % most;
+    order = {tiles, 2 * rest <= most ? count - rest : count};
+    clusters = std::min(most, order.whole + 2 * (count - order.whole));
+  }
 };
 
 struct Ring {
@@ -77,7 +121,9 @@ struct Producer {
   sm90::RingCursor<kStages> cursor{0, 1};  // a new ring buffer is empty
 
   // Loads all k-steps of a tile: map_a's rows from `row` on, `bytes` of a and b together per
-  // k-step. k_steps must be the kernel's own parameter: for a copy the compiler unrolls the loop.
+  // k-step of StepColumns columns (128 bytes). k_steps must be the kernel's own parameter: for a
+  // copy the compiler unrolls the loop.
+  template <int StepColumns = kTileK>
   __device__ __forceinline__ void load(const CUtensorMap& map_a, int row, const CUtensorMap& map_b,
                                        int n_tile, const int& k_steps,
                                        uint32_t bytes = kStageBytes) {
@@ -89,8 +135,8 @@ struct Producer {
       const uint32_t landed = ring.full + cursor.stage * 8;
       barrier_wait(ring.empty + cursor.stage * 8, cursor.parity);
       barrier_arrive_expect(landed, bytes);
-      tensor_load(a, &map_a, k * kTileK, row, landed);
-      tensor_load_multicast(b, &map_b, k * kTileK, column, landed, (1 << kCluster) - 1);
+      tensor_load(a, &map_a, k * StepColumns, row, landed);
+      tensor_load_multicast(b, &map_b, k * StepColumns, column, landed, (1 << kCluster) - 1);
     }
   }
 };

@@ -41,11 +41,7 @@ struct Params {
   CUtensorMap map_w;       // [F, D], boxes of kTileN / kCluster rows
   PackTarget out;
   int k_steps;               // ceil(D / kTileK)
-  int m_pairs;               // cluster tiles along M
-  int n_tiles;               // along F
-  int whole;                 // cluster tiles computed whole; later ones are cut in two, and
-                             // and then a cluster has at most one half
-  int group;                 // cluster tiles along M that share a sweep over F, for L2 reuse
+  paired_gemm::UnitOrder order;
   const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
   int32_t* packed;           // GateProgress::words
 };
@@ -358,32 +354,12 @@ using paired_gemm::kThreads;
 using paired_gemm::multiply_step;
 using paired_gemm::Producer;
 using paired_gemm::Ring;
-
-// What a cluster computes at a time: a tile of 256 tokens by 256 neurons, or half a tile.
-struct Unit {
-  int row;  // first token of this CTA
-  int n_tile;
-  bool half;
-};
-
-// Units in the order in which clusters take them: whole tiles, then halves.
-struct UnitOrder {
-  paired_gemm::TileOrder tiles;
-  int whole;
-  __device__ explicit UnitOrder(const Params& params)
-      : tiles{params.m_pairs, params.n_tiles, params.group}, whole(params.whole) {}
-  __device__ int count() const { return whole + 2 * (tiles.count() - whole); }
-  __device__ Unit locate(int index, uint32_t rank) const {
-    const bool half = index >= whole;
-    const int tile = half ? whole + (index - whole) / 2 : index;
-    const int row = tiles.m_pair(tile) * (kCluster * kTileM) +
-                    (half ? (index - whole) % 2 * kTileM + rank * (kTileM / 2) : rank * kTileM);
-    return {row, tiles.n_tile(tile), half};
-  }
-};
+using paired_gemm::Schedule;
+using paired_gemm::Unit;
+using paired_gemm::UnitOrder;
 
 __device__ __forceinline__ void produce(const Params& params, const Ring& ring, uint32_t rank) {
-  const UnitOrder order(params);
+  const UnitOrder order = params.order;
   const int clusters = gridDim.x / kCluster;
   Producer producer{ring, rank};
   for (int index = blockIdx.x / kCluster; index < order.count(); index += clusters) {
@@ -424,9 +400,9 @@ struct PackedUnits {
   __device__ __forceinline__ void tell(const Params& params) const {
     if (params.packed == nullptr) return;
     const int index = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-    const int whole = (params.whole - index + clusters - 1) / clusters;
+    const int whole = (params.order.whole - index + clusters - 1) / clusters;
     const bool has[kPhases] = {whole > 1, whole > 0, whole > 0,
-                               index + whole * clusters < UnitOrder(params).count()};
+                               index + whole * clusters < params.order.count()};
     sm90::wait_for_previous_kernel();  // by now the counters are cleared
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
@@ -486,7 +462,7 @@ struct Consumer {
 __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
                                         const PackedUnits& units, uint32_t rank, int warpgroup) {
   using namespace sm90;
-  const UnitOrder order(params);
+  const UnitOrder order = params.order;
   const int clusters = gridDim.x / kCluster;
   Consumer consumer{params, ring, units, warpgroup};
   float acc[128];
@@ -557,56 +533,42 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                          [&] { units.tell(params); });
 }
 
-constexpr int kClearThreads = 1024;
-
-// Clears row_nnz and the progress words. The GEMM may start while this kernel runs, but not before
-// all earlier work is complete.
-__global__ void __launch_bounds__(kClearThreads)
-    clear_rows_kernel(int32_t* row_nnz, int rows, int32_t* progress, int64_t progress_words) {
-  sm90::wait_for_previous_kernel();
-  sm90::allow_next_kernel();
-  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
-  if (i < rows) row_nnz[i] = 0;
-  if (i < progress_words) progress[i] = 0;
-}
-
 // Clears row_nnz and the words of params.packed first. ctas is a multiple of kCluster.
 cudaError_t launch(const Params& params, int64_t progress_words, int ctas, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(
       gate_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
-  const int64_t words = params.packed == nullptr ? 0 : progress_words;
-  const int64_t clears = (std::max<int64_t>(params.out.tokens, words) - 1) / kClearThreads + 1;
-  status = sm90::launch_dependent(clear_rows_kernel, dim3(static_cast<unsigned>(clears)),
-                                  kClearThreads, 0, stream, params.out.row_nnz, params.out.tokens,
-                                  params.packed, words);
+  status = launch_clear_counts(params.out.row_nnz, params.out.tokens, params.packed,
+                               params.packed == nullptr ? 0 : progress_words, stream);
   if (status != cudaSuccess) return status;
   return sm90::launch_dependent(gate_gemm_sm90_kernel, dim3(ctas), kThreads, kSharedBytes, stream,
                                 params);
 }
 
-// Groups of 8 row tiles of 256 tokens by 8 weight tiles of 256 neurons are about what 66 clusters
-// run at one time: 8 MiB of each, well within the L2.
-constexpr int kGroup = 8;
-
-struct Schedule {
-  int m_pairs, n_tiles, whole;
-  int clusters;  // clusters to launch
-
-  Schedule(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
-    m_pairs = static_cast<int>(ceil_div(tokens, kTileM * kCluster));
-    n_tiles = static_cast<int>(ceil_div(ffn, kTileN));
-    // If the last round has tiles for at most half of the clusters, they are cut in two and take
-    // half as long.
-    const int tiles = m_pairs * n_tiles, most = ctx.multiprocessors() / kCluster;
-    const int rest = tiles % most;
-    whole = 2 * rest <= most ? tiles - rest : tiles;
-    clusters = std::min(most, whole + 2 * (tiles - whole));
-  }
-};
-
 }  // namespace
 }  // namespace gate_gemm
+
+namespace {
+
+constexpr int kClearThreads = 1024;
+
+__global__ void __launch_bounds__(kClearThreads)
+    clear_counts_kernel(int32_t* counts, int64_t rows, int32_t* progress, int64_t words) {
+  sm90::wait_for_previous_kernel();
+  sm90::allow_next_kernel();
+  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
+  if (i < rows) counts[i] = 0;
+  if (i < words) progress[i] = 0;
+}
+
+}  // namespace
+
+cudaError_t launch_clear_counts(int32_t* counts, int64_t rows, int32_t* progress, int64_t words,
+                                cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(std::max(rows, words), kClearThreads));
+  return sm90::launch_dependent(clear_counts_kernel, dim3(blocks), kClearThreads, 0, stream, counts,
+                                rows, progress, words);
+}
 
 void check_ffn_call(const CudaContext& ctx, int64_t width, int64_t ffn, bool portable) {
   const int capability = ctx.compute_capability();
@@ -633,7 +595,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
               "gate GEMM: {} spill slots, expected {}", problem.out.spill_slots,
               problem.out.shape.max_spill_slots());
   if (problem.tokens == 0) return;
-  const Schedule schedule(ctx, problem.tokens, problem.ffn);
+  const Schedule schedule(ctx.multiprocessors(), problem.tokens, problem.ffn);
   Params params;
   params.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
   params.map_x_half = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM / 2);
@@ -647,10 +609,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
                 static_cast<int>(problem.out.shape.tiles()),
                 problem.out.shape.slots()};
   params.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
-  params.m_pairs = schedule.m_pairs;
-  params.n_tiles = schedule.n_tiles;
-  params.whole = schedule.whole;
-  params.group = kGroup;
+  params.order = schedule.order;
   params.condition = problem.condition;
   params.packed = problem.progress.words;
   TWELL_CUDA_CHECK(
@@ -659,19 +618,20 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
 
 GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn) {
   using namespace gate_gemm;
-  const Schedule schedule(ctx, tokens, ffn);
+  const Schedule schedule(ctx.multiprocessors(), tokens, ffn);
   GatePhases phases{schedule.clusters * kCluster, {}};
   // Units packed by the end of each phase; clusters take units by groups of tokens.
-  const int per_group = kGroup * schedule.n_tiles;
-  const int units[] = {schedule.whole - 2 * schedule.clusters, schedule.whole - schedule.clusters,
-                       schedule.whole};
+  const UnitOrder& order = schedule.order;
+  const int per_group = order.tiles.group * order.tiles.n_tiles;
+  const int units[] = {order.whole - 2 * schedule.clusters, order.whole - schedule.clusters,
+                       order.whole};
   static_assert(GateProgress::kPhases == 4);
   for (int phase = 0; phase < 3; ++phase) {
     const int groups = std::max(units[phase], 0) / per_group;
     phases.tokens[phase] =
-        static_cast<int>(std::min<int64_t>(int64_t{groups} * kGroup * kTileM * kCluster, tokens));
+        static_cast<int>(std::min<int64_t>(int64_t{groups} * order.tiles.group * kTileM * kCluster, tokens));
   }
-  if (schedule.whole == schedule.m_pairs * schedule.n_tiles) {
+  if (order.whole == order.tiles.count()) {
     phases.tokens[2] = static_cast<int>(tokens);
   }
   phases.tokens[3] = static_cast<int>(tokens);

@@ -4,14 +4,16 @@
 //
 // 1. up, with the gate applied in the epilogue: activations[tile] = gate[tile] * (x[tile tokens]
 // w_up[union]^T), or the product alone, into a buffer of its own. A work item is 128 tokens by up
-// to 192 neurons of one tile's union.
+// to 192 neurons of one tile's union. Behind a screen, which knows candidates instead of a gate, it
+// also computes the gate: an item is up to 128 neurons, whose rows of w_gate and w_up are the two
+// halves of one gathered operand, and one WGMMA multiplies both.
 //   warpgroup 0     gathers rows of w_up k-step by k-step, and loads x with TMA: the tokens of a
 //                   plain tile are consecutive. Heavy rows among them are read too, because that
-//                   is simpler; their gate is zero here and their y is not stored. Rows of x of
-//                   tiles of heavy rows are gathered.
+//                   is simpler; their gate is zero here, or computed in vain, and their y is not
+//                   stored. Rows of x of tiles of heavy rows are gathered.
 //   warpgroups 1,2  64 tokens each: WGMMA, then h = g * u in shared memory, stored in the layout
 //                   that WGMMA reads
-//   warpgroup 3     gated layers: writes the gate's non-zeros, which find_unions has listed, to
+//   warpgroup 3     with a gate: writes the gate's non-zeros, which find_unions has listed, to
 //                   their places in that layout while the GEMM runs
 //
 // 2. down: y[tile tokens] = activations[tile] w_down[union], or the sum of two such products for
@@ -22,6 +24,7 @@
 
 #include "twell/base/rounding.h"
 #include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
+#include "twell/ops/ffn/hopper/screened_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/launch.cuh"
@@ -154,32 +157,43 @@ struct GatePlaces {
 
 constexpr int kStages = 4;
 constexpr int kTileK = 64;
-constexpr int kAccumulators = kMaxChunkBlocks * kBlock / 2;
 constexpr uint32_t kBytesX = kTileTokens * kTileK * 2;
-constexpr uint32_t kBytesW = kMaxChunkBlocks * kBlock * kTileK * 2;
-constexpr uint32_t kStageBytes = kBytesX + kBytesW;
-constexpr uint32_t kGateBytes = kMaxChunkBlocks * kBlockBytes;
 
 // Column tiles whose words {mask, neurons below} are in shared memory at a time.
 constexpr int kWindow = 128;
-constexpr uint32_t kPlacesBytes = kWindow * 8 * 8;
-// Includes barriers and slack for alignment to the swizzle atom.
-constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
-                                  ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
 
-// Gated layers have one more warpgroup: 256 * 168 + 256 * 88 = 65,536 registers.
-template <bool Gated>
-constexpr int kCtaThreads = Gated ? kThreads + kTileTokens : kThreads;
-template <bool Gated>
-constexpr int kRegisters = Gated ? 168 : kConsumerRegisters;
+// What the kernel makes of x w_up[union]^T: the product alone, its product with a gate, or with the
+// gate that it computes itself.
+enum class Makes { kProduct, kGated, kGateToo };
 
+template <Makes kMakes>
+struct Sizes {
+  static constexpr bool kGated = kMakes == Makes::kGated, kGateToo = kMakes == Makes::kGateToo;
+  static constexpr int kBlocks = kGateToo ? kGateUpBlocks : kMaxChunkBlocks;  // of an item
+  static constexpr int kWeights = kGateToo ? 2 : 1;  // matrices whose rows are gathered
+  static constexpr int kAccumulators = kWeights * kBlocks * kBlock / 2;
+  static constexpr uint32_t kStageBytes = kBytesX + kWeights * kBlocks * kBlock * kTileK * 2;
+  static constexpr uint32_t kGateBytes = kBlocks * kBlockBytes;
+  static constexpr uint32_t kPlacesBytes = kGated ? kWindow * 8 * 8 : 0;
+  // Includes barriers and slack for alignment to the swizzle atom.
+  static constexpr uint32_t kSharedBytes = kStages * kStageBytes + kGateBytes + kPlacesBytes +
+                                           ItemFeed::kBytes + 2 * kStages * 8 + 16 + 1024;
+  // With a gate there is one more warpgroup: 256 * 168 + 256 * 88 = 65,536 registers.
+  static constexpr int kCtaThreads = kGated ? kThreads + kTileTokens : kThreads;
+  static constexpr int kRegisters = kGated ? 168 : kConsumerRegisters;
+  // find_unions adds items while the kernel runs, and down follows its tiles.
+  static constexpr bool kFollows = kMakes != Makes::kProduct;
+};
+
+template <Makes kMakes>
 struct Shared {
   uint32_t ring, gate, places, feed, full, empty, gate_full, gate_empty;
   __device__ explicit Shared(void* base) {
+    using S = Sizes<kMakes>;
     ring = (sm90::smem_address(base) + 1023) & ~1023u;
-    gate = ring + kStages * kStageBytes;
-    places = gate + kGateBytes;
-    feed = places + kPlacesBytes;
+    gate = ring + kStages * S::kStageBytes;
+    places = gate + S::kGateBytes;
+    feed = places + S::kPlacesBytes;
     full = feed + ItemFeed::kBytes;
     empty = full + kStages * 8;
     gate_full = empty + kStages * 8;
@@ -193,13 +207,13 @@ struct Item {
   int first;  // position in the tile's union
   // Loads {tile, first block, blocks | plain << 8 | first block within the tile << 16, neurons of
   // the tile's union from there on}.
-  template <bool Gated>
+  template <bool Follows>
   __device__ static int4 load(const Up& gemm, int index) {
     const Tiles& tiles = gemm.tiles;
     constexpr int4 kEnd{-1, 0, 0, 0};
     int2 item;
     int plain_tiles;
-    if constexpr (Gated) {  // find_unions adds items while this kernel runs
+    if constexpr (Follows) {  // find_unions adds items while this kernel runs
       if (index >= tiles.max_up_items) return kEnd;
       item = sm90::load_acquire(tiles.up_items + index);
       if (item.y == 0) {
@@ -231,10 +245,11 @@ struct Item {
 };
 
 // What producer thread p gathers: 16-byte piece p % 8 of rows p / 8 + 16 i of the stage's operands.
+template <int Blocks>
 struct GatherRows {
   static constexpr uint32_t kNone = ~0u;
   uint32_t x[kTileTokens / 16];  // first 16-byte piece of the row, or kNone
-  uint32_t w[kMaxChunkBlocks * kBlock / 16];
+  uint32_t w[Blocks * kBlock / 16];
 
   __device__ __forceinline__ GatherRows(const Up& gemm, const Item& item) {
     const int p = threadIdx.x % kProducers;
@@ -247,7 +262,7 @@ struct GatherRows {
       x[i] = token < 0 ? kNone : static_cast<uint32_t>(token) * pieces + p % 8;
     }
 #pragma unroll
-    for (int i = 0; i < kMaxChunkBlocks * kBlock / 16; ++i) {
+    for (int i = 0; i < Blocks * kBlock / 16; ++i) {
       const int position = p / 8 + 16 * i;
       w[i] =
           position < item.neurons ? static_cast<uint32_t>(ids[position]) * pieces + p % 8 : kNone;
@@ -255,62 +270,79 @@ struct GatherRows {
   }
 };
 
-__device__ __forceinline__ void gather_step(const Up& gemm, const GatherRows& rows,
-                                            const Item& item, uint32_t stage, int k) {
-  const int p = threadIdx.x % kProducers;
-  const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
-  const uint32_t piece = k * (kTileK / 8);
-  const uint32_t dst = stage + p / 8 * 128 + ((p % 8) ^ (p / 8 % 8)) * 16;
-  const auto* x = reinterpret_cast<const uint4*>(gemm.x) + piece;
-  const auto* w = reinterpret_cast<const uint4*>(gemm.weight) + piece;
-  if (!item.plain) {
+template <int Blocks>
+__device__ __forceinline__ void gather_weight(const __nv_bfloat16* weight,
+                                              const GatherRows<Blocks>& rows, int blocks,
+                                              uint32_t dst, uint32_t piece, bool inside) {
+  const auto* w = reinterpret_cast<const uint4*>(weight) + piece;
 #pragma unroll
-    for (int i = 0; i < kTileTokens / 16; ++i) {
-      const bool valid = inside && rows.x[i] != GatherRows::kNone;
-      sm90::gather16(dst + i * 2048, x + (valid ? rows.x[i] : 0), valid);
-    }
-  }
-#pragma unroll
-  for (int block = 0; block < kMaxChunkBlocks; ++block) {
-    if (block >= item.blocks) break;
+  for (int block = 0; block < Blocks; ++block) {
+    if (block >= blocks) break;
 #pragma unroll
     for (int j = 0; j < kBlock / 16; ++j) {
       const int i = block * (kBlock / 16) + j;
-      const bool valid = inside && rows.w[i] != GatherRows::kNone;
-      sm90::gather16(dst + kBytesX + i * 2048, w + (valid ? rows.w[i] : 0), valid);
+      const bool valid = inside && rows.w[i] != GatherRows<Blocks>::kNone;
+      sm90::gather16(dst + i * 2048, w + (valid ? rows.w[i] : 0), valid);
     }
   }
 }
 
-template <bool Gated>
-__device__ __forceinline__ void produce(const Up& gemm, const Shared& shared) {
+template <Makes kMakes>
+__device__ __forceinline__ void gather_step(const Up& gemm,
+                                            const GatherRows<Sizes<kMakes>::kBlocks>& rows,
+                                            const Item& item, uint32_t stage, int k) {
+  const int p = threadIdx.x % kProducers;
+  const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
+  const uint32_t piece = k * (kTileK / 8);
+  uint32_t dst = stage + p / 8 * 128 + ((p % 8) ^ (p / 8 % 8)) * 16;
+  const auto* x = reinterpret_cast<const uint4*>(gemm.x) + piece;
+  if (!item.plain) {
+#pragma unroll
+    for (int i = 0; i < kTileTokens / 16; ++i) {
+      const bool valid = inside && rows.x[i] != rows.kNone;
+      sm90::gather16(dst + i * 2048, x + (valid ? rows.x[i] : 0), valid);
+    }
+  }
+  dst += kBytesX;
+  if constexpr (kMakes == Makes::kGateToo) {
+    gather_weight(gemm.gate_weight, rows, item.blocks, dst, piece, inside);
+    dst += item.blocks * (kBlock * 128);
+  }
+  gather_weight(gemm.weight, rows, item.blocks, dst, piece, inside);
+}
+
+template <Makes kMakes>
+__device__ __forceinline__ void produce(const Up& gemm, const Shared<kMakes>& shared) {
   using namespace sm90;
+  using S = Sizes<kMakes>;
   GatherRing<kStages> ring{shared.full, shared.empty};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
-  ItemFeeder feeder(feed, gemm.taken, [&](int index) { return Item::load<Gated>(gemm, index); });
+  ItemFeeder feeder(feed, gemm.taken,
+                    [&](int index) { return Item::load<S::kFollows>(gemm, index); });
   for (;;) {
     feeder.publish();
     __syncwarp();  // without it the warp gathers in two halves, several times slower
     const Item item(feed.take());
     if (item.tile < 0) break;
-    const GatherRows rows(gemm, item);
+    const GatherRows<S::kBlocks> rows(gemm, item);
     for (int k = 0; k < k_steps; ++k) {
       const int index_of_stage = ring.acquire();
-      const uint32_t stage = shared.ring + index_of_stage * kStageBytes;
+      const uint32_t stage = shared.ring + index_of_stage * S::kStageBytes;
       if (item.plain && threadIdx.x == 0) {
         const uint32_t landed = shared.full + index_of_stage * 8;
         barrier_expect(landed, kBytesX);
         tensor_load(stage, &gemm.map_x, k * kTileK, item.tile * kTileTokens, landed);
       }
-      gather_step(gemm, rows, item, stage, k);
+      gather_step<kMakes>(gemm, rows, item, stage, k);
       ring.commit();
     }
   }
 }
 
 // The warpgroup that compacts the gate, item after item.
-__device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared) {
+__device__ __forceinline__ void place_gates(const Up& gemm,
+                                            const Shared<Makes::kGated>& shared) {
   constexpr int kPlacers = kTileTokens, kBarrier = 3;
   const Gate& gate = gemm.gate;
   const Tiles& tiles = gemm.tiles;
@@ -371,10 +403,11 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared& shared
 constexpr int kTellStep = 4;
 
 // State of a consumer warpgroup, kept across items.
-template <bool Gated>
+template <Makes kMakes>
 struct Consumer {
+  using S = Sizes<kMakes>;
   const Up& gemm;
-  const Shared& shared;
+  const Shared<kMakes>& shared;
   const int warpgroup = threadIdx.x / 128 - 1;
   const int thread = threadIdx.x % 128;
   StageReader<kStages> ring{shared.full, shared.empty};
@@ -387,14 +420,14 @@ struct Consumer {
   __device__ __forceinline__ void finish_store() {
     if (storing) {
       if (thread == 0) sm90::bulk_store_wait_read();
-      if (Gated) sm90::barrier_arrive(shared.gate_empty);
+      if (S::kGated) sm90::barrier_arrive(shared.gate_empty);
     }
     storing = false;
   }
 
   // Signals to down the blocks stored last.
   __device__ __forceinline__ void tell() {
-    if (Gated && stored_tile >= 0 && thread == 0 && gemm.tiles.ready != nullptr) {
+    if (S::kFollows && stored_tile >= 0 && thread == 0 && gemm.tiles.ready != nullptr) {
       sm90::bulk_store_wait();
       sm90::add_release(gemm.tiles.ready + stored_tile, stored_blocks);
     }
@@ -402,12 +435,12 @@ struct Consumer {
   }
 
   template <int N>
-  __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int k_steps) {
+  __device__ __forceinline__ void multiply(float (&acc)[S::kAccumulators], int k_steps) {
     using namespace sm90;
     int previous = 0;
     for (int k = 0; k < k_steps; ++k) {
       const int current = ring.wait();
-      const uint32_t stage = shared.ring + current * kStageBytes;
+      const uint32_t stage = shared.ring + current * S::kStageBytes;
       const uint64_t a = k_major_operand(stage + warpgroup * (kBytesX / 2));
       const uint64_t b = k_major_operand(stage + kBytesX);
       wgmma_fence();
@@ -433,7 +466,7 @@ struct Consumer {
 
   // h = f(g) * u in f32, rounded once; or u alone.
   template <int N>
-  __device__ __forceinline__ void write_result(const float (&acc)[kAccumulators]) {
+  __device__ __forceinline__ void write_result(const float (&acc)[S::kAccumulators]) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
 #pragma unroll
@@ -445,36 +478,78 @@ struct Consumer {
   }
   __device__ __forceinline__ void write_pair(uint32_t at, float low, float high) const {
     uint32_t pair;
-    if (Gated) {
+    if (S::kGated) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(pair) : "r"(at));
-      if (gemm.gate.squared) {
-        low *= sm90::low_half(pair);
-        high *= sm90::high_half(pair);
-      }
-      low *= sm90::low_half(pair);
-      high *= sm90::high_half(pair);
+      apply_gate(pair, low, high);
     }
     pair = sm90::bf16x2(low, high);
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
   }
+  __device__ __forceinline__ void apply_gate(uint32_t gates, float& low, float& high) const {
+    if (gemm.gate.squared) {
+      low *= sm90::low_half(gates);
+      high *= sm90::high_half(gates);
+    }
+    low *= sm90::low_half(gates);
+    high *= sm90::high_half(gates);
+  }
 
+  // The same of N neurons whose gates are the first half of acc: g is rounded as by the gate GEMM.
+  // Counts the pairs that fire.
   template <int N>
-  __device__ __forceinline__ void run(float (&acc)[kAccumulators], const Item& item, int k_steps) {
+  __device__ __forceinline__ void write_both(const float (&acc)[S::kAccumulators],
+                                             const Item& item) const {
+    const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
+    uint32_t fires[2] = {};  // of the upper and the lower row, even and odd columns
+    const auto write = [&](uint32_t at, uint32_t& count, const float* g, const float* u) {
+      const uint32_t gates = sm90::relu_bf16x2(g[0], g[1]);
+      count += __vminu2(gates, 0x00010001u);
+      float low = u[0], high = u[1];
+      apply_gate(gates, low, high);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(sm90::bf16x2(low, high)) : "memory");
+    };
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const uint32_t at = base + i / 8 * kBlockBytes + ((i % 8) ^ (row % 8)) * 16;
+      write(at, fires[0], acc + 4 * i, acc + N / 2 + 4 * i);
+      write(at + 8 * 128, fires[1], acc + 4 * i + 2, acc + N / 2 + 4 * i + 2);
+    }
+    if (gemm.activity == nullptr) return;
+    const int32_t* tokens = gemm.tiles.tokens + item.tile * kTileTokens + row;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (tokens[8 * i] >= 0) count += static_cast<int>((fires[i] & 0xffff) + (fires[i] >> 16));
+    }
+    count = __reduce_add_sync(~0u, count);
+    if (thread % 32 == 0 && count > 0) {
+      atomicAdd(&gemm.activity->nnz, static_cast<unsigned long long>(count));
+    }
+  }
+
+  // N: rows of the gathered operand.
+  template <int N>
+  __device__ __forceinline__ void run(float (&acc)[S::kAccumulators], const Item& item, int k_steps) {
     using namespace sm90;
     multiply<N>(acc, k_steps);
-    if (Gated) {
+    if (S::kGated) {
       barrier_wait(shared.gate_full, gate_parity);
       gate_parity ^= 1;
     } else {
       named_barrier(1 + warpgroup, 128);  // the memory of this warpgroup's previous store is free
     }
-    write_result<N>(acc);
+    if constexpr (S::kGateToo) {
+      write_both<N / 2>(acc, item);
+    } else {
+      write_result<N>(acc);
+    }
     fence_async_shared();
     named_barrier(1 + warpgroup, 128);
     if (thread == 0) {
       const uint32_t half = warpgroup * (kBlockBytes / 2);
-      uint8_t* out = item.blocks_of(Gated ? gemm.tiles.activations : gemm.product) + half;
-      for (int block = 0; block < N / kBlock; ++block) {
+      uint8_t* out = item.blocks_of(S::kFollows ? gemm.tiles.activations : gemm.product) + half;
+      for (int block = 0; block < N / S::kWeights / kBlock; ++block) {
         bulk_store(out + block * kBlockBytes, shared.gate + half + block * kBlockBytes,
                    kBlockBytes / 2);
       }
@@ -486,24 +561,26 @@ struct Consumer {
   }
 };
 
-template <bool Gated>
-__device__ __forceinline__ void consume(const Up& gemm, const Shared& shared) {
-  Consumer<Gated> consumer{gemm, shared};
+template <Makes kMakes>
+__device__ __forceinline__ void consume(const Up& gemm, const Shared<kMakes>& shared) {
+  using S = Sizes<kMakes>;
+  Consumer<kMakes> consumer{gemm, shared};
   const int k_steps = (gemm.width + kTileK - 1) / kTileK;
   ItemFeed feed{shared.feed};
-  float acc[kAccumulators];
+  float acc[S::kAccumulators];
   for (;;) {
     const Item item(feed.take());
     if (item.tile < 0) break;
+    constexpr int kBlockRows = S::kWeights * kBlock;
     switch (item.blocks) {
       case 1:
-        consumer.template run<64>(acc, item, k_steps);
+        consumer.template run<kBlockRows>(acc, item, k_steps);
         break;
       case 2:
-        consumer.template run<128>(acc, item, k_steps);
+        consumer.template run<2 * kBlockRows>(acc, item, k_steps);
         break;
       default:
-        consumer.template run<192>(acc, item, k_steps);
+        if constexpr (S::kBlocks == 3) consumer.template run<3 * kBlockRows>(acc, item, k_steps);
         break;
     }
   }
@@ -511,35 +588,36 @@ __device__ __forceinline__ void consume(const Up& gemm, const Shared& shared) {
   if (consumer.thread == 0) sm90::bulk_store_wait();
 }
 
-template <bool Gated>
-__global__ void __launch_bounds__(kCtaThreads<Gated>, 1)
+template <Makes kMakes>
+__global__ void __launch_bounds__(Sizes<kMakes>::kCtaThreads, 1)
     tile_union_up_sm90_kernel(const __grid_constant__ Up gemm) {
+  using S = Sizes<kMakes>;
   extern __shared__ uint8_t memory[];
-  const Shared shared(memory);
+  const Shared<kMakes> shared(memory);
   if (threadIdx.x == 0) {
     init_ring(shared.full, shared.empty, kStages);
-    ItemFeed{shared.feed}.init(kCtaThreads<Gated>);
+    ItemFeed{shared.feed}.init(S::kCtaThreads);
     sm90::barrier_init(shared.gate_full, kTileTokens);
     sm90::barrier_init(shared.gate_empty, kConsumerWarpgroups * 128);
     sm90::fence_barrier_init();
     sm90::prefetch_tensor_map(&gemm.map_x);
   }
   __syncthreads();
-  if constexpr (!Gated) sm90::wait_for_previous_kernel();
+  if constexpr (!S::kFollows) sm90::wait_for_previous_kernel();
   sm90::allow_next_kernel();
   if (gemm.condition != nullptr && *gemm.condition == 0) return;
   if (threadIdx.x < kProducers) {
     sm90::registers_decrease<kProducerRegisters>();
-    produce<Gated>(gemm, shared);
+    produce(gemm, shared);
   } else if (threadIdx.x < kThreads) {
-    sm90::registers_increase<kRegisters<Gated>>();
-    consume<Gated>(gemm, shared);
-  } else {
+    sm90::registers_increase<S::kRegisters>();
+    consume(gemm, shared);
+  } else if constexpr (S::kGated) {
     sm90::registers_decrease<kProducerRegisters>();
     place_gates(gemm, shared);
   }
   // Our successor waits only for us, so we must outlive our predecessor.
-  if constexpr (Gated) sm90::wait_for_previous_kernel();
+  if constexpr (S::kFollows) sm90::wait_for_previous_kernel();
 }
 
 }  // namespace up
@@ -644,21 +722,23 @@ struct DownProblem {
   };
 };
 
-template <bool Gated>
+template <up::Makes kMakes>
 cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
-  const auto kernel = up::tile_union_up_sm90_kernel<Gated>;
+  using S = up::Sizes<kMakes>;
+  const auto kernel = up::tile_union_up_sm90_kernel<kMakes>;
   const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, up::kSharedBytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(kernel, dim3(ctas), up::kCtaThreads<Gated>, up::kSharedBytes,
-                                stream, up);
+  return sm90::launch_dependent(kernel, dim3(ctas), S::kCtaThreads, S::kSharedBytes, stream, up);
 }
 
 }  // namespace
 
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream) {
-  return up.product == nullptr ? launch_up<true>(up, ctas, stream)
-                               : launch_up<false>(up, ctas, stream);
+  using up::Makes;
+  if (up.product != nullptr) return launch_up<Makes::kProduct>(up, ctas, stream);
+  return up.gate_weight != nullptr ? launch_up<Makes::kGateToo>(up, ctas, stream)
+                                   : launch_up<Makes::kGated>(up, ctas, stream);
 }
 
 cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
@@ -689,7 +769,8 @@ struct ProgressLayout {
 
   ProgressLayout(int64_t tokens, int64_t ffn)
       : tiles(TileUnionWorkspace::max_tiles(tokens)),
-        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), kMaxChunkBlocks) + 2 * kSpreadItems),
+        up_items(tiles * ceil_div(ceil_div(ffn, kBlock), std::min(kMaxChunkBlocks, kGateUpBlocks)) +
+                 2 * kSpreadItems),
         counts(GateProgress::kPhases),
         marked(counts + int64_t{sizeof(Counts) / sizeof(int32_t)}),
         ready(marked + tiles),
@@ -742,6 +823,31 @@ GateProgress TileUnionWorkspace::progress(int64_t tokens) const {
   return {progress_.data(), ProgressLayout(tokens, ffn_).words};
 }
 
+// What all calls of up and down share; `tokens` of a call.
+Tiles TileUnionWorkspace::tiles(int64_t tokens, int64_t ffn) const {
+  const GateProgress of_call = progress(tokens);
+  const ProgressLayout layout(tokens, ffn_);
+  Tiles tiles{};
+  tiles.tokens = tile_tokens_.data();
+  tiles.mask = mask_.data();
+  tiles.union_size = union_size_.data();
+  tiles.first_block = first_block_.data();
+  tiles.before = before_.data();
+  tiles.heavy = heavy_.data();
+  tiles.marked = of_call.words + layout.marked;
+  tiles.union_ids = union_ids_.data();
+  tiles.activations = activations_.data();
+  tiles.order = tile_order_.data();
+  tiles.up_items = reinterpret_cast<int2*>(of_call.words + layout.items);
+  tiles.counts = reinterpret_cast<Counts*>(of_call.words + layout.counts);
+  tiles.blocks = static_cast<int>(ceil_div(ffn, kBlock));
+  tiles.max_tiles = static_cast<int>(layout.tiles);
+  tiles.max_up_items = static_cast<int>(layout.up_items);
+  tiles.spread = kSpreadItems / static_cast<int>(ceil_div(tokens, kTileTokens));
+  tiles.ready = of_call.words + layout.ready;
+  return tiles;
+}
+
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace) {
   check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.gate);
@@ -749,23 +855,8 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
               "tile-union: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
               workspace.max_tokens_, workspace.ffn_);
   if (problem.tokens == 0) return;
-  Tiles tiles{};
-  tiles.tokens = workspace.tile_tokens_.data();
-  tiles.mask = workspace.mask_.data();
-  tiles.union_size = workspace.union_size_.data();
-  tiles.first_block = workspace.first_block_.data();
-  tiles.union_ids = workspace.union_ids_.data();
-  tiles.activations = workspace.activations_.data();
-  tiles.order = workspace.tile_order_.data();
   const GateProgress progress = workspace.progress(problem.tokens);
-  const ProgressLayout layout(problem.tokens, workspace.ffn_);
-  tiles.up_items = reinterpret_cast<int2*>(progress.words + layout.items);
-  tiles.counts = reinterpret_cast<Counts*>(progress.words + layout.counts);
-  tiles.blocks = static_cast<int>(ceil_div(problem.ffn, kBlock));
-  tiles.max_tiles = static_cast<int>(layout.tiles);
-  tiles.max_up_items = static_cast<int>(layout.up_items);
-  tiles.spread = kSpreadItems / static_cast<int>(ceil_div(problem.tokens, kTileTokens));
-
+  Tiles tiles = workspace.tiles(problem.tokens, problem.ffn);
   const TwellPacked& packed = problem.gate;
   const Gate gate{packed.words,
                   reinterpret_cast<const uint4*>(packed.spill),
@@ -780,13 +871,11 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   const int ctas = ctx.multiprocessors();
   const auto width = static_cast<int>(problem.width);
   const bool gated = problem.w_up != nullptr;
-  tiles.before = workspace.before_.data();
-  tiles.heavy = workspace.heavy_.data();
-  tiles.marked = progress.words + layout.marked;
   if (gated) {
-    tiles.ready = progress.words + layout.ready;
     tiles.entries = workspace.entries_.data();
     tiles.listed = workspace.listed_.data();
+  } else {
+    tiles.ready = nullptr;
   }
   TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
                                       ctas, stream));
@@ -803,6 +892,51 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   } else {
     TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
   }
+  const Down down{.tiles = tiles,
+                  .weight = problem.w_down,
+                  .y = problem.y,
+                  .taken = &tiles.counts->down_taken,
+                  .width = width,
+                  .add = problem.add};
+  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+}
+
+void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
+                       TileUnionWorkspace& workspace) {
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,
+              "screened FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              workspace.max_tokens_, workspace.ffn_);
+  if (problem.tokens == 0) return;
+  const GateProgress progress = workspace.progress(problem.tokens);
+  screen_gemm_cuda(ctx, {.tokens = problem.tokens,
+                         .width = problem.width,
+                         .ffn = problem.ffn,
+                         .x = problem.rotated,
+                         .gate = problem.screen,
+                         .out = problem.candidates,
+                         .progress = progress});
+  Tiles tiles = workspace.tiles(problem.tokens, problem.ffn);
+  tiles.chunk_blocks = kGateUpBlocks;
+  const Gate gate{.row_nnz = problem.candidates.row_count,
+                  .rows = static_cast<int>(problem.tokens),
+                  .col_tiles = static_cast<int>(ceil_div(problem.ffn, 256)),
+                  .squared = problem.squared,
+                  .candidates = problem.candidates.words};
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  const auto width = static_cast<int>(problem.width);
+  TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, nullptr, 0, ctas, stream));
+  Up up{};
+  up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+  up.tiles = tiles;
+  up.gate = gate;
+  up.x = problem.x;
+  up.weight = problem.w_up;
+  up.gate_weight = problem.w_gate;
+  up.taken = &tiles.counts->up_taken;
+  up.width = width;
+  up.activity = problem.activity;
+  TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
   const Down down{.tiles = tiles,
                   .weight = problem.w_down,
                   .y = problem.y,

@@ -2,11 +2,13 @@
 // find_unions: per tile of 128 tokens, the union of its active neurons, for inference and for
 // training. A CTA processes one tile, or a part of its columns where there are few tiles; the one
 // that finishes a tile last numbers its neurons. The CTA that finishes last orders the tiles for
-// down. Two variants of one kernel:
-//   listing  for up with a gate: also writes a list of the tile's non-zeros, and work items for up
-//            as soon as a tile is found. It starts on SMs that the gate GEMM leaves idle, and takes
-//            each tile as soon as its gate is packed.
-//   compact  in front of place_gates: the blocks of a tile follow those of the tile before it.
+// down. Three variants of one kernel:
+//   kListing     for up with a gate: also writes a list of the tile's non-zeros, and work items for
+//                up as soon as a tile is found. It starts on SMs that the gate GEMM leaves idle,
+//                and takes each tile as soon as its gate is packed.
+//   kCompact     in front of place_gates: the blocks of a tile follow those of the tile before it.
+//   kCandidates  for gate_up: of the candidates of a screen, which are bits, not TwELL; with work
+//                items like kListing, without a list.
 #include <algorithm>
 #include <climits>
 #include <cstdint>
@@ -21,6 +23,8 @@ namespace twell::tile_union {
 namespace {
 
 using sm90::block_scan;
+
+enum class Finds { kListing, kCompact, kCandidates };
 
 // --- Work lists of the GEMMs that follow ---
 
@@ -56,8 +60,9 @@ __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count,
   __syncthreads();
 }
 
-// One CTA adds the unions of a call to activity. scratch: one int per warp in shared memory.
-template <int Threads>
+// One CTA adds the unions of a call, of candidates or of active neurons, to activity. scratch: one
+// int per warp in shared memory.
+template <int Threads, bool Candidates>
 __device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* activity,
                              int* scratch) {
   if (activity == nullptr) return;
@@ -66,6 +71,13 @@ __device__ void count_unions(const int32_t* sizes, int count, ActivityCuda* acti
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
     sum += sizes[tile];
     largest = max(largest, sizes[tile]);
+  }
+  if constexpr (Candidates) {
+    if (sum > 0) atomicAdd(&activity->candidate_union_neurons, sum);
+    if (threadIdx.x == 0) {
+      atomicAdd(&activity->candidate_unions, static_cast<unsigned long long>(count));
+    }
+    return;
   }
   if (sum > 0) atomicAdd(&activity->union_neurons, sum);
   largest = __reduce_max_sync(~0u, largest);
@@ -88,7 +100,7 @@ __device__ __forceinline__ int2 up_item(int tile, int blocks, int chunk, int chu
 // Number of work items of up for a union: as few as possible, but enough for all SMs.
 __device__ __forceinline__ int chunks_of(const Tiles& tiles, int neurons) {
   const int blocks = blocks_of(neurons);
-  return max((blocks + kMaxChunkBlocks - 1) / kMaxChunkBlocks, min(blocks, tiles.spread));
+  return max((blocks + tiles.chunk_blocks - 1) / tiles.chunk_blocks, min(blocks, tiles.spread));
 }
 
 // Value of a tile's word in `marked` once its work items are added.
@@ -264,7 +276,9 @@ struct HeavyRows {
   int scan[32];
 
   // Called by a CTA in which each group of kTileTokens threads holds the non-zeros of the tile's
-  // rows. True where this thread's row is heavy. Starts with a barrier.
+  // rows. True where this thread's row is heavy. Starts with a barrier. Candidates are no non-zeros,
+  // so activity does not count them.
+  template <bool Candidates>
   __device__ __forceinline__ bool judge(const Gate& gate, int tile, int nnz,
                                         ActivityCuda* activity) {
     const int warp = threadIdx.x / 32;
@@ -273,7 +287,7 @@ struct HeavyRows {
       const int sum = __reduce_add_sync(~0u, nnz), most = __reduce_max_sync(~0u, nnz);
       if (threadIdx.x % 32 == 0) {
         sums[warp] = sum;
-        if (activity != nullptr) {
+        if (!Candidates && activity != nullptr) {
           atomicAdd(&activity->nnz, static_cast<unsigned long long>(sum));
           atomicMax(&activity->max_row_nnz, static_cast<unsigned long long>(most));
         }
@@ -342,8 +356,12 @@ struct Shared {
 };
 
 // A CTA that processes parts (column ranges) of tiles, one work item after the other.
-template <bool Listing>
+template <Finds kFinds>
 struct PartFinder {
+  static constexpr bool kCandidates = kFinds == Finds::kCandidates;
+  static constexpr bool kItems = kFinds != Finds::kCompact;  // work items as soon as a tile is found
+
+
   const Gate& gate;
   const Tiles& tiles;
   ActivityCuda* activity;
@@ -362,11 +380,13 @@ struct PartFinder {
 
   __device__ __forceinline__ int place() const { return tile * kTileTokens + slot; }
   __device__ __forceinline__ void load_heads(int token, int from) {
+    if constexpr (!kCandidates) {
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int i = from + j * kStride;
-      heads[j] =
-          token >= 0 && i < columns.count ? *tile_words(gate, token, columns.first + i) : uint4{};
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = from + j * kStride;
+        heads[j] =
+            token >= 0 && i < columns.count ? *tile_words(gate, token, columns.first + i) : uint4{};
+      }
     }
   }
   __device__ __forceinline__ void begin(int tile_in, int part, int parts_in) {
@@ -393,7 +413,7 @@ struct PartFinder {
     const int row = place() < gate.rows ? place() : -1;
     load_heads(row, first);
     const int nnz = row >= 0 ? gate.row_nnz[row] : 0;
-    const bool heavy = shared.heavy.judge(gate, tile, nnz, part == 0 ? activity : nullptr);
+    const bool heavy = shared.heavy.judge<kCandidates>(gate, tile, nnz, part == 0 ? activity : nullptr);
     if (part == 0) {
       const uint32_t apart = __ballot_sync(~0u, heavy);
       if (threadIdx.x < kTileTokens) {
@@ -435,8 +455,75 @@ struct PartFinder {
     return token;
   }
 
-  // Processes the part whose first heads are loaded. Ends with a barrier.
+  // Processes the part whose first heads are loaded.
   __device__ __forceinline__ void find(int token) {
+    if constexpr (kCandidates) {
+      unite_candidates(token);
+    } else {
+      unite_non_zeros(token);
+    }
+    uint32_t* out = tiles.mask + int64_t{tile} * words + columns.first_word();
+    for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
+    if (parts > 1 && !last_part()) return;
+    number_neurons();
+    complete(1);
+  }
+
+  // Adds the candidates of the part's tokens to the mask. Ends with a barrier.
+  __device__ __forceinline__ void unite_candidates(int token) {
+    if (judging) sm90::add_release(&tiles.counts->judged, 1);
+    judging = false;
+    const int lane = threadIdx.x % 32;
+    const auto* bits = reinterpret_cast<const uint4*>(gate.candidates) +
+                       (int64_t{max(token, 0)} * gate.col_tiles + columns.first) * 2;
+#pragma unroll 1
+    for (int batch = first; batch < columns.count; batch += kStride * kAhead) {
+      uint4 found[kAhead][2] = {};
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = batch + j * kStride;
+        if (token < 0 || i >= columns.count) continue;
+        found[j][0] = bits[2 * i];
+        found[j][1] = bits[2 * i + 1];
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = batch + j * kStride;
+        if (i >= columns.count) break;
+        uint32_t mine = 0;  // lane w of the warp's first eight keeps word w
+#pragma unroll
+        for (int w = 0; w < 8; ++w) {
+          const uint4& half = found[j][w / 4];
+          const uint32_t word = w % 4 == 0   ? half.x
+                                : w % 4 == 1 ? half.y
+                                : w % 4 == 2 ? half.z
+                                             : half.w;
+          const uint32_t of_warp = __reduce_or_sync(~0u, word);
+          if (lane == w) mine = of_warp;
+        }
+        if (mine != 0) atomicOr(&mask[i * 8 + lane], mine);
+      }
+    }
+    __syncthreads();
+    // A warp brings a column tile's bits into the order of its neurons (CandidatesCuda).
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < columns.count; i += kThreads / 32) {
+      const uint32_t word = lane < 8 ? mask[i * 8 + lane] : 0;
+      uint32_t ordered = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {  // neurons 32 w + lane
+        const uint32_t source = __shfl_sync(~0u, word, lane % 8);
+        const uint32_t of_warp = __ballot_sync(~0u, source >> (4 * w + lane / 8) & 1);
+        if (lane == w) ordered = of_warp;
+      }
+      __syncwarp();
+      if (lane < 8) mask[i * 8 + lane] = ordered;
+    }
+    __syncthreads();
+  }
+
+  // Adds the non-zeros of the part's tokens to the mask, and lists them. Ends with a barrier.
+  __device__ __forceinline__ void unite_non_zeros(int token) {
     const int64_t first_column_tile = int64_t{tile} * gate.col_tiles + columns.first;
     uint32_t* entries = tiles.entries + first_column_tile * kListed;
 #pragma unroll 1
@@ -459,10 +546,10 @@ struct PartFinder {
         const bool spilled = token >= 0 && static_cast<int>(heads[j].x) >= gate.slots;
         if (spilled) {
           shared.list[atomicAdd(&shared.spilled[odd], 1)] = int2{i, static_cast<int>(heads[j].y)};
-          if constexpr (Listing) atomicAdd(listed + i, kListed + 1);
+          if constexpr (kFinds == Finds::kListing) atomicAdd(listed + i, kListed + 1);
         }
         __syncwarp();
-        const ColumnTile<Listing> column_tile{mask + i * 8, listed + i,
+        const ColumnTile<kFinds == Finds::kListing> column_tile{mask + i * 8, listed + i,
                                               entries + int64_t{i} * kListed};
         column_tile.add(tile_words(gate, max(token, 0), columns.first + i), heads[j], next[j],
                         token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
@@ -474,16 +561,11 @@ struct PartFinder {
         if (threadIdx.x == 0) shared.spilled[odd] = 0;
       }
     }
-    if constexpr (Listing) {
+    if constexpr (kFinds == Finds::kListing) {
       for (int i = threadIdx.x; i < columns.count; i += kThreads) {
         tiles.listed[first_column_tile + i] = listed[i];
       }
     }
-    uint32_t* out = tiles.mask + int64_t{tile} * words + columns.first_word();
-    for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
-    if (parts > 1 && !last_part()) return;
-    number_neurons();
-    complete(1);
   }
 
   // True in the CTA that finishes its tile last, which then has the tile's whole mask.
@@ -506,7 +588,7 @@ struct PartFinder {
   __device__ __forceinline__ void number_neurons() {
     const int64_t offset = int64_t{tile} * words;
     bool early = false;
-    if constexpr (Listing) {  // issued early to hide the load's latency
+    if constexpr (kItems) {  // issued early to hide the load's latency
       const volatile int32_t* queued = &tiles.counts->up_items;
       early = threadIdx.x == 0 && *queued < ctas;
     }
@@ -522,7 +604,7 @@ struct PartFinder {
       }
       neurons += total;
     }
-    if constexpr (Listing) {
+    if constexpr (kItems) {
       list_neurons(neurons, early);
     } else {
       if (threadIdx.x == 0) tiles.union_size[tile] = neurons;
@@ -580,7 +662,7 @@ struct PartFinder {
     order_tiles<kThreads>(tiles, sizes, count, mask, shared.heavy.scan);
     [[maybe_unused]] const int items =
         add_other_items<kThreads>(tiles, sizes, count, shared.heavy.scan);
-    if constexpr (!Listing) {
+    if constexpr (!kItems) {
       place_blocks<kThreads>(tiles, sizes, count, shared.heavy.scan);
       if (threadIdx.x == 0) {
         tiles.counts->up_items = items;
@@ -592,14 +674,14 @@ struct PartFinder {
       tiles.counts->tiles = count;
       sm90::store_release(&tiles.counts->complete, 1);
     }
-    count_unions<kThreads>(sizes, count, activity, shared.heavy.scan);
+    count_unions<kThreads, kCandidates>(sizes, count, activity, shared.heavy.scan);
     // Our successor waits only for us, so we must outlive the gate GEMM.
     if (gate.packed != nullptr) sm90::wait_for_previous_kernel();
   }
 };
 
 // One CTA per part of a plain tile.
-template <bool Listing>
+template <Finds kFinds>
 __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
     find_unions_kernel(Gate gate, Tiles tiles, int parts, int heavy_parts, int ctas,
                        ActivityCuda* activity) {
@@ -607,7 +689,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
   __shared__ Shared shared;
   if (gate.packed == nullptr) sm90::wait_for_previous_kernel();
   sm90::allow_next_kernel();  // up waits for work items by itself, place_gates for this kernel
-  PartFinder<Listing> finder{gate, tiles, activity, ctas, shared, scratch};
+  PartFinder<kFinds> finder{gate, tiles, activity, ctas, shared, scratch};
   const int item = blockIdx.x;
   int token = finder.begin_plain(item / parts, item % parts, parts);
   while (finder.tile >= 0) {
@@ -616,7 +698,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
   }
 }
 
-template <bool Listing>
+template <Finds kFinds>
 cudaError_t launch(const Gate& gate, const Tiles& tiles, ActivityCuda* activity, int ctas,
                    int ctas_to_fill, cudaStream_t stream) {
   const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
@@ -627,7 +709,7 @@ cudaError_t launch(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
   // Allow the largest size every time: contexts with other sizes may launch at the same time.
   constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
   static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
-  const auto kernel = find_unions_kernel<Listing>;
+  const auto kernel = find_unions_kernel<kFinds>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (status != cudaSuccess) return status;
@@ -645,9 +727,14 @@ cudaError_t launch_find_unions(const Gate& gate, const Tiles& tiles, ActivityCud
         cudaMemsetAsync(progress, 0, static_cast<size_t>(progress_words) * 4, stream);
     if (status != cudaSuccess) return status;
   }
-  if (tiles.entries != nullptr) return launch<true>(gate, tiles, activity, ctas, ctas, stream);
+  if (tiles.entries != nullptr) {
+    return launch<Finds::kListing>(gate, tiles, activity, ctas, ctas, stream);
+  }
   // No gate GEMM runs at the same time, so there are as many parts as fill the SMs.
-  return launch<false>(gate, tiles, activity, ctas, kCtasPerMultiprocessor * ctas, stream);
+  const int ctas_to_fill = kCtasPerMultiprocessor * ctas;
+  return gate.candidates != nullptr
+             ? launch<Finds::kCandidates>(gate, tiles, activity, ctas, ctas_to_fill, stream)
+             : launch<Finds::kCompact>(gate, tiles, activity, ctas, ctas_to_fill, stream);
 }
 
 // --- place_gates ---
