@@ -81,6 +81,12 @@ __device__ int32_t gate_spread(const RowSums& w, int64_t width, ScreenBound boun
   return static_cast<int32_t>(ceilf(0.5f * __fsqrt_ru(__int2float_ru(w.products))));
 }
 
+// The width of rows, which the compiler knows where a warp takes a row.
+template <int kRowThreads, int kPieces>
+__device__ constexpr int64_t loaded_width(int64_t width) {
+  return kRowThreads == 32 ? int64_t{32} * kPiece * kPieces : width;
+}
+
 // What the kernels do to a row before and after: load leaves its pieces in registers, finish stores
 // its bounds.
 
@@ -92,7 +98,7 @@ struct PlainRows {
 
   template <int kRowThreads, int kPieces>
   __device__ __forceinline__ void load(int64_t row, Piece (&pieces)[kPieces]) const {
-    const int64_t of_row = width / kPiece;
+    const int64_t of_row = loaded_width<kRowThreads, kPieces>(width) / kPiece;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int64_t at = threadIdx.x % kRowThreads + int64_t{i} * kRowThreads;
@@ -137,7 +143,9 @@ struct NormedRows : TokenRows {
 
   template <int kRowThreads, int kPieces>
   __device__ __forceinline__ void load(int64_t row, Piece (&pieces)[kPieces]) const {
-    norm_row<kRowThreads>(norm, row, pieces);
+    RmsNormCuda p = norm;
+    p.width = loaded_width<kRowThreads, kPieces>(width);
+    norm_row<kRowThreads, true>(p, row, pieces);
   }
 };
 
@@ -236,12 +244,12 @@ __device__ __forceinline__ uint32_t low_bytes(const float* values) {
 }
 
 // Stores a group of 16 values. |inverse * value| is at most 127, before and after rounding.
-template <bool kGate>
-__device__ __forceinline__ void quantise(const float* values, int group, ScreenBound bound,
-                                         int8_t* row, RowSums& sums) {
+template <bool kGate, ScreenBound kBound>
+__device__ __forceinline__ void quantise(const float* values, int group, int8_t* row,
+                                         RowSums& sums) {
   constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves integers in the low bits
   float integers[kGroup];
-  if (bound == ScreenBound::kStrict) {
+  if constexpr (kBound == ScreenBound::kStrict) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       integers[i] = __fmaf_rn(values[i], sums.inverse, kInteger);
@@ -267,7 +275,7 @@ __device__ __forceinline__ void quantise(const float* values, int group, ScreenB
     packed = make_uint4(low_bytes(integers), low_bytes(integers + 4), low_bytes(integers + 8),
                         low_bytes(integers + 12));
   }
-  if (kGate && bound == ScreenBound::kStrict) {
+  if constexpr (kGate && kBound == ScreenBound::kStrict) {
     for (const uint32_t word : {packed.x, packed.y, packed.z, packed.w}) {
       sums.products = __dp4a(static_cast<int>(word), static_cast<int>(word), sums.products);
     }
@@ -324,16 +332,22 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
   measure<kTurns * 32>(values, sums);
   sums.largest = warp_largest(sums.largest);
   sums.inverse = inverse_scale(sums.largest);
-  int8_t* out = p.values + row * p.width;
+  const auto store = [&]<ScreenBound kBound>() {
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int at = turn * kTurn + part;
-    if (at >= kPieces) break;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int at = turn * kTurn + part;
+      if (at >= kPieces) break;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      quantise<Rows::kGate>(values + turn * 32 + half * kGroup, (at * 2 + half) * 8 + column,
-                            p.bound, out, sums);
+      for (int half = 0; half < 2; ++half) {
+        quantise<Rows::kGate, kBound>(values + turn * 32 + half * kGroup,
+                                      (at * 2 + half) * 8 + column, p.values + row * p.width, sums);
+      }
     }
+  };
+  if (p.bound == ScreenBound::kStrict) {
+    store.template operator()<ScreenBound::kStrict>();
+  } else {
+    store.template operator()<ScreenBound::kProbabilistic>();
   }
   sums.squares = warp_sum(sums.squares);
   sums.errors = warp_sum(sums.errors);
@@ -446,11 +460,18 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sums.largest = larger(sums.largest, largest_of_warp[i]);
   sums.inverse = inverse_scale(sums.largest);
+  const auto store = [&]<ScreenBound kBound>() {
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const int group = thread + i * kThreads;
-    if (group >= columns / kGroup) break;
-    quantise<Rows::kGate>(values[i], group, p.bound, p.values + row * p.width, sums);
+    for (int i = 0; i < kGroups; ++i) {
+      const int group = thread + i * kThreads;
+      if (group >= columns / kGroup) break;
+      quantise<Rows::kGate, kBound>(values[i], group, p.values + row * p.width, sums);
+    }
+  };
+  if (p.bound == ScreenBound::kStrict) {
+    store.template operator()<ScreenBound::kStrict>();
+  } else {
+    store.template operator()<ScreenBound::kProbabilistic>();
   }
   sums.squares = warp_sum(sums.squares);
   sums.errors = warp_sum(sums.errors);
