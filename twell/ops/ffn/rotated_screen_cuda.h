@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes rotated screens (rotated_screen.h) on the GPU: 8-bit rows of w_gate, and of x by itself or
 // together with the RMSNorm that makes it. bf16 in, transforms in f32. A row's result depends on
-// nothing but the row, and, for strict bounds, on the gate's `rounding`. Launches are programmatic
-// dependents, can be captured, and return cudaErrorInvalidValue where can_rotate(D) is false.
+// nothing but the row, for strict bounds the gate's `rounding`, and the kernel, which is another
+// from 1,024 rows on: f32 sums in another order may move a value by one where it lies between two,
+// or a bound by its rounding. Launches are programmatic dependents, can be captured, and return
+// cudaErrorInvalidValue where can_rotate(D) is false.
 #pragma once
 
 #include <cuda_bf16.h>
