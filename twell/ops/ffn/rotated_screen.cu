@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
   constexpr int kColumns = 32 * kPiece;  // of one piece per lane
   constexpr int kTurn = 4;               // pieces per lane in shared memory at a time
   constexpr int kTurns = (kPieces + kTurn - 1) / kTurn;
-  __shared__ alignas(16) float exchanged[kWarps][kTurn * (kColumns + 8)];
+  __shared__ __align__(16) float exchanged[kWarps][kTurn * (kColumns + 8)];
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
