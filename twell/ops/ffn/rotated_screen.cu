@@ -36,8 +36,7 @@ struct RowSums {
 __device__ TokenBound token_bound(const RowSums& x, int64_t width, ScreenBound bound,
                                   const float* rounding) {
   if (x.largest == 0.0f) return {-kScreenMostSpread - 1, 1};
-  constexpr TokenBound kAll{kScreenMostBase, 0};
-  if (!rotation_takes(x.largest)) return kAll;
+  if (!rotation_takes(x.largest)) return {kScreenMostBase, 0};
   const auto columns = static_cast<float>(width);
   const auto unit = static_cast<float>(1 << screen_shift(width));
   const float norm = x.norm();
@@ -55,13 +54,8 @@ __device__ TokenBound token_bound(const RowSums& x, int64_t width, ScreenBound b
     slope =
         kInflate * unit * kScreenSquares * columns * (half * 0.5f / middle + sums * 0.5f / typical);
   }
-  base = ceilf(base);
-  slope = ceilf(slope);
-  if (!(base <= static_cast<float>(kScreenMostBase)) ||
-      !(slope <= static_cast<float>(kScreenMostSlope))) {
-    return kAll;
-  }
-  return {static_cast<int32_t>(base), static_cast<int32_t>(slope)};
+  // Both fit their ranges, whatever the row (docs/numerics.md).
+  return {static_cast<int32_t>(ceilf(base)), static_cast<int32_t>(ceilf(slope))};
 }
 
 // Spread of a row of the gate. A strict bound's rounding rises to the row's error.

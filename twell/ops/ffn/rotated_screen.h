@@ -21,11 +21,11 @@
 // column, so that a row's result does not depend on the other rows or on its place among them.
 //
 // Sums stay in 32 bits: |values product| <= 127^2 D, shifted at most 2^30; base and slope * spread
-// at most 2^29 each. A token that a bound does not fit, or that is not finite, has base 2^29 and
-// slope 0, its values are 0, and all neurons are its candidates. A weight row that is not finite
-// has values 0 and spread kScreenAlways; it is a candidate for every token. So is a row whose
-// rotated values rotation_takes() does not take. A token of zeros has values 0, slope 1 and base
-// -kScreenMostSpread - 1, so that only such rows are its candidates.
+// at most 2^29 each. Rows that are not finite, or whose rotated values rotation_takes() does not
+// take, have values 0: as a token, base 2^29 and slope 0, so that all neurons are candidates; as a
+// weight row, spread kScreenAlways, so that it is a candidate for every token. A token of zeros has
+// values 0, slope 1 and base -kScreenMostSpread - 1, so that only such weight rows are its
+// candidates.
 #pragma once
 
 #include <cstdint>

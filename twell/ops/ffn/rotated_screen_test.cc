@@ -158,11 +158,16 @@ TEST(RotatedScreen, SumsStayIn32Bits) {
     EXPECT_LE(products, int64_t{1} << 30);
     EXPECT_LT(products + kScreenMostBase + int64_t{kScreenMostSlope} * kScreenAlways,
               int64_t{1} << 31);
-    // The largest that a row's bounds can ask for: all values 127, all errors 1/2.
+    // The most that a row's bounds can ask for: all values 127, all errors 1/2 where rounding is to
+    // the nearest.
     const double root = std::sqrt(static_cast<double>(width));
     EXPECT_LT(std::ceil(127 * root / 2 * 1.0001), kScreenMostSpread);
     EXPECT_LT(std::ldexp(root, screen_shift(width)) * 1.0001, kScreenMostSlope);
     EXPECT_LT(127.0 * 127.0 / kScreenSquares * 1.0001, kScreenMostSpread);
+    const double factor = (kScreenDeviations / 4 + 0x1p-16 * root) / (kScreenTypical * root) +
+                          127 * (screen_sum_error(width) + 0x1p-19) / (2 * kScreenTypical);
+    EXPECT_LT(std::ldexp(kScreenSquares * root * root * factor, screen_shift(width)) * 1.0001,
+              kScreenMostSlope / 2);
     EXPECT_LT(
         std::ldexp(127 * root * root * (0.5 + 127 * screen_sum_error(width)), screen_shift(width)),
         kScreenMostBase);

@@ -120,9 +120,8 @@ inline TokenBound token_bound(const QuantisedRow& x, ScreenBound bound, double r
   if (x.kind == QuantisedRow::kZero) return {-kScreenMostSpread - 1, 1};
   if (x.kind == QuantisedRow::kRefused) return {kScreenMostBase, 0};
   const ExactBound exact = exact_token_bound(x, bound, rounding);
-  const double base = std::ceil(exact.base), slope = std::ceil(exact.slope);
-  if (base > kScreenMostBase || slope > kScreenMostSlope) return {kScreenMostBase, 0};
-  return {static_cast<int32_t>(base), static_cast<int32_t>(slope)};
+  return {static_cast<int32_t>(std::ceil(exact.base)),
+          static_cast<int32_t>(std::ceil(exact.slope))};
 }
 
 inline double exact_gate_error(const QuantisedRow& w) {
