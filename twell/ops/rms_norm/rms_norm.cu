@@ -3,110 +3,22 @@
 
 #include "twell/base/column_sums.cuh"
 #include "twell/base/reduce.cuh"
+#include "twell/ops/rms_norm/norm_rows.cuh"
 #include "twell/sm90/launch.cuh"
 
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kPiece = 8;  // values in one 16-byte access
-// From kManyTokens on, one warp handles a row of up to kWarpWidth values: each lane has more loads
-// in flight, and no warp waits for another.
-constexpr int64_t kManyTokens = 1024;
-constexpr int64_t kWarpWidth = 2048;
+using namespace norm_rows;
 
-struct alignas(16) Piece {
-  __nv_bfloat162 pair[kPiece / 2];
-};
-
-// kPassing keeps many rows from filling the caches: 131,072 rows of 2,048 take 0.28 ms in a model,
-// against 0.32 ms with plain accesses.
-template <bool kPassing>
-__device__ __forceinline__ Piece load(const Piece* from) {
-  if constexpr (kPassing) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return *reinterpret_cast<const Piece*>(&v);
-  } else {
-    return *from;
-  }
-}
-template <bool kPassing>
-__device__ __forceinline__ void store(Piece* to, const Piece& piece) {
-  if constexpr (kPassing) {
-    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&piece));
-  } else {
-    *to = piece;
-  }
-}
-
-// Sum over the kRowThreads threads that share a row: a warp, or the whole block.
-template <int kRowThreads>
-__device__ float row_sum(float value) {
-  value = warp_sum(value);
-  if constexpr (kRowThreads == 32) return value;
-  __shared__ float of_warp[kWarps];
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += of_warp[warp];
-  return sum;
-}
-
-// Each thread keeps its kPieces pieces of its row in registers.
 template <int kRowThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
-  constexpr bool kPassing = kRowThreads == 32;
   sm90::allow_next_kernel();
   sm90::wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
   if (token >= p.tokens) return;  // whole warps only; never taken if a block shares a row
-  const int64_t pieces = p.width / kPiece;
-  const int64_t row = token * pieces;
-  const int64_t first = threadIdx.x % kRowThreads;
-  Piece s[kPieces];
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = first + int64_t{i} * kRowThreads;
-    if (at >= pieces) break;
-    s[i] = load<kPassing>(reinterpret_cast<const Piece*>(p.x) + row + at);
-  }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = first + int64_t{i} * kRowThreads;
-    if (at >= pieces) break;
-    if (p.residual != nullptr) {
-      const Piece r = load<kPassing>(reinterpret_cast<const Piece*>(p.residual) + row + at);
-#pragma unroll
-      for (int k = 0; k < kPiece / 2; ++k) s[i].pair[k] = __hadd2(s[i].pair[k], r.pair[k]);
-      store<kPassing>(reinterpret_cast<Piece*>(p.sum) + row + at, s[i]);
-    }
-#pragma unroll
-    for (int k = 0; k < kPiece / 2; ++k) {
-      const float2 v = __bfloat1622float2(s[i].pair[k]);
-      squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
-    }
-  }
-  const float inv = rsqrtf(row_sum<kRowThreads>(squares) / static_cast<float>(p.width) + p.eps);
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = first + int64_t{i} * kRowThreads;
-    if (at >= pieces) break;
-    const Piece w = reinterpret_cast<const Piece*>(p.weight)[at];
-    Piece y;
-#pragma unroll
-    for (int k = 0; k < kPiece / 2; ++k) {
-      const float2 v = __bfloat1622float2(s[i].pair[k]), scale = __bfloat1622float2(w.pair[k]);
-      y.pair[k] = __floats2bfloat162_rn(v.x * inv * scale.x, v.y * inv * scale.y);
-    }
-    store<kPassing>(reinterpret_cast<Piece*>(p.y) + row + at, y);
-  }
+  Piece row[kPieces];
+  norm_row<kRowThreads>(p, token, row);
 }
 
 // Backward.
@@ -261,7 +173,7 @@ cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
     return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
                                   p);
   };
-  if (p.tokens >= kManyTokens && p.width <= kWarpWidth) {
+  if (warp_takes_row(p.tokens, p.width)) {
     constexpr int kRows = kThreads / 32, kCovered = 32 * kPiece;
     if (p.width <= 2 * kCovered) return launch(rms_norm_kernel<32, 2>, kRows);
     if (p.width <= 4 * kCovered) return launch(rms_norm_kernel<32, 4>, kRows);
