@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <span>
 
 #include "bench/harness_cuda.h"
 #include "twell/base/rng.h"
@@ -48,7 +50,7 @@ void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector
   for (size_t i = 0; i < rows.size(); ++i) {
     FfnCudaRow& row = rows[i];
     row.speedup = rows[0].layer.median / row.layer.median;
-    row.chosen = row.execution == choice.execution;
+    row.chosen = row.execution == choice.execution && !row.eight_bit;
     row.reason = choice.reason;
     row.millijoules_per_token = joules_per_run(ctx, meter, layers[i], options.energy_seconds) *
                                 1e3 / (repeats * static_cast<double>(row.tokens));
@@ -65,9 +67,104 @@ GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int6
   return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
 
+// --- Dense layers in 8 bits ---------------------------------------------------------------------
+
+constexpr int64_t kErrorTokens = 256;
+
+// A layer of normal x and weights with about nnz of F active neurons per token. Each row of x and
+// of the gate contains one vector of signs, s: x = noise + s, w_gate = 0.02 noise + b s / D, so
+// that the mean of the gate is b and no column is larger than the others.
+DeviceLayer normal_layer(const FfnBenchmark& o, int64_t tokens, double nnz) {
+  constexpr int64_t kBlock = (int64_t{1} << 20) + 7;  // values drawn; odd, so that rows differ
+  const auto draw = [&](int64_t count, uint64_t stream) {
+    std::vector<float> values(static_cast<size_t>(count));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = normal(o.seed, stream, i);
+    return values;
+  };
+  const std::vector<float> signs = draw(o.width, 11), noise = draw(kBlock, 12);
+  const auto matrix = [&](const std::vector<float>& from, int64_t rows, int64_t offset,
+                          float deviation, float mean) {
+    std::vector<__nv_bfloat16> values(static_cast<size_t>(rows * o.width));
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float value = deviation * from[(static_cast<size_t>(offset) + i) % from.size()];
+      const float sign = signs[i % static_cast<size_t>(o.width)] < 0.0f ? -1.0f : 1.0f;
+      values[i] = __float2bfloat16(value + sign * mean);
+    }
+    return upload(values);
+  };
+  // x has twice the variance of its noise, so the gate's deviation is sqrt(2) of what gate_bias
+  // assumes.
+  const float b = std::sqrt(2.0f) * gate_bias(nnz, o.ffn, o.width);
+  DeviceLayer layer{.x = matrix(draw(tokens * o.width, 13), tokens, 0, 1.0f, 1.0f),
+                    .w_down = matrix(noise, o.ffn, kBlock / 3, 0.02f, 0.0f),
+                    .activation = o.activation};
+  (o.gated ? layer.w_gate : layer.w_up) =
+      matrix(noise, o.ffn, 0, 0.02f, b / static_cast<float>(o.width));
+  if (o.gated) layer.w_up = matrix(noise, o.ffn, 2 * kBlock / 3, 0.02f, 0.0f);
+  return layer;
+}
+
+// A dense layer in 8 bits, and the quantised copies of its weights.
+struct Layer8Bit {
+  Dense8Bit kind;
+  std::unique_ptr<DenseFfn8BitCuda> layer;
+  std::vector<FfnWeights8BitCuda> weights;
+};
+
+// The layers that can run, tuned on the first of the copies; appends why others cannot.
+std::vector<Layer8Bit> layers_8bit(CudaContext& ctx, const FfnBenchmark& o, int64_t tokens,
+                                   std::span<const FfnWeightsCuda> copies, const __nv_bfloat16* x,
+                                   const Values& y, std::vector<std::string>& left_out) {
+  std::vector<Layer8Bit> layers;
+  for (const Dense8Bit kind : {Dense8Bit::kFp8, Dense8Bit::kInt8}) {
+    auto layer = std::make_unique<DenseFfn8BitCuda>(ctx, kind, tokens, o.width, o.ffn, o.gated,
+                                                    o.activation);
+    if (!layer->unavailable().empty()) {
+      left_out.push_back(fmt::format("{}: {}", dense_8bit_name(kind), layer->unavailable()));
+      continue;
+    }
+    Layer8Bit& added = layers.emplace_back(Layer8Bit{kind, std::move(layer), {}});
+    for (const FfnWeightsCuda& copy : copies) {
+      added.weights.emplace_back(ctx, kind, copy, o.width, o.ffn);
+    }
+    added.layer->tune(ctx, added.weights[0], x, y.data());
+  }
+  return layers;
+}
+
+// Rows of 8-bit layers with their errors, without times.
+std::vector<FfnCudaRow> rows_8bit(CudaContext& ctx, const FfnBenchmark& o,
+                                  const FfnPattern& pattern, std::span<const Layer8Bit> layers) {
+  if (layers.empty()) return {};
+  const int64_t tokens = std::min(pattern.tokens(), kErrorTokens);
+  const DeviceLayer operands = normal_layer(o, tokens, pattern.nnz_per_token());
+  const Values dense_y = poisoned<__nv_bfloat16>(tokens * o.width);
+  const Values y = poisoned<__nv_bfloat16>(tokens * o.width);
+  DenseFfnCuda dense(ctx, tokens, o.width, o.ffn, o.gated, o.activation);
+  dense.forward(ctx, operands.weights(), operands.x.data(), dense_y.data());
+  std::vector<FfnCudaRow> rows;
+  for (const Layer8Bit& timed : layers) {
+    FfnCudaRow& row = rows.emplace_back(row_of(pattern, FfnExecution::kDense));
+    row.eight_bit = timed.kind;
+    row.arithmetic = timed.layer->arithmetic();
+    DenseFfn8BitCuda layer(ctx, timed.kind, tokens, o.width, o.ffn, o.gated, o.activation);
+    TWELL_CHECK(layer.unavailable().empty(), "{} of {} tokens: {}", row.name(), tokens,
+                layer.unavailable());
+    const FfnWeights8BitCuda weights(ctx, timed.kind, operands.weights(), o.width, o.ffn);
+    layer.forward(ctx, weights, operands.x.data(), y.data());
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+    row.error = relative_difference(y, dense_y);
+    TWELL_CHECK(std::isfinite(row.error), "{}: the {} layer gives values that are not finite",
+                row.pattern, row.name());
+  }
+  return rows;
+}
+
+// --- The measurements ---------------------------------------------------------------------------
+
 // For many tokens: the gate GEMM runs on random operands, the rest of the layer on the pattern.
-std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
-                                 const FfnPattern& pattern) {
+FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
+                       const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
   const auto tokens = pattern.tokens();
   auto host_x = random_operand(tokens * o.width, 1, 1.0f, o.seed);
@@ -112,9 +209,10 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   const Piece tile_union = [&] { tile_union_up_down_cuda(ctx, up_down, unions); };
   const Piece row_fused = [&] { row_fused_up_down_cuda(ctx, up_down, rows_workspace); };
 
-  std::vector<FfnCudaRow> rows = {row_of(pattern, FfnExecution::kDense),
-                                  row_of(pattern, FfnExecution::kTileUnion),
-                                  row_of(pattern, FfnExecution::kRowFused)};
+  FfnCudaResult result;
+  std::vector<FfnCudaRow>& rows = result.rows;
+  rows = {row_of(pattern, FfnExecution::kDense), row_of(pattern, FfnExecution::kTileUnion),
+          row_of(pattern, FfnExecution::kRowFused)};
   const Piece* sparse[] = {&tile_union, &row_fused};
   for (size_t i = 0; i < 2; ++i) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
@@ -133,27 +231,39 @@ std::vector<FfnCudaRow> replayed(CudaContext& ctx, const FfnCudaBenchmark& optio
   if (o.gated) followed_gate.progress = unions.progress(tokens);
   SparseUpDownCuda following = up_down;
   following.follows_gate = o.gated;
-  const std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
-                                     [&] {
-                                       gate_gemm_cuda(ctx, followed_gate);
-                                       tile_union_up_down_cuda(ctx, following, unions);
-                                     },
-                                     [&] {
-                                       gate_gemm_cuda(ctx, gate_gemm);
-                                       row_fused();
-                                     }};
-  std::vector<Piece> pieces = {
-      [&] { dense.gate(ctx, weights, x); }, [&] { gate_gemm_cuda(ctx, gate_gemm); },
-      [&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union, row_fused};
+  const std::vector<Layer8Bit> eight_bit =
+      layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
+  for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
+  // Of each row: the gate, up and down, the layer.
+  std::vector<Piece> gates = {[&] { dense.gate(ctx, weights, x); },
+                              [&] { gate_gemm_cuda(ctx, gate_gemm); }};
+  std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union,
+                              row_fused};
+  std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
+                               [&] {
+                                 gate_gemm_cuda(ctx, followed_gate);
+                                 tile_union_up_down_cuda(ctx, following, unions);
+                               },
+                               [&] {
+                                 gate_gemm_cuda(ctx, gate_gemm);
+                                 row_fused();
+                               }};
+  for (const Layer8Bit& l : eight_bit) {
+    gates.push_back([&, &l = l] { l.layer->gate(ctx, l.weights[0], x); });
+    rests.push_back([&, &l = l] { l.layer->up_down(ctx, l.weights[0], y.data()); });
+    layers.push_back([&, &l = l] { l.layer->forward(ctx, l.weights[0], x, y.data()); });
+  }
+  std::vector<Piece> pieces = gates;
+  pieces.insert(pieces.end(), rests.begin(), rests.end());
   pieces.insert(pieces.end(), layers.begin(), layers.end());
   const auto times = time_pieces(ctx.stream(), o.repeats, pieces);
-  for (size_t i = 0; i < 3; ++i) {
-    rows[i].gate = times[i == 0 ? 0 : 1];
-    rows[i].up_down = times[2 + i];
-    rows[i].layer = times[5 + i];
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i].gate = times[i < 2 ? i : i - 1];  // the sparse executions share a gate GEMM
+    rows[i].up_down = times[gates.size() + i];
+    rows[i].layer = times[gates.size() + rests.size() + i];
   }
   finish(ctx, options, layers, 1.0, choice, rows);
-  return rows;
+  return result;
 }
 
 // A layer whose own gate fires as the pattern does.
@@ -181,8 +291,8 @@ DeviceLayer firing_layer(const FfnBenchmark& o, const FiringColumns& columns, in
 
 // For up to kMostAsEngine tokens: the layer as the engine runs it, dense and sparse, in turn on
 // copies of the weights that together exceed the L2 cache.
-std::vector<FfnCudaRow> as_engine(CudaContext& ctx, const FfnCudaBenchmark& options,
-                                  const FfnPattern& asked) {
+FfnCudaResult as_engine(CudaContext& ctx, const FfnCudaBenchmark& options,
+                        const FfnPattern& asked) {
   const FfnBenchmark& o = options.layer;
   const auto tokens = asked.tokens();
   const FiringColumns columns = firing_columns(asked, tokens, o.width, o.ffn);
@@ -211,36 +321,49 @@ std::vector<FfnCudaRow> as_engine(CudaContext& ctx, const FfnCudaBenchmark& opti
   run(copies[0]);
   plans.update(ctx);
   run(copies[0]);  // as its activity asks for
-  std::vector<FfnCudaRow> rows = {row_of(pattern, FfnExecution::kDense),
-                                  row_of(pattern, plans[0].plan.execution)};
+  FfnCudaResult result;
+  std::vector<FfnCudaRow>& rows = result.rows;
+  rows = {row_of(pattern, FfnExecution::kDense), row_of(pattern, plans[0].plan.execution)};
   rows[1].error = relative_difference(y, dense_y);
   require_same(rows[1]);
   TWELL_CHECK(plans[0].plan.nnz == static_cast<int64_t>(pattern.columns.size()),
               "{}: the gate fires {} times, expected {}", pattern.name, plans[0].plan.nnz,
               pattern.columns.size());
   const GpuFfnChoice choice = choice_of(ctx, o, tokens, FfnPolicy::kAuto, plans[0].activity);
-  const std::vector<Piece> layers = {[&] {
-                                       for (const DeviceLayer& layer : copies) {
-                                         dense.forward(ctx, layer.weights(), layer.x.data(),
-                                                       dense_y.data());
-                                       }
-                                     },
-                                     [&] {
-                                       for (const DeviceLayer& layer : copies) run(layer);
-                                     }};
+  std::vector<Piece> layers = {[&] {
+                                 for (const DeviceLayer& layer : copies) {
+                                   dense.forward(ctx, layer.weights(), layer.x.data(),
+                                                 dense_y.data());
+                                 }
+                               },
+                               [&] {
+                                 for (const DeviceLayer& layer : copies) run(layer);
+                               }};
+  std::vector<FfnWeightsCuda> weights;
+  for (const DeviceLayer& layer : copies) weights.push_back(layer.weights());
+  const std::vector<Layer8Bit> eight_bit =
+      layers_8bit(ctx, o, tokens, weights, copies[0].x.data(), y, result.left_out);
+  for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
+  for (const Layer8Bit& l : eight_bit) {
+    layers.push_back([&, &l = l] {
+      for (size_t copy = 0; copy < copies.size(); ++copy) {
+        l.layer->forward(ctx, l.weights[copy], copies[copy].x.data(), y.data());
+      }
+    });
+  }
   const auto times = time_pieces(ctx.stream(), o.repeats, layers);
-  for (size_t i = 0; i < 2; ++i) {
+  for (size_t i = 0; i < rows.size(); ++i) {
     const Timing& t = times[i];
     rows[i].layer = {t.median / kL2Copies, t.p10 / kL2Copies, t.p90 / kL2Copies};
   }
   finish(ctx, options, layers, kL2Copies, choice, rows);
-  return rows;
+  return result;
 }
 
 }  // namespace
 
-std::vector<FfnCudaRow> benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
-                                           const FfnPattern& pattern) {
+FfnCudaResult benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
+                                 const FfnPattern& pattern) {
   const FfnBenchmark& o = options.layer;
   TWELL_REQUIRE(!pattern.row_nnz.empty(), "the pattern {} has no tokens", pattern.name);
   TWELL_REQUIRE(o.width > 0 && o.width % 8 == 0 && o.ffn > 0 && o.ffn % 8 == 0,

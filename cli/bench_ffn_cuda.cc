@@ -37,7 +37,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
   nlohmann::json json = {{"bench", "ffn"},
                          {"device", "cuda"},
                          {"pattern", row.pattern},
-                         {"execution", ffn_execution_name(row.execution)},
+                         {"execution", row.name()},
                          {"auto", row.chosen},
                          {"tokens", row.tokens},
                          {"width", options.width},
@@ -58,6 +58,7 @@ nlohmann::json row_json(const FfnBenchmark& options, const FfnCudaRow& row, doub
   }
   if (row.millijoules_per_token > 0.0) json["millijoules_per_token"] = row.millijoules_per_token;
   if (row.chosen) json["reason"] = row.reason;
+  if (row.eight_bit) json["arithmetic"] = row.arithmetic;
   return json;
 }
 
@@ -79,11 +80,10 @@ void print_row(const Table& table, const FfnBenchmark& options, const FfnCudaRow
   const auto measured = [](double value) {
     return value > 0.0 ? fmt::format("{:.4f}", value) : "-";
   };
-  table.print_row({fmt::format("  {}", ffn_execution_name(row.execution)),
-                   row.chosen ? "<auto" : "", measured(row.gate.median),
-                   measured(row.up_down.median), fmt::format("{:.4f}", row.layer.median),
-                   fmt::format("{:.4f}", row.layer.p10), fmt::format("{:.4f}", row.layer.p90),
-                   fmt::format("{:.2f}x", row.speedup),
+  table.print_row({fmt::format("  {}", row.name()), row.chosen ? "<auto" : "",
+                   measured(row.gate.median), measured(row.up_down.median),
+                   fmt::format("{:.4f}", row.layer.median), fmt::format("{:.4f}", row.layer.p10),
+                   fmt::format("{:.4f}", row.layer.p90), fmt::format("{:.2f}x", row.speedup),
                    fmt::format("{:.0f}", dense_equivalent_tflops(options, row)),
                    measured(row.millijoules_per_token), fmt::format("{:.1e}", row.error)});
 }
@@ -158,12 +158,11 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   table.print_header();
   double ratios = 0.0;  // sum over the patterns of dense time / time of the chosen execution
   for (const FfnPattern& pattern : patterns) {
-    const std::vector<FfnCudaRow> rows =
-        benchmark_ffn_cuda(ctx, {options, energy_seconds}, pattern);
-    const FfnCudaRow& dense = rows.front();
+    const FfnCudaResult result = benchmark_ffn_cuda(ctx, {options, energy_seconds}, pattern);
+    const FfnCudaRow& dense = result.rows.front();
     fmt::print("{}: {} tokens, {:.1f} active per token, {} at most\n", dense.pattern, dense.tokens,
                dense.nnz_per_token, dense.max_row_nnz);
-    for (const FfnCudaRow& row : rows) {
+    for (const FfnCudaRow& row : result.rows) {
       if (row.chosen) ratios += row.speedup;
       print_row(table, options, row);
       nlohmann::json json = machine_json(0);
@@ -171,6 +170,9 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
       json["gpu"] = ctx.device_name();
       json.update(row_json(options, row, dense_equivalent_tflops(options, dense)));
       append_jsonl(jsonl, json);
+    }
+    for (const std::string& execution : result.left_out) {
+      print_paragraphs(fmt::format("  left out: {}", execution));
     }
     print_paragraphs(fmt::format("  auto: {}", dense.reason));
   }
@@ -180,7 +182,11 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   }
   print_paragraphs(
       "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations; "
-      "energy: of the whole GPU");
+      "energy: of the whole GPU; error: against dense in bf16. dense-fp8 and dense-int8: "
+      "cuBLASLt's "
+      "8-bit GEMMs with a scale per row; x and h are quantised within the time, and the error is "
+      "on "
+      "normal operands as active as the pattern");
   table.print_left_out();
 }
 
