@@ -12,10 +12,6 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kSplitKeys = 256;  // minimum: with fewer, combining costs as much as a split
-constexpr int64_t kMaxSplits = 64;   // bounds the workspace for long contexts
-constexpr int64_t kMostKeys = 2048;  // of a split: a warp holds 32 blocks of kKvBlock keys
-
 // Fewer queries than a tile of cuDNN has are not worth a plan of their own, which takes 50 ms.
 constexpr int64_t kRaggedQueries = 128;
 constexpr int64_t kMaxRagged = 256;  // sequences; bounds the workspace
@@ -47,18 +43,10 @@ int64_t most_ragged(int64_t max_sequences) {
   return ragged_count(std::min(max_sequences, kMaxRagged));
 }
 
-AttentionSplits split_keys(int64_t max_sequences, int64_t max_kv_len) {
-  const int64_t share = (max_kv_len + kMaxSplits - 1) / kMaxSplits;
-  AttentionSplits splits;
-  splits.max_sequences = max_sequences;
-  splits.keys =
-      std::clamp((share + kSplitKeys - 1) / kSplitKeys * kSplitKeys, kSplitKeys, kMostKeys);
-  splits.count = (max_kv_len + splits.keys - 1) / splits.keys;
-  return splits;
-}
-
-int64_t partial_results(const AttentionSplits& splits, int64_t heads) {
-  return splits.count == 1 ? 0 : splits.max_sequences * heads * splits.count;
+// (sequence, head, split) triples whose results are combined.
+int64_t partial_results(int64_t max_sequences, int64_t heads, int64_t max_kv_len) {
+  const int64_t splits = attention_most_splits(max_kv_len);
+  return splits == 1 ? 0 : max_sequences * heads * splits;
 }
 
 constexpr int kThreads = 128;
@@ -120,26 +108,36 @@ __global__ void __launch_bounds__(kThreads) document_mask_kernel(DocumentMask p,
 
 AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t heads,
                                                int64_t head_dim, int64_t max_kv_len)
-    : splits_(split_keys(max_sequences, max_kv_len)),
-      ragged_count_(most_ragged(max_sequences)),
+    : max_sequences_(max_sequences),
       max_kv_len_(max_kv_len),
-      partial_(partial_results(splits_, heads) * (head_dim + 2)),
+      ragged_count_(most_ragged(max_sequences)),
+      max_sums_(partial_results(max_sequences, heads, max_kv_len) * 2),
+      values_(partial_results(max_sequences, heads, max_kv_len) * head_dim),
       arrived_(max_sequences * heads),
       ragged_(ragged_memory(nullptr, ragged_count_, max_kv_len).size) {
-  splits_.values = partial_.data();
-  splits_.max_sum = partial_.data() + partial_results(splits_, heads) * head_dim;
-  splits_.arrived = arrived_.data();
   TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
 }
 
 int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,
                                              int64_t max_kv_len) {
-  return partial_results(split_keys(max_sequences, max_kv_len), heads) * (head_dim + 2) *
+  return partial_results(max_sequences, heads, max_kv_len) * (head_dim + 2) *
              static_cast<int64_t>(sizeof(float)) +
          (max_sequences * heads +
           ragged_memory(nullptr, most_ragged(max_sequences), max_kv_len).size) *
              static_cast<int64_t>(sizeof(int32_t));
+}
+
+AttentionSplits AttentionWorkspaceCuda::splits(const AttentionDivision& division) const {
+  const int64_t count = ceil_div(max_kv_len_, division.keys);
+  TWELL_CHECK(count <= attention_most_splits(max_kv_len_), "attention: {} splits in place of {}",
+              count, attention_most_splits(max_kv_len_));
+  return {.count = count,
+          .keys = division.keys,
+          .warps = division.warps,
+          .values = values_.data(),
+          .max_sum = max_sums_.data(),
+          .arrived = arrived_.data()};
 }
 
 AttentionRagged AttentionWorkspaceCuda::ragged(int64_t count) const {
@@ -181,10 +179,12 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
               "attention: {} heads on {} key/value heads", problem.heads, problem.kv_heads);
   if (problem.sequences.count == 0 || problem.sequences.max_q_len == 0) return;
   if (problem.sequences.max_q_len == 1 && problem.sequences.tables != nullptr) {
-    TWELL_CHECK(problem.sequences.count <= workspace.splits().max_sequences,
+    TWELL_CHECK(problem.sequences.count <= workspace.max_sequences(),
                 "attention: {} sequences in a workspace for {}", problem.sequences.count,
-                workspace.splits().max_sequences);
-    TWELL_CUDA_CHECK(launch_attention_decode(problem, workspace.splits(), ctx.stream()));
+                workspace.max_sequences());
+    const AttentionDivision division =
+        attention_division(problem, workspace.max_kv_len(), ctx.multiprocessors());
+    TWELL_CUDA_CHECK(launch_attention_decode(problem, workspace.splits(division), ctx.stream()));
     return;
   }
   if (attention_cudnn(ctx, problem)) return;

@@ -4,10 +4,11 @@
 // sequence sees keys 0 .. kv_len - q_len + i, or the last `window` of them.
 //
 // One query per sequence over a paged cache (decode) runs a kernel that reads the visible keys and
-// values once. Its number of key splits depends only on the workspace, so a sequence gives the same
-// bits whatever else is in the batch. Where cuDNN is found it runs uniform batches of whole
-// sequences no longer than the window and, from Hopper on, what attention_ragged() prepared;
-// everything else runs our tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
+// values once. How it divides the keys depends on the workspace and, without a window, on the
+// number of sequences, never on their lengths: in batches of as many sequences, one gives the same
+// bits whatever the others are. Where cuDNN is found it runs uniform batches of whole sequences no
+// longer than the window and, from Hopper on, what attention_ragged() prepared; everything else
+// runs our tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -72,11 +73,17 @@ struct AttentionCuda {
   const __nv_bfloat16* mask = nullptr;  // of DocumentMask or null; cuDNN alone takes one
 };
 
-// Keys of a sequence are cut into pieces of `keys`; each leaves a partial result.
+// How decoding divides a sequence's keys: `warps` warps of one CTA share a split of `keys` keys.
+struct AttentionDivision {
+  int64_t keys = 0;  // a multiple of kKvBlock
+  int warps = 0;
+};
+
+// A division and the memory for it. Each split of a sequence leaves a partial result.
 struct AttentionSplits {
-  int64_t max_sequences = 0;
-  int64_t count = 0;  // splits of the longest sequence
-  int64_t keys = 0;
+  int64_t count = 0;           // splits of the longest sequence
+  int64_t keys = 0;            // of a split
+  int warps = 0;               // of a CTA
   float* values = nullptr;     // [sequences, H, count, hd]
   float* max_sum = nullptr;    // [sequences, H, count, 2]: maximum (base 2), sum
   int32_t* arrived = nullptr;  // [sequences, H] splits done so far, 0 between calls
@@ -90,14 +97,16 @@ class AttentionWorkspaceCuda {
                          int64_t max_kv_len);
   static int64_t bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,
                               int64_t max_kv_len);
-  const AttentionSplits& splits() const { return splits_; }
+  int64_t max_sequences() const { return max_sequences_; }
+  int64_t max_kv_len() const { return max_kv_len_; }
+  // For up to attention_most_splits(max_kv_len()) splits.
+  AttentionSplits splits(const AttentionDivision& division) const;
   // Memory for so many ragged sequences of the workspace's length; count 0 if they are too many.
   AttentionRagged ragged(int64_t count) const;
 
  private:
-  AttentionSplits splits_;
-  int64_t ragged_count_, max_kv_len_;
-  DeviceBuffer<float> partial_;
+  int64_t max_sequences_, max_kv_len_, ragged_count_;
+  DeviceBuffer<float> max_sums_, values_;
   DeviceBuffer<int32_t> arrived_, ragged_;
 };
 
@@ -126,8 +135,14 @@ std::string attention_report(CudaContext& ctx);
 
 // Our own kernels.
 cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);
-// max_q_len 1, with tables; query i is row q_begin[i]. splits.keys is a multiple of kKvBlock, at
-// most 32 blocks.
+// The division for the problem's heads, window and number of sequences, of up to max_kv_len keys
+// each. How long they are does not matter, so that a captured graph serves all lengths.
+AttentionDivision attention_division(const AttentionCuda& problem, int64_t max_kv_len,
+                                     int multiprocessors);
+// Splits of a sequence of max_kv_len keys, at most, in all divisions.
+int64_t attention_most_splits(int64_t max_kv_len);
+// max_q_len 1, with tables; query i is row q_begin[i]. The splits are of a division that
+// attention_division() gives for these heads and this window, for some number of sequences.
 cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,
                                     cudaStream_t stream);
 

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <span>
+#include <utility>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
@@ -18,9 +20,12 @@ struct Lengths {
   int64_t q_len, kv_len;
 };
 
-// Sequences over a cache: keys and values of sequence i are rows [i * capacity, i * capacity +
-// kv_len), the last sequence first; queries are packed, in rows wider than H * hd.
+// Sequences over a cache: keys and values of sequence i are kv_len rows from kv_begin on, which
+// overlap those of other sequences, the last sequence's first; queries are packed, in rows wider
+// than H * hd.
 struct Problem {
+  static constexpr int64_t kShift = 37;  // rows from where a sequence begins to where the next does
+
   Problem(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::vector<Lengths>& lengths,
           bool whole)
       : shape{heads, kv_heads, head_dim}, kv_width(kv_heads * head_dim), uniform(whole) {
@@ -32,11 +37,11 @@ struct Problem {
       q_begin.push_back(static_cast<int32_t>(tokens));
       q_len.push_back(static_cast<int32_t>(length.q_len));
       kv_len.push_back(static_cast<int32_t>(length.kv_len));
-      kv_begin.push_back((count - 1 - i) * capacity);
+      kv_begin.push_back((count - 1 - i) * kShift);
       tokens += length.q_len;
       max_q_len = std::max(max_q_len, length.q_len);
     }
-    rows = count * capacity;
+    rows = (count - 1) * kShift + capacity;
     q = random_bf16(tokens * q_stride, 1);
     k = random_bf16(rows * kv_width, 2);
     v = random_bf16(rows * kv_width, 3);
@@ -74,6 +79,7 @@ struct Problem {
 
   // Moves the keys and values of every sequence to blocks scattered over a cache of large numbers.
   void scatter() {
+    constexpr int64_t kPrime = 10007;  // more than there are blocks
     const auto blocks = (capacity + kKvBlock - 1) / kKvBlock;
     const auto all = static_cast<int64_t>(q_len.size()) * blocks + 1;
     const auto paged = [&](const std::vector<__nv_bfloat16>& from) {
@@ -88,10 +94,21 @@ struct Problem {
       }
       return to;
     };
-    for (int64_t i = 1; i < all; ++i) tables.push_back(static_cast<int32_t>(i * 5 % all));
+    for (int64_t i = 1; i < all; ++i) tables.push_back(static_cast<int32_t>(i * kPrime % all));
     k = paged(k);
     v = paged(v);
     for (size_t i = 0; i < q_len.size(); ++i) kv_begin[i] = static_cast<int64_t>(i) * blocks;
+  }
+
+  // Every second sequence of one query gets another length, and all change places in the batch, but
+  // not their rows of q and out.
+  void change_neighbours() {
+    for (size_t i = 1; i < kv_len.size(); i += 2) {
+      kv_len[i] = static_cast<int32_t>(capacity) + 1 - kv_len[i];
+    }
+    std::ranges::rotate(q_begin, q_begin.begin() + 1);
+    std::ranges::rotate(kv_len, kv_len.begin() + 1);
+    std::ranges::rotate(kv_begin, kv_begin.begin() + 1);
   }
 
   AttentionShape shape;
@@ -107,55 +124,106 @@ struct Problem {
 
 enum class Kernel { kAny, kTiled, kCudnn };
 
-std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAny) {
-  const CudaStream stream;
-  CudaContext ctx(stream.get());
-  const auto q = upload(problem.q), k = upload(problem.k), v = upload(problem.v);
-  const auto q_begin = upload(problem.q_begin), q_len = upload(problem.q_len),
-             kv_len = upload(problem.kv_len);
-  const auto kv_begin = upload(problem.kv_begin);
-  const auto tables = upload(problem.tables);
-  const int64_t width = problem.shape.heads * problem.shape.head_dim;
-  const auto out = poisoned<__nv_bfloat16>(problem.tokens * width);
-  const auto count = static_cast<int64_t>(problem.q_len.size());
-  const AttentionWorkspaceCuda workspace(count, problem.shape.heads, problem.shape.head_dim,
-                                         problem.capacity);
-  AttentionCuda p;
-  p.heads = problem.shape.heads;
-  p.kv_heads = problem.shape.kv_heads;
-  p.head_dim = problem.shape.head_dim;
-  p.sequences = {.count = count,
-                 .max_q_len = problem.max_q_len,
-                 .max_kv_len = problem.capacity,
-                 .rows = std::max(problem.tokens, problem.rows),
-                 .q_begin = q_begin.data(),
-                 .q_len = q_len.data(),
-                 .kv_len = kv_len.data(),
-                 .kv_begin = kv_begin.data(),
-                 .tables = problem.tables.empty() ? nullptr : tables.data(),
-                 .blocks = std::ssize(problem.k) / (kKvBlock * problem.kv_width),
-                 .uniform = problem.uniform};
-  p.q = q.data();
-  p.q_stride = problem.q_stride;
-  p.k = problem.uniform ? q.data() + width : k.data();
-  p.v = problem.uniform ? q.data() + width + problem.kv_width : v.data();
-  p.kv_stride = problem.kv_stride;
-  p.window = problem.shape.window;
-  p.out = out.data();
-  if (kernel == Kernel::kTiled) {
-    TWELL_CUDA_CHECK(launch_attention_tiled(p, stream.get()));
-  } else if (kernel == Kernel::kCudnn) {
-    p.sequences.ragged = attention_ragged(ctx, p, workspace);
-    EXPECT_TRUE(attention_cudnn(ctx, p)) << cudnn_status();
-  } else {
-    p.sequences.ragged = attention_ragged(ctx, p, workspace);
-    attention_cuda(ctx, p, workspace);
-    if (p.sequences.ragged.count > 0) {
-      EXPECT_TRUE(attention_report(ctx).starts_with("cuDNN 9")) << attention_report(ctx);
-    }
+// A problem in device memory, with a workspace for it.
+class DeviceProblem {
+ public:
+  explicit DeviceProblem(const Problem& problem)
+      : q_(upload(problem.q)),
+        k_(upload(problem.k)),
+        v_(upload(problem.v)),
+        q_begin_(upload(problem.q_begin)),
+        q_len_(upload(problem.q_len)),
+        kv_len_(upload(problem.kv_len)),
+        kv_begin_(upload(problem.kv_begin)),
+        tables_(upload(problem.tables)),
+        out_size_(problem.tokens * problem.shape.heads * problem.shape.head_dim),
+        workspace_(std::ssize(problem.q_len), problem.shape.heads, problem.shape.head_dim,
+                   problem.capacity) {
+    const int64_t width = problem.shape.heads * problem.shape.head_dim;
+    p_.heads = problem.shape.heads;
+    p_.kv_heads = problem.shape.kv_heads;
+    p_.head_dim = problem.shape.head_dim;
+    p_.sequences = {.count = std::ssize(problem.q_len),
+                    .max_q_len = problem.max_q_len,
+                    .max_kv_len = problem.capacity,
+                    .rows = std::max(problem.tokens, problem.rows),
+                    .q_begin = q_begin_.data(),
+                    .q_len = q_len_.data(),
+                    .kv_len = kv_len_.data(),
+                    .kv_begin = kv_begin_.data(),
+                    .tables = problem.tables.empty() ? nullptr : tables_.data(),
+                    .blocks = std::ssize(problem.k) / (kKvBlock * problem.kv_width),
+                    .uniform = problem.uniform};
+    p_.q = q_.data();
+    p_.q_stride = problem.q_stride;
+    p_.k = problem.uniform ? q_.data() + width : k_.data();
+    p_.v = problem.uniform ? q_.data() + width + problem.kv_width : v_.data();
+    p_.kv_stride = problem.kv_stride;
+    p_.window = problem.shape.window;
   }
-  stream.synchronize();
-  return to_floats(download(out));
+
+  std::vector<float> run(Kernel kernel) {
+    return result_of([&] {
+      if (kernel == Kernel::kTiled) {
+        TWELL_CUDA_CHECK(launch_attention_tiled(p_, stream_.get()));
+        return;
+      }
+      p_.sequences.ragged = attention_ragged(ctx_, p_, workspace_);
+      if (kernel == Kernel::kCudnn) {
+        EXPECT_TRUE(attention_cudnn(ctx_, p_)) << cudnn_status();
+        return;
+      }
+      attention_cuda(ctx_, p_, workspace_);
+      if (p_.sequences.ragged.count > 0) {
+        EXPECT_TRUE(attention_report(ctx_).starts_with("cuDNN 9")) << attention_report(ctx_);
+      }
+    });
+  }
+
+  std::vector<float> decode(const AttentionDivision& division) {
+    return result_of([&] {
+      TWELL_CUDA_CHECK(launch_attention_decode(p_, workspace_.splits(division), stream_.get()));
+    });
+  }
+
+  // All that batches with these heads get, for long texts and short ones.
+  std::vector<AttentionDivision> divisions() const {
+    std::set<std::pair<int64_t, int>> found;
+    AttentionCuda p = p_;
+    for (const int64_t max_kv_len : {int64_t{1}, workspace_.max_kv_len()}) {
+      for (p.sequences.count = 1; p.sequences.count <= 1024; p.sequences.count *= 2) {
+        const AttentionDivision division = attention_division(p, max_kv_len, 16);
+        found.insert({division.keys, division.warps});
+      }
+    }
+    std::vector<AttentionDivision> all;
+    for (const auto& [keys, warps] : found) all.push_back({.keys = keys, .warps = warps});
+    return all;
+  }
+
+ private:
+  template <typename Enqueue>
+  std::vector<float> result_of(const Enqueue& enqueue) {
+    const auto out = poisoned<__nv_bfloat16>(out_size_);
+    p_.out = out.data();
+    enqueue();
+    stream_.synchronize();
+    return to_floats(download(out));
+  }
+
+  CudaStream stream_;
+  CudaContext ctx_{stream_.get()};
+  DeviceBuffer<__nv_bfloat16> q_, k_, v_;
+  DeviceBuffer<int32_t> q_begin_, q_len_, kv_len_;
+  DeviceBuffer<int64_t> kv_begin_;
+  DeviceBuffer<int32_t> tables_;
+  int64_t out_size_;
+  AttentionWorkspaceCuda workspace_;
+  AttentionCuda p_;
+};
+
+std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAny) {
+  return DeviceProblem(problem).run(kernel);
 }
 
 // Weights that sum to one, and then the result, are rounded to bf16: 2^-9 of the largest value
@@ -244,6 +312,102 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AttentionCudaTest,
                                          AttentionShape{8, 2, 64}, AttentionShape{6, 1, 80},
                                          AttentionShape{4, 4, 128}, AttentionShape{5, 1, 128},
                                          AttentionShape{2, 1, 256}));
+
+// The divisions on H100 and H200.
+std::pair<int64_t, int> keys_and_warps(const AttentionShape& shape, int64_t sequences,
+                                       int64_t max_kv_len) {
+  AttentionCuda p;
+  p.heads = shape.heads;
+  p.kv_heads = shape.kv_heads;
+  p.head_dim = shape.head_dim;
+  p.window = shape.window;
+  p.sequences.count = sequences;
+  const AttentionDivision division = attention_division(p, max_kv_len, 132);
+  EXPECT_LE(max_kv_len, division.keys * attention_most_splits(max_kv_len));
+  return {division.keys, division.warps};
+}
+
+TEST(AttentionDivisionTest, FewCtasHaveMoreWarpsAndLongerSplits) {
+  const AttentionShape shape{32, 32, 64};
+  EXPECT_EQ(keys_and_warps(shape, 1, 256), std::pair(int64_t{1024}, 16));
+  EXPECT_EQ(keys_and_warps(shape, 8, 256), std::pair(int64_t{1024}, 16));
+  EXPECT_EQ(keys_and_warps(shape, 9, 256), std::pair(int64_t{512}, 8));
+  EXPECT_EQ(keys_and_warps(shape, 16, 256), std::pair(int64_t{512}, 8));
+  EXPECT_EQ(keys_and_warps(shape, 17, 256), std::pair(int64_t{256}, 4));
+  EXPECT_EQ(keys_and_warps(shape, 34, 256), std::pair(int64_t{256}, 2));
+  EXPECT_EQ(keys_and_warps(shape, 62, 256), std::pair(int64_t{256}, 1));
+  // Splits of 1,024 keys, of 512, and of 256, whose number does not count.
+  EXPECT_EQ(keys_and_warps(shape, 4, 2048), std::pair(int64_t{1024}, 16));
+  EXPECT_EQ(keys_and_warps(shape, 5, 1536), std::pair(int64_t{512}, 8));
+  EXPECT_EQ(keys_and_warps(shape, 8, 2048), std::pair(int64_t{256}, 4));
+  EXPECT_EQ(keys_and_warps(shape, 33, 1 << 14), std::pair(int64_t{256}, 4));
+  // At most 64 splits, but none of more than 2,048 keys.
+  EXPECT_EQ(keys_and_warps(shape, 33, 20'000), std::pair(int64_t{512}, 4));
+  EXPECT_EQ(keys_and_warps(shape, 33, 1 << 20), std::pair(int64_t{2048}, 4));
+}
+
+TEST(AttentionDivisionTest, GroupedHeadsHaveFewerWarps) {
+  EXPECT_EQ(keys_and_warps({32, 8, 64}, 1, 256), std::pair(int64_t{256}, 4));
+  EXPECT_EQ(keys_and_warps({32, 8, 64}, 132, 256), std::pair(int64_t{256}, 4));
+  EXPECT_EQ(keys_and_warps({32, 8, 64}, 133, 256), std::pair(int64_t{256}, 2));
+  EXPECT_EQ(keys_and_warps({32, 8, 64}, 1000, 256), std::pair(int64_t{256}, 2));
+  EXPECT_EQ(keys_and_warps({32, 16, 64}, 1000, 256), std::pair(int64_t{256}, 1));
+}
+
+TEST(AttentionDivisionTest, AWindowHasOneDivision) {
+  for (const int64_t sequences : {1, 16, 1000}) {
+    EXPECT_EQ(keys_and_warps({32, 32, 64, 100}, sequences, 4096), std::pair(int64_t{256}, 4));
+  }
+}
+
+// Lengths around the ends of splits, in batches of every size and in every division.
+class AttentionDecodeCudaTest : public testing::TestWithParam<AttentionShape> {};
+
+TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const auto [heads, kv_heads, head_dim, none] = GetParam();
+  const std::vector<int64_t> ends = {1, 255, 256, 257, 1023, 1024, 1025, 2000, 5000};
+  for (const int64_t sequences : {1, 4, 8, 16, 64}) {
+    for (size_t longest = 0; longest < ends.size(); ++longest) {
+      std::vector<Lengths> lengths;
+      for (size_t i = 0; i < static_cast<size_t>(sequences); ++i) {
+        lengths.push_back({1, ends[longest - i % (longest + 1)]});
+      }
+      Problem problem(heads, kv_heads, head_dim, lengths, false);
+      for (const int64_t window : {0, 600}) {
+        Problem scattered = problem;
+        scattered.shape.window = problem.shape.window = window;
+        const std::vector<float> want = problem.reference();
+        scattered.scatter();
+        DeviceProblem batch(scattered);
+        scattered.change_neighbours();
+        DeviceProblem changed(scattered);
+        for (const AttentionDivision& division : batch.divisions()) {
+          SCOPED_TRACE(testing::Message() << sequences << " sequences of up to " << ends[longest]
+                                          << " keys, window " << window << ", " << division.warps
+                                          << " warps for " << division.keys << " keys");
+          const std::vector<float> got = batch.decode(division);
+          expect_near(got, want, problem);
+          EXPECT_EQ(batch.decode(division), got) << "a second run differs";
+          const std::vector<float> beside_others = changed.decode(division);
+          const auto width = static_cast<ptrdiff_t>(heads * head_dim);
+          for (ptrdiff_t row = 0; row < sequences; row += 2) {
+            EXPECT_TRUE(std::equal(got.begin() + row * width, got.begin() + (row + 1) * width,
+                                   beside_others.begin() + row * width))
+                << "sequence " << row << " depends on its neighbours";
+          }
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AttentionDecodeCudaTest,
+                         testing::Values(AttentionShape{2, 2, 32}, AttentionShape{3, 3, 64},
+                                         AttentionShape{2, 2, 128}, AttentionShape{1, 1, 256},
+                                         AttentionShape{4, 2, 64}, AttentionShape{8, 2, 128},
+                                         AttentionShape{5, 1, 256}));
 
 TEST(AttentionCudnnTest, TakesPromptsBehindACache) {
   TWELL_SKIP_WITHOUT_GPU();

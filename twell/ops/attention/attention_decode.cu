@@ -6,11 +6,61 @@
 // of a split sequence to finish adds up all blocks' results in a fixed order.
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
+#include "twell/base/rounding.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/sm90/launch.cuh"
 
 namespace twell {
 namespace {
+
+// The first of these rules that applies divides the keys. The fewer CTAs there are per SM, the more
+// each has to have in flight; with many, one warp each is fastest, because none waits for another.
+// Where a CTA has more warps its splits are longer, so that 64 keys of a long text are left to each
+// warp: with fewer, merging the warps' results takes too large a part of its time.
+struct DivisionRule {
+  int warps;            // of a CTA
+  int64_t keys;         // of a split, at least
+  int64_t ctas_per_sm;  // at most
+  bool all_splits;      // counts the CTAs of all splits of the longest texts, not of one split
+  int queries;          // of a CTA, at most
+};
+constexpr int64_t kAnyNumber = int64_t{1} << 30;
+constexpr DivisionRule kRules[] = {
+    {.warps = 16, .keys = 1024, .ctas_per_sm = 2, .all_splits = true, .queries = 1},
+    {.warps = 8, .keys = 512, .ctas_per_sm = 4, .all_splits = true, .queries = 1},
+    {.warps = 4, .keys = 256, .ctas_per_sm = 8, .all_splits = false, .queries = 4},
+    {.warps = 2, .keys = 256, .ctas_per_sm = 15, .all_splits = false, .queries = 4},
+    {.warps = 1, .keys = 256, .ctas_per_sm = kAnyNumber, .all_splits = false, .queries = 2},
+    {.warps = 2, .keys = 256, .ctas_per_sm = kAnyNumber, .all_splits = false, .queries = 4},
+};
+// A window bounds the keys of a CTA, and is rare: one division serves it.
+constexpr AttentionDivision kSlidingDivision{.keys = 256, .warps = 4};
+
+constexpr int kMostWarps = 16;
+constexpr int64_t kLeastKeys = 256;  // of a split: with fewer, combining costs as much as a split
+constexpr int64_t kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
+constexpr int64_t kMostSplits = 64;           // bounds the workspace for long contexts
+static_assert(std::ranges::all_of(kRules, [](const DivisionRule& rule) {
+  return rule.warps <= kMostWarps && rule.keys >= kLeastKeys && rule.keys <= kMostKeys;
+}));
+
+// Query heads that a CTA takes of the `group` that share a key/value head.
+int queries_per_cta(int64_t group) { return group > 2 ? 4 : static_cast<int>(group); }
+
+// Whether a rule has so many warps for CTAs of so many queries.
+constexpr bool has_rule(int warps, int queries) {
+  return std::ranges::any_of(kRules, [=](const DivisionRule& rule) {
+    return rule.warps == warps && queries <= rule.queries;
+  });
+}
+
+// Keys of a split: `least`, or more where there would be too many splits.
+int64_t split_keys(int64_t max_kv_len, int64_t least) {
+  const int64_t share = round_up(ceil_div(max_kv_len, kMostSplits), kLeastKeys);
+  return std::min(std::max(share, least), kMostKeys);
+}
 
 constexpr int kPiece = 8;     // values in one 16-byte load
 constexpr int kInFlight = 4;  // keys a lane loads before it uses the first
@@ -237,36 +287,27 @@ cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaSt
                                 32 * kWarps, 0, stream, p, splits);
 }
 
-// Warps of a CTA: the fewer CTAs there are per SM, the more each has to have in flight. With many,
-// one warp each is fastest, because none waits for another.
-template <int kLanes, int kGroup, bool kSliding>
+// Launches CTAs of kWarps warps if the division has so many, or else of half as many.
+template <int kLanes, int kGroup, int kWarps, bool kSliding>
 cudaError_t launch_warps(const AttentionCuda& p, const AttentionSplits& splits,
                          cudaStream_t stream) {
-  // A window bounds the keys of a CTA, and is rare: one number of warps serves it.
-  if constexpr (kSliding) {
-    return launch<kLanes, kGroup, 4, true>(p, splits, stream);
+  if constexpr (kSliding ? kWarps == kSlidingDivision.warps : has_rule(kWarps, kGroup)) {
+    if (splits.warps == kWarps) return launch<kLanes, kGroup, kWarps, kSliding>(p, splits, stream);
+  }
+  if constexpr (kWarps > 1) {
+    return launch_warps<kLanes, kGroup, kWarps / 2, kSliding>(p, splits, stream);
   } else {
-    int multiprocessors = 0;
-    const cudaError_t status =
-        sm90::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
-    if (status != cudaSuccess) return status;
-    const int64_t group = p.heads / p.kv_heads;
-    const int64_t ctas = p.sequences.count * p.kv_heads * ((group + kGroup - 1) / kGroup);
-    if (ctas <= 8 * multiprocessors) return launch<kLanes, kGroup, 4, false>(p, splits, stream);
-    if (ctas <= 15 * multiprocessors || kGroup > 2) {
-      return launch<kLanes, kGroup, 2, false>(p, splits, stream);
-    }
-    return launch<kLanes, kGroup, 1, false>(p, splits, stream);
+    return cudaErrorInvalidValue;
   }
 }
 
 template <int kLanes, bool kSliding>
 cudaError_t launch_lanes(const AttentionCuda& p, const AttentionSplits& splits,
                          cudaStream_t stream) {
-  const int64_t group = p.heads / p.kv_heads;
-  if (group == 1) return launch_warps<kLanes, 1, kSliding>(p, splits, stream);
-  if (group == 2) return launch_warps<kLanes, 2, kSliding>(p, splits, stream);
-  return launch_warps<kLanes, 4, kSliding>(p, splits, stream);
+  const int queries = queries_per_cta(p.heads / p.kv_heads);
+  if (queries == 1) return launch_warps<kLanes, 1, kMostWarps, kSliding>(p, splits, stream);
+  if (queries == 2) return launch_warps<kLanes, 2, kMostWarps, kSliding>(p, splits, stream);
+  return launch_warps<kLanes, 4, kMostWarps, kSliding>(p, splits, stream);
 }
 
 template <bool kSliding>
@@ -280,10 +321,32 @@ cudaError_t launch_size(const AttentionCuda& p, const AttentionSplits& splits,
 
 }  // namespace
 
+AttentionDivision attention_division(const AttentionCuda& p, int64_t max_kv_len,
+                                     int multiprocessors) {
+  AttentionDivision division = kSlidingDivision;
+  const int64_t group = p.heads / p.kv_heads;
+  const int queries = queries_per_cta(group);
+  const int64_t ctas = p.sequences.count * p.kv_heads * ceil_div(group, int64_t{queries});
+  const auto applies = [&](const DivisionRule& rule) {
+    const int64_t keys = split_keys(max_kv_len, rule.keys);
+    const int64_t splits = rule.all_splits ? ceil_div(max_kv_len, keys) : 1;
+    return queries <= rule.queries && ctas * splits <= rule.ctas_per_sm * multiprocessors;
+  };
+  if (p.window == 0) {
+    const DivisionRule& rule = *std::ranges::find_if(kRules, applies);
+    division = {.keys = rule.keys, .warps = rule.warps};
+  }
+  division.keys = split_keys(max_kv_len, division.keys);
+  return division;
+}
+
+int64_t attention_most_splits(int64_t max_kv_len) {
+  return ceil_div(max_kv_len, split_keys(max_kv_len, kLeastKeys));
+}
+
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
-  // A warp holds the blocks of a split.
-  if (p.sequences.tables == nullptr || splits.keys > 32 * kKvBlock || splits.keys % kKvBlock != 0) {
+  if (p.sequences.tables == nullptr || splits.keys > kMostKeys || splits.keys % kKvBlock != 0) {
     return cudaErrorInvalidValue;
   }
   return p.window > 0 ? launch_size<true>(p, splits, stream)
