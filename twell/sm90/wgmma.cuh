@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // WGMMA, bf16 operands in shared memory with a 128-byte or 32-byte swizzle and f32 accumulators in
-// registers, and signed bytes with 32-bit sums. Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
+// registers, and signed bytes with 32-bit sums. Source: PTX ISA, "Asynchronous warpgroup level
+// matrix instructions".
 //
 // Accumulator layout of one warpgroup, m64nN: warp w holds rows 16w .. 16w + 15; lane l = 4g + t
 // holds of each block i of 8 columns  acc[4i + 0, 1]: row g,     columns 8i + 2t, 8i + 2t + 1

@@ -54,8 +54,6 @@ TWELL_HOST_DEVICE constexpr int screen_shift(int64_t width) {
   while (shift > 0 && (int64_t{127 * 127} * width << shift) > (int64_t{1} << 30)) --shift;
   return shift;
 }
-// Up to this width products fit with shift 0.
-inline constexpr int64_t kMaxScreenWidth = 65536;
 
 // Whether rows of this width can be screened: int8 rows are 16-byte aligned, and one SM holds a
 // row.

@@ -153,7 +153,7 @@ TEST_P(RotatedScreenTest, BoundsKeepTheirRanges) {
 }
 
 TEST(RotatedScreen, SumsStayIn32Bits) {
-  for (int64_t width = 16; width <= kMaxScreenWidth; width += 16) {
+  for (int64_t width = 16; width <= kMaxRotatedWidth; width += 16) {
     const int64_t products = (int64_t{127 * 127} * width) << screen_shift(width);
     EXPECT_LE(products, int64_t{1} << 30);
     EXPECT_LT(products + kScreenMostBase + int64_t{kScreenMostSlope} * kScreenAlways,

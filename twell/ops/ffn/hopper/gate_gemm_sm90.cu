@@ -40,7 +40,7 @@ struct Params {
   CUtensorMap map_x_half;  // the same, boxes of kTileM / 2 rows
   CUtensorMap map_w;       // [F, D], boxes of kTileN / kCluster rows
   PackTarget out;
-  int k_steps;               // ceil(D / kTileK)
+  int k_steps;  // ceil(D / kTileK)
   paired_gemm::UnitOrder order;
   const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
   int32_t* packed;           // GateProgress::words
@@ -628,8 +628,8 @@ GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn)
   static_assert(GateProgress::kPhases == 4);
   for (int phase = 0; phase < 3; ++phase) {
     const int groups = std::max(units[phase], 0) / per_group;
-    phases.tokens[phase] =
-        static_cast<int>(std::min<int64_t>(int64_t{groups} * order.tiles.group * kTileM * kCluster, tokens));
+    phases.tokens[phase] = static_cast<int>(
+        std::min<int64_t>(int64_t{groups} * order.tiles.group * kTileM * kCluster, tokens));
   }
   if (order.whole == order.tiles.count()) {
     phases.tokens[2] = static_cast<int>(tokens);

@@ -3,7 +3,7 @@
 // decides which neurons may fire for which tokens (rotated_screen.h). The main loop is that
 // of the gate GEMM (paired_gemm_loop_sm90.cuh) with k-steps of 128 bytes and 32-bit sums.
 // A sum becomes one bit, its sign behind the bound, so a finished tile is stored at once. Warpgroup
-// 1 stays kLead k-steps behind warpgroup 0, so that one decides while the other multiplies.
+// 1 starts a tile kLead k-steps behind warpgroup 0, so that one decides while the other multiplies.
 #include <algorithm>
 
 #include "twell/base/rounding.h"
@@ -82,8 +82,10 @@ struct Consumer {
     using namespace sm90;
     const uint32_t a = ring.stages + (N == kTileN ? warpgroup * (kBytesA / 2) : 0);
     const uint32_t b = ring.stages + kBytesA + (N == kTileN ? 0 : warpgroup * (kBytesB / 2));
-    const int lead = min(kLead, params.k_steps) - 1;
-    if (warpgroup == 1) named_barrier(kLeadBarrier, kConsumers * 128);
+    // With fewer k-steps than stages warpgroup 0 could arrive for two tiles before warpgroup 1
+    // does.
+    const bool leads = params.k_steps >= kStages;
+    if (leads && warpgroup == 1) named_barrier(kLeadBarrier, kConsumers * 128);
     int previous = 0;
     for (int k = 0; k < params.k_steps; ++k) {
       barrier_wait(ring.full + cursor.stage * 8, cursor.parity);
@@ -96,7 +98,9 @@ struct Consumer {
         wgmma_s8<N>(acc, operand_a + i * 2, operand_b + i * 2, k > 0 || i > 0);
       }
       wgmma_commit();
-      if (warpgroup == 0 && k == lead) named_barrier_arrive(kLeadBarrier, kConsumers * 128);
+      if (leads && warpgroup == 0 && k == kLead - 1) {
+        named_barrier_arrive(kLeadBarrier, kConsumers * 128);
+      }
       if (k > 0) {
         wgmma_wait<1>();
         release(ring, previous);
@@ -113,8 +117,8 @@ struct Consumer {
   __device__ __forceinline__ void decide(const int32_t (&acc)[128], const Unit& unit) const {
     const int lane = threadIdx.x % 32, t = lane % 4;
     const int part = N == kTileN ? 0 : warpgroup;  // of the tile's neurons
-    const int row = unit.row + (N == kTileN ? warpgroup * 64 : 0) + threadIdx.x % 128 / 32 * 16 +
-                    lane / 4;
+    const int row =
+        unit.row + (N == kTileN ? warpgroup * 64 : 0) + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const auto bound = [&](int token) {
       return token < params.tokens ? __ldg(params.bounds + token) : int2{0, 0};
     };
@@ -222,9 +226,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 void screen_gemm_cuda(CudaContext& ctx, const ScreenGemmCuda& problem) {
   using namespace screen_gemm;
   check_ffn_call(ctx, problem.width, problem.ffn);
-  TWELL_CHECK(problem.width % 16 == 0 && problem.width <= kMaxScreenWidth,
+  TWELL_CHECK(can_rotate(problem.width),
               "a rotated screen needs a width that is a multiple of 16, at most {}, not {}",
-              kMaxScreenWidth, problem.width);
+              kMaxRotatedWidth, problem.width);
   if (problem.tokens == 0) return;
   const Schedule schedule(ctx.multiprocessors(), problem.tokens, problem.ffn);
   Params params;
@@ -245,8 +249,8 @@ void screen_gemm_cuda(CudaContext& ctx, const ScreenGemmCuda& problem) {
   params.tiles = static_cast<int>(ceil_div(problem.ffn, kTileN));
   params.k_steps = static_cast<int>(ceil_div(problem.width, kStepColumns));
   params.scale = 1 << screen_shift(problem.width);
-  TWELL_CUDA_CHECK(cudaFuncSetAttribute(
-      screen_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  TWELL_CUDA_CHECK(cudaFuncSetAttribute(screen_gemm_sm90_kernel,
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   TWELL_CUDA_CHECK(launch_clear_counts(problem.out.row_count, problem.tokens,
                                        problem.progress.words, problem.progress.size,
                                        ctx.stream()));

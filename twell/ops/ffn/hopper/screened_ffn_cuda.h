@@ -33,7 +33,7 @@ struct CandidatesCuda {
 // All pointers are device memory, matrices contiguous row-major, 16-byte aligned.
 struct ScreenGemmCuda {
   int64_t tokens = 0;    // M
-  int64_t width = 0;     // D, a multiple of 16, at most kMaxScreenWidth
+  int64_t width = 0;     // D; can_rotate(D)
   int64_t ffn = 0;       // F, a multiple of 8
   RotatedRowsCuda x;     // [M, D]
   RotatedGateCuda gate;  // [F, D]

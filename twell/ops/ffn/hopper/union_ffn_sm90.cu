@@ -341,8 +341,7 @@ __device__ __forceinline__ void produce(const Up& gemm, const Shared<kMakes>& sh
 }
 
 // The warpgroup that compacts the gate, item after item.
-__device__ __forceinline__ void place_gates(const Up& gemm,
-                                            const Shared<Makes::kGated>& shared) {
+__device__ __forceinline__ void place_gates(const Up& gemm, const Shared<Makes::kGated>& shared) {
   constexpr int kPlacers = kTileTokens, kBarrier = 3;
   const Gate& gate = gemm.gate;
   const Tiles& tiles = gemm.tiles;
@@ -530,7 +529,8 @@ struct Consumer {
 
   // N: rows of the gathered operand.
   template <int N>
-  __device__ __forceinline__ void run(float (&acc)[S::kAccumulators], const Item& item, int k_steps) {
+  __device__ __forceinline__ void run(float (&acc)[S::kAccumulators], const Item& item,
+                                      int k_steps) {
     using namespace sm90;
     multiply<N>(acc, k_steps);
     if (S::kGated) {

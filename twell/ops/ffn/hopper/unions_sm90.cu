@@ -276,8 +276,8 @@ struct HeavyRows {
   int scan[32];
 
   // Called by a CTA in which each group of kTileTokens threads holds the non-zeros of the tile's
-  // rows. True where this thread's row is heavy. Starts with a barrier. Candidates are no non-zeros,
-  // so activity does not count them.
+  // rows. True where this thread's row is heavy. Starts with a barrier. Candidates are no
+  // non-zeros, so activity does not count them.
   template <bool Candidates>
   __device__ __forceinline__ bool judge(const Gate& gate, int tile, int nnz,
                                         ActivityCuda* activity) {
@@ -359,8 +359,8 @@ struct Shared {
 template <Finds kFinds>
 struct PartFinder {
   static constexpr bool kCandidates = kFinds == Finds::kCandidates;
-  static constexpr bool kItems = kFinds != Finds::kCompact;  // work items as soon as a tile is found
-
+  static constexpr bool kItems =
+      kFinds != Finds::kCompact;  // work items as soon as a tile is found
 
   const Gate& gate;
   const Tiles& tiles;
@@ -413,7 +413,8 @@ struct PartFinder {
     const int row = place() < gate.rows ? place() : -1;
     load_heads(row, first);
     const int nnz = row >= 0 ? gate.row_nnz[row] : 0;
-    const bool heavy = shared.heavy.judge<kCandidates>(gate, tile, nnz, part == 0 ? activity : nullptr);
+    const bool heavy =
+        shared.heavy.judge<kCandidates>(gate, tile, nnz, part == 0 ? activity : nullptr);
     if (part == 0) {
       const uint32_t apart = __ballot_sync(~0u, heavy);
       if (threadIdx.x < kTileTokens) {
@@ -550,7 +551,7 @@ struct PartFinder {
         }
         __syncwarp();
         const ColumnTile<kFinds == Finds::kListing> column_tile{mask + i * 8, listed + i,
-                                              entries + int64_t{i} * kListed};
+                                                                entries + int64_t{i} * kListed};
         column_tile.add(tile_words(gate, max(token, 0), columns.first + i), heads[j], next[j],
                         token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
       }
