@@ -33,21 +33,23 @@ const char* stage_name(ForwardStage stage) {
   return "";
 }
 
-ForwardPlanCuda plan_of(std::span<const int32_t> ids, int64_t length) {
+ForwardPlanCuda plan_of(std::span<const int32_t> ids, int64_t length, FfnPolicy policy) {
   return {.max_tokens = std::ssize(ids),
           .max_sequences = std::ssize(ids) / length,
-          .max_length = length};
+          .max_length = length,
+          .ffn = policy};
 }
 
 }  // namespace
 
 ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& model,
-                                           std::span<const int32_t> ids, int64_t length)
+                                           std::span<const int32_t> ids, int64_t length,
+                                           FfnPolicy policy)
     : ctx_(ctx),
       model_(model),
       ids_(ids),
       sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length, .slot = 0}),
-      forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length)),
+      forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length, policy)),
       dense_(ctx, std::ssize(ids), model.config().width, model.padded_config().ffn,
              model.config().gated, model.config().activation, /*add=*/true),
       logits_(std::min(kDeviceHeadTokens, std::ssize(ids)) * model.config().vocab_size),
@@ -148,7 +150,9 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
     run.executions.assign(static_cast<size_t>(layers), "tile-union, replayed");
     return run;
   }
-  for (int i = 0; i < 2; ++i) {  // the first pass measures activity, the second runs the choice
+  // The first pass measures activity, the others run the choice; behind a screen, the second one
+  // measures its candidates.
+  for (int i = 0; i < 3; ++i) {
     body({});
     forward_.ffn_plans().update(ctx_);
   }

@@ -28,8 +28,9 @@ struct ForwardRunCuda {
 class ForwardBenchmarkCuda {
  public:
   // ids [B * T]. The model must outlive this object. Turns on matmul tuning (set_matmul_tuning).
+  // policy: of sparse(); one with screens reads the weights of the gates here.
   ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& model, std::span<const int32_t> ids,
-                       int64_t length);
+                       int64_t length, FfnPolicy policy = FfnPolicy::kAuto);
 
   // Runs the dense layers through tuned cuBLASLt.
   ForwardRunCuda dense(double window_seconds);

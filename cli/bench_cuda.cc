@@ -103,7 +103,8 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
           ? random_tokens(arguments.sequences * length, config.vocab_size, arguments.subject.seed)
           : arguments.ids;
   const int64_t tokens = std::ssize(ids);
-  ForwardBenchmarkCuda benchmark(ctx, *loaded.model, ids, length);
+  loaded.set_sparse(true);
+  ForwardBenchmarkCuda benchmark(ctx, *loaded.model, ids, length, arguments.policy);
   std::unique_ptr<PatternReplayCuda> replay;
   if (!arguments.patterns.empty()) {
     replay = std::make_unique<PatternReplayCuda>(ctx, arguments.patterns, config, tokens);
@@ -120,7 +121,6 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   if (!benchmark.energy().unavailable().empty()) {
     fmt::print("no energy: {}\n", benchmark.energy().unavailable());
   }
-  loaded.set_sparse(true);
   const double error = benchmark.sparse_error();
   loaded.set_sparse(false);
   const ForwardRunCuda dense = benchmark.dense(arguments.seconds);
@@ -136,6 +136,7 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   row["subject"] = describe(arguments.subject);
   row["sequences"] = arguments.sequences;
   row["length"] = length;
+  row["ffn"] = ffn_policy_name(arguments.policy);
   row["replayed_patterns"] = arguments.patterns.filename().string();
   row["dense"] = run_json(dense, tokens);
   row["sparse"] = run_json(sparse, tokens);

@@ -148,6 +148,7 @@ int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& argumen
                                      .allow_non_finite = common.allow_non_finite},
                          .sequences = arguments.comparison.sequences,
                          .length = arguments.comparison.length,
+                         .policy = arguments.comparison.sparse,
                          .seconds = arguments.seconds,
                          .patterns = arguments.patterns,
                          .jsonl = arguments.jsonl};
@@ -189,7 +190,8 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
       .at_least(0);
   command.value("--repeats", &arguments->comparison.repeats, "N", "Timed runs of each, in turn");
   command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution to compare with dense: auto, row-fused, tile-union, dense");
+                "Execution to compare with dense: auto, dense, row-fused, tile-union, screened, "
+                "screened-strict");
   command.value("--patterns", &arguments->patterns, "FILE",
                 "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
                 "the gate GEMM still runs");

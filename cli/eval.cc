@@ -51,8 +51,9 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
                   common.checkpoint.string());
     arguments.evaluate.document_end = tokenizer.eos_token();
   }
-  const std::unique_ptr<Engine> engine =
-      load_engine(common, {.scorer = Evaluator::plan(config, arguments.evaluate)});
+  ScorerPlan plan = Evaluator::plan(config, arguments.evaluate);
+  plan.ffn = policy;
+  const std::unique_ptr<Engine> engine = load_engine(common, {.scorer = plan});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
   Evaluator evaluator(*scorer, arguments.evaluate);
   ProgressLine progress(30.0, stderr);
@@ -114,7 +115,8 @@ void add_eval_command(Command& root, CommonOptions& common) {
                "checkpoint was trained)");
   command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
   command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
+                "screened-strict");
   command
       .flag("", "--no-bos", &arguments->text.begin_token,
             "Texts and prompts without the begin token that the tokenizer's template puts in front "

@@ -135,8 +135,9 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const std::unique_ptr<Engine> engine =
-      load_engine(common, {.scorer = TaskRunner::plan(config, arguments.run)});
+  ScorerPlan plan = TaskRunner::plan(config, arguments.run);
+  plan.ffn = policy;
+  const std::unique_ptr<Engine> engine = load_engine(common, {.scorer = plan});
   const std::unique_ptr<Scorer> scorer = engine->scorer(policy);
 
   ProgressLine progress(30.0, stderr);

@@ -317,7 +317,8 @@ void add_generate_command(Command& root, CommonOptions& common) {
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
   command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
+                "screened-strict");
   command.flag("--cache-8bit", &arguments->cache_8bit,
                "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
   Option& json = command.flag("--json", &arguments->json,

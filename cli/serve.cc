@@ -114,7 +114,8 @@ void add_serve_command(Command& root, CommonOptions& common) {
   command.value("--model-name", &arguments->server.model, "NAME",
                 "The model's name in requests and replies; by default the folder's name");
   command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution of the FFN layers: auto, dense, row-fused, tile-union");
+                "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
+                "screened-strict");
   command.group("Limits");
   command
       .value("--batch", &arguments->batch, "N",

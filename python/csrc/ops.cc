@@ -67,7 +67,7 @@ void plan_active(int64_t handle, Tensor active) {
 int64_t plan_choose(int64_t handle, bool cuda, int64_t tokens, int64_t width, int64_t ffn,
                     bool gated, double nnz, double union_share) {
   const std::shared_ptr<Plan> plan = find_plan(handle);
-  const FfnTrainPolicy policy = plan->policy == FfnPolicy::kAuto    ? FfnTrainPolicy::kAuto
+  const FfnTrainPolicy policy = chooses(plan->policy)               ? FfnTrainPolicy::kAuto
                                 : plan->policy == FfnPolicy::kDense ? FfnTrainPolicy::kDense
                                                                     : FfnTrainPolicy::kHybrid;
   FfnTrainExecution execution = FfnTrainExecution::kDense;

@@ -12,7 +12,8 @@ import torch
 from ._library import ops as _ops
 
 _POLICIES = {"auto": "auto", "dense": "dense", "sparse": "tile-union"}
-_INFERENCE = ("dense", "row-fused", "tile-union", "decode-rows", "small-batch")
+_INFERENCE = ("dense", "row-fused", "tile-union", "decode-rows", "small-batch",
+              "screened")
 _REPORT_FIELDS = 11
 _STEP = 1.25  # capacities grow in steps of this factor, so that compiled graphs stay valid
 

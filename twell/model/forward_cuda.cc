@@ -11,6 +11,7 @@
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
+#include "twell/ops/ffn/rotated_screen_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -27,6 +28,27 @@ constexpr int64_t kRowStep = 128;  // padded batches have a multiple of this man
 // Number of bf16 values per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
   return 2 * config.width + qkv_width(config) + config.q_width();
+}
+
+constexpr int64_t kScreenTile = 256;  // gates' spreads are padded to a multiple of this
+
+// The bound of the 8-bit gates that the policy asks for; none where the layers or the device do not
+// suit them.
+std::optional<ScreenBound> screen_bound(const CudaContext& ctx, const ModelConfig& config,
+                                        FfnPolicy policy) {
+  if (policy != FfnPolicy::kScreened && policy != FfnPolicy::kScreenedStrict) return {};
+  if (ctx.compute_capability() != 90 || !config.gated || config.mlp_bias ||
+      !leaves_zeros(config.activation) || !can_rotate(config.width)) {
+    return {};
+  }
+  return policy == FfnPolicy::kScreened ? ScreenBound::kProbabilistic : ScreenBound::kStrict;
+}
+
+int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
+                      const ForwardPlanCuda& plan) {
+  if (!screen_bound(ctx, config, plan.ffn)) return 0;
+  return config.layers * (config.ffn * config.width + 4 * round_up(config.ffn, kScreenTile) + 4) +
+         plan.max_tokens * (config.width + static_cast<int64_t>(sizeof(TokenBound)));
 }
 
 ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
@@ -128,7 +150,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
-         4 * plan.max_length * config.head_dim;
+         rotated_bytes(ctx, config, plan) + 4 * plan.max_length * config.head_dim;
 }
 
 ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan)
@@ -156,6 +178,38 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   hidden_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
   qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
+  make_rotated_gates();
+}
+
+void ForwardCuda::make_rotated_gates() {
+  const std::optional<ScreenBound> bound = screen_bound(ctx_, config_, plan_.ffn);
+  if (!bound) return;
+  const int64_t spreads = round_up(config_.ffn, kScreenTile);
+  rotated_gates_ = DeviceBuffer<int8_t>(config_.layers * config_.ffn * config_.width);
+  gate_spreads_ = DeviceBuffer<int32_t>(config_.layers * spreads);
+  gate_roundings_ = DeviceBuffer<float>(config_.layers);
+  rotated_hidden_ = DeviceBuffer<int8_t>(plan_.max_tokens * config_.width);
+  token_bounds_ = DeviceBuffer<TokenBound>(plan_.max_tokens);
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+    TWELL_CUDA_CHECK(
+        launch_rotate_gate({.neurons = config_.ffn,
+                            .width = config_.width,
+                            .w_gate = device_bf16(w.ffn.w_gate.data),
+                            .values = rotated_gates_.data() + layer * config_.ffn * config_.width,
+                            .spread = gate_spreads_.data() + layer * spreads,
+                            .rounding = gate_roundings_.data() + layer,
+                            .bound = *bound},
+                           ctx_.stream()));
+  }
+}
+
+RotatedGateCuda ForwardCuda::rotated_gate(int64_t layer) const {
+  if (rotated_gates_.size() == 0) return {};
+  return {.values = rotated_gates_.data() + layer * config_.ffn * config_.width,
+          .spread = gate_spreads_.data() + layer * round_up(config_.ffn, kScreenTile),
+          .rounding = gate_roundings_.data() + layer,
+          .bound = screen_bound(ctx_, config_, plan_.ffn).value()};
 }
 
 int64_t ForwardCuda::screen_bytes(const CudaContext& ctx, const ModelConfig& c,
@@ -250,6 +304,19 @@ void ForwardCuda::norm(const BF16* weight) const {
                                     .y = hidden_.data(),
                                     .eps = static_cast<float>(config_.norm_eps)},
                                    ctx_.stream()));
+}
+
+void ForwardCuda::norm_rotated(const BF16* weight, const FfnForwardCuda& ffn) const {
+  TWELL_CUDA_CHECK(launch_rotate_norm({.norm = {.tokens = staged_.tokens,
+                                                .width = config_.width,
+                                                .x = residual_.data(),
+                                                .weight = device_bf16(weight),
+                                                .y = hidden_.data(),
+                                                .eps = static_cast<float>(config_.norm_eps)},
+                                       .rotated = ffn.rotated,
+                                       .rounding = ffn.weights.screen.rounding,
+                                       .bound = ffn.weights.screen.bound},
+                                      ctx_.stream()));
 }
 
 AttentionCuda ForwardCuda::attention_of(int64_t layer) const {
@@ -416,8 +483,6 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                                          ctx_.stream()));
   }
   done(ForwardStage::kOutput);
-  norm(w.ffn_norm);
-  done(ForwardStage::kNorm);
   const FfnForwardCuda ffn{
       .tokens = staged_.tokens,
       .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
@@ -426,11 +491,19 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                   .activation = config_.activation,
                   .b_gate = device_bf16(w.ffn.b_gate),
                   .b_up = device_bf16(w.ffn.b_up),
-                  .b_down = device_bf16(w.ffn.b_down)},
+                  .b_down = device_bf16(w.ffn.b_down),
+                  .screen = rotated_gate(layer)},
       .x = hidden_.data(),
       .y = residual_.data(),
       .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
-      .add = true};
+      .add = true,
+      .rotated = {.values = rotated_hidden_.data(), .bounds = token_bounds_.data()}};
+  if (ffn_reads_rotated(ffn, ffn_plans_[layer], ffn_)) {
+    norm_rotated(w.ffn_norm, ffn);
+  } else {
+    norm(w.ffn_norm);
+  }
+  done(ForwardStage::kNorm);
   if (hooks.ffn) {
     hooks.ffn(layer, ffn);
   } else {

@@ -85,7 +85,8 @@ class ForwardCuda {
   // InputError when the device has too little memory; the message gives the numbers. The context
   // and the model must outlive this object.
   ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan);
-  // Estimated device memory that a ForwardCuda takes.
+  // Estimated device memory that a ForwardCuda takes. A policy with screens takes a byte per weight
+  // of the gates and one per value of hidden() more.
   static int64_t bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
 
@@ -150,6 +151,10 @@ class ForwardCuda {
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
   void project(int64_t layer);          // hidden to rotated queries, keys and values
   void norm(const BF16* weight) const;  // residual to hidden
+  // The same for a feed-forward layer that reads `rotated` behind this gate's screen.
+  void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn) const;
+  void make_rotated_gates();
+  RotatedGateCuda rotated_gate(int64_t layer) const;  // without values where there are none
   // Padded number of rows in matrix products: few different shapes need few plans.
   int64_t padded_tokens() const;
 
@@ -165,14 +170,21 @@ class ForwardCuda {
   DecodeWorkspaceShape decode_shape_;
   DeviceBuffer<uint8_t> decode_memory_;  // of a DecodeWorkspace
   GpuLayers layers_;
-  int64_t plans_revision_ = -1;           // of which layers_.sparse is; -1: not set yet
-  DeviceBuffer<uint8_t> screen_rows_;     // [L, F, screen_row_bytes(D)]; empty: no screens
-  DeviceBuffer<float> screen_errors_;     // [L, F]
-  DeviceBuffer<float> cos_, sin_;         // [max_sequence, hd / 2]
-  DeviceBuffer<__nv_bfloat16> residual_;  // [M, D] which each block adds to
-  DeviceBuffer<__nv_bfloat16> hidden_;    // [M, D] normalised: a block's input, the result
-  DeviceBuffer<__nv_bfloat16> qkv_;       // [M, (H + 2 H_kv) * hd]
-  DeviceBuffer<__nv_bfloat16> attended_;  // [M, H * hd]
+  int64_t plans_revision_ = -1;        // of which layers_.sparse is; -1: not set yet
+  DeviceBuffer<uint8_t> screen_rows_;  // [L, F, screen_row_bytes(D)]; empty: no screens
+  DeviceBuffer<float> screen_errors_;  // [L, F]
+  // 8-bit copies of the gates, rotated, and of hidden_; empty without a policy with screens, or
+  // where the layers do not suit it.
+  DeviceBuffer<int8_t> rotated_gates_;     // [L, F, D]
+  DeviceBuffer<int32_t> gate_spreads_;     // [L, F rounded up to 256]
+  DeviceBuffer<float> gate_roundings_;     // [L]
+  DeviceBuffer<int8_t> rotated_hidden_;    // [M, D]
+  DeviceBuffer<TokenBound> token_bounds_;  // [M]
+  DeviceBuffer<float> cos_, sin_;          // [max_sequence, hd / 2]
+  DeviceBuffer<__nv_bfloat16> residual_;   // [M, D] which each block adds to
+  DeviceBuffer<__nv_bfloat16> hidden_;     // [M, D] normalised: a block's input, the result
+  DeviceBuffer<__nv_bfloat16> qkv_;        // [M, (H + 2 H_kv) * hd]
+  DeviceBuffer<__nv_bfloat16> attended_;   // [M, H * hd]
 };
 
 }  // namespace twell

@@ -20,6 +20,7 @@ struct ScorerPlan {
   int64_t sequences = 0;     // of a batch
   int64_t length = 0;        // of a sequence with its past
   int64_t cache_tokens = 0;  // slots * capacity of the cache; 0: no cache
+  FfnPolicy ffn = FfnPolicy::kAuto;
 };
 
 struct ScoreBatch {

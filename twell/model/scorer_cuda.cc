@@ -110,8 +110,10 @@ ScorerCuda::~ScorerCuda() { cudaStreamSynchronize(ctx_.stream()); }
 
 int64_t ScorerCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                                  const ScorerPlan& plan) {
-  const ForwardPlanCuda forward{
-      .max_tokens = plan.tokens, .max_sequences = plan.sequences, .max_length = plan.length};
+  const ForwardPlanCuda forward{.max_tokens = plan.tokens,
+                                .max_sequences = plan.sequences,
+                                .max_length = plan.length,
+                                .ffn = plan.ffn};
   return ForwardCuda::bytes_needed(ctx, config, forward) +
          KvCacheCuda::bytes(config, 1, plan.cache_tokens) +
          head_rows(config) * (4 * config.vocab_size + 2 * config.width) +

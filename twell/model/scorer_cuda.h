@@ -22,7 +22,7 @@ class ScorerCuda : public Scorer {
   const ModelConfig& config() const override { return model_.config(); }
   FfnPolicy policy() const override { return policy_; }
   int64_t good_batch() const override { return kGpuBatchTokens; }
-  bool first_batch_decides() const override { return policy_ == FfnPolicy::kAuto; }
+  bool first_batch_decides() const override { return chooses(policy_); }
   std::string weights_hash() override { return model_.weights_hash(ctx_); }
   void make_cache(int64_t slots, int64_t capacity) override;
   void set_length(int64_t slot, int64_t length) override { cache_->set_length(slot, length); }

@@ -78,6 +78,16 @@ struct GpuCosts {
     double first_bytes = 1.793;   // the first weight
     double images = 22.5;         // without a gate: compacting activations instead of up
   } tile_union;
+  // Tile-union's `down`, behind an 8-bit gate GEMM and a product of gate and up. Set by hand to the
+  // kernels' times in bench/results/2026-11-24-h200-screened.txt (16,384 tokens, width 2048).
+  struct {
+    double launches = 9.0;
+    double gate_share = 0.54;      // of the gate GEMM's time
+    double gate_up_block = 0.355;  // 64 columns of a block of an item, both products
+    double rotated_bytes = 2.8;    // per value of x: what rotating it adds to the norm
+    double candidates = 1.25,
+           strict_candidates = 2.5;  // per active neuron of a union, if unmeasured
+  } screened;
   // Fitted to width 2048 and FFN size 5632 alone.
   struct {
     double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
@@ -239,6 +249,27 @@ double tile_union_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActi
          s.move(2.0 * s.d * s.f, costs.first_bytes);
 }
 
+double screened_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.screened;
+  const auto& tile_union = kCosts.tile_union;
+  const double expected =
+      layer.screen == ScreenBound::kStrict ? costs.strict_candidates : costs.candidates;
+  const double neurons = activity.candidate_share >= 0.0
+                             ? activity.candidate_share * s.f
+                             : std::min(expected * tile_neurons(s, activity), s.f);
+  const double tiles = std::ceil(s.m / kTile * (1.0 + activity.extra_tiles));
+  const double blocks = std::min(neurons + 32.0, s.f) / kBlock;
+  const double gate_up =
+      s.work(tiles / s.sms * std::ceil(s.d / kStep) * costs.gate_up_block * blocks);
+  const double rounds = tiles * std::ceil(s.d / kDownColumns) / s.sms;
+  const double down = s.work(tile_union.down_block * (std::ceil(rounds) + 0.5) * blocks);
+  const double products = costs.gate_share * packed_gate(s) + gate_up + down;
+  return products * (1.0 + tile_union.throttle * std::max(std::log(products / 300.0), 0.0)) +
+         costs.launches + s.work(tile_union.tile * tiles) +
+         s.move(costs.rotated_bytes * s.m * s.d) + s.move(s.d * s.f, tile_union.first_bytes);
+}
+
 double medium_batch_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.medium;
@@ -335,6 +366,10 @@ constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit 
 constexpr int64_t kMediumActivations = 12'000'000;
 constexpr int64_t kMediumFfn = 65536;  // at most so many segments as a CTA has threads
 
+// With fewer, a medium batch reads less and tile-union has too few tiles for its kernels to
+// overlap.
+constexpr int64_t kScreenedTokens = 2048;
+
 // Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
 constexpr int64_t kBatchFfn = 8448;
 
@@ -389,6 +424,15 @@ constexpr std::array kTable = {
         .limits = {.most_width = kUnionWidth, .most_ffn = kUnionFfn, .most_weights = kUnionWeights},
         .counts_rows = true,
         .cost = tile_union_cost},
+    GpuFfnRow{.launch = GpuFfnLaunch::kScreened,
+              .execution = FfnExecution::kScreened,
+              .least_tokens = kScreenedTokens,
+              .limits = {.most_width = kMaxRotatedWidth,
+                         .most_ffn = kUnionFfn,
+                         .most_weights = kUnionWeights},
+              .counts_rows = true,
+              .screened = true,
+              .cost = screened_cost},
     GpuFfnRow{.launch = GpuFfnLaunch::kRowFused,
               .execution = FfnExecution::kRowFused,
               .row_fused_too = true,
@@ -452,8 +496,9 @@ std::string outside(const GpuFfnLimits& limits, const GpuFfnLayer& layer) {
   return {};
 }
 
-// Tile-union names every sparse row.
+// Tile-union names every sparse row but the screened one, which no policy names.
 bool names(FfnPolicy policy, const GpuFfnRow& row) {
+  if (row.screened) return false;
   const bool dense = row.execution == FfnExecution::kDense;
   if (policy == FfnPolicy::kRowFused) return row.row_fused_too;
   return policy == (dense ? FfnPolicy::kDense : FfnPolicy::kTileUnion);
@@ -475,7 +520,8 @@ const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& cal
   double least = 0.0;
   for (const GpuFfnRow& row : kTable) {
     const bool hopper = layer.device.compute_capability == kHopper;
-    if ((row.launch == GpuFfnLaunch::kRowFused && hopper) || !names(FfnPolicy::kTileUnion, row) ||
+    const bool sparse = row.screened || names(FfnPolicy::kTileUnion, row);
+    if ((row.launch == GpuFfnLaunch::kRowFused && hopper) || !sparse ||
         !gpu_ffn_unsupported(row, layer, call).empty()) {
       continue;
     }
@@ -491,9 +537,8 @@ const GpuFfnRow* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCall& cal
 // Below this share of the dense cost a sparse launch runs.
 double needed_share(const GpuFfnRow& sparse, const GpuFfnCall& call,
                     const LayerActivity& activity) {
-  if (sparse.execution != FfnExecution::kTileUnion || activity.largest_union < 0.0) {
-    return kSparseShare;
-  }
+  const bool unions = sparse.execution == FfnExecution::kTileUnion || sparse.screened;
+  if (!unions || activity.largest_union < 0.0) return kSparseShare;
   if (sparse.launch == GpuFfnLaunch::kMediumBatch) return kMediumShare;
   const bool unsplit = activity.extra_tiles == 0.0 && call.tokens <= kUnsplitTokens &&
                        activity.largest_union > kUneven * activity.union_share;
@@ -544,6 +589,8 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
                                 const GpuFfnCall& call) {
   if (std::string why = outside(row.limits, layer); !why.empty()) return why;
   if (layer.biased && !row.takes_biases) return "it adds no biases";
+  if (row.screened && !layer.screen) return "the layer's gate has no 8-bit copy";
+  if (row.screened && !layer.gated) return "the layer has no gate";
   const int64_t most =
       row.rows_in_shared_memory ? std::min(row.most_tokens, layer.row_tokens) : row.most_tokens;
   if (call.tokens < row.least_tokens || call.tokens > most) {
@@ -569,7 +616,7 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
                   fmt::format("{} leaves no zeros to skip", activation_name(layer.activation)));
   }
   if (layer.biased) return chosen(required(dense_row, call), "layers with biases run dense");
-  if (call.policy != FfnPolicy::kAuto) {
+  if (!chooses(call.policy)) {
     if (const GpuFfnRow* row = find_row(layer, call, call.policy)) return set_by_caller(*row, call);
     return chosen(required(dense_row, call), no_row(layer, call));
   }
@@ -586,12 +633,15 @@ GpuFfnChoice choose_gpu_ffn(const GpuFfnLayer& layer, const GpuFfnCall& call,
   choice.cost = pays ? sparse_us : dense_us;
   choice.dense_cost = dense_us;
   const auto ffn = static_cast<double>(layer.ffn);
-  const std::string unions =
-      sparse->execution == FfnExecution::kTileUnion && activity.union_share >= 0.0
-          ? fmt::format(", {:.0f} in the union of 128 tokens, {:.0f} in the largest",
-                        activity.union_share * ffn,
-                        std::max(activity.largest_union, activity.union_share) * ffn)
-          : "";
+  std::string unions;
+  if (sparse->execution == FfnExecution::kTileUnion && activity.union_share >= 0.0) {
+    unions = fmt::format(", {:.0f} in the union of 128 tokens, {:.0f} in the largest",
+                         activity.union_share * ffn,
+                         std::max(activity.largest_union, activity.union_share) * ffn);
+  } else if (sparse->screened && activity.candidate_share >= 0.0) {
+    unions = fmt::format(", {:.0f} candidates in the union of 128 tokens",
+                         activity.candidate_share * ffn);
+  }
   choice.reason = fmt::format(
       "{:.1f} of {} neurons active per token{}: {} estimated at {:.2f} of "
       "dense",

@@ -10,21 +10,24 @@
 //   small batch   small-batch   9-128    Hopper       no                   no
 //   medium batch  tile-union    65-2048  Hopper       no                   no
 //   tile-union    tile-union    any      Hopper       no                   yes
+//   screened      screened      2048 on  Hopper       no                   yes
 //   row-fused     row-fused     any      sm_80 on     no                   yes
 //
 // A policy names one or more of these; the first one of the table that takes the call runs, but
 // auto takes the cheapest by estimate. So tile-union and auto run few tokens as decode rows, a
-// small batch or a medium one, and a call with a norm runs a launch that computes it. Plain
-// arithmetic without CUDA headers: the choice depends only on its arguments, and its tests need no
-// GPU.
+// small batch or a medium one, and a call with a norm runs a launch that computes it. Screened
+// takes gated layers that have an 8-bit copy of their gate (GpuFfnLayer::screen). Plain arithmetic
+// without CUDA headers: the choice depends only on its arguments, and its tests need no GPU.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
 #include "twell/format/activation.h"
 #include "twell/ops/ffn/ffn.h"
+#include "twell/ops/ffn/rotated_screen.h"
 
 namespace twell {
 
@@ -42,7 +45,8 @@ struct GpuFfnLayer {
   int64_t ffn = 0;    // F, a multiple of 8
   bool gated = true;
   Activation activation = Activation::kRelu;
-  bool biased = false;     // the projections have biases
+  bool biased = false;                // the projections have biases
+  std::optional<ScreenBound> screen;  // of its gate's 8-bit copy, if it has one
   int64_t row_tokens = 8;  // tokens whose rows of D values fit into an SM (layer_ops::max_tokens)
   GpuDevice device;
   bool operator==(const GpuFfnLayer&) const = default;
@@ -58,11 +62,12 @@ struct GpuFfnCall {
 
 // Averages over the calls so far.
 struct LayerActivity {
-  double nnz_per_token = -1.0;  // negative: nothing measured yet
-  double union_share = -1.0;    // union of a tile of 128 tokens over F; negative: not measured
-  double largest_union = -1.0;  // the largest union of a call over F; negative: not measured
-  double extra_tiles = 0.0;     // tiles of heavy rows, per tile of 128 tokens
-  double union_growth = 1.0;    // as below; 1: not measured
+  double nnz_per_token = -1.0;    // negative: nothing measured yet
+  double union_share = -1.0;      // union of a tile of 128 tokens over F; negative: not measured
+  double largest_union = -1.0;    // the largest union of a call over F; negative: not measured
+  double extra_tiles = 0.0;       // tiles of heavy rows, per tile of 128 tokens
+  double union_growth = 1.0;      // as below; 1: not measured
+  double candidate_share = -1.0;  // like union_share, of the candidates of a screen
   bool operator==(const LayerActivity&) const = default;
 };
 
@@ -78,6 +83,7 @@ enum class GpuFfnLaunch {
   kSmallBatch,
   kMediumBatch,
   kTileUnion,
+  kScreened,
   kRowFused
 };
 
@@ -103,6 +109,7 @@ struct GpuFfnRow {
   bool takes_norm = false;
   bool counts_rows = false;
   bool takes_biases = false;
+  bool screened = false;                 // only layers with a screen
   int64_t most_activations = INT64_MAX;  // M F of a call
   // Estimated microseconds.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

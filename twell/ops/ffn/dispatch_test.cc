@@ -557,7 +557,7 @@ TEST(GpuFfnDispatch, EveryCall) {
       }
     }
   }
-  EXPECT_EQ(seen.size(), gpu_ffn_table().size());
+  EXPECT_EQ(seen.size() + 1, gpu_ffn_table().size());  // no layer has a screen
 }
 
 TEST(GpuFfnDispatch, TakesTheNormOfAFewTokensOnHopper) {
@@ -589,12 +589,12 @@ TEST(GpuFfnDispatch, LeavesRowFusedToOtherGpus) {
 }
 
 TEST(GpuFfnDispatch, RefusesWhatIsTooLarge) {
-  const GpuFfnLayer wide{.width = 32768, .ffn = 524288 * 2};
+  const GpuFfnLayer wide{.width = 32768, .ffn = 524288 * 2, .screen = ScreenBound::kProbabilistic};
   for (const GpuFfnRow& row : gpu_ffn_table()) {
     const GpuFfnCall call{.tokens = row.least_tokens};
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
               row.launch != GpuFfnLaunch::kTileUnion && row.launch != GpuFfnLaunch::kMediumBatch &&
-                  row.launch != GpuFfnLaunch::kDenseBatch);
+                  row.launch != GpuFfnLaunch::kDenseBatch && row.launch != GpuFfnLaunch::kScreened);
   }
 }
 
@@ -659,6 +659,63 @@ TEST(GpuFfnTrain, HasAnAnswerForEverySize) {
       EXPECT_EQ(choose_gpu_ffn_train(layer, 1000000, FfnTrainPolicy::kHybrid, {}),
                 takes ? FfnTrainExecution::kHybrid : FfnTrainExecution::kDense);
     }
+  }
+}
+
+// Behind an 8-bit screen, of a layer at 3e-4 with 29 active neurons per token and 16,384 tokens.
+TEST(GpuFfnDispatch, ScreensWhereAScreenPays) {
+  GpuFfnLayer layer = kLayer;
+  GpuFfnCall call{.tokens = 16384, .policy = FfnPolicy::kScreened};
+  LayerActivity activity{.nnz_per_token = 29.0, .union_share = 1025.0 / 5632.0};
+  const auto execution = [&] { return choose_gpu_ffn(layer, call, activity).execution; };
+  EXPECT_EQ(execution(), FfnExecution::kTileUnion);  // no 8-bit gate
+  layer.screen = ScreenBound::kProbabilistic;
+  EXPECT_EQ(execution(), FfnExecution::kScreened);
+  layer.screen = ScreenBound::kStrict;
+  EXPECT_EQ(execution(), FfnExecution::kTileUnion);
+  // What the candidates were counted to be replaces what they are expected to be.
+  activity.candidate_share = 1155.0 / 5632.0;
+  EXPECT_EQ(execution(), FfnExecution::kScreened);
+  EXPECT_NE(choose_gpu_ffn(layer, call, activity).reason.find("1155 candidates in the union"),
+            std::string::npos);
+  activity.candidate_share = 1655.0 / 5632.0;
+  EXPECT_EQ(execution(), FfnExecution::kTileUnion);
+  activity.candidate_share = 609.0 / 5632.0;
+  activity.union_share = 240.0 / 5632.0;
+  EXPECT_EQ(execution(), FfnExecution::kScreened);
+
+  call.tokens = 2047;
+  EXPECT_NE(execution(), FfnExecution::kScreened);
+  call.tokens = 16384;
+  call.counts_rows = true;
+  EXPECT_EQ(execution(), FfnExecution::kScreened);
+  layer.gated = false;
+  EXPECT_EQ(execution(), FfnExecution::kTileUnion);
+  layer.gated = true;
+  layer.device.compute_capability = 100;
+  EXPECT_NE(execution(), FfnExecution::kScreened);
+  layer.device.compute_capability = 90;
+  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+    call.policy = policy;
+    EXPECT_NE(execution(), FfnExecution::kScreened);
+  }
+}
+
+TEST(GpuFfnCosts, KnowScreens) {
+  // Times of layers in bench/results/2026-11-24-h200-screened.txt.
+  struct {
+    double candidates, extra_tiles, us;
+  } const rows[] = {{2967, 0, 1181}, {820, 0, 523}, {775, 0, 511}, {1285, 0, 644}, {1491, 0, 748},
+                    {2026, 0, 908},  {609, 0, 477}, {296, 0, 389}, {582, 0, 487},  {2226, 0, 1012},
+                    {1424, 0, 688},  {995, 0, 568}, {275, 0, 397}, {1837, 0, 889}, {3734, 0, 1404}};
+  GpuFfnLayer layer = kLayer;
+  layer.screen = ScreenBound::kStrict;
+  for (const auto& row : rows) {
+    const LayerActivity activity{.nnz_per_token = 20.0,
+                                 .extra_tiles = row.extra_tiles,
+                                 .candidate_share = row.candidates / 5632.0};
+    const double us = cost(layer, GpuFfnLaunch::kScreened, 16384, activity);
+    EXPECT_NEAR(us / row.us, 1.0, 0.15) << row.candidates << ": " << us;
   }
 }
 

@@ -7,6 +7,7 @@
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/decode/layer_ops.h"
+#include "twell/ops/ffn/hopper/screened_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -251,6 +252,11 @@ LayerActivity layer_activity(const ActivityCuda& counts, int64_t ffn, LayerActiv
     before.extra_tiles = std::max(unions / (static_cast<double>(counts.tokens) / 128.0) - 1.0, 0.0);
     before.union_growth = union_growth(before, ffn);
   }
+  if (counts.candidate_unions > 0) {
+    before.candidate_share = static_cast<double>(counts.candidate_union_neurons) /
+                             static_cast<double>(counts.candidate_unions) /
+                             static_cast<double>(ffn);
+  }
   return before;
 }
 
@@ -347,6 +353,8 @@ class FfnCallCuda {
                                      workspace_.tile_union_);
       case GpuFfnLaunch::kTileUnion:
         return tile_union();
+      case GpuFfnLaunch::kScreened:
+        return screened();
       case GpuFfnLaunch::kRowFused:
         return row_fused_up_down_cuda(ctx_, packed_gate(), workspace_.row_fused_);
     }
@@ -397,6 +405,27 @@ class FfnCallCuda {
         packed_gate(follows ? workspace_.tile_union_.progress(chunk_.tokens) : GateProgress{});
     problem.follows_gate = follows;
     tile_union_up_down_cuda(ctx_, problem, workspace_.tile_union_);
+  }
+
+  // Candidates lie where other executions have TwELL's words, of which they need a quarter.
+  void screened() const {
+    screened_ffn_cuda(ctx_,
+                      {.tokens = chunk_.tokens,
+                       .width = workspace_.width(),
+                       .ffn = workspace_.ffn(),
+                       .rotated = chunk_.rotated,
+                       .screen = chunk_.weights.screen,
+                       .x = chunk_.x,
+                       .w_gate = chunk_.weights.w_gate,
+                       .w_up = chunk_.weights.w_up,
+                       .w_down = chunk_.weights.w_down,
+                       .y = chunk_.y,
+                       .add = chunk_.add,
+                       .squared = squared(),
+                       .candidates = {workspace_.words_.data(), workspace_.row_nnz_.data()},
+                       .row_nnz = chunk_.row_nnz,
+                       .activity = plan_.counts},
+                      workspace_.tile_union_);
   }
 
   bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }
@@ -505,6 +534,30 @@ const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& 
   return plan.last->choice;
 }
 
+namespace {
+
+const GpuFfnChoice& choose(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                           const FfnWorkspaceCuda& workspace) {
+  GpuFfnLayer layer = workspace.layer();
+  layer.activation = problem.weights.activation;
+  layer.biased = problem.weights.biased();
+  if (problem.weights.screen.values != nullptr && problem.rotated.values != nullptr) {
+    layer.screen = problem.weights.screen.bound;
+  }
+  return choose_ffn_cuda(layer,
+                         {.tokens = problem.tokens,
+                          .norm = problem.norm != nullptr,
+                          .counts_rows = problem.row_nnz != nullptr},
+                         plan);
+}
+
+}  // namespace
+
+bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                       const FfnWorkspaceCuda& workspace) {
+  return problem.tokens > 0 && choose(problem, plan, workspace).launch == GpuFfnLaunch::kScreened;
+}
+
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
@@ -512,14 +565,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   if (problem.tokens == 0) return;
   TWELL_CHECK(problem.x != problem.y || (problem.norm != nullptr && problem.add),
               "an FFN may overwrite x only with its norm, adding to it");
-  GpuFfnLayer layer = workspace.layer();
-  layer.activation = problem.weights.activation;
-  layer.biased = problem.weights.biased();
-  const GpuFfnChoice& choice = choose_ffn_cuda(layer,
-                                               {.tokens = problem.tokens,
-                                                .norm = problem.norm != nullptr,
-                                                .counts_rows = problem.row_nnz != nullptr},
-                                               plan);
+  const GpuFfnChoice& choice = choose(problem, plan, workspace);
   const bool few = choice.launch == GpuFfnLaunch::kSmallBatch;
   const int64_t most = few ? kMaxFewTokens : workspace.chunk_tokens(), unit = few ? 1 : 128;
   const int64_t step =
@@ -530,6 +576,10 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     chunk.x += begin * workspace.width();
     chunk.y += begin * workspace.width();
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
+    if (chunk.rotated.values != nullptr) {
+      chunk.rotated.values += begin * workspace.width();
+      chunk.rotated.bounds += begin;
+    }
     FfnCallCuda(ctx, chunk, plan, workspace).run(choice.launch);
   }
 }

@@ -7,6 +7,8 @@
 //   decode-rows  GPU, 1 to 8 tokens: two kernels that read w_gate once, and of w_up and w_down the
 //                rows of active neurons
 //   small-batch  the same for 9 to 64 tokens
+//   screened     GPU: like tile-union, but an 8-bit product (rotated_screen.h) says which neurons
+//                may fire, and only those are computed in bf16
 // A policy names what to run; dispatch.h maps it to launches on a GPU. The CPU runs the first
 // three.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
@@ -26,12 +28,20 @@
 
 namespace twell {
 
-enum class FfnExecution { kDense, kRowFused, kTileUnion, kDecodeRows, kSmallBatch };
-inline constexpr int kFfnExecutions = 5;
-enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion };  // kAuto: the fastest as measured
+enum class FfnExecution { kDense, kRowFused, kTileUnion, kDecodeRows, kSmallBatch, kScreened };
+inline constexpr int kFfnExecutions = 6;
+// kAuto: the fastest as measured. The last two are kAuto with 8-bit copies of the gates, where the
+// GPU has an execution for them: kScreened with the probabilistic bound of rotated_screen.h,
+// kScreenedStrict with the strict one. On the CPU they are kAuto.
+enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion, kScreened, kScreenedStrict };
+// Whether the policy leaves the choice to what was measured.
+constexpr bool chooses(FfnPolicy policy) {
+  return policy == FfnPolicy::kAuto || policy == FfnPolicy::kScreened ||
+         policy == FfnPolicy::kScreenedStrict;
+}
 
 std::string_view ffn_execution_name(FfnExecution execution);  // as above
-// "auto", "dense", "row-fused", "tile-union"; InputError
+// "auto", "dense", "row-fused", "tile-union", "screened", "screened-strict"; InputError
 FfnPolicy parse_ffn_policy(std::string_view name);
 std::string_view ffn_policy_name(FfnPolicy policy);
 

@@ -131,7 +131,7 @@ std::string explain(FfnPolicy policy, const StoredFfnWeights& weights, const Ffn
     return fmt::format("{} leaves no zeros to skip", activation_name(weights.activation.kind));
   }
   if (weights.biased()) return "layers with biases run dense";
-  if (policy != FfnPolicy::kAuto) return "set by the caller";
+  if (!chooses(policy)) return "set by the caller";
   const double dense = dense_cost(work);
   const double per_token = static_cast<double>(work.nnz) / static_cast<double>(work.tokens);
   if (surely_dense(work)) {

@@ -24,6 +24,7 @@
 #include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
 #include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
+#include "twell/ops/ffn/rotated_screen.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
@@ -38,6 +39,7 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* b_gate = nullptr;  // [F], null when the layer is not gated
   const __nv_bfloat16* b_up = nullptr;    // [F]
   const __nv_bfloat16* b_down = nullptr;  // [D]; all three are null in a layer without biases
+  RotatedGateCuda screen;                 // of w_gate; no values: none
 
   bool biased() const { return b_down != nullptr; }
 };
@@ -207,12 +209,20 @@ struct FfnForwardCuda {
   const __nv_bfloat16* norm = nullptr;
   float eps = 1e-5f;  // of the norm
   bool add = false;   // y += instead of =
+  // [M, D] x rotated with the bound of weights.screen, read where ffn_reads_rotated; no values: the
+  // layer runs without its screen.
+  RotatedRowsCuda rotated;
 };
 
 // Asks the table what a call of this layer runs under the plan's policy, and records it in the
 // plan, where it stays until the next choice.
 const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call,
                                     FfnPlanCuda& plan);
+
+// Whether ffn_forward_cuda will read problem.rotated, so that the norm in front should write it.
+// The values of x and of `rotated` are not read here.
+bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                       const FfnWorkspaceCuda& workspace);
 
 // Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,

@@ -9,9 +9,10 @@ namespace twell {
 namespace {
 
 // The names stand in the order of the enumerations in ffn.h, which index these tables.
-constexpr std::string_view kExecutions[kFfnExecutions] = {"dense", "row-fused", "tile-union",
-                                                          "decode-rows", "small-batch"};
-constexpr std::string_view kPolicies[] = {"auto", "dense", "row-fused", "tile-union"};
+constexpr std::string_view kExecutions[kFfnExecutions] = {
+    "dense", "row-fused", "tile-union", "decode-rows", "small-batch", "screened"};
+constexpr std::string_view kPolicies[] = {"auto",       "dense",    "row-fused",
+                                          "tile-union", "screened", "screened-strict"};
 
 }  // namespace
 
@@ -26,7 +27,9 @@ std::string_view ffn_policy_name(FfnPolicy policy) {
 FfnPolicy parse_ffn_policy(std::string_view name) {
   const auto found = std::ranges::find(kPolicies, name);
   TWELL_REQUIRE(found != std::end(kPolicies),
-                "unknown FFN execution '{}': use auto, dense, row-fused or tile-union", name);
+                "unknown FFN execution '{}': use auto, dense, row-fused, tile-union, screened or "
+                "screened-strict",
+                name);
   return static_cast<FfnPolicy>(found - kPolicies);
 }
 

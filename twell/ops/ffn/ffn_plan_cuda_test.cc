@@ -9,6 +9,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/ffn/rotated_screen_cuda.h"
 
 namespace twell {
 namespace {
@@ -122,6 +123,65 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
         EXPECT_EQ(sum, sparse.plan.nnz);
       }
     }
+  }
+}
+
+// A layer behind its screen gives what tile-union gives, and learns how many
+// candidates there are.
+TEST(FfnPlanCuda, RunsBehindAScreen) {
+  TWELL_HOPPER_TEST();
+  const Layer layer(9000, 1024, 4096, true, -2.0f);
+  const Outcome want = run(ctx, stream, layer, FfnPolicy::kTileUnion, true);
+  for (const ScreenBound bound : {ScreenBound::kStrict, ScreenBound::kProbabilistic}) {
+    const auto gate8 = poisoned<int8_t>(layer.ffn * layer.width);
+    const auto spread = poisoned<int32_t>(layer.ffn);
+    const auto rounding = poisoned<float>(1);
+    const auto x8 = poisoned<int8_t>(layer.tokens * layer.width);
+    const auto bounds = poisoned<TokenBound>(layer.tokens);
+    TWELL_CUDA_CHECK(launch_rotate_gate({.neurons = layer.ffn,
+                                         .width = layer.width,
+                                         .w_gate = layer.firing.data(),
+                                         .values = gate8.data(),
+                                         .spread = spread.data(),
+                                         .rounding = rounding.data(),
+                                         .bound = bound},
+                                        ctx.stream()));
+    const RotatedRowsCuda rotated{x8.data(), bounds.data()};
+    TWELL_CUDA_CHECK(launch_rotate_rows({.tokens = layer.tokens,
+                                         .width = layer.width,
+                                         .x = layer.x.data(),
+                                         .rotated = rotated,
+                                         .rounding = rounding.data(),
+                                         .bound = bound},
+                                        ctx.stream()));
+    FfnPlansCuda plans(ctx, 1, layer.ffn, FfnPolicy::kScreened);
+    FfnWorkspaceCuda workspace(ctx, layer.tokens, layer.width, layer.ffn, true);
+    const auto y = poisoned<__nv_bfloat16>(layer.tokens * layer.width);
+    const auto row_nnz = poisoned<int32_t>(layer.tokens);
+    FfnForwardCuda problem{.tokens = layer.tokens,
+                           .weights = layer.weights(),
+                           .x = layer.x.data(),
+                           .y = y.data(),
+                           .row_nnz = row_nnz.data(),
+                           .rotated = rotated};
+    problem.weights.screen = {.values = gate8.data(),
+                              .spread = spread.data(),
+                              .rounding = rounding.data(),
+                              .bound = bound};
+    EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));  // nothing measured yet
+    plans[0].activity = {.nnz_per_token = 100.0, .union_share = 0.9, .candidate_share = 0.05};
+    ASSERT_TRUE(ffn_reads_rotated(problem, plans[0], workspace));
+    ffn_forward_cuda(ctx, problem, plans[0], workspace);
+    EXPECT_EQ(plans[0].plan.execution, FfnExecution::kScreened);
+    plans.update(ctx);
+    EXPECT_EQ(download(row_nnz), want.row_nnz);
+    EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
+    EXPECT_EQ(plans[0].plan.tokens, layer.tokens);
+    EXPECT_LT(difference(download(y), want.y), std::ldexp(1.0, -8));
+    EXPECT_GE(plans[0].activity.candidate_share, want.activity.union_share);
+    EXPECT_LE(plans[0].activity.candidate_share, 1.0);
+    problem.rotated = {};
+    EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));
   }
 }
 

@@ -285,6 +285,7 @@ struct Up {
   // [F, D]: the gate is relu(x gate_weight[union]^T), computed here; null: it comes from `gate`.
   const __nv_bfloat16* gate_weight;
   ActivityCuda* activity;  // with gate_weight: pairs that fire are added to nnz; may be null
+  int32_t* row_nnz;        // [M] with gate_weight: they are added for each token; may be null
 };
 
 struct Down {

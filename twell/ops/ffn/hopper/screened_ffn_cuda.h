@@ -56,6 +56,7 @@ struct ScreenedFfnCuda {
   bool add = false;                       // y += instead of =
   bool squared = false;                   // f(g) = g^2
   CandidatesCuda candidates;              // [M, F] memory to work in
+  int32_t* row_nnz = nullptr;             // [M] out: active neurons of each token, or null
   ActivityCuda* activity = nullptr;       // added to; may be null
 };
 

@@ -514,15 +514,18 @@ struct Consumer {
       write(at, fires[0], acc + 4 * i, acc + N / 2 + 4 * i);
       write(at + 8 * 128, fires[1], acc + 4 * i + 2, acc + N / 2 + 4 * i + 2);
     }
-    if (gemm.activity == nullptr) return;
+    if (gemm.activity == nullptr && gemm.row_nnz == nullptr) return;
     const int32_t* tokens = gemm.tiles.tokens + item.tile * kTileTokens + row;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (tokens[8 * i] >= 0) count += static_cast<int>((fires[i] & 0xffff) + (fires[i] >> 16));
+      const int token = tokens[8 * i];
+      const int of_row = token < 0 ? 0 : static_cast<int>((fires[i] & 0xffff) + (fires[i] >> 16));
+      count += of_row;
+      if (gemm.row_nnz != nullptr && of_row > 0) atomicAdd(gemm.row_nnz + token, of_row);
     }
     count = __reduce_add_sync(~0u, count);
-    if (thread % 32 == 0 && count > 0) {
+    if (gemm.activity != nullptr && thread % 32 == 0 && count > 0) {
       atomicAdd(&gemm.activity->nnz, static_cast<unsigned long long>(count));
     }
   }
@@ -907,6 +910,10 @@ void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
               "screened FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
               workspace.max_tokens_, workspace.ffn_);
   if (problem.tokens == 0) return;
+  if (problem.row_nnz != nullptr) {
+    TWELL_CUDA_CHECK(cudaMemsetAsync(
+        problem.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
+  }
   const GateProgress progress = workspace.progress(problem.tokens);
   screen_gemm_cuda(ctx, {.tokens = problem.tokens,
                          .width = problem.width,
@@ -936,6 +943,7 @@ void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
   up.taken = &tiles.counts->up_taken;
   up.width = width;
   up.activity = problem.activity;
+  up.row_nnz = problem.row_nnz;
   TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
   const Down down{.tiles = tiles,
                   .weight = problem.w_down,
