@@ -23,6 +23,7 @@ struct ForwardRunCuda {
   std::map<std::string, double> stage_seconds;  // of one forward, summed over the layers
   std::vector<double> nnz_per_token;            // [L]; empty where not counted
   std::vector<std::string> executions;          // [L]
+  int64_t checked_pairs = 0, missed_pairs = 0;  // FfnPlan's, of all layers
 };
 
 class ForwardBenchmarkCuda {

@@ -85,9 +85,18 @@ void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, in
   }
   double nnz = 0.0;
   for (const double of_layer : sparse.nnz_per_token) nnz += of_layer;
-  fmt::print("active neurons per token and layer: {:.1f}; layers run {}\n",
-             nnz / static_cast<double>(std::max<size_t>(sparse.nnz_per_token.size(), 1)),
-             sparse.executions.front());
+  std::map<std::string, int> layers;
+  for (const std::string& execution : sparse.executions) ++layers[execution];
+  std::string runs;
+  for (const auto& [execution, count] : layers) {
+    runs += fmt::format("{}{} {}", runs.empty() ? "" : ", ", count, execution);
+  }
+  fmt::print("active neurons per token and layer: {:.1f}; layers: {}\n",
+             nnz / static_cast<double>(std::max<size_t>(sparse.nnz_per_token.size(), 1)), runs);
+  if (sparse.checked_pairs > 0) {
+    fmt::print("screens: {} of {} active pairs missed, on sampled tokens\n", sparse.missed_pairs,
+               sparse.checked_pairs);
+  }
 }
 
 }  // namespace
@@ -141,6 +150,8 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   row["dense"] = run_json(dense, tokens);
   row["sparse"] = run_json(sparse, tokens);
   row["sparse_relative_difference"] = error;
+  row["screen_checked_pairs"] = sparse.checked_pairs;
+  row["screen_missed_pairs"] = sparse.missed_pairs;
   row["memory_mib"] = used_mib();
   append_jsonl(arguments.jsonl, row);
   return kExitOk;

@@ -222,6 +222,9 @@ namespace {
 
 constexpr int64_t kTwellTile = 256;
 constexpr int32_t kCompression = 8;
+// One chunk of so many behind a screen is checked, on so many of its tokens: 0.1% of the time.
+constexpr int64_t kScreenCheck = 64;
+constexpr int64_t kCheckedTokens = 128;
 constexpr int64_t kMuchMemory = int64_t{5} << 30;
 constexpr int64_t kMostMemory = int64_t{16} << 30;
 
@@ -286,6 +289,8 @@ void FfnPlansCuda::update(CudaContext& ctx) {
     plan.plan.nnz += static_cast<int64_t>(count.nnz);
     plan.plan.max_row_nnz =
         std::max(plan.plan.max_row_nnz, static_cast<int64_t>(count.max_row_nnz));
+    plan.plan.checked_pairs += static_cast<int64_t>(count.checked_pairs);
+    plan.plan.missed_pairs += static_cast<int64_t>(count.missed_pairs);
   }
 }
 
@@ -426,6 +431,31 @@ class FfnCallCuda {
                        .row_nnz = chunk_.row_nnz,
                        .activity = plan_.counts},
                       workspace_.tile_union_);
+    if (plan_.screened_calls++ % kScreenCheck == 0) check_screen();
+  }
+
+  // Compares the candidates of a few tokens, other ones each time, with the gate GEMM's result.
+  void check_screen() const {
+    FfnWorkspaceCuda& w = workspace_;
+    const int64_t most = std::min<int64_t>(kCheckedTokens, chunk_.tokens / 2);
+    const int64_t checks = plan_.screened_calls / kScreenCheck;
+    const int64_t begin = checks * kCheckedTokens % (chunk_.tokens - most);
+    const TwellShape shape = twell_shape(most, w.ffn());
+    // The gate's memory, of [chunk, F] values, is free: first the spill slots, then the words.
+    const int64_t spills = shape.max_spill_slots() * kTwellTile;
+    const TwellPacked gate{.shape = shape,
+                           .words = reinterpret_cast<uint32_t*>(w.gate_.data() + spills),
+                           .spill = reinterpret_cast<BF16*>(w.gate_.data()),
+                           .spill_slots = shape.max_spill_slots(),
+                           .row_nnz = w.row_nnz_.data()};
+    gate_gemm_cuda(ctx_, {.tokens = most,
+                          .width = w.width(),
+                          .ffn = w.ffn(),
+                          .x = chunk_.x + begin * w.width(),
+                          .w_gate = chunk_.weights.w_gate,
+                          .out = gate});
+    TWELL_CUDA_CHECK(launch_check_screen(gate, w.words_.data() + begin * shape.tiles() * 8,
+                                         plan_.counts, ctx_.stream()));
   }
 
   bool squared() const { return chunk_.weights.activation == Activation::kRelu2; }

@@ -123,6 +123,7 @@ struct FfnPlanCuda {
   FfnPlan plan;
   LayerActivity activity;
   ActivityCuda* counts = nullptr;  // device memory: counts since the last update
+  int64_t screened_calls = 0;      // chunks of tokens behind a screen so far
 
   // The last choice and what it was made for, because most calls repeat the one before.
   struct Chosen {

@@ -177,6 +177,10 @@ TEST(FfnPlanCuda, RunsBehindAScreen) {
     EXPECT_EQ(download(row_nnz), want.row_nnz);
     EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
     EXPECT_EQ(plans[0].plan.tokens, layer.tokens);
+    // The screen of 128 tokens was checked.
+    EXPECT_GT(plans[0].plan.checked_pairs, 0);
+    EXPECT_LT(plans[0].plan.checked_pairs, want.plan.nnz / 40);
+    EXPECT_EQ(plans[0].plan.missed_pairs, 0);
     EXPECT_LT(difference(download(y), want.y), std::ldexp(1.0, -8));
     EXPECT_GE(plans[0].activity.candidate_share, want.activity.union_share);
     EXPECT_LE(plans[0].activity.candidate_share, 1.0);

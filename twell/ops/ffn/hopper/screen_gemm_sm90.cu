@@ -220,8 +220,43 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                          [&](int warpgroup) { consume(params, ring, rank, warpgroup); });
 }
 
+// A warp per token and tile of 256 neurons.
+__global__ void check_screen_kernel(TwellPacked gate, const uint32_t* words,
+                                    ActivityCuda* activity) {
+  const int64_t tiles = gate.shape.tiles();
+  const int64_t pair = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  if (pair >= gate.shape.rows * tiles) return;
+  const int64_t row = pair / tiles, tile = pair % tiles;
+  const auto missed = [&](int column) {
+    return words[pair * 8 + column % 8] >> (column / 8) & 1 ? 0 : 1;
+  };
+  const int count = static_cast<int>(gate.count(row, tile));
+  const uint32_t* const entries = gate.tile_words(row, tile) + 1;
+  int misses = 0;
+  if (!gate.spilled(row, tile)) {
+    for (int i = threadIdx.x % 32; i < count; i += 32) misses += missed(entries[i] % kTileN);
+  } else {
+    const auto* values = reinterpret_cast<const uint16_t*>(gate.spilled_values(row, tile));
+    for (int i = threadIdx.x % 32; i < kTileN; i += 32) misses += values[i] != 0 ? missed(i) : 0;
+  }
+  misses = __reduce_add_sync(~0u, misses);
+  if (threadIdx.x % 32 != 0) return;
+  atomicAdd(&activity->checked_pairs, static_cast<unsigned long long>(count));
+  if (misses > 0) atomicAdd(&activity->missed_pairs, static_cast<unsigned long long>(misses));
+}
+
 }  // namespace
 }  // namespace screen_gemm
+
+cudaError_t launch_check_screen(const TwellPacked& gate, const uint32_t* words,
+                                ActivityCuda* activity, cudaStream_t stream) {
+  constexpr int kThreadsPerCta = 256;
+  const int64_t pairs = gate.shape.rows * gate.shape.tiles();
+  if (pairs == 0) return cudaSuccess;
+  screen_gemm::check_screen_kernel<<<static_cast<unsigned>(ceil_div(pairs, kThreadsPerCta / 32)),
+                                     kThreadsPerCta, 0, stream>>>(gate, words, activity);
+  return cudaGetLastError();
+}
 
 void screen_gemm_cuda(CudaContext& ctx, const ScreenGemmCuda& problem) {
   using namespace screen_gemm;

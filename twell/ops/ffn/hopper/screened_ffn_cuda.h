@@ -17,6 +17,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
+#include "twell/format/twell.h"
 #include "twell/ops/ffn/rotated_screen.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 
@@ -41,6 +42,11 @@ struct ScreenGemmCuda {
   GateProgress progress{};  // words that are cleared first
 };
 void screen_gemm_cuda(CudaContext& ctx, const ScreenGemmCuda& problem);
+
+// Adds to activity which of the gate's non-zeros are no candidates: `gate` is the packed gate of
+// the tokens whose candidates begin at `words`, [M, F] with T = 256.
+cudaError_t launch_check_screen(const TwellPacked& gate, const uint32_t* words,
+                                ActivityCuda* activity, cudaStream_t stream);
 
 struct ScreenedFfnCuda {
   int64_t tokens = 0;                     // M

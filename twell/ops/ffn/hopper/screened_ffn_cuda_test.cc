@@ -344,5 +344,44 @@ TEST(ScreenedFfnCuda, RefusesWhatItCannotDo) {
   EXPECT_THROW(screened_ffn_cuda(ctx, {.tokens = 100, .width = 64, .ffn = 256}, workspace), Error);
 }
 
+// What a check of the screen counts where some of the gate's non-zeros are no candidates.
+TEST(ScreenCheckCuda, CountsMisses) {
+  TWELL_HOPPER_TEST();
+  const TwellShape shape{.rows = 2, .cols = 520, .tile = 256, .compression = 8};
+  // Row 0 has neurons 3, 200 and 519; row 1's first tile is spilled, with the even neurons.
+  std::vector<uint32_t> packed(static_cast<size_t>(shape.words()), 0);
+  std::vector<uint16_t> spill(256, 0);
+  const auto put = [&](int64_t row, int64_t tile, std::vector<uint32_t> values) {
+    std::copy(values.begin(), values.end(), packed.begin() + shape.offset(row, tile));
+  };
+  constexpr uint32_t kOne = 0x3f800000;
+  put(0, 0, {2, kOne | 3, kOne | 200});
+  put(0, 2, {1, kOne | 519});
+  put(1, 0, {128, 0});
+  for (size_t n = 0; n < 256; n += 2) spill[n] = 0x3f80;
+  // All are candidates but (0, 200), (0, 519), (1, 0) and (1, 254); and (1, 1), which is none.
+  std::vector<uint32_t> words(2 * 3 * 8, ~0u);
+  const auto clear = [&](size_t row, size_t n) {
+    words[(row * 3 + n / 256) * 8 + n % 8] &= ~(1u << (n % 256 / 8));
+  };
+  clear(0, 200), clear(0, 519), clear(1, 0), clear(1, 254), clear(1, 1);
+  const auto device_packed = upload(packed);
+  const auto device_spill = upload(spill);
+  const auto device_words = upload(words);
+  const auto activity = upload(std::vector<ActivityCuda>(1));
+  const TwellPacked gate{
+      .shape = shape,
+      .words = const_cast<uint32_t*>(device_packed.data()),
+      .spill = reinterpret_cast<BF16*>(const_cast<uint16_t*>(device_spill.data())),
+      .spill_slots = 1};
+  TWELL_CUDA_CHECK(launch_check_screen(gate, device_words.data(),
+                                       const_cast<ActivityCuda*>(activity.data()), ctx.stream()));
+  stream.synchronize();
+  const ActivityCuda counts = download(activity)[0];
+  EXPECT_EQ(counts.checked_pairs, 131u);
+  EXPECT_EQ(counts.missed_pairs, 4u);
+  EXPECT_EQ(counts.nnz, 0u);
+}
+
 }  // namespace
 }  // namespace twell
