@@ -91,7 +91,7 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   const auto& [weights, x, y, row_nnz] = chunk;
   TwellWide gate = alloc_twell_wide(scope, {.rows = x.rows, .cols = weights.ffn()});
   gate_product(ctx, {.x = x, .weight = weights.firing(), .out = gate});
-  if (policy == FfnPolicy::kAuto) {
+  if (chooses(policy)) {
     const FfnWork work = sampled_work(gate_dense(gate));
     if (surely_dense(work)) {
       dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
@@ -102,7 +102,7 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   std::copy_n(gate.row_nnz, x.rows, row_nnz);
 
   Outcome out{forced_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = nnz}};
-  if (policy == FfnPolicy::kAuto && !surely_dense(out.work)) {
+  if (chooses(policy) && !surely_dense(out.work)) {
     out.work.union_size = tile_union_size(ctx, gate, weights.width());
     out.execution = cheapest_execution(out.work);
   }

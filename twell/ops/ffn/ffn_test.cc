@@ -268,15 +268,33 @@ TEST(FfnPlan, AutoFollowsWhatItMeasures) {
   EXPECT_FALSE(plan.reason.empty());
 }
 
+// The CPU has no 8-bit gates.
+TEST(FfnPlan, ScreenedPoliciesAreAutoOnTheCpu) {
+  for (const float bias : {2.5f, -9.0f}) {
+    const Layer layer(64, 64, 512, true, bias);
+    FfnPlan want;
+    const Buffer<float> y = layer.run(FfnPolicy::kAuto, 2, &want);
+    for (const FfnPolicy policy : {FfnPolicy::kScreened, FfnPolicy::kScreenedStrict}) {
+      FfnPlan plan;
+      EXPECT_TRUE(same_bits(layer.run(policy, 2, &plan), y));
+      EXPECT_EQ(plan.execution, want.execution);
+      EXPECT_EQ(plan.reason, want.reason);
+    }
+  }
+}
+
 TEST(FfnPolicy, Names) {
   for (const auto& [name, policy] : {std::pair{"auto", FfnPolicy::kAuto},
                                      {"dense", FfnPolicy::kDense},
                                      {"row-fused", FfnPolicy::kRowFused},
-                                     {"tile-union", FfnPolicy::kTileUnion}}) {
+                                     {"tile-union", FfnPolicy::kTileUnion},
+                                     {"screened", FfnPolicy::kScreened},
+                                     {"screened-strict", FfnPolicy::kScreenedStrict}}) {
     EXPECT_EQ(parse_ffn_policy(name), policy);
     EXPECT_EQ(ffn_policy_name(policy), name);
   }
   EXPECT_EQ(ffn_execution_name(FfnExecution::kTileUnion), "tile-union");
+  EXPECT_EQ(ffn_execution_name(FfnExecution::kScreened), "screened");
   EXPECT_THROW(parse_ffn_policy("sparse"), InputError);
 }
 
