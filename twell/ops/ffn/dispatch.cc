@@ -366,9 +366,9 @@ constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit 
 constexpr int64_t kMediumActivations = 12'000'000;
 constexpr int64_t kMediumFfn = 65536;  // at most so many segments as a CTA has threads
 
-// With fewer, a medium batch reads less and tile-union has too few tiles for its kernels to
-// overlap.
-constexpr int64_t kScreenedTokens = 2048;
+// Costs of screened layers are set to measurements of 16,384 tokens; for far fewer they would be
+// guesses.
+constexpr int64_t kScreenedTokens = 8192;
 
 // Tiles of 32 neurons, two for each of 132 SMs. With more cuBLASLt's products are faster.
 constexpr int64_t kBatchFfn = 8448;

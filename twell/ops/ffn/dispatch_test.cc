@@ -684,7 +684,7 @@ TEST(GpuFfnDispatch, ScreensWhereAScreenPays) {
   activity.union_share = 240.0 / 5632.0;
   EXPECT_EQ(execution(), FfnExecution::kScreened);
 
-  call.tokens = 2047;
+  call.tokens = 8191;
   EXPECT_NE(execution(), FfnExecution::kScreened);
   call.tokens = 16384;
   call.counts_rows = true;
