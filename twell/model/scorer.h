@@ -49,9 +49,9 @@ class Scorer {
   virtual const ModelConfig& config() const = 0;
   virtual FfnPolicy policy() const = 0;
   virtual int64_t good_batch() const = 0;  // tokens: one of the two above
-  // Whether the first batch decides the executions of all later ones. If not, a batch gives the
-  // same bits whatever came before it.
-  virtual bool first_batch_decides() const = 0;
+  // How many batches from the first one on decide the executions of all later ones. With 0, a batch
+  // gives the same bits whatever came before it.
+  virtual int deciding_batches() const = 0;
   // Hash of the weights in the precision that is computed with.
   virtual std::string weights_hash() = 0;
 

@@ -15,7 +15,7 @@ class ScorerCpu : public Scorer {
   const ModelConfig& config() const override { return model_.config; }
   FfnPolicy policy() const override { return policy_; }
   int64_t good_batch() const override { return kCpuBatchTokens; }
-  bool first_batch_decides() const override { return false; }
+  int deciding_batches() const override { return 0; }
   std::string weights_hash() override;
   void make_cache(int64_t slots, int64_t capacity) override;
   void set_length(int64_t slot, int64_t length) override { cache_->set_length(slot, length); }

@@ -173,9 +173,9 @@ void ScorerCuda::score(const ScoreBatch& batch, std::span<float> losses) {
   if (!batch.rows.empty()) score_rows(batch, losses);
   if (batch.row_nnz != nullptr) read_row_nnz(batch);
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-  if (decided_ || !first_batch_decides()) return;
+  if (batches_ == deciding_batches()) return;
   forward_->ffn_plans().update(ctx_);
-  decided_ = true;
+  ++batches_;
 }
 
 void ScorerCuda::score_rows(const ScoreBatch& batch, std::span<float> losses) {

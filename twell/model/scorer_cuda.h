@@ -22,7 +22,10 @@ class ScorerCuda : public Scorer {
   const ModelConfig& config() const override { return model_.config(); }
   FfnPolicy policy() const override { return policy_; }
   int64_t good_batch() const override { return kGpuBatchTokens; }
-  bool first_batch_decides() const override { return chooses(policy_); }
+  // Behind screens, the second batch counts candidates.
+  int deciding_batches() const override {
+    return !chooses(policy_) ? 0 : policy_ == FfnPolicy::kAuto ? 1 : 2;
+  }
   std::string weights_hash() override { return model_.weights_hash(ctx_); }
   void make_cache(int64_t slots, int64_t capacity) override;
   void set_length(int64_t slot, int64_t length) override { cache_->set_length(slot, length); }
@@ -38,7 +41,7 @@ class ScorerCuda : public Scorer {
   CudaContext& ctx_;
   const ModelCuda& model_;
   FfnPolicy policy_;
-  bool decided_ = false;
+  int batches_ = 0;  // of those that decide
   std::optional<ForwardCuda> forward_;
   std::optional<KvCacheCuda> cache_;
   int64_t head_rows_;                    // tokens whose logits are made together

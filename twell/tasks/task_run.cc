@@ -180,11 +180,11 @@ std::optional<TaskAccuracy> TaskRunner::run(const Task& task, const TaskData& da
 
   Clock::time_point saved = Clock::now();
   for (const std::vector<size_t>& batch : plan_batches(work.items, options_.batch_tokens)) {
-    // When the first batch decides how later ones run, it runs even if its scores exist.
+    // Batches that decide how later ones run, run even if their scores exist.
     const bool done = work.done(batch);
-    if (done && (started_ || !scorer_.first_batch_decides())) continue;
+    if (done && batches_ >= scorer_.deciding_batches()) continue;
     run_batch(work, batch);
-    started_ = true;
+    ++batches_;
     if (done) continue;
     if (options_.on_progress) options_.on_progress(progress);
     const bool cancelled = options_.cancel != nullptr && options_.cancel->load();

@@ -56,7 +56,7 @@ class TaskRunner {
   TaskRunOptions options_;
   ChoiceEncoder encoder_;
   std::string model_hash_;
-  bool started_ = false;  // whether a batch has been run
+  int64_t batches_ = 0;  // run so far
 };
 
 }  // namespace twell
