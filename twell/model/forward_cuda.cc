@@ -30,27 +30,6 @@ int64_t values_per_token(const ModelConfig& config) {
   return 2 * config.width + qkv_width(config) + config.q_width();
 }
 
-constexpr int64_t kScreenTile = 256;  // gates' spreads are padded to a multiple of this
-
-// The bound of the 8-bit gates that the policy asks for; none where the layers or the device do not
-// suit them.
-std::optional<ScreenBound> screen_bound(const CudaContext& ctx, const ModelConfig& config,
-                                        FfnPolicy policy) {
-  if (policy != FfnPolicy::kScreened && policy != FfnPolicy::kScreenedStrict) return {};
-  if (ctx.compute_capability() != 90 || !config.gated || config.mlp_bias ||
-      !leaves_zeros(config.activation) || !can_rotate(config.width)) {
-    return {};
-  }
-  return policy == FfnPolicy::kScreened ? ScreenBound::kProbabilistic : ScreenBound::kStrict;
-}
-
-int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
-                      const ForwardPlanCuda& plan) {
-  if (!screen_bound(ctx, config, plan.ffn)) return 0;
-  return config.layers * (config.ffn * config.width + 4 * round_up(config.ffn, kScreenTile) + 4) +
-         plan.max_tokens * (config.width + static_cast<int64_t>(sizeof(TokenBound)));
-}
-
 ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
                         const ForwardPlanCuda& plan) {
   TWELL_CHECK(plan.max_tokens >= 1 && plan.max_sequences >= 1 && plan.max_length >= 1,
@@ -79,6 +58,29 @@ GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
       layers, config.layers, kMaxDecodeLayers,
       decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
   return layers;
+}
+
+constexpr int64_t kScreenTile = 256;  // gates' spreads are padded to a multiple of this
+
+// The bound of the 8-bit gates that the policy asks for; none where no call of the forward is taken
+// by an execution with screens.
+std::optional<ScreenBound> screen_bound(const CudaContext& ctx, const ModelConfig& config,
+                                        const ForwardPlanCuda& plan) {
+  if (plan.ffn != FfnPolicy::kScreened && plan.ffn != FfnPolicy::kScreenedStrict) return {};
+  GpuFfnLayer layer = gpu_layers(ctx, config).ffn;
+  layer.screen =
+      plan.ffn == FfnPolicy::kScreened ? ScreenBound::kProbabilistic : ScreenBound::kStrict;
+  const bool taken = std::ranges::any_of(gpu_ffn_table(), [&](const GpuFfnRow& row) {
+    return row.screened && gpu_ffn_unsupported(row, layer, {.tokens = plan.max_tokens}).empty();
+  });
+  return taken ? layer.screen : std::nullopt;
+}
+
+int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
+                      const ForwardPlanCuda& plan) {
+  if (!screen_bound(ctx, config, plan)) return 0;
+  return config.layers * (config.ffn * config.width + 4 * round_up(config.ffn, kScreenTile) + 4) +
+         plan.max_tokens * (config.width + static_cast<int64_t>(sizeof(TokenBound)));
 }
 
 // For the kernel of all layers; tokens is 0 when the model or the device does not suit it.
@@ -182,8 +184,8 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
 }
 
 void ForwardCuda::make_rotated_gates() {
-  const std::optional<ScreenBound> bound = screen_bound(ctx_, config_, plan_.ffn);
-  if (!bound) return;
+  screen_bound_ = screen_bound(ctx_, config_, plan_);
+  if (!screen_bound_) return;
   const int64_t spreads = round_up(config_.ffn, kScreenTile);
   rotated_gates_ = DeviceBuffer<int8_t>(config_.layers * config_.ffn * config_.width);
   gate_spreads_ = DeviceBuffer<int32_t>(config_.layers * spreads);
@@ -199,17 +201,17 @@ void ForwardCuda::make_rotated_gates() {
                             .values = rotated_gates_.data() + layer * config_.ffn * config_.width,
                             .spread = gate_spreads_.data() + layer * spreads,
                             .rounding = gate_roundings_.data() + layer,
-                            .bound = *bound},
+                            .bound = *screen_bound_},
                            ctx_.stream()));
   }
 }
 
 RotatedGateCuda ForwardCuda::rotated_gate(int64_t layer) const {
-  if (rotated_gates_.size() == 0) return {};
+  if (!screen_bound_) return {};
   return {.values = rotated_gates_.data() + layer * config_.ffn * config_.width,
           .spread = gate_spreads_.data() + layer * round_up(config_.ffn, kScreenTile),
           .rounding = gate_roundings_.data() + layer,
-          .bound = screen_bound(ctx_, config_, plan_.ffn).value()};
+          .bound = *screen_bound_};
 }
 
 int64_t ForwardCuda::screen_bytes(const CudaContext& ctx, const ModelConfig& c,

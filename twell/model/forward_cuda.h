@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 
 #include "twell/base/cuda.h"
@@ -173,8 +174,9 @@ class ForwardCuda {
   int64_t plans_revision_ = -1;        // of which layers_.sparse is; -1: not set yet
   DeviceBuffer<uint8_t> screen_rows_;  // [L, F, screen_row_bytes(D)]; empty: no screens
   DeviceBuffer<float> screen_errors_;  // [L, F]
-  // 8-bit copies of the gates, rotated, and of hidden_; empty without a policy with screens, or
-  // where the layers do not suit it.
+  // 8-bit copies of the gates, rotated, and of hidden_; none without a policy with screens, or
+  // where no call of the plan would use them.
+  std::optional<ScreenBound> screen_bound_;
   DeviceBuffer<int8_t> rotated_gates_;     // [L, F, D]
   DeviceBuffer<int32_t> gate_spreads_;     // [L, F rounded up to 256]
   DeviceBuffer<float> gate_roundings_;     // [L]

@@ -591,6 +591,9 @@ std::string gpu_ffn_unsupported(const GpuFfnRow& row, const GpuFfnLayer& layer,
   if (layer.biased && !row.takes_biases) return "it adds no biases";
   if (row.screened && !layer.screen) return "the layer's gate has no 8-bit copy";
   if (row.screened && !layer.gated) return "the layer has no gate";
+  if (row.screened && !can_rotate(layer.width)) {
+    return fmt::format("a width of {} is no multiple of 16", layer.width);
+  }
   const int64_t most =
       row.rows_in_shared_memory ? std::min(row.most_tokens, layer.row_tokens) : row.most_tokens;
   if (call.tokens < row.least_tokens || call.tokens > most) {

@@ -692,6 +692,9 @@ TEST(GpuFfnDispatch, ScreensWhereAScreenPays) {
   layer.gated = false;
   EXPECT_EQ(execution(), FfnExecution::kTileUnion);
   layer.gated = true;
+  layer.width = 2056;
+  EXPECT_EQ(execution(), FfnExecution::kTileUnion);
+  layer.width = 2048;
   layer.device.compute_capability = 100;
   EXPECT_NE(execution(), FfnExecution::kScreened);
   layer.device.compute_capability = 90;
