@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/dense_8bit_cuda.h"
 
-#include <cublasLt.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include "twell/base/for_each.cuh"
 #include "twell/base/reduce.cuh"
 #include "twell/base/rounding.h"
+#include "twell/ops/matmul/cublas_lt.h"
 
 namespace twell {
 namespace {
@@ -217,23 +217,7 @@ struct ScaleProducts {
 
 // --- Products -----------------------------------------------------------------------------------
 
-constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;  // as for bf16
 constexpr int64_t kRowStep = 32;  // tokens are also rounded up to a multiple of it
-
-void check_cublas(cublasStatus_t status, const char* call, int line) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw_error(__FILE__, line, fmt::format("{} failed: {}", call, cublasLtGetStatusString(status)));
-}
-#define TWELL_CUBLAS_CHECK(call) check_cublas((call), #call, __LINE__)
-
-struct LtHandle8Bit {
-  LtHandle8Bit() : workspace(kWorkspaceBytes) { TWELL_CUBLAS_CHECK(cublasLtCreate(&handle)); }
-  ~LtHandle8Bit() { cublasLtDestroy(handle); }
-  LtHandle8Bit(const LtHandle8Bit&) = delete;
-  LtHandle8Bit& operator=(const LtHandle8Bit&) = delete;
-  cublasLtHandle_t handle = nullptr;
-  DeviceBuffer<std::byte> workspace;
-};
 
 struct LtDeleter {
   void operator()(cublasLtMatmulDesc_t description) const {
@@ -318,7 +302,7 @@ class Gemm8BitCuda {
   }
 
   void run(CudaContext& ctx, const Rows8BitCuda& a, const Rows8BitCuda& b, void* c) const {
-    const LtHandle8Bit& lt = ctx.service<LtHandle8Bit>();
+    const LtHandle& lt = ctx.service<LtHandle>();
     const Proposal& proposal = proposals_[chosen_];
     const Operands& layouts = operands_[proposal.operands];
     const float one = 1.0f, zero = 0.0f;
@@ -376,13 +360,13 @@ class Gemm8BitCuda {
     cublasLtMatmulPreference_t preference = nullptr;
     TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     const LtOwned<cublasLtMatmulPreference_t> owned(preference);
-    const auto bytes = static_cast<size_t>(kWorkspaceBytes);
+    const auto bytes = static_cast<size_t>(kCublasWorkspaceBytes);
     TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(
         preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes)));
     cublasLtMatmulHeuristicResult_t results[kProposals];
     int count = 0;
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        ctx.service<LtHandle8Bit>().handle, operation_.get(), b_layout_.get(), operands.a.get(),
+        ctx.service<LtHandle>().handle, operation_.get(), b_layout_.get(), operands.a.get(),
         operands.c.get(), operands.c.get(), preference, kProposals, results, &count);
     if (status != CUBLAS_STATUS_SUCCESS) return;  // no algorithm
     for (int i = 0; i < count; ++i) {
@@ -479,7 +463,8 @@ std::string DenseFfn8BitCuda::find_obstacle(const CudaContext& ctx, Activation a
   }
   const int64_t rows = round_up(tokens_, kRowStep), product = kind_ == Dense8Bit::kFp8 ? 2 : 4;
   const int64_t needed = rows * (width_ + ffn_) +
-                         rows * product * (width_ + (gated_ ? 2 : 1) * ffn_) + 2 * kWorkspaceBytes;
+                         rows * product * (width_ + (gated_ ? 2 : 1) * ffn_) +
+                         2 * kCublasWorkspaceBytes;
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   if (needed > static_cast<int64_t>(free)) {

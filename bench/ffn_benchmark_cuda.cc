@@ -234,7 +234,7 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
   const std::vector<Layer8Bit> eight_bit =
       layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
   for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
-  // Of each row: the gate, up and down, the layer.
+  // These time each row's gate, its up and down, and its whole layer.
   std::vector<Piece> gates = {[&] { dense.gate(ctx, weights, x); },
                               [&] { gate_gemm_cuda(ctx, gate_gemm); }};
   std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union,

@@ -17,7 +17,8 @@ FfnCudaBenchmark small_benchmark(int64_t width, bool gated) {
           .energy_seconds = 0.0};
 }
 
-// As the engine runs a layer, and with the pattern replayed.
+// The layer runs as in the engine with the first number of tokens, and replays the pattern with the
+// second.
 constexpr int64_t kTokens[] = {127, 2049};
 
 TEST(FfnBenchmarkCudaTest, TimesEightBitsBesideTheOthers) {

@@ -182,11 +182,9 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   }
   print_paragraphs(
       "ratio: to dense, cuBLASLt's fastest algorithms; TFLOP/s: of the dense layer's operations; "
-      "energy: of the whole GPU; error: against dense in bf16. dense-fp8 and dense-int8: "
-      "cuBLASLt's "
-      "8-bit GEMMs with a scale per row; x and h are quantised within the time, and the error is "
-      "on "
-      "normal operands as active as the pattern");
+      "energy: of the whole GPU; error: against dense in bf16. dense-fp8 and dense-int8 are "
+      "cuBLASLt's 8-bit GEMMs with a scale per row; x and h are quantised within the time, and the "
+      "error is on normal operands as active as the pattern");
   table.print_left_out();
 }
 

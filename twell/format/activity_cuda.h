@@ -18,8 +18,8 @@ struct ActivityCuda {
   // The unions of candidates behind a screen, which the fields above leave out.
   unsigned long long candidate_unions;
   unsigned long long candidate_union_neurons;
-  // Of tokens whose screen was checked against the whole gate: pairs that fire, and those of them
-  // that are no candidates.
+  // Some tokens' screens are checked against the whole gate. These count the pairs that fire there,
+  // and those of them that are no candidates.
   unsigned long long checked_pairs;
   unsigned long long missed_pairs;
 };

@@ -22,7 +22,7 @@ class ScorerCuda : public Scorer {
   const ModelConfig& config() const override { return model_.config(); }
   FfnPolicy policy() const override { return policy_; }
   int64_t good_batch() const override { return kGpuBatchTokens; }
-  // Behind screens, the second batch counts candidates.
+  // The first batch counts active neurons, and the second one counts candidates of screens.
   int deciding_batches() const override {
     return !chooses(policy_) ? 0 : policy_ == FfnPolicy::kAuto ? 1 : 2;
   }

@@ -662,7 +662,7 @@ TEST(GpuFfnTrain, HasAnAnswerForEverySize) {
   }
 }
 
-// Behind an 8-bit screen, of a layer at 3e-4 with 29 active neurons per token and 16,384 tokens.
+// The counts are those of a layer trained with 3e-4, with 29 active neurons per token.
 TEST(GpuFfnDispatch, ScreensWhereAScreenPays) {
   GpuFfnLayer layer = kLayer;
   GpuFfnCall call{.tokens = 16384, .policy = FfnPolicy::kScreened};

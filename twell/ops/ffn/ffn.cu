@@ -222,7 +222,8 @@ namespace {
 
 constexpr int64_t kTwellTile = 256;
 constexpr int32_t kCompression = 8;
-// One chunk of so many behind a screen is checked, on so many of its tokens: 0.1% of the time.
+// One chunk of so many behind a screen is checked, on so many of its tokens, so that checks take a
+// small part of the time.
 constexpr int64_t kScreenCheck = 64;
 constexpr int64_t kCheckedTokens = 128;
 constexpr int64_t kMuchMemory = int64_t{5} << 30;
@@ -431,7 +432,8 @@ class FfnCallCuda {
                        .row_nnz = chunk_.row_nnz,
                        .activity = plan_.counts},
                       workspace_.tile_union_);
-    if (plan_.screened_calls++ % kScreenCheck == 0) check_screen();
+    const bool due = plan_.screened_calls++ % kScreenCheck == 0;
+    if (due && plan_.counts != nullptr) check_screen();
   }
 
   // Compares the candidates of a few tokens, other ones each time, with the gate GEMM's result.

@@ -57,8 +57,8 @@ struct FfnPlan {
   int64_t tokens = 0;
   int64_t nnz = 0;  // active (token, neuron) pairs
   int64_t max_row_nnz = 0;
-  // Of tokens whose screen was checked against the whole gate: pairs that fire, and those of them
-  // that the screen missed, whose results are left out.
+  // Some tokens' screens are checked against the whole gate. These count the pairs that fire there,
+  // and those of them that the screen missed, whose results are left out.
   int64_t checked_pairs = 0;
   int64_t missed_pairs = 0;
   double nnz_per_token() const {

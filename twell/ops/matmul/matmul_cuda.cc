@@ -7,31 +7,17 @@
 #include <span>
 #include <vector>
 
+#include "twell/ops/matmul/cublas_lt.h"
+
 namespace twell {
 namespace {
 
-constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;  // cuBLAS's own default on Hopper
 // A shape is timed once it has come back, so that prompts of ever new lengths run undisturbed: a
 // model of 64 layers runs its plans 64 times for each of them.
 constexpr int64_t kUntimedRuns = 64;
 constexpr int64_t kTimedRuns = 5;       // of each proposal
 constexpr int32_t kHopperKernels = 66;  // cuBLASLt's number for them ("nvjet")
 constexpr double kFaster = 0.97;  // of the time of the one chosen by rules, to be taken instead
-
-void check_cublas(cublasStatus_t status, const char* call, int line) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw_error(__FILE__, line, fmt::format("{} failed: {}", call, cublasLtGetStatusString(status)));
-}
-#define TWELL_CUBLAS_CHECK(call) check_cublas((call), #call, __LINE__)
-
-struct LtHandle {
-  LtHandle() : workspace(kWorkspaceBytes) { TWELL_CUBLAS_CHECK(cublasLtCreate(&handle)); }
-  ~LtHandle() { cublasLtDestroy(handle); }
-  LtHandle(const LtHandle&) = delete;
-  LtHandle& operator=(const LtHandle&) = delete;
-  cublasLtHandle_t handle = nullptr;
-  DeviceBuffer<std::byte> workspace;
-};
 
 cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t type = CUDA_R_16BF) {
   cublasLtMatrixLayout_t layout = nullptr;
@@ -198,7 +184,7 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
 
   cublasLtMatmulPreference_t preference = nullptr;
   TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-  const size_t bytes = static_cast<size_t>(kWorkspaceBytes);
+  const size_t bytes = static_cast<size_t>(kCublasWorkspaceBytes);
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                        sizeof(bytes));
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(

@@ -851,6 +851,34 @@ Tiles TileUnionWorkspace::tiles(int64_t tokens, int64_t ffn) const {
   return tiles;
 }
 
+namespace {
+
+// The products of SparseUpDownCuda and ScreenedFfnCuda, which name their operands alike.
+template <typename Problem>
+Up up_of(const Problem& problem, const Gate& gate, const Tiles& tiles) {
+  Up up{};
+  up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+  up.tiles = tiles;
+  up.gate = gate;
+  up.x = problem.x;
+  up.weight = problem.w_up;
+  up.taken = &tiles.counts->up_taken;
+  up.width = static_cast<int>(problem.width);
+  return up;
+}
+
+template <typename Problem>
+Down down_of(const Problem& problem, const Tiles& tiles) {
+  return {.tiles = tiles,
+          .weight = problem.w_down,
+          .y = problem.y,
+          .taken = &tiles.counts->down_taken,
+          .width = static_cast<int>(problem.width),
+          .add = problem.add};
+}
+
+}  // namespace
+
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace) {
   check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.gate);
@@ -872,7 +900,6 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   problem.squared};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
-  const auto width = static_cast<int>(problem.width);
   const bool gated = problem.w_up != nullptr;
   if (gated) {
     tiles.entries = workspace.entries_.data();
@@ -883,25 +910,11 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
                                       ctas, stream));
   if (gated) {
-    Up up{};
-    up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
-    up.tiles = tiles;
-    up.gate = gate;
-    up.x = problem.x;
-    up.weight = problem.w_up;
-    up.taken = &tiles.counts->up_taken;
-    up.width = width;
-    TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
+    TWELL_CUDA_CHECK(launch_up_sm90(up_of(problem, gate, tiles), ctas, stream));
   } else {
     TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
   }
-  const Down down{.tiles = tiles,
-                  .weight = problem.w_down,
-                  .y = problem.y,
-                  .taken = &tiles.counts->down_taken,
-                  .width = width,
-                  .add = problem.add};
-  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+  TWELL_CUDA_CHECK(launch_down_sm90(down_of(problem, tiles), ctas, stream));
 }
 
 void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
@@ -931,27 +944,13 @@ void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
                   .candidates = problem.candidates.words};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
-  const auto width = static_cast<int>(problem.width);
   TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, nullptr, 0, ctas, stream));
-  Up up{};
-  up.map_x = sm90::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
-  up.tiles = tiles;
-  up.gate = gate;
-  up.x = problem.x;
-  up.weight = problem.w_up;
+  Up up = up_of(problem, gate, tiles);
   up.gate_weight = problem.w_gate;
-  up.taken = &tiles.counts->up_taken;
-  up.width = width;
   up.activity = problem.activity;
   up.row_nnz = problem.row_nnz;
   TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
-  const Down down{.tiles = tiles,
-                  .weight = problem.w_down,
-                  .y = problem.y,
-                  .taken = &tiles.counts->down_taken,
-                  .width = width,
-                  .add = problem.add};
-  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+  TWELL_CUDA_CHECK(launch_down_sm90(down_of(problem, tiles), ctas, stream));
 }
 
 }  // namespace twell
