@@ -3,12 +3,12 @@
 // tuned cuBLASLt and against tile-union, in the same run, after checking the results.
 //   screened_ffn_cuda_bench [--layer FILE]... [--tokens M] [--nnz K]... [--jsonl FILE]
 // A FILE is a safetensors file with a layer of a trained model and the rows that its norm makes of
-// text: x [M, D], w_gate [F, D], w_up [F, D], w_down [F, D], all bf16. Without files, operands are
-// drawn: about K neurons are active per token, because all rows of x share a direction, and tokens
-// of a tile share a part of their randomness, as neighbours in text do.
-// `rotate` is what quantising x costs beyond the norm: a fused norm's time less the plain norm's.
-// Layers behind a screen are timed with that norm's rows, so their time is screen to down; the
-// table adds `rotate`.
+// text: x [M, D], w_gate [F, D], w_up [F, D], w_down [F, D], all bf16; --tokens takes the first
+// rows of x. Without files, operands are drawn: about K neurons are active per token, because all
+// rows of x share a direction, and tokens of a tile share a part of their randomness, as neighbours
+// in text do. `rotate` is what quantising x costs beyond the norm: a fused norm's time less the
+// plain norm's. Layers behind a screen are timed with that norm's rows, so their time is screen to
+// down; the table adds `rotate`.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -34,6 +34,7 @@ namespace {
 struct Options {
   std::vector<std::string> layers;
   int64_t tokens = 16384;
+  bool all_tokens = true;  // of a file's rows; else its first `tokens`
   std::vector<double> nnz{15, 40};
   int64_t width = 2048;
   int64_t ffn = 5632;
@@ -67,7 +68,7 @@ Operands drawn(const Options& options, double nnz) {
   return o;
 }
 
-Operands loaded(const std::string& path) {
+Operands loaded(const Options& options, const std::string& path) {
   const SafetensorsFile file(path);
   Operands o{.name = std::filesystem::path(path).stem().string()};
   const auto read = [&](const char* name, int64_t& rows, int64_t& cols) {
@@ -81,6 +82,12 @@ Operands loaded(const std::string& path) {
     return values;
   };
   o.x = read("x", o.tokens, o.width);
+  if (!options.all_tokens) {
+    TWELL_REQUIRE(options.tokens <= o.tokens, "{} has {} tokens, {} were asked for", path, o.tokens,
+                  options.tokens);
+    o.tokens = options.tokens;
+    o.x.resize(static_cast<size_t>(o.tokens * o.width));
+  }
   o.gate = read("w_gate", o.ffn, o.width);
   o.up = read("w_up", o.ffn, o.width);
   o.down = read("w_down", o.ffn, o.width);
@@ -300,7 +307,7 @@ void run(const Options& options) {
   CudaContext ctx(stream.get());
   const JsonLines results(ctx, "tuned cuBLASLt", options.jsonl);
   for (const std::string& path : options.layers) {
-    results.write(measure(ctx, stream, options, loaded(path)));
+    results.write(measure(ctx, stream, options, loaded(options, path)));
   }
   if (!options.layers.empty()) return;
   for (const double nnz : options.nnz) {
@@ -315,12 +322,14 @@ int main(int argc, char** argv) {
   twell::Options options;
   CLI::App app("Times a feed-forward layer behind a rotated screen on the GPU.");
   app.add_option("--layer", options.layers, "safetensors file of a layer");
-  app.add_option("--tokens", options.tokens);
+  const CLI::Option* tokens = app.add_option("--tokens", options.tokens,
+                                             "rows of x that are drawn, or the first of a file");
   app.add_option("--nnz", options.nnz, "active neurons per token of drawn operands");
   app.add_option("--width", options.width);
   app.add_option("--ffn", options.ffn);
   app.add_option("--rounds", options.rounds);
   app.add_option("--jsonl", options.jsonl, "append the results to this file");
   CLI11_PARSE(app, argc, argv);
+  options.all_tokens = tokens->empty();
   return twell::run_benchmark("screened_ffn_cuda_bench", [&] { twell::run(options); });
 }

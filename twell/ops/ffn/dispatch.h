@@ -10,7 +10,7 @@
 //   small batch   small-batch   9-128    Hopper       no                   no
 //   medium batch  tile-union    65-2048  Hopper       no                   no
 //   tile-union    tile-union    any      Hopper       no                   yes
-//   screened      screened      8192 on  Hopper       no                   yes
+//   screened      screened      1024 on  Hopper       no                   yes
 //   row-fused     row-fused     any      sm_80 on     no                   yes
 //
 // A policy names one or more of these; the first one of the table that takes the call runs, but

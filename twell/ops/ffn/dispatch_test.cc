@@ -684,8 +684,10 @@ TEST(GpuFfnDispatch, ScreensWhereAScreenPays) {
   activity.union_share = 240.0 / 5632.0;
   EXPECT_EQ(execution(), FfnExecution::kScreened);
 
-  call.tokens = 8191;
+  call.tokens = 1023;
   EXPECT_NE(execution(), FfnExecution::kScreened);
+  call.tokens = 4096;
+  EXPECT_EQ(execution(), FfnExecution::kScreened);
   call.tokens = 16384;
   call.counts_rows = true;
   EXPECT_EQ(execution(), FfnExecution::kScreened);
@@ -719,6 +721,29 @@ TEST(GpuFfnCosts, KnowScreens) {
                                  .candidate_share = row.candidates / 5632.0};
     const double us = cost(layer, GpuFfnLaunch::kScreened, 16384, activity);
     EXPECT_NEAR(us / row.us, 1.0, 0.15) << row.candidates << ": " << us;
+  }
+}
+
+TEST(GpuFfnCosts, KnowScreensOfOtherShapes) {
+  // Probabilistic and strict rows of bench/results/2026-11-24-h200-screened-shapes.jsonl.
+  struct {
+    int64_t width, ffn, tokens;
+    double candidates, us;
+  } const rows[] = {{2048, 5632, 1024, 577, 61},      {2048, 5632, 1024, 2762, 116},
+                    {2048, 5632, 2048, 1455, 120},    {2048, 5632, 4096, 920, 184},
+                    {2048, 5632, 8192, 2741, 562},    {1024, 4096, 2048, 406, 48},
+                    {1024, 4096, 16384, 1664, 384},   {4096, 11008, 2048, 2091, 364},
+                    {4096, 11008, 16384, 1029, 1952}, {2560, 6912, 2048, 659, 133},
+                    {2560, 6912, 16384, 3373, 1864},  {4096, 14336, 2048, 4504, 570},
+                    {4096, 14336, 16384, 1014, 2287}, {4096, 14336, 16384, 7527, 6889}};
+  for (const auto& row : rows) {
+    const GpuFfnLayer layer{
+        .width = row.width, .ffn = row.ffn, .screen = ScreenBound::kProbabilistic};
+    const LayerActivity activity{.nnz_per_token = 20.0,
+                                 .candidate_share = row.candidates / static_cast<double>(row.ffn)};
+    const double us = cost(layer, GpuFfnLaunch::kScreened, row.tokens, activity);
+    EXPECT_NEAR(us / row.us, 1.0, 0.12)
+        << row.width << ", " << row.ffn << ", " << row.tokens << ": " << us;
   }
 }
 
