@@ -98,6 +98,11 @@ class ForwardCuda {
   // Device memory of the screens, 0 where the model or the device does not support them.
   static int64_t screen_bytes(const CudaContext& ctx, const ModelConfig& config,
                               const ForwardPlanCuda& plan);
+  // Device memory of the 8-bit copies that a policy with screens takes; part of bytes_needed.
+  int64_t rotated_memory() const {
+    return rotated_gates_.bytes() + gate_spreads_.bytes() + gate_roundings_.bytes() +
+           rotated_hidden_.bytes() + token_bounds_.bytes();
+  }
 
   // Checks the batch, advances the cache, whose blocks must have room, and enqueues the copies of
   // the batch's description and of the cache's tables, once the device has begun with the batch
