@@ -165,7 +165,7 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
     run.checked_pairs += plan.checked_pairs;
     run.missed_pairs += plan.missed_pairs;
   }
-  run.screen_bytes = forward_.rotated_memory();
+  run.rotated_bytes = forward_.rotated_memory();
   return run;
 }
 

@@ -24,7 +24,7 @@ struct ForwardRunCuda {
   std::vector<double> nnz_per_token;            // [L]; empty where not counted
   std::vector<std::string> executions;          // [L]
   int64_t checked_pairs = 0, missed_pairs = 0;  // FfnPlan's, of all layers
-  int64_t screen_bytes = 0;                     // ForwardCuda::rotated_memory
+  int64_t rotated_bytes = 0;                    // ForwardCuda::rotated_memory
 };
 
 class ForwardBenchmarkCuda {

@@ -33,8 +33,7 @@ namespace {
 
 struct Options {
   std::vector<std::string> layers;
-  int64_t tokens = 16384;
-  bool all_tokens = true;  // of a file's rows; else its first `tokens`
+  std::optional<int64_t> tokens;  // rows of x; else all of a file, or 16,384 drawn ones
   std::vector<double> nnz{15, 40};
   int64_t width = 2048;
   int64_t ffn = 5632;
@@ -49,7 +48,7 @@ struct Operands {
 };
 
 Operands drawn(const Options& options, double nnz) {
-  const int64_t m = options.tokens, d = options.width, f = options.ffn;
+  const int64_t m = options.tokens.value_or(16384), d = options.width, f = options.ffn;
   Operands o{.name = fmt::format("drawn, {}", nnz), .tokens = m, .width = d, .ffn = f};
   constexpr float kShared = 0.9f;  // of the randomness
   const float own = std::sqrt(1.0f - kShared * kShared);
@@ -82,10 +81,10 @@ Operands loaded(const Options& options, const std::string& path) {
     return values;
   };
   o.x = read("x", o.tokens, o.width);
-  if (!options.all_tokens) {
-    TWELL_REQUIRE(options.tokens <= o.tokens, "{} has {} tokens, {} were asked for", path, o.tokens,
-                  options.tokens);
-    o.tokens = options.tokens;
+  if (options.tokens) {
+    TWELL_REQUIRE(*options.tokens <= o.tokens, "{} has {} tokens, {} were asked for", path,
+                  o.tokens, *options.tokens);
+    o.tokens = *options.tokens;
     o.x.resize(static_cast<size_t>(o.tokens * o.width));
   }
   o.gate = read("w_gate", o.ffn, o.width);
@@ -322,14 +321,12 @@ int main(int argc, char** argv) {
   twell::Options options;
   CLI::App app("Times a feed-forward layer behind a rotated screen on the GPU.");
   app.add_option("--layer", options.layers, "safetensors file of a layer");
-  const CLI::Option* tokens = app.add_option("--tokens", options.tokens,
-                                             "rows of x that are drawn, or the first of a file");
+  app.add_option("--tokens", options.tokens, "rows of x that are drawn, or the first of a file");
   app.add_option("--nnz", options.nnz, "active neurons per token of drawn operands");
   app.add_option("--width", options.width);
   app.add_option("--ffn", options.ffn);
   app.add_option("--rounds", options.rounds);
   app.add_option("--jsonl", options.jsonl, "append the results to this file");
   CLI11_PARSE(app, argc, argv);
-  options.all_tokens = tokens->empty();
   return twell::run_benchmark("screened_ffn_cuda_bench", [&] { twell::run(options); });
 }

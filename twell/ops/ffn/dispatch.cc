@@ -85,7 +85,7 @@ struct GpuCosts {
     double launches = 17.2;
     double gate_share = 0.589;     // of the gate GEMM's time
     double gate_up_block = 0.343;  // 64 columns of a block of an item, both products
-    double throttle = 0.067;       // as tile-union's
+    double throttle = 0.067;       // slower for each factor e beyond 300 us
     double rotated_bytes = 2.8;    // per value of x: what rotating it adds to the norm
     double candidates = 1.25,
            strict_candidates = 2.5;  // per active neuron of a union, if unmeasured
