@@ -43,10 +43,10 @@ int64_t most_ragged(int64_t max_sequences) {
   return ragged_count(std::min(max_sequences, kMaxRagged));
 }
 
-// (sequence, head, split) triples whose results are combined.
+// (sequence, split, head) triples whose results are combined.
 int64_t partial_results(int64_t max_sequences, int64_t heads, int64_t max_kv_len) {
-  const int64_t splits = attention_most_splits(max_kv_len);
-  return splits == 1 ? 0 : max_sequences * heads * splits;
+  const int64_t splits = attention_most_splits(max_sequences, max_kv_len);
+  return splits == max_sequences ? 0 : splits * heads;
 }
 
 constexpr int kThreads = 128;
@@ -128,12 +128,13 @@ int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t head
              static_cast<int64_t>(sizeof(int32_t));
 }
 
-AttentionSplits AttentionWorkspaceCuda::splits(const AttentionDivision& division) const {
-  const int64_t count = ceil_div(max_kv_len_, division.keys);
-  TWELL_CHECK(count <= attention_most_splits(max_kv_len_), "attention: {} splits in place of {}",
-              count, attention_most_splits(max_kv_len_));
-  return {.count = count,
-          .keys = division.keys,
+AttentionSplits AttentionWorkspaceCuda::splits(const AttentionDivision& division,
+                                               int64_t sequences) const {
+  const int64_t most = attention_most_splits(max_sequences_, max_kv_len_);
+  TWELL_CHECK(sequences * division.splits <= most,
+              "attention: {} splits of each of {} sequences in a workspace for {}", division.splits,
+              sequences, most);
+  return {.count = division.splits,
           .warps = division.warps,
           .values = values_.data(),
           .max_sum = max_sums_.data(),
@@ -184,7 +185,8 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
                 workspace.max_sequences());
     const AttentionDivision division =
         attention_division(problem, workspace.max_kv_len(), ctx.multiprocessors());
-    TWELL_CUDA_CHECK(launch_attention_decode(problem, workspace.splits(division), ctx.stream()));
+    TWELL_CUDA_CHECK(launch_attention_decode(
+        problem, workspace.splits(division, problem.sequences.count), ctx.stream()));
     return;
   }
   if (attention_cudnn(ctx, problem)) return;

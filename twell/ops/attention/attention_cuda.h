@@ -4,11 +4,11 @@
 // sequence sees keys 0 .. kv_len - q_len + i, or the last `window` of them.
 //
 // One query per sequence over a paged cache (decode) runs a kernel that reads the visible keys and
-// values once. How it divides the keys depends on the workspace and, without a window, on the
-// number of sequences, never on their lengths: in batches of as many sequences, one gives the same
-// bits whatever the others are. Where cuDNN is found it runs uniform batches of whole sequences no
-// longer than the window and, from Hopper on, what attention_ragged() prepared; everything else
-// runs our tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
+// values once. How it divides a sequence's keys depends on the workspace, the number of sequences
+// and the sequence's own length: in batches of as many sequences, one gives the same bits whatever
+// the others are. Where cuDNN is found it runs uniform batches of whole sequences no longer than
+// the window and, from Hopper on, what attention_ragged() prepared; everything else runs our tiled
+// kernel. hd is a multiple of 8, at most 256. Never synchronises.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -73,16 +73,16 @@ struct AttentionCuda {
   const __nv_bfloat16* mask = nullptr;  // of DocumentMask or null; cuDNN alone takes one
 };
 
-// How decoding divides a sequence's keys: `warps` warps of one CTA share a split of `keys` keys.
+// How decoding divides a sequence's keys: into up to `splits` splits of equal lengths, fewer for
+// short texts. `warps` warps of one CTA share a split.
 struct AttentionDivision {
-  int64_t keys = 0;  // a multiple of kKvBlock
+  int64_t splits = 0;
   int warps = 0;
 };
 
 // A division and the memory for it. Each split of a sequence leaves a partial result.
 struct AttentionSplits {
-  int64_t count = 0;           // splits of the longest sequence
-  int64_t keys = 0;            // of a split
+  int64_t count = 0;           // of a sequence, at most
   int warps = 0;               // of a CTA
   float* values = nullptr;     // [sequences, H, count, hd]
   float* max_sum = nullptr;    // [sequences, H, count, 2]: maximum (base 2), sum
@@ -99,8 +99,8 @@ class AttentionWorkspaceCuda {
                               int64_t max_kv_len);
   int64_t max_sequences() const { return max_sequences_; }
   int64_t max_kv_len() const { return max_kv_len_; }
-  // For up to attention_most_splits(max_kv_len()) splits.
-  AttentionSplits splits(const AttentionDivision& division) const;
+  // For a division of so many sequences. Error if it has more than attention_most_splits().
+  AttentionSplits splits(const AttentionDivision& division, int64_t sequences) const;
   // Memory for so many ragged sequences of the workspace's length; count 0 if they are too many.
   AttentionRagged ragged(int64_t count) const;
 
@@ -135,14 +135,14 @@ std::string attention_report(CudaContext& ctx);
 
 // Our own kernels.
 cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t stream);
-// The division for the problem's heads, window and number of sequences, of up to max_kv_len keys
-// each. How long they are does not matter, so that a captured graph serves all lengths.
+// The division for the problem's heads and number of sequences, of up to max_kv_len keys each. How
+// long they are does not matter, so that a captured graph serves all lengths.
 AttentionDivision attention_division(const AttentionCuda& problem, int64_t max_kv_len,
                                      int multiprocessors);
-// Splits of a sequence of max_kv_len keys, at most, in all divisions.
-int64_t attention_most_splits(int64_t max_kv_len);
+// Splits of all sequences together, at most, in the divisions of up to so many sequences.
+int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len);
 // max_q_len 1, with tables; query i is row q_begin[i]. The splits are of a division that
-// attention_division() gives for these heads and this window, for some number of sequences.
+// attention_division() gives for these heads, for some number of sequences.
 cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,
                                     cudaStream_t stream);
 

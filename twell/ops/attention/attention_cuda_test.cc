@@ -182,22 +182,25 @@ class DeviceProblem {
 
   std::vector<float> decode(const AttentionDivision& division) {
     return result_of([&] {
-      TWELL_CUDA_CHECK(launch_attention_decode(p_, workspace_.splits(division), stream_.get()));
+      TWELL_CUDA_CHECK(launch_attention_decode(p_, workspace_.splits(division, p_.sequences.count),
+                                               stream_.get()));
     });
   }
 
-  // All that batches with these heads get, for long texts and short ones.
+  // Those that batches with these heads get and that this one has room for.
   std::vector<AttentionDivision> divisions() const {
     std::set<std::pair<int64_t, int>> found;
+    const int64_t max_kv_len = workspace_.max_kv_len();
     AttentionCuda p = p_;
-    for (const int64_t max_kv_len : {int64_t{1}, workspace_.max_kv_len()}) {
-      for (p.sequences.count = 1; p.sequences.count <= 1024; p.sequences.count *= 2) {
-        const AttentionDivision division = attention_division(p, max_kv_len, 16);
-        found.insert({division.keys, division.warps});
+    for (p.sequences.count = 1; p.sequences.count <= 1024; p.sequences.count *= 2) {
+      const AttentionDivision division = attention_division(p, max_kv_len, 16);
+      if (division.splits * p_.sequences.count <=
+          attention_most_splits(p_.sequences.count, max_kv_len)) {
+        found.insert({division.splits, division.warps});
       }
     }
     std::vector<AttentionDivision> all;
-    for (const auto& [keys, warps] : found) all.push_back({.keys = keys, .warps = warps});
+    for (const auto& [splits, warps] : found) all.push_back({.splits = splits, .warps = warps});
     return all;
   }
 
@@ -314,49 +317,51 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AttentionCudaTest,
                                          AttentionShape{2, 1, 256}));
 
 // The divisions on H100 and H200.
-std::pair<int64_t, int> keys_and_warps(const AttentionShape& shape, int64_t sequences,
-                                       int64_t max_kv_len) {
+std::pair<int64_t, int> splits_and_warps(const AttentionShape& shape, int64_t sequences,
+                                         int64_t max_kv_len) {
   AttentionCuda p;
   p.heads = shape.heads;
   p.kv_heads = shape.kv_heads;
   p.head_dim = shape.head_dim;
-  p.window = shape.window;
   p.sequences.count = sequences;
   const AttentionDivision division = attention_division(p, max_kv_len, 132);
-  EXPECT_LE(max_kv_len, division.keys * attention_most_splits(max_kv_len));
-  return {division.keys, division.warps};
+  EXPECT_LE(sequences * division.splits, attention_most_splits(sequences, max_kv_len));
+  return {division.splits, division.warps};
 }
 
-TEST(AttentionDivisionTest, FewCtasHaveMoreWarpsAndLongerSplits) {
+TEST(AttentionDivisionTest, FewCtasHaveMoreWarpsAndSplits) {
   const AttentionShape shape{32, 32, 64};
-  EXPECT_EQ(keys_and_warps(shape, 1, 256), std::pair(int64_t{1024}, 16));
-  EXPECT_EQ(keys_and_warps(shape, 8, 256), std::pair(int64_t{1024}, 16));
-  EXPECT_EQ(keys_and_warps(shape, 9, 256), std::pair(int64_t{512}, 8));
-  EXPECT_EQ(keys_and_warps(shape, 16, 256), std::pair(int64_t{512}, 8));
-  EXPECT_EQ(keys_and_warps(shape, 17, 256), std::pair(int64_t{256}, 4));
-  EXPECT_EQ(keys_and_warps(shape, 34, 256), std::pair(int64_t{256}, 2));
-  EXPECT_EQ(keys_and_warps(shape, 62, 256), std::pair(int64_t{256}, 1));
-  // Splits of 1,024 keys, of 512, and of 256, whose number does not count.
-  EXPECT_EQ(keys_and_warps(shape, 4, 2048), std::pair(int64_t{1024}, 16));
-  EXPECT_EQ(keys_and_warps(shape, 5, 1536), std::pair(int64_t{512}, 8));
-  EXPECT_EQ(keys_and_warps(shape, 8, 2048), std::pair(int64_t{256}, 4));
-  EXPECT_EQ(keys_and_warps(shape, 33, 1 << 14), std::pair(int64_t{256}, 4));
-  // At most 64 splits, but none of more than 2,048 keys.
-  EXPECT_EQ(keys_and_warps(shape, 33, 20'000), std::pair(int64_t{512}, 4));
-  EXPECT_EQ(keys_and_warps(shape, 33, 1 << 20), std::pair(int64_t{2048}, 4));
+  EXPECT_EQ(splits_and_warps(shape, 1, 256), std::pair(int64_t{1}, 8));
+  EXPECT_EQ(splits_and_warps(shape, 8, 256), std::pair(int64_t{1}, 8));
+  EXPECT_EQ(splits_and_warps(shape, 16, 256), std::pair(int64_t{1}, 4));
+  EXPECT_EQ(splits_and_warps(shape, 32, 256), std::pair(int64_t{1}, 2));
+  EXPECT_EQ(splits_and_warps(shape, 64, 256), std::pair(int64_t{1}, 1));
+  EXPECT_EQ(splits_and_warps(shape, 1, 2000), std::pair(int64_t{8}, 8));
+  EXPECT_EQ(splits_and_warps(shape, 8, 2000), std::pair(int64_t{1}, 8));
+  // No split has more than 2,048 keys.
+  EXPECT_EQ(splits_and_warps(shape, 8, 2049), std::pair(int64_t{2}, 4));
+  EXPECT_EQ(splits_and_warps(shape, 256, 1 << 20), std::pair(int64_t{512}, 1));
 }
 
-TEST(AttentionDivisionTest, GroupedHeadsHaveFewerWarps) {
-  EXPECT_EQ(keys_and_warps({32, 8, 64}, 1, 256), std::pair(int64_t{256}, 4));
-  EXPECT_EQ(keys_and_warps({32, 8, 64}, 132, 256), std::pair(int64_t{256}, 4));
-  EXPECT_EQ(keys_and_warps({32, 8, 64}, 133, 256), std::pair(int64_t{256}, 2));
-  EXPECT_EQ(keys_and_warps({32, 8, 64}, 1000, 256), std::pair(int64_t{256}, 2));
-  EXPECT_EQ(keys_and_warps({32, 16, 64}, 1000, 256), std::pair(int64_t{256}, 1));
+TEST(AttentionDivisionTest, EightQueriesOfAKeyHeadShareACta) {
+  EXPECT_EQ(splits_and_warps({32, 8, 64}, 1, 16'000), std::pair(int64_t{33}, 8));
+  EXPECT_EQ(splits_and_warps({32, 8, 64}, 64, 256), std::pair(int64_t{1}, 4));
+  EXPECT_EQ(splits_and_warps({32, 4, 64}, 64, 256), std::pair(int64_t{1}, 8));
+  EXPECT_EQ(splits_and_warps({32, 1, 64}, 64, 256), std::pair(int64_t{1}, 8));  // four CTAs
 }
 
-TEST(AttentionDivisionTest, AWindowHasOneDivision) {
-  for (const int64_t sequences : {1, 16, 1000}) {
-    EXPECT_EQ(keys_and_warps({32, 32, 64, 100}, sequences, 4096), std::pair(int64_t{256}, 4));
+TEST(AttentionDivisionTest, WideHeadsHaveHalfAsManyCtas) {
+  EXPECT_EQ(splits_and_warps({32, 8, 128}, 8, 2000), std::pair(int64_t{2}, 8));
+  EXPECT_EQ(splits_and_warps({32, 8, 256}, 8, 2000), std::pair(int64_t{2}, 4));
+}
+
+TEST(AttentionDivisionTest, TheWorkspaceHoldsEveryDivision) {
+  for (const int64_t kv_heads : {1, 2, 8, 32}) {
+    for (const int64_t max_kv_len : {1, 256, 257, 2048, 2049, 16'384, 131'073, 1 << 20}) {
+      for (int64_t sequences = 1; sequences <= 1024; ++sequences) {
+        splits_and_warps({32, kv_heads, 64}, sequences, max_kv_len);
+      }
+    }
   }
 }
 
@@ -385,7 +390,7 @@ TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
         for (const AttentionDivision& division : batch.divisions()) {
           SCOPED_TRACE(testing::Message() << sequences << " sequences of up to " << ends[longest]
                                           << " keys, window " << window << ", " << division.warps
-                                          << " warps for " << division.keys << " keys");
+                                          << " warps, " << division.splits << " splits");
           const std::vector<float> got = batch.decode(division);
           expect_near(got, want, problem);
           EXPECT_EQ(batch.decode(division), got) << "a second run differs";
@@ -407,7 +412,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AttentionDecodeCudaTest,
                          testing::Values(AttentionShape{2, 2, 32}, AttentionShape{3, 3, 64},
                                          AttentionShape{2, 2, 128}, AttentionShape{1, 1, 256},
                                          AttentionShape{4, 2, 64}, AttentionShape{8, 2, 128},
-                                         AttentionShape{5, 1, 256}));
+                                         AttentionShape{7, 1, 80}, AttentionShape{16, 2, 24},
+                                         AttentionShape{32, 2, 128}, AttentionShape{5, 1, 256}));
 
 TEST(AttentionCudnnTest, TakesPromptsBehindACache) {
   TWELL_SKIP_WITHOUT_GPU();

@@ -1,356 +1,418 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one query per sequence over its paged cache: bound by reading keys and values once.
 // With a sliding window only the last keys are read.
-// A block handles one split of the keys of one sequence and key/value head, for up to kGroup of the
-// query heads that share it. A few lanes read a key's row together, 16 bytes each. The last block
-// of a split sequence to finish adds up all blocks' results in a fixed order.
+//
+// A CTA handles one split of the keys of a sequence and key/value head, for up to 8 of the query
+// heads that share it. The products run on the tensor cores (mma.sync), so that arithmetic for all
+// these heads costs less time than reading their keys and values. A warp takes 16 keys at a time:
+// scores [16 keys, 8 queries] = K Q^T, then out [hd, 8 queries] += V^T weights. Keys and values go
+// from memory into the registers in which mma.sync takes them: a lane loads 16 bytes of a row, and
+// the columns of a head are assigned to the instruction's indices to suit. The next keys are loaded
+// behind the scores and the next values behind their product, so that a warp always has a tile of
+// each on the way. The last CTA of a sequence to finish adds up all splits' results in a fixed
+// order.
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "twell/base/rounding.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/sm90/launch.cuh"
+#include "twell/sm90/warp_mma.cuh"
 
 namespace twell {
 namespace {
 
-// The first of these rules that applies divides the keys. The fewer CTAs there are per SM, the more
-// each has to have in flight; with many, one warp each is fastest, because none waits for another.
-// Where a CTA has more warps its splits are longer, so that 64 keys of a long text are left to each
-// warp: with fewer, merging the warps' results takes too large a part of its time.
-struct DivisionRule {
-  int warps;            // of a CTA
-  int64_t keys;         // of a split, at least
-  int64_t ctas_per_sm;  // at most
-  bool all_splits;      // counts the CTAs of all splits of the longest texts, not of one split
-  int queries;          // of a CTA, at most
-};
-constexpr int64_t kAnyNumber = int64_t{1} << 30;
-constexpr DivisionRule kRules[] = {
-    {.warps = 16, .keys = 1024, .ctas_per_sm = 2, .all_splits = true, .queries = 1},
-    {.warps = 8, .keys = 512, .ctas_per_sm = 4, .all_splits = true, .queries = 1},
-    {.warps = 4, .keys = 256, .ctas_per_sm = 8, .all_splits = false, .queries = 4},
-    {.warps = 2, .keys = 256, .ctas_per_sm = 15, .all_splits = false, .queries = 4},
-    {.warps = 1, .keys = 256, .ctas_per_sm = kAnyNumber, .all_splits = false, .queries = 2},
-    {.warps = 2, .keys = 256, .ctas_per_sm = kAnyNumber, .all_splits = false, .queries = 4},
-};
-// A window bounds the keys of a CTA, and is rare: one division serves it.
-constexpr AttentionDivision kSlidingDivision{.keys = 256, .warps = 4};
-
-constexpr int kMostWarps = 16;
-constexpr int64_t kLeastKeys = 256;  // of a split: with fewer, combining costs as much as a split
-constexpr int64_t kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
-constexpr int64_t kMostSplits = 64;           // bounds the workspace for long contexts
-static_assert(std::ranges::all_of(kRules, [](const DivisionRule& rule) {
-  return rule.warps <= kMostWarps && rule.keys >= kLeastKeys && rule.keys <= kMostKeys;
-}));
-
-// Query heads that a CTA takes of the `group` that share a key/value head.
-int queries_per_cta(int64_t group) { return group > 2 ? 4 : static_cast<int>(group); }
-
-// Whether a rule has so many warps for CTAs of so many queries.
-constexpr bool has_rule(int warps, int queries) {
-  return std::ranges::any_of(kRules, [=](const DivisionRule& rule) {
-    return rule.warps == warps && queries <= rule.queries;
-  });
-}
-
-// Keys of a split: `least`, or more where there would be too many splits.
-int64_t split_keys(int64_t max_kv_len, int64_t least) {
-  const int64_t share = round_up(ceil_div(max_kv_len, kMostSplits), kLeastKeys);
-  return std::min(std::max(share, least), kMostKeys);
-}
-
-constexpr int kPiece = 8;     // values in one 16-byte load
-constexpr int kInFlight = 4;  // keys a lane loads before it uses the first
+constexpr int kTile = 16;        // keys
+constexpr int kQueries = 8;      // of a CTA
+constexpr int kLeastKeys = 256;  // of a split: with fewer, combining costs as much as a split
+constexpr int kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
+constexpr int64_t kMostSplits = 64;       // of a sequence, except of one that needs more
+constexpr int64_t kMostCtas = 512;        // wanted on GPUs of any size: bounds the workspace
+constexpr int64_t kWarpsPerSm = 16;       // wanted
+constexpr int kPiece = 8;                 // values in one 16-byte load
 constexpr float kLog2E = 1.4426950408889634f;
+static_assert(kKvBlock % kTile == 0 && kLeastKeys % kKvBlock == 0);
 
-__device__ uint4 load_bits(const __nv_bfloat16* from) {
-  return *reinterpret_cast<const uint4*>(from);
-}
-
-__device__ void unpack(float (&to)[kPiece], const uint4& bits) {
-  const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
-#pragma unroll
-  for (int i = 0; i < kPiece / 2; ++i) {
-    const float2 pair = __bfloat1622float2(pairs[i]);
-    to[2 * i] = pair.x;
-    to[2 * i + 1] = pair.y;
+// What a CTA computes. Only lengths and tables are read to find it, so that it may be found before
+// the previous kernel ends.
+struct Work {
+  __device__ Work(const AttentionCuda& p, const AttentionSplits& splits)
+      : group(static_cast<int>(p.heads / p.kv_heads)),
+        sequence(static_cast<int>(blockIdx.z)),
+        split(static_cast<int>(blockIdx.x)),
+        q_row(p.sequences.q_begin[sequence]) {
+    const int ctas = (group + kQueries - 1) / kQueries;  // that share a key/value head
+    kv_head = static_cast<int>(blockIdx.y) / ctas;
+    head_in_group = static_cast<int>(blockIdx.y) % ctas * kQueries;
+    const int kv_len = p.sequences.kv_len[sequence];
+    const int oldest = p.window > 0 ? max(kv_len - static_cast<int>(p.window), 0) : 0;
+    const int first = oldest / kKvBlock * kKvBlock;
+    const int visible = p.sequences.q_len[sequence] > 0 ? kv_len - first : 0;
+    const int most = static_cast<int>(splits.count);
+    const int share = (visible + most - 1) / most;
+    const int keys = max((share + kKvBlock - 1) / kKvBlock * kKvBlock, kLeastKeys);
+    used = (visible + keys - 1) / keys;
+    first_block = (first + split * keys) / kKvBlock;
+    begin = max(first + split * keys, oldest);
+    end = min(first + (split + 1) * keys, kv_len);
   }
+  __device__ bool exists() const { return split < used; }
+  // Query head of one of the CTA's queries, and whether there are so many.
+  __device__ int head(int query) const { return kv_head * group + head_in_group + query; }
+  __device__ bool has_head(int query) const { return head_in_group + query < group; }
+
+  int group;  // query heads of a key/value head
+  int sequence;
+  int split;
+  int64_t q_row;
+  int kv_head;
+  int head_in_group;  // the CTA's first
+  int used;           // splits of the sequence
+  int first_block;
+  int begin, end;  // keys
+};
+
+__device__ __forceinline__ uint4 load_if(bool valid, const __nv_bfloat16* from) {
+  return valid ? *reinterpret_cast<const uint4*>(from) : uint4{};
 }
 
-// A softmax-weighted sum of values over the keys seen so far.
-struct Partial {
-  float top;  // largest score, base 2
-  float sum;
-  float value[kPiece];
+__device__ __forceinline__ uint32_t word(const uint4& bits, int i) {
+  return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+}
 
-  __device__ void add(const Partial& other) {
-    const float new_top = fmaxf(top, other.top);
-    if (new_top == -INFINITY) return;
-    const float mine = exp2f(top - new_top), others = exp2f(other.top - new_top);
-    top = new_top;
-    sum = sum * mine + other.sum * others;
+__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// The part of 16 keys that lane 4 g + t holds: columns 32 c + 8 t .. + 7 of the head.
+template <int kHeadDim>
+struct KeyTile {
+  static constexpr int kParts = kHeadDim / 32;
+  uint4 low[kParts], high[kParts];  // of keys g and g + 8
+
+  // The first key lies at `row` and is number `key`. Those outside begin .. end are zeros.
+  __device__ __forceinline__ void load(const AttentionCuda& p, const __nv_bfloat16* row, int key,
+                                       int begin, int end) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
+    const bool has_low = key + g >= begin && key + g < end;
+    const bool has_high = key + g + 8 >= begin && key + g + 8 < end;
+    const __nv_bfloat16* from = row + g * p.kv_stride + t * kPiece;
+    const __nv_bfloat16* from_high = from + 8 * p.kv_stride;
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) value[i] = value[i] * mine + other.value[i] * others;
+    for (int c = 0; c < kParts; ++c) {
+      const bool inside = 32 * c + t * kPiece < p.head_dim;
+      low[c] = load_if(inside && has_low, from + 32 * c);
+      high[c] = load_if(inside && has_high, from_high + 32 * c);
+    }
   }
 };
 
-__device__ Partial shuffled(const Partial& from, int offset) {
-  Partial to;
-  to.top = __shfl_xor_sync(0xffffffffu, from.top, offset);
-  to.sum = __shfl_xor_sync(0xffffffffu, from.sum, offset);
+// The part of 16 values that it holds: columns 64 c + 8 g .. + 7.
+template <int kHeadDim>
+struct ValueTile {
+  static constexpr int kParts = kHeadDim / 64;
+  uint4 of_key[kParts][4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+
+  __device__ __forceinline__ void load(const AttentionCuda& p, const __nv_bfloat16* row, int key,
+                                       int begin, int end) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-  for (int i = 0; i < kPiece; ++i)
-    to.value[i] = __shfl_xor_sync(0xffffffffu, from.value[i], offset);
-  return to;
-}
-
-// The oldest key that the sequence's query sees. kSliding: there is a window, which costs
-// registers.
-template <bool kSliding>
-__device__ int oldest_key(const AttentionCuda& p, int kv_len) {
-  return kSliding ? max(kv_len - static_cast<int>(p.window), 0) : 0;
-}
-
-// Writes out from the splits of one (sequence, head), in their order. Called by a whole block.
-template <int kThreads, bool kSliding>
-__device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, int sequence,
-                        int64_t head, int used) {
-  const int oldest = kSliding ? oldest_key<kSliding>(p, p.sequences.kv_len[sequence]) : 0;
-  const int first = oldest / static_cast<int>(splits.keys), end = first + used;
-  const int64_t slot = (sequence * p.heads + head) * splits.count;
-  float top = -INFINITY;
-  for (int i = first; i < end; ++i) top = fmaxf(top, __ldcg(splits.max_sum + 2 * (slot + i)));
-  for (int column = static_cast<int>(threadIdx.x); column < p.head_dim; column += kThreads) {
-    float value = 0.0f, sum = 0.0f;
-    for (int i = first; i < end; ++i) {
-      const float weight = exp2f(__ldcg(splits.max_sum + 2 * (slot + i)) - top);
-      sum += weight * __ldcg(splits.max_sum + 2 * (slot + i) + 1);
-      value += weight * __ldcg(splits.values + (slot + i) * p.head_dim + column);
+    for (int i = 0; i < 4; ++i) {
+      const int at = 2 * t + i % 2 + i / 2 * 8;
+      const bool visible = key + at >= begin && key + at < end;
+      const __nv_bfloat16* from = row + at * p.kv_stride + g * kPiece;
+#pragma unroll
+      for (int c = 0; c < kParts; ++c) {
+        of_key[c][i] = load_if(visible && 64 * c + g * kPiece < p.head_dim, from + 64 * c);
+      }
     }
-    p.out[(p.sequences.q_begin[sequence] * p.heads + head) * p.head_dim + column] =
-        __float2bfloat16(value / sum);
   }
+};
+
+__device__ void add(float4& to, const float4& from, float weight) {
+  to.x = fmaf(weight, from.x, to.x);
+  to.y = fmaf(weight, from.y, to.y);
+  to.z = fmaf(weight, from.z, to.z);
+  to.w = fmaf(weight, from.w, to.w);
 }
 
-// kLanes lanes per key, kLanes * 8 >= hd.
-template <int kLanes, int kGroup, int kWarps, bool kSliding>
+// Writes four columns of a head of out.
+__device__ void write_out(const AttentionCuda& p, const Work& work, int head, int column,
+                          const float4& value, float sum) {
+  const float weight = 1.0f / sum;
+  *reinterpret_cast<uint2*>(p.out + (work.q_row * p.heads + head) * p.head_dim + column) = {
+      bf16_pair(value.x * weight, value.y * weight), bf16_pair(value.z * weight, value.w * weight)};
+}
+
+// A query's maximum (base 2) and sum, and four columns of its values, over the keys of a CTA.
+__device__ void write_partial(const AttentionCuda& p, const AttentionSplits& splits,
+                              const Work& work, int head, int column, const float4& value,
+                              float top, float sum) {
+  const int64_t slot = (work.sequence * p.heads + head) * splits.count + work.split;
+  *reinterpret_cast<float4*>(splits.values + slot * p.head_dim + column) = value;
+  if (column == 0) *reinterpret_cast<float2*>(splits.max_sum + 2 * slot) = {top, sum};
+}
+
+// Adds up what the CTAs of all splits wrote, and writes out.
+__device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, const Work& work,
+                        int head, int column) {
+  constexpr int kAtOnce = 8;  // loads on the way
+  const int64_t slot = (work.sequence * p.heads + head) * splits.count;
+  const auto* max_sum = reinterpret_cast<const float2*>(splits.max_sum) + slot;
+  const float* values = splits.values + slot * p.head_dim + column;
+  float top = -INFINITY, sum = 0.0f;
+  float4 total{};
+  for (int first = 0; first < work.used; first += kAtOnce) {
+    float2 of[kAtOnce];
+    float4 value[kAtOnce];
+    float new_top = top;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int split = min(first + i, work.used - 1);
+      of[i] = __ldcg(max_sum + split);
+      value[i] = __ldcg(reinterpret_cast<const float4*>(values + split * p.head_dim));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) new_top = fmaxf(new_top, of[i].x);
+    const float shrink = exp2f(top - new_top);
+    top = new_top;
+    sum *= shrink;
+    total = {total.x * shrink, total.y * shrink, total.z * shrink, total.w * shrink};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float weight = first + i < work.used ? exp2f(of[i].x - top) : 0.0f;
+      sum = fmaf(weight, of[i].y, sum);
+      add(total, value[i], weight);
+    }
+  }
+  write_out(p, work, head, column, total, sum);
+}
+
+template <int kHeadDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_decode_kernel(AttentionCuda p, AttentionSplits splits) {
-  constexpr int kThreads = 32 * kWarps;
-  const int group = static_cast<int>(p.heads / p.kv_heads);
-  const int groups = (group + kGroup - 1) / kGroup;  // blocks that share a key/value head
-  const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y) / groups;
-  const int head_in_group = static_cast<int>(blockIdx.y) % groups * kGroup;
+  const Work work(p, splits);
   sm90::allow_next_kernel();
-  const int kv_len = p.sequences.kv_len[sequence], q_len = p.sequences.q_len[sequence];
-  const int64_t q_row = p.sequences.q_begin[sequence];
-  const int keys = static_cast<int>(splits.keys), oldest = oldest_key<kSliding>(p, kv_len);
-  const int begin = max(split * keys, oldest), end = min(kv_len, (split + 1) * keys);
-  const bool works = begin < end && q_len > 0;
-  const int first_block = works ? begin / kKvBlock : 0;
-  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[sequence] + first_block,
+  const int begin = work.begin, end = work.end;
+  const bool works = work.exists();
+  const int first_block = works ? work.first_block : 0;
+  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
                     first_block * kKvBlock, works ? end : 1);
   sm90::wait_for_previous_kernel();
   if (!works) return;
-  const int used = (kv_len + keys - 1) / keys - oldest / keys;  // splits with a visible key
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int at = lane % kLanes * kPiece;  // this lane's part of a head
-  const bool inside = at < p.head_dim;
-  const auto kv_stride = static_cast<int>(p.kv_stride);
-  const int kv_at = kv_head * static_cast<int>(p.head_dim) + at;
+  const int g = lane / 4, t = lane % 4;
+  const __nv_bfloat16* k_head = p.k + work.kv_head * p.head_dim;
+  const __nv_bfloat16* v_head = p.v + work.kv_head * p.head_dim;
+  int key = begin / kTile * kTile + warp * kTile;
+  int64_t row = rows.row(key) * p.kv_stride;
+  KeyTile<kHeadDim> k;
+  ValueTile<kHeadDim> v;
+  k.load(p, k_head + row, key, begin, end);
+  v.load(p, v_head + row, key, begin, end);
+
+  constexpr int kKeyParts = kHeadDim / 32, kValueParts = kHeadDim / 64;
+  uint4 q[kKeyParts];  // of query g
+#pragma unroll
+  for (int c = 0; c < kKeyParts; ++c) {
+    const int at = 32 * c + t * kPiece;
+    q[c] = load_if(work.has_head(g) && at < p.head_dim,
+                   p.q + work.q_row * p.q_stride + work.head(g) * p.head_dim + at);
+  }
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
-  float q[kGroup][kPiece] = {};
-#pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
-    if (!inside || head_in_group + g >= group) continue;
-    unpack(q[g], load_bits(p.q + q_row * p.q_stride +
-                           (kv_head * group + head_in_group + g) * p.head_dim + at));
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) q[g][i] *= scale;
-  }
 
-  constexpr int kKeysPerWarp = 32 / kLanes;
-  constexpr int kStep = kWarps * kKeysPerWarp;
-  Partial partial[kGroup];
+  // Of queries 2 t and 2 t + 1: the largest score (base 2) of all lanes' keys, and sums over this
+  // lane's keys.
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  // [4 c + i]: columns 64 c + 8 g + 2 i of queries 2 t and 2 t + 1, then the next column of both.
+  float out[4 * kValueParts][4] = {};
+  for (; key < end; key += kWarps * kTile) {
+    const int next = key + kWarps * kTile;
+    row = rows.row(next) * p.kv_stride;
+    float score[4] = {};  // of key g and queries 2 t, 2 t + 1, then of key g + 8
 #pragma unroll
-  for (int g = 0; g < kGroup; ++g) partial[g] = {-INFINITY, 0.0f, {}};
-  for (int base = begin; base < end; base += kStep * kInFlight) {
-    uint4 k_bits[kInFlight] = {}, v_bits[kInFlight] = {};
-    const int first = base + warp * kKeysPerWarp + lane / kLanes;
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int key = first + u * kStep;
-      const int64_t from = int64_t{rows.row(key)} * kv_stride + kv_at;
-      if (!inside || key >= end) continue;
-      k_bits[u] = load_bits(p.k + from);
-      v_bits[u] = load_bits(p.v + from);
+    for (int c = 0; c < kKeyParts; ++c) {
+      sm90::mma_16x8x16(score, k.low[c].x, k.high[c].x, k.low[c].y, k.high[c].y, q[c].x, q[c].y);
+      sm90::mma_16x8x16(score, k.low[c].z, k.high[c].z, k.low[c].w, k.high[c].w, q[c].z, q[c].w);
     }
+    k.load(p, k_head + row, next, begin, end);
 #pragma unroll
-    for (int g = 0; g < kGroup; ++g) {
-      float score[kInFlight];
-      float top = partial[g].top;
+    for (int i = 0; i < 4; ++i) {
+      const int at = key + g + i / 2 * 8;
+      score[i] = at >= begin && at < end ? score[i] * scale : -INFINITY;
+    }
+    float shrink[2];
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        score[u] = 0.0f;
-        float k[kPiece];
-        unpack(k, k_bits[u]);
+    for (int i = 0; i < 2; ++i) {
+      float new_top = fmaxf(score[i], score[i + 2]);
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[g][i], k[i], score[u]);
-#pragma unroll
-        for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-          score[u] += __shfl_xor_sync(0xffffffffu, score[u], offset);
-        }
-        const int key = first + u * kStep;
-        if (key >= end) score[u] = -INFINITY;
-        top = fmaxf(top, score[u]);
+      for (int offset = 4; offset < 32; offset *= 2) {
+        new_top = fmaxf(new_top, __shfl_xor_sync(0xffffffffu, new_top, offset));
       }
-      const float top_or_0 = top == -INFINITY ? 0.0f : top;  // -infinity: this lane has no key yet
-      const float shrink = exp2f(partial[g].top - top_or_0);
-      partial[g].top = top;
-      partial[g].sum *= shrink;
+      new_top = fmaxf(new_top, top[i]);  // finite: every tile has a visible key
+      shrink[i] = exp2f(top[i] - new_top);
+      top[i] = new_top;
+      score[i] = exp2f(score[i] - new_top);
+      score[i + 2] = exp2f(score[i + 2] - new_top);
+      sum[i] = sum[i] * shrink[i] + score[i] + score[i + 2];
+    }
+    const uint32_t weights_low = sm90::transposed(bf16_pair(score[0], score[1]));
+    const uint32_t weights_high = sm90::transposed(bf16_pair(score[2], score[3]));
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) partial[g].value[i] *= shrink;
+    for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const float weight = exp2f(score[u] - top_or_0);
-        partial[g].sum += weight;
-        float v[kPiece];
-        unpack(v, v_bits[u]);
+      for (int i = 0; i < 4; ++i) {
+        float(&o)[4] = out[4 * c + i];
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) {
-          partial[g].value[i] = fmaf(weight, v[i], partial[g].value[i]);
-        }
+        for (int j = 0; j < 4; ++j) o[j] *= shrink[j % 2];
+        const uint32_t v0 = word(v.of_key[c][0], i), v1 = word(v.of_key[c][1], i);
+        const uint32_t v2 = word(v.of_key[c][2], i), v3 = word(v.of_key[c][3], i);
+        constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
+        sm90::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
+                          __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
+                          weights_low, weights_high);
       }
     }
+    v.load(p, v_head + row, next, begin, end);
   }
 
-  __shared__ Partial of_warp[kWarps][kGroup][kLanes];
+  // All warps' sums in terms of the CTA's largest score.
+  constexpr int kQuads = kHeadDim / 4;
+  __shared__ float of_warp[2][kWarps][kQueries];           // largest scores, sums
+  __shared__ float4 values[kWarps][kQueries][kQuads + 1];  // fewer bank conflicts for the 1
 #pragma unroll
-  for (int g = 0; g < kGroup; ++g) {
+  for (int i = 0; i < 2; ++i) {
+    if (g == 0) of_warp[0][warp][2 * t + i] = top[i];
 #pragma unroll
-    for (int offset = kLanes; offset < 32; offset *= 2) {
-      partial[g].add(shuffled(partial[g], offset));
+    for (int offset = 4; offset < 32; offset *= 2) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
     }
-    if (lane < kLanes) of_warp[warp][g][lane] = partial[g];
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kGroup * kLanes; i += kThreads) {
-    const int g = i / kLanes, piece = i % kLanes;
-    if (head_in_group + g >= group || piece * kPiece >= p.head_dim) continue;
-    Partial total = of_warp[0][g][piece];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) total.add(of_warp[w][g][piece]);
-    const int64_t head = kv_head * group + head_in_group + g;
-    if (used == 1) {
-      __nv_bfloat16* to = p.out + (q_row * p.heads + head) * p.head_dim + piece * kPiece;
-      for (int c = 0; c < kPiece; ++c) to[c] = __float2bfloat16(total.value[c] / total.sum);
-      continue;
-    }
-    const int64_t slot = (sequence * p.heads + head) * splits.count + split;
-    float* to = splits.values + slot * p.head_dim + piece * kPiece;
-    for (int c = 0; c < kPiece; ++c) to[c] = total.value[c];
-    if (piece == 0) {
-      splits.max_sum[2 * slot] = total.top;
-      splits.max_sum[2 * slot + 1] = total.sum;
+  for (int i = 0; i < 2; ++i) {
+    const int query = 2 * t + i;
+    if (!work.has_head(query)) continue;
+    float of_all = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) of_all = fmaxf(of_all, of_warp[0][w][query]);
+    const float shrink = exp2f(top[i] - of_all);
+    if (g == 0) of_warp[1][warp][query] = sum[i] * shrink;
+#pragma unroll
+    for (int c = 0; c < kValueParts; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&even)[4] = out[4 * c + 2 * half];
+        const float(&odd)[4] = out[4 * c + 2 * half + 1];
+        values[warp][query][16 * c + 2 * g + half] = {even[i] * shrink, even[i + 2] * shrink,
+                                                      odd[i] * shrink, odd[i + 2] * shrink};
+      }
     }
   }
-  if (used == 1) return;
+  __syncthreads();
+  const auto for_each_quad = [&](const auto& function) {
+    for (int i = static_cast<int>(threadIdx.x); i < kQueries * kQuads; i += 32 * kWarps) {
+      const int query = i / kQuads, column = i % kQuads * 4;
+      if (work.has_head(query) && column < p.head_dim) function(query, column);
+    }
+  };
+  for_each_quad([&](int query, int column) {
+    float4 total{};
+    float largest = -INFINITY, total_sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      largest = fmaxf(largest, of_warp[0][w][query]);
+      total_sum += of_warp[1][w][query];
+      add(total, values[w][query][column / 4], 1.0f);
+    }
+    if (work.used == 1) {
+      write_out(p, work, work.head(query), column, total, total_sum);
+    } else {
+      write_partial(p, splits, work, work.head(query), column, total, largest, total_sum);
+    }
+  });
+  if (work.used == 1) return;
 
   __shared__ bool last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    int32_t* arrived = splits.arrived + sequence * p.heads + kv_head * group + head_in_group;
-    last = atomicAdd(arrived, 1) == used - 1;
+    int32_t* arrived = splits.arrived + work.sequence * p.heads + work.head(0);
+    last = atomicAdd(arrived, 1) == work.used - 1;
     if (last) *arrived = 0;
   }
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int g = 0; g < kGroup && head_in_group + g < group; ++g) {
-    combine<kThreads, kSliding>(p, splits, sequence, kv_head * group + head_in_group + g, used);
-  }
+  for_each_quad([&](int query, int column) { combine(p, splits, work, work.head(query), column); });
 }
 
-template <int kLanes, int kGroup, int kWarps, bool kSliding>
-cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
-  const int64_t group = p.heads / p.kv_heads;
-  const dim3 grid(static_cast<unsigned>(splits.count),
-                  static_cast<unsigned>(p.kv_heads * ((group + kGroup - 1) / kGroup)),
-                  static_cast<unsigned>(p.sequences.count));
-  return sm90::launch_dependent(attention_decode_kernel<kLanes, kGroup, kWarps, kSliding>, grid,
-                                32 * kWarps, 0, stream, p, splits);
+// CTAs of a sequence's split.
+int64_t ctas_of_split(const AttentionCuda& p) {
+  return p.kv_heads * ceil_div(p.heads / p.kv_heads, int64_t{kQueries});
 }
+
+// So many warps' results have room in shared memory.
+constexpr int most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 
 // Launches CTAs of kWarps warps if the division has so many, or else of half as many.
-template <int kLanes, int kGroup, int kWarps, bool kSliding>
-cudaError_t launch_warps(const AttentionCuda& p, const AttentionSplits& splits,
-                         cudaStream_t stream) {
-  if constexpr (kSliding ? kWarps == kSlidingDivision.warps : has_rule(kWarps, kGroup)) {
-    if (splits.warps == kWarps) return launch<kLanes, kGroup, kWarps, kSliding>(p, splits, stream);
+template <int kHeadDim, int kWarps = most_warps(kHeadDim)>
+cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
+  if (splits.warps == kWarps) {
+    const dim3 grid(static_cast<unsigned>(splits.count), static_cast<unsigned>(ctas_of_split(p)),
+                    static_cast<unsigned>(p.sequences.count));
+    return sm90::launch_dependent(attention_decode_kernel<kHeadDim, kWarps>, grid, 32 * kWarps, 0,
+                                  stream, p, splits);
   }
   if constexpr (kWarps > 1) {
-    return launch_warps<kLanes, kGroup, kWarps / 2, kSliding>(p, splits, stream);
+    return launch<kHeadDim, kWarps / 2>(p, splits, stream);
   } else {
     return cudaErrorInvalidValue;
   }
 }
 
-template <int kLanes, bool kSliding>
-cudaError_t launch_lanes(const AttentionCuda& p, const AttentionSplits& splits,
-                         cudaStream_t stream) {
-  const int queries = queries_per_cta(p.heads / p.kv_heads);
-  if (queries == 1) return launch_warps<kLanes, 1, kMostWarps, kSliding>(p, splits, stream);
-  if (queries == 2) return launch_warps<kLanes, 2, kMostWarps, kSliding>(p, splits, stream);
-  return launch_warps<kLanes, 4, kMostWarps, kSliding>(p, splits, stream);
-}
-
-template <bool kSliding>
-cudaError_t launch_size(const AttentionCuda& p, const AttentionSplits& splits,
-                        cudaStream_t stream) {
-  if (p.head_dim <= 32) return launch_lanes<4, kSliding>(p, splits, stream);
-  if (p.head_dim <= 64) return launch_lanes<8, kSliding>(p, splits, stream);
-  if (p.head_dim <= 128) return launch_lanes<16, kSliding>(p, splits, stream);
-  return launch_lanes<32, kSliding>(p, splits, stream);
+// Splits that a sequence of so many keys needs, because none has more than kMostKeys, and those
+// that it may have.
+int64_t fewest_splits(int64_t max_kv_len) { return ceil_div(max_kv_len, int64_t{kMostKeys}); }
+int64_t most_splits(int64_t max_kv_len) {
+  return std::max(std::min(ceil_div(max_kv_len, int64_t{kLeastKeys}), kMostSplits),
+                  fewest_splits(max_kv_len));
 }
 
 }  // namespace
 
 AttentionDivision attention_division(const AttentionCuda& p, int64_t max_kv_len,
                                      int multiprocessors) {
-  AttentionDivision division = kSlidingDivision;
-  const int64_t group = p.heads / p.kv_heads;
-  const int queries = queries_per_cta(group);
-  const int64_t ctas = p.sequences.count * p.kv_heads * ceil_div(group, int64_t{queries});
-  const auto applies = [&](const DivisionRule& rule) {
-    const int64_t keys = split_keys(max_kv_len, rule.keys);
-    const int64_t splits = rule.all_splits ? ceil_div(max_kv_len, keys) : 1;
-    return queries <= rule.queries && ctas * splits <= rule.ctas_per_sm * multiprocessors;
-  };
-  if (p.window == 0) {
-    const DivisionRule& rule = *std::ranges::find_if(kRules, applies);
-    division = {.keys = rule.keys, .warps = rule.warps};
-  }
-  division.keys = split_keys(max_kv_len, division.keys);
-  return division;
+  const int64_t ctas = p.sequences.count * ctas_of_split(p);
+  // With heads of more than 64 columns an SM's registers hold one CTA of the most warps.
+  const int64_t ctas_per_sm = p.head_dim <= 64 ? 2 : 1;
+  const int64_t wanted = std::min<int64_t>(ctas_per_sm * multiprocessors, kMostCtas) / ctas;
+  const int64_t splits = std::clamp(wanted, fewest_splits(max_kv_len), most_splits(max_kv_len));
+  // The fewer CTAs there are, the more warps each has.
+  const int64_t warps = std::clamp<int64_t>(kWarpsPerSm * multiprocessors / (ctas * splits), 1,
+                                            most_warps(p.head_dim));
+  return {.splits = splits,
+          .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps)))};
 }
 
-int64_t attention_most_splits(int64_t max_kv_len) {
-  return ceil_div(max_kv_len, split_keys(max_kv_len, kLeastKeys));
+int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len) {
+  if (most_splits(max_kv_len) == 1) return sequences;
+  return std::min(sequences * most_splits(max_kv_len),
+                  std::max(sequences * fewest_splits(max_kv_len), kMostCtas));
 }
 
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
-  if (p.sequences.tables == nullptr || splits.keys > kMostKeys || splits.keys % kKvBlock != 0) {
+  if (p.sequences.tables == nullptr || splits.count < fewest_splits(p.sequences.max_kv_len)) {
     return cudaErrorInvalidValue;
   }
-  return p.window > 0 ? launch_size<true>(p, splits, stream)
-                      : launch_size<false>(p, splits, stream);
+  if (p.head_dim <= 64) return launch<64>(p, splits, stream);
+  if (p.head_dim <= 128) return launch<128>(p, splits, stream);
+  return launch<256>(p, splits, stream);
 }
 
 }  // namespace twell
