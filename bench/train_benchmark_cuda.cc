@@ -110,6 +110,11 @@ TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
   engine.set_hooks(hooks);
   step();
   run.stage_seconds = clock.seconds();
+  if (options.ranks != nullptr) {
+    const ExchangeSeconds exchange = engine.exchange_seconds();
+    run.stage_seconds["wire: gradients"] = exchange.gradients;
+    run.stage_seconds["wire: weights"] = exchange.weights;
+  }
   return run;
 }
 

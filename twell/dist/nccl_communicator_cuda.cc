@@ -125,12 +125,12 @@ class NcclCommunicator::Comm {
     if (result != ncclSuccess) fail(fmt::format("{}: {}", what, reason(result)));
   }
 
-  void wait(cudaStream_t stream, cudaEvent_t computed) {
+  void wait(cudaEvent_t done, cudaEvent_t computed) {
     constexpr auto kPause = std::chrono::microseconds(20);
     bool only_communication = false;
     Clock::time_point deadline;
     for (int64_t round = 0;; ++round) {
-      const cudaError_t state = cudaStreamQuery(stream);
+      const cudaError_t state = cudaEventQuery(done);
       if (state == cudaSuccess) return;
       if (state != cudaErrorNotReady) TWELL_CUDA_CHECK(state);
       if (round % 64 == 0) {
@@ -217,9 +217,7 @@ void NcclCommunicator::all_to_all(const __nv_bfloat16* send, __nv_bfloat16* rece
   comm_->check(nccl.group_end(), kWhat);
 }
 
-void NcclCommunicator::wait(cudaStream_t stream, cudaEvent_t computed) {
-  comm_->wait(stream, computed);
-}
+void NcclCommunicator::wait(cudaEvent_t done, cudaEvent_t computed) { comm_->wait(done, computed); }
 
 }  // namespace twell
 
@@ -239,7 +237,7 @@ void NcclCommunicator::reduce_scatter_sum(float*, int64_t, cudaStream_t) {}
 void NcclCommunicator::all_gather(void*, int64_t, cudaStream_t) {}
 void NcclCommunicator::all_reduce_max(uint8_t*, int64_t, cudaStream_t) {}
 void NcclCommunicator::all_to_all(const __nv_bfloat16*, __nv_bfloat16*, int64_t, cudaStream_t) {}
-void NcclCommunicator::wait(cudaStream_t, cudaEvent_t) {}
+void NcclCommunicator::wait(cudaEvent_t, cudaEvent_t) {}
 
 }  // namespace twell
 #endif

@@ -47,9 +47,9 @@ class NcclCommunicator {
   void all_to_all(const __nv_bfloat16* send, __nv_bfloat16* receive, int64_t piece,
                   cudaStream_t stream);
 
-  // Waits until `stream` is done. `computed` is an event that the stream passes once nothing but
-  // communication is left: from then on the timeout runs.
-  void wait(cudaStream_t stream, cudaEvent_t computed);
+  // Waits until a stream passes `done`. `computed` is an event that is passed once nothing but
+  // communication is left in front of it: from then on the timeout runs.
+  void wait(cudaEvent_t done, cudaEvent_t computed);
 
  private:
   class Comm;

@@ -46,9 +46,9 @@ class NcclTest : public testing::Test {
     return out;
   }
   static void wait(NcclCommunicator& nccl, cudaStream_t stream) {
-    const CudaEvent computed;
-    computed.record(stream);
-    nccl.wait(stream, computed.get());
+    const CudaEvent done;
+    done.record(stream);
+    nccl.wait(done.get(), done.get());
   }
 };
 

@@ -446,6 +446,7 @@ class TrainingCuda::Pass {
                                             ctx_.stream()));
       done(TrainingStage::kAttention);
     }
+    await_weights(-1);
     TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens_,
                                        .width = config_.width,
                                        .ids = inputs_,
@@ -454,6 +455,7 @@ class TrainingCuda::Pass {
                                       ctx_.stream()));
     done(TrainingStage::kEmbedding);
     for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
+      await_weights(static_cast<int64_t>(layer));
       const LayerWeights& w = weights_.layers[layer];
       const LayerActivationsCuda& a = views_.layers[layer];
       if (layer == 0) {
@@ -465,6 +467,7 @@ class TrainingCuda::Pass {
       norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
       feed_forward_forward(layer, w, a);
     }
+    await_weights(config_.layers);
     norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in);
   }
 
@@ -703,6 +706,9 @@ class TrainingCuda::Pass {
             .document_mask = views_.mask != nullptr};
   }
   float eps() const { return static_cast<float>(config_.norm_eps); }
+  void await_weights(int64_t layer) const {
+    if (pass_.before_layer) pass_.before_layer(layer);
+  }
   void backward_done(int64_t layer) const {
     if (pass_.after_backward) pass_.after_backward(layer);
   }

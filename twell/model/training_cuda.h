@@ -53,6 +53,9 @@ struct TrainingPassCuda {
   CrossEntropySum* loss = nullptr;       // one value, added to
   FfnTrainCountsCuda* counts = nullptr;  // [L] added to
   uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires
+  // Called while forward is enqueued, before what reads the weights of a layer first, in order: -1
+  // for the embedding, L for the final norm and the head.
+  std::function<void(int64_t layer)> before_layer = {};
   // Called while backward is enqueued: the gradients of a layer and of all after it are enqueued
   // completely. Layer L stands for what comes after the last one, -1 for the embedding, and so for
   // the whole pass.

@@ -199,9 +199,16 @@ void TrainEngineCuda::enqueue_micro_batch(bool first, bool last) {
   const bool reduces = last && nccl_ != nullptr;
   // The first pass with new executions allocates, which may wait for kernels of the other ranks if
   // it communicates.
-  const bool beside = reduces && !memory_changed_;
-  pass_.after_backward = nullptr;
-  if (beside) pass_.after_backward = [this](int64_t layer) { optimizer_.reduce_after(layer); };
+  const bool beside = nccl_ != nullptr && (first || last) && !memory_changed_;
+  pass_.before_layer = pass_.after_backward = nullptr;
+  if (beside && first) {
+    pass_.before_layer = [this](int64_t layer) { optimizer_.await_weights(layer); };
+  } else {
+    optimizer_.await_weights(model_.config.layers);
+  }
+  if (beside && last) {
+    pass_.after_backward = [this](int64_t layer) { optimizer_.reduce_after(layer); };
+  }
   const auto enqueue = [&] { training_.forward_backward(pass_); };
   if (hooks_.before_pass) hooks_.before_pass();
   if (pass_.after_stage || beside) {
@@ -291,6 +298,7 @@ double TrainEngineCuda::validate() {
   TWELL_CHECK(validation_ != nullptr, "a run without validation has no windows for it");
   const int64_t sequences = validation_->sequences(), most = options_.micro_batch;
   const auto length = static_cast<size_t>(options_.sequence_length);
+  optimizer_.await_weights(model_.config.layers);
   CrossEntropySum* const loss = &Report::head(report_->block.device())->loss;
   TWELL_CUDA_CHECK(cudaMemsetAsync(loss, 0, sizeof(*loss), ctx_.stream()));
   std::vector<int32_t> inputs(inputs_.size()), targets(targets_.size());

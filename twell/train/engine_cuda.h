@@ -4,8 +4,10 @@
 // next micro-batch. The first micro-batch after a change of executions is enqueued op by op; later
 // ones replay a CUDA graph.
 //
-// With several ranks the last micro-batch of a step is enqueued op by op, so that the gradients of
-// finished layers are reduced on a second stream while its backward pass goes on.
+// Several ranks communicate on a second stream, beside the first and the last micro-batch of a
+// step, which are therefore enqueued op by op: the layers of the first wait one by one for the
+// weights that the last step updated; in the last, gradients of finished layers are reduced while
+// backward goes on.
 #pragma once
 
 #include <array>
@@ -54,6 +56,7 @@ class TrainEngineCuda : public TrainEngine {
     std::function<void()> before_pass, after_optimizer;
   };
   void set_hooks(Hooks hooks);
+  ExchangeSeconds exchange_seconds() { return optimizer_.exchange_seconds(); }
   int64_t replayed() const;  // number of micro-batches so far that replayed a graph
 
  private:

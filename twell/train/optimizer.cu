@@ -156,7 +156,12 @@ int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 struct OptimizerCuda::Exchange {
   Exchange(NcclCommunicator& communicator, const ShardLayout& layout, DType gradients,
            cudaStream_t pass)
-      : ranks(communicator), squares(communicator.size()), norms(std::ssize(layout.buckets())) {
+      : ranks(communicator),
+        reductions(layout.buckets().size()),
+        gathers(layout.buckets().size()),
+        first_pending(gathers.size()),
+        squares(communicator.size()),
+        norms(std::ssize(layout.buckets())) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(norms.data(), 0, static_cast<size_t>(norms.bytes()), pass));
     if (gradients != DType::kBF16) return;
     int64_t most = 0;
@@ -171,6 +176,10 @@ struct OptimizerCuda::Exchange {
     return piece_of(bucket.end - bucket.begin, layout.ranks(), 0).size();
   }
 
+  struct TimedCall {
+    CudaEvent begin{CudaEvent::Timing::kOn}, end{CudaEvent::Timing::kOn};
+  };
+
   // Communication waits for what is enqueued on the pass's stream so far, and the other way round.
   void after(cudaStream_t pass) const {
     ready.record(pass);
@@ -183,9 +192,12 @@ struct OptimizerCuda::Exchange {
 
   NcclCommunicator& ranks;
   CudaStream stream;
-  CudaEvent ready, done, computed;
-  DeviceBuffer<double> squares;      // [ranks]
-  DeviceBuffer<GradientNorm> norms;  // of the pieces; 0 for empty ones
+  CudaEvent ready, done, computed, finished;
+  CudaEvent updated;                           // all weights of this rank's pieces
+  std::vector<TimedCall> reductions, gathers;  // of each bucket
+  size_t first_pending;                        // the first bucket whose gather nobody waited for
+  DeviceBuffer<double> squares;                // [ranks]
+  DeviceBuffer<GradientNorm> norms;            // of the pieces; 0 for empty ones
   DeviceBuffer<__nv_bfloat16> sent, received;
 };
 
@@ -242,7 +254,9 @@ void OptimizerCuda::reduce_after(int64_t layer) {
   for (size_t i = 0; i < layout_.buckets().size(); ++i) {
     if (layout_.buckets()[i].layer != layer) continue;
     if (!std::exchange(any, true)) exchange_->after(ctx_.stream());
+    exchange_->reductions[i].begin.record(exchange_->stream.get());
     reduce(i);
+    exchange_->reductions[i].end.record(exchange_->stream.get());
   }
 }
 
@@ -319,21 +333,48 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
 
 void OptimizerCuda::gather_weights() {
   if (exchange_ == nullptr) return;
+  exchange_->updated.record(ctx_.stream());
   exchange_->after(ctx_.stream());
-  for (const GradientBucket& bucket : layout_.buckets()) {
+  for (size_t i = 0; i < layout_.buckets().size(); ++i) {
+    const GradientBucket& bucket = layout_.buckets()[i];
+    exchange_->gathers[i].begin.record(exchange_->stream.get());
     exchange_->ranks.all_gather(
         weights_.data() + bucket.begin,
         Exchange::piece_size(layout_, bucket) * static_cast<int64_t>(sizeof(__nv_bfloat16)),
         exchange_->stream.get());
+    exchange_->gathers[i].end.record(exchange_->stream.get());
   }
-  exchange_->before(ctx_.stream());
+  exchange_->first_pending = 0;
+}
+
+void OptimizerCuda::await_weights(int64_t layer) {
+  if (exchange_ == nullptr) return;
+  // The first weights of a layer may lie in the bucket before.
+  for (size_t& i = exchange_->first_pending; i < exchange_->gathers.size(); ++i) {
+    if (layout_.buckets()[i].layer > layer) return;
+    exchange_->ranks.wait(exchange_->gathers[i].end.get(), exchange_->updated.get());
+  }
+}
+
+ExchangeSeconds OptimizerCuda::exchange_seconds() {
+  await_weights(config_.layers);
+  ExchangeSeconds seconds;
+  if (exchange_ == nullptr) return seconds;
+  for (size_t i = 0; i < layout_.buckets().size(); ++i) {
+    const auto& reduction = exchange_->reductions[i];
+    const auto& gather = exchange_->gathers[i];
+    seconds.gradients += 1e-3 * reduction.end.milliseconds_since(reduction.begin);
+    seconds.weights += 1e-3 * gather.end.milliseconds_since(gather.begin);
+  }
+  return seconds;
 }
 
 void OptimizerCuda::wait() const {
   if (exchange_ == nullptr) {
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
   } else {
-    exchange_->ranks.wait(ctx_.stream(), exchange_->computed.get());
+    exchange_->finished.record(ctx_.stream());
+    exchange_->ranks.wait(exchange_->finished.get(), exchange_->computed.get());
   }
 }
 
@@ -366,7 +407,8 @@ void OptimizerCuda::reinit_dead(int64_t step, const uint8_t* active, const Gradi
   }
 }
 
-void OptimizerCuda::download(const OptimizerTensors& to) const {
+void OptimizerCuda::download(const OptimizerTensors& to) {
+  await_weights(config_.layers);
   const auto copy = [&](const auto& from, auto values) {
     TWELL_CUDA_CHECK(cudaMemcpyAsync(values.data(), from.data(), values.size_bytes(),
                                      cudaMemcpyDeviceToHost, ctx_.stream()));
@@ -411,6 +453,7 @@ void OptimizerCuda::gather_joined() const {
 }
 
 void OptimizerCuda::upload(const OptimizerTensors& from) {
+  await_weights(config_.layers);
   const auto copy = [&](auto values, const auto& to) {
     TWELL_CUDA_CHECK(cudaMemcpyAsync(to.data(), values.data(), values.size_bytes(),
                                      cudaMemcpyHostToDevice, ctx_.stream()));

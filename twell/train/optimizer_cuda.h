@@ -23,6 +23,12 @@
 
 namespace twell {
 
+// How long a step's collective calls ran on the GPU, waiting for other ranks included.
+struct ExchangeSeconds {
+  double gradients = 0.0;  // reduce-scatter, or its replacement in bf16
+  double weights = 0.0;    // all-gather
+};
+
 class OptimizerCuda {
  public:
   // Starts with the model's weights and zero moments. Waits for the device. ranks: null for a
@@ -45,20 +51,26 @@ class OptimizerCuda {
 
   // Enqueues *norm = norm of all gradients, then AdamW, which is skipped if the norm is not finite.
   // Both pointers refer to device memory. With several ranks the weights of the other ranks' pieces
-  // are out of date until gather_weights().
+  // are out of date until they are gathered.
   void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
   // Enqueues reinit_dead_neurons of activity.h, skipped together with the step. active [L, F] is
   // device memory; `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
 
-  // Enqueues the exchange of updated weights; no-op for a single rank.
+  // Starts the exchange of updated weights, bucket by bucket in the order of the layers, beside
+  // what the context's stream does next; no-op for a single rank.
   void gather_weights();
+  // Waits until the weights of this layer and of those before it are gathered (-1: the embedding's,
+  // L: all). RankFault.
+  void await_weights(int64_t layer);
+  // Of the last step. Waits until the weights are gathered.
+  ExchangeSeconds exchange_seconds();
   // Waits for all work on the context's stream. RankFault (nccl_communicator_cuda.h).
   void wait() const;
 
   // For use between steps, by all ranks: copy to and from host memory, always as f32. They wait for
   // the device and overwrite the gradients.
-  void download(const OptimizerTensors& to) const;
+  void download(const OptimizerTensors& to);
   void upload(const OptimizerTensors& from);
 
  private:
