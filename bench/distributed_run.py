@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model at two L1 coefficients on several GPUs. In each run one process is killed; the run
+"""Trains a model at some L1 coefficients on several GPUs. In each run one process is killed; the run
 goes on with a single one, and then with all. Condenses the curves, and draws them.
 
-  bench/distributed_run.py --work DIR --text TEXT --gpus 2 [--seconds 540]
+  bench/distributed_run.py --work DIR --text TEXT --gpus 2 [--l1 0 1e-4] [--seconds 540]
   bench/distributed_run.py --work DIR --text TEXT --ranks 2 --small    # on the CPU, in minutes
 
 A call ends after --seconds, saves, and exits with 75 while there is more to do: repeat it until it
@@ -19,15 +19,15 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-COEFFICIENTS = ["0", "1e-4"]
 TIME_IS_UP = 75
-KILL_AT, ALL_AGAIN_AFTER = 0.40, 0.05  # shares of the steps: when, and how long one process runs
+# Shares of the steps: checkpoints, when a process is killed, how long a single one runs.
+SAVE_EVERY, KILL_AT, ALL_AGAIN_AFTER = 0.20, 0.41, 0.02
 FULL = ["--preset", "0.5b", "--micro-batch", "16", "--batch-tokens", "65536",
         "--tokens", "300000000", "--validate-every", "100", "--validation-sequences", "64"]
 SMALL = ["--width", "64", "--ffn", "256", "--layers", "2", "--heads", "2", "--context", "64",
          "--micro-batch", "4", "--batch-tokens", "1024", "--tokens", "204800",
          "--validate-every", "20", "--validation-sequences", "16", "--lr", "3e-3"]
-SMALL_L1 = {"0": "0", "1e-4": "1e-2"}  # few steps need a stronger coefficient
+SMALL_L1 = {"1e-4": "1e-2"}  # few steps need a stronger coefficient
 
 
 class TimeIsUp(Exception):
@@ -115,8 +115,9 @@ class Run:
             if not saved:  # it was stopped before its first checkpoint
                 (self.folder / "metrics.jsonl").unlink(missing_ok=True)
             return out + ["--resume"]
-        l1 = SMALL_L1[self.coefficient] if self.machine.small else self.coefficient
-        every = str(max(1, self.steps // 20))
+        l1 = SMALL_L1.get(self.coefficient, self.coefficient) if self.machine.small \
+            else self.coefficient
+        every = str(max(1, int(SAVE_EVERY * self.steps)))
         return out + ["--shards", str(self.machine.work / "shards"), "--l1", l1,
                       "--save-every", every, *self.sizes]
 
@@ -194,6 +195,7 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--gpus", type=int)
     kind.add_argument("--ranks", type=int)
+    parser.add_argument("--l1", nargs="+", default=["0", "1e-4"])
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--twell", default="build/release/twell")
@@ -204,7 +206,7 @@ def main() -> None:
     machine = Machine(options)
     try:
         machine.tokenize(options.text)
-        for coefficient in COEFFICIENTS:
+        for coefficient in options.l1:
             run = Run(machine, coefficient)
             if not run.finished():
                 run.go_on()
@@ -212,7 +214,7 @@ def main() -> None:
         sys.exit(TIME_IS_UP)
     result = options.work / "result"
     result.mkdir(exist_ok=True)
-    runs = [Run(machine, coefficient) for coefficient in COEFFICIENTS]
+    runs = [Run(machine, coefficient) for coefficient in options.l1]
     plot = [sys.executable, str(HERE / "plot_recipe.py")]
     with open(result / "curves.csv", "w") as file:
         subprocess.run([*plot, "condense", *(f"{r.coefficient}={r.folder}" for r in runs)],
