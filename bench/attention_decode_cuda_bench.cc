@@ -18,6 +18,7 @@
 #include "bench/harness_cuda.h"
 #include "twell/base/rounding.h"
 #include "twell/ops/attention/attention_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 
 namespace twell {
 namespace {
