@@ -38,8 +38,8 @@ struct TrainBenchmarkRun {
   double tokens_per_second = 0.0;  // of all ranks
   double mfu = 0.0;                // 0 when the device's peak is unknown
   int64_t device_bytes = 0;        // used by the step, including plans and workspaces
-  // Of one step without a CUDA graph. With several ranks also their collective calls, which run
-  // beside the other stages.
+  // The parts of one step without a CUDA graph. With several ranks it also has their collective
+  // calls, which run beside the other parts.
   std::map<std::string, double> stage_seconds;
   std::vector<LayerMetrics> layers;  // [L], of the last step
   double ce = 0.0;                   // of the last step

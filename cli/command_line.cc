@@ -11,7 +11,6 @@
 #include <numeric>
 
 #include "cli/config_file.h"
-#include "cli/process.h"
 #include "cli/text_layout.h"
 #include "twell/base/error.h"
 
@@ -531,14 +530,15 @@ class Parser {
         did_you_mean(word, names, fmt::format("; '{} --help' lists the commands", path(level)))));
   }
 
-  static void set_options(const Level& level) {
+  void set_options(const Level& level) const {
+    const auto& warn = levels_.front().command->warn_;
     for (const auto& [read, option] : level.options) {
       std::vector<std::string> values = read->results();
       if (values.empty()) continue;
       if (values.size() > 1 && !option->collects()) {
-        if (!option->is_flag()) {
-          print_error("twell: warning: {} was given twice; the last one, {}, is used\n",
-                      option->flag_, values.back());
+        if (!option->is_flag() && warn) {
+          warn(fmt::format("{} was given twice; the last one, {}, is used", option->flag_,
+                           values.back()));
         }
         values = {values.back()};
       }

@@ -117,6 +117,8 @@ class Command {
   Command& add(std::string name, std::string description);
   // Root command only: called before any command runs, once its variables are set.
   void before_running(std::function<void()> prepare) { prepare_ = std::move(prepare); }
+  // Root command only: called for words that have no effect, with a sentence that says so.
+  void on_warning(std::function<void(const std::string&)> warn) { warn_ = std::move(warn); }
   // The function that runs the command once its variables are set; it returns the exit code.
   void runs(std::function<int()> run) { run_ = std::move(run); }
 
@@ -137,6 +139,7 @@ class Command {
   std::vector<std::unique_ptr<Option>> options_;
   std::vector<std::unique_ptr<Command>> commands_;
   std::function<void()> prepare_;
+  std::function<void(const std::string&)> warn_;
   std::function<int()> run_;
 };
 

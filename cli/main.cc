@@ -11,6 +11,7 @@
 
 #include "cli/commands.h"
 #include "cli/process.h"
+#include "cli/ranks.h"
 #include "twell/base/error.h"
 
 namespace twell::cli {
@@ -51,6 +52,10 @@ int run(int argc, char** argv) {
   add_completion_command(root);
   root.footer(kRootFooter);
   root.before_running([&common] { resolve_inputs(common); });
+  root.on_warning([](const std::string& text) {
+    // The launcher of ranks has printed it.
+    if (!started_by_launch_ranks()) print_error("twell: warning: {}\n", text);
+  });
   try {
     return close_output(run_command_line(root, argc, argv));
   } catch (const Interrupted&) {

@@ -63,7 +63,7 @@ class OptimizerCuda {
   // Waits until the weights of this layer and of those before it are gathered (-1: the embedding's,
   // L: all). RankFault.
   void await_weights(int64_t layer);
-  // Of the last step. Waits until the weights are gathered.
+  // The last step's collective calls. Waits until the weights are gathered.
   ExchangeSeconds exchange_seconds();
   // Waits for all work on the context's stream. RankFault (nccl_communicator_cuda.h).
   void wait() const;

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   v.load(p, v_head + row, key, begin, end);
 
   constexpr int kKeyParts = kHeadDim / 32, kValueParts = kHeadDim / 64;
-  uint4 q[kKeyParts];  // of query g
+  uint4 q[kKeyParts];  // this lane's columns of query g
 #pragma unroll
   for (int c = 0; c < kKeyParts; ++c) {
     const int at = 32 * c + t * kPiece;
@@ -225,15 +225,16 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
 
-  // Of queries 2 t and 2 t + 1: the largest score (base 2) of all lanes' keys, and sums over this
-  // lane's keys.
+  // A lane has queries 2 t and 2 t + 1: their largest scores (base 2) over the keys of all lanes,
+  // and sums over its own keys.
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-  // [4 c + i]: columns 64 c + 8 g + 2 i of queries 2 t and 2 t + 1, then the next column of both.
+  // out[4 c + i] holds column 64 c + 8 g + 2 i of queries 2 t and 2 t + 1, then the next column of
+  // both.
   float out[4 * kValueParts][4] = {};
   for (; key < end; key += kWarps * kTile) {
     const int next = key + kWarps * kTile;
     row = rows.row(next) * p.kv_stride;
-    float score[4] = {};  // of key g and queries 2 t, 2 t + 1, then of key g + 8
+    float score[4] = {};  // key g with queries 2 t and 2 t + 1, then key g + 8 with both
 #pragma unroll
     for (int c = 0; c < kKeyParts; ++c) {
       sm90::mma_16x8x16(score, k.low[c].x, k.high[c].x, k.low[c].y, k.high[c].y, q[c].x, q[c].y);
@@ -356,7 +357,7 @@ int64_t ctas_of_split(const AttentionCuda& p) {
   return p.kv_heads * ceil_div(p.heads / p.kv_heads, int64_t{kQueries});
 }
 
-// So many warps' results have room in shared memory.
+// Shared memory has room for the results of this many warps.
 constexpr int most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 
 // Launches CTAs of kWarps warps if the division has so many, or else of half as many.
