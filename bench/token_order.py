@@ -9,6 +9,10 @@ text and its ratio in other orders:
                steps of k-means; within a cluster in the order of the text
   id           (with --checkpoint) sorted by token id
   embedding    (with --checkpoint) sorted by 64 clusters of the tokens' embeddings
+  embedding N  (with --checkpoint) likewise, by N clusters
+  projection   (with --checkpoint) sorted by the largest of 64 random projections of the first layer's
+               input to the feed-forward block
+  strongest L  (with --checkpoint) sorted by the neuron of layer L that fires most; L is 0 or 1
 
   bench/token_order.py --patterns FILE                         captured patterns (safetensors)
   bench/token_order.py --checkpoint DIR --text FILE            a model of transformers on a text
@@ -50,7 +54,7 @@ def matrix(row_nnz, columns, ffn):
 
 
 def run_model(checkpoint, text, tokens):
-    """Patterns as above, token ids, embeddings [V, D]."""
+    """Patterns as above, keys of the tokens by name."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,10 +65,18 @@ def run_model(checkpoint, text, tokens):
     with open(text, encoding="utf-8", errors="replace") as file:
         ids = tokenizer(file.read(8 * tokens).replace("\0", "\n"))["input_ids"]
     ids = np.array(ids[:min(len(ids), tokens) // length * length])
-    patterns = {}
+    patterns, keys = {}, {"id": ids}
+    generator = torch.Generator().manual_seed(1)
+    projections = torch.randn(model.config.hidden_size, 64, generator=generator).to(device)
 
     def keep(layer):
-        def hook(_module, _inputs, gate):
+        def hook(_module, inputs, gate):
+            def key(name, values):
+                keys.setdefault(name, []).append(values.reshape(-1).cpu().numpy())
+            if layer == 0:
+                key("projection", (inputs[0].float() @ projections).argmax(-1))
+            if layer < 2:
+                key(f"strongest {layer}", gate.argmax(-1))
             fires = sp.csr_matrix((gate > 0).reshape(-1, gate.shape[-1]).cpu().numpy(),
                                   dtype=np.float32)
             patterns.setdefault(layer, []).append(fires)
@@ -76,7 +88,12 @@ def run_model(checkpoint, text, tokens):
         for begin in range(0, len(ids), length):
             model.model(torch.tensor(ids[None, begin:begin + length], device=device))
     embedding = model.get_input_embeddings().weight.detach().float().cpu().numpy()
-    return {layer: sp.vstack(parts).tocsr() for layer, parts in patterns.items()}, ids, embedding
+    for count in (CLUSTERS, 256):
+        name = "embedding" if count == CLUSTERS else f"embedding {count}"
+        keys[name] = clusters(embedding, 1, count)[ids]
+    keys = {name: np.concatenate(parts) if isinstance(parts, list) else parts
+            for name, parts in keys.items()}
+    return {layer: sp.vstack(parts).tocsr() for layer, parts in patterns.items()}, keys
 
 
 def union(pattern, order):
@@ -86,10 +103,10 @@ def union(pattern, order):
     return np.mean(sizes)
 
 
-def clusters(rows, seed):
+def clusters(rows, seed, number=CLUSTERS):
     """Spherical k-means of sparse or dense rows."""
     count = rows.shape[0]
-    pivots = rows[np.random.default_rng(seed).choice(count, min(CLUSTERS, count), replace=False)]
+    pivots = rows[np.random.default_rng(seed).choice(count, min(number, count), replace=False)]
     centres = np.asarray(pivots.todense() if sp.issparse(pivots) else pivots)
     for _ in range(STEPS + 1):
         centres = centres / (np.sqrt((centres ** 2).sum(1, keepdims=True)) + 1e-6)
@@ -131,9 +148,7 @@ def main():
     if options.patterns:
         patterns = read_patterns(options.patterns, options.tokens)
     else:
-        patterns, ids, embedding = run_model(options.checkpoint, options.text, options.tokens)
-        keys["id"] = ids
-        keys["embedding"] = clusters(embedding, options.seed)[ids]
+        patterns, keys = run_model(options.checkpoint, options.text, options.tokens)
     for layer, pattern in patterns.items():
         keys[f"clusters {layer}"] = clusters(pattern, options.seed)
     for layer, pattern in patterns.items():

@@ -12,6 +12,7 @@
 #include "twell/model/named_carver.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
+#include "twell/model/token_rows.h"
 #include "twell/ops/attention/attention_train_cuda.h"
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
@@ -42,6 +43,7 @@ struct ActivationViewsCuda {
   // Gradients with the forward pass's names, of one layer at a time.
   __nv_bfloat16* d_residual = nullptr;  // [M, D]
   __nv_bfloat16* d_normed = nullptr;    // [M, D]
+  __nv_bfloat16* d_delta = nullptr;     // [M, D] d_residual in the order of rows_by_id
   float* losses = nullptr;              // [M]
   float* partial = nullptr;             // partial sums over tokens, for norm weights and biases
   // In Buffers::scratch. Nothing here outlives the attention of a layer.
@@ -79,8 +81,8 @@ struct TrainingCuda::Buffers {
   std::optional<FfnTrainWorkspaceCuda> ffn_workspace;
   std::optional<CrossEntropyWorkspaceCuda> head;
   EmbeddingWorkspaceCuda embedding;
-  DeviceBuffer<int32_t> batch;      // [2, M] inputs and targets; behind a mask [3, M]: and where
-                                    // each token's document begins
+  DeviceBuffer<int32_t> batch;      // [3, M] inputs, targets, rows_by_id; behind a mask [4, M]: and
+                                    // where each token's document begins
   DeviceBuffer<float> cos, sin;     // [T, hd / 2]
   DeviceBuffer<int32_t> positions;  // [M]
   std::array<StagingSlot, 2> slots;
@@ -90,7 +92,7 @@ struct TrainingCuda::Buffers {
 namespace {
 
 // Numbers per token that a micro-batch has in Buffers::batch.
-int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 3 : 2; }
+int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 4 : 3; }
 
 constexpr int64_t kAlignBytes = 256;  // the alignment of cudaMalloc
 
@@ -134,6 +136,7 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   }
   carver.array(kGradients, row, views.d_residual);
   carver.array(kGradients, row, views.d_normed);
+  carver.array(kGradients, row, views.d_delta);
   carver.array(kGradients, tokens, views.losses);
   int64_t partials = rms_norm_backward_partials(tokens) * config.width;
   if (config.qkv_bias) {
@@ -365,7 +368,9 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
   slot.copied.synchronize();
   std::copy(inputs.begin(), inputs.end(), slot.data.data());
   std::copy(targets.begin(), targets.end(), slot.data.data() + tokens);
-  int32_t* begins = slot.data.data() + 2 * tokens;
+  rows_by_id(inputs, config_.vocab_size,
+             {slot.data.data() + 2 * tokens, static_cast<size_t>(tokens)});
+  int32_t* begins = slot.data.data() + 3 * tokens;
   for (int64_t token = 0; const int64_t length : documents) {
     begins = std::fill_n(begins, length, static_cast<int32_t>(token % plan_.shape.length));
     token += length;
@@ -404,6 +409,20 @@ std::string cuda_training_unsupported(const ModelConfig& config, int64_t length)
 
 // --- The pass ------------------------------------------------------------------------------------
 
+namespace {
+
+// The row of each token [M], where it is not its own.
+struct NormRows {
+  const int32_t* delta = nullptr;
+  const int32_t* y = nullptr;
+};
+struct NormBackwardRows {
+  const int32_t* d_y = nullptr;
+  const int32_t* d_delta = nullptr;  // null: no such copy of d_residual
+};
+
+}  // namespace
+
 // Forward and backward of one micro-batch. Each backward function mirrors the forward function of
 // the same name in reverse order.
 class TrainingCuda::Pass {
@@ -420,6 +439,7 @@ class TrainingCuda::Pass {
         tokens_(shape_.tokens()),
         inputs_(buffers_.batch.data()),
         targets_(buffers_.batch.data() + tokens_),
+        ffn_rows_(buffers_.scratch_hybrid ? targets_ + tokens_ : nullptr),
         recompute_(training.plan_.recompute) {}
 
   void run() {
@@ -441,7 +461,7 @@ class TrainingCuda::Pass {
     if (views_.mask != nullptr) {
       TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
                                              .length = shape_.length,
-                                             .begins = targets_ + tokens_,
+                                             .begins = targets_ + 2 * tokens_,
                                              .mask = views_.mask},
                                             ctx_.stream()));
       done(TrainingStage::kAttention);
@@ -461,14 +481,16 @@ class TrainingCuda::Pass {
       if (layer == 0) {
         norm(a.attention_in, w.attention_norm, a.attention_normed);
       } else {
-        norm(views_.layers[layer - 1].ffn_in, w.attention_norm, a.attention_normed, a.attention_in);
+        norm(views_.layers[layer - 1].ffn_in, w.attention_norm, a.attention_normed, a.attention_in,
+             {.delta = ffn_rows_});
       }
       attention_block_forward(w, a);
-      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in, {.y = ffn_rows_});
       feed_forward_forward(layer, w, a);
     }
     await_weights(config_.layers);
-    norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in);
+    norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in,
+         {.delta = ffn_rows_});
   }
 
   // The loss includes the head, never stores all logits, and also computes the head's gradients.
@@ -491,7 +513,8 @@ class TrainingCuda::Pass {
   }
 
   void backward() {
-    norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm);
+    norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm,
+                  {.d_delta = ffn_rows_});
     backward_done(config_.layers);
     for (size_t layer = views_.layers.size(); layer-- > 0;) {
       const LayerWeights& w = weights_.layers[layer];
@@ -500,9 +523,10 @@ class TrainingCuda::Pass {
       const RecomputeLevel level = recompute_.of_layer(static_cast<int64_t>(layer));
       ffn_input_again(level, w, a);
       feed_forward_backward(layer, w, a, d);
-      norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm);
+      norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm, {.d_y = ffn_rows_});
       attention_block_backward(level, w, a, d);
-      norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm);
+      norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm,
+                    {.d_delta = layer == 0 ? nullptr : ffn_rows_});
       backward_done(static_cast<int64_t>(layer));
     }
     embedding_backward_cuda(ctx_,
@@ -518,8 +542,8 @@ class TrainingCuda::Pass {
   }
 
   // y = norm(x), or where `sum` is given, sum = x + delta and y = norm(sum).
-  void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y,
-            __nv_bfloat16* sum = nullptr) {
+  void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y, __nv_bfloat16* sum,
+            const NormRows& rows) {
     TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
                                       .width = config_.width,
                                       .x = x,
@@ -527,25 +551,35 @@ class TrainingCuda::Pass {
                                       .sum = sum,
                                       .weight = device_bf16(weight),
                                       .y = y,
-                                      .eps = eps()},
+                                      .eps = eps(),
+                                      .residual_rows = rows.delta,
+                                      .y_rows = rows.y},
                                      ctx_.stream()));
     done(TrainingStage::kNorm);
   }
+  void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y) {
+    norm(x, weight, y, nullptr, {});
+  }
 
-  // Both terms of the sum have its gradient d_residual.
+  // Both terms of the sum have its gradient d_residual. A feed-forward block that made one of them
+  // reads d_delta, the copy in its order of rows.
   void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
-                     float* d_weight) {
-    TWELL_CUDA_CHECK(launch_rms_norm_backward({.tokens = tokens_,
-                                               .width = config_.width,
-                                               .s = sum,
-                                               .weight = device_bf16(weight),
-                                               .d_y = views_.d_normed,
-                                               .d_residual = d_residual,
-                                               .d_s = views_.d_residual,
-                                               .d_weight = d_weight,
-                                               .partial = views_.partial,
-                                               .eps = eps()},
-                                              ctx_.stream()));
+                     float* d_weight, const NormBackwardRows& rows) {
+    TWELL_CUDA_CHECK(
+        launch_rms_norm_backward({.tokens = tokens_,
+                                  .width = config_.width,
+                                  .s = sum,
+                                  .weight = device_bf16(weight),
+                                  .d_y = views_.d_normed,
+                                  .d_residual = d_residual,
+                                  .d_s = views_.d_residual,
+                                  .d_weight = d_weight,
+                                  .partial = views_.partial,
+                                  .eps = eps(),
+                                  .d_y_rows = rows.d_y,
+                                  .copy_rows = rows.d_delta,
+                                  .d_s_copy = rows.d_delta == nullptr ? nullptr : views_.d_delta},
+                                 ctx_.stream()));
     done(TrainingStage::kNorm);
   }
 
@@ -613,9 +647,9 @@ class TrainingCuda::Pass {
     if (level >= RecomputeLevel::kInputs) {
       linear_forward(a.attended, w.w_o, views_.delta);
       done(TrainingStage::kProjections);
-      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in);
+      norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in, {.y = ffn_rows_});
     } else if (level == RecomputeLevel::kNorms) {
-      norm(a.ffn_in, w.ffn_norm, a.ffn_normed);
+      norm(a.ffn_in, w.ffn_norm, a.ffn_normed, nullptr, {.y = ffn_rows_});
     }
   }
 
@@ -625,7 +659,7 @@ class TrainingCuda::Pass {
                             {.tokens = tokens_,
                              .weights = ffn_weights(w),
                              .x = a.ffn_normed,
-                             .d_y = views_.d_residual,
+                             .d_y = ffn_rows_ == nullptr ? views_.d_residual : views_.d_delta,
                              .l1_scale = pass_.l1_scale,
                              .d_x = views_.d_normed,
                              .grads = {.w_gate = d.ffn.w_gate.data,
@@ -727,6 +761,10 @@ class TrainingCuda::Pass {
   const int64_t tokens_;
   const int32_t* const inputs_;   // [M]
   const int32_t* const targets_;  // [M]
+  // [M] The row of each token in what the feed-forward blocks read and write (ffn_normed, delta and
+  // their gradients); null: its own. The norms around these blocks write and read rows in that
+  // order. Only hybrid layers gain from another order than the text's.
+  const int32_t* const ffn_rows_;
   const Recompute recompute_;
 };
 

@@ -85,7 +85,8 @@ __device__ __forceinline__ void norm_row(const RmsNormCuda& p, int64_t token,
     if (at >= pieces) break;
     row[i] = load<kPassing>(reinterpret_cast<const Piece*>(p.x) + begin + at);
   }
-  const auto* residual = reinterpret_cast<const Piece*>(p.residual) + begin;
+  const int64_t residual_row = p.residual_rows == nullptr ? token : p.residual_rows[token];
+  const auto* residual = reinterpret_cast<const Piece*>(p.residual) + residual_row * pieces;
   Piece loaded[kTogether ? kPieces : 1];
   if (kTogether && p.residual != nullptr) {
 #pragma unroll
@@ -113,6 +114,8 @@ __device__ __forceinline__ void norm_row(const RmsNormCuda& p, int64_t token,
     }
   }
   const float inv = rsqrtf(row_sum<kRowThreads>(squares) / static_cast<float>(p.width) + p.eps);
+  const int64_t y_row = p.y_rows == nullptr ? token : p.y_rows[token];
+  auto* y = reinterpret_cast<Piece*>(p.y) + y_row * pieces;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int64_t at = first + int64_t{i} * kRowThreads;
@@ -123,7 +126,7 @@ __device__ __forceinline__ void norm_row(const RmsNormCuda& p, int64_t token,
       const float2 v = as_floats(row[i].pair[k]), scale = as_floats(w.pair[k]);
       row[i].pair[k] = __floats2bfloat162_rn(v.x * inv * scale.x, v.y * inv * scale.y);
     }
-    store<kPassing>(reinterpret_cast<Piece*>(p.y) + begin + at, row[i]);
+    store<kPassing>(y + at, row[i]);
   }
 }
 

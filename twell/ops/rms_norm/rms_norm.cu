@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int64_t m = begin; m < end; ++m) {
     const int64_t row = m * pieces;
+    const int64_t d_y_row = p.d_y_rows == nullptr ? row : p.d_y_rows[m] * pieces;
     Piece s[kPieces], d_y[kPieces], residual[kPieces];
     float2 sums{0.0f, 0.0f};  // of s^2 and of d_y * weight * s
 #pragma unroll
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t at = threadIdx.x + int64_t{i} * kThreads;
       if (at >= pieces) break;
       s[i] = reinterpret_cast<const Piece*>(p.s)[row + at];
-      d_y[i] = reinterpret_cast<const Piece*>(p.d_y)[row + at];
+      d_y[i] = reinterpret_cast<const Piece*>(p.d_y)[d_y_row + at];
       if (p.d_residual != nullptr) {
         residual[i] = reinterpret_cast<const Piece*>(p.d_residual)[row + at];
       }
@@ -109,6 +110,10 @@ __global__ void __launch_bounds__(kThreads)
         d_s.pair[k] = __floats2bfloat162_rn(g.x, g.y);
       }
       reinterpret_cast<Piece*>(p.d_s)[row + at] = d_s;
+      if (p.d_s_copy != nullptr) {
+        const int64_t copy_row = p.copy_rows == nullptr ? row : p.copy_rows[m] * pieces;
+        reinterpret_cast<Piece*>(p.d_s_copy)[copy_row + at] = d_s;
+      }
     }
   }
 #pragma unroll

@@ -8,6 +8,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/rms_norm/rms_norm.h"
+#include "twell/ops/rms_norm/rows_testing.h"
 
 namespace twell {
 namespace {
@@ -54,6 +55,33 @@ TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
   const Gradients got = on_device(false), again = on_device(true);
   EXPECT_EQ(got.d_s, again.d_s);
   EXPECT_EQ(got.d_weight, again.d_weight);
+
+  // The same with d_y in another order of rows, and d_s copied to that order.
+  const std::vector<int32_t> rows = shuffled_rows(tokens);
+  const auto device_rows = upload(rows);
+  const auto d_y_there = upload(moved_to(rows, d_y, width));
+  const auto out = poisoned<__nv_bfloat16>(tokens * width),
+             copy = poisoned<__nv_bfloat16>(tokens * width);
+  const auto d_weight_there = upload(d_weight_before);
+  TWELL_CUDA_CHECK(
+      launch_rms_norm_backward({.tokens = tokens,
+                                .width = width,
+                                .s = device_s.data(),
+                                .weight = device_weight.data(),
+                                .d_y = d_y_there.data(),
+                                .d_residual = with_residual ? device_residual.data() : nullptr,
+                                .d_s = out.data(),
+                                .d_weight = d_weight_there.data(),
+                                .partial = partial.data(),
+                                .eps = 1e-5f,
+                                .d_y_rows = device_rows.data(),
+                                .copy_rows = device_rows.data(),
+                                .d_s_copy = copy.data()},
+                               stream.get()));
+  stream.synchronize();
+  EXPECT_EQ(to_floats(download(out)), got.d_s);
+  EXPECT_EQ(to_floats(download(copy)), moved_to(rows, got.d_s, width));
+  EXPECT_EQ(download(d_weight_there), got.d_weight);
 
   Context ctx(1);
   const std::vector<float> s_f = to_floats(s), weight_f = to_floats(weight), d_y_f = to_floats(d_y),

@@ -24,6 +24,9 @@ struct RmsNormCuda {
   const __nv_bfloat16* weight = nullptr;    // [D]
   __nv_bfloat16* y = nullptr;               // [M, D], may be x when there is no residual
   float eps = 1e-5f;
+  // Where another order of tokens is in use, the row of each token [M] there; null: its own.
+  const int32_t* residual_rows = nullptr;
+  const int32_t* y_rows = nullptr;  // y is not x then
 };
 cudaError_t launch_rms_norm(const RmsNormCuda& problem, cudaStream_t stream);
 
@@ -41,6 +44,10 @@ struct RmsNormBackwardCuda {
   float* d_weight = nullptr;                  // [D] accumulated
   float* partial = nullptr;                   // [rms_norm_backward_partials(M), D] workspace
   float eps = 1e-5f;
+  // As in RmsNormCuda: rows of d_y, and of a second copy of d_s. With d_y_rows, d_s is not d_y.
+  const int32_t* d_y_rows = nullptr;
+  const int32_t* copy_rows = nullptr;
+  __nv_bfloat16* d_s_copy = nullptr;  // [M, D] or null: none
 };
 // Rows of partial sums for the weight's gradient; it grows with the tokens.
 int64_t rms_norm_backward_partials(int64_t tokens);

@@ -8,6 +8,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/rms_norm/rms_norm.h"
+#include "twell/ops/rms_norm/rows_testing.h"
 
 namespace twell {
 namespace {
@@ -39,6 +40,29 @@ TEST_P(RmsNormCudaTest, EqualsCpu) {
                                     .eps = 1e-5f},
                                    stream.get()));
   stream.synchronize();
+
+  // The same with the residual and y in another order of rows.
+  const std::vector<int32_t> rows = shuffled_rows(tokens);
+  const auto device_rows = upload(rows);
+  const auto residual_there = upload(moved_to(rows, residual, width));
+  const auto sum_again = poisoned<__nv_bfloat16>(tokens * width);
+  const auto y_there = poisoned<__nv_bfloat16>(tokens * width);
+  TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens,
+                                    .width = width,
+                                    .x = device_x.data(),
+                                    .residual = with_residual ? residual_there.data() : nullptr,
+                                    .sum = sum_again.data(),
+                                    .weight = device_weight.data(),
+                                    .y = y_there.data(),
+                                    .eps = 1e-5f,
+                                    .residual_rows = device_rows.data(),
+                                    .y_rows = device_rows.data()},
+                                   stream.get()));
+  stream.synchronize();
+  EXPECT_EQ(to_floats(download(y_there)), moved_to(rows, to_floats(download(y)), width));
+  if (with_residual) {
+    EXPECT_EQ(to_floats(download(sum_again)), to_floats(download(sum)));
+  }
 
   // The result of the CPU op on the rounded sum.
   std::vector<float> s = to_floats(x);
