@@ -44,7 +44,8 @@ struct RmsNormBackwardCuda {
   float* d_weight = nullptr;                  // [D] accumulated
   float* partial = nullptr;                   // [rms_norm_backward_partials(M), D] workspace
   float eps = 1e-5f;
-  // As in RmsNormCuda: rows of d_y, and of a second copy of d_s. With d_y_rows, d_s is not d_y.
+  // The row of each token [M] in d_y and in a second copy of d_s; null: its own. With d_y_rows, d_s
+  // is not d_y.
   const int32_t* d_y_rows = nullptr;
   const int32_t* copy_rows = nullptr;
   __nv_bfloat16* d_s_copy = nullptr;  // [M, D] or null: none
