@@ -3,14 +3,17 @@
 // With a sliding window only the last keys are read.
 //
 // A CTA handles one split of the keys of a sequence and key/value head, for up to 8 of the query
-// heads that share it. The products run on the tensor cores (mma.sync), so that arithmetic for all
-// these heads costs less time than reading their keys and values. A warp takes 16 keys at a time:
-// scores [16 keys, 8 queries] = K Q^T, then out [hd, 8 queries] += V^T weights. Keys and values go
-// from memory into the registers in which mma.sync takes them: a lane loads 16 bytes of a row, and
-// the columns of a head are assigned to the instruction's indices to suit. The next keys are loaded
-// behind the scores and the next values behind their product, so that a warp always has a tile of
-// each on the way. The last CTA of a sequence to finish adds up all splits' results in a fixed
-// order.
+// heads that share it. There are two kernels:
+// - With several query heads the products run on the tensor cores (mma.sync), so that arithmetic
+//   for all these heads costs less time than reading their keys and values. A warp takes 16 keys at
+//   a time: scores [16 keys, 8 queries] = K Q^T, then out [hd, 8 queries] += V^T weights. Keys and
+//   values go from memory into the registers in which mma.sync takes them: a lane loads 16 bytes of
+//   a row, and the columns of a head are assigned to the instruction's indices to suit. The next
+//   keys are loaded behind the scores and the next values behind their product, so that a warp
+//   always has a tile of each on the way.
+// - With one query head seven of eight columns of such a product would be empty. There a lane
+//   multiplies 8 columns of a key's row, and a warp has 8 loads of keys and 8 of values on the way.
+// The last CTA of a sequence to finish adds up all splits' results in a fixed order.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -24,8 +27,8 @@
 namespace twell {
 namespace {
 
-constexpr int kTile = 16;        // keys
-constexpr int kQueries = 8;      // of a CTA
+constexpr int kTile = 16;        // keys of one tensor-core product
+constexpr int kMostQueries = 8;  // of a CTA
 constexpr int kLeastKeys = 256;  // of a split: with fewer, combining costs as much as a split
 constexpr int kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
 constexpr int64_t kMostSplits = 64;       // of a sequence, except of one that needs more
@@ -43,9 +46,9 @@ struct Work {
         sequence(static_cast<int>(blockIdx.z)),
         split(static_cast<int>(blockIdx.x)),
         q_row(p.sequences.q_begin[sequence]) {
-    const int ctas = (group + kQueries - 1) / kQueries;  // that share a key/value head
+    const int ctas = (group + kMostQueries - 1) / kMostQueries;  // that share a key/value head
     kv_head = static_cast<int>(blockIdx.y) / ctas;
-    head_in_group = static_cast<int>(blockIdx.y) % ctas * kQueries;
+    head_in_group = static_cast<int>(blockIdx.y) % ctas * kMostQueries;
     const int kv_len = p.sequences.kv_len[sequence];
     const int oldest = p.window > 0 ? max(kv_len - static_cast<int>(p.window), 0) : 0;
     const int first = oldest / kKvBlock * kKvBlock;
@@ -191,9 +194,71 @@ __device__ void combine(const AttentionCuda& p, const AttentionSplits& splits, c
   write_out(p, work, head, column, total, sum);
 }
 
+// What the warps of a CTA found, in terms of the CTA's largest score.
+template <int kHeadDim, int kWarps, int kQueries>
+struct WarpResults {
+  static constexpr int kQuads = kHeadDim / 4;
+  float top[kWarps][kQueries];  // a warp's largest score, base 2
+  float sum[kWarps][kQueries];
+  float4 values[kWarps][kQueries][kQuads + 1];  // fewer bank conflicts for the 1
+
+  // The factor that brings what this warp summed up to the CTA's largest score. All of top is
+  // written.
+  __device__ float shrink(int query, float top_of_warp) const {
+    float of_all = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) of_all = fmaxf(of_all, top[w][query]);
+    return exp2f(top_of_warp - of_all);
+  }
+
+  // Adds up the warps' results, and all splits' where this CTA is the last of the sequence's, and
+  // writes out. Called by all threads, when all has been written.
+  __device__ void finish(const AttentionCuda& p, const AttentionSplits& splits,
+                         const Work& work) const {
+    const auto for_each_quad = [&](const auto& function) {
+      for (int i = static_cast<int>(threadIdx.x); i < kQueries * kQuads; i += 32 * kWarps) {
+        const int query = i / kQuads, column = i % kQuads * 4;
+        if (work.has_head(query) && column < p.head_dim) function(query, column);
+      }
+    };
+    for_each_quad([&](int query, int column) {
+      float4 total{};
+      float largest = -INFINITY, total_sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        largest = fmaxf(largest, top[w][query]);
+        total_sum += sum[w][query];
+        add(total, values[w][query][column / 4], 1.0f);
+      }
+      if (work.used == 1) {
+        write_out(p, work, work.head(query), column, total, total_sum);
+      } else {
+        write_partial(p, splits, work, work.head(query), column, total, largest, total_sum);
+      }
+    });
+    if (work.used == 1) return;
+
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int32_t* arrived = splits.arrived + work.sequence * p.heads + work.head(0);
+      last = atomicAdd(arrived, 1) == work.used - 1;
+      if (last) *arrived = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for_each_quad(
+        [&](int query, int column) { combine(p, splits, work, work.head(query), column); });
+  }
+};
+
+// For several query heads of each key/value head. With wide heads this is fastest when the compiler
+// may take all registers (1 CTA per SM), with others when it chooses how many (0).
 template <int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
-    attention_decode_kernel(AttentionCuda p, AttentionSplits splits) {
+__global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
+    attention_decode_group_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
   sm90::allow_next_kernel();
   const int begin = work.begin, end = work.end;
@@ -281,13 +346,10 @@ __global__ void __launch_bounds__(32 * kWarps)
     v.load(p, v_head + row, next, begin, end);
   }
 
-  // All warps' sums in terms of the CTA's largest score.
-  constexpr int kQuads = kHeadDim / 4;
-  __shared__ float of_warp[2][kWarps][kQueries];           // largest scores, sums
-  __shared__ float4 values[kWarps][kQueries][kQuads + 1];  // fewer bank conflicts for the 1
+  __shared__ WarpResults<kHeadDim, kWarps, kMostQueries> results;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (g == 0) of_warp[0][warp][2 * t + i] = top[i];
+    if (g == 0) results.top[warp][2 * t + i] = top[i];
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) {
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
@@ -298,63 +360,135 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int i = 0; i < 2; ++i) {
     const int query = 2 * t + i;
     if (!work.has_head(query)) continue;
-    float of_all = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) of_all = fmaxf(of_all, of_warp[0][w][query]);
-    const float shrink = exp2f(top[i] - of_all);
-    if (g == 0) of_warp[1][warp][query] = sum[i] * shrink;
+    const float shrink = results.shrink(query, top[i]);
+    if (g == 0) results.sum[warp][query] = sum[i] * shrink;
 #pragma unroll
     for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float(&even)[4] = out[4 * c + 2 * half];
         const float(&odd)[4] = out[4 * c + 2 * half + 1];
-        values[warp][query][16 * c + 2 * g + half] = {even[i] * shrink, even[i + 2] * shrink,
-                                                      odd[i] * shrink, odd[i + 2] * shrink};
+        results.values[warp][query][16 * c + 2 * g + half] = {
+            even[i] * shrink, even[i + 2] * shrink, odd[i] * shrink, odd[i + 2] * shrink};
       }
     }
   }
   __syncthreads();
-  const auto for_each_quad = [&](const auto& function) {
-    for (int i = static_cast<int>(threadIdx.x); i < kQueries * kQuads; i += 32 * kWarps) {
-      const int query = i / kQuads, column = i % kQuads * 4;
-      if (work.has_head(query) && column < p.head_dim) function(query, column);
-    }
-  };
-  for_each_quad([&](int query, int column) {
-    float4 total{};
-    float largest = -INFINITY, total_sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      largest = fmaxf(largest, of_warp[0][w][query]);
-      total_sum += of_warp[1][w][query];
-      add(total, values[w][query][column / 4], 1.0f);
-    }
-    if (work.used == 1) {
-      write_out(p, work, work.head(query), column, total, total_sum);
-    } else {
-      write_partial(p, splits, work, work.head(query), column, total, largest, total_sum);
-    }
-  });
-  if (work.used == 1) return;
+  results.finish(p, splits, work);
+}
 
-  __shared__ bool last;
-  __threadfence();
+// Eight values of a row.
+__device__ __forceinline__ void unpack(float (&to)[kPiece], const uint4& bits) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = __uint_as_float(word(bits, i) << 16);
+    to[2 * i + 1] = __uint_as_float(word(bits, i) & 0xffff0000u);
+  }
+}
+
+// For one query head of each key/value head. Lanes take 8 columns each, and a warp as many keys at
+// a time as it has lanes for.
+template <int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
+    attention_decode_single_kernel(AttentionCuda p, AttentionSplits splits) {
+  const Work work(p, splits);
+  sm90::allow_next_kernel();
+  const int begin = work.begin, end = work.end;
+  const bool works = work.exists();
+  const int first_block = works ? work.first_block : 0;
+  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
+                    first_block * kKvBlock, works ? end : 1);
+  sm90::wait_for_previous_kernel();
+  if (!works) return;
+
+  constexpr int kLanes = kHeadDim / kPiece;  // of a row
+  constexpr int kRows = 32 / kLanes;         // that a warp loads at once
+  constexpr int kLoads = 8;                  // of keys, and of values, on the way
+  constexpr int kStep = kRows * kLoads;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int column = lane % kLanes * kPiece;
+  const bool inside = column < p.head_dim;
+  const __nv_bfloat16* k_head = p.k + work.kv_head * p.head_dim + column;
+  const __nv_bfloat16* v_head = p.v + work.kv_head * p.head_dim + column;
+  float q[kPiece];
+  unpack(q, load_if(inside, p.q + work.q_row * p.q_stride + work.head(0) * p.head_dim + column));
+  const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) q[i] *= scale;
+
+  // Over the keys of the lane's row of each step: the largest score (base 2), and sums.
+  float top = -INFINITY, sum = 0.0f, value[kPiece] = {};
+  for (int first = begin + warp * kStep; first < end; first += kWarps * kStep) {
+    uint4 k[kLoads], v[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int key = first + u * kRows + lane / kLanes;
+      const int64_t from = rows.row(key) * p.kv_stride;
+      k[u] = load_if(inside && key < end, k_head + from);
+      v[u] = load_if(inside && key < end, v_head + from);
+    }
+    float score[kLoads];
+    const float top_before = top;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      float of_key[kPiece];
+      unpack(of_key, k[u]);
+      score[u] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[i], of_key[i], score[u]);
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        score[u] += __shfl_xor_sync(0xffffffffu, score[u], offset);
+      }
+      if (first + u * kRows + lane / kLanes >= end) score[u] = -INFINITY;
+      top = fmaxf(top, score[u]);
+    }
+    const float finite_top = top == -INFINITY ? 0.0f : top;  // no key of this lane's row yet
+    const float shrink = exp2f(top_before - finite_top);
+    sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) value[i] *= shrink;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const float weight = exp2f(score[u] - finite_top);
+      sum += weight;
+      float of_key[kPiece];
+      unpack(of_key, v[u]);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) value[i] = fmaf(weight, of_key[i], value[i]);
+    }
+  }
+
+  float top_of_warp = top;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    top_of_warp = fmaxf(top_of_warp, __shfl_xor_sync(0xffffffffu, top_of_warp, offset));
+  }
+  __shared__ WarpResults<kHeadDim, kWarps, 1> results;
+  if (lane == 0) results.top[warp][0] = top_of_warp;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t* arrived = splits.arrived + work.sequence * p.heads + work.head(0);
-    last = atomicAdd(arrived, 1) == work.used - 1;
-    if (last) *arrived = 0;
+  const float shrink = results.shrink(0, top);
+  sum *= shrink;
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) value[i] *= shrink;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
+  }
+  if (lane == 0) results.sum[warp][0] = sum;
+  if (lane < kLanes) {
+    results.values[warp][0][2 * lane] = {value[0], value[1], value[2], value[3]};
+    results.values[warp][0][2 * lane + 1] = {value[4], value[5], value[6], value[7]};
   }
   __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for_each_quad([&](int query, int column) { combine(p, splits, work, work.head(query), column); });
+  results.finish(p, splits, work);
 }
 
 // CTAs of a sequence's split.
 int64_t ctas_of_split(const AttentionCuda& p) {
-  return p.kv_heads * ceil_div(p.heads / p.kv_heads, int64_t{kQueries});
+  return p.kv_heads * ceil_div(p.heads / p.kv_heads, int64_t{kMostQueries});
 }
 
 // Shared memory has room for the results of this many warps.
@@ -366,8 +500,9 @@ cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaSt
   if (splits.warps == kWarps) {
     const dim3 grid(static_cast<unsigned>(splits.count), static_cast<unsigned>(ctas_of_split(p)),
                     static_cast<unsigned>(p.sequences.count));
-    return sm90::launch_dependent(attention_decode_kernel<kHeadDim, kWarps>, grid, 32 * kWarps, 0,
-                                  stream, p, splits);
+    const auto kernel = p.heads == p.kv_heads ? attention_decode_single_kernel<kHeadDim, kWarps>
+                                              : attention_decode_group_kernel<kHeadDim, kWarps>;
+    return sm90::launch_dependent(kernel, grid, 32 * kWarps, 0, stream, p, splits);
   }
   if constexpr (kWarps > 1) {
     return launch<kHeadDim, kWarps / 2>(p, splits, stream);
