@@ -136,7 +136,9 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   }
   carver.array(kGradients, row, views.d_residual);
   carver.array(kGradients, row, views.d_normed);
-  carver.array(kGradients, row, views.d_delta);
+  // Backward uses delta only where it makes inputs again.
+  views.d_delta = views.delta;
+  if (makes_again(plan, RecomputeLevel::kInputs)) carver.array(kGradients, row, views.d_delta);
   carver.array(kGradients, tokens, views.losses);
   int64_t partials = rms_norm_backward_partials(tokens) * config.width;
   if (config.qkv_bias) {

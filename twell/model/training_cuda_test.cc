@@ -127,6 +127,11 @@ class Device {
     training = std::make_unique<TrainingCuda>(ctx, config_, plan);
   }
 
+  // All layers take this execution from the next pass on.
+  void prepare(FfnTrainExecution execution) {
+    training->prepare(std::vector<FfnExpectation>(
+        static_cast<size_t>(config_.layers), {execution, static_cast<double>(config_.ffn) / 3.0}));
+  }
   Result run(const Batch& batch, int64_t step_tokens = 0) {
     return run(std::vector<Batch>{batch}, step_tokens);
   }
@@ -219,6 +224,21 @@ class TrainingCudaTest : public testing::TestWithParam<Variant> {
     const std::string why = cuda_training_unsupported(GetParam().config, GetParam().shape.length);
     if (!why.empty()) GTEST_SKIP() << why;
   }
+  // Those that this GPU has for the model's layers.
+  static std::vector<FfnTrainExecution> executions() {
+    const auto& [name, config, shape, masked] = GetParam();
+    const CudaStream stream;
+    CudaContext ctx(stream.get());
+    std::vector<FfnTrainExecution> all = {FfnTrainExecution::kDense};
+    if (ffn_train_hybrid_unsupported(ctx, {.max_tokens = shape.sequences * shape.length,
+                                           .width = config.width,
+                                           .ffn = config.ffn,
+                                           .gated = config.gated})
+            .empty()) {
+      all.push_back(FfnTrainExecution::kHybrid);
+    }
+    return all;
+  }
   // Each parameter's gradient within `tolerance` of its norm. What is nearly nothing, because terms
   // cancel (keys' biases), is held to a tenth of the mean size instead.
   static void expect_gradients(const Model& model, const std::vector<float>& got,
@@ -248,18 +268,8 @@ TEST_P(TrainingCudaTest, GradientsAreTheCpusWhereNoNeuronIsAtItsKink) {
   const Reference want = on_cpu(cpu_, *model, batch, shape);
   Device device(*model, shape, {.document_mask = masked});
   const double tolerance = 2.0 * std::numbers::sqrt2 * rounding(config);
-  for (const FfnTrainExecution execution :
-       {FfnTrainExecution::kDense, FfnTrainExecution::kHybrid}) {
-    const FfnTrainShapeCuda ffn{.max_tokens = shape.sequences * shape.length,
-                                .width = config.width,
-                                .ffn = config.ffn,
-                                .gated = config.gated};
-    if (execution == FfnTrainExecution::kHybrid &&
-        !ffn_train_hybrid_unsupported(device.ctx, ffn).empty()) {
-      continue;
-    }
-    device.training->prepare(std::vector<FfnExpectation>(
-        static_cast<size_t>(config.layers), {execution, static_cast<double>(config.ffn) / 3.0}));
+  for (const FfnTrainExecution execution : executions()) {
+    device.prepare(execution);
     const Result got = device.run(batch);
     EXPECT_EQ(got.loss.tokens, want.result.loss_tokens);
     EXPECT_NEAR(got.loss.loss_sum, want.result.loss_sum, tolerance * want.result.loss_sum);
@@ -295,16 +305,21 @@ TEST_P(TrainingCudaTest, RepeatsBitForBitAndWhateverIsKept) {
   const auto& [name, config, shape, masked] = GetParam();
   const auto model = rounded_model(cpu_, config, false);
   const Batch batch = random_batch(GetParam(), 3), other = random_batch(GetParam(), 4);
-  Device device(*model, shape, {.document_mask = masked});
-  const Result first = device.run(batch);
-  device.run(other);
-  device.evaluate(other);
-  EXPECT_EQ(device.run(batch).grads, first.grads);
-  for (const RecomputeLevel level :
-       {RecomputeLevel::kNorms, RecomputeLevel::kInputs, RecomputeLevel::kQkv}) {
-    for (const int64_t layers : {int64_t{1}, config.layers}) {
-      Device again(*model, shape, {.recompute = {level, layers}, .document_mask = masked});
-      EXPECT_EQ(again.run(batch).grads, first.grads);
+  for (const FfnTrainExecution execution : executions()) {
+    SCOPED_TRACE(execution == FfnTrainExecution::kHybrid ? "hybrid" : "dense");
+    Device device(*model, shape, {.document_mask = masked});
+    device.prepare(execution);
+    const Result first = device.run(batch);
+    device.run(other);
+    device.evaluate(other);
+    EXPECT_EQ(device.run(batch).grads, first.grads);
+    for (const RecomputeLevel level :
+         {RecomputeLevel::kNorms, RecomputeLevel::kInputs, RecomputeLevel::kQkv}) {
+      for (const int64_t layers : {int64_t{1}, config.layers}) {
+        Device again(*model, shape, {.recompute = {level, layers}, .document_mask = masked});
+        again.prepare(execution);
+        EXPECT_EQ(again.run(batch).grads, first.grads);
+      }
     }
   }
 }
