@@ -2,7 +2,7 @@
 // Times decode attention over a paged cache on the GPU, as attention_division() divides the keys
 // and in other divisions. A row has the floor, which is reading keys and values at the bandwidth
 // that the device states, and of the chosen and the fastest division: warps of a CTA x splits of a
-// sequence, microseconds, and the floor's share of them; then all divisions.
+// sequence x loads of a lane, microseconds, and the floor's share of them; then all divisions.
 //   attention_decode_cuda_bench [--sequences S]... [--keys N]... [--heads H] [--kv-heads K]
 //                               [--head-dim N] [--rounds N]
 #include <CLI/CLI.hpp>
@@ -44,6 +44,7 @@ std::vector<AttentionDivision> divisions_of(const AttentionCuda& p, int64_t keys
       if (of_split > kMostKeys || (splits > 1 && of_split < kLeastKeys)) continue;
       if (splits * p.sequences.count > attention_most_splits(p.sequences.count, keys)) continue;
       all.push_back({splits, warps});
+      if (warps == 1 && p.heads == p.kv_heads) all.push_back({splits, warps, /*loads=*/4});
     }
   }
   return all;
@@ -117,9 +118,9 @@ void measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
   std::string all;
   const auto text = [&](size_t i) {
     const double us = times[i].median * 1e3 / static_cast<double>(layers);
-    all += fmt::format(" {}x{}:{:.1f}", divisions[i].warps, divisions[i].splits, us);
-    return fmt::format("{}x{} {:7.1f} ({:.2f})", divisions[i].warps, divisions[i].splits, us,
-                       floor / us);
+    const AttentionDivision& of = divisions[i];
+    all += fmt::format(" {}x{}x{}:{:.1f}", of.warps, of.splits, of.loads, us);
+    return fmt::format("{}x{}x{} {:7.1f} ({:.2f})", of.warps, of.splits, of.loads, us, floor / us);
   };
   const std::string chosen = text(0);
   all.clear();

@@ -136,6 +136,7 @@ AttentionSplits AttentionWorkspaceCuda::splits(const AttentionDivision& division
               sequences, most);
   return {.count = division.splits,
           .warps = division.warps,
+          .loads = division.loads,
           .values = values_.data(),
           .max_sum = max_sums_.data(),
           .arrived = arrived_.data()};

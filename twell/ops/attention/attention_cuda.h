@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <compare>
 #include <cstdint>
 #include <string>
 
@@ -74,16 +75,21 @@ struct AttentionCuda {
 };
 
 // How decoding divides a sequence's keys: into up to `splits` splits of equal lengths, fewer for
-// short texts. `warps` warps of one CTA share a split.
+// short texts. `warps` warps of one CTA share a split. With a key head for each query head a lane
+// has `loads` loads of keys, and as many of values, on the way: 8, or 4 if warps is 1.
 struct AttentionDivision {
   int64_t splits = 0;
   int warps = 0;
+  int loads = 8;
+
+  auto operator<=>(const AttentionDivision&) const = default;
 };
 
 // A division and the memory for it. Each split of a sequence leaves a partial result.
 struct AttentionSplits {
   int64_t count = 0;           // of a sequence, at most
   int warps = 0;               // of a CTA
+  int loads = 0;               // of AttentionDivision
   float* values = nullptr;     // [sequences, H, count, hd]
   float* max_sum = nullptr;    // [sequences, H, count, 2]: maximum (base 2), sum
   int32_t* arrived = nullptr;  // [sequences, H] splits done so far, 0 between calls

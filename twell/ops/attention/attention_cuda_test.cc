@@ -189,19 +189,17 @@ class DeviceProblem {
 
   // Those that batches with these heads get and that this one has room for.
   std::vector<AttentionDivision> divisions() const {
-    std::set<std::pair<int64_t, int>> found;
+    std::set<AttentionDivision> found;
     const int64_t max_kv_len = workspace_.max_kv_len();
     AttentionCuda p = p_;
     for (p.sequences.count = 1; p.sequences.count <= 1024; p.sequences.count *= 2) {
       const AttentionDivision division = attention_division(p, max_kv_len, 16);
       if (division.splits * p_.sequences.count <=
           attention_most_splits(p_.sequences.count, max_kv_len)) {
-        found.insert({division.splits, division.warps});
+        found.insert(division);
       }
     }
-    std::vector<AttentionDivision> all;
-    for (const auto& [splits, warps] : found) all.push_back({.splits = splits, .warps = warps});
-    return all;
+    return {found.begin(), found.end()};
   }
 
  private:
@@ -317,8 +315,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AttentionCudaTest,
                                          AttentionShape{2, 1, 256}));
 
 // The divisions on H100 and H200.
-std::pair<int64_t, int> splits_and_warps(const AttentionShape& shape, int64_t sequences,
-                                         int64_t max_kv_len) {
+AttentionDivision division_of(const AttentionShape& shape, int64_t sequences, int64_t max_kv_len) {
   AttentionCuda p;
   p.heads = shape.heads;
   p.kv_heads = shape.kv_heads;
@@ -326,6 +323,11 @@ std::pair<int64_t, int> splits_and_warps(const AttentionShape& shape, int64_t se
   p.sequences.count = sequences;
   const AttentionDivision division = attention_division(p, max_kv_len, 132);
   EXPECT_LE(sequences * division.splits, attention_most_splits(sequences, max_kv_len));
+  return division;
+}
+std::pair<int64_t, int> splits_and_warps(const AttentionShape& shape, int64_t sequences,
+                                         int64_t max_kv_len) {
+  const AttentionDivision division = division_of(shape, sequences, max_kv_len);
   return {division.splits, division.warps};
 }
 
@@ -353,6 +355,13 @@ TEST(AttentionDivisionTest, EightQueriesOfAKeyHeadShareACta) {
 TEST(AttentionDivisionTest, WideHeadsHaveHalfAsManyCtas) {
   EXPECT_EQ(splits_and_warps({32, 8, 128}, 8, 2000), std::pair(int64_t{2}, 8));
   EXPECT_EQ(splits_and_warps({32, 8, 256}, 8, 2000), std::pair(int64_t{2}, 4));
+}
+
+TEST(AttentionDivisionTest, ManyCtasHaveFewerLoadsOnTheWayEach) {
+  EXPECT_EQ(division_of({32, 32, 64}, 1, 256).loads, 8);
+  EXPECT_EQ(division_of({32, 32, 64}, 66, 256).loads, 8);
+  EXPECT_EQ(division_of({32, 32, 64}, 67, 256).loads, 4);
+  EXPECT_EQ(division_of({32, 32, 64}, 67, 256).warps, 1);
 }
 
 TEST(AttentionDivisionTest, TheWorkspaceHoldsEveryDivision) {
@@ -388,9 +397,10 @@ TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
         scattered.change_neighbours();
         DeviceProblem changed(scattered);
         for (const AttentionDivision& division : batch.divisions()) {
-          SCOPED_TRACE(testing::Message() << sequences << " sequences of up to " << ends[longest]
-                                          << " keys, window " << window << ", " << division.warps
-                                          << " warps, " << division.splits << " splits");
+          SCOPED_TRACE(testing::Message()
+                       << sequences << " sequences of up to " << ends[longest] << " keys, window "
+                       << window << ", " << division.warps << " warps, " << division.splits
+                       << " splits, " << division.loads << " loads");
           const std::vector<float> got = batch.decode(division);
           expect_near(got, want, problem);
           EXPECT_EQ(batch.decode(division), got) << "a second run differs";

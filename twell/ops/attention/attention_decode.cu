@@ -12,7 +12,8 @@
 //   keys are loaded behind the scores and the next values behind their product, so that a warp
 //   always has a tile of each on the way.
 // - With one query head seven of eight columns of such a product would be empty. There a lane
-//   multiplies 8 columns of a key's row, and a warp has 8 loads of keys and 8 of values on the way.
+//   multiplies 8 columns of a key's row, and a warp has several rows of keys and of values on the
+//   way.
 // The last CTA of a sequence to finish adds up all splits' results in a fixed order.
 #include <cuda_bf16.h>
 
@@ -33,7 +34,7 @@ constexpr int kLeastKeys = 256;  // of a split: with fewer, combining costs as m
 constexpr int kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
 constexpr int64_t kMostSplits = 64;       // of a sequence, except of one that needs more
 constexpr int64_t kMostCtas = 512;        // wanted on GPUs of any size: bounds the workspace
-constexpr int64_t kWarpsPerSm = 16;       // wanted
+constexpr int kWarpsPerSm = 16;           // wanted
 constexpr int kPiece = 8;                 // values in one 16-byte load
 constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kKvBlock % kTile == 0 && kLeastKeys % kKvBlock == 0);
@@ -387,9 +388,12 @@ __device__ __forceinline__ void unpack(float (&to)[kPiece], const uint4& bits) {
 }
 
 // For one query head of each key/value head. Lanes take 8 columns each, and a warp as many keys at
-// a time as it has lanes for.
-template <int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
+// a time as it has lanes for. Registers are bounded so that an SM holds kWarpsPerSm warps with 8
+// loads of keys, and as many of values, ahead, or twice as many with 4. More of the former would
+// not fit, which matters where CTAs are few: they start while the previous kernel still has part of
+// the SMs, and would crowd on those that are free.
+template <int kHeadDim, int kWarps, int kLoads>
+__global__ void __launch_bounds__(32 * kWarps, kWarpsPerSm * 8 / (kLoads * kWarps))
     attention_decode_single_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
   sm90::allow_next_kernel();
@@ -403,13 +407,25 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   constexpr int kLanes = kHeadDim / kPiece;  // of a row
   constexpr int kRows = 32 / kLanes;         // that a warp loads at once
-  constexpr int kLoads = 8;                  // of keys, and of values, on the way
   constexpr int kStep = kRows * kLoads;
+  static_assert(kKvBlock % kStep == 0, "the keys of a step are in one block");
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int column = lane % kLanes * kPiece;
+  const int column = lane % kLanes * kPiece, first_row = lane / kLanes;
   const bool inside = column < p.head_dim;
-  const __nv_bfloat16* k_head = p.k + work.kv_head * p.head_dim + column;
-  const __nv_bfloat16* v_head = p.v + work.kv_head * p.head_dim + column;
+  const int64_t lane_at = first_row * p.kv_stride + work.kv_head * p.head_dim + column;
+  const auto load = [&](uint4(&to)[kLoads], const __nv_bfloat16* from, int64_t row, int first) {
+    from += row * p.kv_stride + lane_at;
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int key = first + u * kRows + first_row;
+      to[u] = load_if(inside && key >= begin && key < end, from + u * kRows * p.kv_stride);
+    }
+  };
+  int first = begin / kStep * kStep + warp * kStep;
+  uint4 k[kLoads], v[kLoads];
+  int64_t row = rows.row(first);
+  load(k, p.k, row, first);
+  load(v, p.v, row, first);
   float q[kPiece];
   unpack(q, load_if(inside, p.q + work.q_row * p.q_stride + work.head(0) * p.head_dim + column));
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
@@ -418,15 +434,9 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   // Over the keys of the lane's row of each step: the largest score (base 2), and sums.
   float top = -INFINITY, sum = 0.0f, value[kPiece] = {};
-  for (int first = begin + warp * kStep; first < end; first += kWarps * kStep) {
-    uint4 k[kLoads], v[kLoads];
-#pragma unroll
-    for (int u = 0; u < kLoads; ++u) {
-      const int key = first + u * kRows + lane / kLanes;
-      const int64_t from = rows.row(key) * p.kv_stride;
-      k[u] = load_if(inside && key < end, k_head + from);
-      v[u] = load_if(inside && key < end, v_head + from);
-    }
+  for (; first < end; first += kWarps * kStep) {
+    const int next = first + kWarps * kStep;
+    row = rows.row(next);
     float score[kLoads];
     const float top_before = top;
 #pragma unroll
@@ -436,11 +446,16 @@ __global__ void __launch_bounds__(32 * kWarps)
       score[u] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) score[u] = fmaf(q[i], of_key[i], score[u]);
+    }
+    load(k, p.k, row, next);
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) {
         score[u] += __shfl_xor_sync(0xffffffffu, score[u], offset);
       }
-      if (first + u * kRows + lane / kLanes >= end) score[u] = -INFINITY;
+      const int key = first + u * kRows + first_row;
+      if (key < begin || key >= end) score[u] = -INFINITY;
       top = fmaxf(top, score[u]);
     }
     const float finite_top = top == -INFINITY ? 0.0f : top;  // no key of this lane's row yet
@@ -457,6 +472,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) value[i] = fmaf(weight, of_key[i], value[i]);
     }
+    load(v, p.v, row, next);
   }
 
   float top_of_warp = top;
@@ -494,15 +510,24 @@ int64_t ctas_of_split(const AttentionCuda& p) {
 // Shared memory has room for the results of this many warps.
 constexpr int most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 
+// The kernel for the problem's heads and a division of kWarps warps.
+template <int kHeadDim, int kWarps>
+auto kernel_for(const AttentionCuda& p, const AttentionSplits& splits) {
+  if (p.heads != p.kv_heads) return attention_decode_group_kernel<kHeadDim, kWarps>;
+  if constexpr (kWarps == 1) {
+    if (splits.loads == 4) return attention_decode_single_kernel<kHeadDim, kWarps, 4>;
+  }
+  return attention_decode_single_kernel<kHeadDim, kWarps, 8>;
+}
+
 // Launches CTAs of kWarps warps if the division has so many, or else of half as many.
 template <int kHeadDim, int kWarps = most_warps(kHeadDim)>
 cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
   if (splits.warps == kWarps) {
     const dim3 grid(static_cast<unsigned>(splits.count), static_cast<unsigned>(ctas_of_split(p)),
                     static_cast<unsigned>(p.sequences.count));
-    const auto kernel = p.heads == p.kv_heads ? attention_decode_single_kernel<kHeadDim, kWarps>
-                                              : attention_decode_group_kernel<kHeadDim, kWarps>;
-    return sm90::launch_dependent(kernel, grid, 32 * kWarps, 0, stream, p, splits);
+    return sm90::launch_dependent(kernel_for<kHeadDim, kWarps>(p, splits), grid, 32 * kWarps, 0,
+                                  stream, p, splits);
   }
   if constexpr (kWarps > 1) {
     return launch<kHeadDim, kWarps / 2>(p, splits, stream);
@@ -529,10 +554,11 @@ AttentionDivision attention_division(const AttentionCuda& p, int64_t max_kv_len,
   const int64_t wanted = std::min<int64_t>(ctas_per_sm * multiprocessors, kMostCtas) / ctas;
   const int64_t splits = std::clamp(wanted, fewest_splits(max_kv_len), most_splits(max_kv_len));
   // The fewer CTAs there are, the more warps each has.
-  const int64_t warps = std::clamp<int64_t>(kWarpsPerSm * multiprocessors / (ctas * splits), 1,
-                                            most_warps(p.head_dim));
+  const int64_t warps_per_cta = int64_t{kWarpsPerSm} * multiprocessors / (ctas * splits);
+  const int64_t warps = std::clamp<int64_t>(warps_per_cta, 1, most_warps(p.head_dim));
   return {.splits = splits,
-          .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps)))};
+          .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps))),
+          .loads = warps_per_cta == 0 ? 4 : 8};
 }
 
 int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len) {
