@@ -8,6 +8,7 @@
 #include "twell/base/rounding.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
+#include "twell/model/token_rows.h"
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
@@ -24,6 +25,8 @@ namespace {
 // layer_ops.h, which take the norm along.
 constexpr int64_t kBatchTokens = 4;
 constexpr int64_t kRowStep = 128;  // padded batches have a multiple of this many rows
+// From so many tokens on, feed-forward layers that work with unions take them sorted by id.
+constexpr int64_t kOrderedTokens = 512;
 
 // Number of bf16 values per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -107,6 +110,8 @@ BatchArrays cut(std::byte* base, int64_t tokens, int64_t sequences) {
   take(arrays.kv_begin, sequences);
   take(arrays.ids, tokens);
   take(arrays.positions, tokens);
+  take(arrays.rows, tokens);
+  take(arrays.row_tokens, tokens);
   take(arrays.q_begin, sequences);
   take(arrays.q_len, sequences);
   take(arrays.kv_len, sequences);
@@ -265,6 +270,11 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
              .drawn = drawn};
   const BatchArrays host = batch_.host(staged_.tokens, staged_.sequences);
   std::copy(ids.begin(), ids.end(), host.ids);
+  if (staged_.tokens >= kOrderedTokens) {
+    const std::span<int32_t> rows(host.rows, ids.size());
+    rows_by_id(ids, config_.vocab_size, rows);
+    for (size_t m = 0; m < ids.size(); ++m) host.row_tokens[rows[m]] = static_cast<int32_t>(m);
+  }
   staged_.uniform = cache == nullptr;
   int64_t row = 0;
   for (size_t i = 0; i < sequences.size(); ++i) {
@@ -298,23 +308,26 @@ int64_t ForwardCuda::padded_tokens() const {
   return round_up(staged_.tokens, staged_.tokens <= kRowStep ? 16 : kRowStep);
 }
 
-void ForwardCuda::norm(const BF16* weight) const {
+void ForwardCuda::norm(const BF16* weight, const int32_t* rows) const {
   TWELL_CUDA_CHECK(launch_rms_norm({.tokens = staged_.tokens,
                                     .width = config_.width,
                                     .x = residual_.data(),
                                     .weight = device_bf16(weight),
                                     .y = hidden_.data(),
-                                    .eps = static_cast<float>(config_.norm_eps)},
+                                    .eps = static_cast<float>(config_.norm_eps),
+                                    .y_rows = rows},
                                    ctx_.stream()));
 }
 
-void ForwardCuda::norm_rotated(const BF16* weight, const FfnForwardCuda& ffn) const {
+void ForwardCuda::norm_rotated(const BF16* weight, const FfnForwardCuda& ffn,
+                               const int32_t* rows) const {
   TWELL_CUDA_CHECK(launch_rotate_norm({.norm = {.tokens = staged_.tokens,
                                                 .width = config_.width,
                                                 .x = residual_.data(),
                                                 .weight = device_bf16(weight),
                                                 .y = hidden_.data(),
-                                                .eps = static_cast<float>(config_.norm_eps)},
+                                                .eps = static_cast<float>(config_.norm_eps),
+                                                .y_rows = rows},
                                        .rotated = ffn.rotated,
                                        .rounding = ffn.weights.screen.rounding,
                                        .bound = ffn.weights.screen.bound},
@@ -485,25 +498,30 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                                          ctx_.stream()));
   }
   done(ForwardStage::kOutput);
-  const FfnForwardCuda ffn{
-      .tokens = staged_.tokens,
-      .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
-                  .w_up = device_bf16(w.ffn.w_up.data),
-                  .w_down = device_bf16(w.ffn.w_down.data),
-                  .activation = config_.activation,
-                  .b_gate = device_bf16(w.ffn.b_gate),
-                  .b_up = device_bf16(w.ffn.b_up),
-                  .b_down = device_bf16(w.ffn.b_down),
-                  .screen = rotated_gate(layer)},
-      .x = hidden_.data(),
-      .y = residual_.data(),
-      .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
-      .add = true,
-      .rotated = {.values = rotated_hidden_.data(), .bounds = token_bounds_.data()}};
+  FfnForwardCuda ffn{.tokens = staged_.tokens,
+                     .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
+                                 .w_up = device_bf16(w.ffn.w_up.data),
+                                 .w_down = device_bf16(w.ffn.w_down.data),
+                                 .activation = config_.activation,
+                                 .b_gate = device_bf16(w.ffn.b_gate),
+                                 .b_up = device_bf16(w.ffn.b_up),
+                                 .b_down = device_bf16(w.ffn.b_down),
+                                 .screen = rotated_gate(layer)},
+                     .x = hidden_.data(),
+                     .y = residual_.data(),
+                     .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
+                     .add = true,
+                     .rotated = {.values = rotated_hidden_.data(), .bounds = token_bounds_.data()}};
+  // Whoever observes the layers expects rows in the order of the tokens.
+  const bool in_order = staged_.tokens < kOrderedTokens || row_nnz != nullptr || hooks.ffn ||
+                        !ffn_maps_rows(ffn, ffn_plans_[layer], ffn_);
+  const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
+  const int32_t* const rows = in_order ? nullptr : batch.rows;
+  if (!in_order) ffn.y_rows = batch.row_tokens;
   if (ffn_reads_rotated(ffn, ffn_plans_[layer], ffn_)) {
-    norm_rotated(w.ffn_norm, ffn);
+    norm_rotated(w.ffn_norm, ffn, rows);
   } else {
-    norm(w.ffn_norm);
+    norm(w.ffn_norm, rows);
   }
   done(ForwardStage::kNorm);
   if (hooks.ffn) {

@@ -29,6 +29,8 @@ namespace twell {
 struct BatchArrays {
   int32_t* ids = nullptr;         // [M]
   int32_t* positions = nullptr;   // [M]
+  int32_t* rows = nullptr;        // [M] rows_by_id of the ids, where sorting pays (forward_cuda.cc)
+  int32_t* row_tokens = nullptr;  // [M] the token of each of these rows
   int64_t* cache_rows = nullptr;  // [M] rows of the cache, if there is one
   int32_t* q_begin = nullptr;     // [S]; from here on: see AttentionSequencesCuda
   int32_t* q_len = nullptr;
@@ -155,10 +157,11 @@ class ForwardCuda {
   // The layer's q/k/v product of x (through the RMS norm with these weights, unless null), whose
   // keys and values go into the cache.
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
-  void project(int64_t layer);          // hidden to rotated queries, keys and values
-  void norm(const BF16* weight) const;  // residual to hidden
+  void project(int64_t layer);  // hidden to rotated queries, keys and values
+  // Residual to hidden; `rows`: the row of each token there, null: its own.
+  void norm(const BF16* weight, const int32_t* rows = nullptr) const;
   // The same for a feed-forward layer that reads `rotated` behind this gate's screen.
-  void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn) const;
+  void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn, const int32_t* rows) const;
   void make_rotated_gates();
   RotatedGateCuda rotated_gate(int64_t layer) const;  // without values where there are none
   // Padded number of rows in matrix products: few different shapes need few plans.

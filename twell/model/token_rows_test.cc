@@ -17,6 +17,10 @@ TEST(TokenRowsTest, TokensOfAnIdFollowEachOtherInTheOrderOfTheText) {
   EXPECT_THAT(rows_of({3, 0, 3, 4, 0, 3}, 5), testing::ElementsAre(2, 0, 3, 5, 1, 4));
 }
 
+TEST(TokenRowsTest, UnknownTokensCountAsTheFirstId) {
+  EXPECT_THAT(rows_of({2, -1, 0, -3}, 3), testing::ElementsAre(3, 0, 1, 2));
+}
+
 TEST(TokenRowsTest, OneIdAndNoTokens) {
   EXPECT_THAT(rows_of({7, 7, 7}, 8), testing::ElementsAre(0, 1, 2));
   EXPECT_THAT(rows_of({}, 8), testing::IsEmpty());

@@ -428,6 +428,7 @@ class FfnCallCuda {
                        .y = chunk_.y,
                        .add = chunk_.add,
                        .squared = squared(),
+                       .y_rows = chunk_.y_rows,
                        .candidates = {workspace_.words_.data(), workspace_.row_nnz_.data()},
                        .row_nnz = chunk_.row_nnz,
                        .activity = plan_.counts},
@@ -526,6 +527,7 @@ class FfnCallCuda {
             .y = chunk_.y,
             .add = chunk_.add,
             .squared = squared(),
+            .y_rows = chunk_.y_rows,
             .activity = plan_.counts};
   }
 
@@ -590,6 +592,19 @@ bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
   return problem.tokens > 0 && choose(problem, plan, workspace).launch == GpuFfnLaunch::kScreened;
 }
 
+namespace {
+
+bool maps_rows(GpuFfnLaunch launch) {
+  return launch == GpuFfnLaunch::kTileUnion || launch == GpuFfnLaunch::kScreened;
+}
+
+}  // namespace
+
+bool ffn_maps_rows(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                   const FfnWorkspaceCuda& workspace) {
+  return problem.tokens > 0 && maps_rows(choose(problem, plan, workspace).launch);
+}
+
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
@@ -598,6 +613,8 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   TWELL_CHECK(problem.x != problem.y || (problem.norm != nullptr && problem.add),
               "an FFN may overwrite x only with its norm, adding to it");
   const GpuFfnChoice& choice = choose(problem, plan, workspace);
+  TWELL_CHECK(problem.y_rows == nullptr || maps_rows(choice.launch),
+              "{} does not take rows in another order", choice.reason);
   const bool few = choice.launch == GpuFfnLaunch::kSmallBatch;
   const int64_t most = few ? kMaxFewTokens : workspace.chunk_tokens(), unit = few ? 1 : 128;
   const int64_t step =
@@ -606,7 +623,11 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     FfnForwardCuda chunk = problem;
     chunk.tokens = std::min(step, problem.tokens - begin);
     chunk.x += begin * workspace.width();
-    chunk.y += begin * workspace.width();
+    if (chunk.y_rows == nullptr) {
+      chunk.y += begin * workspace.width();
+    } else {
+      chunk.y_rows += begin;
+    }
     if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
     if (chunk.rotated.values != nullptr) {
       chunk.rotated.values += begin * workspace.width();

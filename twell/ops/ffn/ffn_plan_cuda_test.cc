@@ -10,6 +10,7 @@
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/ffn_cuda.h"
 #include "twell/ops/ffn/rotated_screen_cuda.h"
+#include "twell/ops/rms_norm/rows_testing.h"
 
 namespace twell {
 namespace {
@@ -186,6 +187,42 @@ TEST(FfnPlanCuda, RunsBehindAScreen) {
     EXPECT_LE(plans[0].activity.candidate_share, 1.0);
     problem.rotated = {};
     EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));
+  }
+}
+
+// Row r of x then belongs to row y_rows[r] of y.
+TEST_P(FfnPlanCudaTest, TakesRowsInAnotherOrder) {
+  TWELL_GPU_TEST();
+  const Case& c = GetParam();
+  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
+  const std::vector<int32_t> rows = shuffled_rows(c.tokens);
+  std::vector<int32_t> tokens(rows.size());
+  for (size_t m = 0; m < rows.size(); ++m) {
+    tokens[static_cast<size_t>(rows[m])] = static_cast<int32_t>(m);
+  }
+  const auto x = upload(moved_to(rows, download(layer.x), c.width));
+  const auto device_tokens = upload(tokens);
+  for (const bool add : {false, true}) {
+    const Outcome want = run(ctx, stream, layer, FfnPolicy::kTileUnion, false, 0,
+                             add ? residual : std::vector<__nv_bfloat16>());
+    FfnPlansCuda plans(ctx, 1, c.ffn, FfnPolicy::kTileUnion);
+    FfnWorkspaceCuda workspace(ctx, c.tokens, c.width, c.ffn, c.gated);
+    const auto y = add ? upload(residual) : poisoned<__nv_bfloat16>(c.tokens * c.width);
+    const FfnForwardCuda problem{.tokens = c.tokens,
+                                 .weights = layer.weights(),
+                                 .x = x.data(),
+                                 .y = y.data(),
+                                 .add = add,
+                                 .y_rows = device_tokens.data()};
+    if (!ffn_maps_rows(problem, plans[0], workspace)) {
+      EXPECT_THROW(ffn_forward_cuda(ctx, problem, plans[0], workspace), Error);
+      continue;
+    }
+    ffn_forward_cuda(ctx, problem, plans[0], workspace);
+    plans.update(ctx);
+    EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
+    EXPECT_LT(difference(download(y), want.y), std::ldexp(1.0, -8));  // sums have another order
   }
 }
 

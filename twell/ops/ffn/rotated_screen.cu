@@ -81,8 +81,8 @@ __device__ constexpr int64_t loaded_width(int64_t width) {
   return kRowThreads == 32 ? int64_t{32} * kPiece * kPieces : width;
 }
 
-// What the kernels do to a row before and after: load leaves its pieces in registers, finish stores
-// its bounds.
+// What the kernels do to a row before and after: load leaves its pieces in registers, stored_row is
+// where its values go, and finish stores its bounds there.
 
 struct PlainRows {
   int64_t count, width;
@@ -90,6 +90,7 @@ struct PlainRows {
   int8_t* values;
   ScreenBound bound;
 
+  __device__ int64_t stored_row(int64_t row) const { return row; }
   template <int kRowThreads, int kPieces>
   __device__ __forceinline__ void load(int64_t row, Piece (&pieces)[kPieces]) const {
     const int64_t of_row = loaded_width<kRowThreads, kPieces>(width) / kPiece;
@@ -135,6 +136,9 @@ struct TokenRows : PlainRows {
 struct NormedRows : TokenRows {
   RmsNormCuda norm;
 
+  __device__ int64_t stored_row(int64_t row) const {
+    return norm.y_rows == nullptr ? row : norm.y_rows[row];
+  }
   template <int kRowThreads, int kPieces>
   __device__ __forceinline__ void load(int64_t row, Piece (&pieces)[kPieces]) const {
     RmsNormCuda p = norm;
@@ -292,6 +296,7 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (row >= p.rows() || p.skips(row, lane == 0)) return;
   float* shared = exchanged[threadIdx.x / 32];
+  const int64_t to = p.stored_row(row);
 
   Piece pieces[kPieces];
   p.template load<32>(row, pieces);
@@ -334,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         quantise<Rows::kGate, kBound>(values + turn * 32 + half * kGroup,
-                                      (at * 2 + half) * 8 + column, p.values + row * p.width, sums);
+                                      (at * 2 + half) * 8 + column, p.values + to * p.width, sums);
       }
     }
   };
@@ -346,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
   sums.squares = warp_sum(sums.squares);
   sums.errors = warp_sum(sums.errors);
   sums.products = warp_sum(sums.products);
-  if (lane == 0) p.finish(row, sums);
+  if (lane == 0) p.finish(to, sums);
 }
 
 // Steps over kSize columns at distances of 128, in place.
@@ -381,6 +386,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   if (p.skips(row, thread == 0)) return;
 
+  const int64_t to = p.stored_row(row);
   const auto columns = static_cast<int>(p.width);
   const int block = hadamard_block(p.width);
   {
@@ -459,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
     for (int i = 0; i < kGroups; ++i) {
       const int group = thread + i * kThreads;
       if (group >= columns / kGroup) break;
-      quantise<Rows::kGate, kBound>(values[i], group, p.values + row * p.width, sums);
+      quantise<Rows::kGate, kBound>(values[i], group, p.values + to * p.width, sums);
     }
   };
   if (p.bound == ScreenBound::kStrict) {
@@ -478,7 +484,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
     sums.errors += of_warp[i].errors;
     sums.products += of_warp[i].products;
   }
-  p.finish(row, sums);
+  p.finish(to, sums);
 }
 
 // Whether the warp kernel has an instance for rows of this width.

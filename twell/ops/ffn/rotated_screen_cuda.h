@@ -38,7 +38,7 @@ struct RotateRowsCuda {
 };
 cudaError_t launch_rotate_rows(const RotateRowsCuda& problem, cudaStream_t stream);
 
-// launch_rms_norm, with the same bits in y and sum, and the rotated rows of y.
+// launch_rms_norm, with the same bits in y and sum, and the rotated rows of y, in the same order.
 struct RotateNormCuda {
   RmsNormCuda norm;
   RotatedRowsCuda rotated;

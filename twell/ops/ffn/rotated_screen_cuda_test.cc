@@ -10,6 +10,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/ffn/rotated_screen_testing.h"
+#include "twell/ops/rms_norm/rows_testing.h"
 
 namespace twell {
 namespace {
@@ -250,7 +251,11 @@ TEST_P(RotatedNormCudaTest, IsTheNormAndTheRotation) {
   const auto device_residual = upload(residual);
   const auto weight = upload(random_bf16(width, 3));
   const auto rounding = upload(std::vector<float>{0.3f * std::sqrt(static_cast<float>(width))});
-  for (const ScreenBound bound : {ScreenBound::kStrict, ScreenBound::kProbabilistic}) {
+  const auto rows = shuffled_rows(tokens);
+  const auto device_rows = upload(rows);
+  for (const auto& [bound, ordered] :
+       {std::pair(ScreenBound::kStrict, false), std::pair(ScreenBound::kProbabilistic, false),
+        std::pair(ScreenBound::kStrict, true), std::pair(ScreenBound::kProbabilistic, true)}) {
     std::vector<__nv_bfloat16> y[2], sum[2];
     std::vector<int8_t> values[2];
     std::vector<TokenBound> bounds[2];
@@ -265,7 +270,8 @@ TEST_P(RotatedNormCudaTest, IsTheNormAndTheRotation) {
                              .residual = with_residual ? device_residual.data() : nullptr,
                              .sum = device_sum.data(),
                              .weight = weight.data(),
-                             .y = device_y.data()};
+                             .y = device_y.data(),
+                             .y_rows = ordered ? device_rows.data() : nullptr};
       const RotatedRowsCuda rotated{device_values.data(), device_bounds.data()};
       if (together) {
         TWELL_CUDA_CHECK(launch_rotate_norm({norm, rotated, rounding.data(), bound}, stream.get()));
@@ -287,8 +293,11 @@ TEST_P(RotatedNormCudaTest, IsTheNormAndTheRotation) {
     EXPECT_EQ(
         std::memcmp(bounds[0].data(), bounds[1].data(), bounds[0].size() * sizeof(TokenBound)), 0);
     if (tokens > 2) {
-      EXPECT_EQ(bounds[1][0].base, -kScreenMostSpread - 1);
-      EXPECT_EQ(bounds[1][1].base, kScreenMostBase);
+      const auto row = [&](size_t token) {
+        return ordered ? static_cast<size_t>(rows[token]) : token;
+      };
+      EXPECT_EQ(bounds[1][row(0)].base, -kScreenMostSpread - 1);
+      EXPECT_EQ(bounds[1][row(1)].base, kScreenMostBase);
     }
   }
 }

@@ -105,6 +105,7 @@ struct SparseUpDownCuda {
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
   bool squared = false;                   // f(g) = g^2
+  const int32_t* y_rows = nullptr;        // [M] row of y of each row of x; null: its own
   ActivityCuda* activity = nullptr;       // added to; may be null
   // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
   // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
@@ -294,10 +295,11 @@ struct Down {
   // A second product to add: activations2 weight2[union]; null: none.
   const __nv_bfloat16* activations2;
   const __nv_bfloat16* weight2;
-  __nv_bfloat16* y;  // [M, D]
-  int32_t* taken;    // like Up::taken
-  int width;         // D
-  bool add;          // y += instead of =, both rounded to bf16
+  __nv_bfloat16* y;                 // [M, D]
+  int32_t* taken;                   // like Up::taken
+  int width;                        // D
+  bool add;                         // y += instead of =, both rounded to bf16
+  const int32_t* y_rows = nullptr;  // [M] row of y of each token; null: its own
 };
 
 // find_unions adds to activity what it counts, unless it is null. When it does not follow the gate

@@ -633,8 +633,9 @@ struct DownProblem {
   const __nv_bfloat16* weight[2];  // [F, D]; the second is null where there is one product
   __nv_bfloat16* y;                // [M, D]
   int32_t* taken;
-  int width;  // D
-  bool add;   // y += instead of =
+  int width;              // D
+  bool add;               // y += instead of =
+  const int32_t* y_rows;  // [M] or null
 
   // tiles.ready is not null: find_unions may still be running.
   __device__ __forceinline__ void wait_for_items() const {
@@ -669,7 +670,7 @@ struct DownProblem {
     const DownProblem& problem;
     const int column;
     const bool empty;   // no neuron of the tile is active
-    int32_t tokens[8];  // rows of y that this lane writes
+    int32_t tokens[8];  // rows of y that this lane writes; negative: none
 
     // Row, among its warpgroup's 64, that this lane writes in store i; a warp writes two at a time.
     __device__ __forceinline__ static int stored_row(int i) {
@@ -681,6 +682,7 @@ struct DownProblem {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         tokens[i] = problem.tiles.tokens[item.x * kTileTokens + warpgroup * 64 + stored_row(i)];
+        if (problem.y_rows != nullptr && tokens[i] >= 0) tokens[i] = problem.y_rows[tokens[i]];
       }
     }
     __device__ __forceinline__ void operator()(const float (&acc)[128], uint32_t out) const {
@@ -751,7 +753,8 @@ cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
                             down.y,
                             down.taken,
                             down.width,
-                            down.add};
+                            down.add,
+                            down.y_rows};
   return down.tiles.ready != nullptr ? gathered::launch<true>(problem, ctas, stream)
                                      : gathered::launch(problem, ctas, stream);
 }
@@ -874,7 +877,8 @@ Down down_of(const Problem& problem, const Tiles& tiles) {
           .y = problem.y,
           .taken = &tiles.counts->down_taken,
           .width = static_cast<int>(problem.width),
-          .add = problem.add};
+          .add = problem.add,
+          .y_rows = problem.y_rows};
 }
 
 }  // namespace
