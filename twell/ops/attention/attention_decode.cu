@@ -78,6 +78,18 @@ struct Work {
   int begin, end;  // keys
 };
 
+// Lets the next kernel start, reads where the keys lie, and waits for the previous kernel, which
+// may write the last of them. The rows are of no use where there is no work.
+__device__ __forceinline__ KvRows begin_work(const AttentionCuda& p, const Work& work) {
+  sm90::allow_next_kernel();
+  const bool works = work.exists();
+  const int first_block = works ? work.first_block : 0;
+  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
+                    first_block * kKvBlock, works ? work.end : 1);
+  sm90::wait_for_previous_kernel();
+  return rows;
+}
+
 __device__ __forceinline__ uint4 load_if(bool valid, const __nv_bfloat16* from) {
   return valid ? *reinterpret_cast<const uint4*>(from) : uint4{};
 }
@@ -261,14 +273,9 @@ template <int kHeadDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     attention_decode_group_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
-  sm90::allow_next_kernel();
+  const KvRows rows = begin_work(p, work);
+  if (!work.exists()) return;
   const int begin = work.begin, end = work.end;
-  const bool works = work.exists();
-  const int first_block = works ? work.first_block : 0;
-  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
-                    first_block * kKvBlock, works ? end : 1);
-  sm90::wait_for_previous_kernel();
-  if (!works) return;
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4, t = lane % 4;
@@ -396,14 +403,9 @@ template <int kHeadDim, int kWarps, int kLoads>
 __global__ void __launch_bounds__(32 * kWarps, kWarpsPerSm * 8 / (kLoads * kWarps))
     attention_decode_single_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
-  sm90::allow_next_kernel();
+  const KvRows rows = begin_work(p, work);
+  if (!work.exists()) return;
   const int begin = work.begin, end = work.end;
-  const bool works = work.exists();
-  const int first_block = works ? work.first_block : 0;
-  const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
-                    first_block * kKvBlock, works ? end : 1);
-  sm90::wait_for_previous_kernel();
-  if (!works) return;
 
   constexpr int kLanes = kHeadDim / kPiece;  // of a row
   constexpr int kRows = 32 / kLanes;         // that a warp loads at once
