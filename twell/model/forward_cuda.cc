@@ -270,7 +270,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
              .drawn = drawn};
   const BatchArrays host = batch_.host(staged_.tokens, staged_.sequences);
   std::copy(ids.begin(), ids.end(), host.ids);
-  if (staged_.tokens >= kOrderedTokens) {
+  if (sorts_rows()) {
     const std::span<int32_t> rows(host.rows, ids.size());
     rows_by_id(ids, config_.vocab_size, rows);
     for (size_t m = 0; m < ids.size(); ++m) host.row_tokens[rows[m]] = static_cast<int32_t>(m);
@@ -301,6 +301,10 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
   if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
   batch_.enqueue_copy(ctx_, staged_.tokens, staged_.sequences);
+}
+
+bool ForwardCuda::sorts_rows() const {
+  return staged_.tokens >= kOrderedTokens && plan_.ffn != FfnPolicy::kDense;
 }
 
 int64_t ForwardCuda::padded_tokens() const {
@@ -513,7 +517,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
                      .add = true,
                      .rotated = {.values = rotated_hidden_.data(), .bounds = token_bounds_.data()}};
   // Whoever observes the layers expects rows in the order of the tokens.
-  const bool in_order = staged_.tokens < kOrderedTokens || row_nnz != nullptr || hooks.ffn ||
+  const bool in_order = !sorts_rows() || row_nnz != nullptr || hooks.ffn ||
                         !ffn_maps_rows(ffn, ffn_plans_[layer], ffn_);
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const int32_t* const rows = in_order ? nullptr : batch.rows;

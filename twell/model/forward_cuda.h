@@ -29,7 +29,7 @@ namespace twell {
 struct BatchArrays {
   int32_t* ids = nullptr;         // [M]
   int32_t* positions = nullptr;   // [M]
-  int32_t* rows = nullptr;        // [M] rows_by_id of the ids, where sorting pays (forward_cuda.cc)
+  int32_t* rows = nullptr;        // [M] rows_by_id of the ids, in batches that are sorted
   int32_t* row_tokens = nullptr;  // [M] the token of each of these rows
   int64_t* cache_rows = nullptr;  // [M] rows of the cache, if there is one
   int32_t* q_begin = nullptr;     // [S]; from here on: see AttentionSequencesCuda
@@ -164,6 +164,8 @@ class ForwardCuda {
   void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn, const int32_t* rows) const;
   void make_rotated_gates();
   RotatedGateCuda rotated_gate(int64_t layer) const;  // without values where there are none
+  // Whether feed-forward layers may take the staged batch sorted by id.
+  bool sorts_rows() const;
   // Padded number of rows in matrix products: few different shapes need few plans.
   int64_t padded_tokens() const;
 
