@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -363,14 +364,17 @@ class ServeTest(unittest.TestCase):
         status, answer = self.post("/v1/completions", {"prompt": ["a"] * 64, "n": 2})
         self.assertEqual(status, 400)
         statuses = []
+        all_ready = threading.Barrier(8)
 
         def work(_):
             connection = Connection(self.served)
+            all_ready.wait()
             statuses.append(connection.post("/v1/completions", {
                 "prompt": ["a"] * 40, "max_tokens": 60, "ignore_eos": True})[0])
             connection.close()
 
         in_threads(8, work)
+        # The queue has room for the sequences of one request, and never takes a part of them.
         self.assertEqual(set(statuses), {200, 503})
         self.wait_until_idle()
 

@@ -123,7 +123,7 @@ Scheduler::Scheduler(Session& session, const Tokenizer& tokenizer, const Schedul
 
 Scheduler::~Scheduler() = default;
 
-std::optional<int64_t> Scheduler::submit(GenerationRequest asked) {
+void Scheduler::check(const GenerationRequest& asked) const {
   TWELL_REQUIRE(!asked.prompt.empty(), "a prompt needs at least one token");
   for (const int32_t id : asked.prompt) {
     TWELL_REQUIRE(id >= 0 && id < session_.config().vocab_size,
@@ -144,21 +144,37 @@ std::optional<int64_t> Scheduler::submit(GenerationRequest asked) {
   asked.sampler.validate();
   check_log_probs(asked.log_probs);
   check_log_probs(asked.prompt_log_probs);
-  auto request = std::make_unique<Request>(std::move(asked));
-  request->usage.prompt_tokens = request->prompt_tokens();
+}
+
+std::optional<int64_t> Scheduler::submit(GenerationRequest request) {
+  std::vector<GenerationRequest> requests;
+  requests.push_back(std::move(request));
+  return submit(std::move(requests));
+}
+
+std::optional<int64_t> Scheduler::submit(std::vector<GenerationRequest> asked) {
+  std::vector<std::unique_ptr<Request>> requests;
+  for (GenerationRequest& one : asked) {
+    check(one);
+    requests.push_back(std::make_unique<Request>(std::move(one)));
+    requests.back()->usage.prompt_tokens = requests.back()->prompt_tokens();
+  }
 
   const std::lock_guard lock(mutex_);
-  const bool full = options_.max_waiting > 0 && std::ssize(waiting_) >= options_.max_waiting;
+  const bool full = options_.max_waiting > 0 &&
+                    std::ssize(waiting_) + std::ssize(requests) > options_.max_waiting;
   if (full || draining_) {
-    ++refused_;
+    refused_ += std::ssize(requests);
     return std::nullopt;
   }
-  request->number = submitted_++;
-  const int64_t number = request->number;
-  waiting_.push_back(request.get());
-  live_.emplace(number, std::move(request));
+  const int64_t first = submitted_;
+  for (std::unique_ptr<Request>& request : requests) {
+    request->number = submitted_++;
+    waiting_.push_back(request.get());
+    live_.emplace(request->number, std::move(request));
+  }
   changed_.notify_all();
-  return number;
+  return first;
 }
 
 void Scheduler::cancel(int64_t request) {

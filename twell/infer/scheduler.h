@@ -144,6 +144,9 @@ class Scheduler {
   // drains. InputError when the request is impossible, or when its prompt leaves no room for a
   // token.
   std::optional<int64_t> submit(GenerationRequest request);
+  // Queues all of the requests or, when the queue has no room for all or the scheduler drains,
+  // none. Returns the number of the first; the others' follow it.
+  std::optional<int64_t> submit(std::vector<GenerationRequest> requests);
   // Ends the request in the next step, at the latest after the token being computed; its last event
   // says kCancelled. No effect on a request that has ended.
   void cancel(int64_t request);
@@ -176,6 +179,8 @@ class Scheduler {
     Clock::time_point start;
   };
 
+  // InputError as for submit().
+  void check(const GenerationRequest& asked) const;
   bool advance();
   void end_cancelled();
   void admit_waiting();

@@ -215,11 +215,21 @@ TEST_F(SchedulerCpuTest, RefusesWhatItCannotTake) {
   EXPECT_EQ(scheduler.submit(request({1}, 3, heard[0])), 0);
   scheduler.step();  // takes the slot
   EXPECT_EQ(scheduler.submit(request({1}, 3, heard[1])), 1);
+  const auto together = [&](std::vector<int32_t> first, std::vector<int32_t> second) {
+    std::vector<GenerationRequest> both;
+    both.push_back(request(std::move(first), 3, heard[3]));
+    both.push_back(request(std::move(second), 3, heard[3]));
+    return scheduler.submit(std::move(both));
+  };
+  EXPECT_EQ(together({1}, {1}), std::nullopt);  // there is room for one of them
+  EXPECT_THROW(together({1}, {kVocab}), InputError);
+  EXPECT_EQ(scheduler.stats().waiting, 1);
+  EXPECT_EQ(scheduler.stats().refused, 2);
   EXPECT_EQ(scheduler.submit(request({1}, 3, heard[2])), 2);
   EXPECT_EQ(scheduler.submit(request({1}, 3, heard[3])), std::nullopt);
   EXPECT_EQ(scheduler.stats().waiting, 2);
   EXPECT_EQ(scheduler.stats().running, 1);
-  EXPECT_EQ(scheduler.stats().refused, 1);
+  EXPECT_EQ(scheduler.stats().refused, 3);
   finish(scheduler);
   EXPECT_THROW(scheduler.submit(request({}, 3, heard[3])), InputError);
   EXPECT_THROW(scheduler.submit(request({kVocab}, 3, heard[3])), InputError);

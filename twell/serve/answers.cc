@@ -30,12 +30,16 @@ Answers::~Answers() {
     mailbox_->share.clear();
   }
   if (done()) return;
-  for (const int64_t request : requests_) scheduler_.cancel(request);
+  for (size_t i = 0; i < submitted_; ++i) {
+    scheduler_.cancel(first_request_ + static_cast<int64_t>(i));
+  }
 }
 
-bool Answers::submit(GenerationRequest request) {
+bool Answers::add(GenerationRequest request) {
+  // The scheduler has the prompt twice: as it was, and with the new tokens.
+  if (!prompts_.grow(2 * std::ssize(request.prompt) * int64_t{sizeof(int32_t)})) return false;
   request.on_event = [&waker = waker_, mailbox = mailbox_,
-                      sequence = requests_.size()](const GenerationEvent& event) {
+                      sequence = added_.size()](const GenerationEvent& event) {
     const int64_t bytes = bytes_of(event);
     {
       const std::lock_guard lock(mailbox->mutex);
@@ -63,11 +67,17 @@ bool Answers::submit(GenerationRequest request) {
     }
     if (first) waker.wake({mailbox, &mailbox->arrived});
   };
-  // The scheduler has the prompt twice: as it was, and with the new tokens.
-  if (!prompts_.grow(2 * std::ssize(request.prompt) * int64_t{sizeof(int32_t)})) return false;
-  const std::optional<int64_t> number = scheduler_.submit(std::move(request));
-  if (number) requests_.push_back(*number);
-  return number.has_value();
+  added_.push_back(std::move(request));
+  return true;
+}
+
+bool Answers::submit() {
+  const size_t count = added_.size();
+  const std::optional<int64_t> first = scheduler_.submit(std::exchange(added_, {}));
+  if (!first) return false;
+  first_request_ = *first;
+  submitted_ = count;
+  return true;
 }
 
 std::vector<AnswerEvent> Answers::take(std::chrono::milliseconds at_most) {

@@ -45,15 +45,17 @@ class Answers {
   Answers(const Answers&) = delete;
   Answers& operator=(const Answers&) = delete;
 
-  // False when the scheduler is full or drains, or the budget is used up. InputError as for
-  // Scheduler::submit().
-  bool submit(GenerationRequest request);
+  // Adds a sequence to those that submit() hands over. False when the budget is used up.
+  bool add(GenerationRequest request);
+  // Hands the added sequences to the scheduler, which takes all of them or none. False when it has
+  // no room for them or drains. InputError as for Scheduler::submit().
+  bool submit();
   // Waits for events, at most so long, and returns those that are new, in order.
   std::vector<AnswerEvent> take(std::chrono::milliseconds at_most);
   // Whether events were lost because the budget was used up. Nothing more arrives then.
   bool overflowed() const;
   // Whether every event of every sequence has been taken.
-  bool done() const { return ended_ == requests_.size(); }
+  bool done() const { return ended_ == submitted_; }
 
  private:
   struct Mailbox {
@@ -72,7 +74,9 @@ class Answers {
   MemoryBudget::Share prompts_;
   std::shared_ptr<Mailbox> mailbox_;  // the engine thread may add to it after our end
   bool keeps_events_;
-  std::vector<int64_t> requests_;
+  std::vector<GenerationRequest> added_;  // not yet handed over
+  size_t submitted_ = 0;
+  int64_t first_request_ = 0;  // the scheduler's number of the first one
   size_t ended_ = 0;
 };
 

@@ -100,7 +100,8 @@ void steps(benchmark::State& state, bool answered) {
       continue;
     }
     answers.push_back(std::make_unique<Answers>(scheduler, waker, memory, false));
-    answers.back()->submit(request(i));
+    answers.back()->add(request(i));
+    answers.back()->submit();
     connections.emplace_back([&own = *answers.back()] {
       while (!own.done()) own.take(std::chrono::milliseconds(20));
     });

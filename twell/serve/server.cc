@@ -422,11 +422,11 @@ struct Server::Impl {
     return job;
   }
 
-  void submit_choices(Job& job, const GenerationRequest& request) {
+  void add_choices(Job& job, const GenerationRequest& request) {
     for (int64_t choice = 0; choice < job.options.choices; ++choice) {
       GenerationRequest one = request;
       one.sampler.seed += static_cast<uint64_t>(choice);
-      if (!job.answers.submit(std::move(one))) throw overloaded();
+      if (!job.answers.add(std::move(one))) throw overloaded();
       job.usage.emplace_back();
       job.counts_prompt.push_back(choice == 0);
     }
@@ -476,7 +476,7 @@ struct Server::Impl {
     }
     job->format = std::make_unique<CompletionFormat>(
         tokenizer, log_probs, std::ssize(request.prompts), job->options.choices, std::move(echoes));
-    for (const GenerationRequest& one : generations) submit_choices(*job, one);
+    for (const GenerationRequest& one : generations) add_choices(*job, one);
     return reply(job, http_request);
   }
 
@@ -490,13 +490,14 @@ struct Server::Impl {
     std::vector<int32_t> ids = encode(render(request.messages_json), false, "messages");
     job->format = std::make_unique<ChatFormat>(tokenizer, job->options.log_probs.has_value(),
                                                job->options.choices);
-    submit_choices(*job, generation(std::move(ids), job->options,
-                                    job->options.max_tokens.value_or(session.capacity()),
-                                    options.chat_stop_tokens, "messages"));
+    add_choices(*job, generation(std::move(ids), job->options,
+                                 job->options.max_tokens.value_or(session.capacity()),
+                                 options.chat_stop_tokens, "messages"));
     return reply(job, http_request);
   }
 
   HttpReply reply(const std::shared_ptr<Job>& job, const HttpRequest& request) {
+    if (!job->answers.submit()) throw overloaded();
     job->head = {
         {"id", fmt::format("{}-{:08x}{:06x}", job->format->id_prefix(), started, ++replied)},
         {"object", job->format->object(job->options.stream)},
