@@ -22,8 +22,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 TIME_IS_UP = 75
 # Shares of the steps: checkpoints, when a process is killed, how long a single one runs.
 SAVE_EVERY, KILL_AT, ALL_AGAIN_AFTER = 0.20, 0.41, 0.02
-FULL = ["--preset", "0.5b", "--micro-batch", "16", "--batch-tokens", "65536",
-        "--tokens", "300000000", "--validate-every", "100", "--validation-sequences", "64"]
+FULL = ["--preset", "0.5b", "--batch-tokens", "65536", "--tokens", "300000000",
+        "--validate-every", "100", "--validation-sequences", "64"]
+FULL_SEQUENCES = 32  # of a step
 SMALL = ["--width", "64", "--ffn", "256", "--layers", "2", "--heads", "2", "--context", "64",
          "--micro-batch", "4", "--batch-tokens", "1024", "--tokens", "204800",
          "--validate-every", "20", "--validation-sequences", "16", "--lr", "3e-3"]
@@ -84,7 +85,9 @@ class Run:
         self.log = machine.work / f"l1-{coefficient}.log"
         self.path = machine.work / f"l1-{coefficient}.events.json"
         self.events = json.loads(self.path.read_text()) if self.path.exists() else []
-        self.sizes = SMALL if machine.small else FULL
+        # A micro-batch per GPU and step.
+        self.sizes = SMALL if machine.small else \
+            [*FULL, "--micro-batch", str(max(1, FULL_SEQUENCES // machine.all))]
         value = {self.sizes[i]: self.sizes[i + 1] for i in range(0, len(self.sizes), 2)}
         batch = int(value["--batch-tokens"])
         self.steps = -(-int(value["--tokens"]) // batch)
