@@ -136,7 +136,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
                "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
   command
       .value("--max-waiting", &arguments->server.max_waiting, "N",
-             "Sequences that wait; further requests are answered with 503")
+             "Sequences that wait; a request with more than fit is answered with 503")
       .range(1, 1 << 20);
   command
       .value("--prefill-tokens", &arguments->server.prefill_tokens, "N",

@@ -208,6 +208,26 @@ TEST_F(SchedulerCpuTest, PenaltiesCountPromptAndNewText) {
   EXPECT_NEAR(heard[1].log_probs[0].token.log_prob, want.token.log_prob, 1e-5);
 }
 
+TEST_F(SchedulerCpuTest, TakesAListInItsOrder) {
+  SessionCpu session(ctx_, *model_, {.slots = 2, .capacity = 10});
+  Scheduler scheduler(session, tokenizer_, {.max_waiting = 3});
+  Heard alone[3], together[3];
+  std::vector<GenerationRequest> list;
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scheduler.submit(request({i, 1}, 3 + i, alone[i])), i);
+    list.push_back(request({i, 1}, 3 + i, together[i]));
+  }
+  finish(scheduler);
+  EXPECT_EQ(scheduler.submit(std::move(list)), 3);
+  EXPECT_EQ(scheduler.stats().waiting, 3);
+  scheduler.cancel(4);  // the second of the list
+  finish(scheduler);
+  EXPECT_EQ(together[0].ids, alone[0].ids);
+  EXPECT_EQ(together[1].stop, StopReason::kCancelled);
+  EXPECT_EQ(together[2].ids, alone[2].ids);
+  EXPECT_EQ(scheduler.stats().submitted, 6);
+}
+
 TEST_F(SchedulerCpuTest, RefusesWhatItCannotTake) {
   SessionCpu session(ctx_, *model_, {.slots = 1, .capacity = 10});
   Scheduler scheduler(session, tokenizer_, {.max_waiting = 2});

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <numeric>
 #include <span>
@@ -15,12 +16,25 @@ namespace twell {
 // text. They activate similar neurons, so that 128 rows have a smaller union than 128 tokens of the
 // text (bench/results/2026-11-26-token-order.txt). Ids are less than vocab; those below 0, of
 // tokens that are not known yet, count as 0.
+// A radix sort, because counts of each id would cost more than prompts of a few hundred tokens.
 inline void rows_by_id(std::span<const int32_t> ids, int64_t vocab, std::span<int32_t> rows) {
-  std::vector<int32_t> next(static_cast<size_t>(vocab) + 1);  // row of the next token of an id
-  for (const int32_t id : ids) ++next[static_cast<size_t>(std::max(id, 0)) + 1];
-  std::partial_sum(next.begin(), next.end(), next.begin());
-  for (size_t token = 0; token < ids.size(); ++token) {
-    rows[token] = next[static_cast<size_t>(std::max(ids[token], 0))]++;
+  constexpr int kDigitBits = 9;
+  constexpr int32_t kDigits = 1 << kDigitBits;
+  std::vector<int32_t> tokens(ids.size()), sorted(ids.size());
+  std::iota(tokens.begin(), tokens.end(), 0);
+  for (int shift = 0; (vocab - 1) >> shift > 0; shift += kDigitBits) {
+    const auto digit = [&](int32_t token) {
+      const int32_t id = std::max(ids[static_cast<size_t>(token)], 0);
+      return static_cast<size_t>(id >> shift & (kDigits - 1));
+    };
+    std::array<int32_t, kDigits + 1> next{};  // place of the next token with a digit
+    for (const int32_t token : tokens) ++next[digit(token) + 1];
+    std::partial_sum(next.begin(), next.end(), next.begin());
+    for (const int32_t token : tokens) sorted[static_cast<size_t>(next[digit(token)]++)] = token;
+    tokens.swap(sorted);
+  }
+  for (size_t row = 0; row < tokens.size(); ++row) {
+    rows[static_cast<size_t>(tokens[row])] = static_cast<int32_t>(row);
   }
 }
 

@@ -27,7 +27,8 @@ struct ServerOptions {
   std::vector<int32_t> chat_stop_tokens;  // end a chat completion
   ApiKeys keys;
   HttpLimits http;
-  int64_t max_waiting = 1024;  // sequences without a slot; more are answered with 503
+  // Sequences without a slot; a request with more than fit is answered with 503.
+  int64_t max_waiting = 1024;
   // For the bodies, prompts and answers of all requests in progress; what does not fit is answered
   // with 503.
   int64_t request_bytes = int64_t{4} << 30;

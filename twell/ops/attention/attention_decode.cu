@@ -398,7 +398,7 @@ __device__ __forceinline__ void unpack(float (&to)[kPiece], const uint4& bits) {
 // a time as it has lanes for. Registers are bounded so that an SM holds kWarpsPerSm warps with 8
 // loads of keys, and as many of values, ahead, or twice as many with 4. More of the former would
 // not fit, which matters where CTAs are few: they start while the previous kernel still has part of
-// the SMs, and would crowd on those that are free.
+// the SMs, and seem to crowd on those that are free.
 template <int kHeadDim, int kWarps, int kLoads>
 __global__ void __launch_bounds__(32 * kWarps, kWarpsPerSm * 8 / (kLoads * kWarps))
     attention_decode_single_kernel(AttentionCuda p, AttentionSplits splits) {

@@ -585,20 +585,16 @@ const GpuFfnChoice& choose(const FfnForwardCuda& problem, FfnPlanCuda& plan,
                          plan);
 }
 
+bool maps_rows(GpuFfnLaunch launch) {
+  return launch == GpuFfnLaunch::kTileUnion || launch == GpuFfnLaunch::kScreened;
+}
+
 }  // namespace
 
 bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
                        const FfnWorkspaceCuda& workspace) {
   return problem.tokens > 0 && choose(problem, plan, workspace).launch == GpuFfnLaunch::kScreened;
 }
-
-namespace {
-
-bool maps_rows(GpuFfnLaunch launch) {
-  return launch == GpuFfnLaunch::kTileUnion || launch == GpuFfnLaunch::kScreened;
-}
-
-}  // namespace
 
 bool ffn_maps_rows(const FfnForwardCuda& problem, FfnPlanCuda& plan,
                    const FfnWorkspaceCuda& workspace) {
