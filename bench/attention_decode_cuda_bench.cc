@@ -4,7 +4,7 @@
 // that the device states, and of the chosen and the fastest division: warps of a CTA x splits of a
 // sequence x loads of a lane, microseconds, and the floor's share of them; then all divisions.
 //   attention_decode_cuda_bench [--sequences S]... [--keys N]... [--heads H] [--kv-heads K]
-//                               [--head-dim N] [--rounds N]
+//                               [--head-dim N] [--rounds N] [--cache-8bit]
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
@@ -27,6 +27,7 @@ struct Options {
   std::vector<int64_t> sequences{1, 8, 64}, keys{160, 2000, 16000};
   int64_t heads = 32, kv_heads = 8, head_dim = 64;
   int rounds = 15;
+  bool eight_bits = false;
 };
 
 // Caches of enough layers, read one after the other, that none is left in the L2 cache.
@@ -56,10 +57,16 @@ void measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
   const int64_t kv_width = options.kv_heads * options.head_dim;
   const int64_t blocks = ceil_div(keys, int64_t{kKvBlock});
   const int64_t rows = sequences * blocks * kKvBlock;
-  const int64_t bytes = 4 * sequences * keys * kv_width;
+  const int64_t row_bytes = options.eight_bits ? kv_width + 4 * options.kv_heads : 2 * kv_width;
+  const int64_t bytes = 2 * sequences * keys * row_bytes;
   const int64_t layers = std::clamp<int64_t>(kBytesOfAllLayers / bytes, 2, 256);
   const auto part = random_operand(1 << 20, 1, 1.0f);
   DeviceBuffer<__nv_bfloat16> k(layers * rows * kv_width), v(layers * rows * kv_width);
+  // In 8 bits half of this memory is the bytes. Scales are 0, those of keys and then those of
+  // values.
+  const int64_t part_scales = options.eight_bits ? rows * options.kv_heads : 0;
+  const DeviceBuffer<float> scales(2 * layers * part_scales);
+  TWELL_CUDA_CHECK(cudaMemset(scales.data(), 0, static_cast<size_t>(scales.bytes())));
   for (int64_t at = 0; at < k.size(); at += 1 << 20) {
     const auto n = static_cast<size_t>(std::min<int64_t>(1 << 20, k.size() - at)) * 2;
     TWELL_CUDA_CHECK(cudaMemcpy(k.data() + at, part.data(), n, cudaMemcpyDefault));
@@ -106,8 +113,17 @@ void measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
     pieces.push_back([&, division] {
       AttentionCuda layer = p;
       for (int64_t i = 0; i < layers; ++i) {
-        layer.k = k.data() + i * rows * kv_width;
-        layer.v = v.data() + i * rows * kv_width;
+        if (options.eight_bits) {
+          float* const of_layer = scales.data() + 2 * i * part_scales;
+          const auto bytes_of = [&](const DeviceBuffer<__nv_bfloat16>& both) {
+            return reinterpret_cast<int8_t*>(both.data()) + i * rows * kv_width;
+          };
+          layer.k8 = {bytes_of(k), of_layer};
+          layer.v8 = {bytes_of(v), of_layer + part_scales};
+        } else {
+          layer.k = k.data() + i * rows * kv_width;
+          layer.v = v.data() + i * rows * kv_width;
+        }
         TWELL_CUDA_CHECK(
             launch_attention_decode(layer, workspace.splits(division, sequences), ctx.stream()));
       }
@@ -160,6 +176,7 @@ int main(int argc, char** argv) {
   app.add_option("--heads", options.heads, "Query heads");
   app.add_option("--kv-heads", options.kv_heads, "Key/value heads");
   app.add_option("--head-dim", options.head_dim, "Columns of a head");
+  app.add_flag("--cache-8bit", options.eight_bits, "Keys and values in 8 bits");
   app.add_option("--rounds", options.rounds, "Timed rounds of each division");
   CLI11_PARSE(app, argc, argv);
   return twell::run_benchmark("attention_decode_cuda_bench", [&] { twell::run(options); });

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the keys and values of a sequence lie in a paged cache on the GPU: rows of H_kv * hd
 // values, kKvBlock consecutive tokens of a sequence in each block of rows. A sequence's table names
-// its blocks in the order of its tokens.
+// its blocks in the order of its tokens. Values are in bf16, or in 8 bits with a scale per row and
+// head (KvBytes).
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,19 @@ inline constexpr int kKvBlock = 64;
 // rows.
 TWELL_HOST_DEVICE inline int32_t kv_row(int32_t block, int key) {
   return block * kKvBlock + static_cast<int32_t>(static_cast<uint32_t>(key) % kKvBlock);
+}
+
+// Rows in 8 bits: element c of head h in row j is data[j * H_kv * hd + h * hd + c] times
+// scales[kv_scale(j, h, H_kv)].
+struct KvBytes {
+  int8_t* data = nullptr;  // [rows, H_kv * hd]
+  float* scales =
+      nullptr;  // [blocks, H_kv, kKvBlock]: those of a head's next keys lie side by side
+};
+
+TWELL_HOST_DEVICE inline int64_t kv_scale(int64_t row, int64_t head, int64_t kv_heads) {
+  const auto at = static_cast<uint32_t>(row);  // a cache has fewer than 2^31 rows
+  return (at / kKvBlock * kv_heads + head) * kKvBlock + at % kKvBlock;
 }
 
 #ifdef __CUDACC__

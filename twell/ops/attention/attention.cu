@@ -180,6 +180,9 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
   TWELL_CHECK(problem.kv_heads > 0 && problem.heads % problem.kv_heads == 0,
               "attention: {} heads on {} key/value heads", problem.heads, problem.kv_heads);
   if (problem.sequences.count == 0 || problem.sequences.max_q_len == 0) return;
+  TWELL_CHECK(problem.k8.data == nullptr || problem.sequences.max_q_len == 1,
+              "attention of {} queries of a sequence to keys in 8 bits",
+              problem.sequences.max_q_len);
   if (problem.sequences.max_q_len == 1 && problem.sequences.tables != nullptr) {
     TWELL_CHECK(problem.sequences.count <= workspace.max_sequences(),
                 "attention: {} sequences in a workspace for {}", problem.sequences.count,

@@ -4,11 +4,11 @@
 // sequence sees keys 0 .. kv_len - q_len + i, or the last `window` of them.
 //
 // One query per sequence over a paged cache (decode) runs a kernel that reads the visible keys and
-// values once. How it divides a sequence's keys depends on the workspace, the number of sequences
-// and the sequence's own length: in batches of as many sequences, one gives the same bits whatever
-// the others are. Where cuDNN is found it runs uniform batches of whole sequences no longer than
-// the window and, from Hopper on, what attention_ragged() prepared; everything else runs our tiled
-// kernel. hd is a multiple of 8, at most 256. Never synchronises.
+// values once, in bf16 or in 8 bits. How it divides a sequence's keys depends on the workspace, the
+// number of sequences and the sequence's own length: in batches of as many sequences, one gives the
+// same bits whatever the others are. Where cuDNN is found it runs uniform batches of whole
+// sequences no longer than the window and, from Hopper on, what attention_ragged() prepared;
+// everything else runs our tiled kernel. hd is a multiple of 8, at most 256. Never synchronises.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,6 +68,7 @@ struct AttentionCuda {
   const __nv_bfloat16* k = nullptr;  // rows of H_kv * hd, kv_stride apart
   const __nv_bfloat16* v = nullptr;
   int64_t kv_stride = 0;
+  KvBytes k8, v8;                // decode alone takes them: in place of k and v if k8 is given
   int64_t window = 0;            // keys that a query sees, its own included; 0: all before it
   __nv_bfloat16* out = nullptr;  // [M, H * hd]
   float* logsumexp = nullptr;    // [sequences, H, max_q_len] or null; cuDNN alone writes it
@@ -75,8 +76,8 @@ struct AttentionCuda {
 };
 
 // How decoding divides a sequence's keys: into up to `splits` splits of equal lengths, fewer for
-// short texts. `warps` warps of one CTA share a split. With a key head for each query head a lane
-// has `loads` loads of keys, and as many of values, on the way: 8, or 4 if warps is 1.
+// short texts. `warps` warps of one CTA share a split. With a key head for each query head, in
+// bf16, a lane has `loads` loads of keys, and as many of values, on the way: 8, or 4 if warps is 1.
 struct AttentionDivision {
   int64_t splits = 0;
   int warps = 0;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
 #include <span>
 #include <utility>
@@ -67,6 +68,11 @@ struct Problem {
       const float* base_v = uniform ? q_f.data() + width + kv_width : v_f.data();
       s.k = ConstMatrixF(base_k + kv_begin[i] * kv_stride, kv_len[i], kv_width, kv_stride);
       s.v = ConstMatrixF(base_v + kv_begin[i] * kv_stride, kv_len[i], kv_width, kv_stride);
+      if (!k8.empty()) {
+        const int64_t at = kv_begin[i] * kv_width, scale_at = kv_begin[i] * shape.kv_heads;
+        s.k8 = {k8.data() + at, k_scales.data() + scale_at};
+        s.v8 = {v8.data() + at, v_scales.data() + scale_at};
+      }
       sequences.push_back(s);
     }
     Context ctx(1);
@@ -77,7 +83,28 @@ struct Problem {
     return out;
   }
 
-  // Moves the keys and values of every sequence to blocks scattered over a cache of large numbers.
+  // Rounds keys and values to 8 bits, with a scale per row and head.
+  void round_to_bytes() {
+    const auto round = [&](const std::vector<__nv_bfloat16>& from, std::vector<int8_t>& bytes,
+                           std::vector<float>& scales) {
+      const std::vector<float> values = to_floats(from);
+      for (size_t head = 0; head < values.size(); head += static_cast<size_t>(shape.head_dim)) {
+        const std::span<const float> of_head(values.data() + head,
+                                             static_cast<size_t>(shape.head_dim));
+        float largest = 0.0f;
+        for (const float value : of_head) largest = std::max(largest, std::abs(value));
+        scales.push_back(largest / 127.0f);
+        for (const float value : of_head) {
+          bytes.push_back(static_cast<int8_t>(std::lrintf(value * 127.0f / largest)));
+        }
+      }
+    };
+    round(k, k8, k_scales);
+    round(v, v8, v_scales);
+  }
+
+  // Moves the keys and values of every sequence to blocks scattered over a cache of large numbers,
+  // in 8 bits of NaN.
   void scatter() {
     constexpr int64_t kPrime = 10007;  // more than there are blocks
     const auto blocks = (capacity + kKvBlock - 1) / kKvBlock;
@@ -95,6 +122,29 @@ struct Problem {
       return to;
     };
     for (int64_t i = 1; i < all; ++i) tables.push_back(static_cast<int32_t>(i * kPrime % all));
+    if (!k8.empty()) {
+      const auto paged_bytes = [&](std::vector<int8_t>& bytes, std::vector<float>& scales) {
+        const auto rows_in_all = static_cast<size_t>(all * kKvBlock);
+        std::vector<int8_t> to(rows_in_all * static_cast<size_t>(kv_width), 127);
+        std::vector<float> to_scales(rows_in_all * static_cast<size_t>(shape.kv_heads),
+                                     std::numeric_limits<float>::quiet_NaN());
+        for (size_t i = 0; i < q_len.size(); ++i) {
+          const int32_t* table = tables.data() + static_cast<int64_t>(i) * blocks;
+          for (int32_t key = 0; key < kv_len[i]; ++key) {
+            const int64_t from = kv_begin[i] + key, row = kv_row(table[key / kKvBlock], key);
+            std::copy_n(bytes.begin() + from * kv_width, kv_width, to.begin() + row * kv_width);
+            for (int64_t head = 0; head < shape.kv_heads; ++head) {
+              to_scales[static_cast<size_t>(kv_scale(row, head, shape.kv_heads))] =
+                  scales[static_cast<size_t>(from * shape.kv_heads + head)];
+            }
+          }
+        }
+        bytes = to;
+        scales = to_scales;
+      };
+      paged_bytes(k8, k_scales);
+      paged_bytes(v8, v_scales);
+    }
     k = paged(k);
     v = paged(v);
     for (size_t i = 0; i < q_len.size(); ++i) kv_begin[i] = static_cast<int64_t>(i) * blocks;
@@ -120,6 +170,8 @@ struct Problem {
   std::vector<int64_t> kv_begin;
   std::vector<int32_t> tables;  // empty: sequences are contiguous
   std::vector<__nv_bfloat16> q, k, v;
+  std::vector<int8_t> k8, v8;  // in place of k and v, unless empty
+  std::vector<float> k_scales, v_scales;
 };
 
 enum class Kernel { kAny, kTiled, kCudnn };
@@ -136,6 +188,10 @@ class DeviceProblem {
         kv_len_(upload(problem.kv_len)),
         kv_begin_(upload(problem.kv_begin)),
         tables_(upload(problem.tables)),
+        k8_(upload(problem.k8)),
+        v8_(upload(problem.v8)),
+        k_scales_(upload(problem.k_scales)),
+        v_scales_(upload(problem.v_scales)),
         out_size_(problem.tokens * problem.shape.heads * problem.shape.head_dim),
         workspace_(std::ssize(problem.q_len), problem.shape.heads, problem.shape.head_dim,
                    problem.capacity) {
@@ -159,6 +215,11 @@ class DeviceProblem {
     p_.k = problem.uniform ? q_.data() + width : k_.data();
     p_.v = problem.uniform ? q_.data() + width + problem.kv_width : v_.data();
     p_.kv_stride = problem.kv_stride;
+    if (!problem.k8.empty()) {
+      p_.k = p_.v = nullptr;
+      p_.k8 = {k8_.data(), k_scales_.data()};
+      p_.v8 = {v8_.data(), v_scales_.data()};
+    }
     p_.window = problem.shape.window;
   }
 
@@ -218,6 +279,8 @@ class DeviceProblem {
   DeviceBuffer<int32_t> q_begin_, q_len_, kv_len_;
   DeviceBuffer<int64_t> kv_begin_;
   DeviceBuffer<int32_t> tables_;
+  DeviceBuffer<int8_t> k8_, v8_;
+  DeviceBuffer<float> k_scales_, v_scales_;
   int64_t out_size_;
   AttentionWorkspaceCuda workspace_;
   AttentionCuda p_;
@@ -228,14 +291,15 @@ std::vector<float> on_device(const Problem& problem, Kernel kernel = Kernel::kAn
 }
 
 // Weights that sum to one, and then the result, are rounded to bf16: 2^-9 of the largest value
-// each. f32 sums add far less.
+// each. f32 sums add far less. In 8 bits a weight is rounded with its value's scale, also where it
+// is the only one, and roundings have no others to average with: 2^-8 each at most.
 void expect_near(const std::vector<float>& got, const std::vector<float>& want,
                  const Problem& problem) {
   float largest = 0.0f;
   for (const float value : to_floats(problem.uniform ? problem.q : problem.v)) {
     largest = std::max(largest, std::abs(value));
   }
-  const float tolerance = std::ldexp(largest, -8);
+  const float tolerance = std::ldexp(largest, problem.k8.empty() ? -8 : -7);
   for (size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], tolerance) << i;
 }
 
@@ -271,6 +335,23 @@ TEST_P(AttentionCudaTest, DecodeEqualsCpu) {
   const auto want = problem.reference();
   expect_near(on_device(problem), want, problem);
   expect_blocks_near(problem, want);
+}
+
+TEST_P(AttentionCudaTest, DecodeOfEightBitsEqualsCpu) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const auto [heads, kv_heads, head_dim, none] = GetParam();
+  for (const int64_t window : {0, 1, 31, 64, 65, 300}) {
+    SCOPED_TRACE(testing::Message() << "a window of " << window);
+    Problem problem(heads, kv_heads, head_dim,
+                    {{1, 1}, {1, 255}, {1, 256}, {1, 257}, {0, 0}, {1, 700}, {1, 33}}, false);
+    problem.shape.window = window;
+    problem.round_to_bytes();
+    const auto want = problem.reference();
+    problem.scatter();
+    const auto got = on_device(problem);
+    expect_near(got, want, problem);
+    EXPECT_EQ(on_device(problem), got);
+  }
 }
 
 TEST_P(AttentionCudaTest, UniformBatchEqualsCpu) {
@@ -377,9 +458,8 @@ TEST(AttentionDivisionTest, TheWorkspaceHoldsEveryDivision) {
 // Lengths around the ends of splits, in batches of every size and in every division.
 class AttentionDecodeCudaTest : public testing::TestWithParam<AttentionShape> {};
 
-TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
-  TWELL_SKIP_WITHOUT_GPU();
-  const auto [heads, kv_heads, head_dim, none] = GetParam();
+void expect_every_division_near(const AttentionShape& shape, bool eight_bits) {
+  const auto [heads, kv_heads, head_dim, none] = shape;
   const std::vector<int64_t> ends = {1, 255, 256, 257, 1023, 1024, 1025, 2000, 5000};
   for (const int64_t sequences : {1, 4, 8, 16, 64}) {
     for (size_t longest = 0; longest < ends.size(); ++longest) {
@@ -388,6 +468,7 @@ TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
         lengths.push_back({1, ends[longest - i % (longest + 1)]});
       }
       Problem problem(heads, kv_heads, head_dim, lengths, false);
+      if (eight_bits) problem.round_to_bytes();
       for (const int64_t window : {0, 600}) {
         Problem scattered = problem;
         scattered.shape.window = problem.shape.window = window;
@@ -411,11 +492,21 @@ TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
                                    beside_others.begin() + row * width))
                 << "sequence " << row << " depends on its neighbours";
           }
-          if (HasFailure()) return;
+          if (testing::Test::HasFailure()) return;
         }
       }
     }
   }
+}
+
+TEST_P(AttentionDecodeCudaTest, EveryDivisionEqualsCpuWhateverTheNeighbours) {
+  TWELL_SKIP_WITHOUT_GPU();
+  expect_every_division_near(GetParam(), /*eight_bits=*/false);
+}
+
+TEST_P(AttentionDecodeCudaTest, EveryDivisionOfEightBitsEqualsCpuWhateverTheNeighbours) {
+  TWELL_SKIP_WITHOUT_GPU();
+  expect_every_division_near(GetParam(), /*eight_bits=*/true);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttentionDecodeCudaTest,

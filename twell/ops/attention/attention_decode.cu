@@ -14,11 +14,15 @@
 // - With one query head seven of eight columns of such a product would be empty. There a lane
 //   multiplies 8 columns of a key's row, and a warp has several rows of keys and of values on the
 //   way.
+// Keys and values in 8 bits take the first kernel whatever the heads: they become bf16, exactly, in
+// 2 instructions each, and the tensor cores do the rest. A key's scale multiplies its score and a
+// value's its weight.
 // The last CTA of a sequence to finish adds up all splits' results in a fixed order.
 #include <cuda_bf16.h>
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "twell/base/rounding.h"
 #include "twell/ops/attention/attention_cuda.h"
@@ -90,12 +94,28 @@ __device__ __forceinline__ KvRows begin_work(const AttentionCuda& p, const Work&
   return rows;
 }
 
-__device__ __forceinline__ uint4 load_if(bool valid, const __nv_bfloat16* from) {
-  return valid ? *reinterpret_cast<const uint4*>(from) : uint4{};
+// kPiece values of a row, as a lane loads them.
+template <typename T>
+using PieceOf = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
+
+template <typename T>
+__device__ __forceinline__ PieceOf<T> load_if(bool valid, const T* from) {
+  return valid ? *reinterpret_cast<const PieceOf<T>*>(from) : PieceOf<T>{};
 }
 
+// Values 2 i and 2 i + 1 of a piece in bf16.
 __device__ __forceinline__ uint32_t word(const uint4& bits, int i) {
   return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+}
+__device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
+  // 0x4300 is 128 in bf16, whose last place is then 1: with the lower 7 bits of a value it is 128
+  // more than these. With the sign bit it is 256, and without 128.
+  const uint32_t biased =
+      __byte_perm(i < 2 ? bytes.x : bytes.y, 0x43434343u, i % 2 == 0 ? 0x4140 : 0x4342);
+  const uint32_t low = biased & 0xff7fff7fu, bias = biased & 0xff80ff80u;
+  const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
+                                      *reinterpret_cast<const __nv_bfloat162*>(&bias));
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
@@ -104,19 +124,19 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 }
 
 // The part of 16 keys that lane 4 g + t holds: columns 32 c + 8 t .. + 7 of the head.
-template <int kHeadDim>
+template <int kHeadDim, typename T>
 struct KeyTile {
   static constexpr int kParts = kHeadDim / 32;
-  uint4 low[kParts], high[kParts];  // of keys g and g + 8
+  PieceOf<T> low[kParts], high[kParts];  // of keys g and g + 8
 
   // The first key lies at `row` and is number `key`. Those outside begin .. end are zeros.
-  __device__ __forceinline__ void load(const AttentionCuda& p, const __nv_bfloat16* row, int key,
-                                       int begin, int end) {
+  __device__ __forceinline__ void load(const AttentionCuda& p, const T* row, int key, int begin,
+                                       int end) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
     const bool has_low = key + g >= begin && key + g < end;
     const bool has_high = key + g + 8 >= begin && key + g + 8 < end;
-    const __nv_bfloat16* from = row + g * p.kv_stride + t * kPiece;
-    const __nv_bfloat16* from_high = from + 8 * p.kv_stride;
+    const T* from = row + g * p.kv_stride + t * kPiece;
+    const T* from_high = from + 8 * p.kv_stride;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       const bool inside = 32 * c + t * kPiece < p.head_dim;
@@ -127,19 +147,19 @@ struct KeyTile {
 };
 
 // The part of 16 values that it holds: columns 64 c + 8 g .. + 7.
-template <int kHeadDim>
+template <int kHeadDim, typename T>
 struct ValueTile {
   static constexpr int kParts = kHeadDim / 64;
-  uint4 of_key[kParts][4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+  PieceOf<T> of_key[kParts][4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 
-  __device__ __forceinline__ void load(const AttentionCuda& p, const __nv_bfloat16* row, int key,
-                                       int begin, int end) {
+  __device__ __forceinline__ void load(const AttentionCuda& p, const T* row, int key, int begin,
+                                       int end) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 2 * t + i % 2 + i / 2 * 8;
       const bool visible = key + at >= begin && key + at < end;
-      const __nv_bfloat16* from = row + at * p.kv_stride + g * kPiece;
+      const T* from = row + at * p.kv_stride + g * kPiece;
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
         of_key[c][i] = load_if(visible && 64 * c + g * kPiece < p.head_dim, from + 64 * c);
@@ -147,6 +167,46 @@ struct ValueTile {
     }
   }
 };
+
+// The scales of rows g and g + 8 of a tile; bf16 has none.
+template <typename T>
+struct TileScales {
+  __device__ __forceinline__ void load(const float*, int, int, int) {}
+  __device__ __forceinline__ float scaled(float value, int) const { return value; }
+};
+template <>
+struct TileScales<int8_t> {
+  float of[2];
+
+  // The tile's first key has the scale *first and is number `key`. Keys outside begin .. end have
+  // none, because what lies there may be NaN.
+  __device__ __forceinline__ void load(const float* first, int key, int begin, int end) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = g + 8 * i;
+      of[i] = key + at >= begin && key + at < end ? first[at] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ float scaled(float value, int half) const { return value * of[half]; }
+};
+
+// A head's keys or values in the cache, and its scales.
+template <typename T>
+__device__ __forceinline__ const T* head_rows(const AttentionCuda& p, const __nv_bfloat16* wide,
+                                              const KvBytes& bytes, int head) {
+  if constexpr (sizeof(T) == 1) {
+    return bytes.data + head * p.head_dim;
+  } else {
+    return wide + head * p.head_dim;
+  }
+}
+// Where the scales of a tile begin.
+template <typename T>
+__device__ __forceinline__ const float* tile_scales(const AttentionCuda& p, const KvBytes& bytes,
+                                                    int row, int head) {
+  return sizeof(T) == 1 ? bytes.scales + kv_scale(row, head, p.kv_heads) : nullptr;
+}
 
 __device__ void add(float4& to, const float4& from, float weight) {
   to.x = fmaf(weight, from.x, to.x);
@@ -267,9 +327,10 @@ struct WarpResults {
   }
 };
 
-// For several query heads of each key/value head. With wide heads this is fastest when the compiler
-// may take all registers (1 CTA per SM), with others when it chooses how many (0).
-template <int kHeadDim, int kWarps>
+// For several query heads of each key/value head, and for rows in 8 bits (T is int8_t). With wide
+// heads this is fastest when the compiler may take all registers (1 CTA per SM), with others when
+// it chooses how many (0).
+template <int kHeadDim, int kWarps, typename T>
 __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     attention_decode_group_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
@@ -279,14 +340,31 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4, t = lane % 4;
-  const __nv_bfloat16* k_head = p.k + work.kv_head * p.head_dim;
-  const __nv_bfloat16* v_head = p.v + work.kv_head * p.head_dim;
+  const T* k_head = head_rows<T>(p, p.k, p.k8, work.kv_head);
+  const T* v_head = head_rows<T>(p, p.v, p.v8, work.kv_head);
+  // Tiles on the way, of keys and of values: two in 8 bits have the bytes of one in bf16. With the
+  // widest heads registers hold one.
+  constexpr int kAhead = kHeadDim <= 128 ? 2 / sizeof(T) : 1;
+  constexpr int kStep = kWarps * kTile;  // from a warp's tile to its next
+  KeyTile<kHeadDim, T> k[kAhead];
+  ValueTile<kHeadDim, T> v[kAhead];
+  TileScales<T> k_scale[kAhead], v_scale[kAhead];
+  const auto load_keys = [&](int u, int row, int64_t at, int key) {
+    k[u].load(p, k_head + at, key, begin, end);
+    k_scale[u].load(tile_scales<T>(p, p.k8, row, work.kv_head), key, begin, end);
+  };
+  const auto load_values = [&](int u, int row, int64_t at, int key) {
+    v[u].load(p, v_head + at, key, begin, end);
+    v_scale[u].load(tile_scales<T>(p, p.v8, row, work.kv_head), key, begin, end);
+  };
   int key = begin / kTile * kTile + warp * kTile;
-  int64_t row = rows.row(key) * p.kv_stride;
-  KeyTile<kHeadDim> k;
-  ValueTile<kHeadDim> v;
-  k.load(p, k_head + row, key, begin, end);
-  v.load(p, v_head + row, key, begin, end);
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) {
+    const int row = rows.row(key + u * kStep);
+    const int64_t at = row * p.kv_stride;
+    load_keys(u, row, at, key + u * kStep);
+    load_values(u, row, at, key + u * kStep);
+  }
 
   constexpr int kKeyParts = kHeadDim / 32, kValueParts = kHeadDim / 64;
   uint4 q[kKeyParts];  // this lane's columns of query g
@@ -304,16 +382,22 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
   // out[4 c + i] holds column 64 c + 8 g + 2 i of queries 2 t and 2 t + 1, then the next column of
   // both.
   float out[4 * kValueParts][4] = {};
-  for (; key < end; key += kWarps * kTile) {
-    const int next = key + kWarps * kTile;
-    row = rows.row(next) * p.kv_stride;
+  // One tile, of which slot u holds keys and values; loads the one that takes their place.
+  const auto attend = [&](int u, int key) {
+    const int next = key + kAhead * kStep, row = rows.row(next);
+    const int64_t row_at = row * p.kv_stride;
     float score[4] = {};  // key g with queries 2 t and 2 t + 1, then key g + 8 with both
 #pragma unroll
     for (int c = 0; c < kKeyParts; ++c) {
-      sm90::mma_16x8x16(score, k.low[c].x, k.high[c].x, k.low[c].y, k.high[c].y, q[c].x, q[c].y);
-      sm90::mma_16x8x16(score, k.low[c].z, k.high[c].z, k.low[c].w, k.high[c].w, q[c].z, q[c].w);
+      const auto &low = k[u].low[c], &high = k[u].high[c];
+      sm90::mma_16x8x16(score, word(low, 0), word(high, 0), word(low, 1), word(high, 1), q[c].x,
+                        q[c].y);
+      sm90::mma_16x8x16(score, word(low, 2), word(high, 2), word(low, 3), word(high, 3), q[c].z,
+                        q[c].w);
     }
-    k.load(p, k_head + row, next, begin, end);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] = k_scale[u].scaled(score[i], i / 2);
+    load_keys(u, row, row_at, next);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = key + g + i / 2 * 8;
@@ -334,6 +418,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
       score[i + 2] = exp2f(score[i + 2] - new_top);
       sum[i] = sum[i] * shrink[i] + score[i] + score[i + 2];
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] = v_scale[u].scaled(score[i], i / 2);
     const uint32_t weights_low = sm90::transposed(bf16_pair(score[0], score[1]));
     const uint32_t weights_high = sm90::transposed(bf16_pair(score[2], score[3]));
 #pragma unroll
@@ -343,15 +429,22 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
         float(&o)[4] = out[4 * c + i];
 #pragma unroll
         for (int j = 0; j < 4; ++j) o[j] *= shrink[j % 2];
-        const uint32_t v0 = word(v.of_key[c][0], i), v1 = word(v.of_key[c][1], i);
-        const uint32_t v2 = word(v.of_key[c][2], i), v3 = word(v.of_key[c][3], i);
+        const auto& of_key = v[u].of_key[c];
+        const uint32_t v0 = word(of_key[0], i), v1 = word(of_key[1], i);
+        const uint32_t v2 = word(of_key[2], i), v3 = word(of_key[3], i);
         constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
         sm90::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
                           __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
                           weights_low, weights_high);
       }
     }
-    v.load(p, v_head + row, next, begin, end);
+    load_values(u, row, row_at, next);
+  };
+  for (; key < end; key += kAhead * kStep) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (u == 0 || key + u * kStep < end) attend(u, key + u * kStep);
+    }
   }
 
   __shared__ WarpResults<kHeadDim, kWarps, kMostQueries> results;
@@ -515,7 +608,10 @@ constexpr int most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 // The kernel for the problem's heads and a division of kWarps warps.
 template <int kHeadDim, int kWarps>
 auto kernel_for(const AttentionCuda& p, const AttentionSplits& splits) {
-  if (p.heads != p.kv_heads) return attention_decode_group_kernel<kHeadDim, kWarps>;
+  if (p.k8.data != nullptr) return attention_decode_group_kernel<kHeadDim, kWarps, int8_t>;
+  if (p.heads != p.kv_heads) {
+    return attention_decode_group_kernel<kHeadDim, kWarps, __nv_bfloat16>;
+  }
   if constexpr (kWarps == 1) {
     if (splits.loads == 4) return attention_decode_single_kernel<kHeadDim, kWarps, 4>;
   }
