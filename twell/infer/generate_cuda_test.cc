@@ -211,23 +211,28 @@ TEST_F(GenerateCudaTest, ShortCacheGivesWhatEachGivesAlone) {
     }
     return std::pair(done, scheduler.stats());
   };
-  // All slots together would need 48 blocks.
-  SessionCuda session(
-      *ctx_, *device_model_,
-      {.slots = 6, .capacity = 512, .cache_bytes = 12 * KvCacheCuda::block_bytes(model_->config)});
-  EXPECT_EQ(session.cache_use().blocks, 12);
-  EXPECT_EQ(session.capacity(), 512);
-  SessionCuda alone(*ctx_, *device_model_, {.capacity = 512});
-  const auto [done, stats] = run_all(session, true);
-  const auto [want, own_stats] = run_all(alone, false);
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    SCOPED_TRACE(i);
-    EXPECT_EQ(std::ssize(want[i].ids), options(i).max_tokens);
-    expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids);
+  for (const bool eight_bits : {false, true}) {
+    // All slots together would need 48 blocks.
+    const KvFormat format{.eight_bits = eight_bits};
+    SessionCuda session(*ctx_, *device_model_,
+                        {.slots = 6,
+                         .capacity = 512,
+                         .cache_bytes = 12 * KvCacheCuda::block_bytes(model_->config, eight_bits),
+                         .cache = format});
+    EXPECT_EQ(session.cache_use().blocks, 12);
+    EXPECT_EQ(session.capacity(), 512);
+    SessionCuda alone(*ctx_, *device_model_, {.capacity = 512, .cache = format});
+    const auto [done, stats] = run_all(session, true);
+    const auto [want, own_stats] = run_all(alone, false);
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << i << ", 8 bits: " << eight_bits);
+      EXPECT_EQ(std::ssize(want[i].ids), options(i).max_tokens);
+      expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids);
+    }
+    EXPECT_GT(stats.preemptions, 0);
+    EXPECT_GT(stats.cached_tokens, 0);
+    EXPECT_EQ(stats.cache.used, 0);
   }
-  EXPECT_GT(stats.preemptions, 0);
-  EXPECT_GT(stats.cached_tokens, 0);
-  EXPECT_EQ(stats.cache.used, 0);
 }
 
 // Also where blocks of the request that failed serve the next ones.
@@ -249,20 +254,25 @@ TEST_F(GenerateCudaTest, OutputThatIsNotFiniteEndsItsRequestAlone) {
     prompts.push_back(random_text(static_cast<int64_t>(20 + i * 53 % 300), i));
     if (i % 3 == 1) prompts.back() = "Z" + prompts.back();
   }
-  SessionCuda session(
-      *ctx_, device_model,
-      {.slots = 4, .capacity = 512, .cache_bytes = 16 * KvCacheCuda::block_bytes(config)});
-  SessionCuda alone(*ctx_, device_model, {.capacity = 512});
-  const std::vector<Generation> done = run(session, prompts, options);
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    SCOPED_TRACE(i);
-    if (i % 3 == 1) {
-      EXPECT_EQ(done[i].reason, StopReason::kNotFinite);
-      EXPECT_TRUE(done[i].ids.empty());
-      continue;
+  for (const bool eight_bits : {false, true}) {
+    const KvFormat format{.eight_bits = eight_bits};
+    SessionCuda session(*ctx_, device_model,
+                        {.slots = 4,
+                         .capacity = 512,
+                         .cache_bytes = 16 * KvCacheCuda::block_bytes(config, eight_bits),
+                         .cache = format});
+    SessionCuda alone(*ctx_, device_model, {.capacity = 512, .cache = format});
+    const std::vector<Generation> done = run(session, prompts, options);
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << i << ", 8 bits: " << eight_bits);
+      if (i % 3 == 1) {
+        EXPECT_EQ(done[i].reason, StopReason::kNotFinite);
+        EXPECT_TRUE(done[i].ids.empty());
+        continue;
+      }
+      const Generation want = generate(alone, tokenizer_, prompts[i], options(i));
+      expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want.ids);
     }
-    const Generation want = generate(alone, tokenizer_, prompts[i], options(i));
-    expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want.ids);
   }
 }
 

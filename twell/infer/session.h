@@ -30,7 +30,7 @@ struct SessionOptions {
   // Memory for keys and values; 0: what all slots need at full capacity, on the GPU at most what is
   // free. With less, sequences share it, and capacity is at most what one of them can have alone.
   int64_t cache_bytes = 0;
-  KvFormat cache;  // on the GPU keys and values are in bf16, in blocks of kKvBlock tokens
+  KvFormat cache;  // on the GPU in blocks of kKvBlock tokens, in bf16 in place of f32
 };
 
 // Parameters of drawing a sequence's next token: see sample().

@@ -44,13 +44,13 @@ bool draws_alike(const Draw& a, const Draw& b) {
 
 SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
                                               const SessionOptions& options) {
-  TWELL_REQUIRE(!options.cache.eight_bits, "keys and values in 8 bits run on the CPU alone");
   TWELL_REQUIRE(options.cache.block_tokens == kKvBlock,
                 "the GPU's cache has blocks of {} tokens, not of {}", kKvBlock,
                 options.cache.block_tokens);
   const CachePlan plan = full_cache(options, config);
   if (options.cache_bytes == 0) return plan;
-  return cache_within(plan, options.cache_bytes, KvCacheCuda::block_bytes(config));
+  return cache_within(plan, options.cache_bytes,
+                      KvCacheCuda::block_bytes(config, options.cache.eight_bits));
 }
 
 ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionOptions& options) {
@@ -58,7 +58,8 @@ ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionO
   return {.max_tokens = std::max(std::min(prefill, cache.capacity * cache.slots), cache.slots),
           .max_sequences = cache.slots,
           .max_length = cache.capacity,
-          .ffn = options.ffn};
+          .ffn = options.ffn,
+          .eight_bit_cache = options.cache.eight_bits};
 }
 
 int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& config,
@@ -71,7 +72,8 @@ int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& conf
 int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
                                   const SessionOptions& options) {
   const CachePlan plan = full_plan(config, options);
-  return other_bytes(ctx, config, plan, options) + KvCacheCuda::bytes(config, 1, plan.capacity);
+  return other_bytes(ctx, config, plan, options) +
+         KvCacheCuda::bytes(config, 1, plan.capacity, options.cache.eight_bits);
 }
 
 // The whole plan, or the blocks that the free memory holds besides everything else, but at least
@@ -91,8 +93,9 @@ SessionCuda::CachePlan SessionCuda::cache_plan(const CudaContext& ctx, const Mod
   const int64_t left = static_cast<int64_t>(free) - spare - reserved_bytes -
                        other_bytes(ctx, config, plan, options) -
                        ForwardCuda::screen_bytes(ctx, config, forward_plan(plan, options));
-  plan.blocks =
-      std::min(plan.blocks, std::max(left / KvCacheCuda::block_bytes(config), plan.blocks_each()));
+  plan.blocks = std::min(plan.blocks,
+                         std::max(left / KvCacheCuda::block_bytes(config, options.cache.eight_bits),
+                                  plan.blocks_each()));
   return plan;
 }
 
@@ -103,7 +106,7 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       model_(model),
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       forward_(ctx, model, forward_plan(full_plan(model.config(), options), options)),
-      cache_(model.config(), slots(), capacity(), blocks()),
+      cache_(model.config(), slots(), capacity(), blocks(), options.cache.eight_bits),
       logit_rows_(std::max(slots(), kScoreRows)),
       logits_(logit_rows_ * model.config().vocab_size),
       next_(slots()),

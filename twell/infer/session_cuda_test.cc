@@ -324,6 +324,80 @@ TEST_F(SessionCudaTest, GreedyGenerationEqualsCpuUpToTies) {
   expect_same_but_for_ties(cpu, tokenizer.encode("abc"), got.ids, want.ids);
 }
 
+// Prompts and steps, of which the third and later replay graphs, over a cache in 8 bits.
+TEST_F(SessionCudaTest, EightBitCacheIsCloseToTheCpusAndToBf16) {
+  const SessionOptions options{.slots = 2, .cache = {.eight_bits = true}};
+  SessionCuda eight(*ctx_, *device_model_, options);
+  SessionCuda wide(*ctx_, *device_model_, {.slots = 2});
+  SessionCpu cpu(cpu_, *model_, options);
+  std::vector<float> got, from_wide, want;
+  const auto add = [](std::vector<float>& to, std::span<const float> logits) {
+    to.insert(to.end(), logits.begin(), logits.end());
+  };
+  for (const int64_t slot : {0, 1}) {
+    const auto ids = random_ids(20 + slot, kVocab, static_cast<uint64_t>(slot));
+    add(got, eight.append(slot, ids));
+    add(from_wide, wide.append(slot, ids));
+    add(want, cpu.append(slot, ids));
+  }
+  const std::vector<int64_t> slots = {0, 1};
+  for (int32_t step = 0; step < 6; ++step) {
+    const std::vector<int32_t> ids = {step + 3, step + 50};
+    const auto both = [](ConstMatrixF logits) {
+      return std::span(logits.data, static_cast<size_t>(2 * kVocab));
+    };
+    add(got, both(eight.decode(slots, ids)));
+    add(from_wide, both(wide.decode(slots, ids)));
+    add(want, both(cpu.decode(slots, ids)));
+  }
+  EXPECT_EQ(eight.graphs_captured(), 1);
+  EXPECT_NE(got, from_wide);
+  // 8 bits change this model's logits by less than 0.02 of their size (session_test.cc), and bf16
+  // by less than expect_close allows.
+  expect_close(got, from_wide);
+  expect_close(got, want);
+}
+
+TEST_F(SessionCudaTest, GreedyGenerationOverAnEightBitCacheRepeats) {
+  const Tokenizer tokenizer = byte_tokenizer();
+  const SessionOptions options{.cache = {.eight_bits = true}};
+  SessionCpu cpu(cpu_, *model_, options);
+  const GenerateOptions greedy{.max_tokens = 30, .sampler = {.temperature = 0.0f}};
+  const auto generated = [&] {
+    SessionCuda session(*ctx_, *device_model_, options);
+    return generate(session, tokenizer, "abc", greedy).ids;
+  };
+  const std::vector<int32_t> got = generated();
+  EXPECT_EQ(generated(), got);
+  expect_same_but_for_ties(cpu, tokenizer.encode("abc"), got,
+                           generate(cpu, tokenizer, "abc", greedy).ids);
+}
+
+// With heads of 64, 136 bytes in place of 256 for a token's key and value of a head.
+TEST_F(SessionCudaTest, EightBitsHoldMoreBlocksInTheSameMemory) {
+  ModelConfig config = model_->config;
+  config.head_dim = 64;
+  config.context = 4096;
+  Model model(config);
+  init_weights(cpu_, model, 1);
+  const ModelCuda device_model(*ctx_, model);
+  const int64_t memory = 100 * KvCacheCuda::block_bytes(config);
+  const auto blocks = [&](bool eight_bits) {
+    const SessionOptions options{
+        .slots = 8, .cache_bytes = memory, .cache = {.eight_bits = eight_bits}};
+    return SessionCuda(*ctx_, device_model, options).cache_use().blocks;
+  };
+  EXPECT_EQ(blocks(false), 100);
+  EXPECT_EQ(blocks(true), 100 * 256 / 136);
+  // What a session needs at least has room for a layer's copies in bf16 of more than one sequence.
+  const auto needed = [&](bool eight_bits) {
+    return SessionCuda::bytes_needed(
+        *ctx_, config, {.ffn = FfnPolicy::kDense, .cache = {.eight_bits = eight_bits}});
+  };
+  const int64_t cache = KvCacheCuda::bytes(config, 1, config.context);
+  EXPECT_GE(needed(true), KvCacheCuda::bytes(config, 1, config.context, true) + cache / 2);
+}
+
 TEST_F(SessionCudaTest, RefusesWhatDoesNotFit) {
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = 0}), InputError);
   EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.capacity = 49}), InputError);

@@ -2,6 +2,7 @@
 #include "twell/model/forward_cuda.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "twell/base/carver.h"
@@ -9,6 +10,7 @@
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/model/token_rows.h"
+#include "twell/ops/attention/kv_bytes_cuda.h"
 #include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
@@ -86,12 +88,14 @@ int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
          plan.max_tokens * (config.width + static_cast<int64_t>(sizeof(TokenBound)));
 }
 
-// For the kernel of all layers; tokens is 0 when the model or the device does not suit it.
+// For the kernel of all layers; tokens is 0 when the model or the device does not suit it, or the
+// cache is in 8 bits, which that kernel does not read.
 DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   return {.multiprocessors = ctx.multiprocessors(),
-          .tokens = std::min(
-              {plan.max_sequences, plan.max_tokens, gpu_layers(ctx, config).one_kernel_tokens}),
+          .tokens = plan.eight_bit_cache ? 0
+                                         : std::min({plan.max_sequences, plan.max_tokens,
+                                                     gpu_layers(ctx, config).one_kernel_tokens}),
           .width = config.width,
           .heads = config.heads,
           .kv_heads = config.kv_heads,
@@ -108,6 +112,7 @@ BatchArrays cut(std::byte* base, int64_t tokens, int64_t sequences) {
   };
   take(arrays.cache_rows, tokens);
   take(arrays.kv_begin, sequences);
+  take(arrays.wide_begin, sequences);
   take(arrays.ids, tokens);
   take(arrays.positions, tokens);
   take(arrays.rows, tokens);
@@ -157,7 +162,8 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          AttentionWorkspaceCuda::bytes_needed(plan.max_sequences, config.heads, config.head_dim,
                                               plan.max_length) +
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
-         rotated_bytes(ctx, config, plan) + 4 * plan.max_length * config.head_dim;
+         rotated_bytes(ctx, config, plan) + wide_bytes(config, plan) +
+         4 * plan.max_length * config.head_dim;
 }
 
 ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const ForwardPlanCuda& plan)
@@ -186,6 +192,39 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
   make_rotated_gates();
+  make_wide_rows();
+}
+
+int64_t ForwardCuda::wide_blocks(const ForwardPlanCuda& plan) {
+  if (!plan.eight_bit_cache) return 0;
+  return 1 + ceil_div(plan.max_length, kKvBlock) + ceil_div(plan.max_tokens, kKvBlock);
+}
+
+int64_t ForwardCuda::wide_bytes(const ModelConfig& config, const ForwardPlanCuda& plan) {
+  if (!plan.eight_bit_cache) return 0;
+  return wide_blocks(plan) * (4 * kKvBlock * config.kv_width() + 4) + 8 * plan.max_tokens;
+}
+
+void ForwardCuda::make_wide_rows() {
+  if (!plan_.eight_bit_cache) return;
+  const int64_t blocks = wide_blocks(plan_), block_values = kKvBlock * config_.kv_width();
+  wide_.blocks = blocks;
+  wide_.keys = DeviceBuffer<__nv_bfloat16>(blocks * block_values);
+  wide_.values = DeviceBuffer<__nv_bfloat16>(blocks * block_values);
+  // Only block 0 is read behind the ends of sequences: other blocks that are read are written
+  // whole.
+  for (const DeviceBuffer<__nv_bfloat16>* part : {&wide_.keys, &wide_.values}) {
+    TWELL_CUDA_CHECK(cudaMemsetAsync(
+        part->data(), 0, static_cast<size_t>(block_values) * sizeof(__nv_bfloat16), ctx_.stream()));
+  }
+  std::vector<int32_t> table(static_cast<size_t>(blocks));
+  std::iota(table.begin(), table.end(), 0);
+  wide_.table = to_device<int32_t>(table);
+  std::vector<int64_t> rows;
+  for (int64_t token = 0; token < plan_.max_tokens; ++token) {
+    rows.push_back(token * (qkv_width(config_) / config_.kv_width()));
+  }
+  wide_.qkv_rows = to_device<int64_t>(rows);
 }
 
 void ForwardCuda::make_rotated_gates() {
@@ -255,6 +294,9 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
                         KvCacheCuda* cache, std::span<const float> uniforms, const int32_t* drawn) {
   TWELL_CHECK(uniforms.empty() || uniforms.size() == sequences.size(),
               "{} random numbers for {} sequences", uniforms.size(), sequences.size());
+  TWELL_CHECK(cache == nullptr || cache->eight_bits() == plan_.eight_bit_cache,
+              "a cache with 8 bits: {}, in a forward planned for one: {}",
+              cache != nullptr && cache->eight_bits(), plan_.eight_bit_cache);
   const int64_t longest = longest_length(config_, sequences, cache);
   TWELL_CHECK(longest <= plan_.max_length, "a sequence of {} tokens in a forward planned for {}",
               longest, plan_.max_length);
@@ -297,6 +339,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
+  if (eight_bits() && staged_.max_q_len > 1) staged_.groups = grouped(host);
   find_sparse_layers();
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
   if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
@@ -305,6 +348,25 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
 
 bool ForwardCuda::sorts_rows() const {
   return staged_.tokens >= kOrderedTokens && plan_.ffn != FfnPolicy::kDense;
+}
+
+std::vector<ForwardCuda::SequenceGroup> ForwardCuda::grouped(const BatchArrays& host) const {
+  std::vector<SequenceGroup> groups;
+  int64_t next = wide_.blocks;  // the first block that is free
+  for (int64_t i = 0; i < staged_.sequences; ++i) {
+    const int64_t blocks = ceil_div(int64_t{host.kv_len[i]}, int64_t{kKvBlock});
+    if (next + blocks > wide_.blocks) {
+      groups.push_back({.first = i});
+      next = 1;
+    }
+    SequenceGroup& group = groups.back();
+    host.wide_begin[i] = next;
+    next += blocks;
+    ++group.count;
+    group.max_q_len = std::max(group.max_q_len, int64_t{host.q_len[i]});
+    group.max_kv_len = std::max(group.max_kv_len, int64_t{host.kv_len[i]});
+  }
+  return groups;
 }
 
 int64_t ForwardCuda::padded_tokens() const {
@@ -363,8 +425,78 @@ AttentionCuda ForwardCuda::attention_of(int64_t layer) const {
           .k = cache == nullptr ? own_keys : cache->keys(layer),
           .v = cache == nullptr ? own_keys + config_.kv_width() : cache->values(layer),
           .kv_stride = cache == nullptr ? stride : config_.kv_width(),
+          .k8 = cache == nullptr ? KvBytes{} : cache->key_bytes(layer),
+          .v8 = cache == nullptr ? KvBytes{} : cache->value_bytes(layer),
           .window = config_.window_of(layer),
           .out = attended_.data()};
+}
+
+ForwardCuda::NewRows ForwardCuda::new_rows(int64_t layer) const {
+  if (staged_.cache == nullptr) return {};
+  if (!eight_bits()) {
+    return {staged_.cache->keys(layer), staged_.cache->values(layer),
+            batch_.device(staged_.tokens, staged_.sequences).cache_rows};
+  }
+  __nv_bfloat16* const keys = qkv_.data() + config_.q_width();
+  return {keys, keys + config_.kv_width(), wide_.qkv_rows.data()};
+}
+
+void ForwardCuda::store_bytes(int64_t layer) const {
+  const auto [keys, values, rows] = new_rows(layer);
+  TWELL_CUDA_CHECK(launch_kv_store_bytes(
+      {.tokens = staged_.tokens,
+       .kv_heads = config_.kv_heads,
+       .head_dim = config_.head_dim,
+       .k = keys,
+       .v = values,
+       .stride = qkv_width(config_),
+       .cache_rows = batch_.device(staged_.tokens, staged_.sequences).cache_rows,
+       .keys = staged_.cache->key_bytes(layer),
+       .values = staged_.cache->value_bytes(layer)},
+      ctx_.stream()));
+}
+
+AttentionCuda ForwardCuda::widened(int64_t layer, const SequenceGroup& group) const {
+  AttentionCuda problem = attention_of(layer);
+  AttentionSequencesCuda& sequences = problem.sequences;
+  sequences.count = group.count;
+  sequences.max_q_len = group.max_q_len;
+  sequences.max_kv_len = group.max_kv_len;
+  sequences.q_begin += group.first;
+  sequences.q_len += group.first;
+  sequences.kv_len += group.first;
+  sequences.kv_begin += group.first;
+  const int64_t* const wide_begin =
+      batch_.device(staged_.tokens, staged_.sequences).wide_begin + group.first;
+  TWELL_CUDA_CHECK(launch_kv_load_bytes({.sequences = group.count,
+                                         .max_kv_len = group.max_kv_len,
+                                         .kv_heads = config_.kv_heads,
+                                         .head_dim = config_.head_dim,
+                                         .kv_len = sequences.kv_len,
+                                         .kv_begin = sequences.kv_begin,
+                                         .tables = sequences.tables,
+                                         .keys = problem.k8,
+                                         .values = problem.v8,
+                                         .first = wide_begin,
+                                         .k = wide_.keys.data(),
+                                         .v = wide_.values.data()},
+                                        ctx_.stream()));
+  sequences.kv_begin = wide_begin;
+  sequences.tables = wide_.table.data();
+  sequences.blocks = wide_.blocks;
+  problem.k = wide_.keys.data();
+  problem.v = wide_.values.data();
+  problem.k8 = problem.v8 = {};
+  sequences.ragged = attention_ragged(ctx_, problem, attention_);
+  return problem;
+}
+
+void ForwardCuda::attention(int64_t layer) {
+  if (eight_bits()) store_bytes(layer);
+  if (staged_.groups.empty()) attention_cuda(ctx_, attention_of(layer), attention_);
+  for (const SequenceGroup& group : staged_.groups) {
+    attention_cuda(ctx_, widened(layer, group), attention_);
+  }
 }
 
 void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
@@ -381,7 +513,10 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .drawn = staged_.drawn},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
-  staged_.ragged = attention_ragged(ctx_, attention_of(0), attention_);
+  staged_.ragged = {};
+  if (staged_.groups.empty()) {
+    staged_.ragged = attention_ragged(ctx_, attention_of(0), attention_);
+  }
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
   const GpuLayersPath path = choose_gpu_layers(layers_, staged_batch(observed, hooks.one_kernel));
   if (path == GpuLayersPath::kOneKernel) {
@@ -403,6 +538,7 @@ layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
                                        const BF16* norm) const {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  const NewRows to = new_rows(layer);
   return {.input = {.tokens = staged_.tokens,
                     .width = config_.width,
                     .x = x,
@@ -417,17 +553,18 @@ layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
           .cos = cos_.data(),
           .sin = sin_.data(),
           .positions = batch.positions,
-          .cache_rows = batch.cache_rows,
+          .cache_rows = to.rows,
           .q = qkv_.data(),
           .q_stride = qkv_width(config_),
-          .keys = staged_.cache->keys(layer),
-          .values = staged_.cache->values(layer)};
+          .keys = to.keys,
+          .values = to.values};
 }
 
 void ForwardCuda::project(int64_t layer) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const bool cached = staged_.cache != nullptr;
+  const NewRows to = new_rows(layer);
   const RopeCuda rope{.tokens = staged_.tokens,
                       .heads = config_.heads,
                       .kv_heads = config_.kv_heads,
@@ -437,9 +574,9 @@ void ForwardCuda::project(int64_t layer) {
                       .positions = batch.positions,
                       .bias = config_.qk_norm ? nullptr : device_bf16(w.b_qkv),
                       .qkv = qkv_.data(),
-                      .keys = cached ? staged_.cache->keys(layer) : nullptr,
-                      .values = cached ? staged_.cache->values(layer) : nullptr,
-                      .cache_rows = cached ? batch.cache_rows : nullptr};
+                      .keys = to.keys,
+                      .values = to.values,
+                      .cache_rows = to.rows};
   const QkvCuda fused{
       .width = config_.width, .x = hidden_.data(), .w = device_bf16(w.w_qkv.data), .rope = rope};
   if (!config_.qk_norm && qkv_is_fused(ctx_, fused)) {

@@ -11,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "twell/base/cuda.h"
 #include "twell/model/forward.h"
@@ -35,9 +36,10 @@ struct BatchArrays {
   int32_t* q_begin = nullptr;     // [S]; from here on: see AttentionSequencesCuda
   int32_t* q_len = nullptr;
   int32_t* kv_len = nullptr;
-  int64_t* kv_begin = nullptr;  // with a cache: where the sequence's table begins
-  float* uniforms = nullptr;    // [S] random numbers of the sampler
-  size_t bytes = 0;             // total size
+  int64_t* kv_begin = nullptr;    // with a cache: where the sequence's table begins
+  int64_t* wide_begin = nullptr;  // [S] with a cache in 8 bits: see WideRows
+  float* uniforms = nullptr;      // [S] random numbers of the sampler
+  size_t bytes = 0;               // total size
 };
 
 class BatchCuda {
@@ -67,6 +69,7 @@ struct ForwardPlanCuda {
   int64_t max_sequences = 0;  // most sequences in a batch
   int64_t max_length = 0;     // longest sequence, including cached tokens
   FfnPolicy ffn = FfnPolicy::kAuto;
+  bool eight_bit_cache = false;  // the cache that sequences are staged with, if any, is in 8 bits
 };
 
 // Stages of a layer, for timing. kQkv includes the rotation; kOutput and kFfn include the addition
@@ -137,6 +140,19 @@ class ForwardCuda {
   const ForwardPlanCuda& plan() const { return plan_; }
 
  private:
+  // For a cache in 8 bits: new keys and values are made in qkv_ and stored from there, and prompts
+  // attend to a layer's copy in bf16, because cuDNN takes no bytes. The copy has room for any
+  // sequence with some more tokens, so that most batches are one group of sequences; the groups of
+  // larger ones take turns.
+  struct WideRows {
+    int64_t blocks = 0;                        // with block 0, whose values are zero
+    DeviceBuffer<__nv_bfloat16> keys, values;  // [blocks * kKvBlock, H_kv * hd]
+    DeviceBuffer<int32_t> table;               // [blocks] 0, 1, 2, ...: a table of every sequence
+    DeviceBuffer<int64_t> qkv_rows;  // [M] rows of H_kv * hd in qkv_ from a token's keys on
+  };
+  struct SequenceGroup {
+    int64_t first = 0, count = 0, max_q_len = 0, max_kv_len = 0;
+  };
   // The batch staged last.
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
@@ -144,7 +160,14 @@ class ForwardCuda {
     AttentionRagged ragged;  // made by enqueue()
     KvCacheCuda* cache = nullptr;
     const int32_t* drawn = nullptr;
+    std::vector<SequenceGroup> groups;  // of prompts over a cache in 8 bits
   };
+  static int64_t wide_blocks(const ForwardPlanCuda& plan);
+  static int64_t wide_bytes(const ModelConfig& config, const ForwardPlanCuda& plan);
+  void make_wide_rows();
+  bool eight_bits() const { return staged_.cache != nullptr && staged_.cache->eight_bits(); }
+  // Assigns the staged sequences to groups, and their places in wide_.
+  std::vector<SequenceGroup> grouped(const BatchArrays& host) const;
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
   // Sets layers_.sparse where the plans have been updated since.
   void find_sparse_layers();
@@ -153,7 +176,16 @@ class ForwardCuda {
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
   AttentionCuda attention_of(int64_t layer) const;
-  void attention(int64_t layer) { attention_cuda(ctx_, attention_of(layer), attention_); }
+  void attention(int64_t layer);
+  void store_bytes(int64_t layer) const;
+  // The same for a group of prompts over a cache in 8 bits.
+  AttentionCuda widened(int64_t layer, const SequenceGroup& group) const;
+  // Where the kernels of the projection put a layer's new keys and values.
+  struct NewRows {
+    __nv_bfloat16 *keys, *values;
+    const int64_t* rows;
+  };
+  NewRows new_rows(int64_t layer) const;
   // The layer's q/k/v product of x (through the RMS norm with these weights, unless null), whose
   // keys and values go into the cache.
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
@@ -197,6 +229,7 @@ class ForwardCuda {
   DeviceBuffer<__nv_bfloat16> hidden_;     // [M, D] normalised: a block's input, the result
   DeviceBuffer<__nv_bfloat16> qkv_;        // [M, (H + 2 H_kv) * hd]
   DeviceBuffer<__nv_bfloat16> attended_;   // [M, H * hd]
+  WideRows wide_;                          // nothing unless plan_.eight_bit_cache
 };
 
 }  // namespace twell

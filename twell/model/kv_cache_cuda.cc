@@ -9,31 +9,46 @@
 
 namespace twell {
 
-KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capacity, int64_t blocks)
+KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capacity, int64_t blocks,
+                         bool eight_bits)
     : KvTables(config, slots, capacity, kKvBlock, blocks),
+      eight_bits_(eight_bits),
       table_size_(ceil_div(capacity, kKvBlock)),
       layers_(config.layers),
       width_(config.kv_width()),
+      head_dim_(config.head_dim),
       layer_size_((blocks_ + 1) * kKvBlock * width_),
       copied_(static_cast<size_t>(slots), 0) {
   TWELL_REQUIRE(blocks_ < std::numeric_limits<int32_t>::max() / kKvBlock,
                 "a cache of {} blocks of {} tokens: its rows are 32-bit numbers", blocks_,
                 kKvBlock);
-  require_device_memory((blocks_ + 1) * block_bytes(config) + 4 * slots * table_size_,
+  require_device_memory((blocks_ + 1) * block_bytes(config, eight_bits) + 4 * slots * table_size_,
                         fmt::format("keys and values of {} tokens", blocks_ * kKvBlock));
-  keys_ = DeviceBuffer<__nv_bfloat16>(config.layers * layer_size_);
-  values_ = DeviceBuffer<__nv_bfloat16>(config.layers * layer_size_);
-  TWELL_CUDA_CHECK(cudaMemset(values_.data(), 0, static_cast<size_t>(values_.bytes())));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
+  const int64_t elements = config.layers * layer_size_;
+  for (Rows* part : {&keys_, &values_}) {
+    if (eight_bits) {
+      part->bytes = DeviceBuffer<int8_t>(elements);
+      part->scales = DeviceBuffer<float>(elements / head_dim_);
+    } else {
+      part->wide = DeviceBuffer<__nv_bfloat16>(elements);
+    }
+  }
+  if (!eight_bits) {
+    TWELL_CUDA_CHECK(cudaMemset(values_.wide.data(), 0, static_cast<size_t>(values_.wide.bytes())));
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
+  }
   tables_on_device_ = DeviceBuffer<int32_t>(slots * table_size_);
 }
 
-int64_t KvCacheCuda::token_bytes(const ModelConfig& config) {
-  return 2 * config.layers * config.kv_width() * static_cast<int64_t>(sizeof(__nv_bfloat16));
+int64_t KvCacheCuda::token_bytes(const ModelConfig& config, bool eight_bits) {
+  const int64_t row = eight_bits ? config.kv_width() + config.kv_heads * int64_t{sizeof(float)}
+                                 : config.kv_width() * int64_t{sizeof(__nv_bfloat16)};
+  return 2 * config.layers * row;
 }
 
-int64_t KvCacheCuda::bytes(const ModelConfig& config, int64_t slots, int64_t capacity) {
-  return slots * ceil_div(capacity, kKvBlock) * block_bytes(config);
+int64_t KvCacheCuda::bytes(const ModelConfig& config, int64_t slots, int64_t capacity,
+                           bool eight_bits) {
+  return slots * ceil_div(capacity, kKvBlock) * block_bytes(config, eight_bits);
 }
 
 int64_t KvCacheCuda::row(int64_t slot, int64_t position) const {
@@ -53,12 +68,13 @@ void KvCacheCuda::set_table(int64_t slot, std::span<const int32_t> blocks) {
 }
 
 void KvCacheCuda::enqueue_clear(std::span<const int32_t> blocks, cudaStream_t stream) const {
+  if (eight_bits_) return;  // nothing reads behind the ends of sequences
   const auto bytes = [](int64_t values) {
     return static_cast<size_t>(values) * sizeof(__nv_bfloat16);
   };
   const int64_t block_values = kKvBlock * width_;
   for (const int32_t block : blocks) {
-    TWELL_CUDA_CHECK(cudaMemset2DAsync(values_.data() + (block + 1) * block_values,
+    TWELL_CUDA_CHECK(cudaMemset2DAsync(values_.wide.data() + (block + 1) * block_values,
                                        bytes(layer_size_), 0, bytes(block_values),
                                        static_cast<size_t>(layers_), stream));
   }
