@@ -12,7 +12,8 @@ namespace twell {
 SessionOptions decode_session(const ModelConfig& config, const DecodeLoad& load, FfnPolicy policy) {
   return {.slots = load.batch,
           .capacity = std::min(config.context, load.prompt + load.tokens),
-          .ffn = policy};
+          .ffn = policy,
+          .cache = {.eight_bits = load.eight_bit_cache}};
 }
 
 DecodeRun run_decode(Session& session, const DecodeLoad& load) {

@@ -17,6 +17,7 @@ struct DecodeLoad {
   std::span<const int32_t> prompts;  // [at least batch * P]; empty: random ids are drawn
   uint64_t seed = 0;                 // of random ids and of drawing
   float temperature = 0.0f;
+  bool eight_bit_cache = false;  // keys and values in 8 bits
 };
 
 struct DecodeRun {

@@ -25,8 +25,9 @@ TEST(RunDecode, OneNeuronIn200FiresAndTheSessionHoldsAllTokens) {
   std::unique_ptr<Model> model = synthetic_model(ctx, small_config(), 3);
   Model& weights = *model;
   EngineCpu engine(std::move(model), 2);
-  const DecodeLoad load{.batch = 3, .prompt = 70, .tokens = 9};
   for (const bool sparse : {false, true}) {
+    const DecodeLoad load{.batch = 3, .prompt = 70, .tokens = 9, .eight_bit_cache = sparse};
+    EXPECT_EQ(decode_session(engine.config(), load, FfnPolicy::kAuto).cache.eight_bits, sparse);
     set_synthetic_sparsity(weights, sparse);
     const auto policy = sparse ? FfnPolicy::kTileUnion : FfnPolicy::kDense;
     const auto session = engine.session(decode_session(engine.config(), load, policy));

@@ -168,7 +168,8 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
                       .config = model.config(),
                       .memory = {.weights = model.bytes(),
                                  .element = sizeof(BF16),
-                                 .kv_token = KvCacheCuda::token_bytes(model.config())},
+                                 .kv_token = KvCacheCuda::token_bytes(
+                                     model.config(), arguments.load.eight_bit_cache)},
                       .bytes_per_second = 1e6 * gpu_device(ctx).bandwidth,
                       .bandwidth_source = "the device states",
                       .session =

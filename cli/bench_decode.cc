@@ -49,7 +49,7 @@ int run_on_cpu(const CommonOptions& common, const BenchDecode& bench) {
     const ModelConfig config = preset_of(bench.subject);
     const SessionOptions session = decode_session(config, largest, FfnPolicy::kAuto);
     require_memory(4 * config.parameter_count() +
-                   KvCache::bytes(config, session.slots, session.capacity));
+                   KvCache::bytes(config, session.slots, session.capacity, session.cache));
     Context ctx(common.threads);
     std::unique_ptr<Model> model = synthetic_model(ctx, config, bench.subject.seed);
     synthetic = model.get();
@@ -63,7 +63,9 @@ int run_on_cpu(const CommonOptions& common, const BenchDecode& bench) {
       .memory = {.weights = weight_bytes(model),
                  .element =
                      static_cast<int64_t>(dtype_size(model.stored.layers.front().ffn.w_up.dtype)),
-                 .kv_token = KvCache::block_bytes(model.config) / KvFormat{}.block_tokens},
+                 .kv_token = KvCache::block_bytes(model.config,
+                                                  {.eight_bits = bench.load.eight_bit_cache}) /
+                             KvFormat{}.block_tokens},
       .bytes_per_second = host_read_bandwidth(ctx),
       .bandwidth_source = "measured by reading 256 MiB",
       .session = [&](const SessionOptions& options) { return engine->session(options); },
@@ -121,8 +123,9 @@ std::string describe(const BenchSubject& subject) {
 }
 
 void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) {
-  print_paragraphs(fmt::format("{} on {}, {} tokens behind {}", describe(arguments.subject),
-                               device.name, arguments.load.tokens, arguments.load.prompt));
+  print_paragraphs(fmt::format("{} on {}, {} tokens behind {}{}", describe(arguments.subject),
+                               device.name, arguments.load.tokens, arguments.load.prompt,
+                               arguments.load.eight_bit_cache ? ", 8-bit keys and values" : ""));
   if (device.set_sparse) {
     fmt::print("sparse: synthetic, about one neuron in 200 fires, at random\n");
   }
@@ -164,6 +167,7 @@ void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) 
     row["prompt"] = load.prompt;
     row["tokens"] = load.tokens;
     row["temperature"] = load.temperature;
+    row["eight_bit_cache"] = load.eight_bit_cache;
     row["dense_tokens_per_s"] = sequences / dense;
     row["sparse_tokens_per_s"] = sequences / sparse;
     row["dense_share_of_bound"] = dense_share;
@@ -198,6 +202,8 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
       .value("--temperature", &arguments->temperature, "X",
              "Softmax temperature; 0 takes the most likely token every time")
       .range(0, 100);
+  command.flag("--cache-8bit", &bench_decode.load.eight_bit_cache,
+               "Keep keys and values in 8 bits");
   command.value("--jsonl", &bench_decode.jsonl, "FILE",
                 "Append a JSON line per batch to this file");
   add_compute_options(command, common);

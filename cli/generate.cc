@@ -319,8 +319,10 @@ void add_generate_command(Command& root, CommonOptions& common) {
   command.value("--ffn", &arguments->ffn, "NAME",
                 "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
                 "screened-strict");
-  command.flag("--cache-8bit", &arguments->cache_8bit,
-               "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
+  command.flag(
+      "--cache-8bit", &arguments->cache_8bit,
+      "Keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a "
+      "quarter of the CPU's");
   Option& json = command.flag("--json", &arguments->json,
                               "Print a JSON object per prompt, a line each, instead of the text");
   command

@@ -132,8 +132,10 @@ void add_serve_command(Command& root, CommonOptions& common) {
              "youngest waits and is computed again; 0: what all sequences need, if there is so "
              "much")
       .range(0, 1 << 30);
-  command.flag("--cache-8bit", &arguments->cache_8bit,
-               "Keep keys and values in 8 bits, a quarter of the memory and less exact; CPU only");
+  command.flag(
+      "--cache-8bit", &arguments->cache_8bit,
+      "Keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a "
+      "quarter of the CPU's");
   command
       .value("--max-waiting", &arguments->server.max_waiting, "N",
              "Sequences that wait; a request with more than fit is answered with 503")

@@ -83,7 +83,8 @@ class Engine:
     slots: sequences that are computed at once; others wait.
     context: most tokens of a sequence, its prompt included; 0: the model's, at most 16384.
     ffn: execution of the feed-forward layers: "auto", "dense", "row-fused" or "tile-union".
-    cache_8bit: keep keys and values in 8 bits; on the CPU only.
+    cache_8bit: keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a
+        quarter of the CPU's.
     """
 
     def __init__(
