@@ -651,9 +651,11 @@ AttentionDivision attention_division(const AttentionCuda& p, int64_t max_kv_len,
   const int64_t ctas_per_sm = p.head_dim <= 64 ? 2 : 1;
   const int64_t wanted = std::min<int64_t>(ctas_per_sm * multiprocessors, kMostCtas) / ctas;
   const int64_t splits = std::clamp(wanted, fewest_splits(max_kv_len), most_splits(max_kv_len));
-  // The fewer CTAs there are, the more warps each has.
+  // The fewer CTAs there are, the more warps each has; in 8 bits at least 4, because a load brings
+  // half as many bytes.
   const int64_t warps_per_cta = int64_t{kWarpsPerSm} * multiprocessors / (ctas * splits);
-  const int64_t warps = std::clamp<int64_t>(warps_per_cta, 1, most_warps(p.head_dim));
+  const int64_t least_warps = p.k8.data == nullptr ? 1 : 4;
+  const int64_t warps = std::clamp<int64_t>(warps_per_cta, least_warps, most_warps(p.head_dim));
   return {.splits = splits,
           .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps))),
           .loads = warps_per_cta == 0 ? 4 : 8};
