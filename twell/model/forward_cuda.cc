@@ -640,6 +640,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   }
   done(ForwardStage::kOutput);
   FfnForwardCuda ffn{.tokens = staged_.tokens,
+                     .rows = padded_tokens(),
                      .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
                                  .w_up = device_bf16(w.ffn.w_up.data),
                                  .w_down = device_bf16(w.ffn.w_down.data),

@@ -195,16 +195,17 @@ void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, cons
   }
   if (!in_place() || counts.row_nnz != nullptr || counts.activity != nullptr) {
     const bool samples = in_place() && counts.row_nnz == nullptr;
-    TWELL_CUDA_CHECK(launch_activate_multiply({.activation = activation_,
-                                               .g = gate_values(),
-                                               .u = gated_ ? hidden_ : nullptr,
-                                               .h = in_place() ? nullptr : hidden_,
-                                               .tokens = tokens_,
-                                               .ffn = ffn_,
-                                               .row_nnz = counts.row_nnz,
-                                               .counts = counts.activity,
-                                               .stride = samples ? kSampleStride : 1},
-                                              ctx.stream()));
+    TWELL_CUDA_CHECK(
+        launch_activate_multiply({.activation = activation_,
+                                  .g = gate_values(),
+                                  .u = gated_ ? hidden_ : nullptr,
+                                  .h = in_place() ? nullptr : hidden_,
+                                  .tokens = counts.tokens == 0 ? tokens_ : counts.tokens,
+                                  .ffn = ffn_,
+                                  .row_nnz = counts.row_nnz,
+                                  .counts = counts.activity,
+                                  .stride = samples ? kSampleStride : 1},
+                                 ctx.stream()));
   }
   down_plan_->run(ctx, hidden_, weights.w_down, y);
   if (biased_) add_bias(ctx, weights.b_down, width_, y);
@@ -393,16 +394,17 @@ class FfnCallCuda {
   }
 
   void dense_gemms() const {
-    std::unique_ptr<DenseFfnCuda>& dense = workspace_.dense_[{
-        chunk_.tokens, chunk_.weights.activation, chunk_.add, chunk_.weights.biased()}];
+    std::unique_ptr<DenseFfnCuda>& dense =
+        workspace_
+            .dense_[{chunk_.rows, chunk_.weights.activation, chunk_.add, chunk_.weights.biased()}];
     if (!dense) {
       dense = std::make_unique<DenseFfnCuda>(
-          ctx_, chunk_.tokens, workspace_.width(), workspace_.ffn(), workspace_.gated(),
+          ctx_, chunk_.rows, workspace_.width(), workspace_.ffn(), workspace_.gated(),
           workspace_.gate_.data(), workspace_.tile_union_.values(), chunk_.weights.activation,
           chunk_.add, chunk_.weights.biased());
     }
     dense->forward(ctx_, chunk_.weights, chunk_.x, chunk_.y,
-                   {.row_nnz = chunk_.row_nnz, .activity = plan_.counts});
+                   {.tokens = chunk_.tokens, .row_nnz = chunk_.row_nnz, .activity = plan_.counts});
   }
 
   void tile_union() const {
@@ -618,6 +620,7 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   for (int64_t begin = 0; begin < problem.tokens; begin += step) {
     FfnForwardCuda chunk = problem;
     chunk.tokens = std::min(step, problem.tokens - begin);
+    chunk.rows = std::clamp(problem.rows - begin, chunk.tokens, step);
     chunk.x += begin * workspace.width();
     if (chunk.y_rows == nullptr) {
       chunk.y += begin * workspace.width();

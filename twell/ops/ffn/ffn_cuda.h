@@ -46,6 +46,7 @@ struct FfnWeightsCuda {
 
 // Optional counts of a dense call.
 struct DenseCountsCuda {
+  int64_t tokens = 0;                // counted, from the first on; 0: all
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token
   ActivityCuda* activity = nullptr;  // added to; non-gated ReLU layers count every 16th token
 };
@@ -200,7 +201,10 @@ class FfnWorkspaceCuda {
 };
 
 struct FfnForwardCuda {
-  int64_t tokens = 0;                // M, at most the workspace's
+  int64_t tokens = 0;  // M, at most the workspace's
+  // Rows that x and y have, if more than M. cuBLASLt's products take up to 127 of them along, so
+  // that few sizes need plans; it does not matter what is in them.
+  int64_t rows = 0;
   FfnWeightsCuda weights;            // of the workspace's shape
   const __nv_bfloat16* x = nullptr;  // [M, D]
   __nv_bfloat16* y = nullptr;        // [M, D], every element written; may not overlap x
@@ -232,7 +236,7 @@ bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
 bool ffn_maps_rows(const FfnForwardCuda& problem, FfnPlanCuda& plan,
                    const FfnWorkspaceCuda& workspace);
 
-// Never synchronises. The first dense call with a number of tokens makes its cuBLASLt plans.
+// Never synchronises. The first dense call with a number of rows makes its cuBLASLt plans.
 void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
                       FfnWorkspaceCuda& workspace);
 

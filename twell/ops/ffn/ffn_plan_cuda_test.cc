@@ -297,6 +297,45 @@ TEST(FfnPlanCuda, NanReachesItsTokenOnly) {
   }
 }
 
+// Rows behind the tokens are neither counted nor reach the tokens' results.
+TEST(FfnPlanCuda, DenseProductsTakeRowsAlong) {
+  TWELL_GPU_TEST();
+  for (const bool gated : {false, true}) {
+    SCOPED_TRACE(gated);
+    constexpr int64_t kTokens = 300, kRows = 384, kWidth = 128, kFfn = 512;
+    Layer layer(kRows, kWidth, kFfn, gated, -1.0f);
+    std::vector<__nv_bfloat16> x = download(layer.x);
+    std::fill(x.begin() + kTokens * kWidth, x.end(), __float2bfloat16(NAN));
+    layer.x = upload(x);
+    FfnWorkspaceCuda workspace(ctx, kRows, kWidth, kFfn, gated);
+    const auto y_of = [&](int64_t rows, std::vector<int32_t>& row_nnz) {
+      FfnPlansCuda plans(ctx, 1, kFfn, FfnPolicy::kDense);
+      const auto y = poisoned<__nv_bfloat16>(kRows * kWidth);
+      const auto counts = poisoned<int32_t>(kTokens);
+      ffn_forward_cuda(ctx,
+                       {.tokens = kTokens,
+                        .rows = rows,
+                        .weights = layer.weights(),
+                        .x = layer.x.data(),
+                        .y = y.data(),
+                        .row_nnz = counts.data()},
+                       plans[0], workspace);
+      plans.update(ctx);
+      EXPECT_EQ(plans[0].plan.tokens, kTokens);
+      row_nnz = download(counts);
+      std::vector<__nv_bfloat16> of_tokens = download(y);
+      of_tokens.resize(kTokens * kWidth);
+      return of_tokens;
+    };
+    std::vector<int32_t> nnz, nnz_with_rows;
+    const auto want = y_of(0, nnz), got = y_of(kRows, nnz_with_rows);
+    EXPECT_LT(difference(got, want), 1e-3);
+    int64_t different = 0;  // where rounding decides
+    for (size_t i = 0; i < nnz.size(); ++i) different += std::abs(nnz[i] - nnz_with_rows[i]);
+    EXPECT_LE(different, 3);
+  }
+}
+
 TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   TWELL_HOPPER_TEST();
   const Layer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);
