@@ -20,10 +20,9 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
   using Clock = std::chrono::steady_clock;
   const auto batch = static_cast<size_t>(load.batch), length = static_cast<size_t>(load.prompt);
   std::vector<Draw> draws(batch);
-  std::vector<int64_t> slots;
   std::vector<int32_t> next(batch);
+  std::vector<NewTokens> last;  // of each sequence
   for (size_t i = 0; i < batch; ++i) {
-    slots.push_back(static_cast<int64_t>(i));
     std::vector<int32_t> random;
     std::span<const int32_t> ids;
     if (load.prompts.empty()) {
@@ -34,14 +33,15 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
     }
     draws[i].sampler.temperature = load.temperature;
     draws[i].stream = i;
-    const Prompt prompt{.slot = slots[i], .ids = ids};
+    const NewTokens prompt{.slot = static_cast<int64_t>(i), .ids = ids};
     session.drawn(session.append_and_draw({&prompt, 1}, {&draws[i], 1}), {&next[i], 1});
+    last.push_back({.slot = prompt.slot, .ids = {&next[i], 1}});
   }
   std::vector<double> seconds;
   for (int64_t step = 0; step < load.tokens; ++step) {
     for (Draw& draw : draws) ++draw.index;
     const Clock::time_point start = Clock::now();
-    session.drawn(session.decode_and_draw(slots, next, draws), next);
+    session.drawn(session.append_and_draw(last, draws), next);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
   // The median ignores the few slow steps in which a GPU captures a graph.

@@ -142,8 +142,8 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .range(1, 1 << 20);
   command
       .value("--prefill-tokens", &arguments->server.prefill_tokens, "N",
-             "Prompt tokens computed between two tokens of other sequences; 0: what suits the "
-             "device")
+             "Tokens of a step with prompts: one of each other sequence, the rest, and at least "
+             "half, of prompts; 0: what suits the device")
       .at_least(0);
   command
       .value("--max-connections", &arguments->server.http.connections, "N",

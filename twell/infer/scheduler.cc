@@ -236,10 +236,9 @@ bool Scheduler::advance() {
   ++counts_.steps;
   end_cancelled();
   admit_waiting();
-  const bool fed = feed_prompts();
-  end_cancelled();
-  const bool grew = grow_running();
-  while (!fed && !grew && !passes_.empty()) report();
+  if (!begin_pass()) {
+    while (!passes_.empty()) report();
+  }
   publish();
   const std::lock_guard lock(mutex_);
   return !live_.empty() || !passes_.empty();
@@ -264,7 +263,7 @@ void Scheduler::report() {
   for (size_t i = 0; i < pass.rows.size(); ++i) {
     if (!is_wanted(pass.rows[i])) continue;
     Request& request = *pass.rows[i].request;
-    if (pass.feeds_prompts) request.usage.prefill_seconds += pass_seconds;
+    if (pass.rows[i].prompt) request.usage.prefill_seconds += pass_seconds;
     if (!pass.rows[i].draws) continue;
     --request.unknown;
     if (request.drawn == 0) request.decode_start = now;
@@ -412,53 +411,8 @@ bool Scheduler::reserve_or_preempt(const Request& request, int64_t tokens) {
   return true;
 }
 
-// Feeds the next piece of the prompts, in order of arrival: the rest of some, part of one more.
-bool Scheduler::feed_prompts() {
-  const Clock::time_point start = Clock::now();
-  int64_t room = options_.prefill_tokens;
-  std::vector<std::span<const int32_t>> pieces;  // of the first requests in starting_
-  for (size_t i = 0; i < starting_.size() && room > 0; ++i) {
-    const Request& request = *starting_[i];
-    const int64_t count = std::min(request.left(), room);
-    if (!reserve_or_preempt(request, count)) break;
-    pieces.push_back(std::span(request.context)
-                         .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count)));
-    room -= count;
-  }
-  TWELL_CHECK(starting_.empty() || !pieces.empty() || !running_.empty(),
-              "the cache has no room for the only sequence, of {} tokens",
-              starting_.front()->context.size());
-  if (pieces.empty()) return false;
-
-  std::vector<Prompt> prompts;
-  std::vector<Draw> draws;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    prompts.push_back(prompt_of(*starting_[i], pieces[i]));
-    draws.push_back(draw_of(*starting_[i]));
-  }
-  Pass pass{
-      .call = session_.append_and_draw(prompts, draws), .feeds_prompts = true, .start = start};
-  Requests not_through;
-  for (size_t i = 0; i < starting_.size(); ++i) {
-    Request* const request = starting_[i];
-    const int64_t fed = i < pieces.size() ? std::ssize(pieces[i]) : 0;
-    request->fed += fed;
-    counts_.prompt_tokens += fed;
-    const bool through = request->left() == 0;
-    if (i < pieces.size()) pass.rows.push_back({.request = request, .draws = through});
-    if (through) {
-      ++request->unknown;
-      request->entry = static_cast<int64_t>(i);
-    }
-    (through ? running_ : not_through).push_back(request);
-  }
-  starting_ = std::move(not_through);
-  begun(std::move(pass));
-  return true;
-}
-
-Prompt Scheduler::prompt_of(Request& request, std::span<const int32_t> piece) const {
-  Prompt out{.slot = request.slot, .ids = piece};
+NewTokens Scheduler::tokens_of(Request& request, std::span<const int32_t> piece) const {
+  NewTokens out{.slot = request.slot, .ids = piece};
   if (!request.wants_prompt_scores()) return out;
   const std::span<const int32_t> prompt = request.asked.prompt;
   const auto next_one = static_cast<size_t>(request.fed) + 1;
@@ -489,34 +443,64 @@ bool Scheduler::needs_tokens() const {
   return new_blocks * block > session_.free_tokens();
 }
 
-bool Scheduler::grow_running() {
+// Sequences that grow take their place in the cache first: they have arrived before those whose
+// prompts are incomplete.
+bool Scheduler::begin_pass() {
   while (!passes_.empty() && needs_tokens()) report();
   // In order of arrival, so that the oldest are never preempted.
   for (size_t i = 0; i < running_.size(); ++i) {
     if (grows(*running_[i]) && !reserve_or_preempt(*running_[i], 1)) preempt_youngest();
   }
-  std::vector<int64_t> slots;
-  std::vector<int32_t> ids;
-  std::vector<Draw> draws;
   Pass pass{.start = Clock::now()};
+  std::vector<NewTokens> tokens;
+  std::vector<Draw> draws;
+  std::vector<int32_t> last;  // tokens of sequences that grow
+  last.reserve(running_.size());
   for (Request* request : running_) {
     if (!grows(*request)) continue;
-    slots.push_back(request->slot);
-    ids.push_back(request->unknown > 0 ? Session::the_drawn(request->entry)
-                                       : request->context.back());
+    last.push_back(request->unknown > 0 ? Session::the_drawn(request->entry)
+                                        : request->context.back());
+    tokens.push_back({.slot = request->slot, .ids = {&last.back(), 1}});
     draws.push_back(draw_of(*request));
-    pass.rows.push_back({.request = request, .draws = true});
+    pass.rows.push_back({.request = request});
   }
-  if (slots.empty()) return false;
-  pass.call = session_.decode_and_draw(slots, ids, draws);
+  add_prompts(pass, tokens, draws);
+  if (tokens.empty()) return false;
+  pass.call = session_.append_and_draw(tokens, draws);
   for (size_t i = 0; i < pass.rows.size(); ++i) {
     Request& request = *pass.rows[i].request;
-    ++request.fed;
+    request.fed += std::ssize(tokens[i].ids);
+    if (!pass.rows[i].draws) continue;
     ++request.unknown;
     request.entry = static_cast<int64_t>(i);
   }
+  const auto is_through = [](const Request* request) { return request->left() == 0; };
+  std::ranges::copy_if(starting_, std::back_inserter(running_), is_through);
+  std::erase_if(starting_, is_through);
   begun(std::move(pass));
   return true;
+}
+
+// Adds the next piece of the prompts, in order of arrival: the rest of some, part of one more. They
+// have the room that sequences that grow leave, and at least half of the step.
+void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws) {
+  const int64_t all = options_.prefill_tokens;
+  int64_t room = std::max(all - std::ssize(tokens), (all + 1) / 2);
+  for (size_t i = 0; i < starting_.size() && room > 0; ++i) {
+    Request& request = *starting_[i];
+    const int64_t count = std::min(request.left(), room);
+    if (!reserve_or_preempt(request, count)) break;
+    room -= count;
+    tokens.push_back(tokens_of(
+        request, std::span(request.context)
+                     .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))));
+    draws.push_back(draw_of(request));
+    pass.rows.push_back({.request = &request, .prompt = true, .draws = count == request.left()});
+    counts_.prompt_tokens += count;
+  }
+  TWELL_CHECK(starting_.empty() || !tokens.empty() || !running_.empty(),
+              "the cache has no room for the only sequence, of {} tokens",
+              starting_.front()->context.size());
 }
 
 void Scheduler::note_log_probs(Request& request, int32_t id, int64_t row) {

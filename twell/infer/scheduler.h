@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs any number of requests on one session with continuous batching: prompts go through the
-// layers in pieces between the tokens of other requests, first come, first served.
+// layers in pieces, together with the tokens of other requests, first come, first served.
 //
 // Where the session computes ahead, a step begins with the tokens that the device is still drawing,
 // and the events of the last step are reported while it runs. A sequence that ends with a token
@@ -127,8 +127,8 @@ struct SchedulerStats {
 
 struct SchedulerOptions {
   int64_t max_waiting = 0;  // requests without a slot; 0: any number
-  // Prompt tokens per step, which bound the time between two tokens of other requests; 0: what
-  // suits the device.
+  // Tokens of a step with prompts: one of each sequence that grows, and pieces of prompts, which
+  // get at least half. Bounds the time between two tokens of a sequence; 0: what suits the device.
   int64_t prefill_tokens = 0;
 };
 
@@ -156,9 +156,9 @@ class Scheduler {
   // As of the end of the last step; waiting, submitted and refused requests as of now.
   SchedulerStats stats() const;
 
-  // Assigns free slots to waiting requests, feeds a piece of the prompts, and adds a token to every
-  // sequence whose prompt is complete. Returns false when no request is left. When the session
-  // throws, every request ends with kFailed, and the exception is passed on.
+  // Assigns free slots to waiting requests, adds a token to every sequence whose prompt is
+  // complete, and feeds a piece of the other prompts. Returns false when no request is left. When
+  // the session throws, every request ends with kFailed, and the exception is passed on.
   bool step();
   // Steps, and waits for requests when there is none, until drained. Throws what step() throws.
   void run();
@@ -170,12 +170,12 @@ class Scheduler {
   // A call of the session that draws tokens and has not been reported.
   struct Pass {
     struct Row {
-      Request* request;  // null: has ended or lost its place
-      bool draws;        // false: the token after an incomplete prompt, which is ignored
+      Request* request;     // null: has ended or lost its place
+      bool prompt = false;  // takes a piece of it
+      bool draws = true;    // false: the token after an incomplete prompt, which is ignored
     };
     int64_t call = 0;
     std::vector<Row> rows;
-    bool feeds_prompts = false;
     Clock::time_point start;
   };
 
@@ -186,11 +186,12 @@ class Scheduler {
   void admit_waiting();
   bool reserve_or_preempt(const Request& request, int64_t tokens);
   void preempt_youngest();
-  // Begin a pass of the session; false when there is none to begin.
-  bool feed_prompts();
-  bool grow_running();
+  // Begins a pass of the session with a token of every sequence that grows, and pieces of prompts
+  // behind them; false when there is nothing to begin.
+  bool begin_pass();
+  void add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws);
   // The piece as the session takes it, with the scores that the request wants.
-  Prompt prompt_of(Request& request, std::span<const int32_t> piece) const;
+  NewTokens tokens_of(Request& request, std::span<const int32_t> piece) const;
   // Whether the limits allow the request a further token after those being drawn.
   bool grows(const Request& request) const;
   // Whether the next tokens can only be drawn when those being drawn are known.

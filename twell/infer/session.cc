@@ -70,12 +70,14 @@ int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
   return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen);
 }
 
-void Session::appended(int64_t call, std::span<const int64_t> slots, std::span<const int32_t> ids) {
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (ids[i] >= 0) {
-      appended(slots[i], ids.subspan(i, 1));
+void Session::appended(int64_t call, std::span<const NewTokens> tokens) {
+  for (const NewTokens& one : tokens) {
+    if (one.ids[0] >= 0) {
+      appended(one.slot, one.ids);
     } else {
-      unknown_.push_back({.call = call - 1, .entry = int64_t{-1} - ids[i], .slot = slots[i]});
+      TWELL_CHECK(one.ids.size() == 1, "{} tokens, of which the first is not known",
+                  one.ids.size());
+      unknown_.push_back({.call = call - 1, .entry = int64_t{-1} - one.ids[0], .slot = one.slot});
     }
   }
 }

@@ -44,10 +44,10 @@ struct Draw {
   std::optional<int64_t> log_probs;
 };
 
-// New tokens to append to a slot's sequence.
-struct Prompt {
+// New tokens to append to a slot's sequence: a piece of its prompt, or the token drawn last.
+struct NewTokens {
   int64_t slot = 0;
-  std::span<const int32_t> ids;
+  std::span<const int32_t> ids;  // a single one may be Session::the_drawn(entry)
   // The tokens after the first ids whose log-probabilities are wanted, at most one for each id.
   std::span<const int32_t> targets;
   int64_t top = 0;                               // most likely tokens scored beside each target,
@@ -82,15 +82,15 @@ class Session {
   // next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // Begin the same for several sequences, and to draw the next token of each; on the GPU the logits
-  // are not copied to the host, and prompts pass the layers together. Slots must be distinct.
-  // Prompts are scored when the call returns. Returns the call's number, for drawn().
-  virtual int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) = 0;
-  // An id may be the_drawn(entry), and counts towards length() once the call before has been asked
-  // for its tokens; nothing else may be done with these slots until then.
-  virtual int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+  // Begins to append tokens to distinct slots, and to draw the next token of each. On the GPU they
+  // pass the layers together, and logits are not copied to the host; single tokens are best put in
+  // front of others. Targets are scored when the call returns. Returns the call's number, for
+  // drawn().
+  virtual int64_t append_and_draw(std::span<const NewTokens> tokens,
                                   std::span<const Draw> draws) = 0;
   // Stands for the token that the call before draws as this entry, and that may not be known yet.
+  // It counts towards length() once that call has been asked for its tokens; nothing else may be
+  // done with its slot until then.
   static constexpr int32_t the_drawn(int64_t entry) { return static_cast<int32_t>(-1 - entry); }
   // Waits for the tokens of such a call, kNoToken where none could be drawn. Calls are asked in
   // their order, or never.
@@ -155,8 +155,8 @@ class Session {
   // Call when the keys and values of ids, for which there is room, are in the cache or will be
   // before anything reads them.
   void appended(int64_t slot, std::span<const int32_t> ids) { blocks_.append(slot, ids); }
-  // The same for what this call of decode_and_draw() appends.
-  void appended(int64_t call, std::span<const int64_t> slots, std::span<const int32_t> ids);
+  // The same for what this call of append_and_draw() appends.
+  void appended(int64_t call, std::span<const NewTokens> tokens);
   // Call when the tokens that a call drew are known: the next one may have appended them.
   void known(int64_t call, std::span<const int32_t> next);
   int64_t blocks() const { return plan_.blocks; }

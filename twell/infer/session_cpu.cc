@@ -73,41 +73,43 @@ std::span<const float> SessionCpu::append(int64_t slot, std::span<const int32_t>
   return append_to(0, slot, ids);
 }
 
-int64_t SessionCpu::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) {
-  TWELL_CHECK(std::ssize(prompts) <= slots(), "{} prompts for {} sequences", prompts.size(),
+int64_t SessionCpu::append_and_draw(std::span<const NewTokens> tokens,
+                                    std::span<const Draw> draws) {
+  TWELL_CHECK(std::ssize(tokens) <= slots(), "tokens of {} sequences for {}", tokens.size(),
               slots());
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    const auto row = static_cast<int64_t>(i);
-    if (prompts[i].targets.empty()) {
-      append_to(row, prompts[i].slot, prompts[i].ids);
-    } else {
-      append_scored(row, prompts[i]);
-    }
-    draw_row(row, draws[i]);
+  std::vector<int64_t> slots;
+  std::vector<int32_t> ids;
+  for (const NewTokens& one : tokens) {
+    if (one.ids.size() != 1 || !one.targets.empty()) break;
+    slots.push_back(one.slot);
+    ids.push_back(one.ids[0]);
   }
+  if (!slots.empty()) decode(slots, ids);
+  for (size_t i = slots.size(); i < tokens.size(); ++i) {
+    const auto row = static_cast<int64_t>(i);
+    if (tokens[i].targets.empty()) {
+      append_to(row, tokens[i].slot, tokens[i].ids);
+    } else {
+      append_scored(row, tokens[i]);
+    }
+  }
+  for (size_t i = 0; i < tokens.size(); ++i) draw_row(static_cast<int64_t>(i), draws[i]);
   return ++calls_;
 }
 
-void SessionCpu::append_scored(int64_t row, const Prompt& prompt) {
-  const int64_t vocab = prompt.vocab == 0 ? model_.config.vocab_size : prompt.vocab;
-  append_logits(prompt.slot, prompt.ids, [&](int64_t first, ConstMatrixF rows) {
+void SessionCpu::append_scored(int64_t row, const NewTokens& tokens) {
+  const int64_t vocab = tokens.vocab == 0 ? model_.config.vocab_size : tokens.vocab;
+  append_logits(tokens.slot, tokens.ids, [&](int64_t first, ConstMatrixF rows) {
     for (int64_t i = 0; i < rows.rows; ++i) {
       const std::span<const float> values(rows.row(i), static_cast<size_t>(rows.cols));
       const int64_t at = first + i;
-      if (at < std::ssize(prompt.targets)) {
-        prompt.scores->push_back(
-            token_log_probs(values, prompt.targets[static_cast<size_t>(at)], prompt.top, vocab));
+      if (at < std::ssize(tokens.targets)) {
+        tokens.scores->push_back(
+            token_log_probs(values, tokens.targets[static_cast<size_t>(at)], tokens.top, vocab));
       }
-      if (at + 1 == std::ssize(prompt.ids)) std::ranges::copy(values, logits_row(row).begin());
+      if (at + 1 == std::ssize(tokens.ids)) std::ranges::copy(values, logits_row(row).begin());
     }
   });
-}
-
-int64_t SessionCpu::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                                    std::span<const Draw> draws) {
-  decode(slots, ids);
-  for (size_t i = 0; i < slots.size(); ++i) draw_row(static_cast<int64_t>(i), draws[i]);
-  return ++calls_;
 }
 
 void SessionCpu::drawn(int64_t call, std::span<int32_t> next) {

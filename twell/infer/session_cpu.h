@@ -17,10 +17,9 @@ class SessionCpu : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
-  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) override;
-  // The ids are known: nothing is drawn ahead.
-  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                          std::span<const Draw> draws) override;
+  // Single tokens in front pass the layers together, others one sequence after the other. All are
+  // known: nothing is drawn ahead.
+  int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
@@ -38,8 +37,8 @@ class SessionCpu : public Session {
   // Logits after the last id, in row `row` of logits_.
   std::span<const float> append_to(int64_t row, int64_t slot, std::span<const int32_t> ids);
   std::span<float> logits_row(int64_t row) const;
-  // Appends a prompt with targets, and leaves the logits after its last token in logits_row(row).
-  void append_scored(int64_t row, const Prompt& prompt);
+  // Appends tokens with targets, and leaves the logits after the last one in logits_row(row).
+  void append_scored(int64_t row, const NewTokens& tokens);
   void draw_row(int64_t row, const Draw& draw);
 
   Context& ctx_;

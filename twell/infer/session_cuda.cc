@@ -12,7 +12,7 @@ namespace {
 
 // Enough tokens to fill the device.
 constexpr int64_t kPrefillTokens = 2048;
-// Prompt tokens scored together: enough for the output head to be a matrix product.
+// Tokens scored together: enough for the output head to be a matrix product.
 constexpr int64_t kScoreRows = 64;
 // A server's steps have any number of sequences.
 constexpr size_t kMaxGraphs = 256;
@@ -55,7 +55,8 @@ SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
 
 ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionOptions& options) {
   const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
-  return {.max_tokens = std::max(std::min(prefill, cache.capacity * cache.slots), cache.slots),
+  // Pieces of prompts and one token of each other sequence.
+  return {.max_tokens = std::min(prefill, cache.capacity * cache.slots) + cache.slots,
           .max_sequences = cache.slots,
           .max_length = cache.capacity,
           .ffn = options.ffn,
@@ -134,8 +135,9 @@ void SessionCuda::show(int64_t slot, std::span<const int32_t> table, int64_t len
 }
 
 std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t> ids) {
-  const Prompt prompt{.slot = slot, .ids = ids};
-  enqueue_prompts({&prompt, 1});
+  const NewTokens tokens{.slot = slot, .ids = ids};
+  enqueue_packed({&tokens, 1});
+  appended(slot, ids);
   const ConstMatrixF logits = read_logits(1);
   count_tokens(std::ssize(ids));
   return {logits.data, static_cast<size_t>(logits.cols)};
@@ -143,26 +145,34 @@ std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t
 
 ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {
   enqueue_decode(slots, ids, {});
+  for (size_t i = 0; i < slots.size(); ++i) appended(slots[i], ids.subspan(i, 1));
   const ConstMatrixF logits = read_logits(std::ssize(slots));
   count_tokens(std::ssize(slots));
   return logits;
 }
 
-int64_t SessionCuda::append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) {
-  const std::vector<float> uniforms = uniforms_of(draws);
-  enqueue_prompts(prompts);
-  send(ctx_, uniforms_.data(), uniforms);
-  int64_t tokens = 0;
-  for (const Prompt& prompt : prompts) tokens += std::ssize(prompt.ids);
-  return draw_ids(draws, uniforms_.data(), tokens);
-}
-
-int64_t SessionCuda::decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
+int64_t SessionCuda::append_and_draw(std::span<const NewTokens> tokens,
                                      std::span<const Draw> draws) {
-  enqueue_decode(slots, ids, uniforms_of(draws));
-  const int64_t count = std::ssize(slots);
-  const float* const uniforms = forward_.batch().device(count, count).uniforms;
-  return draw_ids(draws, uniforms, count);
+  const std::vector<float> uniforms = uniforms_of(draws);
+  std::vector<int64_t> slots;
+  std::vector<int32_t> ids;
+  bool one_each = true;
+  for (const NewTokens& one : tokens) {
+    one_each = one_each && one.ids.size() == 1 && one.targets.empty();
+    slots.push_back(one.slot);
+    ids.insert(ids.end(), one.ids.begin(), one.ids.end());
+  }
+  const float* on_device = uniforms_.data();
+  if (one_each) {
+    enqueue_decode(slots, ids, uniforms);
+    const int64_t count = std::ssize(ids);
+    on_device = forward_.batch().device(count, count).uniforms;
+  } else {
+    enqueue_packed(tokens);
+    send(ctx_, uniforms_.data(), uniforms);
+  }
+  appended(calls_ + 1, tokens);
+  return draw_ids(draws, on_device, std::ssize(ids));
 }
 
 void SessionCuda::drawn(int64_t call, std::span<int32_t> next) {
@@ -279,22 +289,25 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
   return layers;
 }
 
-void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
-  TWELL_CHECK(!prompts.empty() && std::ssize(prompts) <= slots(), "{} prompts for {} sequences",
-              prompts.size(), slots());
-  for (const Prompt& prompt : prompts) {
-    TWELL_CHECK(prompt.targets.size() <= prompt.ids.size(), "{} scores of {} tokens",
-                prompt.targets.size(), prompt.ids.size());
-    make_room(prompt.slot, prompt.ids);
+void SessionCuda::enqueue_packed(std::span<const NewTokens> tokens) {
+  TWELL_CHECK(!tokens.empty() && std::ssize(tokens) <= slots(), "tokens of {} sequences for {}",
+              tokens.size(), slots());
+  int64_t single = 0;  // tokens that are not pieces of prompts, or such that are as short
+  for (const NewTokens& one : tokens) {
+    TWELL_CHECK(one.targets.size() <= one.ids.size(), "{} scores of {} tokens", one.targets.size(),
+                one.ids.size());
+    make_room(one.slot, one.ids);
+    single += one.ids.size() == 1;
   }
-  const int64_t room = std::min(prefill_tokens_, forward_.plan().max_tokens);
+  const int64_t room = std::min(prefill_tokens_ + single, forward_.plan().max_tokens);
   const int64_t width = config().width;
   std::vector<int32_t> ids, last_rows;
   std::vector<ForwardSequence> sequences;
   std::vector<Piece> scored;
-  int64_t ended = 0;  // prompts whose last token has passed the layers
+  int64_t ended = 0;  // sequences whose last token has passed the layers
   const auto run = [&] {
-    forward_.run(ids, sequences, &cache_);
+    forward_.stage(ids, sequences, &cache_, {}, next_.data());
+    forward_.enqueue();
     if (!last_rows.empty()) {
       send(ctx_, last_rows_.data() + ended, last_rows);
       // Gather their hidden states with the embedding kernel.
@@ -312,32 +325,30 @@ void SessionCuda::enqueue_prompts(std::span<const Prompt> prompts) {
     sequences.clear();
     scored.clear();
   };
-  for (const Prompt& prompt : prompts) {
-    for (int64_t begin = 0; begin < std::ssize(prompt.ids);) {
-      const int64_t count = std::min(room - std::ssize(ids), std::ssize(prompt.ids) - begin);
-      const auto piece = prompt.ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+  for (const NewTokens& one : tokens) {
+    for (int64_t begin = 0; begin < std::ssize(one.ids);) {
+      const int64_t count = std::min(room - std::ssize(ids), std::ssize(one.ids) - begin);
+      const auto piece = one.ids.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
       ids.insert(ids.end(), piece.begin(), piece.end());
-      sequences.push_back({.tokens = count, .slot = prompt.slot});
-      if (begin < std::ssize(prompt.targets)) {
+      sequences.push_back({.tokens = count, .slot = one.slot});
+      if (begin < std::ssize(one.targets)) {
         const int64_t row = std::ssize(ids) - count;
-        scored.push_back(
-            {&prompt, begin, std::min(count, std::ssize(prompt.targets) - begin), row});
+        scored.push_back({&one, begin, std::min(count, std::ssize(one.targets) - begin), row});
       }
       begin += count;
-      if (begin == std::ssize(prompt.ids)) {
+      if (begin == std::ssize(one.ids)) {
         last_rows.push_back(static_cast<int32_t>(std::ssize(ids) - 1));
       }
       if (std::ssize(ids) == room) run();
     }
   }
   if (!ids.empty()) run();
-  for (const Prompt& prompt : prompts) appended(prompt.slot, prompt.ids);
   forward_.logits(last_hidden_.data(), ended, logits_.data());
 }
 
 void SessionCuda::score(std::span<const Piece> pieces) {
   struct Run {
-    const Prompt* prompt;
+    const NewTokens* tokens;
     int64_t row, count;  // of the logits
   };
   int64_t done = 0;  // targets of the first piece
@@ -352,23 +363,23 @@ void SessionCuda::score(std::span<const Piece> pieces) {
       const Piece& piece = pieces[0];
       const int64_t row = piece.row + done - begin;
       const int64_t count = std::min(piece.count - done, kScoreRows - row);
-      std::ranges::copy(piece.prompt->targets.subspan(static_cast<size_t>(piece.begin + done),
+      std::ranges::copy(piece.tokens->targets.subspan(static_cast<size_t>(piece.begin + done),
                                                       static_cast<size_t>(count)),
                         targets.begin() + row);
-      runs.push_back({piece.prompt, row, count});
+      runs.push_back({piece.tokens, row, count});
       done += count;
       if (done < piece.count) break;
       pieces = pieces.subspan(1);
       done = 0;
     }
     send(ctx_, targets_.data(), targets);
-    for (const auto& [prompt, row, count] : runs) {
-      enqueue_log_probs(row, count, targets_.data() + row, prompt->top, prompt->vocab);
+    for (const auto& [tokens, row, count] : runs) {
+      enqueue_log_probs(row, count, targets_.data() + row, tokens->top, tokens->vocab);
     }
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx_.stream()));
-    for (const auto& [prompt, row, count] : runs) {
+    for (const auto& [tokens, row, count] : runs) {
       for (int64_t i = row; i < row + count; ++i) {
-        prompt->scores->push_back(log_probs_of(results_of(calls_ + 1), i, prompt->top));
+        tokens->scores->push_back(log_probs_of(results_of(calls_ + 1), i, tokens->top));
       }
     }
   }
@@ -394,7 +405,6 @@ void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const
     }
     graph.graph.launch(ctx_.stream());
   }
-  appended(calls_ + 1, slots, ids);
 }
 
 ConstMatrixF SessionCuda::read_logits(int64_t rows) {

@@ -29,10 +29,8 @@ class SessionCuda : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
-  // Short prompts go through the layers together, long ones in pieces.
-  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw> draws) override;
-  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                          std::span<const Draw> draws) override;
+  // Short pieces go through the layers together, long ones in passes.
+  int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
   int64_t draws_ahead() const override { return std::ssize(results_) - 1; }
   void append_logits(int64_t slot, std::span<const int32_t> ids,
@@ -59,17 +57,18 @@ class SessionCuda : public Session {
                              const CachePlan& cache, const SessionOptions& options);
   void show(int64_t slot, std::span<const int32_t> table, int64_t length) override;
   void clear_blocks(std::span<const int32_t> blocks) override;
-  // Enqueue the layers and the output head, for the last token of each prompt or one token per
-  // slot. Prompts are packed, and waited for where scores are wanted.
-  void enqueue_prompts(std::span<const Prompt> prompts);
-  // A part of a prompt in a pass through the layers.
+  // Enqueues the layers and the output head, for the last token of each sequence. Tokens are
+  // packed, and waited for where scores are wanted.
+  void enqueue_packed(std::span<const NewTokens> tokens);
+  // A part of a sequence's new tokens in a pass through the layers.
   struct Piece {
-    const Prompt* prompt;
-    int64_t begin, count;  // of the prompt's ids
+    const NewTokens* tokens;
+    int64_t begin, count;  // of the ids
     int64_t row;           // in the pass
   };
   // Adds the scores of the pieces' targets, once the pass is enqueued.
   void score(std::span<const Piece> pieces);
+  // The same for one token of each sequence, as a graph.
   void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
@@ -106,10 +105,10 @@ class SessionCuda : public Session {
   int64_t logit_rows_;                       // slots or, if more, rows scored together
   DeviceBuffer<float> logits_;               // [logit_rows, V]
   DeviceBuffer<int32_t> next_;               // [slots]
-  DeviceBuffer<int32_t> last_rows_;          // [slots] rows of the prompts' last tokens
-  DeviceBuffer<float> uniforms_;             // [slots] for prompts
-  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for prompts
-  DeviceBuffer<int32_t> targets_;            // [logit_rows] of scored prompts
+  DeviceBuffer<int32_t> last_rows_;          // [slots] rows of packed sequences' last tokens
+  DeviceBuffer<float> uniforms_;             // [slots] for packed sequences
+  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for packed sequences
+  DeviceBuffer<int32_t> targets_;            // [logit_rows] to be scored
   DeviceBuffer<TokenLogProb> log_probs_;     // [logit_rows, 1 + kMostTop]
   std::array<Results, 2> results_;           // of the calls that draw, in turn
   int64_t calls_ = 0;                        // begun

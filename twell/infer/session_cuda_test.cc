@@ -127,7 +127,7 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   SessionCuda logits_read(*ctx_, *device_model_, {.slots = 2});
   SessionCuda on_device(*ctx_, *device_model_, {.slots = 2});
   const auto a = random_ids(9, kVocab, 3), b = random_ids(4, kVocab, 4);
-  const std::vector<Prompt> prompts = {{0, a}, {1, b}};
+  const std::vector<NewTokens> prompts = {{0, a}, {1, b}};
   std::vector<int32_t> next(2), other(2);
   // append() takes one prompt at a time and uses other kernels, so rounding can change a draw that
   // is close to a boundary.
@@ -142,7 +142,8 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
   const std::vector<int64_t> slots = {0, 1};
   for (uint64_t step = 1; step < 10; ++step) {
     const std::vector<int32_t> ids = next;
-    on_device.drawn(on_device.decode_and_draw(slots, ids, draws(step)), next);
+    const std::vector<NewTokens> last = {{0, {&ids[0], 1}}, {1, {&ids[1], 1}}};
+    on_device.drawn(on_device.append_and_draw(last, draws(step)), next);
     const ConstMatrixF logits = logits_read.decode(slots, ids);
     for (size_t i = 0; i < 2; ++i) {
       const std::span<const float> own(logits.row(static_cast<int64_t>(i)), size_t{kVocab});
@@ -154,15 +155,15 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
 }
 
 // A call that begins before the last one was asked for its tokens takes them on the device. Also
-// when sequences end, change places, join behind a prompt's call, or ask for log-probabilities.
+// when sequences end, change places, are joined by a prompt, or ask for log-probabilities.
 TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
   struct Step {
     std::vector<int64_t> slots;
-    int64_t prompt = -1;  // slot of a prompt that goes first
+    int64_t prompt = -1;  // slot of a prompt that joins them
   };
-  const std::vector<Step> steps = {{{0, 1, 2}},    {{0, 1, 2}},    {{0, 1, 2}}, {{2, 1}},
-                                   {{2, 1, 3}, 3}, {{1, 3, 2}},    {{3}},       {{3, 0, 4}, 4},
-                                   {{3, 4, 0}},    {{0, 4, 3, 2}}, {{2, 3}},    {{2, 3}}};
+  const std::vector<Step> steps = {{{0, 1, 2}}, {{0, 1, 2}},    {{0, 1, 2}}, {{2, 1}},
+                                   {{2, 1}, 3}, {{1, 3, 2}},    {{3}},       {{3, 0}, 4},
+                                   {{3, 4, 0}}, {{0, 4, 3, 2}}, {{2, 3}},    {{2, 3}}};
   constexpr size_t kSlots = 5;
   const auto draw_of = [](int64_t slot, int64_t index) {
     return Draw{.sampler = {.temperature = slot % 2 == 0 ? 0.0f : 0.8f,
@@ -204,25 +205,26 @@ TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
       }
       while (std::ssize(under_way) > (ahead ? session.draws_ahead() : 0)) ask();
     };
-    const auto prompt = [&](int64_t slot) {
-      const std::vector<int32_t> ids = random_ids(5 + slot, kVocab, static_cast<uint64_t>(slot));
-      const Prompt of_slot{.slot = slot, .ids = ids};
-      const Draw draw = draw_of(slot, 0);
-      began(session.append_and_draw({&of_slot, 1}, {&draw, 1}), {slot});
-    };
-    for (const int64_t slot : {0, 1, 2}) prompt(slot);
-    for (const auto& [slots, new_slot] : steps) {
-      if (new_slot >= 0) prompt(new_slot);
-      std::vector<int32_t> ids;
+    const auto step = [&](std::vector<int64_t> slots, int64_t new_slot) {
+      if (new_slot >= 0) slots.push_back(new_slot);
+      std::vector<std::vector<int32_t>> ids(slots.size());
+      std::vector<NewTokens> tokens;
       std::vector<Draw> draws;
-      for (const int64_t slot : slots) {
-        const auto at = static_cast<size_t>(slot);
+      for (size_t i = 0; i < slots.size(); ++i) {
+        const auto at = static_cast<size_t>(slots[i]);
         const bool known = std::ssize(text[at]) == drawn[at];
-        ids.push_back(known ? text[at].back() : Session::the_drawn(entry[at]));
-        draws.push_back(draw_of(slot, drawn[at]));
+        if (slots[i] == new_slot) {
+          ids[i] = random_ids(5 + new_slot, kVocab, at);
+        } else {
+          ids[i] = {known ? text[at].back() : Session::the_drawn(entry[at])};
+        }
+        tokens.push_back({.slot = slots[i], .ids = ids[i]});
+        draws.push_back(draw_of(slots[i], drawn[at]));
       }
-      began(session.decode_and_draw(slots, ids, draws), slots);
-    }
+      began(session.append_and_draw(tokens, draws), slots);
+    };
+    for (const int64_t slot : {0, 1, 2}) step({}, slot);
+    for (const auto& [slots, new_slot] : steps) step(slots, new_slot);
     while (!under_way.empty()) ask();
     for (size_t slot = 0; slot < kSlots; ++slot) {
       EXPECT_EQ(session.length(static_cast<int64_t>(slot)),
@@ -231,6 +233,51 @@ TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
     return std::pair(text, log_probs);
   };
   EXPECT_EQ(texts(true), texts(false));
+}
+
+// Tokens of sequences that grow, and a prompt behind them that takes several passes, in one call.
+TEST_F(SessionCudaTest, TokensThatPassWithAPromptEqualTheCpus) {
+  for (const bool eight_bits : {false, true}) {
+    SCOPED_TRACE(eight_bits);
+    const KvFormat format{.eight_bits = eight_bits};
+    SessionCuda cuda(*ctx_, *device_model_, {.slots = 3, .prefill_tokens = 17, .cache = format});
+    SessionCpu cpu(cpu_, *model_, {.slots = 3, .cache = format});
+    const auto values = [&](Session& session) {
+      const Draw greedy{.sampler = {.temperature = 0.0f}, .vocab = kVocab, .log_probs = 0};
+      const std::vector<Draw> draws(3, greedy);
+      std::vector<TokenLogProbs> scores;
+      std::vector<float> out;
+      for (int64_t step = 0; step < 3; ++step) {
+        // Slot 2 begins behind two tokens, and then grows itself.
+        std::vector<std::vector<int32_t>> ids;
+        std::vector<NewTokens> tokens;
+        for (int64_t slot = 0; slot < (step == 0 ? 2 : 3); ++slot) {
+          const bool begins = step == (slot < 2 ? 0 : 1);
+          ids.push_back(random_ids(begins ? 10 + 15 * slot : 1, kVocab,
+                                   static_cast<uint64_t>(3 * step + slot)));
+        }
+        for (size_t i = 0; i < ids.size(); ++i) {
+          tokens.push_back({.slot = static_cast<int64_t>(i), .ids = ids[i]});
+        }
+        if (step == 1) {
+          tokens[2].targets = tokens[2].ids.subspan(1);
+          tokens[2].scores = &scores;
+        }
+        std::vector<int32_t> next(tokens.size());
+        session.drawn(session.append_and_draw(tokens, std::span(draws).first(tokens.size())), next);
+        for (size_t i = 0; i < tokens.size(); ++i) {
+          out.push_back(session.drawn_log_probs(static_cast<int64_t>(i)).token.log_prob);
+        }
+      }
+      EXPECT_EQ(session.length(0), 12);
+      EXPECT_EQ(session.length(1), 27);
+      EXPECT_EQ(session.length(2), 41);
+      EXPECT_EQ(scores.size(), 39u);
+      for (const TokenLogProbs& score : scores) out.push_back(score.token.log_prob);
+      return out;
+    };
+    expect_close(values(cuda), values(cpu));
+  }
 }
 
 TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
@@ -242,13 +289,13 @@ TEST_F(SessionCudaTest, ScoresEqualTheCpus) {
   const auto values = [&](Session& session) {
     std::vector<TokenLogProbs> scores;
     int32_t next = kNoToken;
-    const Prompt first{.slot = 1,
-                       .ids = all.first(25),
-                       .targets = all.subspan(1, 25),
-                       .top = 2,
-                       .scores = &scores};
+    const NewTokens first{.slot = 1,
+                          .ids = all.first(25),
+                          .targets = all.subspan(1, 25),
+                          .top = 2,
+                          .scores = &scores};
     session.drawn(session.append_and_draw({&first, 1}, {&draw, 1}), {&next, 1});
-    const Prompt rest{
+    const NewTokens rest{
         .slot = 1, .ids = all.subspan(25), .targets = all.subspan(26), .top = 2, .scores = &scores};
     session.drawn(session.append_and_draw({&rest, 1}, {&draw, 1}), {&next, 1});
     EXPECT_EQ(session.length(1), 40);
@@ -283,13 +330,13 @@ TEST_F(SessionCudaTest, PackedPromptsScoreWhatEachScoresAlone) {
   std::vector<std::vector<TokenLogProbs>> got(kPrompts), want(kPrompts);
   const auto prompt_of = [&](size_t i, std::vector<std::vector<TokenLogProbs>>& scores) {
     const std::span<const int32_t> all(ids[i]);
-    return Prompt{.slot = static_cast<int64_t>(i),
-                  .ids = all,
-                  .targets = i == 2 ? all.first(0) : all.subspan(1),
-                  .top = static_cast<int64_t>(i % 3),
-                  .scores = &scores[i]};
+    return NewTokens{.slot = static_cast<int64_t>(i),
+                     .ids = all,
+                     .targets = i == 2 ? all.first(0) : all.subspan(1),
+                     .top = static_cast<int64_t>(i % 3),
+                     .scores = &scores[i]};
   };
-  std::vector<Prompt> prompts;
+  std::vector<NewTokens> prompts;
   for (size_t i = 0; i < ids.size(); ++i) prompts.push_back(prompt_of(i, got));
   const std::vector<Draw> draws(ids.size(), draw);
   std::vector<int32_t> next(ids.size());
@@ -297,7 +344,7 @@ TEST_F(SessionCudaTest, PackedPromptsScoreWhatEachScoresAlone) {
   std::vector<float> packed, each;
   for (size_t i = 0; i < ids.size(); ++i) {
     SCOPED_TRACE(i);
-    const Prompt own = prompt_of(i, want);
+    const NewTokens own = prompt_of(i, want);
     int32_t drawn = kNoToken;
     alone.drawn(alone.append_and_draw({&own, 1}, {&draw, 1}), {&drawn, 1});
     ASSERT_EQ(got[i].size(), i == 2 ? 0 : ids[i].size() - 1);

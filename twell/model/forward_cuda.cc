@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "twell/base/carver.h"
@@ -339,7 +340,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
     staged_.uniform = staged_.uniform && tokens == sequences[0].tokens;
     if (cache != nullptr) cache->set_length(slot, past + tokens);
   }
-  if (eight_bits() && staged_.max_q_len > 1) staged_.groups = grouped(host);
+  staged_.groups = grouped(host);
   find_sparse_layers();
   TWELL_CHECK(row == staged_.tokens, "{} ids for sequences of {} tokens in all", ids.size(), row);
   if (cache != nullptr) cache->enqueue_tables(ctx_.stream());
@@ -352,16 +353,20 @@ bool ForwardCuda::sorts_rows() const {
 
 std::vector<ForwardCuda::SequenceGroup> ForwardCuda::grouped(const BatchArrays& host) const {
   std::vector<SequenceGroup> groups;
-  int64_t next = wide_.blocks;  // the first block that is free
+  bool one_each = staged_.cache != nullptr;  // so far
+  int64_t next = 0;                          // block of wide_ that is free
   for (int64_t i = 0; i < staged_.sequences; ++i) {
+    const bool first_of_others = one_each && host.q_len[i] > 1;
+    one_each = one_each && host.q_len[i] == 1;
+    const bool widened = eight_bits() && !one_each;
     const int64_t blocks = ceil_div(int64_t{host.kv_len[i]}, int64_t{kKvBlock});
-    if (next + blocks > wide_.blocks) {
-      groups.push_back({.first = i});
+    const bool full = widened && next + blocks > wide_.blocks;
+    if (i == 0 || first_of_others || full) {
+      groups.push_back({.first = i, .widened = widened});
       next = 1;
     }
     SequenceGroup& group = groups.back();
-    host.wide_begin[i] = next;
-    next += blocks;
+    if (widened) host.wide_begin[i] = std::exchange(next, next + blocks);
     ++group.count;
     group.max_q_len = std::max(group.max_q_len, int64_t{host.q_len[i]});
     group.max_kv_len = std::max(group.max_kv_len, int64_t{host.kv_len[i]});
@@ -400,7 +405,7 @@ void ForwardCuda::norm_rotated(const BF16* weight, const FfnForwardCuda& ffn,
                                       ctx_.stream()));
 }
 
-AttentionCuda ForwardCuda::attention_of(int64_t layer) const {
+AttentionCuda ForwardCuda::attention_of(int64_t layer, const SequenceGroup& group) const {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const KvCacheCuda* const cache = staged_.cache;
   const __nv_bfloat16* const own_keys = qkv_.data() + config_.q_width();
@@ -408,18 +413,18 @@ AttentionCuda ForwardCuda::attention_of(int64_t layer) const {
   return {.heads = config_.heads,
           .kv_heads = config_.kv_heads,
           .head_dim = config_.head_dim,
-          .sequences = {.count = staged_.sequences,
-                        .max_q_len = staged_.max_q_len,
-                        .max_kv_len = staged_.max_kv_len,
+          .sequences = {.count = group.count,
+                        .max_q_len = group.max_q_len,
+                        .max_kv_len = group.max_kv_len,
                         .rows = staged_.tokens,
-                        .q_begin = batch.q_begin,
-                        .q_len = batch.q_len,
-                        .kv_len = batch.kv_len,
-                        .kv_begin = batch.kv_begin,
+                        .q_begin = batch.q_begin + group.first,
+                        .q_len = batch.q_len + group.first,
+                        .kv_len = batch.kv_len + group.first,
+                        .kv_begin = batch.kv_begin + group.first,
                         .tables = cache == nullptr ? nullptr : cache->tables(),
                         .blocks = cache == nullptr ? 0 : cache->blocks(),
                         .uniform = staged_.uniform,
-                        .ragged = staged_.ragged},
+                        .ragged = group.ragged},
           .q = qkv_.data(),
           .q_stride = stride,
           .k = cache == nullptr ? own_keys : cache->keys(layer),
@@ -457,15 +462,8 @@ void ForwardCuda::store_bytes(int64_t layer) const {
 }
 
 AttentionCuda ForwardCuda::widened(int64_t layer, const SequenceGroup& group) const {
-  AttentionCuda problem = attention_of(layer);
+  AttentionCuda problem = attention_of(layer, group);
   AttentionSequencesCuda& sequences = problem.sequences;
-  sequences.count = group.count;
-  sequences.max_q_len = group.max_q_len;
-  sequences.max_kv_len = group.max_kv_len;
-  sequences.q_begin += group.first;
-  sequences.q_len += group.first;
-  sequences.kv_len += group.first;
-  sequences.kv_begin += group.first;
   const int64_t* const wide_begin =
       batch_.device(staged_.tokens, staged_.sequences).wide_begin + group.first;
   TWELL_CUDA_CHECK(launch_kv_load_bytes({.sequences = group.count,
@@ -493,9 +491,9 @@ AttentionCuda ForwardCuda::widened(int64_t layer, const SequenceGroup& group) co
 
 void ForwardCuda::attention(int64_t layer) {
   if (eight_bits()) store_bytes(layer);
-  if (staged_.groups.empty()) attention_cuda(ctx_, attention_of(layer), attention_);
   for (const SequenceGroup& group : staged_.groups) {
-    attention_cuda(ctx_, widened(layer, group), attention_);
+    attention_cuda(ctx_, group.widened ? widened(layer, group) : attention_of(layer, group),
+                   attention_);
   }
 }
 
@@ -513,9 +511,9 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .drawn = staged_.drawn},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
-  staged_.ragged = {};
-  if (staged_.groups.empty()) {
-    staged_.ragged = attention_ragged(ctx_, attention_of(0), attention_);
+  for (SequenceGroup& group : staged_.groups) {
+    group.ragged = {};  // for this very batch
+    if (!group.widened) group.ragged = attention_ragged(ctx_, attention_of(0, group), attention_);
   }
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
   const GpuLayersPath path = choose_gpu_layers(layers_, staged_batch(observed, hooks.one_kernel));

@@ -150,23 +150,26 @@ class ForwardCuda {
     DeviceBuffer<int32_t> table;               // [blocks] 0, 1, 2, ...: a table of every sequence
     DeviceBuffer<int64_t> qkv_rows;  // [M] rows of H_kv * hd in qkv_ from a token's keys on
   };
+  // Consecutive sequences that one call of attention takes.
   struct SequenceGroup {
     int64_t first = 0, count = 0, max_q_len = 0, max_kv_len = 0;
+    bool widened = false;    // reads wide_
+    AttentionRagged ragged;  // made by enqueue(), unless widened
   };
   // The batch staged last.
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
-    bool uniform = false;    // equally long whole sequences, no cache
-    AttentionRagged ragged;  // made by enqueue()
+    bool uniform = false;  // equally long whole sequences, no cache
     KvCacheCuda* cache = nullptr;
     const int32_t* drawn = nullptr;
-    std::vector<SequenceGroup> groups;  // of prompts over a cache in 8 bits
+    std::vector<SequenceGroup> groups;
   };
   static int64_t wide_blocks(const ForwardPlanCuda& plan);
   static int64_t wide_bytes(const ModelConfig& config, const ForwardPlanCuda& plan);
   void make_wide_rows();
   bool eight_bits() const { return staged_.cache != nullptr && staged_.cache->eight_bits(); }
-  // Assigns the staged sequences to groups, and their places in wide_.
+  // Assigns the staged sequences to groups, and to places in wide_. Over a cache, those with one
+  // new token in front of all others are a group of their own, which runs the kernel for decoding.
   std::vector<SequenceGroup> grouped(const BatchArrays& host) const;
   GpuBatch staged_batch(bool observed, bool one_kernel) const;
   // Sets layers_.sparse where the plans have been updated since.
@@ -175,10 +178,10 @@ class ForwardCuda {
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
-  AttentionCuda attention_of(int64_t layer) const;
+  AttentionCuda attention_of(int64_t layer, const SequenceGroup& group) const;
   void attention(int64_t layer);
   void store_bytes(int64_t layer) const;
-  // The same for a group of prompts over a cache in 8 bits.
+  // The same over wide_, which it fills.
   AttentionCuda widened(int64_t layer, const SequenceGroup& group) const;
   // Where the kernels of the projection put a layer's new keys and values.
   struct NewRows {

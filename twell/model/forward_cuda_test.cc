@@ -157,8 +157,8 @@ TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
   for (const int64_t length : lengths) {
     texts.push_back(random_ids(length, vocab, static_cast<uint64_t>(length)));
   }
-  // Feed all but the last three tokens in ragged pieces, then one token at a time for all
-  // sequences.
+  // Feed all but the last three tokens in ragged pieces, some together with single tokens, then one
+  // token at a time for all sequences.
   std::vector<int64_t> at = {0, 0, 0};
   std::vector<int32_t> ids;
   std::vector<ForwardSequence> sequences;
@@ -174,11 +174,15 @@ TEST_P(ForwardCudaTest, PrefillInPiecesAndDecodeEqualCpu) {
   };
   add(0, 150);
   run();
-  add(2, 60);
-  add(0, 137);
+  add(0, 1);
+  add(2, 130);
+  add(1, 1);
   run();
-  add(1, 2);
-  add(2, 77);
+  add(2, 1);
+  add(1, 1);
+  add(0, 136);
+  run();
+  add(2, 6);
   run();
   std::vector<float> got;
   for (int step = 0; step < 3; ++step) {
@@ -230,7 +234,8 @@ TEST_P(ForwardCudaTest, EightBitCacheEqualsTheCpus) {
   };
   run({{150, 0}});
   run({{60, 2}, {137, 0}});
-  run({{193, 1}});
+  run({{1, 0}, {1, 2}, {40, 1}});
+  run({{153, 1}});
   run({{1, 0}, {1, 1}, {1, 2}});
   run({{2, 0}, {3, 1}, {77, 2}});
   for (int step = 0; step < 3; ++step) run({{1, 0}, {1, 1}, {1, 2}});

@@ -38,13 +38,8 @@ class WaitingSession final : public Session {
   }
   std::span<const float> append(int64_t, std::span<const int32_t>) override { return {}; }
   ConstMatrixF decode(std::span<const int64_t>, std::span<const int32_t>) override { return {}; }
-  int64_t append_and_draw(std::span<const Prompt> prompts, std::span<const Draw>) override {
-    for (const Prompt& prompt : prompts) appended(prompt.slot, prompt.ids);
-    return begin();
-  }
-  int64_t decode_and_draw(std::span<const int64_t> slots, std::span<const int32_t> ids,
-                          std::span<const Draw>) override {
-    appended(calls_ + 1, slots, ids);
+  int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw>) override {
+    appended(calls_ + 1, tokens);
     return begin();
   }
   void drawn(int64_t call, std::span<int32_t> next) override {
