@@ -87,45 +87,46 @@ void measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
       upload(std::vector<int32_t>(static_cast<size_t>(sequences), static_cast<int32_t>(keys)));
   const auto d_kv_begin = upload(kv_begin);
   const auto d_tables = upload(tables);
-  AttentionCuda p{.heads = options.heads,
-                  .kv_heads = options.kv_heads,
-                  .head_dim = options.head_dim,
-                  .sequences = {.count = sequences,
-                                .max_q_len = 1,
-                                .max_kv_len = keys,
-                                .rows = sequences,
-                                .q_begin = d_q_begin.data(),
-                                .q_len = d_q_len.data(),
-                                .kv_len = d_kv_len.data(),
-                                .kv_begin = d_kv_begin.data(),
-                                .tables = d_tables.data(),
-                                .blocks = sequences * blocks},
-                  .q = q.data(),
-                  .q_stride = width,
-                  .k = k.data(),
-                  .v = v.data(),
-                  .kv_stride = kv_width,
-                  .out = out.data()};
+  const auto layer = [&](int64_t i) {
+    AttentionCuda p{.heads = options.heads,
+                    .kv_heads = options.kv_heads,
+                    .head_dim = options.head_dim,
+                    .sequences = {.count = sequences,
+                                  .max_q_len = 1,
+                                  .max_kv_len = keys,
+                                  .rows = sequences,
+                                  .q_begin = d_q_begin.data(),
+                                  .q_len = d_q_len.data(),
+                                  .kv_len = d_kv_len.data(),
+                                  .kv_begin = d_kv_begin.data(),
+                                  .tables = d_tables.data(),
+                                  .blocks = sequences * blocks},
+                    .q = q.data(),
+                    .q_stride = width,
+                    .kv_stride = kv_width,
+                    .out = out.data()};
+    if (options.eight_bits) {
+      float* const scales_of_layer = scales.data() + 2 * i * part_scales;
+      const auto bytes_of = [&](const DeviceBuffer<__nv_bfloat16>& both) {
+        return reinterpret_cast<int8_t*>(both.data()) + i * rows * kv_width;
+      };
+      p.k8 = {bytes_of(k), scales_of_layer};
+      p.v8 = {bytes_of(v), scales_of_layer + part_scales};
+    } else {
+      p.k = k.data() + i * rows * kv_width;
+      p.v = v.data() + i * rows * kv_width;
+    }
+    return p;
+  };
   const AttentionWorkspaceCuda workspace(sequences, options.heads, options.head_dim, keys);
-  const std::vector<AttentionDivision> divisions = divisions_of(p, keys, ctx.multiprocessors());
+  const std::vector<AttentionDivision> divisions =
+      divisions_of(layer(0), keys, ctx.multiprocessors());
   std::vector<Piece> pieces;
   for (const AttentionDivision& division : divisions) {
     pieces.push_back([&, division] {
-      AttentionCuda layer = p;
       for (int64_t i = 0; i < layers; ++i) {
-        if (options.eight_bits) {
-          float* const of_layer = scales.data() + 2 * i * part_scales;
-          const auto bytes_of = [&](const DeviceBuffer<__nv_bfloat16>& both) {
-            return reinterpret_cast<int8_t*>(both.data()) + i * rows * kv_width;
-          };
-          layer.k8 = {bytes_of(k), of_layer};
-          layer.v8 = {bytes_of(v), of_layer + part_scales};
-        } else {
-          layer.k = k.data() + i * rows * kv_width;
-          layer.v = v.data() + i * rows * kv_width;
-        }
         TWELL_CUDA_CHECK(
-            launch_attention_decode(layer, workspace.splits(division, sequences), ctx.stream()));
+            launch_attention_decode(layer(i), workspace.splits(division, sequences), ctx.stream()));
       }
     });
   }
