@@ -292,7 +292,7 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
 void SessionCuda::enqueue_packed(std::span<const NewTokens> tokens) {
   TWELL_CHECK(!tokens.empty() && std::ssize(tokens) <= slots(), "tokens of {} sequences for {}",
               tokens.size(), slots());
-  int64_t single = 0;  // tokens that are not pieces of prompts, or such that are as short
+  int64_t single = 0;  // sequences with one new token: a pass has room for them besides prompts
   for (const NewTokens& one : tokens) {
     TWELL_CHECK(one.targets.size() <= one.ids.size(), "{} scores of {} tokens", one.targets.size(),
                 one.ids.size());
