@@ -56,7 +56,7 @@ class KvCacheCuda : public KvTables {
   int64_t table_begin(int64_t slot) const { return slot * table_size_; }
 
  private:
-  // Of all layers.
+  // The keys, or the values, of all layers.
   struct Rows {
     DeviceBuffer<__nv_bfloat16> wide;  // [L, rows, H_kv * hd], or nothing
     DeviceBuffer<int8_t> bytes;        // [L, rows, H_kv * hd], or nothing
