@@ -21,11 +21,10 @@ TWELL_HOST_DEVICE inline int32_t kv_row(int32_t block, int key) {
 }
 
 // Rows in 8 bits: element c of head h in row j is data[j * H_kv * hd + h * hd + c] times
-// scales[kv_scale(j, h, H_kv)].
+// scales[kv_scale(j, h, H_kv)]. Scales of a head's successive keys lie side by side.
 struct KvBytes {
-  int8_t* data = nullptr;  // [rows, H_kv * hd]
-  float* scales =
-      nullptr;  // [blocks, H_kv, kKvBlock]: those of a head's next keys lie side by side
+  int8_t* data = nullptr;   // [rows, H_kv * hd]
+  float* scales = nullptr;  // [blocks, H_kv, kKvBlock]
 };
 
 TWELL_HOST_DEVICE inline int64_t kv_scale(int64_t row, int64_t head, int64_t kv_heads) {

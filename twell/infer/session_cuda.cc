@@ -154,25 +154,27 @@ ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const
 int64_t SessionCuda::append_and_draw(std::span<const NewTokens> tokens,
                                      std::span<const Draw> draws) {
   const std::vector<float> uniforms = uniforms_of(draws);
-  std::vector<int64_t> slots;
-  std::vector<int32_t> ids;
-  bool one_each = true;
-  for (const NewTokens& one : tokens) {
-    one_each = one_each && one.ids.size() == 1 && one.targets.empty();
-    slots.push_back(one.slot);
-    ids.insert(ids.end(), one.ids.begin(), one.ids.end());
-  }
+  const auto is_single = [](const NewTokens& one) {
+    return one.ids.size() == 1 && one.targets.empty();
+  };
+  int64_t count = 0;
+  for (const NewTokens& one : tokens) count += std::ssize(one.ids);
   const float* on_device = uniforms_.data();
-  if (one_each) {
+  if (std::ranges::all_of(tokens, is_single)) {
+    std::vector<int64_t> slots;
+    std::vector<int32_t> ids;
+    for (const NewTokens& one : tokens) {
+      slots.push_back(one.slot);
+      ids.push_back(one.ids[0]);
+    }
     enqueue_decode(slots, ids, uniforms);
-    const int64_t count = std::ssize(ids);
     on_device = forward_.batch().device(count, count).uniforms;
   } else {
     enqueue_packed(tokens);
     send(ctx_, uniforms_.data(), uniforms);
   }
   appended(calls_ + 1, tokens);
-  return draw_ids(draws, on_device, std::ssize(ids));
+  return draw_ids(draws, on_device, count);
 }
 
 void SessionCuda::drawn(int64_t call, std::span<int32_t> next) {

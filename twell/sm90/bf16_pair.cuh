@@ -21,6 +21,10 @@ __device__ __forceinline__ uint32_t bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// Pair i of eight values.
+__device__ __forceinline__ uint32_t word(const uint4& values, int i) {
+  return i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
+}
 // max(0, value) of both. NaN stays NaN.
 __device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
   uint32_t pair;

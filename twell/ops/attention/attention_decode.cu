@@ -26,6 +26,7 @@
 
 #include "twell/base/rounding.h"
 #include "twell/ops/attention/attention_cuda.h"
+#include "twell/sm90/bf16_pair.cuh"
 #include "twell/sm90/launch.cuh"
 #include "twell/sm90/warp_mma.cuh"
 
@@ -104,9 +105,7 @@ __device__ __forceinline__ PieceOf<T> load_if(bool valid, const T* from) {
 }
 
 // Values 2 i and 2 i + 1 of a piece in bf16.
-__device__ __forceinline__ uint32_t word(const uint4& bits, int i) {
-  return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
-}
+using sm90::word;
 __device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
   // 0x4300 is 128 in bf16, whose last place is then 1: with the lower 7 bits of a value it is 128
   // more than these. With the sign bit it is 256, and without 128.
@@ -115,11 +114,6 @@ __device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
   const uint32_t low = biased & 0xff7fff7fu, bias = biased & 0xff80ff80u;
   const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
                                       *reinterpret_cast<const __nv_bfloat162*>(&bias));
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
@@ -220,7 +214,8 @@ __device__ void write_out(const AttentionCuda& p, const Work& work, int head, in
                           const float4& value, float sum) {
   const float weight = 1.0f / sum;
   *reinterpret_cast<uint2*>(p.out + (work.q_row * p.heads + head) * p.head_dim + column) = {
-      bf16_pair(value.x * weight, value.y * weight), bf16_pair(value.z * weight, value.w * weight)};
+      sm90::bf16x2(value.x * weight, value.y * weight),
+      sm90::bf16x2(value.z * weight, value.w * weight)};
 }
 
 // A query's maximum (base 2) and sum, and four columns of its values, over the keys of a CTA.
@@ -420,8 +415,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[i] = v_scale[u].scaled(score[i], i / 2);
-    const uint32_t weights_low = sm90::transposed(bf16_pair(score[0], score[1]));
-    const uint32_t weights_high = sm90::transposed(bf16_pair(score[2], score[3]));
+    const uint32_t weights_low = sm90::transposed(sm90::bf16x2(score[0], score[1]));
+    const uint32_t weights_high = sm90::transposed(sm90::bf16x2(score[2], score[3]));
 #pragma unroll
     for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll

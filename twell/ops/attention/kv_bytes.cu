@@ -12,10 +12,6 @@ constexpr int kThreads = 128;
 constexpr int kPiece = 8;                 // values of a lane
 constexpr uint32_t kNotFinite = 0x7f80u;  // bf16 from these bits on, without the sign
 
-__device__ __forceinline__ uint32_t word(const uint4& bits, int i) {
-  return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
-}
-
 // kLanes lanes of a warp take a head of a token's keys or values.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p) {
@@ -37,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t pair = word(values, i) & 0x7fff7fffu;
+    const uint32_t pair = sm90::word(values, i) & 0x7fff7fffu;
     largest = max(largest, max(pair & 0xffffu, pair >> 16));
   }
 #pragma unroll
@@ -55,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p
   uint32_t bytes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t low = word(values, 2 * i), high = word(values, 2 * i + 1);
+    const uint32_t low = sm90::word(values, 2 * i), high = sm90::word(values, 2 * i + 1);
     bytes[i] = byte(sm90::low_half(low)) | byte(sm90::high_half(low)) << 8 |
                byte(sm90::low_half(high)) << 16 | byte(sm90::high_half(high)) << 24;
   }

@@ -46,7 +46,7 @@ struct FfnWeightsCuda {
 
 // Optional counts of a dense call.
 struct DenseCountsCuda {
-  int64_t tokens = 0;                // counted, from the first on; 0: all
+  int64_t tokens = 0;                // rows, from the first on, whose result is wanted; 0: all
   int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token
   ActivityCuda* activity = nullptr;  // added to; non-gated ReLU layers count every 16th token
 };
