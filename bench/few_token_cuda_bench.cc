@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "bench/harness_cuda.h"
+#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 
 namespace twell {
 namespace {

@@ -24,8 +24,8 @@
 #include "twell/base/rounding.h"
 #include "twell/checkpoint/safetensors.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/hopper/screened_ffn_cuda.h"
-#include "twell/ops/ffn/rotated_screen_cuda.h"
+#include "twell/ops/ffn/screened/rotated_screen_cuda.h"
+#include "twell/ops/ffn/screened/screened_ffn_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 
 namespace twell {

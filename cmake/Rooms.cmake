@@ -239,7 +239,7 @@ endfunction()
 
 # twell_room(folder DEPS room... LIBS target... CUDA_LIBS target...)
 # Defines the library twell_<folder with _ for />, linked to the rooms whose headers it may include.
-# Subfolders (ops/ffn/hopper) belong to the room.
+# Subfolders (ops/ffn/tile_union) belong to the room.
 function(twell_room folder)
   cmake_parse_arguments(ROOM "" "" "DEPS;LIBS;CUDA_LIBS" ${ARGN})
   string(REPLACE "/" "_" suffix ${folder})

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies point one way: base <- {dist, format, sm90, parquet, tokenizer, chat_template} <-
+"""Dependencies point one way: base <- {dist, format, gpu, parquet, tokenizer, chat_template} <-
 {ops, data} <- model <- checkpoint <- {train, infer, tasks} <- serve <- bench <- cli. Nothing outside of CUDA
 sources needs the CUDA toolkit. A source includes what it names of the precompiled headers. Reads
 every #include of the tree and the DEPS of twell/CMakeLists.txt."""
@@ -10,18 +10,18 @@ import re
 import subprocess
 import sys
 
-GROUND = {"base", "dist", "format", "sm90", "parquet", "tokenizer", "chat_template"}
+GROUND = {"base", "dist", "format", "gpu", "parquet", "tokenizer", "chat_template"}
 LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks", "serve"}
 ALLOWED = {
     "base": set(),
     "dist": {"base"},
     "format": {"base"},
-    "sm90": {"base", "format"},
+    "gpu": {"base", "format"},
     "parquet": {"base"},
     "tokenizer": {"base"},
     "chat_template": {"base"},
     "data": {"base", "parquet", "tokenizer"},
-    "ops": {"base", "format", "sm90", "ops"},
+    "ops": {"base", "format", "gpu", "ops"},
     "model": {"base", "format", "ops"},
     "checkpoint": {"base", "format", "ops", "model"},
     "train": {"base", "dist", "format", "tokenizer", "data", "ops", "model", "checkpoint"},

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "twell/ops/ffn/ffn_cost.h"
-#include "twell/ops/ffn/sparse_up_down.h"
+#include "twell/ops/ffn/cpu/ffn_cost.h"
+#include "twell/ops/ffn/cpu/sparse_up_down.h"
 
 namespace twell {
 namespace {

@@ -12,13 +12,13 @@
 #include "twell/model/token_rows.h"
 #include "twell/ops/attention/kv_bytes_cuda.h"
 #include "twell/ops/bias/bias_cuda.h"
-#include "twell/ops/decode/batch_ops.h"
 #include "twell/ops/embedding/embedding_cuda.h"
-#include "twell/ops/ffn/rotated_screen_cuda.h"
+#include "twell/ops/ffn/screened/rotated_screen_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
+#include "twell/ops/skinny/batch_ops.h"
 
 namespace twell {
 namespace {

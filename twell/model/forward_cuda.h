@@ -20,8 +20,8 @@
 #include "twell/model/model_cuda.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/decode/decode_layers.h"
-#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
 

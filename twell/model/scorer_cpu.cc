@@ -6,7 +6,7 @@
 #include "twell/base/content_hash.h"
 #include "twell/base/error.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
-#include "twell/ops/ffn/gate_gemm.h"
+#include "twell/ops/ffn/gate/gate_gemm.h"
 
 namespace twell {
 namespace {

@@ -25,10 +25,10 @@
 #include <type_traits>
 
 #include "twell/base/rounding.h"
+#include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/launch.cuh"
+#include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/attention/attention_cuda.h"
-#include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/launch.cuh"
-#include "twell/sm90/warp_mma.cuh"
 
 namespace twell {
 namespace {
@@ -86,12 +86,12 @@ struct Work {
 // Lets the next kernel start, reads where the keys lie, and waits for the previous kernel, which
 // may write the last of them. The rows are of no use where there is no work.
 __device__ __forceinline__ KvRows begin_work(const AttentionCuda& p, const Work& work) {
-  sm90::allow_next_kernel();
+  gpu::allow_next_kernel();
   const bool works = work.exists();
   const int first_block = works ? work.first_block : 0;
   const KvRows rows(p.sequences.tables + p.sequences.kv_begin[work.sequence] + first_block,
                     first_block * kKvBlock, works ? work.end : 1);
-  sm90::wait_for_previous_kernel();
+  gpu::wait_for_previous_kernel();
   return rows;
 }
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ PieceOf<T> load_if(bool valid, const T* from) {
 }
 
 // Values 2 i and 2 i + 1 of a piece in bf16.
-using sm90::word;
+using gpu::word;
 __device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
   // 0x4300 is 128 in bf16, whose last place is then 1: with the lower 7 bits of a value it is 128
   // more than these. With the sign bit it is 256, and without 128.
@@ -214,8 +214,8 @@ __device__ void write_out(const AttentionCuda& p, const Work& work, int head, in
                           const float4& value, float sum) {
   const float weight = 1.0f / sum;
   *reinterpret_cast<uint2*>(p.out + (work.q_row * p.heads + head) * p.head_dim + column) = {
-      sm90::bf16x2(value.x * weight, value.y * weight),
-      sm90::bf16x2(value.z * weight, value.w * weight)};
+      gpu::bf16x2(value.x * weight, value.y * weight),
+      gpu::bf16x2(value.z * weight, value.w * weight)};
 }
 
 // A query's maximum (base 2) and sum, and four columns of its values, over the keys of a CTA.
@@ -385,10 +385,10 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
 #pragma unroll
     for (int c = 0; c < kKeyParts; ++c) {
       const auto &low = k[u].low[c], &high = k[u].high[c];
-      sm90::mma_16x8x16(score, word(low, 0), word(high, 0), word(low, 1), word(high, 1), q[c].x,
-                        q[c].y);
-      sm90::mma_16x8x16(score, word(low, 2), word(high, 2), word(low, 3), word(high, 3), q[c].z,
-                        q[c].w);
+      gpu::mma_16x8x16(score, word(low, 0), word(high, 0), word(low, 1), word(high, 1), q[c].x,
+                       q[c].y);
+      gpu::mma_16x8x16(score, word(low, 2), word(high, 2), word(low, 3), word(high, 3), q[c].z,
+                       q[c].w);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[i] = k_scale[u].scaled(score[i], i / 2);
@@ -415,8 +415,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[i] = v_scale[u].scaled(score[i], i / 2);
-    const uint32_t weights_low = sm90::transposed(sm90::bf16x2(score[0], score[1]));
-    const uint32_t weights_high = sm90::transposed(sm90::bf16x2(score[2], score[3]));
+    const uint32_t weights_low = gpu::transposed(gpu::bf16x2(score[0], score[1]));
+    const uint32_t weights_high = gpu::transposed(gpu::bf16x2(score[2], score[3]));
 #pragma unroll
     for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll
@@ -428,9 +428,9 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
         const uint32_t v0 = word(of_key[0], i), v1 = word(of_key[1], i);
         const uint32_t v2 = word(of_key[2], i), v3 = word(of_key[3], i);
         constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
-        sm90::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
-                          __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
-                          weights_low, weights_high);
+        gpu::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
+                         __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
+                         weights_low, weights_high);
       }
     }
     load_values(u, row, row_at, next);
@@ -619,8 +619,8 @@ cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaSt
   if (splits.warps == kWarps) {
     const dim3 grid(static_cast<unsigned>(splits.count), static_cast<unsigned>(ctas_of_split(p)),
                     static_cast<unsigned>(p.sequences.count));
-    return sm90::launch_dependent(kernel_for<kHeadDim, kWarps>(p, splits), grid, 32 * kWarps, 0,
-                                  stream, p, splits);
+    return gpu::launch_dependent(kernel_for<kHeadDim, kWarps>(p, splits), grid, 32 * kWarps, 0,
+                                 stream, p, splits);
   }
   if constexpr (kWarps > 1) {
     return launch<kHeadDim, kWarps / 2>(p, splits, stream);

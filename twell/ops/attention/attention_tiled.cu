@@ -3,9 +3,9 @@
 // loops over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
 #include <cuda_bf16.h>
 
+#include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/attention/attention_cuda.h"
-#include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/warp_mma.cuh"
 
 namespace twell {
 namespace {
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
         uint32_t b[4];
         load_matrices(b,
                       k_tile + (n * 8 + lane / 16 * 8 + lane % 8) * kStride + k + lane / 8 % 2 * 8);
-        sm90::mma_16x8x16(scores[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-        sm90::mma_16x8x16(scores[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        gpu::mma_16x8x16(scores[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        gpu::mma_16x8x16(scores[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
 
@@ -189,17 +189,17 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
 #pragma unroll
     for (int k = 0; k < kKeys; k += 16) {
       const int n0 = k / 8;
-      const uint32_t a[4] = {sm90::bf16x2(scores[n0][0], scores[n0][1]),
-                             sm90::bf16x2(scores[n0][2], scores[n0][3]),
-                             sm90::bf16x2(scores[n0 + 1][0], scores[n0 + 1][1]),
-                             sm90::bf16x2(scores[n0 + 1][2], scores[n0 + 1][3])};
+      const uint32_t a[4] = {gpu::bf16x2(scores[n0][0], scores[n0][1]),
+                             gpu::bf16x2(scores[n0][2], scores[n0][3]),
+                             gpu::bf16x2(scores[n0 + 1][0], scores[n0 + 1][1]),
+                             gpu::bf16x2(scores[n0 + 1][2], scores[n0 + 1][3])};
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; n += 2) {
         uint32_t b[4];
         load_matrices_transposed(
             b, v_tile + (k + lane / 8 % 2 * 8 + lane % 8) * kStride + n * 8 + lane / 16 * 8);
-        sm90::mma_16x8x16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-        sm90::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        gpu::mma_16x8x16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        gpu::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
     __syncthreads();  // before the next load overwrites this tile

@@ -2,8 +2,8 @@
 #include "twell/ops/attention/kv_bytes_cuda.h"
 
 #include "twell/base/rounding.h"
-#include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/launch.cuh"
+#include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/launch.cuh"
 
 namespace twell {
 namespace {
@@ -15,8 +15,8 @@ constexpr uint32_t kNotFinite = 0x7f80u;  // bf16 from these bits on, without th
 // kLanes lanes of a warp take a head of a token's keys or values.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p) {
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   const int64_t item = (int64_t{blockIdx.x} * kThreads + static_cast<int>(threadIdx.x)) / kLanes;
   const int column = static_cast<int>(threadIdx.x) % kLanes * kPiece;
   const int heads = static_cast<int>(p.kv_heads);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t pair = sm90::word(values, i) & 0x7fff7fffu;
+    const uint32_t pair = gpu::word(values, i) & 0x7fff7fffu;
     largest = max(largest, max(pair & 0xffffu, pair >> 16));
   }
 #pragma unroll
@@ -51,9 +51,9 @@ __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p
   uint32_t bytes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t low = sm90::word(values, 2 * i), high = sm90::word(values, 2 * i + 1);
-    bytes[i] = byte(sm90::low_half(low)) | byte(sm90::high_half(low)) << 8 |
-               byte(sm90::low_half(high)) << 16 | byte(sm90::high_half(high)) << 24;
+    const uint32_t low = gpu::word(values, 2 * i), high = gpu::word(values, 2 * i + 1);
+    bytes[i] = byte(gpu::low_half(low)) | byte(gpu::high_half(low)) << 8 |
+               byte(gpu::low_half(high)) << 16 | byte(gpu::high_half(high)) << 24;
   }
   const int64_t row = p.cache_rows[token];
   const KvBytes& to = is_key ? p.keys : p.values;
@@ -89,10 +89,10 @@ __global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) 
       const auto value = [&](uint32_t of, int at) {
         return scale * static_cast<float>(static_cast<int8_t>(of >> (8 * at)));
       };
-      values = {sm90::bf16x2(value(bytes.x, 0), value(bytes.x, 1)),
-                sm90::bf16x2(value(bytes.x, 2), value(bytes.x, 3)),
-                sm90::bf16x2(value(bytes.y, 0), value(bytes.y, 1)),
-                sm90::bf16x2(value(bytes.y, 2), value(bytes.y, 3))};
+      values = {gpu::bf16x2(value(bytes.x, 0), value(bytes.x, 1)),
+                gpu::bf16x2(value(bytes.x, 2), value(bytes.x, 3)),
+                gpu::bf16x2(value(bytes.y, 0), value(bytes.y, 1)),
+                gpu::bf16x2(value(bytes.y, 2), value(bytes.y, 3))};
     }
     *reinterpret_cast<uint4*>(to + row * width + column) = values;
   }
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) 
 template <int kLanes>
 cudaError_t launch_store(const KvStoreBytes& p, cudaStream_t stream) {
   const int64_t ctas = ceil_div(p.tokens * 2 * p.kv_heads * kLanes, int64_t{kThreads});
-  return sm90::launch_dependent(kv_store_bytes_kernel<kLanes>, dim3(static_cast<unsigned>(ctas)),
-                                kThreads, 0, stream, p);
+  return gpu::launch_dependent(kv_store_bytes_kernel<kLanes>, dim3(static_cast<unsigned>(ctas)),
+                               kThreads, 0, stream, p);
 }
 
 }  // namespace

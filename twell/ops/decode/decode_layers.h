@@ -23,8 +23,8 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/format/gate_screen.h"
 #include "twell/format/kv_blocks.h"
-#include "twell/ops/decode/gate_screen.h"
 
 namespace twell {
 
@@ -52,7 +52,7 @@ struct DecodeLayer {
 };
 
 // Arrays in which CTAs exchange results, for one call in flight; zeros before the first call.
-// uint64_t: words of a tag and 32 bits (sm90/tagged.cuh), either two bf16 values or an f32.
+// uint64_t: words of a tag and 32 bits (gpu/tagged.cuh), either two bf16 values or an f32.
 struct DecodeWorkspace {
   uint64_t* x = nullptr;               // [2, M, D / 2] after a layer's attention, after its FFN
   uint64_t* qkv = nullptr;             // [M, H + 2 H_kv, hd / 2] values i and i + hd / 2 of a head

@@ -7,7 +7,7 @@
 // One warp of a CTA reads the weights in the order of use through a ring buffer (skinny_gemm.cuh),
 // ahead of the eight warps that multiply and across the waits between steps.
 //
-// CTAs hand each other words that hold a value and a tag (sm90/tagged.cuh): the number of the
+// CTAs hand each other words that hold a value and a tag (gpu/tagged.cuh): the number of the
 // layer, counted over this call and all before it. Every place in memory exists once, so a layer
 // may only write to it after all CTAs have read what the layer before put there. That holds because
 //   - the last step of a layer waits for every CTA's part of y, or for its word that it has none,
@@ -17,19 +17,19 @@
 #include <type_traits>
 
 #include "twell/base/carver.h"
+#include "twell/gpu/launch.cuh"
+#include "twell/gpu/tagged.cuh"
 #include "twell/ops/decode/decode_layers.h"
-#include "twell/ops/decode/skinny_gemm.cuh"
-#include "twell/sm90/launch.cuh"
-#include "twell/sm90/tagged.cuh"
+#include "twell/ops/skinny/skinny_gemm.cuh"
 
 namespace twell {
 namespace decode {
 namespace {
 
 using namespace skinny_gemm;
-using sm90::bf16x2;
-using sm90::scaled;
-using sm90::to_floats;
+using gpu::bf16x2;
+using gpu::scaled;
+using gpu::to_floats;
 
 // --- Attention ---
 // The work is cut into items: the query heads of one key head, at most kQueries, over one segment
@@ -158,8 +158,8 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
     const int key = i / sectors;
     const int64_t row = kv_row(batch.blocks[0][key / kKvBlock], key);
     const int64_t from = (row * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
-    sm90::prefetch_around(layer.keys + from);
-    sm90::prefetch_around(layer.values + from);
+    gpu::prefetch_around(layer.keys + from);
+    gpu::prefetch_around(layer.values + from);
   }
 }
 
@@ -205,9 +205,9 @@ class Attention {
         batch_(batch),
         shared_(shared),
         tag_(tag),
-        thread_(sm90::opaque(static_cast<int>(threadIdx.x))),
+        thread_(gpu::opaque(static_cast<int>(threadIdx.x))),
         lane_(thread_ % 32),
-        head_dim_(sm90::opaque(p.head_dim)) {}
+        head_dim_(gpu::opaque(p.head_dim)) {}
 
   // All threads that multiply call this, whether the CTA has items or not.
   __device__ __forceinline__ void run() {
@@ -301,19 +301,19 @@ class Attention {
     constexpr int kHalf = kColumns / 2, kRows = kQueries + 2;
     constexpr int kMost = (kRows * kHalf + kThreads - 1) / kThreads;
     const int half = head_dim_ / 2, at = thread_ % kHalf;
-    const sm90::Tagged* words =
+    const gpu::Tagged* words =
         p_.workspace.qkv + item.token * (p_.heads + 2 * p_.kv_heads) * half + at;
     const auto row = [&](int i) { return (thread_ + i * kThreads) / kHalf; };
     const auto wanted = [&](int i) {
       return at < half && (row(i) < item.queries || (row(i) >= kQueries && row(i) < kRows));
     };
-    sm90::Tagged seen[kMost];
-    sm90::wait_all_tagged(
+    gpu::Tagged seen[kMost];
+    gpu::wait_all_tagged(
         seen, wanted,
         [&](int i) {
           const int kv = row(i) - kQueries;
           const int head = kv < 0 ? item.head + row(i) : p_.heads + kv * p_.kv_heads + item.kv_head;
-          return sm90::load_tagged(words + head * half);
+          return gpu::load_tagged(words + head * half);
         },
         tag_);
 #pragma unroll
@@ -327,7 +327,7 @@ class Attention {
     sync_threads();
   }
   __device__ __forceinline__ uint4 of_token(int row, int column) const {
-    return sm90::load_shared16(sm90::smem_address(&shared_.token[row][column]));
+    return gpu::load_shared16(gpu::smem_address(&shared_.token[row][column]));
   }
 
   __device__ __forceinline__ void attend() {
@@ -356,8 +356,8 @@ class Attention {
         for (int o = 0; o < kOperands; ++o) {
           const uint4 low = key_[2 * o][j];
           const uint4 high = 2 * o + 1 < kHalves ? key_[(2 * o + 1) % kHalves][j] : uint4{};
-          sm90::mma_16x8x16(score[o], low.x, high.x, low.y, high.y, query.x, query.y);
-          sm90::mma_16x8x16(score[o], low.z, high.z, low.w, high.w, query.z, query.w);
+          gpu::mma_16x8x16(score[o], low.x, high.x, low.y, high.y, query.x, query.y);
+          gpu::mma_16x8x16(score[o], low.z, high.z, low.w, high.w, query.z, query.w);
         }
       }
       load_keys(base + kStep);
@@ -432,7 +432,7 @@ class Attention {
     const float2 a = to_floats(low), b = to_floats(high);
     sum_[0] += a.x + b.x;
     sum_[1] += a.y + b.y;
-    const uint32_t first = sm90::transposed(low), second = sm90::transposed(high);
+    const uint32_t first = gpu::transposed(low), second = gpu::transposed(high);
 #pragma unroll
     for (int j = 0; j < kValuePieces; ++j) {
       uint32_t words[4][4];
@@ -449,10 +449,10 @@ class Attention {
       for (int w = 0; w < 4; ++w) {
         // Rows of the operand: columns 2w of the pieces, then columns 2w + 1.
         constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
-        sm90::mma_16x8x16(attended_[j][w], __byte_perm(words[0][w], words[1][w], kLow),
-                          __byte_perm(words[0][w], words[1][w], kHigh),
-                          __byte_perm(words[2][w], words[3][w], kLow),
-                          __byte_perm(words[2][w], words[3][w], kHigh), first, second);
+        gpu::mma_16x8x16(attended_[j][w], __byte_perm(words[0][w], words[1][w], kLow),
+                         __byte_perm(words[0][w], words[1][w], kHigh),
+                         __byte_perm(words[2][w], words[3][w], kLow),
+                         __byte_perm(words[2][w], words[3][w], kHigh), first, second);
       }
     }
   }
@@ -512,16 +512,16 @@ class Attention {
     const DecodeWorkspace& w = p_.workspace;
     const int64_t head = int64_t{item.token} * p_.heads + item.head + query;
     if (batch_.segments[item.token] == 1) {
-      sm90::store_tagged(w.attended + head * (head_dim_ / 2) + pair, bf16x2(low / sum, high / sum),
-                         tag_);
+      gpu::store_tagged(w.attended + head * (head_dim_ / 2) + pair, bf16x2(low / sum, high / sum),
+                        tag_);
       return;
     }
     const int64_t slot = head * w.segments + item.segment;
-    sm90::store_tagged(w.segment_values + slot * head_dim_ + pair * 2, __float_as_uint(low),
-                       __float_as_uint(high), tag_);
+    gpu::store_tagged(w.segment_values + slot * head_dim_ + pair * 2, __float_as_uint(low),
+                      __float_as_uint(high), tag_);
     if (pair == 0) {
-      sm90::store_tagged(w.segment_sums + slot * 2, __float_as_uint(top), __float_as_uint(sum),
-                         tag_);
+      gpu::store_tagged(w.segment_sums + slot * 2, __float_as_uint(top), __float_as_uint(sum),
+                        tag_);
     }
   }
 
@@ -554,15 +554,15 @@ class Attention {
 #pragma unroll 1
       for (int s = lane_ % team; segments > 1 && s < segments; s += team) {
         const int64_t slot = int64_t{head} * w.segments + s;
-        sm90::TaggedPair seen[2];
-        sm90::wait_tagged(
+        gpu::TaggedPair seen[2];
+        gpu::wait_tagged(
             seen, 2,
             [&](int i) {
               return i == 0 ? w.segment_sums + slot * 2
                             : w.segment_values + slot * head_dim_ + unit % half * 2;
             },
             tag_);
-        const uint2 sums = sm90::values(seen[0]), values = sm90::values(seen[1]);
+        const uint2 sums = gpu::values(seen[0]), values = gpu::values(seen[1]);
         add(__uint_as_float(sums.x), __uint_as_float(sums.y), __uint_as_float(values.x),
             __uint_as_float(values.y));
       }
@@ -573,7 +573,7 @@ class Attention {
             __shfl_xor_sync(~0u, low, offset), __shfl_xor_sync(~0u, high, offset));
       }
       if (lane_ % team == 0 && segments > 1 && base + own < p_.tokens * pairs) {
-        sm90::store_tagged(w.attended + unit, bf16x2(low / sum, high / sum), tag_);
+        gpu::store_tagged(w.attended + unit, bf16x2(low / sum, high / sum), tag_);
       }
     }
   }
@@ -601,19 +601,19 @@ __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t t
   const int token = static_cast<int>(threadIdx.x) / kTeam;
   const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
   if (token < p.tokens) {
-    const sm90::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
+    const gpu::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
     const int first = static_cast<int>(threadIdx.x) % kTeam;
     for (int base = first; base < padded; base += kTeam * kAtOnce) {
-      sm90::TaggedPair seen[kAtOnce];
+      gpu::TaggedPair seen[kAtOnce];
       const int count = base < quads ? min((quads - base - 1) / kTeam + 1, kAtOnce) : 0;
-      sm90::wait_tagged(
+      gpu::wait_tagged(
           seen, count, [&](int i) { return words + (base + i * kTeam) * 2; }, tag);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = base + i * kTeam;
         if (at >= padded) break;
         *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) =
-            i < count ? sm90::values(seen[i]) : uint2{};
+            i < count ? gpu::values(seen[i]) : uint2{};
       }
     }
   }
@@ -652,24 +652,24 @@ __host__ __device__ inline int down_pitch(int columns) {
 
 // The residual stream of all tokens, which other CTAs may still be writing.
 struct Residual {
-  sm90::Tagged* words;  // [M, D / 2]
+  gpu::Tagged* words;  // [M, D / 2]
   uint32_t tag;
 
   // Waits for `count` quads (four values): first, first + step, ...
   template <int kMost>
   __device__ __forceinline__ void wait_quads(uint2 (&v)[kMost], int count, int first,
                                              int step) const {
-    sm90::TaggedPair seen[kMost];
-    sm90::wait_tagged(
+    gpu::TaggedPair seen[kMost];
+    gpu::wait_tagged(
         seen, count, [&](int i) { return words + (first + i * step) * 2; }, tag);
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) v[i] = i < count ? sm90::values(seen[i]) : uint2{};
+    for (int i = 0; i < kMost; ++i) v[i] = i < count ? gpu::values(seen[i]) : uint2{};
   }
-  __device__ __forceinline__ sm90::Tagged load_pair(int at) const {
-    return sm90::load_tagged(words + at);
+  __device__ __forceinline__ gpu::Tagged load_pair(int at) const {
+    return gpu::load_tagged(words + at);
   }
-  __device__ __forceinline__ uint32_t wait_pair(sm90::Tagged seen, int at) const {
-    return sm90::wait_tagged(seen, words + at, tag);
+  __device__ __forceinline__ uint32_t wait_pair(gpu::Tagged seen, int at) const {
+    return gpu::wait_tagged(seen, words + at, tag);
   }
 };
 
@@ -703,7 +703,7 @@ class Part {
   __device__ __forceinline__ void store(int token, int column, float value) const {
     if (token >= tokens_ || column >= width_) return;
     if constexpr (kTokens == 1) {
-      sm90::store_tagged(words_ + column, __float_as_uint(value), tag_);
+      gpu::store_tagged(words_ + column, __float_as_uint(value), tag_);
     } else {
       plain_[int64_t{token} * width_ + column] = value;
     }
@@ -712,7 +712,7 @@ class Part {
   __device__ __forceinline__ void store2(int token, int column, float first, float second) const {
     if (token >= tokens_) return;
     if constexpr (kTokens == 1) {
-      sm90::store_tagged(words_ + column, __float_as_uint(first), __float_as_uint(second), tag_);
+      gpu::store_tagged(words_ + column, __float_as_uint(first), __float_as_uint(second), tag_);
     } else {
       *reinterpret_cast<float2*>(plain_ + int64_t{token} * width_ + column) =
           make_float2(first, second);
@@ -720,7 +720,7 @@ class Part {
   }
 
  private:
-  sm90::Tagged* words_;
+  gpu::Tagged* words_;
   float* plain_;
   int tokens_, width_;
   uint32_t tag_;
@@ -738,7 +738,7 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
   // The row of an 8 x 8 matrix whose address this lane gives. The four matrices are neurons 0-7,
   // 0-7, 8-15, 8-15 by columns 0-7, 8-15, 0-7, 8-15.
   const int row = lane / 16 * 8 + lane % 8, at = (warp * kTiles * kTile + lane / 8 % 2 * 8) * 2;
-  const uint32_t zeros = sm90::smem_address(hidden.zeros);
+  const uint32_t zeros = gpu::smem_address(hidden.zeros);
 #pragma unroll 1
   for (int column = 0; column < p.width; column += kChunk) {
     const int columns = min(kChunk, p.width - column);
@@ -760,9 +760,9 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
         if (warp * kTiles * kTile + tile_at >= columns) break;
         // The last tile may reach past the end of the row; those columns are not stored.
         uint32_t w[4];
-        sm90::load_matrices_transposed(
+        gpu::load_matrices_transposed(
             w, exists ? rows + row_at + static_cast<uint32_t>(tile_at * 2) : zeros);
-        sm90::mma_16x8x16(acc[tile], w[0], w[1], w[2], w[3], h[0], h[1]);
+        gpu::mma_16x8x16(acc[tile], w[0], w[1], w[2], w[3], h[0], h[1]);
       }
       ring.release();
     }
@@ -810,7 +810,7 @@ class FiredNeurons {
       hidden_.list[before + __popc(ballot & ((1u << lane) - 1))] = static_cast<uint16_t>(thread);
     }
     if constexpr (kTokens == 1) {
-      if (thread == 0) sm90::store_tagged(p.workspace.fired + blockIdx.x, count_ > 0, tag);
+      if (thread == 0) gpu::store_tagged(p.workspace.fired + blockIdx.x, count_ > 0, tag);
     }
     sync_threads();
   }
@@ -989,10 +989,10 @@ __device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const Decod
     for (int i = 0; i < kMost; ++i) has[i] = i < count;
     return;
   }
-  sm90::Tagged seen[kMost];
-  sm90::wait_all_tagged(
+  gpu::Tagged seen[kMost];
+  gpu::wait_all_tagged(
       seen, [&](int i) { return i < count; },
-      [&](int i) { return sm90::load_tagged(p.workspace.fired + first + i * step); }, tag);
+      [&](int i) { return gpu::load_tagged(p.workspace.fired + first + i * step); }, tag);
 #pragma unroll
   for (int i = 0; i < kMost; ++i) has[i] = i < count && static_cast<uint32_t>(seen[i]) != 0;
 }
@@ -1014,24 +1014,24 @@ __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, b
       const int finished = token + team;  // the token whose sum this thread stores
       const bool finishes = inside && team < kAtOnce && finished < p.tokens;
       const int at = finished * pairs + pair;
-      sm90::Tagged x{};
+      gpu::Tagged x{};
       if (finishes) x = before.load_pair(at);
       float2 sums[kAtOnce] = {};
       for (int first = team; first < ctas; first += kTeams * kParts) {
         if constexpr (kTokens == 1) {
-          const sm90::Tagged* words = p.workspace.tagged_parts + pair * 2;
-          sm90::TaggedPair seen[kParts];
+          const gpu::Tagged* words = p.workspace.tagged_parts + pair * 2;
+          gpu::TaggedPair seen[kParts];
           const int count = inside ? min((ctas - first - 1) / kTeams + 1, kParts) : 0;
           bool has[kParts];
           which_have_parts(has, p, tag, all, first, kTeams, count);
-          sm90::wait_all_tagged(
+          gpu::wait_all_tagged(
               seen, [&](int i) { return has[i]; },
-              [&](int i) { return sm90::load_tagged_pair(words + (first + i * kTeams) * p.width); },
+              [&](int i) { return gpu::load_tagged_pair(words + (first + i * kTeams) * p.width); },
               tag);
 #pragma unroll
           for (int i = 0; i < kParts; ++i) {
             if (!has[i]) continue;
-            const uint2 v = sm90::values(seen[i]);
+            const uint2 v = gpu::values(seen[i]);
             sums[0].x += __uint_as_float(v.x);
             sums[0].y += __uint_as_float(v.y);
           }
@@ -1329,8 +1329,8 @@ class GridBarrier {
     sync_threads();
     if (threadIdx.x == 0) {
       expected_ += gridDim.x;
-      sm90::add_release(arrived_, 1u);
-      while (sm90::load_acquire(arrived_) < expected_) {
+      gpu::add_release(arrived_, 1u);
+      while (gpu::load_acquire(arrived_) < expected_) {
       }
     }
     sync_threads();
@@ -1375,7 +1375,7 @@ __device__ __forceinline__ void finish_qkv(const DecodeLayers& p, const DecodeLa
     low = turned;
   }
   const uint32_t bits = bf16x2(low, high);
-  sm90::store_tagged(p.workspace.qkv + (token * heads + head) * half + i, bits, tag);
+  gpu::store_tagged(p.workspace.qkv + (token * heads + head) * half + i, bits, tag);
   if (head < p.heads) return;
   const bool key = head < p.heads + p.kv_heads;
   const int kv_head = head - p.heads - (key ? 0 : p.kv_heads);
@@ -1421,8 +1421,8 @@ class Layers {
         add_share_(p.width),
         qkv_groups_(own_groups((p.heads + 2 * p.kv_heads) * p.head_dim / kGroup)),
         output_groups_(own_groups((p.width + kGroup - 1) / kGroup)),
-        ring_(shared.ring, sm90::smem_address(memory), stage_pitch(p.width, p.heads * p.head_dim)),
-        product_(p.tokens, shared.product, sm90::smem_address(x_), pitch_),
+        ring_(shared.ring, gpu::smem_address(memory), stage_pitch(p.width, p.heads * p.head_dim)),
+        product_(p.tokens, shared.product, gpu::smem_address(x_), pitch_),
         screen_(x_ + p.tokens * pitch_, p.width),
         barrier_(p.workspace.state + 1) {}
 
@@ -1436,17 +1436,17 @@ class Layers {
       for (int i = static_cast<int>(threadIdx.x); i < pieces; i += static_cast<int>(blockDim.x)) {
         reinterpret_cast<uint4*>(memory)[i] = uint4{};
       }
-      sm90::fence_async_shared();
+      gpu::fence_async_shared();
     }
     load_batch();
     __syncthreads();
     s_.batch.find_items(p_);
     __syncthreads();
     if (threadIdx.x < kThreads) {
-      sm90::registers_increase<kMultiplyRegisters>();
+      gpu::registers_increase<kMultiplyRegisters>();
       multiply();
     } else {
-      sm90::registers_decrease<kReadRegisters>();
+      gpu::registers_decrease<kReadRegisters>();
       if (threadIdx.x < kThreads + 32) {
         WeightReader<kStages>(ring_).template read_all<kTokens == 1>(
             p_, [&](int layer) { prefetch_for(layer); });
@@ -1476,7 +1476,7 @@ class Layers {
       add_parts<kTokens>(p_, tag_, !l.sparse, add_share_, residual(0, tag_), s_.add,
                          [&](int at, uint32_t bits) {
                            if (layer + 1 < p_.layers) {
-                             sm90::store_tagged(residual(1, tag_).words + at, bits, tag_);
+                             gpu::store_tagged(residual(1, tag_).words + at, bits, tag_);
                            } else {
                              reinterpret_cast<uint32_t*>(p_.x)[at] = bits;
                            }
@@ -1490,8 +1490,8 @@ class Layers {
     const int pairs = p_.width / 2, share = add_share_.end - add_share_.begin;
     for (int i = static_cast<int>(threadIdx.x); i < p_.tokens * share; i += kThreads) {
       const int at = i / share * pairs + add_share_.begin + i % share;
-      sm90::store_tagged(residual(1, tag).words + at, reinterpret_cast<const uint32_t*>(p_.x)[at],
-                         tag);
+      gpu::store_tagged(residual(1, tag).words + at, reinterpret_cast<const uint32_t*>(p_.x)[at],
+                        tag);
     }
   }
 
@@ -1531,7 +1531,7 @@ class Layers {
     }
     // The residual of the first batch of groups, issued early to hide the load's latency.
     const auto own = product_.finisher();
-    sm90::Tagged before{};
+    gpu::Tagged before{};
     if (step == 1 && own.finishes && own.group < groups &&
         output_column(group_of(own.group), own.pair) < p_.width) {
       before = x.load_pair(output_place(own.group, own.token, own.pair));
@@ -1570,7 +1570,7 @@ class Layers {
   __device__ __forceinline__ void prefetch_for(int layer) const {
     const DecodeLayer& l = p_.layer[layer];
     const auto norm = [&](const __nv_bfloat16* weight) {
-      sm90::bulk_prefetch(weight, static_cast<uint32_t>(p_.width) * 2);
+      gpu::bulk_prefetch(weight, static_cast<uint32_t>(p_.width) * 2);
     };
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == kThreads) {
       norm(l.attention_norm);
@@ -1580,7 +1580,7 @@ class Layers {
       constexpr int kSector = 8;
       const int neuron = static_cast<int>(threadIdx.x) % 32 * kSector;
       if (neuron < neurons_.count) {
-        sm90::prefetch_around(l.screen.errors + neurons_.begin + neuron);
+        gpu::prefetch_around(l.screen.errors + neurons_.begin + neuron);
       }
     }
     prefetch(p_, l, s_.batch);
@@ -1609,13 +1609,13 @@ class Layers {
     return token * (p_.width / 2) + output_column(group_of(group), pair) / 2;
   }
   // before: the residual as loaded early, for the first batch of groups.
-  __device__ __forceinline__ void finish_output(const Residual& x, sm90::Tagged before, int group,
+  __device__ __forceinline__ void finish_output(const Residual& x, gpu::Tagged before, int group,
                                                 int token, int pair, float low, float high) const {
     if (output_column(group_of(group), pair) >= p_.width) return;
     const int at = output_place(group, token, pair);
     const bool first = group < Product<kTokens>::kBatch;
     const float2 was = to_floats(x.wait_pair(first ? before : x.load_pair(at), at));
-    sm90::store_tagged(residual(0, tag_).words + at, bf16x2(was.x + low, was.y + high), tag_);
+    gpu::store_tagged(residual(0, tag_).words + at, bf16x2(was.x + low, was.y + high), tag_);
   }
 
   __device__ __forceinline__ void finish_gate(const DecodeLayer& l, int group, int token, int pair,
@@ -1684,7 +1684,7 @@ cudaError_t launch(const DecodeLayers& problem, int multiprocessors, cudaStream_
   const auto kernel = decode_layers_sm90_kernel<kTokens, kColumns>;
   const auto shared = static_cast<int>(Layers<kTokens, kColumns>::shared_bytes(
       problem.width, problem.heads * problem.head_dim, problem.tokens, has_screens(problem)));
-  const cudaError_t status = sm90::allow_most_shared_memory(kernel);
+  const cudaError_t status = gpu::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
   void* arguments[] = {const_cast<DecodeLayers*>(&problem)};
   return cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(multiprocessors)),
@@ -1724,11 +1724,11 @@ struct Device {
 
   Device() {
     int major = 0;
-    if (sm90::device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
+    if (gpu::device_attribute(major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
         major != 9 ||
-        sm90::device_attribute(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin) !=
+        gpu::device_attribute(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin) !=
             cudaSuccess ||
-        sm90::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess) {
+        gpu::device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess) {
       shared_bytes = multiprocessors = 0;
     }
   }

@@ -5,8 +5,8 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
+#include "twell/format/gate_screen_testing.h"
 #include "twell/ops/decode/decode_layers.h"
-#include "twell/ops/decode/gate_screen_testing.h"
 
 namespace twell {
 namespace {

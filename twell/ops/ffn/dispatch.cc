@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "twell/base/error.h"
-#include "twell/ops/ffn/hopper/medium_batch_schedule.h"
+#include "twell/ops/ffn/medium_batch/medium_batch_schedule.h"
 
 namespace twell {
 namespace {

@@ -27,7 +27,7 @@
 
 #include "twell/format/activation.h"
 #include "twell/ops/ffn/ffn.h"
-#include "twell/ops/ffn/rotated_screen.h"
+#include "twell/ops/ffn/screened/rotated_screen.h"
 
 namespace twell {
 

@@ -5,11 +5,11 @@
 
 #include "twell/base/rounding.h"
 #include "twell/ops/bias/bias_cuda.h"
-#include "twell/ops/decode/batch_ops.h"
-#include "twell/ops/decode/layer_ops.h"
-#include "twell/ops/ffn/hopper/screened_ffn_cuda.h"
+#include "twell/ops/ffn/screened/screened_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
+#include "twell/ops/skinny/batch_ops.h"
+#include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
 

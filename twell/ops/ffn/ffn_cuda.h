@@ -22,9 +22,9 @@
 #include "twell/format/activation.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/ops/ffn/dispatch.h"
+#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
 #include "twell/ops/ffn/ffn.h"
-#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
-#include "twell/ops/ffn/rotated_screen.h"
+#include "twell/ops/ffn/screened/rotated_screen.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 

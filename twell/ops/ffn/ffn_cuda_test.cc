@@ -10,8 +10,8 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
+#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/hopper/batch_ffn_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {

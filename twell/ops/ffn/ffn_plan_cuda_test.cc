@@ -9,7 +9,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/rotated_screen_cuda.h"
+#include "twell/ops/ffn/screened/rotated_screen_cuda.h"
 #include "twell/ops/rms_norm/rows_testing.h"
 
 namespace twell {

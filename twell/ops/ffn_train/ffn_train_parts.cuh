@@ -8,8 +8,8 @@
 
 #include "twell/base/carver.h"
 #include "twell/base/reduce.cuh"
+#include "twell/gpu/bf16_pair.cuh"
 #include "twell/ops/ffn_train/ffn_train_cuda.h"
-#include "twell/sm90/bf16_pair.cuh"
 
 namespace twell::ffn_train {
 
@@ -36,9 +36,9 @@ void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, F
 void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                           FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
-using sm90::bf16x2;
-using sm90::high_half;
-using sm90::low_half;
+using gpu::bf16x2;
+using gpu::high_half;
+using gpu::low_half;
 
 // Bits 0 and 1: whether the first and the second of a pair are active. NaN counts as active.
 __device__ __forceinline__ uint32_t fired_bits(uint32_t g) {

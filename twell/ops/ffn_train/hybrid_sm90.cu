@@ -15,18 +15,18 @@
 
 #include "twell/base/rounding.h"
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/ffn/hopper/gathered_gemm_sm90.cuh"
+#include "twell/gpu/launch.cuh"
+#include "twell/gpu/scan.cuh"
+#include "twell/gpu/sm90/tensor_map.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
-#include "twell/sm90/block_scan.cuh"
-#include "twell/sm90/launch.cuh"
-#include "twell/sm90/tensor_map.h"
 
 namespace twell::ffn_train {
 namespace {
 
 namespace gathered = tile_union::gathered;
-using sm90::block_scan;
+using gpu::block_scan;
 using tile_union::kBlock;
 using tile_union::kColumns;
 using tile_union::kTileTokens;
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(
   __shared__ BlockValues values;
   __shared__ unsigned long long block_offset;
   __shared__ bool last;
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   index.load(keep.tiles);
   KeptState& state = *keep.kept.state;
   for (int block = blockIdx.x; block < index.blocks; block += gridDim.x) {
@@ -299,8 +299,8 @@ __device__ __forceinline__ uint32_t reload(const Expand& expand, int block, Bloc
 __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kernel(Expand expand) {
   __shared__ BlockIndex index;
   __shared__ BlockValues values;
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   index.load(expand.tiles);
   const bool overflow = expand.kept.state->overflow != 0;
   const float l1_scale = *expand.l1_scale;
@@ -339,13 +339,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kerne
 }
 
 cudaError_t launch_keep(const Keep& keep, int ctas, cudaStream_t stream) {
-  return sm90::launch_dependent(keep_kernel, dim3(ctas * kCtasPerMultiprocessor), kThreads, 0,
-                                stream, keep);
+  return gpu::launch_dependent(keep_kernel, dim3(ctas * kCtasPerMultiprocessor), kThreads, 0,
+                               stream, keep);
 }
 
 cudaError_t launch_expand(const Expand& expand, int ctas, cudaStream_t stream) {
-  return sm90::launch_dependent(expand_kernel, dim3(ctas * kCtasPerMultiprocessor), kThreads, 0,
-                                stream, expand);
+  return gpu::launch_dependent(expand_kernel, dim3(ctas * kCtasPerMultiprocessor), kThreads, 0,
+                               stream, expand);
 }
 
 // --- tiles of neurons ---------------------------------------------------------------------------
@@ -417,8 +417,8 @@ constexpr int kRankThreads = 1024;
 __global__ void __launch_bounds__(kRankThreads) rank_neurons_kernel(NeuronTiles neurons) {
   __shared__ int of_warp[kRankThreads / 32][kClasses];
   __shared__ int next[kClasses];  // where the next neuron of a class goes
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < kClasses) next[threadIdx.x] = 0;
   __syncthreads();
@@ -530,8 +530,8 @@ __device__ void make_items(const NeuronTiles& neurons, int ctas) {
 __global__ void __launch_bounds__(kUnionThreads)
     neuron_unions_kernel(Transpose transpose, int words, int ctas) {
   __shared__ bool last;
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   const auto& [tiles, kept, masks_made, images, neurons] = transpose;
   const int tile = blockIdx.y;
   const int lane = threadIdx.x % 32;
@@ -680,8 +680,8 @@ __global__ void __launch_bounds__(kTransposeThreads, kTransposeCtas)
     transpose_kernel(Transpose transpose) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<TransposeShared*>(memory);
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   const Tiles& tiles = transpose.tiles;
   const NeuronTiles& neurons = transpose.neurons;
   const auto* masks = reinterpret_cast<const uint32_t*>(
@@ -776,18 +776,18 @@ cudaError_t launch_transpose_of(const Transpose& transpose, int ctas, cudaStream
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(TransposeShared));
   if (status != cudaSuccess) return status;
-  return sm90::launch_dependent(kernel, dim3(ctas * kTransposeCtas), kTransposeThreads,
-                                sizeof(TransposeShared), stream, transpose);
+  return gpu::launch_dependent(kernel, dim3(ctas * kTransposeCtas), kTransposeThreads,
+                               sizeof(TransposeShared), stream, transpose);
 }
 
 cudaError_t launch_rank_neurons(const NeuronTiles& neurons, cudaStream_t stream) {
-  return sm90::launch_dependent(rank_neurons_kernel, dim3(1), kRankThreads, 0, stream, neurons);
+  return gpu::launch_dependent(rank_neurons_kernel, dim3(1), kRankThreads, 0, stream, neurons);
 }
 
 cudaError_t launch_neuron_unions(const Transpose& transpose, int ctas, cudaStream_t stream) {
   const dim3 grid(kUnionParts, static_cast<unsigned>(transpose.neurons.max_tiles));
-  return sm90::launch_dependent(neuron_unions_kernel, grid, kUnionThreads, 0, stream, transpose,
-                                mask_words(transpose.neurons), ctas);
+  return gpu::launch_dependent(neuron_unions_kernel, grid, kUnionThreads, 0, stream, transpose,
+                               mask_words(transpose.neurons), ctas);
 }
 
 cudaError_t launch_transpose(const Transpose& transpose, int ctas, cudaStream_t stream) {
@@ -874,10 +874,10 @@ struct Problem {
       const int warpgroup = threadIdx.x / 128 - 1;
       if (piece > 0) {
         if (threadIdx.x % 128 == 0) {
-          while (sm90::load_acquire(turn) != piece) {
+          while (gpu::load_acquire(turn) != piece) {
           }
         }
-        sm90::named_barrier(1 + warpgroup, 128);
+        gpu::named_barrier(1 + warpgroup, 128);
       }
       if (piece == 0 && !problem.add) {
         for_each_pair(acc, [](float* to, float a, float b) {
@@ -893,7 +893,7 @@ struct Problem {
       }
       if (more) {
         __threadfence();
-        sm90::named_barrier(1 + warpgroup, 128);
+        gpu::named_barrier(1 + warpgroup, 128);
         if (threadIdx.x % 128 == 0) {
           asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(piece + 1)
                        : "memory");
@@ -921,8 +921,8 @@ constexpr int kClearThreads = 256;
 
 // One CTA per neuron.
 __global__ void __launch_bounds__(kClearThreads) clear_idle_kernel(WeightGrads grads) {
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   if (grads.neurons.nnz[blockIdx.x] != 0) return;
   const int pieces = grads.width / 4;
   for (int p = 0; p < grads.neurons.products; ++p) {
@@ -932,8 +932,8 @@ __global__ void __launch_bounds__(kClearThreads) clear_idle_kernel(WeightGrads g
 }
 
 cudaError_t launch_clear_idle(const WeightGrads& grads, cudaStream_t stream) {
-  return sm90::launch_dependent(clear_idle_kernel, dim3(static_cast<unsigned>(grads.neurons.ffn)),
-                                kClearThreads, 0, stream, grads);
+  return gpu::launch_dependent(clear_idle_kernel, dim3(static_cast<unsigned>(grads.neurons.ffn)),
+                               kClearThreads, 0, stream, grads);
 }
 
 cudaError_t launch_weight_grads(const WeightGrads& grads, int ctas, cudaStream_t stream) {
@@ -1109,7 +1109,7 @@ tile_union::Up up_product(const HybridChunk& chunk, const FfnTrainShapeCuda& sha
                           tile_union::Condition condition = nullptr) {
   tile_union::Up up{};
   up.x = x + chunk.begin * shape.width;
-  up.map_x = sm90::matrix_tensor_map(up.x, chunk.tokens, shape.width, tile_union::kTileTokens);
+  up.map_x = gpu::matrix_tensor_map(up.x, chunk.tokens, shape.width, tile_union::kTileTokens);
   up.tiles = chunk.tiles;
   up.weight = weight;
   up.product = product;

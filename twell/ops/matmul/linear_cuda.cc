@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
-#include "twell/ops/decode/batch_ops.h"
-#include "twell/ops/decode/layer_ops.h"
 #include "twell/ops/matmul/matmul_cuda.h"
+#include "twell/ops/skinny/batch_ops.h"
+#include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
 

@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "twell/base/cuda.h"
-#include "twell/ops/decode/layer_ops.h"
+#include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
 

@@ -13,9 +13,9 @@
 #include <cstdint>
 
 #include "twell/base/rounding.h"
-#include "twell/sm90/barrier.cuh"
-#include "twell/sm90/copy.cuh"
-#include "twell/sm90/wgmma.cuh"
+#include "twell/gpu/sm90/barrier.cuh"
+#include "twell/gpu/sm90/copy.cuh"
+#include "twell/gpu/sm90/wgmma.cuh"
 
 namespace twell::paired_gemm {
 
@@ -100,25 +100,25 @@ struct Ring {
 
   // In dynamic shared memory of kRingBytes + gap; the gap in front of the barriers is left free.
   __device__ explicit Ring(void* memory, uint32_t gap = 0) {
-    stages = (sm90::smem_address(memory) + 1023) & ~1023u;
+    stages = (gpu::smem_address(memory) + 1023) & ~1023u;
     full = stages + kStages * kStageBytes + gap;
     empty = full + kStages * 8;
   }
   // Called by one thread; cluster_sync must follow.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      sm90::barrier_init(full + stage * 8, 1);
-      sm90::barrier_init(empty + stage * 8, kConsumers * kCluster);
+      gpu::barrier_init(full + stage * 8, 1);
+      gpu::barrier_init(empty + stage * 8, kConsumers * kCluster);
     }
-    sm90::fence_barrier_init();
+    gpu::fence_barrier_init();
   }
 };
 
 // The thread that fills the ring buffer, across tiles.
 struct Producer {
   const Ring& ring;
-  const uint32_t rank;                     // of the CTA in its cluster
-  sm90::RingCursor<kStages> cursor{0, 1};  // a new ring buffer is empty
+  const uint32_t rank;                    // of the CTA in its cluster
+  gpu::RingCursor<kStages> cursor{0, 1};  // a new ring buffer is empty
 
   // Loads all k-steps of a tile: map_a's rows from `row` on, `bytes` of a and b together per
   // k-step of StepColumns columns (128 bytes). k_steps must be the kernel's own parameter: for a
@@ -127,7 +127,7 @@ struct Producer {
   __device__ __forceinline__ void load(const CUtensorMap& map_a, int row, const CUtensorMap& map_b,
                                        int n_tile, const int& k_steps,
                                        uint32_t bytes = kStageBytes) {
-    using namespace sm90;
+    using namespace gpu;
     const int column = n_tile * kTileN + rank * (kTileN / kCluster);
     for (int k = 0; k < k_steps; ++k, cursor.advance()) {
       const uint32_t a = ring.stages + cursor.stage * kStageBytes;
@@ -145,7 +145,7 @@ struct Producer {
 template <int N>
 __device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uint32_t b,
                                               bool accumulate) {
-  using namespace sm90;
+  using namespace gpu;
   const uint64_t operand_a = k_major_operand(a), operand_b = k_major_operand(b);
   wgmma_fence();
 #pragma unroll
@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uin
 // Called by a consumer warpgroup: one thread tells both CTAs, because both fill this CTA's stages.
 __device__ __forceinline__ void release(const Ring& ring, int stage) {
   const int thread = threadIdx.x % 128;
-  if (thread < kCluster) sm90::barrier_arrive_cluster(ring.empty + stage * 8, thread);
+  if (thread < kCluster) gpu::barrier_arrive_cluster(ring.empty + stage * 8, thread);
 }
 
 struct NoRole {
@@ -170,7 +170,7 @@ struct NoRole {
 template <typename Produce, typename Consume, typename Beside = NoRole>
 __device__ __forceinline__ void run_roles(const Produce& produce, const Consume& consume,
                                           const Beside& beside = {}) {
-  using namespace sm90;
+  using namespace gpu;
   const int role = threadIdx.x / 128;
   if (role == 0) {
     registers_decrease<24>();

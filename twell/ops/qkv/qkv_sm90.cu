@@ -8,19 +8,20 @@
 
 #include "twell/base/cuda.h"
 #include "twell/base/rounding.h"
+#include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/sm90/store_matrices.cuh"
+#include "twell/gpu/sm90/tensor_map.h"
+#include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
-#include "twell/sm90/bf16_pair.cuh"
-#include "twell/sm90/tensor_map.h"
-#include "twell/sm90/warp_mma.cuh"
 
 namespace twell {
 namespace {
 
 using namespace paired_gemm;
-using sm90::bf16x2;
-using sm90::high_half;
-using sm90::low_half;
-using sm90::opaque;
+using gpu::bf16x2;
+using gpu::high_half;
+using gpu::low_half;
+using gpu::opaque;
 
 // x and w of the product.
 struct Operands {
@@ -121,7 +122,7 @@ class RotatedTile {
     ++step_;
   }
   __device__ __forceinline__ bool done() const { return step_ == kSteps; }
-  __device__ __forceinline__ void finish() const { sm90::bulk_store_wait(); }
+  __device__ __forceinline__ void finish() const { gpu::bulk_store_wait(); }
 
  private:
   // Rows past the last token are rotated by position 0, but not stored.
@@ -167,24 +168,24 @@ class RotatedTile {
     const uint32_t own = shared + (thread / 32 - 4) * kWarpBytes;
     // The 128-byte swizzle of the map: piece i of row r goes to place i ^ r % 8 of its 128 bytes.
     const uint32_t to_shared = own + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
-    sm90::bulk_store_wait_read();
+    gpu::bulk_store_wait_read();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const int pair = Block * 8 + i;
-      sm90::store_matrices(to_shared ^ (i * 16), upper_[pair], lower_[pair], upper_[pair + 1],
-                           lower_[pair + 1]);
+      gpu::store_matrices(to_shared ^ (i * 16), upper_[pair], lower_[pair], upper_[pair + 1],
+                          lower_[pair + 1]);
     }
     // Queries are stored in qkv; keys and values too, unless there is a cache.
     if (target.cache_rows != nullptr && column >= target.q_columns) {
       store_in_cache(target, own, column, lane);
       return;
     }
-    sm90::fence_async_shared();
+    gpu::fence_async_shared();
     __syncwarp();
     if (lane == 0) {
-      sm90::tensor_store(&target.qkv_map, column, row_, own);
-      sm90::bulk_store_commit();
+      gpu::tensor_store(&target.qkv_map, column, row_, own);
+      gpu::bulk_store_commit();
     }
   }
 
@@ -199,7 +200,7 @@ class RotatedTile {
     for (int i = 0; i < 4; ++i) {
       const int within = i * 4 + lane / 8, row = row_ + within;
       const uint4 values =
-          sm90::load_shared16(own + within * 128 + ((lane % 8) ^ (within % 8)) * 16);
+          gpu::load_shared16(own + within * 128 + ((lane % 8) ^ (within % 8)) * 16);
       if (row < target.tokens) {
         *reinterpret_cast<uint4*>(to + target.cache_rows[row] * target.kv_columns + lane % 8 * 8) =
             values;
@@ -238,7 +239,7 @@ template <typename Epilogue>
 __device__ __forceinline__ void consume(const Operands& operands, const Target& target,
                                         const Ring& ring, uint32_t shared, uint32_t rank,
                                         int warpgroup) {
-  using namespace sm90;
+  using namespace gpu;
   const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
   const int clusters = gridDim.x / kCluster;
   float acc[128];
@@ -281,7 +282,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     qkv_sm90_kernel(const __grid_constant__ Operands operands,
                     const __grid_constant__ Target target) {
   extern __shared__ uint8_t memory[];
-  using namespace sm90;
+  using namespace gpu;
   using Tile = RotatedTile<HeadDim, Spread>;
   const Ring ring(memory, Tile::kSharedBytes);
   const uint32_t shared = ring.stages + kStages * kStageBytes;
@@ -317,8 +318,8 @@ cudaError_t launch(const Operands& operands, const Target& target, int ctas, cud
 Operands operands_of(const QkvCuda& problem, int64_t columns) {
   const int64_t rows = problem.rope.tokens;
   Operands operands{};
-  operands.map_a = sm90::matrix_tensor_map(problem.x, rows, problem.width, kTileM);
-  operands.map_b = sm90::matrix_tensor_map(problem.w, columns, problem.width, kTileN / kCluster);
+  operands.map_a = gpu::matrix_tensor_map(problem.x, rows, problem.width, kTileM);
+  operands.map_b = gpu::matrix_tensor_map(problem.w, columns, problem.width, kTileN / kCluster);
   operands.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
   operands.m_pairs = static_cast<int>(ceil_div(rows, kTileM * kCluster));
   operands.n_tiles = static_cast<int>(ceil_div(columns, kTileN));
@@ -351,7 +352,7 @@ void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {
   if (rope.tokens == 0) return;
   const int64_t columns = (rope.heads + 2 * rope.kv_heads) * rope.head_dim;
   const Target target{
-      .qkv_map = sm90::matrix_tensor_map(rope.qkv, rope.tokens, columns, kStoredRows),
+      .qkv_map = gpu::matrix_tensor_map(rope.qkv, rope.tokens, columns, kStoredRows),
       .cos = reinterpret_cast<const float2*>(rope.cos),
       .sin = reinterpret_cast<const float2*>(rope.sin),
       .positions = rope.positions,

@@ -3,8 +3,8 @@
 
 #include "twell/base/column_sums.cuh"
 #include "twell/base/reduce.cuh"
+#include "twell/gpu/launch.cuh"
 #include "twell/ops/rms_norm/norm_rows.cuh"
-#include "twell/sm90/launch.cuh"
 
 namespace twell {
 namespace {
@@ -13,8 +13,8 @@ using namespace norm_rows;
 
 template <int kRowThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
-  sm90::allow_next_kernel();
-  sm90::wait_for_previous_kernel();
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
   if (token >= p.tokens) return;  // whole warps only; never taken if a block shares a row
   Piece row[kPieces];
@@ -175,8 +175,8 @@ cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
   if (p.tokens == 0) return cudaSuccess;
   const auto launch = [&](void (*kernel)(RmsNormCuda), int64_t rows_per_block = 1) {
     const int64_t blocks = (p.tokens + rows_per_block - 1) / rows_per_block;
-    return sm90::launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
-                                  p);
+    return gpu::launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
+                                 p);
   };
   if (warp_takes_row(p.tokens, p.width)) {
     constexpr int kRows = kThreads / 32, kCovered = 32 * kPiece;

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
+// bit: only the roundings of g, of h and of y to bf16 are left, and the test makes the same ones.
+#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "twell/base/cuda_gtest.h"
+#include "twell/base/test_bf16.h"
+
+namespace twell {
+namespace {
+
+struct Case {
+  const char* name;
+  int64_t tokens, width, ffn;
+  int bias;  // of every neuron: sets how many fire
+  bool gated = true;
+};
+
+int dot(const int8_t* a, const int8_t* b, int64_t n) {
+  int sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
+
+struct Problem {
+  explicit Problem(const Case& c)
+      : spec(c),
+        x(random_signs(c.tokens * c.width, 1)),
+        w_first(random_signs(c.ffn * c.width, 2)),
+        w_up(random_signs(c.gated ? c.ffn * c.width : 0, 3)),
+        w_down(random_signs(c.ffn * c.width, 4)) {
+    for (int64_t m = 0; m < c.tokens; ++m) x[static_cast<size_t>(m * c.width)] = 1;
+    for (int64_t n = 0; n < c.ffn; ++n) {
+      w_first[static_cast<size_t>(n * c.width)] = static_cast<int8_t>(c.bias);
+    }
+    device_x = upload(to_bf16s(x));
+    device_first = upload(to_bf16s(w_first));
+    device_up = upload(to_bf16s(w_up));
+    device_down = upload(to_bf16s(w_down));
+    activity = upload(std::vector<ActivityCuda>(1));
+  }
+
+  // Computes the layer as its contract defines it, and counts active neurons.
+  std::vector<float> expected(const std::vector<int8_t>& residual = {}) {
+    std::vector<float> y(residual.begin(), residual.end());
+    y.resize(x.size());
+    for (int64_t n = 0; n < spec.ffn; ++n) {
+      const int8_t* down = w_down.data() + n * spec.width;
+      for (int64_t m = 0; m < spec.tokens; ++m) {
+        const int8_t* row = x.data() + m * spec.width;
+        const int sum = dot(row, w_first.data() + n * spec.width, spec.width);
+        if (sum <= 0) continue;
+        ++nonzeros;
+        float h = rounded(static_cast<float>(sum));
+        if (spec.gated) {
+          h = rounded(h * static_cast<float>(dot(row, w_up.data() + n * spec.width, spec.width)));
+        }
+        float* out = y.data() + m * spec.width;
+        for (int64_t d = 0; d < spec.width; ++d) out[d] += h * static_cast<float>(down[d]);
+      }
+    }
+    for (float& value : y) value = rounded(value);
+    return y;
+  }
+
+  BatchFfnCuda problem(__nv_bfloat16* y) const {
+    return {spec.tokens,
+            spec.width,
+            spec.ffn,
+            device_x.data(),
+            spec.gated ? device_first.data() : nullptr,
+            spec.gated ? device_up.data() : device_first.data(),
+            device_down.data(),
+            y,
+            /*norm=*/nullptr,
+            /*eps=*/0.0f,
+            /*add=*/false,
+            activity.data()};
+  }
+
+  std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
+                                 FewTokenWorkspace& workspace) const {
+    const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
+    few_token_ffn_cuda(ctx, problem(y.data()), workspace);
+    stream.synchronize();
+    return download(y);
+  }
+
+  Case spec;
+  std::vector<int8_t> x, w_first, w_up, w_down;
+  DeviceBuffer<__nv_bfloat16> device_x, device_first, device_up, device_down;
+  DeviceBuffer<ActivityCuda> activity;
+  unsigned long long nonzeros = 0;
+};
+
+void expect_equal(const std::vector<__nv_bfloat16>& got, const std::vector<float>& want,
+                  int64_t width) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    ASSERT_EQ(__bfloat162float(got[i]), want[i]) << "token " << static_cast<int64_t>(i) / width
+                                                 << " column " << static_cast<int64_t>(i) % width;
+  }
+}
+
+class FewTokenFfnCudaTest : public testing::TestWithParam<Case> {};
+
+TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
+  TWELL_HOPPER_TEST();
+  Problem problem(GetParam());
+  FewTokenWorkspace workspace(problem.spec.ffn);
+  const auto want = problem.expected();
+  const auto once = problem.run(ctx, stream, workspace);
+  expect_equal(once, want, problem.spec.width);
+  const auto counted = download(problem.activity);
+  EXPECT_EQ(counted[0].nnz, problem.nonzeros);
+  EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
+  const auto again = problem.run(ctx, stream, workspace);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, FewTokenFfnCudaTest,
+    testing::Values(
+        Case{"smallest", 1, 8, 8, 0}, Case{"two tokens", 2, 320, 1000, -20},
+        // The last CTA of each cluster has no columns.
+        Case{"narrow, half fires 16", 16, 320, 5632, 0}, Case{"seven", 7, 72, 264, -3},
+        Case{"eight", 8, 320, 1000, -25}, Case{"nine", 9, 320, 1000, -25},
+        Case{"sixteen", 16, 520, 2048, -30}, Case{"seventeen", 17, 136, 1000, -10},
+        Case{"thirty one", 31, 320, 1000, -20}, Case{"thirty three", 33, 320, 1000, -25},
+        Case{"sixty four", 64, 320, 1000, -25}, Case{"wide x 9", 9, 12808, 64, 0},
+        Case{"wide x 24", 24, 9224, 64, 0}, Case{"wide x 64", 64, 8200, 104, -60},
+        Case{"wide x 5", 5, 8200, 104, -60}, Case{"wide x 8 two passes", 8, 2056, 7000, -70},
+        Case{"wide x 3 everything fires", 3, 4104, 264, 127},
+        Case{"nothing fires 1", 1, 64, 264, -128}, Case{"nothing fires 50", 50, 64, 264, -128},
+        Case{"everything fires 1", 1, 64, 5640, 127}, Case{"everything fires 12", 12, 64, 264, 127},
+        Case{"everything fires 64", 64, 72, 1000, 127}, Case{"F past 65536 one", 1, 64, 70000, -12},
+        Case{"F past 65536", 20, 64, 70000, -18}, Case{"F past 65536 all fire", 40, 8, 70000, 127},
+        Case{"model 1", 1, 2048, 5632, -95}, Case{"model 8", 8, 2048, 5632, -95},
+        Case{"model 16", 16, 2048, 5632, -95}, Case{"model 32", 32, 2048, 5632, -95},
+        Case{"model 64", 64, 2048, 5632, -95}, Case{"model dense", 5, 2048, 5632, 100},
+        Case{"sixty three", 63, 136, 1000, -10}, Case{"fifty", 50, 520, 2048, -40},
+        Case{"wide x 57", 57, 12808, 648, -40}, Case{"everything fires 49", 49, 64, 5640, 127},
+        Case{"half fires 64", 64, 2048, 5632, 0}, Case{"two passes 20", 20, 72, 8192, -12},
+        Case{"two passes 8", 8, 72, 8192, -12}, Case{"half fires 8", 8, 2048, 5632, 0},
+        Case{"non gated 1", 1, 320, 1000, -25, false},
+        Case{"non gated 13", 13, 320, 1000, -25, false},
+        Case{"non gated 64", 64, 320, 1000, -25, false}),
+    [](const testing::TestParamInfo<Case>& test) {
+      std::string name = test.param.name;
+      for (char& c : name) {
+        if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+      }
+      return name;
+    });
+
+// Counts of active neurons around those at which the kernels switch code paths, in each run of 192
+// neurons.
+TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
+  TWELL_HOPPER_TEST();
+  constexpr int64_t kEach = 192,
+                    kCounts[] = {64, 0, 65, 1, 80, 81, 79, 128, 63, 129, 192, 16, 127, 17, 191};
+  for (const auto& [tokens, width] :
+       {std::pair<int64_t, int64_t>{64, 2048}, {33, 1600}, {9, 392}, {50, 1096}}) {
+    Problem problem({"", tokens, width, 5632, 20});
+    for (int64_t n = 0; n < problem.spec.ffn; ++n) {
+      if (n % kEach < kCounts[n / kEach % std::ssize(kCounts)]) continue;
+      int8_t* row = problem.w_first.data() + n * width;
+      std::fill(row, row + width, int8_t{0});
+      row[0] = -1;
+    }
+    problem.device_first = upload(to_bf16s(problem.w_first));
+    FewTokenWorkspace workspace(problem.spec.ffn);
+    const auto want = problem.expected();
+    expect_equal(problem.run(ctx, stream, workspace), want, width);
+    expect_equal(problem.run(ctx, stream, workspace), want, width);
+    EXPECT_EQ(download(problem.activity)[0].nnz, 2 * problem.nonzeros);
+  }
+}
+
+// Back-to-back calls overlap by programmatic dependent launch and share one workspace.
+TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
+  TWELL_HOPPER_TEST();
+  std::vector<Problem> problems;
+  problems.emplace_back(Case{"", 3, 512, 1000, -25});
+  problems.emplace_back(Case{"", 64, 320, 1000, -20});
+  problems.emplace_back(Case{"", 1, 512, 2048, 20});
+  problems.emplace_back(Case{"", 16, 320, 520, -25, false});
+  problems.emplace_back(Case{"", 40, 320, 1000, -20});
+  FewTokenWorkspace workspace(2048);
+  std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
+  for (const Problem& p : problems) {
+    outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
+  }
+  replay_as_graph(stream, 5, [&] {
+    for (size_t i = 0; i < problems.size(); ++i) {
+      BatchFfnCuda problem = problems[i].problem(outputs[i].data());
+      problem.weights_are_constant = true;
+      few_token_ffn_cuda(ctx, problem, workspace);
+    }
+  });
+  for (size_t i = 0; i < problems.size(); ++i) {
+    expect_equal(download(outputs[i]), problems[i].expected(), problems[i].spec.width);
+    EXPECT_EQ(download(problems[i].activity)[0].nnz, 5 * problems[i].nonzeros);
+  }
+}
+
+// All values of a token of x have the same magnitude, a power of two, so that its norm is a sign
+// times the norm's weight.
+TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
+  TWELL_HOPPER_TEST();
+  for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {
+    Problem problem({"", tokens, width, 264, -25});
+    std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
+    for (size_t i = 0; i < norm.size(); ++i) norm[i] = static_cast<int8_t>(1 + i % 3);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const int sign = problem.x[i] < 0 ? -1 : 1;
+      x[i] = static_cast<int8_t>(sign * (1 << i / norm.size() % 3));
+      problem.x[i] = static_cast<int8_t>(sign * norm[i % norm.size()]);
+      residual[i] = static_cast<int8_t>(i % 7);
+    }
+    const auto device_x = upload(to_bf16s(x)), device_norm = upload(to_bf16s(norm)),
+               y = upload(to_bf16s(residual));
+    FewTokenWorkspace workspace(problem.spec.ffn);
+    BatchFfnCuda layer = problem.problem(y.data());
+    layer.x = device_x.data();
+    layer.norm = device_norm.data();
+    layer.add = true;
+    few_token_ffn_cuda(ctx, layer, workspace);
+    stream.synchronize();
+    expect_equal(download(y), problem.expected(residual), width);
+    EXPECT_EQ(download(problem.activity)[0].nnz, problem.nonzeros);
+  }
+}
+
+// Regression: CTAs without columns, the last of a cluster in narrow layers, prefetched rows of
+// negative length, 4 GiB each: 0.212 ms at D 320 against 0.021 ms at D 384.
+TEST(FewTokenFfnCuda, NarrowLayersTakeNoLongerThanWiderOnes) {
+  TWELL_HOPPER_TEST();
+  const auto least_time = [&](int64_t width) {
+    const Problem problem(Case{"", 16, width, 5632, 0});
+    FewTokenWorkspace workspace(problem.spec.ffn);
+    const auto y = poisoned<__nv_bfloat16>(16 * width);
+    const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);
+    double least = 0.0;
+    for (int i = 0; i < 30; ++i) {
+      begin.record(stream.get());
+      few_token_ffn_cuda(ctx, problem.problem(y.data()), workspace);
+      end.record(stream.get());
+      stream.synchronize();
+      const double time = end.milliseconds_since(begin);
+      least = i == 0 ? time : std::min(least, time);
+    }
+    return least;
+  };
+  EXPECT_LE(least_time(320), 3.0 * least_time(384));
+}
+
+TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
+  TWELL_HOPPER_TEST();
+  for (const int64_t tokens : {2, 40}) {
+    Problem problem({"", tokens, 64, 264, -5});
+    const auto want = problem.expected();
+    const __nv_bfloat16 nan = __float2bfloat16(NAN);
+    TWELL_CUDA_CHECK(
+        cudaMemcpy(problem.device_x.data() + 64 + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
+    synchronize_default_stream();
+    FewTokenWorkspace workspace(264);
+    const auto got = problem.run(ctx, stream, workspace);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const float value = __bfloat162float(got[i]);
+      if (i / 64 == 1) {
+        EXPECT_TRUE(std::isnan(value)) << "column " << i % 64;
+      } else {
+        ASSERT_EQ(value, want[i]) << "element " << i;
+      }
+    }
+  }
+}
+
+TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
+  TWELL_HOPPER_TEST();
+  BatchFfnCuda problem;
+  problem.tokens = 65;
+  problem.width = 64;
+  problem.ffn = 256;
+  FewTokenWorkspace enough(256), small(128);
+  EXPECT_THAT([&] { few_token_ffn_cuda(ctx, problem, enough); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("[65, 256]")));
+  problem.tokens = 4;
+  EXPECT_THROW(few_token_ffn_cuda(ctx, problem, small), Error);
+  problem.width = 20;
+  EXPECT_THAT([&] { few_token_ffn_cuda(ctx, problem, enough); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("width 20")));
+}
+
+}  // namespace
+}  // namespace twell

@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of batch_ops.h. A tile is 64 rows of the weights, WGMMA's 64-row operand, by all
+// tokens; a cluster of CTAs computes it, each a part of k. One thread of the fifth warp fetches the
+// CTA's weights and x into two ring buffers by TMA. It fills the ring of weights before it waits
+// for the previous kernel, so that device memory is busy between kernels. Then the partial sums of
+// the cluster go to shared memory, and each CTA adds up those of some tokens, in the order of the
+// CTAs.
+//
+// The 64 rows are two halves of 32: of a gate and of an up projection, of both halves of a head,
+// which rotate together, or of 64 rows that follow each other. A thread finishes four rows of each.
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/launch.cuh"
+#include "twell/gpu/sm90/barrier.cuh"
+#include "twell/gpu/sm90/copy.cuh"
+#include "twell/gpu/sm90/tensor_map.h"
+#include "twell/gpu/sm90/wgmma.cuh"
+#include "twell/ops/skinny/batch_ops.h"
+
+namespace twell::batch_ops {
+namespace {
+
+using namespace gpu;
+
+constexpr int kRows = 64;         // weight rows of a tile
+constexpr int kHalf = kRows / 2;  // rows of one box of weights
+constexpr int kBlock = 64;        // values of k per stage
+constexpr int kRowBytes = kBlock * 2;
+constexpr int kStageBytes = kRows * kRowBytes;  // of weights; x has as much room
+constexpr int kWeightStages = 8;
+constexpr int kInputStages = 4;
+constexpr int kConsumers = 128;  // a warpgroup
+constexpr int kThreads = kConsumers + 32;
+constexpr int kPitch = kRows + 4;  // floats per token of the sums, so that banks do not conflict
+constexpr int kRingBytes = (kWeightStages + kInputStages) * kStageBytes;
+constexpr int kBytes = kRingBytes + 1024;  // room to align to 1,024 bytes
+constexpr int kMaxSplit = 8;               // CTAs of a cluster
+static_assert(kMaxTokens * kPitch * 4 <= kWeightStages * kStageBytes);
+
+struct Params {
+  CUtensorMap first, second;  // weights of the two halves
+  CUtensorMap x;
+  int tokens;
+  int blocks;     // of k
+  bool constant;  // the weights may be read before the previous kernel ends
+  ActivityCuda* activity;
+};
+
+// Four consecutive results of a token.
+__device__ __forceinline__ void store4(__nv_bfloat16* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(bf16x2(v[0], v[1]), bf16x2(v[2], v[3]));
+}
+__device__ __forceinline__ void add4(float (&v)[4], const __nv_bfloat16* from) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(from);
+  const float2 low = to_floats(bits.x), high = to_floats(bits.y);
+  v[0] += low.x;
+  v[1] += low.y;
+  v[2] += high.x;
+  v[3] += high.y;
+}
+__device__ __forceinline__ float4 load_cluster(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float relu(float v) { return v < 0.0f ? 0.0f : v; }  // NaN stays
+
+// What each product does with its sums. first_rows: of the two boxes of a tile's weights. finish:
+// four results of each half from row `at` of the halves on, for a token. Returns active neurons.
+struct LinearRows {
+  static constexpr bool kDown = false;
+  int64_t cols;
+  const __nv_bfloat16* residual;
+  void* y;
+  int f32_out;
+  int relu_out;  // 0: not, 1: ReLU, 2: its square
+
+  __device__ __forceinline__ int2 first_rows(int tile) const {
+    return {tile * kRows, tile * kRows + kHalf};
+  }
+  __device__ __forceinline__ int store(int token, int64_t col, float (&v)[4]) const {
+    if (col >= cols) return 0;
+    const int64_t at = token * cols + col;
+    if (residual != nullptr) add4(v, residual + at);
+    int active = 0;
+    if (relu_out) {
+#pragma unroll
+      for (float& value : v) {
+        value = relu(value);
+        active += !(value == 0.0f);
+        if (relu_out == 2) value *= value;
+      }
+    }
+    if (f32_out) {
+      *reinterpret_cast<float4*>(static_cast<float*>(y) + at) = make_float4(v[0], v[1], v[2], v[3]);
+    } else {
+      store4(static_cast<__nv_bfloat16*>(y) + at, v);
+    }
+    return active;
+  }
+  __device__ __forceinline__ int finish(int tile, int token, int at, float (&a)[4],
+                                        float (&b)[4]) const {
+    const int64_t col = int64_t{tile} * kRows + at;
+    return store(token, col, a) + store(token, col + kHalf, b);
+  }
+};
+
+struct DownRows : LinearRows {
+  static constexpr bool kDown = true;
+};
+
+struct GateUpRows {
+  static constexpr bool kDown = false;
+  int64_t ffn;
+  __nv_bfloat16* h;
+  bool squared;
+
+  __device__ __forceinline__ int2 first_rows(int tile) const {
+    return {tile * kHalf, tile * kHalf};
+  }
+  __device__ __forceinline__ int finish(int tile, int token, int at, float (&gate)[4],
+                                        float (&up)[4]) const {
+    const int64_t neuron = int64_t{tile} * kHalf + at;
+    if (neuron >= ffn) return 0;
+    int active = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float g = relu(gate[i]);
+      active += !(g == 0.0f);
+      gate[i] = (squared ? g * g : g) * up[i];
+    }
+    store4(h + token * ffn + neuron, gate);
+    return active;
+  }
+};
+
+struct QkvRows {
+  static constexpr bool kDown = false;
+  int heads, kv_heads, head_dim;
+  const __nv_bfloat16* bias;
+  const float* cos;
+  const float* sin;
+  const int32_t* positions;
+  const int64_t* cache_rows;
+  __nv_bfloat16* q;
+  int64_t q_stride;
+  __nv_bfloat16* keys;
+  __nv_bfloat16* values;
+
+  __device__ __forceinline__ int2 first_rows(int tile) const {
+    const int per_head = head_dim / kRows;
+    const int first = tile / per_head * head_dim + tile % per_head * kHalf;
+    return {first, first + head_dim / 2};
+  }
+  __device__ __forceinline__ int finish(int tile, int token, int at, float (&a)[4],
+                                        float (&b)[4]) const {
+    const int per_head = head_dim / kRows;
+    const int head = tile / per_head, pair = tile % per_head * kHalf + at;
+    if (bias != nullptr) {
+      add4(a, bias + head * head_dim + pair);
+      add4(b, bias + head * head_dim + head_dim / 2 + pair);
+    }
+    if (head < heads + kv_heads) {
+      const int64_t place = int64_t{positions[token]} * (head_dim / 2) + pair;
+      const float4 c = *reinterpret_cast<const float4*>(cos + place);
+      const float4 s = *reinterpret_cast<const float4*>(sin + place);
+      const float cosines[4] = {c.x, c.y, c.z, c.w}, sines[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = a[i], high = b[i];
+        a[i] = low * cosines[i] - high * sines[i];
+        b[i] = high * cosines[i] + low * sines[i];
+      }
+    }
+    __nv_bfloat16* to;
+    if (head < heads) {
+      to = q + token * q_stride + head * head_dim;
+    } else {
+      const bool key = head < heads + kv_heads;
+      to = (key ? keys : values) + cache_rows[token] * (int64_t{kv_heads} * head_dim) +
+           (head - heads - (key ? 0 : kv_heads)) * head_dim;
+    }
+    store4(to + pair, a);
+    store4(to + head_dim / 2 + pair, b);
+    return 0;
+  }
+};
+
+// Grid: CTAs of a cluster in x, tiles in y.
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads, 2)
+    batch_ops_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Rows rows) {
+  extern __shared__ uint8_t unaligned[];
+  __shared__ uint64_t weights_full[kWeightStages], input_full[kInputStages];
+  __shared__ uint64_t empty[kWeightStages];  // the product of the block is done
+  const uint32_t ring = (smem_address(unaligned) + 1023) & ~1023u;
+  const uint32_t input_ring = ring + kWeightStages * kStageBytes;
+  const int split = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+  const int tile = static_cast<int>(blockIdx.y);
+  const int first = rank * p.blocks / split, count = (rank + 1) * p.blocks / split - first;
+  // The same in all lanes, so that the compiler keeps what follows from it in uniform registers,
+  // which WGMMA takes its operands from.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWeightStages; ++i) {
+      barrier_init(smem_address(&weights_full[i]), 1);
+      barrier_init(smem_address(&empty[i]), 1);
+    }
+    for (int i = 0; i < kInputStages; ++i) barrier_init(smem_address(&input_full[i]), 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  allow_next_kernel();
+
+  if (warp == kConsumers / 32) {
+    if (elect_one()) {
+      const int2 row = rows.first_rows(tile);
+      const auto load_weights = [&](int block) {
+        const uint32_t to = ring + block % kWeightStages * kStageBytes;
+        const uint32_t full = smem_address(&weights_full[block % kWeightStages]);
+        const int k = (first + block) * kBlock;
+        barrier_arrive_expect(full, kStageBytes);
+        if constexpr (Rows::kDown) {
+          tensor_load(to, &p.first, row.x, k, full);
+        } else {
+          tensor_load(to, &p.first, k, row.x, full);
+          tensor_load(to + kStageBytes / 2, &p.second, k, row.y, full);
+        }
+      };
+      prefetch_tensor_map(&p.x);
+      if (!p.constant) wait_for_previous_kernel();
+      for (int block = 0; block < min(count, kWeightStages); ++block) load_weights(block);
+      if (p.constant) wait_for_previous_kernel();
+      for (int block = 0; block < count; ++block) {
+        const int before = block - kInputStages;  // the block whose stage of x this one takes
+        if (before >= 0) {
+          barrier_wait(smem_address(&empty[before % kWeightStages]), before / kWeightStages % 2);
+        }
+        const uint32_t full = smem_address(&input_full[block % kInputStages]);
+        barrier_arrive_expect(full, p.tokens * kRowBytes);
+        tensor_load(input_ring + block % kInputStages * kStageBytes, &p.x, (first + block) * kBlock,
+                    0, full);
+        if (before >= 0 && before + kWeightStages < count) load_weights(before + kWeightStages);
+      }
+    }
+    __syncwarp();
+  } else {
+    float acc[32];
+    for (int block = 0; block < count; ++block) {
+      barrier_wait(smem_address(&weights_full[block % kWeightStages]), block / kWeightStages % 2);
+      barrier_wait(smem_address(&input_full[block % kInputStages]), block / kInputStages % 2);
+      const uint32_t stage = ring + block % kWeightStages * kStageBytes;
+      // Addresses in operands count 16 bytes. Adding to them costs less than making them anew.
+      const uint64_t w = Rows::kDown ? n_major_operand(stage, kStageBytes) : k_major_operand(stage);
+      const uint64_t x = k_major_operand(input_ring + block % kInputStages * kStageBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kBlock / 16; ++step) {
+        wgmma<64, false, Rows::kDown>(acc, w + step * (Rows::kDown ? 2048 : 32) / 16,
+                                      x + step * 32 / 16, block > 0 || step > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (block > 0 && threadIdx.x == 0) {
+        barrier_arrive(smem_address(&empty[(block - 1) % kWeightStages]));
+      }
+    }
+    wgmma_wait<0>();
+    // All fetches of this CTA have been used, so that its sums may take their place: [token][row].
+    named_barrier(1, kConsumers);
+    float* sums = reinterpret_cast<float*>(unaligned + (ring - smem_address(unaligned)));
+    float* to = sums + lane % 4 * 2 * kPitch + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i, to += 8 * kPitch) {
+      to[0] = acc[4 * i];
+      to[kPitch] = acc[4 * i + 1];
+      to[8] = acc[4 * i + 2];
+      to[kPitch + 8] = acc[4 * i + 3];
+    }
+  }
+  if (split > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  if (warp < kConsumers / 32) {
+    wait_for_previous_kernel();  // an earlier kernel may read what is written here
+    const int share = (p.tokens + split - 1) / split;
+    const int end = min(p.tokens, (rank + 1) * share);
+    const int at = static_cast<int>(threadIdx.x) % 8 * 4;
+    int active = 0;
+    for (int token = rank * share + static_cast<int>(threadIdx.x) / 8; token < end;
+         token += kConsumers / 8) {
+      float a[4] = {}, b[4] = {};
+      for (int from = 0; from < split; ++from) {
+        const uint32_t place =
+            remote_address(ring + static_cast<uint32_t>(token * kPitch + at) * 4, from);
+        const float4 low = load_cluster(place), high = load_cluster(place + kHalf * 4);
+        a[0] += low.x, a[1] += low.y, a[2] += low.z, a[3] += low.w;
+        b[0] += high.x, b[1] += high.y, b[2] += high.z, b[3] += high.w;
+      }
+      active += rows.finish(tile, token, at, a, b);
+    }
+    if (p.activity != nullptr) {
+      active = __reduce_add_sync(~0u, active);
+      if (lane == 0 && active > 0) {
+        atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(active));
+      }
+      if (tile == 0 && rank == 0 && threadIdx.x == 0) {
+        atomicAdd(&p.activity->tokens, static_cast<unsigned long long>(p.tokens));
+      }
+    }
+  }
+  if (split > 1) cluster_sync();  // others may still read this CTA's sums
+}
+
+// CTAs of a cluster: enough to keep device memory busy, but no more, since each block of k and each
+// cluster costs latency.
+int split_of(int tiles, int blocks, int multiprocessors) {
+  int split = 1;
+  while (split < kMaxSplit && tiles * split < multiprocessors * 3 / 4 && blocks >= 8 * split) {
+    split *= 2;
+  }
+  return split;
+}
+
+template <typename Rows>
+cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream_t stream) {
+  const auto kernel = batch_ops_sm90_kernel<Rows>;
+  int multiprocessors = 0;
+  cudaError_t status = device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  }
+  if (status != cudaSuccess) return status;
+  const int split = split_of(tiles, params.blocks, multiprocessors);
+  return launch_dependent_clusters(kernel, dim3(split, tiles), dim3(split), kThreads, kBytes,
+                                   stream, params, rows);
+}
+
+bool valid(const Input& input) {
+  return input.tokens >= 1 && input.tokens <= kMaxTokens && input.width > 0 &&
+         input.width % 8 == 0 && input.norm == nullptr;
+}
+int parts(int64_t count, int of) { return static_cast<int>((count + of - 1) / of); }
+
+Params params_of(const Input& input, ActivityCuda* activity) {
+  Params params{};
+  // A box of these tokens alone: TMA takes longer to fill rows outside the matrix with zeros. The
+  // rest of a stage is never written, and only results of tokens that do not exist come from it.
+  const auto tokens = static_cast<int32_t>(input.tokens);
+  params.x = matrix_tensor_map(input.x, tokens, input.width, tokens);
+  params.tokens = tokens;
+  params.blocks = parts(input.width, kBlock);
+  params.constant = input.constant_weights;
+  params.activity = activity;
+  return params;
+}
+
+}  // namespace
+
+cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {
+  const auto& [input, cols, w, residual, y, f32_out] = problem;
+  if (!valid(input) || cols % 8 != 0) return cudaErrorInvalidValue;
+  Params params = params_of(input, nullptr);
+  params.first = params.second = matrix_tensor_map(w, cols, input.width, kHalf);
+  return launch<LinearRows>(params, {cols, residual, y, f32_out, 0}, parts(cols, kRows), stream);
+}
+
+cudaError_t launch_down(const Down& problem, cudaStream_t stream) {
+  const auto& [input, cols, w, residual, y] = problem;
+  if (!valid(input) || cols % 8 != 0) return cudaErrorInvalidValue;
+  Params params = params_of(input, nullptr);
+  params.first = params.second = matrix_tensor_map(w, input.width, cols, kBlock);
+  return launch<DownRows>(params, {{cols, residual, y, 0, 0}}, parts(cols, kRows), stream);
+}
+
+bool takes(const Qkv& problem) { return valid(problem.input) && problem.head_dim % kRows == 0; }
+
+cudaError_t launch_qkv(const Qkv& problem, cudaStream_t stream) {
+  const Input& input = problem.input;
+  if (!takes(problem)) return cudaErrorInvalidValue;
+  const int64_t cols = (problem.heads + 2 * problem.kv_heads) * problem.head_dim;
+  Params params = params_of(input, nullptr);
+  params.first = params.second = matrix_tensor_map(problem.w, cols, input.width, kHalf);
+  const QkvRows rows{static_cast<int>(problem.heads),
+                     static_cast<int>(problem.kv_heads),
+                     static_cast<int>(problem.head_dim),
+                     problem.bias,
+                     problem.cos,
+                     problem.sin,
+                     problem.positions,
+                     problem.cache_rows,
+                     problem.q,
+                     problem.q_stride,
+                     problem.keys,
+                     problem.values};
+  return launch(params, rows, parts(cols, kRows), stream);
+}
+
+cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
+  const Input& input = problem.input;
+  if (!valid(input) || problem.ffn % 8 != 0) return cudaErrorInvalidValue;
+  Params params = params_of(input, problem.activity);
+  params.second = matrix_tensor_map(problem.w_up, problem.ffn, input.width, kHalf);
+  if (problem.w_gate == nullptr) {
+    params.first = params.second;
+    return launch<LinearRows>(params, {problem.ffn, nullptr, problem.h, 0, problem.squared ? 2 : 1},
+                              parts(problem.ffn, kRows), stream);
+  }
+  params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
+  return launch<GateUpRows>(params, {problem.ffn, problem.h, problem.squared},
+                            parts(problem.ffn, kHalf), stream);
+}
+
+}  // namespace twell::batch_ops
