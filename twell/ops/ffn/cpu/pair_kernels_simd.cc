@@ -4,7 +4,7 @@
 #include <hwy/cache_control.h>
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "twell/ops/ffn/pair_kernels_simd.cc"
+#define HWY_TARGET_INCLUDE "twell/ops/ffn/cpu/pair_kernels_simd.cc"
 // clang-format off
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>

@@ -9,7 +9,7 @@
 #include "twell/ops/matmul/matmul.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "twell/ops/ffn/gate_gemm_cpu.cc"
+#define HWY_TARGET_INCLUDE "twell/ops/ffn/gate/gate_gemm_cpu.cc"
 // clang-format off
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
