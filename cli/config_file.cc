@@ -11,8 +11,8 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json.h"
 #include "twell/base/utf8.h"
-#include "twell/checkpoint/json.h"
 
 namespace twell::cli {
 namespace fs = std::filesystem;
@@ -117,7 +117,7 @@ void collect_items(const nlohmann::json& object, std::vector<ConfigItem>& items)
 std::vector<ConfigItem> read_items(const fs::path& file) {
   const std::string text = read_file(file);
   const nlohmann::json json = file.extension() == ".json"
-                                  ? parse_json(text, file.string(), kMaxDepth)
+                                  ? parse_json(text, file.string(), {.depth = kMaxDepth})
                                   : parse_toml(text, file.string());
   TWELL_REQUIRE(json.is_object(), "{}: not a JSON object", file.string());
   std::vector<ConfigItem> items;

@@ -48,8 +48,10 @@ Tokenizer load_tokenizer(const std::filesystem::path& folder, const ModelConfig&
 void TextFileOptions::declare(Command& command) {
   command.value("--json-field", &json_field, "NAME",
                 "Field of .jsonl lines and .parquet rows that holds the text");
-  command.choice("--bad-files", &bad_files, {"error", "skip"},
-                 "Unreadable, binary or non-UTF-8 files: error stops, skip leaves them out");
+  command.choice(
+      "--bad-files", &bad_files, {"error", "skip"},
+      "Unreadable, binary or non-UTF-8 files, and rows without text: error stops, skip leaves "
+      "them out");
 }
 
 TextSourceOptions TextFileOptions::source(std::vector<std::filesystem::path> paths,

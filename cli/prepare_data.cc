@@ -191,7 +191,7 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
     check_interrupted();
     start = Clock::now();
     const ShardCounts counts = writer.write(TokenEncoder::of(tokenizer));
-    return {std::move(tokenizer), counts, seconds_since(start), text_bytes, writer.files_skipped()};
+    return {std::move(tokenizer), counts, seconds_since(start), text_bytes, writer.skipped()};
   } catch (const Interrupted&) {
     if (writer.finished_parts() == 0) {
       progress.print(fs::exists(saved)

@@ -47,7 +47,7 @@ struct PreparedData {
   std::optional<ShardCounts> written;  // empty when existing shards were reused
   double tokenize_seconds = 0.0;
   int64_t text_bytes = 0;  // read in this time; less than all when an interrupted job went on
-  int64_t files_skipped = 0;
+  TextSkips skipped;
 };
 
 // Writes to `folder` the shards, their tokenizer.json, and source.json, which identifies their

@@ -50,7 +50,9 @@ void print_statistics(const PreparedData& prepared) {
   fmt::print("vocabulary       {}\n", prepared.tokenizer.vocab_size());
   fmt::print("speed            {:.1f} MB/s\n", static_cast<double>(prepared.text_bytes) * 1e-6 /
                                                    std::max(prepared.tokenize_seconds, 1e-9));
-  if (prepared.files_skipped > 0) fmt::print("files skipped    {}\n", prepared.files_skipped);
+  const TextSkips& skipped = prepared.skipped;
+  if (skipped.files > 0) fmt::print("files skipped    {}\n", skipped.files);
+  if (skipped.rows > 0) fmt::print("rows skipped     {}\n", skipped.rows);
 }
 
 int verify(const std::filesystem::path& folder) {

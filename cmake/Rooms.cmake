@@ -72,7 +72,7 @@ set(twell_light_files)
 if(TWELL_SANITIZE AND NOT TWELL_FUZZ)
   set(twell_light_rooms dist data train infer tasks serve)
   set(twell_light_files checkpoint/checkpoint.cc checkpoint/config_json.cc checkpoint/convert.cc
-    checkpoint/json.cc checkpoint/safetensors.cc)
+    checkpoint/safetensors.cc)
 endif()
 
 # Precompiled headers of the library: a small source takes longer to parse these than to compile.

@@ -6,6 +6,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json.h"
 #include "twell/chat_template/jinja.h"
 
 namespace twell {
@@ -93,7 +94,7 @@ ChatTemplate ChatTemplate::load(const fs::path& folder) {
 
 ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::string& source,
                                  std::string_view given_template) {
-  const Json config = Json::parse(tokenizer_config, nullptr, /*allow_exceptions=*/false);
+  const Json config = parse_ordered_json(tokenizer_config, source, {.keys = JsonKeys::kLast});
   TWELL_REQUIRE(config.is_object(), "{}: not a JSON object", source);
   const std::string text =
       given_template.empty() ? find_template(config, source) : std::string(given_template);
@@ -117,7 +118,8 @@ ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::s
 
 std::string ChatTemplate::render_json(std::string_view messages_json,
                                       bool add_generation_prompt) const {
-  const Json messages = Json::parse(messages_json, nullptr, /*allow_exceptions=*/false);
+  const Json messages = parse_ordered_json(messages_json, "the messages",
+                                           {.depth = jinja::kMaxDepth, .keys = JsonKeys::kLast});
   TWELL_REQUIRE(messages.is_array(), "messages must be a JSON list");
   std::map<std::string, Value> variables = impl_->variables;
   variables["messages"] = to_value(messages);

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
+#include "twell/base/json.h"
 #include "twell/base/json_fields.h"
-#include "twell/checkpoint/json.h"
 
 namespace twell {
 namespace {
@@ -446,9 +446,7 @@ void to_hugging_face(ordered_json& object, const ModelConfig& config) {
   object["hidden_act"] = activation_name(config.activation);
   object["intermediate_size"] = config.ffn;
   object.erase("auto_map");
-  for (auto it = object.begin(); it != object.end();) {
-    it = it.key().starts_with("sparsity_") ? object.erase(it) : std::next(it);
-  }
+  erase_keys(object, [](const std::string& key) { return key.starts_with("sparsity_"); });
   if (!config.gated) object["mlp_gated"] = false;
 }
 
@@ -498,7 +496,7 @@ ModelConfig parse_config(const json& object, const std::string& source) {
 ModelConfig parse_config_text(std::string_view text, const std::string& source) {
   TWELL_REQUIRE(text.size() <= kMaxBytes, "{}: {} bytes are too many for a model configuration",
                 source, text.size());
-  return parse_config(parse_json(text, source, kConfigDepth), source);
+  return parse_config(parse_json(text, source, {.depth = kConfigDepth}), source);
 }
 
 json config_to_json(const ModelConfig& config) {
@@ -551,7 +549,7 @@ std::string config_to_text(const ModelConfig& config, DType dtype) {
 std::string convert_config(const std::string& text, const std::string& source,
                            CheckpointLayout layout, std::optional<DType> dtype) {
   const ModelConfig config = parse_config_text(text, source);
-  const ordered_json before = ordered_json::parse(text);
+  const ordered_json before = parse_ordered_json(text, source, {.depth = kConfigDepth});
   ordered_json object = before;
   const bool sparse = family_of_model_type(object["model_type"].get<std::string>(), source).sparse;
   if (layout == CheckpointLayout::kSparse && !sparse) to_sparse(object, config, source);

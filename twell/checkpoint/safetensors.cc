@@ -9,10 +9,11 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
-#include "twell/checkpoint/json.h"
+#include "twell/base/json.h"
 
 namespace twell {
 namespace {
@@ -23,6 +24,7 @@ static_assert(std::endian::native == std::endian::little, "file contents are map
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the reference implementation
 constexpr int kHeaderDepth = 3;                    // {"tensor": {"shape": [...]}}
+constexpr int kIndexDepth = 8;                     // {"weight_map": {...}} and foreign metadata
 constexpr size_t kHashPiece = size_t{8} << 20;     // bytes hashed between releases of their pages
 
 // Bytes of a value.
@@ -137,15 +139,18 @@ Survey take_survey(std::span<const TensorToWrite> tensors,
 std::string make_header(std::span<const TensorToWrite> tensors, const Survey& survey,
                         std::map<std::string, std::string> metadata) {
   metadata.emplace(kContentHashKey, survey.digest);
-  nlohmann::ordered_json header = {{"__metadata__", metadata}};
+  // Entries are written one by one: inserting into an ordered_json object searches all earlier
+  // ones.
+  std::string text = "{\"__metadata__\":" + nlohmann::ordered_json(metadata).dump();
   uint64_t offset = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const uint64_t end = offset + survey.sizes[i];
-    header[tensors[i].name] = {
+    const nlohmann::ordered_json entry = {
         {"dtype", tensors[i].dtype}, {"shape", tensors[i].shape}, {"data_offsets", {offset, end}}};
+    text += "," + json(tensors[i].name).dump() + ":" + entry.dump();
     offset = end;
   }
-  std::string text = header.dump();
+  text += "}";
   const uint64_t bytes_before = sizeof(uint64_t) + text.size();
   text.append((kDataAlignment - bytes_before % kDataAlignment) % kDataAlignment, ' ');
   const uint64_t length = text.size();
@@ -185,7 +190,7 @@ SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std:
   TWELL_REQUIRE(text.starts_with('{'), "{}: the header does not start with '{{'", source);
 
   SafetensorsContent content;
-  const json header = parse_json(text, source, kHeaderDepth);
+  const json header = parse_json(text, source, {.depth = kHeaderDepth});
   for (const auto& [name, entry] : header.items()) {
     if (name == "__metadata__") {
       content.metadata = read_metadata(entry, source);
@@ -258,7 +263,7 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Tensor
 
 std::map<std::string, std::string> parse_shard_index(std::string_view text,
                                                      const std::string& source) {
-  const nlohmann::json index = parse_json(text, source, /*max_depth=*/8);
+  const nlohmann::json index = parse_json(text, source, {.depth = kIndexDepth});
   TWELL_REQUIRE(
       index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(),
       "{}: weight_map is missing", source);
@@ -275,9 +280,12 @@ std::map<std::string, std::string> parse_shard_index(std::string_view text,
 
 std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
                                 std::optional<int64_t> total_size) {
-  nlohmann::ordered_json index = nlohmann::ordered_json::parse(text);
+  nlohmann::ordered_json index = parse_ordered_json(text, "the index", {.depth = kIndexDepth});
   const nlohmann::ordered_json before = index;
-  for (const std::string& name : removed) index["weight_map"].erase(name);
+  if (!removed.empty()) {
+    const std::set<std::string_view> names(removed.begin(), removed.end());
+    erase_keys(index["weight_map"], [&](const std::string& name) { return names.contains(name); });
+  }
   if (total_size) {
     if (!index["metadata"].is_object()) index["metadata"] = nlohmann::ordered_json::object();
     index["metadata"]["total_size"] = *total_size;

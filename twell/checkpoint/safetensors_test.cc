@@ -4,8 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <ctime>
 #include <fstream>
+#include <functional>
 
 #include "twell/base/error.h"
 #include "twell/base/test_folder.h"
@@ -56,6 +60,44 @@ TEST(Safetensors, ReadsAHeader) {
   EXPECT_EQ(content.tensors.at("y").shape, (std::vector<int64_t>{2, 1}));
   EXPECT_EQ(content.tensors.at("x").dtype, "U16");
   EXPECT_EQ(content.metadata.at("a"), "b");
+}
+
+// Of four times as many tensors the time must be far from sixteen times: reading and writing
+// headers, and taking tensors out of an index.
+TEST(Safetensors, TakesNearlyLinearTimeForManyTensors) {
+  const auto best_of = [](const std::function<void()>& run) {
+    double best = 1e9;
+    for (int i = 0; i < 3; ++i) {
+      const std::clock_t begin = std::clock();
+      run();
+      best = std::min(best, static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC);
+    }
+    return best;
+  };
+  const TempFolder folder;
+  const auto seconds = [&](int64_t count) {
+    std::string header = "{", index = "{\"weight_map\":{";
+    std::vector<TensorToWrite> tensors;
+    std::vector<std::string> removed;
+    for (int64_t i = 0; i < count; ++i) {
+      const std::string name = fmt::format("tensor.{}", i);
+      header += (i > 0 ? "," : "") + tensor(name, "F32", "[0]", "[0,0]");
+      index += fmt::format("{}\"{}\":\"a.safetensors\"", i > 0 ? "," : "", name);
+      tensors.push_back({name, "F32", {0}, [](const auto&) {}});
+      if (i % 2 == 0) removed.push_back(name);
+    }
+    const std::string file = file_text(header + "}", 0);
+    index += "}}";
+    return std::array{
+        best_of([&] { EXPECT_EQ(std::ssize(parse(file).tensors), count); }),
+        best_of([&] { write_safetensors(folder.path() / "many.safetensors", tensors, {}); }),
+        best_of([&] { EXPECT_EQ(std::ssize(parse_shard_index(index, "index")), count); }),
+        best_of([&] { rewrite_shard_index(index, removed, 1); })};
+  };
+  const auto few = seconds(3'000), many = seconds(12'000);
+  for (size_t i = 0; i < few.size(); ++i) {
+    EXPECT_LT(many[i], 10 * few[i] + 0.02) << i << ": " << few[i] << " s, " << many[i] << " s";
+  }
 }
 
 TEST(Safetensors, RefusesBadFrames) {

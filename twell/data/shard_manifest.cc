@@ -6,6 +6,7 @@
 #include <set>
 
 #include "twell/base/error.h"
+#include "twell/base/json.h"
 #include "twell/base/json_fields.h"
 
 namespace twell {
@@ -15,6 +16,7 @@ using nlohmann::json;
 
 constexpr std::string_view kFormat = "twell-shards";
 constexpr int64_t kVersion = 1;
+constexpr int kDepth = 4;  // {"train": {"shards": [{...}]}}
 // Far above any corpus, yet small enough that sums and sizes in bytes cannot overflow.
 constexpr int64_t kMaxCount = int64_t{1} << 56;
 
@@ -100,8 +102,7 @@ std::string to_json(const ShardManifest& manifest) {
 }
 
 ShardManifest parse_shard_manifest(std::string_view text, const std::string& source) {
-  const json root = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  TWELL_REQUIRE(!root.is_discarded(), "{}: not valid JSON", source);
+  const json root = parse_json(text, source, {.depth = kDepth});
   const JsonFields fields(root, source);
   TWELL_REQUIRE(fields.text("format") == kFormat, "{}: not the manifest of token shards", source);
   const int64_t version = integer(fields, "version", 1, kMaxCount);

@@ -16,6 +16,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json.h"
 #include "twell/base/utf8.h"
 
 namespace twell {
@@ -61,18 +62,15 @@ json source_of(const json& options, const TextSource& source) {
   return out;
 }
 
-// The object in the file; null where there is none, or one nested so deeply that copying and
-// comparing it, which recurse, could overflow the stack.
+// The object in the file; null where there is none.
 json read_json(const fs::path& path) {
-  constexpr int kMaxDepth = 16;
   if (!fs::exists(path)) return {};
-  bool deep = false;
-  const auto check = [&](int depth, json::parse_event_t, const json&) {
-    deep = deep || depth > kMaxDepth;
-    return depth <= kMaxDepth;
-  };
-  json out = json::parse(read_file(path), check, /*allow_exceptions=*/false);
-  return out.is_object() && !deep ? out : json();
+  try {
+    json out = parse_json(read_file(path), path.string());
+    return out.is_object() ? out : json();
+  } catch (const InputError&) {
+    return {};
+  }
 }
 
 // The first option that differs, with both values; empty when none does.
@@ -180,7 +178,8 @@ std::vector<FinishedPart> ShardWork::read_parts() const {
     try {
       FinishedPart part{record.at("number").get<int64_t>(),
                         record.at("inputs").get<std::vector<std::string>>(),
-                        record.at("units_skipped").get<int64_t>(),
+                        {.files = record.at("units_skipped").get<int64_t>(),
+                         .rows = record.value("rows_skipped", int64_t{0})},
                         parse_shard_manifest(record.at("shards").dump(), entry->path().string())};
       bool whole = entry->path().filename() == record_name(part.number);
       for (const std::vector<ShardFile>& shards : part.manifest.shards) {
@@ -224,7 +223,7 @@ void ShardWork::take_over(const std::vector<FinishedPart>& found, const TextSour
           folder_.string(), path, why));
     }
     // With BadFile::kError a part that skipped something must be made again.
-    if (part.units_skipped > 0 && source.options().bad_file == BadFile::kError) continue;
+    if (part.skipped.any() && source.options().bad_file == BadFile::kError) continue;
     parts_[index->second] = part;
     finished_[index->second] = true;
   }
@@ -241,7 +240,7 @@ void ShardWork::number_the_rest() {
   for (size_t i = 0; i < parts_.size(); ++i) {
     if (finished_[i]) continue;
     parts_[i].manifest = {};
-    parts_[i].units_skipped = 0;
+    parts_[i].skipped = {};
     parts_[i].number = static_cast<int64_t>(i);
     while (!used.insert(parts_[i].number).second) parts_[i].number = spare++;
   }
@@ -269,13 +268,14 @@ void ShardWork::remove_all_but(const ShardManifest& kept) const {
   }
 }
 
-void ShardWork::finish(size_t index, ShardManifest manifest, int64_t units_skipped) {
+void ShardWork::finish(size_t index, ShardManifest manifest, const TextSkips& skipped) {
   FinishedPart part = parts_[index];
   part.manifest = std::move(manifest);
-  part.units_skipped = units_skipped;
+  part.skipped = skipped;
   const json record = {{"number", part.number},
                        {"inputs", part.inputs},
-                       {"units_skipped", part.units_skipped},
+                       {"units_skipped", part.skipped.files},
+                       {"rows_skipped", part.skipped.rows},
                        {"shards", json::parse(to_json(part.manifest))}};
   write_file_atomic(folder_ / "parts" / record_name(part.number), record.dump(1) + "\n");
   const std::lock_guard lock(mutex_);
@@ -288,9 +288,10 @@ void ShardWork::discard() {
   finished_.assign(parts_.size(), false);
 }
 
-void ShardWork::place(const ShardManifest& manifest, int64_t files_skipped) {
+void ShardWork::place(const ShardManifest& manifest, const TextSkips& skipped) {
   json source = json::parse(source_json_);
-  source["files_skipped"] = files_skipped;
+  source["files_skipped"] = skipped.files;
+  source["rows_skipped"] = skipped.rows;
   write_file_atomic(folder_ / "source.json", source.dump(1) + "\n");
   write_file_atomic(folder_ / "manifest.json", to_json(manifest));
   remove_all_but(manifest);
@@ -304,8 +305,11 @@ bool shards_made_from(const fs::path& folder, const json& options, const TextSou
   if (!fs::exists(folder / "manifest.json")) return false;
   json before = read_json(folder / "source.json");
   if (before.is_null()) return false;
-  const bool gaps = before.value("files_skipped", json(0)) != 0;
-  before.erase("files_skipped");
+  bool gaps = false;
+  for (const char* skipped : {"files_skipped", "rows_skipped"}) {
+    gaps = gaps || before.value(skipped, json(0)) != 0;
+    before.erase(skipped);
+  }
   if (gaps && source.options().bad_file == BadFile::kError) return false;
   return before == source_of(options, source);
 }

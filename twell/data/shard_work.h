@@ -25,7 +25,7 @@ struct FinishedPart {
   // A line per unit: "BYTES NANOSECONDS PATH", and the row groups if not all. Equal lines, equal
   // text.
   std::vector<std::string> inputs;
-  int64_t units_skipped = 0;
+  TextSkips skipped;
   ShardManifest manifest;  // of this part alone
 };
 
@@ -48,11 +48,11 @@ class ShardWork {
   bool is_finished(size_t index) const;
   int64_t finished() const;
   // Records that the shards of a part are on disk. Several threads may call it for different parts.
-  void finish(size_t index, ShardManifest manifest, int64_t units_skipped);
+  void finish(size_t index, ShardManifest manifest, const TextSkips& skipped);
   void discard();  // forgets the finished parts, which are of no use
   // Writes the manifest, removes files that it does not name, and moves the folder to TARGET, which
   // it replaces.
-  void place(const ShardManifest& manifest, int64_t files_skipped);
+  void place(const ShardManifest& manifest, const TextSkips& skipped);
 
  private:
   // Holds the lock on a folder, which moves with it.
@@ -74,7 +74,7 @@ class ShardWork {
 
   std::filesystem::path target_, folder_;
   std::unique_ptr<Lock> lock_;
-  std::string source_json_;  // without the number of skipped files
+  std::string source_json_;  // without what was skipped
   std::vector<FinishedPart> parts_;
   std::vector<bool> finished_;
   mutable std::mutex mutex_;  // of parts_ and finished_

@@ -262,7 +262,7 @@ struct ShardWriter::Impl {
     manifest.counts = part.counts;
     manifest.counts.train_tokens = part.writers[index_of(Split::kTrain)].tokens();
     manifest.counts.validation_tokens = part.writers[index_of(Split::kValidation)].tokens();
-    work.finish(part.index, std::move(manifest), part.stream.units_skipped());
+    work.finish(part.index, std::move(manifest), part.stream.skipped());
   }
 
   // ---- The calling thread -------------------------------------------------------------------
@@ -334,7 +334,7 @@ struct ShardWriter::Impl {
   // The parts' shards and counts together.
   ShardManifest joined(const TokenEncoder& encoder) {
     ShardManifest all = empty_manifest(encoder);
-    units_skipped = 0;
+    skipped_in_parts = {};
     for (const FinishedPart& part : work.parts()) {
       const ShardManifest& one = part.manifest;
       all.counts.documents += one.counts.documents;
@@ -345,7 +345,7 @@ struct ShardWriter::Impl {
       for (size_t s = 0; s < kSplits; ++s) {
         all.shards[s].insert(all.shards[s].end(), one.shards[s].begin(), one.shards[s].end());
       }
-      units_skipped += part.units_skipped;
+      skipped_in_parts += part.skipped;
     }
     return all;
   }
@@ -417,7 +417,7 @@ struct ShardWriter::Impl {
   int threads;
   std::vector<std::vector<TextUnit>> plan;  // units of each part
   ShardWork work;
-  int64_t units_skipped = 0;
+  TextSkips skipped_in_parts;
 
   std::mutex mutex;  // of everything below
   std::condition_variable changed, all_done;
@@ -462,8 +462,9 @@ bool ShardWriter::made(TextSource& source, const nlohmann::json& tokenizer, cons
 const fs::path& ShardWriter::work_folder() const { return impl_->work.folder(); }
 int64_t ShardWriter::parts() const { return std::ssize(impl_->plan); }
 int64_t ShardWriter::finished_parts() const { return impl_->work.finished(); }
-int64_t ShardWriter::files_skipped() const {
-  return impl_->source.folders_skipped() + impl_->units_skipped;
+TextSkips ShardWriter::skipped() const {
+  TextSkips all = impl_->source.unlisted();
+  return all += impl_->skipped_in_parts;
 }
 
 ShardCounts ShardWriter::write(const TokenEncoder& encoder) {
@@ -474,7 +475,7 @@ ShardCounts ShardWriter::write(const TokenEncoder& encoder) {
   impl_->make_parts(encoder);
   ShardManifest manifest = impl_->joined(encoder);
   impl_->balance(manifest, encoder);
-  impl_->work.place(manifest, files_skipped());
+  impl_->work.place(manifest, skipped());
   return manifest.counts;
 }
 

@@ -84,7 +84,7 @@ class ShardWriter {
   // InputError: faults of the source; no tokens for one of the splits; a tokenizer without EOS; a
   // full disk.
   ShardCounts write(const TokenEncoder& encoder);
-  int64_t files_skipped() const;  // and folders, after write(); of kept parts too
+  TextSkips skipped() const;  // after write(); in kept parts too
 
  private:
   struct Impl;

@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "twell/base/error.h"
@@ -79,7 +81,7 @@ class ShardWriting : public ::testing::Test {
     try {
       ShardWriter writer(source, "bytes", folder_.path() / name, options, /*replace=*/false);
       writer.write(encoder(fail_at));
-      skipped_ = writer.files_skipped();
+      skipped_ = writer.skipped();
     } catch (const Error& error) {
       return error.what();
     }
@@ -104,7 +106,7 @@ class ShardWriting : public ::testing::Test {
   TempFolder folder_;
   fs::path data_ = folder_.path() / "data";
   std::atomic<int> encoded_ = 0;
-  int64_t skipped_ = 0;
+  TextSkips skipped_;
 };
 
 // Every file is a part of its own; the Parquet file, cut at its row groups, is three.
@@ -270,7 +272,7 @@ TEST_F(ShardWriting, NamesTheRowGroupOfADamagedFileAndKeepsTheRest) {
   EXPECT_EQ(finished("shards"), 5u);  // four files and the first row group
   // Leaving the damaged row group out is possible,
   EXPECT_EQ(write("skipped", kSmallParts, 0, BadFile::kSkip), "");
-  EXPECT_EQ(skipped_, 1);
+  EXPECT_EQ(skipped_, (TextSkips{.files = 1}));
   // and so is going on with a good copy of the file.
   folder_.write("data/3a.parquet", good);
   fs::last_write_time(file, fs::last_write_time(file) + std::chrono::seconds(1));
@@ -286,9 +288,9 @@ TEST_F(ShardWriting, MakesPartsWithGapsAgainWhereGapsAreFaults) {
   folder_.write("data/1.jsonl", json_lines(0, 20) + "not JSON\n");
   EXPECT_EQ(write("shards", kSmallParts, 250, BadFile::kSkip), "killed");
   EXPECT_THAT(write("shards", kSmallParts),
-              AllOf(HasSubstr("1.jsonl"), HasSubstr("line 21 is not valid JSON")));
+              AllOf(HasSubstr("1.jsonl"), HasSubstr("line 21: not valid JSON")));
   EXPECT_EQ(write("shards", kSmallParts, 0, BadFile::kSkip), "");
-  EXPECT_EQ(skipped_, 1);
+  EXPECT_EQ(skipped_, (TextSkips{.rows = 1}));
 }
 
 TEST_F(ShardWriting, TwoProcessesDoNotMakeTheSameShards) {
@@ -311,6 +313,63 @@ TEST_F(ShardWriting, KnowsItsOwnShards) {
   EXPECT_FALSE(made(other));
   folder_.write("data/6.jsonl", json_lines(0, 1));
   EXPECT_FALSE(made(kSmallParts));
+}
+
+TEST_F(ShardWriting, ShardsWithGapsAreNotThoseOfTheWholeText) {
+  folder_.write("data/1.jsonl", json_lines(0, 20) + "{\"needed\": null}\n" + json_lines(20, 20));
+  EXPECT_EQ(write("shards", kSmallParts, 0, BadFile::kSkip), "");
+  EXPECT_EQ(skipped_, (TextSkips{.rows = 1}));
+  const auto made = [&](BadFile bad_file) {
+    TextSource source(text(bad_file));
+    return ShardWriter::made(source, "bytes", folder_.path() / "shards", kSmallParts);
+  };
+  EXPECT_TRUE(made(BadFile::kSkip));
+  EXPECT_FALSE(made(BadFile::kError));
+}
+
+// A part of several batches, the first of which take longest to encode.
+TEST_F(ShardWriting, WritesTheBatchesOfAPartInOrder) {
+  fs::remove_all(data_);
+  folder_.write("data/a.jsonl", json_lines(0, 70'000));  // a batch has at most 16,384 documents
+  const auto write_with = [&](const std::string& name, int threads) {
+    TokenEncoder slow = encoder();
+    slow.encode = [&, base = slow.encode](std::string_view text, std::vector<int32_t>& ids) {
+      const int64_t number = encoded_;
+      if (threads > 1 && number < 2) std::this_thread::sleep_for(std::chrono::milliseconds(150));
+      base(text, ids);
+    };
+    TextSource source(text());
+    ShardWriter(source, "bytes", folder_.path() / name,
+                {.validation_fraction = 0.2, .threads = threads}, /*replace=*/false)
+        .write(slow);
+  };
+  write_with("whole", 1);
+  write_with("shards", 3);
+  for (const Split split : {Split::kTrain, Split::kValidation}) {
+    EXPECT_EQ(ids("shards", split), ids("whole", split));
+  }
+}
+
+// A tail of more ids than are moved at once.
+TEST_F(ShardWriting, MovesALongTail) {
+  fs::remove_all(data_);
+  std::string document;
+  for (int i = 0; document.size() < (size_t{3} << 20); ++i) document += fmt::format("{} ", i);
+  folder_.write("data/a.txt", document);
+  for (const int64_t shard_tokens : {int64_t{1} << 26, int64_t{700'000}}) {
+    const std::string name = fmt::format("shards-{}", shard_tokens);
+    ASSERT_EQ(write(name, {.validation_fraction = 0.5, .shard_tokens = shard_tokens}), "");
+    const std::vector<int32_t> train = ids(name, Split::kTrain),
+                               validation = ids(name, Split::kValidation);
+    EXPECT_EQ(validation.size(), (document.size() + 2) / 2);
+    ASSERT_EQ(train.size() + validation.size(), document.size() + 1);
+    // The document's hash decides which split had it and gave its tail away.
+    const auto is_document = [&](std::vector<int32_t> all, const std::vector<int32_t>& tail) {
+      all.insert(all.end(), tail.begin(), tail.end());
+      return std::equal(document.begin(), document.end(), all.begin());
+    };
+    EXPECT_TRUE(is_document(train, validation) || is_document(validation, train));
+  }
 }
 
 TEST(TextParts, CoverTheFilesInOrder) {

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
+#include "twell/base/json.h"
 #include "twell/base/utf8.h"
 
 namespace twell {
@@ -13,6 +14,7 @@ using nlohmann::json;
 namespace {
 
 constexpr size_t kProbeBytes = 8192;  // leading bytes that tell text from binary
+constexpr int kMaxDepth = 1000;       // of a row's JSON, whose other fields are not kept
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -138,6 +140,13 @@ class RowDocuments : public DocumentReader {
   // Stores the next row's text in document_, which is empty; false at the end.
   virtual bool read_row() = 0;
 
+  // Leaves out the row whose fault is being handled, or throws it again.
+  void leave_out(const InputError& fault) {
+    if (!options_.on_bad_row) throw;
+    document_.clear();
+    options_.on_bad_row(fault.what());
+  }
+
   DocumentOptions options_;
   std::string document_;  // text of the current row
 
@@ -160,25 +169,36 @@ class JsonlDocuments : public RowDocuments {
     const bool complete = newline != std::string_view::npos;
     const std::string_view line = stream_.view().substr(0, complete ? newline : std::string::npos);
     if (line.empty() && !complete) return false;
-    if (line.size() > options_.max_json_line) {
-      fail(fmt::format("is longer than {} MiB", options_.max_json_line >> 20));
+    const bool whole = line.size() <= options_.max_json_line;
+    try {
+      if (!whole) fail(fmt::format("is longer than {} MiB", options_.max_json_line >> 20));
+      stream_.check_utf8(line.size());
+      if (!std::all_of(line.begin(), line.end(), is_space)) parse(line);
+    } catch (const InputError& fault) {
+      leave_out(fault);
     }
-    stream_.check_utf8(line.size());
-    if (!std::all_of(line.begin(), line.end(), is_space)) parse(line);
-    stream_.consume(line.size() + (complete ? 1 : 0));
+    whole ? stream_.consume(line.size() + (complete ? 1 : 0)) : skip_line();
     return true;
   }
 
+  void skip_line() {
+    while (!stream_.view().empty()) {
+      const size_t newline = stream_.find('\n', options_.chunk_bytes);
+      const bool ends = newline != std::string_view::npos;
+      stream_.consume(ends ? newline + 1 : std::min(stream_.view().size(), options_.chunk_bytes));
+      if (ends) return;
+      stream_.find('\n', 1);  // reads on
+    }
+  }
+
   void parse(std::string_view line) {
-    // Fields that are not asked for are dropped as they are read.
-    const auto keep = [&](int depth, json::parse_event_t event, const json& parsed) {
-      return depth != 1 || event != json::parse_event_t::key ||
-             parsed.get_ref<const std::string&>() == options_.json_field;
-    };
-    json object = json::parse(line.begin(), line.end(), keep, /*allow_exceptions=*/false);
-    if (object.is_discarded()) fail("is not valid JSON");
-    if (!object.is_object()) fail("is not a JSON object");
-    json& text = object[options_.json_field];
+    json text;
+    try {
+      text = parse_json_field(line, options_.json_field, fmt::format("line {}", line_),
+                              {.depth = kMaxDepth, .keys = JsonKeys::kLast});
+    } catch (const InputError& error) {
+      stream_.fail(error.what());
+    }
     if (!text.is_string()) fail(fmt::format("has no string field \"{}\"", options_.json_field));
     document_.swap(text.get_ref<std::string&>());
   }
@@ -202,9 +222,13 @@ class ParquetDocuments : public RowDocuments {
   bool read_row() override {
     if (!reader_.next(row_)) return false;
     json& text = row_[options_.json_field];
-    TWELL_REQUIRE(text.is_string(), "{}: row {} has no text in \"{}\"", reader_.source(),
-                  reader_.row(), options_.json_field);
-    document_.swap(text.get_ref<std::string&>());
+    try {
+      TWELL_REQUIRE(text.is_string(), "{}: row {} has no text in \"{}\"", reader_.source(),
+                    reader_.row(), options_.json_field);
+      document_.swap(text.get_ref<std::string&>());
+    } catch (const InputError& fault) {
+      leave_out(fault);
+    }
     return true;
   }
 
@@ -233,7 +257,26 @@ size_t piece_length(std::string_view text, size_t limit) {
   return cut > 0 ? cut : utf8_prefix(text, limit);
 }
 
+bool is_tar(std::string_view start) {
+  constexpr size_t kHeader = 512, kSum = 148, kSumDigits = 8;
+  if (start.size() < kHeader) return false;
+  const std::string_view digits = start.substr(kSum, kSumDigits);
+  size_t at = digits.find_first_not_of(' ');
+  uint32_t expected = 0;
+  if (at == digits.npos || digits[at] < '0' || digits[at] > '7') return false;
+  for (; at < digits.size() && digits[at] >= '0' && digits[at] <= '7'; ++at) {
+    expected = expected * 8 + static_cast<uint32_t>(digits[at] - '0');
+  }
+  uint32_t sum = 0;  // of the header's bytes, those of the sum taken as spaces
+  for (size_t i = 0; i < kHeader; ++i) {
+    const bool of_sum = i >= kSum && i < kSum + kSumDigits;
+    sum += of_sum ? uint32_t{' '} : static_cast<unsigned char>(start[i]);
+  }
+  return sum == expected;
+}
+
 std::string_view binary_reason(std::string_view start) {
+  if (is_tar(start)) return "it is a tar archive; unpack it and give the folder";
   if (start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF")) {
     return "it is UTF-16; convert it to UTF-8";
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,10 +26,15 @@ struct DocumentOptions {
   size_t chunk_bytes = size_t{256} << 10;   // bytes per read
   size_t max_json_line = size_t{64} << 20;  // a longer line is a fault
   ParquetRowGroups row_groups;              // of a .parquet file: those to read
+  // Told of each .jsonl line and .parquet row that has a fault of its own and is left out. Empty:
+  // such a row is a fault of the file.
+  std::function<void(const std::string& fault)> on_bad_row = {};
 };
 
 // Reads `path` (.parquet, .jsonl, else text; the latter two may be compressed) from start to
-// end. Every fault is an InputError naming the file, the reason, and the byte, line or row.
+// end. Every fault is an InputError naming the file, the reason, and the byte, line or row. A row
+// has a fault of its own when it is not UTF-8, not a JSON object, too long, or without a string in
+// the field.
 class DocumentReader {
  public:
   static std::unique_ptr<DocumentReader> open(const std::filesystem::path& path,

@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kReportsByName = 5;  // skipped files named one by one
 
-// Expands paths, which keep their order, into files. A subfolder that cannot be listed is reported
-// to on_fault(reason), which may throw.
+// Expands paths, which keep their order, into files. An entry of a folder that cannot be looked at
+// or listed is reported to on_fault(reason), which may throw.
 class Lister {
  public:
   explicit Lister(const std::function<void(const std::string&)>& on_fault) : on_fault_(on_fault) {}
@@ -62,7 +62,17 @@ class Lister {
   void add_entry(const fs::path& path) {
     struct stat link {
     }, target{};
-    if (::lstat(path.c_str(), &link) != 0 || ::stat(path.c_str(), &target) != 0) return;
+    if (::lstat(path.c_str(), &link) != 0) {
+      on_fault_(fmt::format("cannot read {}: {}", path.string(), std::strerror(errno)));
+      return;
+    }
+    if (::stat(path.c_str(), &target) != 0) {
+      const int code = errno;
+      std::error_code ignored;
+      on_fault_(fmt::format("cannot read {}, a link to {}: {}", path.string(),
+                            fs::read_symlink(path, ignored).string(), std::strerror(code)));
+      return;
+    }
     if (S_ISDIR(link.st_mode)) {
       add_folder(path);
     } else if (S_ISREG(target.st_mode)) {
@@ -112,6 +122,14 @@ TextStream::TextStream(std::vector<TextUnit> units, TextSourceOptions options,
                        std::function<void(const std::string&)> on_skip)
     : units_(std::move(units)), options_(std::move(options)), on_skip_(std::move(on_skip)) {}
 
+std::function<void(const std::string&)> TextStream::on_bad_row() {
+  if (options_.bad_file == BadFile::kError) return {};
+  return [this](const std::string& fault) {
+    ++skipped_.rows;
+    if (on_skip_) on_skip_(fault);
+  };
+}
+
 // The next piece: of the current unit, or of the next unit that has one.
 bool TextStream::next_of_units(TextPiece& piece) {
   while (index_ < units_.size()) {
@@ -120,12 +138,13 @@ bool TextStream::next_of_units(TextPiece& piece) {
       if (!reader_) {
         reader_ = DocumentReader::open(unit.file.path, {.json_field = options_.json_field,
                                                         .piece_bytes = options_.piece_bytes,
-                                                        .row_groups = unit.row_groups});
+                                                        .row_groups = unit.row_groups,
+                                                        .on_bad_row = on_bad_row()});
       }
       if (reader_->next(piece)) return true;
     } catch (const InputError& fault) {
       if (options_.bad_file == BadFile::kError) throw;
-      ++units_skipped_;
+      ++skipped_.files;
       if (on_skip_) on_skip_(fault.what());
     }
     reader_.reset();
@@ -157,7 +176,7 @@ void SkipLog::skipped(const std::string& fault) {
 
 void SkipLog::end() {
   if (log_ && count_ > kReportsByName) {
-    log_(LogLevel::kWarning, fmt::format("skipped {} bad files in all", count_));
+    log_(LogLevel::kWarning, fmt::format("skipped {} bad files and rows in all", count_));
   }
   log_ = nullptr;
 }
@@ -168,7 +187,7 @@ TextSource::TextSource(const TextSourceOptions& options)
                 options_.max_bytes);
   const std::function<void(const std::string&)> on_fault = [this](const std::string& fault) {
     if (options_.bad_file == BadFile::kError) throw InputError(fault);
-    ++folders_skipped_;
+    ++unlisted_.files;
     skip_log_.skipped(fault);
   };
   TWELL_REQUIRE(!options_.paths.empty(), "no text given: name at least one file or folder");

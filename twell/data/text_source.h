@@ -9,8 +9,9 @@
 //
 // A folder stands for every regular file below it, each folder's entries sorted by name (bytewise),
 // except hidden files and folders (name starting with a dot). Inside a folder, links to files are
-// followed and links to folders are not, so that no loop can form; pipes, sockets, devices and
-// broken links are skipped. A file reached twice is listed once.
+// followed and links to folders are not, so that no loop can form; pipes, sockets and devices are
+// left out. An entry that cannot be looked at (a link to nothing or to itself, no permission, a
+// path that is too long) is a fault. A file reached twice is listed once.
 //
 // Memory is bounded for files of any size: documents come in pieces of at most piece_bytes, cut at
 // line starts (piece_length in text_documents.h). A .jsonl line or .parquet row has at most 64 MiB.
@@ -28,9 +29,10 @@
 
 namespace twell {
 
-// What to do with a file that is unreadable, corrupt, binary or not UTF-8, or a .jsonl or .parquet
-// file with a line or row that is not JSON or lacks the field: stop with an InputError, or report
-// it and continue with the next file. Pieces returned before the fault stay valid.
+// What to do with a file or folder that is unreadable, corrupt, binary or not UTF-8, and with a
+// .jsonl line or .parquet row that has a fault of its own (text_documents.h): stop with an
+// InputError, or report it and continue with the next file or row. Pieces returned before the fault
+// stay valid.
 enum class BadFile { kError, kSkip };
 
 struct TextSourceOptions {
@@ -39,7 +41,7 @@ struct TextSourceOptions {
   BadFile bad_file = BadFile::kError;
   int64_t max_bytes = 0;  // stop after this many bytes of text; 0: no limit
   size_t piece_bytes = size_t{1} << 20;
-  LogSink log;  // names the first few skipped files, then gives their number; first pass only
+  LogSink log;  // names the first few faults skipped, then gives their number; first pass only
 };
 
 struct TextFile {
@@ -55,19 +57,36 @@ struct TextUnit {
   int64_t bytes = 0;  // on disk
 };
 
+// What BadFile::kSkip left out.
+struct TextSkips {
+  int64_t files = 0;  // or parts of files, or folders
+  int64_t rows = 0;
+
+  TextSkips& operator+=(const TextSkips& other) {
+    files += other.files;
+    rows += other.rows;
+    return *this;
+  }
+  bool any() const { return files > 0 || rows > 0; }
+  bool operator==(const TextSkips&) const = default;
+};
+
 // Reads units in order.
 class TextStream {
  public:
-  // on_skip(reason) is told of each unit skipped by BadFile::kSkip; it may be empty.
+  // on_skip(reason) is told of each unit and row skipped by BadFile::kSkip; it may be empty.
   TextStream(std::vector<TextUnit> units, TextSourceOptions options,
              std::function<void(const std::string&)> on_skip);
+  TextStream(const TextStream&) = delete;
+  TextStream& operator=(const TextStream&) = delete;
   // The next piece; false at the end. InputError names the file and the fault.
   bool next(TextPiece& piece);
   int64_t bytes_read() const;  // of the units' bytes on disk, read or skipped so far
-  int64_t units_skipped() const { return units_skipped_; }
+  const TextSkips& skipped() const { return skipped_; }
 
  private:
   bool next_of_units(TextPiece& piece);
+  std::function<void(const std::string&)> on_bad_row();
 
   std::vector<TextUnit> units_;
   TextSourceOptions options_;
@@ -76,7 +95,7 @@ class TextStream {
   std::unique_ptr<DocumentReader> reader_;
   int64_t finished_bytes_ = 0;  // on disk, units before the current one
   int64_t text_bytes_ = 0;      // returned so far; counted only under a limit
-  int64_t units_skipped_ = 0;
+  TextSkips skipped_;
 };
 
 // Logs the first few faults, each as a warning, and at the end their number.
@@ -103,8 +122,12 @@ class TextSource {
   void rewind();
   int64_t total_bytes() const { return total_bytes_; }  // bytes on disk of all files, for progress
   int64_t bytes_read() const { return stream_->bytes_read(); }  // of total_bytes(), so far
-  int64_t files_skipped() const { return folders_skipped_ + stream_->units_skipped(); }
-  int64_t folders_skipped() const { return folders_skipped_; }  // those that cannot be listed
+  TextSkips skipped() const {
+    TextSkips all = unlisted_;
+    return all += stream_->skipped();
+  }
+  // What could not be looked at when the folders were listed.
+  const TextSkips& unlisted() const { return unlisted_; }
 
   const TextSourceOptions& options() const { return options_; }
   const std::vector<TextUnit>& files() const { return files_; }
@@ -119,7 +142,7 @@ class TextSource {
   TextSourceOptions options_;
   std::vector<TextUnit> files_;
   int64_t total_bytes_ = 0;
-  int64_t folders_skipped_ = 0;
+  TextSkips unlisted_;
   SkipLog skip_log_;
   bool read_ = false;  // whether next() was called
   std::unique_ptr<TextStream> stream_;

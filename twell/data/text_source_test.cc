@@ -6,6 +6,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -112,7 +114,6 @@ TEST(TextSource, ListsFoldersInAFixedOrder) {
     folder.write(name, name);
   }
   fs::create_symlink("../a", folder.path() / "a/loop");
-  fs::create_symlink("nowhere", folder.path() / "broken");
   fs::create_symlink("b.txt", folder.path() / "c-link-to-b");
   fs::create_directory(folder.path() / "empty");
   ASSERT_EQ(::mkfifo((folder.path() / "pipe").c_str(), 0600), 0);
@@ -216,7 +217,7 @@ TEST(TextSource, NamesTheFaultOfABadFile) {
   EXPECT_THAT(fault("late.gz", gzip(late)), HasSubstr("byte 600001 of the unpacked text"));
   EXPECT_THAT(fault("cut.zst", zst(late).substr(0, 30)), HasSubstr("truncated"));
   EXPECT_THAT(fault("1.jsonl", "{\"text\": \"a\"}\n\n{\"text\": oops}"),
-              HasSubstr("line 3 is not valid JSON"));
+              HasSubstr("line 3: not valid JSON at byte"));
   EXPECT_THAT(fault("2.jsonl", "{\"text\": \"a\"}\n{\"body\": \"b\"}"),
               HasSubstr("line 2 has no string field \"text\""));
   EXPECT_THAT(fault("3.jsonl", "{\"text\": [\"a\"]}"), HasSubstr("line 1 has no string field"));
@@ -224,7 +225,8 @@ TEST(TextSource, NamesTheFaultOfABadFile) {
   EXPECT_THAT(fault("5.jsonl", "\"text\"\n"), HasSubstr("line 1 is not a JSON object"));
   EXPECT_THAT(fault("6.jsonl", "{\"text\": \"a\xFF\"}"), HasSubstr("invalid UTF-8 at byte 11"));
   EXPECT_THAT(fault("7.jsonl", "{\"text\": \"\\ud800\"}"), HasSubstr("not valid JSON"));
-  EXPECT_THAT(fault("8.jsonl", std::string(100000, '[')), HasSubstr("line 1 is not valid JSON"));
+  EXPECT_THAT(fault("8.jsonl", "{\"a\":" + std::string(100000, '[')),
+              HasSubstr("line 1: JSON nested more than 1000 levels deep at byte 1005"));
   EXPECT_THAT(fault("9.jsonl", "{\"text\": \"a\"} {\"text\": \"b\"}"), HasSubstr("not valid JSON"));
 }
 
@@ -245,7 +247,7 @@ TEST(TextSource, UnreadableFileStopsOrIsSkipped) {
   EXPECT_THAT(source_fault(folder.path()), HasSubstr("Permission denied"));
   TextSource source({.paths = {folder.path()}, .bad_file = BadFile::kSkip});
   EXPECT_THAT(documents_of(source), ElementsAre("text"));
-  EXPECT_EQ(source.files_skipped(), 2);
+  EXPECT_EQ(source.skipped(), (TextSkips{.files = 2}));
   fs::permissions(folder.path() / "c", fs::perms::owner_all);
 }
 
@@ -255,7 +257,7 @@ TEST(TextSource, SkipsBadFilesAndSaysSo) {
   // A document is bad from its second piece on: its first piece is kept, the next begins normally.
   folder.write("01", "first line\nsecond line\n\xFF");
   for (int i = 2; i < 9; ++i) folder.write(fmt::format("0{}.gz", i), "not gzip");
-  folder.write("09.jsonl", "{\"text\": \"line\"}\nnot json\n{\"text\": \"never read\"}\n");
+  folder.write("09.jsonl", "{\"text\": \"line\"}\nnot json\n{\"text\": \"read on\"}\n");
   folder.write("10", "also good");
   std::vector<std::string> log;
   TextSource source(
@@ -263,18 +265,157 @@ TEST(TextSource, SkipsBadFilesAndSaysSo) {
        .bad_file = BadFile::kSkip,
        .piece_bytes = 16,
        .log = [&](LogLevel, std::string_view message) { log.emplace_back(message); }});
-  const auto expected = ElementsAre("good", "first line\n", "line", "also good");
+  const auto expected = ElementsAre("good", "first line\n", "line", "read on", "also good");
   EXPECT_THAT(documents_of(source, 16), expected);
-  EXPECT_EQ(source.files_skipped(), 9);
+  EXPECT_EQ(source.skipped(), (TextSkips{.files = 8, .rows = 1}));
   ASSERT_EQ(log.size(), 6u);
   EXPECT_THAT(log[0], AllOf(HasSubstr("01"), HasSubstr("invalid UTF-8")));
   EXPECT_THAT(log[4], HasSubstr("05.gz"));
-  EXPECT_THAT(log[5], HasSubstr("skipped 9 bad files"));
+  EXPECT_THAT(log[5], HasSubstr("skipped 9 bad files and rows"));
   source.rewind();
   EXPECT_EQ(source.bytes_read(), 0);
   EXPECT_THAT(documents_of(source, 16), expected);
-  EXPECT_EQ(source.files_skipped(), 9);
+  EXPECT_EQ(source.skipped(), (TextSkips{.files = 8, .rows = 1}));
   EXPECT_EQ(log.size(), 6u);  // reported once
+}
+
+TEST(TextSource, LeavesOutBadRowsAndReadsOn) {
+  const TempFolder folder;
+  const std::vector<std::string> bad = {R"({"text": null})",
+                                        R"({"body": "b"})",
+                                        R"({"text": 5})",
+                                        R"({"text": ["b"]})",
+                                        R"({"text": {}})",
+                                        R"(["text"])",
+                                        R"({"text": "b"} {})",
+                                        R"({"text": "b", })",
+                                        R"({"text": "\ud800"})",
+                                        "{\"text\": \"\xFF\"}",
+                                        R"({"text": "b", "x": 1e999})",
+                                        "null"};
+  std::string rows = "{\"text\": \"first\"}\n";
+  std::vector<std::string> expected = {"first"};
+  for (size_t i = 0; i < bad.size(); ++i) {
+    rows += bad[i] + "\n" + fmt::format("{{\"text\": \"good {}\"}}\n\n", i);
+    expected.push_back(fmt::format("good {}", i));
+    EXPECT_NE(source_fault(folder.write("one.jsonl", bad[i])), "no fault") << bad[i];
+  }
+  for (const auto& file : {folder.write("a.jsonl", rows), folder.write("a.jsonl.gz", gzip(rows)),
+                           folder.write("b.jsonl", rows.substr(0, rows.size() - 2))}) {
+    TextSource source({.paths = {file}, .bad_file = BadFile::kSkip});
+    EXPECT_EQ(documents_of(source), expected) << file;
+    EXPECT_EQ(source.skipped(), (TextSkips{.rows = std::ssize(bad)}));
+  }
+  folder.write("c.jsonl", "{\"text\": null}");
+  TextSource none({.paths = {folder.path() / "c.jsonl"}, .bad_file = BadFile::kSkip});
+  EXPECT_THAT(documents_of(none), ElementsAre());
+  EXPECT_EQ(none.skipped(), (TextSkips{.rows = 1}));
+}
+
+TEST(TextSource, LeavesOutParquetRowsWithoutText) {
+  const fs::path file = fs::path(TWELL_SOURCE_DIR) / "tests/golden/parquet/gzip-v2-plain.parquet";
+  EXPECT_THAT(source_fault(file), HasSubstr("row 4 has no text in \"text\""));
+  TextSource source({.paths = {file}, .bad_file = BadFile::kSkip});
+  EXPECT_EQ(documents_of(source).size(), 34u);
+  EXPECT_EQ(source.skipped(), (TextSkips{.rows = 6}));  // every seventh of 40 rows
+  TextSource numbers({.paths = {file}, .json_field = "small", .bad_file = BadFile::kSkip});
+  EXPECT_THAT(documents_of(numbers), ElementsAre());
+  EXPECT_EQ(numbers.skipped(), (TextSkips{.rows = 40}));
+  TextSource column({.paths = {file}, .json_field = "absent", .bad_file = BadFile::kSkip});
+  EXPECT_THAT(documents_of(column), ElementsAre());
+  EXPECT_EQ(column.skipped(), (TextSkips{.files = 1}));
+}
+
+// The rows that other writers' files hold (tests/golden/make_parquet_writers_golden.py).
+TEST(TextSource, ReadsFilesWithRowGroupsOfNoRows) {
+  const fs::path folder = fs::path(TWELL_SOURCE_DIR) / "tests/golden/parquet/writers";
+  TextSource source({.paths = {folder / "pyarrow-groups.parquet"}, .bad_file = BadFile::kSkip});
+  EXPECT_THAT(documents_of(source), ElementsAre("one", "two"));
+  EXPECT_EQ(source.skipped(), (TextSkips{.rows = 1}));
+}
+
+TEST(DocumentReader, LeavesOutALineBeyondTheLimit) {
+  const TempFolder folder;
+  const std::string good = "{\"text\": \"good\"}",
+                    bad = "{\"text\": \"" + std::string(90, 'x') + "\"}";
+  for (const char* end : {"\n", ""}) {
+    const auto file = folder.write("a.jsonl", good + "\n" + bad + "\n" + good + "\n" + bad + end);
+    for (size_t chunk = 1; chunk < 130; chunk += 3) {
+      std::vector<std::string> faults;
+      const auto reader = DocumentReader::open(
+          file, {.chunk_bytes = chunk,
+                 .max_json_line = 40,
+                 .on_bad_row = [&](const std::string& what) { faults.push_back(what); }});
+      TextPiece piece;
+      for (int i = 0; i < 2; ++i) {
+        ASSERT_TRUE(reader->next(piece)) << chunk;
+        EXPECT_EQ(piece.text, "good");
+      }
+      EXPECT_FALSE(reader->next(piece));
+      EXPECT_THAT(faults,
+                  ElementsAre(HasSubstr("line 2 is longer"), HasSubstr("line 4 is longer")));
+    }
+  }
+}
+
+TEST(TextSource, WhatCannotBeLookedAtIsAFault) {
+  const TempFolder folder;
+  folder.write("data/a", "text");
+  const auto fault_of = [&](const char* what, const std::function<void()>& make) {
+    make();
+    const std::string fault = source_fault(folder.path() / "data");
+    TextSource source({.paths = {folder.path() / "data"}, .bad_file = BadFile::kSkip});
+    EXPECT_THAT(documents_of(source), ElementsAre("text")) << what;
+    EXPECT_EQ(source.skipped(), (TextSkips{.files = 1})) << what;
+    fs::remove_all(folder.path() / "data" / "b");
+    return fault;
+  };
+  const fs::path entry = folder.path() / "data" / "b";
+  EXPECT_THAT(fault_of("dangling", [&] { fs::create_symlink("nowhere", entry); }),
+              HasSubstr("data/b, a link to nowhere: No such file"));
+  EXPECT_THAT(fault_of("a loop", [&] { fs::create_symlink("b", entry); }),
+              HasSubstr("data/b, a link to b: Too many levels of symbolic links"));
+  EXPECT_THAT(fault_of("a chain", [&] { fs::create_symlink("a/b/c", entry); }),
+              HasSubstr("data/b, a link to a/b/c: Not a directory"));
+  // Folders within each other until the path is longer than the system takes.
+  EXPECT_THAT(fault_of("too long",
+                       [&] {
+                         fs::create_directory(entry);
+                         const fs::path here = fs::current_path();
+                         fs::current_path(entry);
+                         for (int i = 0; i < 20; ++i) {
+                           fs::create_directory(std::string(250, 'x'));
+                           fs::current_path(std::string(250, 'x'));
+                         }
+                         std::ofstream("c") << "text";
+                         fs::current_path(here);
+                       }),
+              HasSubstr("File name too long"));
+  EXPECT_EQ(source_fault(folder.path() / "data"), "no fault");
+}
+
+TEST(TextSource, RefusesTarArchivesByName) {
+  const TempFolder folder;
+  // As GNU tar and the oldest write them: a header whose sum of bytes is right.
+  const auto archive = [](const std::string& magic, const char* sum_format) {
+    std::string header(512, '\0');
+    header.replace(0, 8, "some.txt");
+    header.replace(100, 7, "0000644");
+    header.replace(124, 11, "00000000011");
+    header.replace(156, 1, "0");
+    header.replace(257, magic.size(), magic);
+    uint32_t sum = 8 * ' ';
+    for (const char c : header) sum += static_cast<unsigned char>(c);
+    header.replace(148, 7, fmt::format(fmt::runtime(sum_format), sum));
+    return header + "some text" + std::string(503 + 1024, '\0');
+  };
+  const std::string gnu = archive("ustar  ", "{:06o} "), old = archive("", "{:6o} ");
+  for (const auto& file :
+       {folder.write("a.tar", gnu), folder.write("a.tar.gz", gzip(gnu)), folder.write("a.txt", old),
+        folder.write("a.jsonl.xz", xz(old)), folder.write("a.tar.zst", zst(gnu))}) {
+    EXPECT_THAT(source_fault(file), HasSubstr("it is a tar archive; unpack it")) << file;
+  }
+  EXPECT_EQ(source_fault(folder.write("b.txt", std::string(600, '0'))), "no fault");
 }
 
 TEST(TextSource, StopsAtTheByteLimit) {

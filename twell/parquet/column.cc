@@ -281,10 +281,10 @@ void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
   if (header.encoding != kParquetPlain && header.encoding != kParquetPlainDictionary) {
     fail(fmt::format("a dictionary in encoding {}", header.encoding));
   }
-  // Every value takes at least four bytes (text has a length field) and occurs in the chunk.
-  if (header.values < 0 || header.values > header.bytes / 4 || header.values > chunk_.values) {
-    fail(fmt::format("a dictionary of {} values in {} bytes for {} values", header.values,
-                     header.bytes, chunk_.values));
+  // Every value takes at least four bytes, as a text has a length field. A dictionary may hold more
+  // values than the chunk, because some writers store it whole with every chunk.
+  if (header.values < 0 || header.values > header.bytes / 4) {
+    fail(fmt::format("a dictionary of {} values in {} bytes", header.values, header.bytes));
   }
   const auto values = static_cast<size_t>(header.values);
   PlainReader reader(unpack(stored, static_cast<size_t>(header.bytes)), field_, where_);
@@ -297,6 +297,7 @@ void ParquetColumn::load_dictionary(const ParquetPageHeader& header,
 
 void ParquetColumn::begin_page(const ParquetPageHeader& header, std::span<const std::byte> bytes) {
   begin_entries(header);
+  if (header.values == 0) return;  // such a page may have no levels either
   const bool runs = (field_.max_repetition == 0 || header.repetition_encoding == kParquetRle) &&
                     (field_.definition == 0 || header.definition_encoding == kParquetRle);
   TWELL_REQUIRE(runs, "{}: levels in BIT_PACKED encoding are not read", where_);
@@ -313,6 +314,7 @@ void ParquetColumn::begin_page(const ParquetPageHeader& header, std::span<const 
 void ParquetColumn::begin_page_v2(const ParquetPageHeader& header,
                                   std::span<const std::byte> stored) {
   begin_entries(header);
+  if (header.values == 0) return;
   const int64_t levels = int64_t{header.repetition_bytes} + header.definition_bytes;
   if (header.repetition_bytes < 0 || header.definition_bytes < 0 || levels > std::ssize(stored) ||
       levels > header.bytes) {

@@ -123,6 +123,13 @@ void ParquetReader::choose_fields(const std::vector<std::string>& names) {
   }
 }
 
+bool ParquetReader::require_no_values(const ParquetRowGroup& group) const {
+  for (const ParquetChunk& chunk : group.columns) {
+    if (chunk.values != 0) fail(fmt::format("damaged: {} values of no rows", chunk.values));
+  }
+  return true;
+}
+
 bool ParquetReader::begin_row_group() {
   open_.clear();
   in_row_group_ = false;
@@ -130,6 +137,8 @@ bool ParquetReader::begin_row_group() {
   const ParquetRowGroup& group = metadata_.row_groups[next_row_group_++];
   in_row_group_ = true;
   rows_left_ = group.rows;
+  // The columns of a group without rows may have no pages, so their offsets mean nothing.
+  if (group.rows == 0) return require_no_values(group);
   by_column_.assign(group.columns.size(), nullptr);
   for (const ParquetField& field : fields_) {
     std::vector<const ParquetField*> values;

@@ -59,6 +59,7 @@ class ParquetReader {
   void choose_fields(const std::vector<std::string>& names);
   void choose_row_groups();
   bool begin_row_group();
+  bool require_no_values(const ParquetRowGroup& group) const;
   nlohmann::json read(const ParquetField& field, int repetition);
   nlohmann::json read_list(const ParquetField& field, int repetition);
   nlohmann::json read_absent(const ParquetField& field, int repetition);

@@ -40,7 +40,7 @@ bool ThriftReader::next_field(int32_t& id, ThriftType& type) {
   const uint8_t head = byte();
   type = static_cast<ThriftType>(head & 0x0F);
   if (type == ThriftType::kStop) return false;
-  if (type > ThriftType::kStruct) fail("an unknown type");
+  if (type > ThriftType::kUuid) fail("an unknown type");
   const int64_t next = (head >> 4) != 0 ? id + (head >> 4) : zigzag();
   if (next < 0 || next > std::numeric_limits<int16_t>::max()) fail("an impossible field");
   id = static_cast<int32_t>(next);
@@ -51,7 +51,9 @@ std::pair<int64_t, ThriftType> ThriftReader::list_header() {
   const uint8_t head = byte();
   const auto type = static_cast<ThriftType>(head & 0x0F);
   const uint64_t size = (head >> 4) == 15 ? varint() : head >> 4;
-  if (type == ThriftType::kStop || type > ThriftType::kStruct) fail("an unknown type");
+  // Writers give an empty list any type of elements, also that of none.
+  if (size == 0) return {0, type};
+  if (type == ThriftType::kStop || type > ThriftType::kUuid) fail("an unknown type");
   // Every element takes at least one byte.
   if (size > bytes_.size() - position_) fail("a list longer than the data");
   return {static_cast<int64_t>(size), type};
@@ -106,6 +108,8 @@ void ThriftReader::skip(ThriftType type) {
     varint();
   } else if (type == ThriftType::kDouble) {
     take(8);
+  } else if (type == ThriftType::kUuid) {
+    take(16);
   } else if (type == ThriftType::kBinary) {
     binary(type);
   } else if (type == ThriftType::kList || type == ThriftType::kSet) {

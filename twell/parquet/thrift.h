@@ -25,6 +25,7 @@ enum class ThriftType : uint8_t {
   kSet = 10,
   kMap = 11,
   kStruct = 12,
+  kUuid = 13,
 };
 
 class ThriftReader {

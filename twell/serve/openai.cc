@@ -9,8 +9,8 @@
 #include <set>
 
 #include "twell/base/error.h"
+#include "twell/base/json.h"
 #include "twell/base/utf8.h"
-#include "twell/checkpoint/json.h"
 
 namespace twell {
 namespace {
@@ -54,7 +54,7 @@ class Fields {
  public:
   explicit Fields(std::string_view body) {
     try {
-      object_ = parse_json(body, "the body", kMaxDepth);
+      object_ = parse_json(body, "the body", {.depth = kMaxDepth});
     } catch (const InputError& error) {
       throw ApiError(400, error.what());
     }

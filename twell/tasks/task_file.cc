@@ -6,7 +6,7 @@
 
 #include "twell/base/content_hash.h"
 #include "twell/base/error.h"
-#include "twell/checkpoint/json.h"
+#include "twell/base/json.h"
 #include "twell/data/decompress.h"
 #include "twell/parquet/reader.h"
 #include "twell/tasks/text_ops.h"
@@ -128,7 +128,7 @@ struct ItemReader {
     while (!full() && reader.next(line)) {
       if (strip(line).empty()) continue;
       const std::string where = fmt::format("{} line {}", out.file.string(), reader.number());
-      nlohmann::json item = parse_json(line, where, kMaxDepth);
+      nlohmann::json item = parse_json(line, where, {.depth = kMaxDepth, .keys = JsonKeys::kLast});
       hash.add_bytes(std::as_bytes(std::span(line)));
       if (out.items.size() < labels.size() && item.is_object() && !item.contains("label")) {
         item["label"] = labels[out.items.size()];

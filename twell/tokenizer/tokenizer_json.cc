@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/base/json.h"
 #include "twell/base/json_fields.h"
 #include "twell/tokenizer/bpe_alphabet.h"
 #include "twell/tokenizer/tokenizer_spec.h"
@@ -516,8 +517,9 @@ std::vector<std::string> vocabulary_names(const TokenizerSpec& spec) {
 }  // namespace
 
 TokenizerSpec parse_tokenizer_json(std::string_view text, const std::string& source) {
+  const json file = parse_json(text, source);
   try {
-    return read_file_object(json::parse(text.begin(), text.end()));
+    return read_file_object(file);
   } catch (const json::exception& error) {
     const std::string_view what = error.what();  // "[json.exception.parse_error.101] parse ..."
     throw InputError(fmt::format("{} is not a tokenizer.json: {}", source,

@@ -7,8 +7,8 @@
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json.h"
 #include "twell/checkpoint/checkpoint.h"
-#include "twell/checkpoint/json.h"
 #include "twell/checkpoint/safetensors.h"
 
 namespace twell {
@@ -116,7 +116,7 @@ TrainerState read_state(const fs::path& checkpoint) {
   TWELL_REQUIRE(fs::exists(path),
                 "{} has no trainer state to resume from; start from its weights with --from",
                 checkpoint.string());
-  const nlohmann::json json = parse_json(read_file(path), path.string(), kMaxDepth);
+  const nlohmann::json json = parse_json(read_file(path), path.string(), {.depth = kMaxDepth});
   try {
     return parse_state(json);
   } catch (const InputError& error) {
