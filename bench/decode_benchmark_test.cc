@@ -29,7 +29,7 @@ TEST(RunDecode, OneNeuronIn200FiresAndTheSessionHoldsAllTokens) {
     const DecodeLoad load{.batch = 3, .prompt = 70, .tokens = 9, .eight_bit_cache = sparse};
     EXPECT_EQ(decode_session(engine.config(), load, FfnPolicy::kAuto).cache.eight_bits, sparse);
     set_synthetic_sparsity(weights, sparse);
-    const auto policy = sparse ? FfnPolicy::kTileUnion : FfnPolicy::kDense;
+    const auto policy = sparse ? FfnPolicy::kSparse : FfnPolicy::kDense;
     const auto session = engine.session(decode_session(engine.config(), load, policy));
     const DecodeRun run = run_decode(*session, load);
     EXPECT_GT(run.step_seconds, 0.0);

@@ -17,12 +17,11 @@ void run(benchmark::State& state, int64_t tokens, double density, bool gated) {
   for (auto _ : state) {
     for (const FfnBenchmarkRow& row : benchmark_ffn(ctx, options, pattern)) {
       if (row.policy != FfnPolicy::kAuto) {
-        state.counters[std::string(ffn_execution_name(row.execution)) + "_ms"] =
-            row.time.median * 1e3;
+        state.counters[std::string(row.execution.name) + "_ms"] = row.time.median * 1e3;
         continue;
       }
       state.SetIterationTime(row.time.median);
-      state.SetLabel(std::string(ffn_execution_name(row.execution)));
+      state.SetLabel(std::string(row.execution.name));
       state.counters["speedup"] = row.speedup;
       state.counters["nnz"] = row.nnz_per_token;
     }

@@ -187,7 +187,7 @@ std::vector<FfnBenchmarkRow> benchmark_ffn(Context& ctx, const FfnBenchmark& opt
                                        subjects[0].y.matrix(layer.tokens, options.width),
                                        pattern.row_nnz));
     TWELL_CHECK(errors.back() <= tolerance, "{} is off by {} from dense on pattern {}",
-                ffn_execution_name(subject.plan.execution), errors.back(), pattern.name);
+                subject.plan.execution.name, errors.back(), pattern.name);
   }
   // Each round starts with another execution, so that cached data favours none.
   for (size_t round = 0; round < static_cast<size_t>(options.repeats); ++round) {

@@ -40,7 +40,7 @@ FfnCudaRow row_of(const FfnPattern& pattern, FfnExecution execution) {
 void require_same(const FfnCudaRow& row) {
   // Each result is within a few bf16 roundings of the exact one. NaN fails this comparison.
   TWELL_CHECK(row.error < std::ldexp(1.0, -7), "{}: the {} execution differs by {} from dense",
-              row.pattern, ffn_execution_name(row.execution), row.error);
+              row.pattern, row.execution.name, row.error);
 }
 
 // Computes the derived fields from the timings; the first row is dense.
@@ -50,7 +50,9 @@ void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector
   for (size_t i = 0; i < rows.size(); ++i) {
     FfnCudaRow& row = rows[i];
     row.speedup = rows[0].layer.median / row.layer.median;
-    row.chosen = row.execution == choice.execution && !row.eight_bit;
+    const FfnExecution chosen = *choice.execution;
+    row.chosen =
+        !row.eight_bit && (chosen.sparse ? row.execution == chosen : !row.execution.sparse);
     row.reason = choice.reason;
     row.millijoules_per_token = joules_per_run(ctx, meter, layers[i], options.energy_seconds) *
                                 1e3 / (repeats * static_cast<double>(row.tokens));
@@ -59,11 +61,10 @@ void finish(CudaContext& ctx, const FfnCudaBenchmark& options, const std::vector
 
 GpuFfnChoice choice_of(const CudaContext& ctx, const FfnBenchmark& options, int64_t tokens,
                        FfnPolicy policy, const LayerActivity& activity) {
-  const GpuFfnLayer layer{.width = options.width,
-                          .ffn = options.ffn,
-                          .gated = options.gated,
-                          .activation = options.activation,
-                          .device = gpu_device(ctx)};
+  const GpuFfnLayer layer = gpu_ffn_layer(gpu_device(ctx), {.width = options.width,
+                                                            .ffn = options.ffn,
+                                                            .gated = options.gated,
+                                                            .activation = options.activation});
   return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, activity);
 }
 
@@ -311,7 +312,7 @@ FfnCudaResult as_engine(CudaContext& ctx, const FfnCudaBenchmark& options,
   dense.tune(ctx, copies[0].weights(), copies[0].x.data(), dense_y.data());
   dense.forward(ctx, copies[0].weights(), copies[0].x.data(), dense_y.data());
 
-  FfnPlansCuda plans(ctx, 1, o.ffn, FfnPolicy::kTileUnion);
+  FfnPlansCuda plans(ctx, 1, o.ffn, FfnPolicy::kSparse);
   FfnWorkspaceCuda workspace(ctx, tokens, o.width, o.ffn, o.gated);
   const auto run = [&](const DeviceLayer& layer) {
     ffn_forward_cuda(

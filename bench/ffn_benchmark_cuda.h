@@ -44,9 +44,7 @@ struct FfnCudaRow {
   double speedup = 1.0;                // dense median / this median
   double millijoules_per_token = 0.0;  // 0: not measured
 
-  std::string_view name() const {
-    return eight_bit ? dense_8bit_name(*eight_bit) : ffn_execution_name(execution);
-  }
+  std::string_view name() const { return eight_bit ? dense_8bit_name(*eight_bit) : execution.name; }
 };
 
 struct FfnCudaBenchmark {

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -114,7 +115,7 @@ struct Summary {
   double furthest = 0.0;      // of them: deviations
   double worst = 0.0;         // of the others: error over the tolerance
   std::string worst_case;
-  std::array<int64_t, kFfnExecutions> executions{};
+  std::map<FfnExecution, int64_t> executions;
 };
 
 class Comparison {
@@ -151,8 +152,8 @@ class Comparison {
     const Expected expected = dense(c);
     ++summary.cases;
     if (verbose) fmt::print("{}: {}\n", number, text(c));
-    for (const FfnPolicy policy :
-         {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+    for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kSparse,
+                                   FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
       FfnPlansCuda plans(ctx_, 1, c.ffn, policy);
       for (int repeat = 0; repeat < (policy == FfnPolicy::kAuto ? 2 : 1); ++repeat) {
         if (!takes(c, policy, workspace.layer())) {
@@ -161,10 +162,9 @@ class Comparison {
         }
         call(c, plans[0], workspace);
         plans.update(ctx_);
-        const std::string name =
-            fmt::format("case {}: {}, {} as {}", number, text(c), ffn_policy_name(policy),
-                        ffn_execution_name(plans[0].plan.execution));
-        ++summary.executions[static_cast<size_t>(plans[0].plan.execution)];
+        const std::string name = fmt::format("case {}: {}, {} as {}", number, text(c),
+                                             ffn_policy_name(policy), plans[0].plan.execution.name);
+        ++summary.executions[plans[0].plan.execution];
         compare(c, number, expected, name, summary);
       }
     }
@@ -441,9 +441,8 @@ int64_t run(const Options& options) {
   fmt::print("{}: seed {}, cases {} to {}: {} calls, {} refused, {} rows\n", ctx.device_name(),
              options.seed, options.first, options.first + options.count - 1, summary.calls,
              summary.refused, summary.rows);
-  for (int i = 0; i < kFfnExecutions; ++i) {
-    fmt::print("  {}: {} calls\n", ffn_execution_name(static_cast<FfnExecution>(i)),
-               summary.executions[static_cast<size_t>(i)]);
+  for (const auto& [execution, calls] : summary.executions) {
+    fmt::print("  {}: {} calls\n", execution.name, calls);
   }
   fmt::print(
       "wrong rows: {} in {} calls\nunlikely rows: {}\nrows beyond the quick estimate: {}, {:.2f} "

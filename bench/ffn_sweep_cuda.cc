@@ -211,7 +211,7 @@ class DenseLayers {
 FfnSweepRow measure(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape, int64_t tokens,
                     const std::string& pattern, const DenseFfnCuda& dense, const Operands& operands,
                     FfnWorkspaceCuda& workspace, std::set<int64_t>& settled) {
-  FfnPlansCuda sparse(ctx, 1, shape.ffn, FfnPolicy::kTileUnion);
+  FfnPlansCuda sparse(ctx, 1, shape.ffn, FfnPolicy::kSparse);
   FfnPlansCuda automatic(ctx, 1, shape.ffn, FfnPolicy::kAuto);
   const auto call = [&](FfnPlansCuda& plans, int64_t copy) {
     ffn_forward_cuda(
@@ -231,27 +231,23 @@ FfnSweepRow measure(CudaContext& ctx, const FfnSweep& sweep, FfnSweepShape shape
   row.error = operands.error(tokens);
   TWELL_CHECK(row.error < std::ldexp(1.0, -7),
               "D {}, F {}, {} tokens, {}: the {} execution differs by {} from dense", shape.width,
-              shape.ffn, tokens, pattern, ffn_execution_name(row.sparse), row.error);
+              shape.ffn, tokens, pattern, row.sparse.name, row.error);
   call(automatic, 0);
   automatic.update(ctx);
   call(automatic, 0);  // makes the cuBLASLt plans, which a capture must not do
   row.chosen = automatic[0].plan.execution;
   // The plans settle as they do when the layers of a model run one after the other.
-  if (row.chosen == FfnExecution::kDense && settled.insert(tokens).second) {
+  if (!row.chosen.sparse && settled.insert(tokens).second) {
     for (int64_t run = 1; run < MatmulPlanCuda::kRunsToSettle; ++run) {
       call(automatic, run % operands.copies());
     }
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
     call(automatic, 0);
   }
-  const GpuFfnLaunch ran =
-      choose_gpu_ffn(workspace.layer(), {.tokens = tokens, .policy = FfnPolicy::kTileUnion},
-                     row.activity)
-          .launch;
-  for (const GpuFfnRow& entry : gpu_ffn_table()) {
+  for (const GpuFfnExecution& entry : gpu_ffn_registry()) {
     const double cost = entry.cost(workspace.layer(), tokens, row.activity);
-    if (entry.launch == GpuFfnLaunch::kDenseGemms) row.dense_estimate_us = cost;
-    if (entry.launch == ran) row.sparse_estimate_us = cost;
+    if (entry.name == "dense-gemms") row.dense_estimate_us = cost;
+    if (entry.name == row.sparse.name) row.sparse_estimate_us = cost;
   }
   // A graph holds several short calls in sequence, so that its launch time is a small share.
   const int64_t calls = std::max(operands.copies(), tokens <= 1024 ? kShortCalls : int64_t{2});

@@ -161,7 +161,7 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
   for (int64_t layer = 0; layer < layers; ++layer) {
     const FfnPlan& plan = forward_.ffn_plans()[layer].plan;
     run.nnz_per_token.push_back(plan.nnz_per_token());
-    run.executions.emplace_back(ffn_execution_name(plan.execution));
+    run.executions.emplace_back(plan.execution.name);
     run.checked_pairs += plan.checked_pairs;
     run.missed_pairs += plan.missed_pairs;
   }

@@ -85,7 +85,7 @@ void print_row(const Table& table, const FfnBenchmarkRow& row, const FfnBenchmar
   // Dense FLOPs: three (non-gated: two) matrix products of 2 M D F operations each.
   const double dense_flops = (options.gated ? 6.0 : 4.0) * static_cast<double>(row.tokens) *
                              static_cast<double>(options.width) * static_cast<double>(options.ffn);
-  const std::string execution(ffn_execution_name(row.execution));
+  const std::string execution(row.execution.name);
   table.print_row({fmt::format("  {}", row.policy == FfnPolicy::kAuto ? "auto" : execution),
                    execution, fmt::format("{:.3f}", row.time.median * 1e3),
                    fmt::format("{:.3f}", row.time.p10 * 1e3),
@@ -99,8 +99,8 @@ nlohmann::json to_json(const FfnBenchmarkRow& row, const FfnBenchmark& options, 
   nlohmann::json json = machine_json(threads);
   json["bench"] = "ffn";
   json["pattern"] = row.pattern;
-  json["policy"] = row.policy == FfnPolicy::kAuto ? "auto" : ffn_execution_name(row.execution);
-  json["execution"] = ffn_execution_name(row.execution);
+  json["policy"] = row.policy == FfnPolicy::kAuto ? "auto" : row.execution.name;
+  json["execution"] = row.execution.name;
   json["tokens"] = row.tokens;
   json["width"] = options.width;
   json["ffn"] = options.ffn;

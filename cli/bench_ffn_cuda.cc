@@ -26,7 +26,7 @@ double dense_equivalent_tflops(const FfnBenchmark& options, const FfnCudaRow& ro
 
 // TFLOP/s with only the operations computed: the gate, and the rest for active neurons.
 double effective_tflops(const FfnBenchmark& options, const FfnCudaRow& row) {
-  if (row.execution == FfnExecution::kDense) return dense_equivalent_tflops(options, row);
+  if (!row.execution.sparse) return dense_equivalent_tflops(options, row);
   const double pairs =
       static_cast<double>(options.ffn) + (options.gated ? 2.0 : 1.0) * row.nnz_per_token;
   return 2.0 * static_cast<double>(row.tokens) * static_cast<double>(options.width) * pairs /
@@ -102,8 +102,8 @@ nlohmann::json sweep_json(const CudaContext& ctx, const FfnSweepRow& row) {
                              {"union_share", row.activity.union_share},
                              {"largest_union", row.activity.largest_union},
                              {"extra_tiles", row.activity.extra_tiles},
-                             {"sparse", ffn_execution_name(row.sparse)},
-                             {"auto", ffn_execution_name(row.chosen)},
+                             {"sparse", row.sparse.name},
+                             {"auto", row.chosen.name},
                              {"dense_us", row.dense_us},
                              {"sparse_us", row.sparse_us},
                              {"auto_us", row.auto_us},
@@ -127,7 +127,7 @@ struct SweepSummary {
     }
     if (ratio < 0.97) ++slower;
     if (row.auto_us > 1.07 * std::min(row.dense_us, row.sparse_us)) ++off_the_best;
-    if (row.chosen != FfnExecution::kDense) ++sparse;
+    if (row.chosen.sparse) ++sparse;
   }
   std::vector<std::string> cells(const std::string& width, const std::string& ffn) const {
     return {width,
@@ -137,7 +137,7 @@ struct SweepSummary {
             fmt::format("{:.1f}%", percent(slower)),
             fmt::format("{:.1f}%", percent(off_the_best)),
             fmt::format("{:.2f}x: {} tokens, {}, {}", worst_ratio, worst.tokens, worst.pattern,
-                        ffn_execution_name(worst.chosen))};
+                        worst.chosen.name)};
   }
   double percent(int64_t count) const {
     return 100.0 * static_cast<double>(count) / static_cast<double>(std::max<int64_t>(cases, 1));

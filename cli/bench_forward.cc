@@ -115,8 +115,8 @@ void print_table(const ForwardComparison& result, const Subject& subject, int th
     const LayerComparison& layer = result.layers[i];
     const double density = layer.nnz_per_token / static_cast<double>(subject.model->config.ffn);
     layers.print_row({fmt::format("{}", i), fmt::format("{:.1f}", layer.nnz_per_token),
-                      fmt::format("{:.2f}%", 100.0 * density),
-                      std::string(ffn_execution_name(layer.execution)), layer.reason});
+                      fmt::format("{:.2f}%", 100.0 * density), std::string(layer.execution.name),
+                      layer.reason});
   }
   layers.print_left_out();
 }
@@ -135,7 +135,7 @@ nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, 
   row["max_abs_logit_diff"] = result.max_abs_logit_diff;
   for (const LayerComparison& layer : result.layers) {
     row["per_layer"].push_back({{"nnz_per_token", layer.nnz_per_token},
-                                {"execution", ffn_execution_name(layer.execution)},
+                                {"execution", layer.execution.name},
                                 {"reason", layer.reason}});
   }
   return row;
@@ -189,9 +189,10 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
              "Tokens per sequence; 0: the model's context")
       .at_least(0);
   command.value("--repeats", &arguments->comparison.repeats, "N", "Timed runs of each, in turn");
-  command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution to compare with dense: auto, dense, row-fused, tile-union, screened, "
-                "screened-strict");
+  command.value(
+      "--ffn", &arguments->ffn, "NAME",
+      "Execution to compare with dense: auto, dense, sparse, screened, screened-strict, or "
+      "the name of one (doctor --executions)");
   command.value("--patterns", &arguments->patterns, "FILE",
                 "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
                 "the gate GEMM still runs");

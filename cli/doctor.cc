@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "cli/text_layout.h"
 #include "twell/base/cpu_limit.h"
+#include "twell/ops/ffn/registry.h"
 #ifdef TWELL_HAVE_CUDA
 #include <cuda_runtime_api.h>
 #endif
@@ -92,7 +93,11 @@ void print(const nlohmann::json& report) {
   }
 }
 
-int run_doctor(bool json) {
+int run_doctor(bool json, bool executions) {
+  if (executions) {
+    fmt::print("{}", gpu_ffn_registry_table());
+    return kExitOk;
+  }
   const nlohmann::json report = examine();
   if (json) {
     fmt::print("{}\n", report.dump());
@@ -106,9 +111,12 @@ int run_doctor(bool json) {
 
 void add_doctor_command(Command& root) {
   auto json = std::make_shared<bool>(false);
+  auto executions = std::make_shared<bool>(false);
   Command& command = root.add("doctor", "What this machine offers and this build can use");
-  command.runs([json] { return run_doctor(*json); });
+  command.runs([json, executions] { return run_doctor(*json, *executions); });
   command.flag("--json", json.get(), "Print one JSON object");
+  command.flag("--executions", executions.get(),
+               "Print how GPUs run feed-forward layers, and what each execution takes");
 }
 
 }  // namespace twell::cli

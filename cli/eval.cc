@@ -114,9 +114,10 @@ void add_eval_command(Command& root, CommonOptions& common) {
                "Tokens attend only to their own document, or to all of the window (default: as the "
                "checkpoint was trained)");
   command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
-  command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
-                "screened-strict");
+  command.value(
+      "--ffn", &arguments->ffn, "NAME",
+      "Execution of the FFN layers: auto, dense, sparse, screened, screened-strict, or the "
+      "name of one (doctor --executions)");
   command
       .flag("", "--no-bos", &arguments->text.begin_token,
             "Texts and prompts without the begin token that the tokenizer's template puts in front "

@@ -316,9 +316,10 @@ void add_generate_command(Command& root, CommonOptions& common) {
   GenerateOptions& options = arguments->generate;
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
-  command.value("--ffn", &arguments->ffn, "NAME",
-                "Execution of the FFN layers: auto, dense, row-fused, tile-union, screened, "
-                "screened-strict");
+  command.value(
+      "--ffn", &arguments->ffn, "NAME",
+      "Execution of the FFN layers: auto, dense, sparse, screened, screened-strict, or the "
+      "name of one (doctor --executions)");
   command.flag(
       "--cache-8bit", &arguments->cache_8bit,
       "Keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a "

@@ -16,8 +16,7 @@ using nlohmann::ordered_json;
 double share(double part, int64_t whole) { return part / static_cast<double>(whole); }
 
 ordered_json expected_json(const ExpectedFfn& expected) {
-  return {{"execution", ffn_execution_name(expected.execution())},
-          {"ffn_speedup", expected.speedup()}};
+  return {{"execution", expected.execution().name}, {"ffn_speedup", expected.speedup()}};
 }
 
 ordered_json layer_json(const Inspection& inspection, size_t i) {
@@ -178,13 +177,12 @@ LayerTable layer_table(const Inspection& inspection) {
              fmt::format("{}", layer.max())};
     if (!inspection.profile) continue;
     const LayerProfile& profile = inspection.profile->layers[i];
-    cells.insert(cells.end(), {percent_cell(static_cast<double>(profile.never_fired()), ffn, 1),
-                               union_cell(profile.mean_union_64(), profile.tiles_64),
-                               union_cell(profile.mean_union_128(), profile.tiles_128),
-                               std::string(ffn_execution_name(profile.prompt.execution())),
-                               speedup_cell(profile.prompt),
-                               std::string(ffn_execution_name(profile.decode.execution())),
-                               speedup_cell(profile.decode)});
+    cells.insert(cells.end(),
+                 {percent_cell(static_cast<double>(profile.never_fired()), ffn, 1),
+                  union_cell(profile.mean_union_64(), profile.tiles_64),
+                  union_cell(profile.mean_union_128(), profile.tiles_128),
+                  std::string(profile.prompt.execution().name), speedup_cell(profile.prompt),
+                  std::string(profile.decode.execution().name), speedup_cell(profile.decode)});
   }
   return table;
 }

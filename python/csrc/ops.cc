@@ -9,6 +9,7 @@
 #include <exception>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "python/csrc/ops.h"
 #include "python/csrc/plan.h"
@@ -33,22 +34,29 @@ void plan_update(int64_t handle, Tensor report) {
   const std::lock_guard lock(plan->runtime->mutex);
   fetch_cuda_counts(*plan);
   const auto value = [](int64_t v) { return static_cast<double>(v); };
-  const PlanReport values = {value(plan->train.tokens),
-                             value(plan->train.nnz),
-                             value(plan->train.union_neurons),
-                             value(plan->train.max_row_nnz),
-                             value(plan->train.recomputed),
-                             plan->train.l1_sum,
-                             value(plan->last.tokens),
-                             value(plan->inference.tokens),
-                             value(plan->inference.nnz),
-                             value(plan->inference.max_row_nnz),
-                             value(static_cast<int64_t>(plan->inference.execution))};
+  const PlanReport values = {value(plan->train.tokens),        value(plan->train.nnz),
+                             value(plan->train.union_neurons), value(plan->train.max_row_nnz),
+                             value(plan->train.recomputed),    plan->train.l1_sum,
+                             value(plan->last.tokens),         value(plan->inference.tokens),
+                             value(plan->inference.nnz),       value(plan->inference.max_row_nnz)};
   std::copy(values.begin(), values.end(), static_cast<double*>(report.mutable_data_ptr()));
   plan->train = {};
   const FfnExecution execution = plan->inference.execution;
   plan->inference = {};
   plan->inference.execution = execution;
+}
+
+// name: uint8 on the CPU. The execution of the last inference call before the last update, as bytes
+// followed by zeros.
+void plan_execution(int64_t handle, Tensor name) {
+  const std::shared_ptr<Plan> plan = find_plan(handle);
+  const std::lock_guard lock(plan->runtime->mutex);
+  const std::string_view execution = plan->inference.execution.name;
+  TWELL_CHECK(name.numel() >= std::ssize(execution), "{} bytes for the name {}", name.numel(),
+              execution);
+  auto* const out = static_cast<uint8_t*>(name.mutable_data_ptr());
+  std::fill_n(out, name.numel(), uint8_t{0});
+  std::copy(execution.begin(), execution.end(), out);
 }
 
 // active: uint8 [F] on the CPU, set to 1 for each neuron that fired in training since the last
@@ -220,6 +228,7 @@ TWELL_TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def("plan_release(int plan) -> ()");
   m.def("plan_set_policy(int plan, str policy) -> ()");
   m.def("plan_update(int plan, Tensor(a!) report) -> ()");
+  m.def("plan_execution(int plan, Tensor(a!) name) -> ()");
   m.def("plan_active(int plan, Tensor(a!) active) -> ()");
   m.def(
       "plan_choose(int plan, bool cuda, int tokens, int width, int ffn, bool gated, float nnz, "
@@ -228,6 +237,7 @@ TWELL_TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) {
 
 TWELL_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) {
   m.impl("plan_update", TORCH_BOX(&twell::python::plan_update));
+  m.impl("plan_execution", TORCH_BOX(&twell::python::plan_execution));
   m.impl("plan_active", TORCH_BOX(&twell::python::plan_active));
 }
 

@@ -74,7 +74,6 @@ enum PlanField {
   kInferTokens,
   kInferNnz,
   kInferMaxRow,
-  kInferExecution,  // FfnExecution of the last inference call
   kPlanFields
 };
 using PlanReport = std::array<double, kPlanFields>;

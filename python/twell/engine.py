@@ -82,7 +82,8 @@ class Engine:
     threads: of the CPU; 0: all.
     slots: sequences that are computed at once; others wait.
     context: most tokens of a sequence, its prompt included; 0: the model's, at most 16384.
-    ffn: execution of the feed-forward layers: "auto", "dense", "row-fused" or "tile-union".
+    ffn: execution of the feed-forward layers: "auto", "dense", "sparse", "screened",
+        "screened-strict", or the name of one (`twell doctor --executions`).
     cache_8bit: keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a
         quarter of the CPU's.
     """

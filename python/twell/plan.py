@@ -11,10 +11,9 @@ import torch
 
 from ._library import ops as _ops
 
-_POLICIES = {"auto": "auto", "dense": "dense", "sparse": "tile-union"}
-_INFERENCE = ("dense", "row-fused", "tile-union", "decode-rows", "small-batch",
-              "screened")
-_REPORT_FIELDS = 11
+_POLICIES = {"auto": "auto", "dense": "dense", "sparse": "sparse"}
+_REPORT_FIELDS = 10
+_NAME_BYTES = 64  # of an execution's name, at most
 _STEP = 1.25  # capacities grow in steps of this factor, so that compiled graphs stay valid
 
 
@@ -90,7 +89,9 @@ class Plan:
         )
         self.inference_tokens = int(values[7])
         self.inference_nnz = int(values[8])
-        self.inference_execution = _INFERENCE[int(values[10])]
+        name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+        _ops.plan_execution(self.handle, name)
+        self.inference_execution = bytes(name.tolist()).rstrip(b"\0").decode()
         if tokens:
             self._choose(int(values[6]), width, ffn, gated, cuda)
         return self.train

@@ -18,6 +18,9 @@ enum class Activation {
   kQuickGelu,  // x sigmoid(1.702 x)
   kRelu2,      // max(x, 0)^2
 };
+inline constexpr Activation kActivations[] = {Activation::kRelu,      Activation::kSilu,
+                                              Activation::kGelu,      Activation::kGeluTanh,
+                                              Activation::kQuickGelu, Activation::kRelu2};
 
 // Whether f is exactly 0 for all x <= 0.
 constexpr bool leaves_zeros(Activation activation) {

@@ -80,8 +80,13 @@ TEST_F(ActivityProfileTest, CountsWhatFires) {
     EXPECT_EQ(got.tiles_128, 1);
     EXPECT_EQ(got.union_64, std::ssize(first_64) + std::ssize(second_64) + std::ssize(third_64));
     EXPECT_EQ(got.union_128, std::ssize(first_128));
-    EXPECT_EQ(got.decode.runs[0] + got.decode.runs[1] + got.decode.runs[2], 200);
-    EXPECT_EQ(got.prompt.runs[0] + got.prompt.runs[1] + got.prompt.runs[2], 1);
+    const auto all = [](const ExpectedFfn& expected) {
+      int64_t runs = 0;
+      for (const auto& [execution, count] : expected.runs) runs += count;
+      return runs;
+    };
+    EXPECT_EQ(all(got.decode), 200);
+    EXPECT_EQ(all(got.prompt), 1);
   }
   for (int32_t id = 0; id < kSmallVocab; ++id) {
     EXPECT_EQ(profile.by_token[static_cast<size_t>(id)].seen,
@@ -142,8 +147,8 @@ TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
     EXPECT_DOUBLE_EQ(profile.layers[0].mean_union_128(), 0.0);
     EXPECT_DOUBLE_EQ(profile.nnz_of(3), static_cast<double>(active));
     speedups.push_back(profile.prompt().speedup());
-    EXPECT_EQ(profile.prompt().execution() == FfnExecution::kDense, active == 96);
-    EXPECT_EQ(profile.decode().execution() == FfnExecution::kDense, active == 96);
+    EXPECT_EQ(profile.prompt().execution().sparse, active != 96);
+    EXPECT_EQ(profile.decode().execution().sparse, active != 96);
   }
   EXPECT_DOUBLE_EQ(speedups[0], 1.0);
   EXPECT_GT(speedups[1], 1.2);
@@ -162,11 +167,11 @@ TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
     light.row_begin.push_back(std::ssize(light.column));
     busy.row_begin.push_back(std::ssize(busy.column));
   }
-  EXPECT_NE(costs->together(light).execution(), FfnExecution::kDense);
-  EXPECT_EQ(costs->one_by_one(light).execution(), FfnExecution::kDecodeRows);
-  EXPECT_EQ(costs->one_by_one(light).runs[static_cast<size_t>(FfnExecution::kDecodeRows)], 1024);
+  EXPECT_TRUE(costs->together(light).execution().sparse);
+  EXPECT_EQ(costs->one_by_one(light).execution().name, "decode-rows");
+  EXPECT_EQ(costs->one_by_one(light).runs[*find_gpu_ffn("decode-rows")], 1024);
   EXPECT_GT(costs->together(light).speedup(), 1.2);
-  EXPECT_EQ(costs->together(busy).execution(), FfnExecution::kDense);
+  EXPECT_FALSE(costs->together(busy).execution().sparse);
   EXPECT_DOUBLE_EQ(costs->together(busy).speedup(), 1.0);
 }
 

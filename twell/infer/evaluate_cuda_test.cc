@@ -48,7 +48,7 @@ TEST_F(EvaluateCudaTest, FiguresEqualCpu) {
     add_texts(cpu);
     const Evaluation& want = cpu.finish();
     double first = 0.0;
-    for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused}) {
+    for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kSparse}) {
       if (policy != FfnPolicy::kDense && ctx_->compute_capability() != 90) continue;
       ScorerCuda scorer(*ctx_, *device_model_, policy);
       Evaluator gpu(scorer, options);
@@ -105,7 +105,7 @@ TEST_F(EvaluateCudaTest, ProfileEqualsCpu) {
     EXPECT_NEAR(static_cast<double>(nnz) / static_cast<double>(got.tokens),
                 evaluation.layers[layer].mean(), 0.002 * evaluation.layers[layer].mean());
     EXPECT_GE(a.prompt.speedup(), 1.0);
-    EXPECT_GT(a.prompt.runs[0] + a.prompt.runs[1] + a.prompt.runs[2], 0);
+    EXPECT_FALSE(a.prompt.runs.empty());
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/model/ffn_shape.h"
 #include "twell/ops/ffn/cpu/ffn_cost.h"
 #include "twell/ops/ffn/cpu/sparse_up_down.h"
 
@@ -57,7 +58,7 @@ class CpuCosts : public ExecutionCosts {
     const FfnExecution execution = cheapest_execution(work);
     const double dense = dense_cost(work);
     const double firing = gated_ ? 0.5 * dense : dense;
-    ++expected.runs[static_cast<size_t>(execution)];
+    ++expected.runs[execution];
     expected.dense_cost += firing + dense;
     expected.cost += firing + cost_of(execution, work);
   }
@@ -93,7 +94,7 @@ class GpuCosts : public ExecutionCosts {
   ExpectedFfn expected(const LayerActivity& activity, int64_t tokens, int64_t runs) const {
     const GpuFfnChoice choice = choose_gpu_ffn(layer_, {.tokens = tokens}, activity);
     ExpectedFfn out;
-    out.runs[static_cast<size_t>(choice.execution)] = runs;
+    out.runs[*choice.execution] = runs;
     out.dense_cost = choice.dense_cost * static_cast<double>(runs);
     out.cost = choice.cost * static_cast<double>(runs);
     return out;
@@ -105,11 +106,13 @@ class GpuCosts : public ExecutionCosts {
 }  // namespace
 
 FfnExecution ExpectedFfn::execution() const {
-  return static_cast<FfnExecution>(std::max_element(runs.begin(), runs.end()) - runs.begin());
+  const auto most = std::max_element(
+      runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most == runs.end() ? FfnExecution::kDense : most->first;
 }
 
 ExpectedFfn& ExpectedFfn::operator+=(const ExpectedFfn& other) {
-  for (size_t i = 0; i < runs.size(); ++i) runs[i] += other.runs[i];
+  for (const auto& [execution, count] : other.runs) runs[execution] += count;
   dense_cost += other.dense_cost;
   cost += other.cost;
   return *this;
@@ -120,8 +123,7 @@ std::unique_ptr<ExecutionCosts> cpu_costs(Context& ctx, const ModelConfig& confi
 }
 
 std::unique_ptr<ExecutionCosts> gpu_costs(const ModelConfig& config, const GpuDevice& device) {
-  return std::make_unique<GpuCosts>(GpuFfnLayer{
-      .width = config.width, .ffn = config.ffn, .gated = config.gated, .device = device});
+  return std::make_unique<GpuCosts>(gpu_ffn_layer(device, ffn_shape(config)));
 }
 
 }  // namespace twell

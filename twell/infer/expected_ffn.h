@@ -3,24 +3,24 @@
 // speed-up over dense.
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string_view>
 
 #include "twell/base/context.h"
 #include "twell/format/statistics.h"
 #include "twell/model/config.h"
-#include "twell/ops/ffn/dispatch.h"
 #include "twell/ops/ffn/ffn.h"
+#include "twell/ops/ffn/registry.h"
 
 namespace twell {
 
 // The whole FFN of one layer, including its gate projection, under the cost model of ops/ffn.
 struct ExpectedFfn {
-  std::array<int64_t, kFfnExecutions> runs = {};  // how often each FfnExecution is the cheapest
-  double dense_cost = 0.0;                        // sum over all runs, in a device-specific unit
-  double cost = 0.0;  // the same with the cheapest execution of each run
+  std::map<FfnExecution, int64_t> runs;  // how often each is the cheapest
+  double dense_cost = 0.0;               // sum over all runs, in a device-specific unit
+  double cost = 0.0;                     // the same with the cheapest execution of each run
 
   FfnExecution execution() const;  // the most frequent
   double speedup() const { return cost == 0.0 ? 1.0 : dense_cost / cost; }

@@ -150,8 +150,7 @@ TokenLogProbs SessionCpu::drawn_log_probs(int64_t row) {
 std::vector<ActiveNeurons> SessionCpu::active_neurons() const {
   std::vector<ActiveNeurons> layers;
   for (const FfnPlan& plan : state_.ffn_plans) {
-    layers.push_back(
-        {.per_token = plan.nnz_per_token(), .sparse = plan.execution != FfnExecution::kDense});
+    layers.push_back({.per_token = plan.nnz_per_token(), .sparse = plan.execution.sparse});
   }
   return layers;
 }

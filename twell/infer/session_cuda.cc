@@ -285,8 +285,7 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
   const FfnPlansCuda& plans = forward_.ffn_plans();
   for (int64_t layer = 0; layer < plans.size(); ++layer) {
     const FfnPlan& plan = plans[layer].plan;
-    layers.push_back(
-        {.per_token = plan.nnz_per_token(), .sparse = plan.execution != FfnExecution::kDense});
+    layers.push_back({.per_token = plan.nnz_per_token(), .sparse = plan.execution.sparse});
   }
   return layers;
 }

@@ -119,7 +119,7 @@ class SessionCuda : public Session {
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]
   // Key: number of sequences, ForwardCuda::path().
-  StepGraphs<std::pair<int64_t, GpuLayersPath>, Graph> graphs_;
+  StepGraphs<std::pair<int64_t, route::LayersPath>, Graph> graphs_;
   int64_t graphs_captured_ = 0;
   int64_t tokens_ = 0;        // so far
   int64_t update_after_ = 1;  // tokens at which the FFN plans are updated next

@@ -139,8 +139,8 @@ TEST_P(DecodeCudaTest, EqualsCpu) {
   std::vector<std::vector<float>> wanted;
   for (const size_t slot : all_) wanted.push_back(cpu_hidden(slot));
   for (const auto& [policy, one_kernel] :
-       {std::pair{FfnPolicy::kDense, true}, std::pair{FfnPolicy::kRowFused, true},
-        std::pair{FfnPolicy::kDense, false}, std::pair{FfnPolicy::kRowFused, false}}) {
+       {std::pair{FfnPolicy::kDense, true}, std::pair{FfnPolicy::kSparse, true},
+        std::pair{FfnPolicy::kDense, false}, std::pair{FfnPolicy::kSparse, false}}) {
     const auto forward = make_forward(policy);
     prefill(*forward);
     std::vector<__nv_bfloat16> hidden;
@@ -170,7 +170,7 @@ TEST_P(DecodeCudaTest, ATokenDoesNotDependOnItsNeighbours) {
       std::ssize(all_)) {
     GTEST_SKIP() << "too wide for all of them in one kernel, whose sums have another order";
   }
-  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kRowFused}) {
+  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kSparse}) {
     const auto forward = make_forward(policy);
     prefill(*forward);
     const auto rewind = [&] {
@@ -205,7 +205,7 @@ TEST_P(DecodeCudaTest, AScreenChangesNothing) {
   std::vector<uint16_t> hidden[2];
   std::vector<int64_t> nnz[2];
   for (const bool screens : {false, true}) {
-    const auto forward = make_forward(FfnPolicy::kRowFused);
+    const auto forward = make_forward(FfnPolicy::kSparse);
     // Up to 2,304 columns, shared memory has room for screens in addition to the ring buffer.
     const int64_t width = model_->config.width;
     if (screens) {
@@ -231,7 +231,7 @@ TEST_P(DecodeCudaTest, AScreenChangesNothing) {
 TEST_P(DecodeCudaTest, CountsActiveNeurons) {
   std::vector<int64_t> counts[2];
   for (const bool sparse : {false, true}) {
-    const auto forward = make_forward(sparse ? FfnPolicy::kRowFused : FfnPolicy::kDense);
+    const auto forward = make_forward(sparse ? FfnPolicy::kSparse : FfnPolicy::kDense);
     prefill(*forward);
     forward->ffn_plans().update(*ctx_);
     std::vector<int64_t> before;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "twell/base/rounding.h"
+#include "twell/model/ffn_shape.h"
 #include "twell/model/qkv.h"
 #include "twell/model/rotary.h"
 #include "twell/model/token_rows.h"
@@ -45,23 +46,25 @@ ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
   return plan;
 }
 
-// The model's properties on this device that the table of executions needs.
-GpuLayers gpu_layers(const CudaContext& ctx, const ModelConfig& config) {
-  GpuLayers layers{.ffn = {.width = config.width,
-                           .ffn = config.ffn,
-                           .gated = config.gated,
-                           .activation = config.activation,
-                           .biased = config.mlp_bias,
-                           .row_tokens = layer_ops::max_tokens(config.width),
-                           .device = gpu_device(ctx)},
-                   .head_dim = config.head_dim,
-                   .qk_norm = config.qk_norm,
-                   .o_bias = config.o_bias,
-                   .window = config.sliding_window,
-                   .row_tokens = layer_ops::max_tokens(std::max(config.width, config.q_width()))};
-  layers.one_kernel_tokens = gpu_one_kernel_tokens(
-      layers, config.layers, kMaxDecodeLayers,
-      decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
+// The model's properties on this device that its route needs. A policy that names an execution runs
+// that one, and no kernel of all layers.
+route::Layers route_layers(const CudaContext& ctx, const ModelConfig& config, FfnPolicy policy) {
+  const GpuDevice device = gpu_device(ctx);
+  const GpuFfnLayer ffn = gpu_ffn_layer(device, ffn_shape(config));
+  const int64_t widest = std::max(config.width, config.q_width());
+  route::Layers layers{
+      .head_dim = config.head_dim,
+      .relu = config.activation == Activation::kRelu,
+      .biased = config.mlp_bias,
+      .qk_norm = config.qk_norm,
+      .o_bias = config.o_bias,
+      .window = config.sliding_window,
+      .norm_tokens = std::min(gpu_ffn_norm_tokens(ffn, policy), gpu_row_tokens(device, widest))};
+  if (policy.kind != FfnPolicy::Kind::kNamed) {
+    layers.one_kernel_tokens = route::one_kernel_tokens(
+        layers, config.layers, kMaxDecodeLayers,
+        decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
+  }
   return layers;
 }
 
@@ -72,11 +75,12 @@ constexpr int64_t kScreenTile = 256;  // gates' spreads are padded to a multiple
 std::optional<ScreenBound> screen_bound(const CudaContext& ctx, const ModelConfig& config,
                                         const ForwardPlanCuda& plan) {
   if (plan.ffn != FfnPolicy::kScreened && plan.ffn != FfnPolicy::kScreenedStrict) return {};
-  GpuFfnLayer layer = gpu_layers(ctx, config).ffn;
+  GpuFfnLayer layer = gpu_ffn_layer(gpu_device(ctx), ffn_shape(config));
   layer.screen =
       plan.ffn == FfnPolicy::kScreened ? ScreenBound::kProbabilistic : ScreenBound::kStrict;
-  const bool taken = std::ranges::any_of(gpu_ffn_table(), [&](const GpuFfnRow& row) {
-    return row.screened && gpu_ffn_unsupported(row, layer, {.tokens = plan.max_tokens}).empty();
+  const bool taken = std::ranges::any_of(gpu_ffn_registry(), [&](const GpuFfnExecution& row) {
+    return row.limits.screened &&
+           gpu_ffn_unsupported(row, layer, {.tokens = plan.max_tokens}).empty();
   });
   return taken ? layer.screen : std::nullopt;
 }
@@ -93,9 +97,10 @@ int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
 DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   return {.multiprocessors = ctx.multiprocessors(),
-          .tokens = plan.eight_bit_cache ? 0
-                                         : std::min({plan.max_sequences, plan.max_tokens,
-                                                     gpu_layers(ctx, config).one_kernel_tokens}),
+          .tokens = plan.eight_bit_cache
+                        ? 0
+                        : std::min({plan.max_sequences, plan.max_tokens,
+                                    route_layers(ctx, config, plan.ffn).one_kernel_tokens}),
           .width = config.width,
           .heads = config.heads,
           .kv_heads = config.kv_heads,
@@ -128,7 +133,8 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn),
       decode_shape_(decode_shape(ctx, config_, plan)),
       decode_memory_(decode_workspace_bytes(decode_shape_)),
-      layers_(gpu_layers(ctx, config_)) {
+      ffn_layer_(gpu_ffn_layer(gpu_device(ctx), ffn_shape(config_))),
+      layers_(route_layers(ctx, config_, plan.ffn)) {
   layers_.one_kernel_tokens = decode_shape_.tokens;
   if (decode_memory_.size() > 0) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(decode_memory_.data(), 0,
@@ -466,12 +472,13 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
     if (!group.widened) group.ragged = attention_ragged(ctx_, attention_of(0, group), attention_);
   }
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
-  const GpuLayersPath path = choose_gpu_layers(layers_, staged_batch(observed, hooks.one_kernel));
-  if (path == GpuLayersPath::kOneKernel) {
+  const route::LayersPath path =
+      route::layers_path(layers_, staged_batch(observed, hooks.one_kernel));
+  if (path == route::LayersPath::kOneKernel) {
     enqueue_decode_layers(hooks);
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
-      if (path == GpuLayersPath::kFewKernels) {
+      if (path == route::LayersPath::kFewKernels) {
         enqueue_few_tokens_layer(layer);
       } else {
         enqueue_layer(layer, row_nnz, hooks);
@@ -622,7 +629,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   done(ForwardStage::kFfn);
 }
 
-GpuBatch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
+route::Batch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
   return {.tokens = staged_.tokens,
           .cached = staged_.cache != nullptr,
           .observed = observed,
@@ -636,15 +643,16 @@ void ForwardCuda::find_sparse_layers() {
   plans_revision_ = ffn_plans_.revision();
   int64_t sparse = 0;
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    const GpuFfnCall call{.tokens = kBatchTokens, .policy = ffn_plans_[layer].plan.policy};
-    const GpuFfnChoice choice = choose_gpu_ffn(layers_.ffn, call, ffn_plans_[layer].activity);
-    sparse += choice.execution != FfnExecution::kDense;
+    const GpuFfnCall call{.tokens = route::kSparseProbeTokens,
+                          .policy = ffn_plans_[layer].plan.policy};
+    const GpuFfnChoice choice = choose_gpu_ffn(ffn_layer_, call, ffn_plans_[layer].activity);
+    sparse += choice.execution->sparse;
   }
   layers_.sparse = 2 * sparse > config_.layers;
 }
 
-GpuLayersPath ForwardCuda::path() const {
-  return choose_gpu_layers(layers_, staged_batch(false, false));
+route::LayersPath ForwardCuda::path() const {
+  return route::layers_path(layers_, staged_batch(false, false));
 }
 
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
@@ -706,7 +714,7 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
     const GpuFfnChoice choice =
-        choose_ffn_cuda(layers_.ffn, {.tokens = staged_.tokens}, ffn_plans_[layer]);
+        choose_ffn_cuda(ffn_layer_, {.tokens = staged_.tokens}, ffn_plans_[layer]);
     problem.layer[layer] = {.attention_norm = device_bf16(w.attention_norm),
                             .w_qkv = device_bf16(w.w_qkv.data),
                             .b_qkv = device_bf16(w.b_qkv),
@@ -718,9 +726,10 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                             .keys = staged_.cache->keys(layer),
                             .values = staged_.cache->values(layer),
                             .activity = ffn_plans_[layer].counts,
-                            .sparse = choice.execution != FfnExecution::kDense};
+                            .sparse = choice.execution->sparse};
     if (screen_errors_.size() > 0 &&
-        (hooks.one_kernel || gpu_gate_screen_pays(layers_.ffn, ffn_plans_[layer].activity))) {
+        (hooks.one_kernel ||
+         route::gate_screen_pays(ffn_plans_[layer].activity.nnz_per_token, config_.ffn))) {
       problem.layer[layer].screen = {
           .rows = screen_rows_.data() + layer * config_.ffn * screen_row_bytes(config_.width),
           .errors = screen_errors_.data() + layer * config_.ffn};

@@ -21,6 +21,7 @@
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/route/route.h"
 #include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
@@ -83,7 +84,7 @@ class ForwardCuda {
   // updated. row_nnz: optional device memory [L, M] for active neurons per layer and token.
   void enqueue(int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
   // The executions for the staged batch, unless hooks or row_nnz require single ops.
-  GpuLayersPath path() const;
+  route::LayersPath path() const;
 
   // stage, enqueue.
   void run(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
@@ -132,10 +133,10 @@ class ForwardCuda {
   // Assigns the staged sequences to groups, and to places in wide_. Over a cache, those with one
   // new token in front of all others are a group of their own, which runs the kernel for decoding.
   std::vector<SequenceGroup> grouped(const BatchArrays& host) const;
-  GpuBatch staged_batch(bool observed, bool one_kernel) const;
+  route::Batch staged_batch(bool observed, bool one_kernel) const;
   // Sets layers_.sparse where the plans have been updated since.
   void find_sparse_layers();
-  // The alternatives of GpuLayersPath: the first two run one layer, the third all layers.
+  // The alternatives of route::LayersPath: the first two run one layer, the third all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
@@ -176,7 +177,8 @@ class ForwardCuda {
   FfnPlansCuda ffn_plans_;
   DecodeWorkspaceShape decode_shape_;
   DeviceBuffer<uint8_t> decode_memory_;  // of a DecodeWorkspace
-  GpuLayers layers_;
+  GpuFfnLayer ffn_layer_;
+  route::Layers layers_;
   int64_t plans_revision_ = -1;        // of which layers_.sparse is; -1: not set yet
   DeviceBuffer<uint8_t> screen_rows_;  // [L, F, screen_row_bytes(D)]; empty: no screens
   DeviceBuffer<float> screen_errors_;  // [L, F]

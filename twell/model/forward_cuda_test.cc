@@ -250,8 +250,8 @@ TEST_P(ForwardCudaTest, EveryPolicyEqualsCpu) {
     const auto ids = random_ids(tokens, vocab, static_cast<uint64_t>(tokens));
     const std::vector<ForwardSequence> sequences = {{tokens, 0}};
     const auto want = cpu_logits(ids, sequences);
-    for (const FfnPolicy policy :
-         {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+    for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kSparse,
+                                   FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
       ForwardCuda forward(*ctx_, *device_model_,
                           {.max_tokens = 65, .max_sequences = 1, .max_length = 300, .ffn = policy});
       KvCacheCuda cache(model_->config, 1, 300);
@@ -365,7 +365,7 @@ TEST(ScreenedModelCudaTest, EqualsTheModelWithoutScreens) {
     forward.run(ids, sequences, nullptr, row_nnz == nullptr ? nullptr : counts.data());
     plans.update(ctx);
     for (int64_t layer = 0; layer < 2; ++layer) {
-      EXPECT_EQ(plans[layer].plan.execution == FfnExecution::kScreened, screens);
+      EXPECT_EQ(plans[layer].plan.execution.name == "screened", screens);
       EXPECT_EQ(plans[layer].plan.tokens, kTokens);
     }
     if (row_nnz != nullptr) *row_nnz = download(counts);

@@ -4,13 +4,7 @@
 //   row-fused    gate GEMM -> TwELL; per token, up and down over its active neurons only
 //   tile-union   gate GEMM -> TwELL; per tile of tokens, up and down over the union of the tile's
 //                active neurons, each weight row read once
-//   decode-rows  GPU, 1 to 8 tokens: two kernels that read w_gate once, and of w_up and w_down the
-//                rows of active neurons
-//   small-batch  the same for 9 to 64 tokens
-//   screened     GPU: like tile-union, but an 8-bit product (rotated_screen.h) says which neurons
-//                may fire, and only those are computed in bf16
-// A policy names what to run; dispatch.h maps it to launches on a GPU. The CPU runs the first
-// three.
+// The CPU runs these three; a GPU has more (registry.h). A policy says what to run.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate counts as active, so that NaN in x reaches y in all of them.
 // That is for ReLU and relu2, its square. A layer with biases, or with another activation, runs
@@ -28,22 +22,54 @@
 
 namespace twell {
 
-enum class FfnExecution { kDense, kRowFused, kTileUnion, kDecodeRows, kSmallBatch, kScreened };
-inline constexpr int kFfnExecutions = 6;
-// kAuto: the fastest as measured. The last two are kAuto with 8-bit copies of the gates, where the
-// GPU has an execution for them: kScreened with the probabilistic bound of rotated_screen.h,
-// kScreenedStrict with the strict one. On the CPU they are kAuto.
-enum class FfnPolicy { kAuto, kDense, kRowFused, kTileUnion, kScreened, kScreenedStrict };
+// What a call ran. Its name is what logs, metrics, benchmarks and `--ffn` show; that of a GPU's
+// execution is the name of its row in registry.h.
+struct FfnExecution {
+  std::string_view name;  // of static storage
+  bool sparse = false;    // neurons that are not active are skipped
+
+  static const FfnExecution kDense, kRowFused, kTileUnion;  // those of the CPU
+  bool operator==(const FfnExecution& other) const { return name == other.name; }
+  auto operator<=>(const FfnExecution& other) const { return name <=> other.name; }
+};
+inline constexpr FfnExecution FfnExecution::kDense{"dense", false};
+inline constexpr FfnExecution FfnExecution::kRowFused{"row-fused", true};
+inline constexpr FfnExecution FfnExecution::kTileUnion{"tile-union", true};
+
+// What to run. kAuto: the fastest as measured. kSparse: any sparse execution that takes the call.
+// kScreened and kScreenedStrict are kAuto with 8-bit copies of the gates, where the GPU has an
+// execution for them: the first with the probabilistic bound of rotated_screen.h, the second with
+// the strict one; on the CPU they are kAuto. kNamed: the execution of this name, where it takes the
+// call, else dense.
+struct FfnPolicy {
+  enum class Kind : uint8_t { kAuto, kDense, kSparse, kScreened, kScreenedStrict, kNamed };
+  Kind kind = Kind::kAuto;
+  std::string_view execution = {};  // of static storage; only of kNamed
+
+  static const FfnPolicy kAuto, kDense, kSparse, kScreened, kScreenedStrict;
+  static const FfnPolicy kRowFused, kTileUnion;  // by name, on both devices
+  bool operator==(const FfnPolicy&) const = default;
+};
+inline constexpr FfnPolicy FfnPolicy::kAuto{FfnPolicy::Kind::kAuto};
+inline constexpr FfnPolicy FfnPolicy::kDense{FfnPolicy::Kind::kDense};
+inline constexpr FfnPolicy FfnPolicy::kSparse{FfnPolicy::Kind::kSparse};
+inline constexpr FfnPolicy FfnPolicy::kScreened{FfnPolicy::Kind::kScreened};
+inline constexpr FfnPolicy FfnPolicy::kScreenedStrict{FfnPolicy::Kind::kScreenedStrict};
+inline constexpr FfnPolicy FfnPolicy::kRowFused{FfnPolicy::Kind::kNamed, "row-fused"};
+inline constexpr FfnPolicy FfnPolicy::kTileUnion{FfnPolicy::Kind::kNamed, "tile-union"};
+
 // Whether the policy leaves the choice to what was measured.
 constexpr bool chooses(FfnPolicy policy) {
-  return policy == FfnPolicy::kAuto || policy == FfnPolicy::kScreened ||
-         policy == FfnPolicy::kScreenedStrict;
+  return policy.kind == FfnPolicy::Kind::kAuto || policy.kind == FfnPolicy::Kind::kScreened ||
+         policy.kind == FfnPolicy::Kind::kScreenedStrict;
 }
 
-std::string_view ffn_execution_name(FfnExecution execution);  // as above
-// "auto", "dense", "row-fused", "tile-union", "screened", "screened-strict"; InputError
+// "auto", "dense", "sparse", "screened", "screened-strict", or the name of an execution of the CPU
+// or of registry.h. InputError with these names.
 FfnPolicy parse_ffn_policy(std::string_view name);
 std::string_view ffn_policy_name(FfnPolicy policy);
+// All names that parse_ffn_policy takes, for help texts: "auto, dense, ...".
+std::string ffn_policy_names();
 
 // The execution of one layer and its measured activity. One per layer and session. kAuto decides
 // anew for each chunk of tokens, only from the non-zeros its gate GEMM has just produced (those of

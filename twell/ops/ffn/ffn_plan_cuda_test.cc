@@ -105,11 +105,12 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
   const Case& c = GetParam();
   const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
   const Outcome dense = run(ctx, stream, layer, FfnPolicy::kDense, true);
-  EXPECT_EQ(dense.plan.execution, FfnExecution::kDense);
+  EXPECT_FALSE(dense.plan.execution.sparse);
   int64_t nnz = 0;
   for (const int32_t count : dense.row_nnz) nnz += count;
   EXPECT_EQ(dense.plan.nnz, nnz);
-  for (const FfnPolicy policy : {FfnPolicy::kTileUnion, FfnPolicy::kRowFused, FfnPolicy::kAuto}) {
+  for (const FfnPolicy policy :
+       {FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused, FfnPolicy::kAuto}) {
     for (const bool count_rows : {true, false}) {
       const Outcome sparse = run(ctx, stream, layer, policy, count_rows);
       // Both round to bf16, at the same places or fewer.
@@ -173,7 +174,7 @@ TEST(FfnPlanCuda, RunsBehindAScreen) {
     plans[0].activity = {.nnz_per_token = 100.0, .union_share = 0.9, .candidate_share = 0.05};
     ASSERT_TRUE(ffn_reads_rotated(problem, plans[0], workspace));
     ffn_forward_cuda(ctx, problem, plans[0], workspace);
-    EXPECT_EQ(plans[0].plan.execution, FfnExecution::kScreened);
+    EXPECT_EQ(plans[0].plan.execution.name, "screened");
     plans.update(ctx);
     EXPECT_EQ(download(row_nnz), want.row_nnz);
     EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
@@ -204,9 +205,9 @@ TEST_P(FfnPlanCudaTest, TakesRowsInAnotherOrder) {
   const auto x = upload(moved_to(rows, download(layer.x), c.width));
   const auto device_tokens = upload(tokens);
   for (const bool add : {false, true}) {
-    const Outcome want = run(ctx, stream, layer, FfnPolicy::kTileUnion, false, 0,
+    const Outcome want = run(ctx, stream, layer, FfnPolicy::kSparse, false, 0,
                              add ? residual : std::vector<__nv_bfloat16>());
-    FfnPlansCuda plans(ctx, 1, c.ffn, FfnPolicy::kTileUnion);
+    FfnPlansCuda plans(ctx, 1, c.ffn, FfnPolicy::kSparse);
     FfnWorkspaceCuda workspace(ctx, c.tokens, c.width, c.ffn, c.gated);
     const auto y = add ? upload(residual) : poisoned<__nv_bfloat16>(c.tokens * c.width);
     const FfnForwardCuda problem{.tokens = c.tokens,
@@ -232,7 +233,8 @@ TEST_P(FfnPlanCudaTest, AddsToAResidual) {
   const Case& c = GetParam();
   const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
   const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
-  for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+  for (const FfnPolicy policy :
+       {FfnPolicy::kDense, FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
     for (const bool count_rows : {true, false}) {
       const auto alone = run(ctx, stream, layer, policy, count_rows).y;
       const auto sum = run(ctx, stream, layer, policy, count_rows, 0, residual).y;
@@ -269,8 +271,8 @@ TEST(FfnPlanCuda, NanReachesItsTokenOnly) {
       TWELL_CUDA_CHECK(
           cudaMemcpy(layer.x.data() + bad * kWidth + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
       synchronize_default_stream();
-      for (const FfnPolicy policy :
-           {FfnPolicy::kDense, FfnPolicy::kAuto, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+      for (const FfnPolicy policy : {FfnPolicy::kDense, FfnPolicy::kAuto, FfnPolicy::kSparse,
+                                     FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
         for (const bool count_rows : {true, false}) {
           SCOPED_TRACE(testing::Message()
                        << ffn_policy_name(policy) << ", " << tokens << " tokens, gated " << gated
@@ -349,8 +351,7 @@ TEST(FfnPlanCuda, LearnsFromWhatItRan) {
     EXPECT_EQ(plans[0].plan.reason, "nothing measured yet");
     plans.update(ctx);
     ffn_forward_cuda(ctx, problem, plans[0], workspace);
-    EXPECT_EQ(plans[0].plan.execution == FfnExecution::kDense, layer == &full)
-        << plans[0].plan.reason;
+    EXPECT_EQ(plans[0].plan.execution.sparse, layer == &light) << plans[0].plan.reason;
     // A dense layer goes on counting.
     plans.update(ctx);
     EXPECT_EQ(plans[0].plan.tokens, 2 * layer->tokens);
@@ -403,7 +404,7 @@ TEST(FfnPlanCuda, ReplaysAsAGraph) {
   for (const int64_t tokens : {8, 200}) {
     const Layer layer(tokens, 256, 1024, true, -1.5f);
     for (const FfnPolicy policy :
-         {FfnPolicy::kDense, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
+         {FfnPolicy::kDense, FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
       const Outcome once = run(ctx, stream, layer, policy, false);
       const Outcome replayed = run(ctx, stream, layer, policy, false, 3);
       EXPECT_EQ(difference(replayed.y, once.y), 0.0);

@@ -17,8 +17,8 @@ namespace twell {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr FfnPolicy kPolicies[] = {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kRowFused,
-                                   FfnPolicy::kTileUnion};
+constexpr FfnPolicy kPolicies[] = {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kSparse,
+                                   FfnPolicy::kRowFused, FfnPolicy::kTileUnion};
 
 // A layer whose gate fires with a chosen frequency: x has a constant last component that the gate
 // weights turn into a negative bias. Row `heavy` has the constant's sign turned: it fires densely.
@@ -165,7 +165,7 @@ TEST_P(FfnExecutions, AllGiveTheDenseResult) {
         const Reference expected = reference(layer);
         for (const FfnPolicy policy : kPolicies) {
           SCOPED_TRACE(testing::Message() << "gated " << gated << " bias " << bias << " M " << m
-                                          << " policy " << static_cast<int>(policy));
+                                          << " policy " << ffn_policy_name(policy));
           std::vector<int32_t> row_nnz(static_cast<size_t>(m), -1);
           const Buffer<float> y = layer.run(policy, 2, nullptr, row_nnz);
           for (size_t i = 0; i < expected.y.size(); ++i) {
@@ -289,13 +289,14 @@ TEST(FfnPolicy, Names) {
                                      {"row-fused", FfnPolicy::kRowFused},
                                      {"tile-union", FfnPolicy::kTileUnion},
                                      {"screened", FfnPolicy::kScreened},
-                                     {"screened-strict", FfnPolicy::kScreenedStrict}}) {
+                                     {"screened-strict", FfnPolicy::kScreenedStrict},
+                                     {"sparse", FfnPolicy::kSparse},
+                                     {"decode-rows", {FfnPolicy::Kind::kNamed, "decode-rows"}}}) {
     EXPECT_EQ(parse_ffn_policy(name), policy);
     EXPECT_EQ(ffn_policy_name(policy), name);
   }
-  EXPECT_EQ(ffn_execution_name(FfnExecution::kTileUnion), "tile-union");
-  EXPECT_EQ(ffn_execution_name(FfnExecution::kScreened), "screened");
-  EXPECT_THROW(parse_ffn_policy("sparse"), InputError);
+  EXPECT_EQ(FfnExecution::kTileUnion.name, "tile-union");
+  EXPECT_THROW(parse_ffn_policy("quick"), InputError);
 }
 
 TEST(Ffn, RefusesShapesThatDisagree) {

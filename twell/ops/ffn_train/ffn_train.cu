@@ -411,10 +411,8 @@ void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& probl
 }
 
 GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
-  return {.width = shape.width,
-          .ffn = shape.ffn,
-          .gated = shape.gated,
-          .device = {.compute_capability = ctx.compute_capability()}};
+  return gpu_ffn_layer(gpu_device(ctx),
+                       {.width = shape.width, .ffn = shape.ffn, .gated = shape.gated});
 }
 
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {

@@ -23,7 +23,7 @@
 #include "twell/base/matrix.h"
 #include "twell/format/ffn_weights.h"
 #include "twell/format/hybrid.h"
-#include "twell/ops/ffn/dispatch.h"
+#include "twell/ops/ffn_train/choice.h"
 
 namespace twell {
 

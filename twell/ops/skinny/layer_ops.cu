@@ -20,7 +20,7 @@ using namespace skinny_gemm;
 constexpr int kDepth = 5;             // blocks of a warp in flight
 constexpr int kResident = 2;          // CTAs per SM
 constexpr int kSlot = kThreads * 16;  // bytes between a thread's slots in the ring
-constexpr int kRingBytes = kDepth * 2 * kSlot;
+static_assert(kRingBytes == kDepth * 2 * kSlot);
 
 int64_t shared_bytes(const Input& input) {
   return kRingBytes + input.tokens * row_pitch(static_cast<int>(input.width));
@@ -379,9 +379,7 @@ int64_t max_tokens(int64_t width) {
   if (gpu::device_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess) {
     return 0;
   }
-  constexpr int64_t kOther = 16 * 1024;  // static shared memory, and what the driver reserves
-  return std::clamp<int64_t>((most - kRingBytes - kOther) / row_pitch(static_cast<int>(width)), 0,
-                             kMaxTokens);
+  return row_tokens(most, width);
 }
 
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {

@@ -19,10 +19,9 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/ops/skinny/row_tokens.h"
 
 namespace twell::layer_ops {
-
-inline constexpr int64_t kMaxTokens = 8;
 
 // How many tokens of this width the current device takes at once: kMaxTokens, or fewer where rows
 // are too wide for shared memory.

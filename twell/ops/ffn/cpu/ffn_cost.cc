@@ -46,8 +46,12 @@ FfnExecution cheapest_execution(const FfnWork& work) {
   const double dense = kCpuSparseShare * dense_cost(work);
   const double row_fused = row_fused_cost(work);
   const double tile_union = tile_union_cost(work);
-  if (dense <= std::min(row_fused, tile_union)) return FfnExecution::kDense;
-  return row_fused <= tile_union ? FfnExecution::kRowFused : FfnExecution::kTileUnion;
+  return dense <= std::min(row_fused, tile_union) ? FfnExecution::kDense : cheapest_sparse(work);
+}
+
+FfnExecution cheapest_sparse(const FfnWork& work) {
+  return row_fused_cost(work) <= tile_union_cost(work) ? FfnExecution::kRowFused
+                                                       : FfnExecution::kTileUnion;
 }
 
 }  // namespace twell

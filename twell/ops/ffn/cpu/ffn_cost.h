@@ -24,5 +24,6 @@ double tile_union_cost(const FfnWork& work);
 // Whether dense is the cheapest whatever the union turns out to be.
 bool surely_dense(const FfnWork& work);
 FfnExecution cheapest_execution(const FfnWork& work);
+FfnExecution cheapest_sparse(const FfnWork& work);
 
 }  // namespace twell

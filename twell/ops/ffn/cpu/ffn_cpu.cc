@@ -25,15 +25,17 @@ struct Outcome {
   FfnWork work;
 };
 
-FfnExecution forced_execution(FfnPolicy policy) {
-  switch (policy) {
-    case FfnPolicy::kRowFused:
-      return FfnExecution::kRowFused;
-    case FfnPolicy::kTileUnion:
-      return FfnExecution::kTileUnion;
-    default:
-      return FfnExecution::kDense;
+// Whether the execution follows from what is measured: sparse alone leaves two to choose from.
+bool measures(FfnPolicy policy) { return chooses(policy) || policy == FfnPolicy::kSparse; }
+
+// What a policy names; dense where the CPU has no such execution.
+FfnExecution named_execution(FfnPolicy policy) {
+  for (const FfnExecution execution : {FfnExecution::kRowFused, FfnExecution::kTileUnion}) {
+    if (policy.kind == FfnPolicy::Kind::kNamed && policy.execution == execution.name) {
+      return execution;
+    }
   }
+  return FfnExecution::kDense;
 }
 
 // y = FFN, given gate = x firing()^T [M, F] before its activation, with its bias. Without an up
@@ -101,10 +103,10 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   const int64_t nnz = gate_pack(ctx, gate);
   std::copy_n(gate.row_nnz, x.rows, row_nnz);
 
-  Outcome out{forced_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = nnz}};
-  if (chooses(policy) && !surely_dense(out.work)) {
+  Outcome out{named_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = nnz}};
+  if (policy == FfnPolicy::kSparse || (chooses(policy) && !surely_dense(out.work))) {
     out.work.union_size = tile_union_size(ctx, gate, weights.width());
-    out.execution = cheapest_execution(out.work);
+    out.execution = chooses(policy) ? cheapest_execution(out.work) : cheapest_sparse(out.work);
   }
   const SparseUpDown sparse{.gate = gate,
                             .x = x,
@@ -112,16 +114,12 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
                             .w_down = weights.w_down,
                             .y = y,
                             .squared = weights.activation.is_relu2()};
-  switch (out.execution) {
-    case FfnExecution::kDense:
-      dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
-      break;
-    case FfnExecution::kRowFused:
-      row_fused_up_down(ctx, sparse);
-      break;
-    default:  // tile-union: the CPU has no other execution
-      tile_union_up_down(ctx, sparse);
-      break;
+  if (!out.execution.sparse) {
+    dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
+  } else if (out.execution == FfnExecution::kRowFused) {
+    row_fused_up_down(ctx, sparse);
+  } else {
+    tile_union_up_down(ctx, sparse);
   }
   return out;
 }
@@ -131,10 +129,14 @@ std::string explain(FfnPolicy policy, const StoredFfnWeights& weights, const Ffn
     return fmt::format("{} leaves no zeros to skip", activation_name(weights.activation.kind));
   }
   if (weights.biased()) return "layers with biases run dense";
-  if (!chooses(policy)) return "set by the caller";
+  const bool named = policy.kind == FfnPolicy::Kind::kNamed;
+  if (named && !named_execution(policy).sparse) {
+    return fmt::format("{} was set, but the CPU has no such execution", policy.execution);
+  }
+  if (!measures(policy)) return "set by the caller";
   const double dense = dense_cost(work);
   const double per_token = static_cast<double>(work.nnz) / static_cast<double>(work.tokens);
-  if (surely_dense(work)) {
+  if (chooses(policy) && surely_dense(work)) {
     return fmt::format("{:.1f} of {} neurons active per token: too many for a sparse execution",
                        per_token, work.ffn);
   }
@@ -176,8 +178,8 @@ void ffn_forward(Context& ctx, const StoredFfnWeights& weights, ConstMatrixF x, 
     const int64_t count = x.rows * (c + 1) / chunks - begin;
     const Chunk chunk{weights, x.slice_rows(begin, count), y.slice_rows(begin, count),
                       counts + begin};
-    const bool dense =
-        plan.policy == FfnPolicy::kDense || !weights.activation.leaves_zeros() || weights.biased();
+    const bool dense = (!measures(plan.policy) && !named_execution(plan.policy).sparse) ||
+                       !weights.activation.leaves_zeros() || weights.biased();
     last = dense ? run_dense(ctx, chunk) : run_packed(ctx, chunk, plan.policy);
   }
   plan.execution = last.execution;

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <memory>
+
+#include "twell/ops/ffn/ffn_call_cuda.h"
+#include "twell/ops/matmul/matmul_cuda.h"
+#include "twell/ops/skinny/batch_ops.h"
+#include "twell/ops/skinny/layer_ops.h"
+
+namespace twell {
+namespace {
+
+// Gate and up into buffers.gate.
+layer_ops::GateUp gate_up(const FfnCallCuda& call) {
+  const FfnForwardCuda& problem = call.problem;
+  return {.input = {.tokens = problem.tokens,
+                    .width = call.width(),
+                    .x = problem.x,
+                    .norm = problem.norm,
+                    .eps = problem.eps,
+                    .constant_weights = true},
+          .ffn = call.ffn(),
+          .w_gate = call.gated() ? problem.weights.w_gate : nullptr,
+          .w_up = problem.weights.w_up,
+          .h = call.buffers.gate.data(),
+          .squared = call.squared(),
+          .activity = call.plan.counts};
+}
+
+}  // namespace
+
+// Up to 8 tokens: norm, gate and up as one kernel, down by cuBLASLt.
+void launch_dense_rows(const FfnCallCuda& call) {
+  TWELL_CUDA_CHECK(layer_ops::launch_gate_up(gate_up(call), call.ctx.stream()));
+  matmul_cuda(call.ctx,
+              {.rows = call.problem.tokens,
+               .cols = call.width(),
+               .inner = call.ffn(),
+               .add = call.problem.add},
+              call.buffers.gate.data(), call.problem.weights.w_down, call.problem.y);
+}
+
+// 9 to 64 tokens: gate and up as one kernel, down as another.
+void launch_dense_batch(const FfnCallCuda& call) {
+  const FfnForwardCuda& problem = call.problem;
+  TWELL_CUDA_CHECK(batch_ops::launch_gate_up(gate_up(call), call.ctx.stream()));
+  TWELL_CUDA_CHECK(batch_ops::launch_down({.input = {.tokens = problem.tokens,
+                                                     .width = call.ffn(),
+                                                     .x = call.buffers.gate.data(),
+                                                     .constant_weights = true},
+                                           .cols = call.width(),
+                                           .w = problem.weights.w_down,
+                                           .residual = problem.add ? problem.y : nullptr,
+                                           .y = problem.y},
+                                          call.ctx.stream()));
+}
+
+void launch_dense_gemms(const FfnCallCuda& call) {
+  const FfnForwardCuda& problem = call.problem;
+  FfnBuffersCuda& buffers = call.buffers;
+  const Activation activation = problem.weights.activation;
+  const bool biased = problem.weights.biased();
+  std::unique_ptr<DenseFfnCuda>& dense =
+      buffers.dense[{problem.rows, activation, problem.add, biased}];
+  if (!dense) {
+    dense = std::make_unique<DenseFfnCuda>(
+        call.ctx, problem.rows, call.width(), call.ffn(), call.gated(), buffers.gate.data(),
+        buffers.tile_union.values(), activation, problem.add, biased);
+  }
+  dense->forward(
+      call.ctx, problem.weights, problem.x, problem.y,
+      {.tokens = problem.tokens, .row_nnz = problem.row_nnz, .activity = call.plan.counts});
+}
+
+}  // namespace twell

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/ffn_cuda.h"
+
+#include <algorithm>
+
+#include "twell/base/rounding.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kMuchMemory = int64_t{5} << 30;
+constexpr int64_t kMostMemory = int64_t{16} << 30;
+
+// The part of the workspace that grows with the tokens of a chunk.
+int64_t chunk_bytes(int64_t tokens, int64_t ffn) {
+  const TwellShape shape = ffn_twell_shape(tokens, ffn);
+  return shape.words() * int64_t{sizeof(uint32_t)} +
+         shape.max_spill_slots() * kTwellTile * int64_t{sizeof(__nv_bfloat16)} +
+         tokens * int64_t{sizeof(int32_t)} + TileUnionWorkspace::bytes_needed(tokens, ffn);
+}
+
+}  // namespace
+
+int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
+  // Eight rounds of gate GEMM tiles (256 tokens per pair of SMs) make the last, partly filled round
+  // and the launches of a chunk cheap. Four where eight would take much memory.
+  const int64_t four_rounds = std::max(ctx.multiprocessors() / 2, 1) * int64_t{4 * 256};
+  int64_t most = chunk_bytes(2 * four_rounds, ffn) <= kMuchMemory ? 2 * four_rounds : four_rounds;
+  while (most > 128 && chunk_bytes(most, ffn) > kMostMemory) most = ceil_div(most / 2, 128) * 128;
+  const int64_t chunks = std::max<int64_t>(ceil_div(max_tokens, most), 1);
+  return std::min(ceil_div(ceil_div(max_tokens, chunks), 128) * 128, most);
+}
+
+FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t width, int64_t ffn,
+                                   bool gated)
+    : max_tokens_(max_tokens),
+      chunk_tokens_(chunk_tokens(ctx, max_tokens, ffn)),
+      buffers_{
+          .layer = gpu_ffn_layer(gpu_device(ctx), {.width = width, .ffn = ffn, .gated = gated}),
+          .words = DeviceBuffer<uint32_t>(ffn_twell_shape(chunk_tokens_, ffn).words()),
+          .gate = DeviceBuffer<__nv_bfloat16>(
+              ffn_twell_shape(chunk_tokens_, ffn).max_spill_slots() * kTwellTile),
+          .row_nnz = DeviceBuffer<int32_t>(chunk_tokens_),
+          .tile_union = TileUnionWorkspace(chunk_tokens_, ffn),
+          .row_fused = RowFusedWorkspace(ctx, chunk_tokens_, width),
+          .few_tokens = FewTokenWorkspace(ffn),
+          .dense = {}} {
+  // Words are read 16 bytes at a time, and the last ones of a tile may never be written.
+  DeviceBuffer<uint32_t>& words = buffers_.words;
+  TWELL_CUDA_CHECK(
+      cudaMemsetAsync(words.data(), 0, static_cast<size_t>(words.bytes()), ctx.stream()));
+}
+
+int64_t FfnWorkspaceCuda::bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
+  return chunk_bytes(chunk_tokens(ctx, max_tokens, ffn), ffn);
+}
+
+int64_t FfnWorkspaceCuda::bytes() const {
+  return buffers_.words.bytes() + buffers_.gate.bytes() + buffers_.row_nnz.bytes() +
+         buffers_.tile_union.bytes() + buffers_.row_fused.bytes() + buffers_.few_tokens.bytes();
+}
+
+GpuDevice gpu_device(const CudaContext& ctx) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, ctx.device()));
+    return static_cast<double>(value);
+  };
+  GpuDevice device{.compute_capability = ctx.compute_capability(),
+                   .multiprocessors = ctx.multiprocessors()};
+  const double khz = attribute(cudaDevAttrClockRate);
+  // Memory transfers twice per clock, one bit per line.
+  const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
+                              attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
+  device.shared_memory = static_cast<int64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  // Drivers of virtual machines may report 0.
+  if (khz > 0.0) device.clock_ghz = khz * 1e-6;
+  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
+  return device;
+}
+
+const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call,
+                                    FfnPlanCuda& plan) {
+  GpuFfnCall of_plan = call;
+  of_plan.policy = plan.plan.policy;
+  if (!plan.last || plan.last->layer != layer || plan.last->call != of_plan ||
+      plan.last->activity != plan.activity || plan.plan.reason.empty()) {
+    plan.last = {layer, of_plan, plan.activity, choose_gpu_ffn(layer, of_plan, plan.activity)};
+    plan.plan.reason = plan.last->choice.reason;
+  }
+  plan.plan.execution = *plan.last->choice.execution;
+  return plan.last->choice;
+}
+
+namespace {
+
+const GpuFfnChoice& choose(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                           const FfnWorkspaceCuda& workspace) {
+  GpuFfnLayer layer = workspace.layer();
+  layer.activation = problem.weights.activation;
+  layer.biased = problem.weights.biased();
+  if (problem.weights.screen.values != nullptr && problem.rotated.values != nullptr) {
+    layer.screen = problem.weights.screen.bound;
+  }
+  return choose_ffn_cuda(layer,
+                         {.tokens = problem.tokens,
+                          .norm = problem.norm != nullptr,
+                          .counts_rows = problem.row_nnz != nullptr},
+                         plan);
+}
+
+}  // namespace
+
+bool ffn_reads_rotated(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                       const FfnWorkspaceCuda& workspace) {
+  return problem.tokens > 0 && choose(problem, plan, workspace).execution->limits.screened;
+}
+
+bool ffn_maps_rows(const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                   const FfnWorkspaceCuda& workspace) {
+  return problem.tokens > 0 && choose(problem, plan, workspace).execution->limits.maps_rows;
+}
+
+void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCuda& plan,
+                      FfnWorkspaceCuda& workspace) {
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
+              problem.tokens, workspace.max_tokens());
+  if (problem.tokens == 0) return;
+  TWELL_CHECK(problem.x != problem.y || (problem.norm != nullptr && problem.add),
+              "an FFN may overwrite x only with its norm, adding to it");
+  const GpuFfnChoice& choice = choose(problem, plan, workspace);
+  TWELL_CHECK(problem.y_rows == nullptr || choice.execution->limits.maps_rows,
+              "{} does not take rows in another order", choice.reason);
+  const GpuFfnExecution& execution = *choice.execution;
+  const int64_t most = std::min(execution.launch_tokens, workspace.chunk_tokens());
+  const int64_t unit = most < 128 ? 1 : 128;
+  const int64_t step =
+      ceil_div(ceil_div(problem.tokens, ceil_div(problem.tokens, most)), unit) * unit;
+  for (int64_t begin = 0; begin < problem.tokens; begin += step) {
+    FfnForwardCuda chunk = problem;
+    chunk.tokens = std::min(step, problem.tokens - begin);
+    chunk.rows = std::clamp(problem.rows - begin, chunk.tokens, step);
+    chunk.x += begin * workspace.width();
+    if (chunk.y_rows == nullptr) {
+      chunk.y += begin * workspace.width();
+    } else {
+      chunk.y_rows += begin;
+    }
+    if (chunk.row_nnz != nullptr) chunk.row_nnz += begin;
+    if (chunk.rotated.values != nullptr) {
+      chunk.rotated.values += begin * workspace.width();
+      chunk.rotated.bounds += begin;
+    }
+    execution.launch({ctx, chunk, plan, workspace.buffers()});
+  }
+}
+
+}  // namespace twell

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/ffn_call_cuda.h"
+
+namespace twell {
+
+// Up starts on tiles that the gate GEMM has packed while the GEMM still runs.
+void launch_tile_union(const FfnCallCuda& call) {
+  const bool follows = call.gated();
+  SparseUpDownCuda problem = packed_gate(
+      call, follows ? call.buffers.tile_union.progress(call.problem.tokens) : GateProgress{});
+  problem.follows_gate = follows;
+  tile_union_up_down_cuda(call.ctx, problem, call.buffers.tile_union);
+}
+
+}  // namespace twell

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn_train/choice.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "twell/ops/ffn/costs.h"
+#include "twell/ops/ffn/registry.h"
+
+namespace twell {
+namespace {
+
+// Microseconds on an H200, fitted to bench/ffn_train_cuda_bench with D 2048 and F 5632.
+
+struct Sizes {
+  double m, d, f;
+  Sizes(const GpuFfnLayer& layer, int64_t tokens)
+      : m(static_cast<double>(tokens)),
+        d(static_cast<double>(layer.width)),
+        f(static_cast<double>(layer.ffn)) {}
+};
+
+// Nine GEMMs, and 18 bytes per token and neuron read and written between them.
+double dense_train_cost(const GpuFfnLayer& layer, int64_t tokens) {
+  constexpr double kMsPerTeraflop = 1.22, kMsPerGigabyte = 0.25, kMsPerCall = 0.05;
+  const Sizes s(layer, tokens);
+  return 1e3 * (9.0 * 2.0 * s.m * s.d * s.f * 1e-12 * kMsPerTeraflop +
+                18.0 * s.m * s.f * 1e-9 * kMsPerGigabyte + kMsPerCall);
+}
+
+// The gate GEMM; eight products on the unions; per active pair, elementwise work and the tokens
+// that weight gradients gather, which neurons of a tile share more the more neurons a token has;
+// launches.
+double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  constexpr double kGateMsPerTeraflop = 1.59, kUnionMsPerTeraflop = 1.61;
+  constexpr double kFew = 64.0, kMsPerGigapair = 559.0, kMsPerGigapairBeyond = 43.0;
+  constexpr double kChunk = 16384.0, kMsPerChunk = 0.16;
+  const Sizes s(layer, tokens);
+  const double nnz = std::min(activity.nnz_per_token, s.f);
+  const double neurons = activity.union_share >= 0.0
+                             ? std::min(activity.union_share, 1.0) * s.f
+                             : ffn_costs::expected_union(layer, 128, activity);
+  return 1e3 * (2.0 * s.m * s.d * s.f * 1e-12 * kGateMsPerTeraflop +
+                8.0 * 2.0 * s.m * neurons * s.d * 1e-12 * kUnionMsPerTeraflop +
+                s.m * std::min(nnz, kFew) * 1e-9 * kMsPerGigapair +
+                s.m * std::max(nnz - kFew, 0.0) * 1e-9 * kMsPerGigapairBeyond +
+                std::ceil(s.m / kChunk) * kMsPerChunk);
+}
+
+// A hybrid cost must be below this share of the dense cost: estimates are off by up to 7%.
+constexpr double kHybridShare = 0.95;
+
+// Its kernels count like those of tile-union.
+constexpr GpuFfnLimits kHybridLimits = {
+    .most_width = 131072, .most_ffn = 524288, .most_weights = (int64_t{1} << 35) - 1};
+
+}  // namespace
+
+std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer) {
+  return execution == FfnTrainExecution::kDense ? "" : gpu_ffn_outside(kHybridLimits, layer);
+}
+
+FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,
+                                       FfnTrainPolicy policy, const LayerActivity& activity) {
+  constexpr FfnTrainExecution kDense = FfnTrainExecution::kDense;
+  constexpr FfnTrainExecution kHybrid = FfnTrainExecution::kHybrid;
+  if (policy == FfnTrainPolicy::kDense || !gpu_ffn_train_unsupported(kHybrid, layer).empty()) {
+    return kDense;
+  }
+  if (policy == FfnTrainPolicy::kHybrid) return kHybrid;
+  if (activity.nnz_per_token < 0.0) return kDense;
+  const double dense = dense_train_cost(layer, tokens);
+  return hybrid_train_cost(layer, tokens, activity) < kHybridShare * dense ? kHybrid : kDense;
+}
+
+}  // namespace twell
