@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-r"""Fits the costs of twell/ops/ffn/dispatch.cc to sweeps: prints its constants, how well each execution
+r"""Fits the costs of twell/ops/ffn/costs.cc to sweeps: prints its constants, how well each execution
 is predicted, the same for each shape when it is left out of the fit, what auto would choose, and which
 constants of the source differ.
 
@@ -83,6 +83,9 @@ def read(path):
     rows = [{k: v if k in words else float(v) for k, v in row.items()} for row in rows]
     dense, grown = {}, {}
     for row in rows:
+        # Sweeps from before the registry call all dense executions dense, and medium batches tile-union.
+        if row.get("auto", "").startswith("dense"):
+            row["auto"] = "dense"
         row["bandwidth"] = H100 if "H100" in row.get("gpu", "") else H200
         row["shape"] = (row["width"], row["ffn"])
         row["case"] = (*row["shape"], row["tokens"])
@@ -329,7 +332,7 @@ def report(launch, rows):
 # --- What auto would choose --------------------------------------------------------------------------
 
 
-# Launches that take the call, dense first, as in the dispatch table.
+# Launches that take the call, dense first, as in the registry.
 def candidates(row):
     tokens = row["tokens"]
     dense = "dense"
@@ -344,7 +347,7 @@ def candidates(row):
 
 # The time that auto took, by what ran.
 def auto_launch(row):
-    if row["auto"] != "tile-union":
+    if row["auto"] != "tile-union" or row["sparse"] == "medium-batch":
         return row["auto"]
     if row["sparse"] == "small-batch":
         return "medium-batch"
@@ -395,7 +398,7 @@ STRUCTS = {"dense": "dense", "dense-rows": "dense_rows", "dense-batch": "dense_b
 
 
 def compare_with_source(p):
-    source = (Path(__file__).resolve().parent.parent / "twell/ops/ffn/dispatch.cc").read_text()
+    source = (Path(__file__).resolve().parent.parent / "twell/ops/ffn/costs.cc").read_text()
     different = []
     for launch, struct in STRUCTS.items():
         body = re.search(r"struct \{([^{}]*)\} " + struct + ";", source)[1]
@@ -403,7 +406,7 @@ def compare_with_source(p):
         different += [f"{launch} {name} {has.get(name)}, fitted {value:.4g}"
                       for name, value in p[launch].items()
                       if abs(float(has.get(name, "nan")) / value - 1) > 1e-3 or name not in has]
-    print("dispatch.cc: " + ("; ".join(different) if different else "the same constants"))
+    print("costs.cc: " + ("; ".join(different) if different else "the same constants"))
 
 
 # --- How well the engine estimated -------------------------------------------------------------------

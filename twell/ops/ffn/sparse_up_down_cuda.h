@@ -2,7 +2,7 @@
 // The two halves of the sparse feed-forward layer on the GPU: the gate GEMM that packs its result
 // into TwELL, and up and down on packed gates.
 // Error on another device than stated, a D or F that is no positive multiple of 8, another TwELL
-// than stated, or a call larger than its workspace. The rows of dispatch.h limit D and F to what
+// than stated, or a call larger than its workspace. The rows of registry.h limit D and F to what
 // the kernels count in 32 bits.
 #pragma once
 

@@ -141,7 +141,7 @@ struct FfnTrainBackwardCuda {
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
-// A layer of this shape with ReLU, as the table of executions (dispatch.h) sees it.
+// A layer of this shape with ReLU, as the registry of executions sees it.
 GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 // Why the hybrid execution cannot run on this context's device or shape; empty when it can.
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a medium batch is cut into pieces for the SMs. Plain arithmetic, for the kernels' launches
-// and for their cost in the dispatch table.
+// and for their cost (costs.h).
 #pragma once
 
 #include <algorithm>
