@@ -24,12 +24,7 @@
 namespace twell {
 namespace {
 
-// From so many tokens on, a norm and the products of batch_ops.h are faster than those of
-// layer_ops.h, which take the norm along.
-constexpr int64_t kBatchTokens = 4;
-constexpr int64_t kRowStep = 128;  // padded batches have a multiple of this many rows
-// From so many tokens on, feed-forward layers that work with unions take them sorted by id.
-constexpr int64_t kOrderedTokens = 512;
+using route::kRowStep;
 
 // Number of bf16 values per token in the buffers of a forward.
 int64_t values_per_token(const ModelConfig& config) {
@@ -304,7 +299,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
 }
 
 bool ForwardCuda::sorts_rows() const {
-  return staged_.tokens >= kOrderedTokens && plan_.ffn != FfnPolicy::kDense;
+  return route::sorts_rows_by_id(staged_.tokens, plan_.ffn == FfnPolicy::kDense);
 }
 
 std::vector<ForwardCuda::SequenceGroup> ForwardCuda::grouped(const BatchArrays& host) const {
@@ -330,10 +325,7 @@ std::vector<ForwardCuda::SequenceGroup> ForwardCuda::grouped(const BatchArrays& 
   return groups;
 }
 
-int64_t ForwardCuda::padded_tokens() const {
-  if (staged_.tokens <= kFewRows) return staged_.tokens;
-  return round_up(staged_.tokens, staged_.tokens <= kRowStep ? 16 : kRowStep);
-}
+int64_t ForwardCuda::padded_tokens() const { return route::padded_rows(staged_.tokens); }
 
 void ForwardCuda::norm(const BF16* weight, const int32_t* rows) const {
   TWELL_CUDA_CHECK(launch_rms_norm({.tokens = staged_.tokens,
@@ -659,7 +651,7 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const float eps = static_cast<float>(config_.norm_eps);
   const layer_ops::Qkv normed = cached_qkv(layer, hidden_.data(), nullptr);
-  const bool batch = staged_.tokens >= kBatchTokens && batch_ops::takes(normed);
+  const bool batch = route::norm_apart(staged_.tokens) && batch_ops::takes(normed);
   if (batch) {
     norm(w.attention_norm);
     TWELL_CUDA_CHECK(batch_ops::launch_qkv(normed, ctx_.stream()));

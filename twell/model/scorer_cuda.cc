@@ -8,12 +8,12 @@
 #include "twell/ops/cross_entropy/cross_entropy_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 #include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/route/route.h"
 
 namespace twell {
 namespace {
 
-// Products have a multiple of this many rows, so that few plans are needed.
-constexpr int64_t kRowStep = 128;
+using route::kRowStep;
 
 // 256 MiB of logits keep the device busy for any vocabulary size.
 int64_t head_rows(const ModelConfig& config) {

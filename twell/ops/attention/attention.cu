@@ -12,8 +12,6 @@
 namespace twell {
 namespace {
 
-// Fewer queries than a tile of cuDNN has are not worth a plan of their own, which takes 50 ms.
-constexpr int64_t kRaggedQueries = 128;
 constexpr int64_t kMaxRagged = 256;  // sequences; bounds the workspace
 
 // 1, 4, 16, 64, 256: cuDNN passes over empty sequences quickly.
@@ -150,7 +148,7 @@ AttentionRagged AttentionWorkspaceCuda::ragged(int64_t count) const {
 AttentionRagged attention_ragged(CudaContext& ctx, const AttentionCuda& problem,
                                  const AttentionWorkspaceCuda& workspace) {
   const AttentionSequencesCuda& sequences = problem.sequences;
-  if (sequences.tables == nullptr || sequences.max_q_len < kRaggedQueries ||
+  if (sequences.tables == nullptr || !route::ragged_attention_pays(sequences.max_q_len) ||
       ctx.compute_capability() < 90 || !cudnn_found()) {
     return {};
   }
@@ -183,7 +181,8 @@ void attention_cuda(CudaContext& ctx, const AttentionCuda& problem,
   TWELL_CHECK(problem.k8.data == nullptr || problem.sequences.max_q_len == 1,
               "attention of {} queries of a sequence to keys in 8 bits",
               problem.sequences.max_q_len);
-  if (problem.sequences.max_q_len == 1 && problem.sequences.tables != nullptr) {
+  if (route::attention_kernel(problem.sequences.max_q_len, problem.sequences.tables != nullptr) ==
+      route::AttentionKernel::kDecode) {
     TWELL_CHECK(problem.sequences.count <= workspace.max_sequences(),
                 "attention: {} sequences in a workspace for {}", problem.sequences.count,
                 workspace.max_sequences());

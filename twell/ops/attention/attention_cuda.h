@@ -20,6 +20,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/kv_blocks.h"
+#include "twell/ops/route/route.h"
 
 namespace twell {
 
@@ -75,16 +76,8 @@ struct AttentionCuda {
   const __nv_bfloat16* mask = nullptr;  // of DocumentMask or null; cuDNN alone takes one
 };
 
-// How decoding divides a sequence's keys: into up to `splits` splits of equal lengths, fewer for
-// short texts. `warps` warps of one CTA share a split. With a key head for each query head, in
-// bf16, a lane has `loads` loads of keys, and as many of values, on the way: 8, or 4 if warps is 1.
-struct AttentionDivision {
-  int64_t splits = 0;
-  int warps = 0;
-  int loads = 8;
-
-  auto operator<=>(const AttentionDivision&) const = default;
-};
+using route::attention_most_splits;
+using route::AttentionDivision;
 
 // A division and the memory for it. Each split of a sequence leaves a partial result.
 struct AttentionSplits {
@@ -146,8 +139,6 @@ cudaError_t launch_attention_tiled(const AttentionCuda& problem, cudaStream_t st
 // long they are does not matter, so that a captured graph serves all lengths.
 AttentionDivision attention_division(const AttentionCuda& problem, int64_t max_kv_len,
                                      int multiprocessors);
-// Splits of all sequences together, at most, in the divisions of up to so many sequences.
-int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len);
 // max_q_len 1, with tables; query i is row q_begin[i]. The splits are of a division that
 // attention_division() gives for these heads, for some number of sequences.
 cudaError_t launch_attention_decode(const AttentionCuda& problem, const AttentionSplits& splits,

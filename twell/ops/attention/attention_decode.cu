@@ -33,14 +33,11 @@
 namespace twell {
 namespace {
 
-constexpr int kTile = 16;        // keys of one tensor-core product
-constexpr int kMostQueries = 8;  // of a CTA
-constexpr int kLeastKeys = 256;  // of a split: with fewer, combining costs as much as a split
-constexpr int kMostKeys = 32 * kKvBlock;  // a warp holds the blocks of a split
-constexpr int64_t kMostSplits = 64;       // of a sequence, except of one that needs more
-constexpr int64_t kMostCtas = 512;        // wanted on GPUs of any size: bounds the workspace
-constexpr int kWarpsPerSm = 16;           // wanted
-constexpr int kPiece = 8;                 // values in one 16-byte load
+constexpr int kTile = 16;  // keys of one tensor-core product
+using route::kLeastKeys;
+using route::kMostQueries;
+using route::kWarpsPerSm;
+constexpr int kPiece = 8;  // values in one 16-byte load
 constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kKvBlock % kTile == 0 && kLeastKeys % kKvBlock == 0);
 
@@ -592,13 +589,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarpsPerSm * 8 / (kLoads * kWarp
   results.finish(p, splits, work);
 }
 
-// CTAs of a sequence's split.
-int64_t ctas_of_split(const AttentionCuda& p) {
-  return p.kv_heads * ceil_div(p.heads / p.kv_heads, int64_t{kMostQueries});
+route::AttentionHeads heads_of(const AttentionCuda& p) {
+  return {.heads = p.heads,
+          .kv_heads = p.kv_heads,
+          .head_dim = p.head_dim,
+          .eight_bits = p.k8.data != nullptr};
 }
-
-// Shared memory has room for the results of this many warps.
-constexpr int most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 
 // The kernel for the problem's heads and a division of kWarps warps.
 template <int kHeadDim, int kWarps>
@@ -614,10 +610,11 @@ auto kernel_for(const AttentionCuda& p, const AttentionSplits& splits) {
 }
 
 // Launches CTAs of kWarps warps if the division has so many, or else of half as many.
-template <int kHeadDim, int kWarps = most_warps(kHeadDim)>
+template <int kHeadDim, int kWarps = route::attention_most_warps(kHeadDim)>
 cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaStream_t stream) {
   if (splits.warps == kWarps) {
-    const dim3 grid(static_cast<unsigned>(splits.count), static_cast<unsigned>(ctas_of_split(p)),
+    const dim3 grid(static_cast<unsigned>(splits.count),
+                    static_cast<unsigned>(route::attention_ctas(heads_of(p))),
                     static_cast<unsigned>(p.sequences.count));
     return gpu::launch_dependent(kernel_for<kHeadDim, kWarps>(p, splits), grid, 32 * kWarps, 0,
                                  stream, p, splits);
@@ -629,42 +626,17 @@ cudaError_t launch(const AttentionCuda& p, const AttentionSplits& splits, cudaSt
   }
 }
 
-// Splits that a sequence of so many keys needs, because none has more than kMostKeys, and those
-// that it may have.
-int64_t fewest_splits(int64_t max_kv_len) { return ceil_div(max_kv_len, int64_t{kMostKeys}); }
-int64_t most_splits(int64_t max_kv_len) {
-  return std::max(std::min(ceil_div(max_kv_len, int64_t{kLeastKeys}), kMostSplits),
-                  fewest_splits(max_kv_len));
-}
-
 }  // namespace
 
 AttentionDivision attention_division(const AttentionCuda& p, int64_t max_kv_len,
                                      int multiprocessors) {
-  const int64_t ctas = p.sequences.count * ctas_of_split(p);
-  // With heads of more than 64 columns an SM's registers hold one CTA of the most warps.
-  const int64_t ctas_per_sm = p.head_dim <= 64 ? 2 : 1;
-  const int64_t wanted = std::min<int64_t>(ctas_per_sm * multiprocessors, kMostCtas) / ctas;
-  const int64_t splits = std::clamp(wanted, fewest_splits(max_kv_len), most_splits(max_kv_len));
-  // The fewer CTAs there are, the more warps each has; in 8 bits at least 4, because a load brings
-  // half as many bytes.
-  const int64_t warps_per_cta = int64_t{kWarpsPerSm} * multiprocessors / (ctas * splits);
-  const int64_t least_warps = p.k8.data == nullptr ? 1 : 4;
-  const int64_t warps = std::clamp<int64_t>(warps_per_cta, least_warps, most_warps(p.head_dim));
-  return {.splits = splits,
-          .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps))),
-          .loads = warps_per_cta == 0 ? 4 : 8};
-}
-
-int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len) {
-  if (most_splits(max_kv_len) == 1) return sequences;
-  return std::min(sequences * most_splits(max_kv_len),
-                  std::max(sequences * fewest_splits(max_kv_len), kMostCtas));
+  return route::attention_division(heads_of(p), p.sequences.count, max_kv_len, multiprocessors);
 }
 
 cudaError_t launch_attention_decode(const AttentionCuda& p, const AttentionSplits& splits,
                                     cudaStream_t stream) {
-  if (p.sequences.tables == nullptr || splits.count < fewest_splits(p.sequences.max_kv_len)) {
+  if (p.sequences.tables == nullptr ||
+      splits.count < route::attention_fewest_splits(p.sequences.max_kv_len)) {
     return cudaErrorInvalidValue;
   }
   if (p.head_dim <= 64) return launch<64>(p, splits, stream);

@@ -2,10 +2,14 @@
 #include "twell/ops/matmul/linear_cuda.h"
 
 #include "twell/ops/matmul/matmul_cuda.h"
+#include "twell/ops/route/route.h"
 #include "twell/ops/skinny/batch_ops.h"
 #include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
+
+static_assert(route::kSkinnyRows == layer_ops::kMaxTokens);
+static_assert(route::kBatchRows == batch_ops::kMaxTokens);
 
 void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
   const auto [rows, cols, inner, x, w, y, f32_out, add, constant_weights] = problem;
@@ -20,20 +24,26 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
       .residual = add ? static_cast<const __nv_bfloat16*>(y) : nullptr,
       .y = y,
       .f32_out = f32_out};
-  if (rows <= kFewRows && rows <= layer_ops::max_tokens(inner)) {
-    TWELL_CUDA_CHECK(layer_ops::launch_linear(few, ctx.stream()));
-    return;
+  const route::Device device{.hopper = ctx.compute_capability() == 90,
+                             .multiprocessors = ctx.multiprocessors()};
+  const int64_t row_tokens = rows <= route::kSkinnyRows ? layer_ops::max_tokens(inner) : 0;
+  switch (route::linear_kernel(device, rows, cols, row_tokens)) {
+    case route::LinearKernel::kSkinny:
+      TWELL_CUDA_CHECK(layer_ops::launch_linear(few, ctx.stream()));
+      return;
+    case route::LinearKernel::kBatch:
+      TWELL_CUDA_CHECK(batch_ops::launch_linear(few, ctx.stream()));
+      return;
+    case route::LinearKernel::kGemm:
+      matmul_cuda(ctx,
+                  {.rows = rows,
+                   .cols = cols,
+                   .inner = inner,
+                   .trans_b = true,
+                   .f32_out = f32_out,
+                   .add = add},
+                  x, w, y);
   }
-  // With more than two tiles of 64 rows of w per SM cuBLASLt is faster.
-  if (rows <= batch_ops::kMaxTokens && cols % 8 == 0 && ctx.compute_capability() == 90 &&
-      cols <= int64_t{128} * ctx.multiprocessors()) {
-    TWELL_CUDA_CHECK(batch_ops::launch_linear(few, ctx.stream()));
-    return;
-  }
-  matmul_cuda(
-      ctx,
-      {.rows = rows, .cols = cols, .inner = inner, .trans_b = true, .f32_out = f32_out, .add = add},
-      x, w, y);
 }
 
 void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem) {

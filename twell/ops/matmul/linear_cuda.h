@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A linear layer on the GPU, forward and backward: y [M, N] = x [M, K] w^T, w [N, K], all row-major
-// bf16 (y optionally f32), f32 accumulation. Up to kFewRows tokens, and on Hopper up to
-// 64, run kernels that read the weights once at memory speed; more run cuBLASLt, with one plan per
-// shape kept in the context. K
-// is a multiple of 8. Synchronises only for a new shape while tuning is on (set_matmul_tuning).
+// bf16 (y optionally f32), f32 accumulation. Few rows run kernels that read the weights once at
+// memory speed (route::linear_kernel); more run cuBLASLt, with one plan per shape kept in the
+// context. K is a multiple of 8. Synchronises only for a new shape while tuning is on
+// (set_matmul_tuning).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,11 +11,8 @@
 #include <cstdint>
 
 #include "twell/base/cuda.h"
-#include "twell/ops/skinny/layer_ops.h"
 
 namespace twell {
-
-inline constexpr int64_t kFewRows = layer_ops::kMaxTokens;
 
 struct LinearCuda {
   int64_t rows = 0;                  // M

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "twell/ops/matmul/cublas_lt.h"
+#include "twell/ops/route/route.h"
 
 namespace twell {
 namespace {
@@ -42,8 +43,8 @@ struct Proposal {
     TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value,
                                                             sizeof(value), &written));
   }
-  // Whether results are the same bit for bit, if has_known_bits(shape): these kernels add up along
-  // K in order, so that only the number of parts into which K is split changes the rounding.
+  // Whether results are the same bit for bit, where route::gemm_bits_known: these kernels add up
+  // along K in order, so that only the number of parts into which K is split changes the rounding.
   bool adds_as(const Proposal& other) const {
     return kernels == kHopperKernels && other.kernels == kHopperKernels &&
            split_k == other.split_k && reduction == other.reduction;
@@ -89,16 +90,17 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
     return found != proposals.end();
   };
   const auto medium = [](const Proposal& p) { return p.has_tile(kMediumTiles); };
-  if (shape.rows >= 2048) {
+  const route::GemmRules rules = route::gemm_rules(shape.rows);
+  if (rules.proven_tiles) {
     if (!take_first(medium)) take_first([](const Proposal& p) { return p.has_tile(kLargeTiles); });
     return chosen;
   }
 
   if (proposals.size() > 1 && proposals[0].has_tile(kSlowFirstTiles)) chosen = 1;
-  if (shape.rows < 64) return chosen;
+  if (!rules.follows_rules) return chosen;
   const Proposal& p = proposals[static_cast<size_t>(chosen)];
   // Many tiles of medium size leave less of the last wave idle.
-  if (shape.rows >= 256 && p.split_k == 1 && p.has_tile(kSlowMediumTiles)) {
+  if (rules.medium_tiles && p.split_k == 1 && p.has_tile(kSlowMediumTiles)) {
     take_first([&](const Proposal& other) {
       return other.split_k == 1 && (medium(other) || other.tile == CUBLASLT_MATMUL_TILE_112x128);
     });
@@ -108,27 +110,17 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
     return other.split_k == 1 && other.has_cluster(kSmallClusters) && other.waves >= 0.9f &&
            other.waves <= 1.0f;
   };
-  if (shape.rows <= 72 && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
+  if (rules.full_wave && (p.split_k > 1 || p.has_cluster(kClustersOfEight))) take_first(full_wave);
   // Clusters of four are slow where they are many; why is not known.
   const auto four = [](const Proposal& other) {
     return other.split_k == 1 && other.cluster == CUBLASLT_CLUSTER_SHAPE_4x1x1;
   };
-  if (shape.rows == 64 && four(p) && p.waves > 0.72f) {
+  if (rules.few_clusters_of_four && four(p) && p.waves > 0.72f) {
     take_first([&](const Proposal& other) {
       return full_wave(other) || (four(other) && other.waves > 0.5f && other.waves <= 0.7f);
     });
   }
   return chosen;
-}
-
-// Whether the shape is like those whose proposals were compared bit for bit
-// (bench/results/2026-11-23-matmul-in-use.txt). Of smaller and ragged ones nothing is known.
-bool has_known_bits(const MatmulShapeCuda& shape) {
-  const auto known = [](int64_t size, int64_t multiple) {
-    return size >= 512 && size % multiple == 0;
-  };
-  return known(shape.inner, 256) && known(shape.cols, 64) &&
-         (shape.trans_a ? known(shape.rows, 64) : shape.rows >= 64);
 }
 
 bool is_capturing(cudaStream_t stream) {
@@ -195,7 +187,9 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
   chosen_ = best_proposal(ctx, shape, {proposals_, static_cast<size_t>(proposal_count_)});
-  for (int i = 0; i < proposal_count_ && has_known_bits(shape); ++i) {
+  for (int i = 0; i < proposal_count_ &&
+                  route::gemm_bits_known(shape.rows, shape.cols, shape.inner, shape.trans_a);
+       ++i) {
     if (Proposal(proposals_[i]).adds_as(Proposal(proposals_[chosen_]))) candidates_.push_back(i);
   }
 }

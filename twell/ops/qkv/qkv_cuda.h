@@ -25,8 +25,9 @@ struct QkvCuda {
   RopeCuda rope;                     // of M tokens; qkv gets what does not go to a cache
 };
 
-// Whether qkv_cuda takes the problem and is faster than separate steps: at least 1,024 tokens on
-// Hopper, heads of 64 or 128, no bias, no inverse rotation, D a multiple of 8.
+// Whether qkv_cuda takes the problem and is faster than separate steps: many tokens
+// (route::fused_qkv_pays) on Hopper, heads of 64 or 128, no bias, no inverse rotation, D a multiple
+// of 8.
 bool qkv_is_fused(const CudaContext& ctx, const QkvCuda& problem);
 
 // Throws Error for problems it does not take, but takes any number of tokens.

@@ -13,6 +13,7 @@
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
+#include "twell/ops/route/route.h"
 
 namespace twell {
 namespace {
@@ -329,9 +330,6 @@ Operands operands_of(const QkvCuda& problem, int64_t columns) {
   return operands;
 }
 
-// With fewer tokens, tiles of 256 x 256 leave much of the device idle.
-constexpr int64_t kFewest = 1024;
-
 bool supported(const CudaContext& ctx, const QkvCuda& problem) {
   const RopeCuda& rope = problem.rope;
   return ctx.compute_capability() == 90 && (rope.head_dim == 64 || rope.head_dim == 128) &&
@@ -342,7 +340,7 @@ bool supported(const CudaContext& ctx, const QkvCuda& problem) {
 }  // namespace
 
 bool qkv_is_fused(const CudaContext& ctx, const QkvCuda& problem) {
-  return problem.rope.tokens >= kFewest && supported(ctx, problem);
+  return route::fused_qkv_pays(problem.rope.tokens) && supported(ctx, problem);
 }
 
 void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {

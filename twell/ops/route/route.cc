@@ -1,12 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/route/route.h"
 
+#include <algorithm>
+#include <bit>
+
+#include "twell/base/rounding.h"
+
 namespace twell::route {
 namespace {
 
 // The most sequences that one kernel of all layers decodes faster than a few kernels per layer do.
 // 2b with four makes 2,215 tokens/s dense and 2,703 sparse by one, 2,071 and 2,816 by these.
 int64_t one_kernel_pays(bool sparse) { return sparse ? 3 : 4; }
+
+// From so many tokens on a norm is better a kernel of its own.
+constexpr int64_t kNormApart = 4;
+
+// From so many tokens on unions are enough smaller that sorting pays.
+constexpr int64_t kSortedTokens = 512;
+
+// With fewer tokens, tiles of 256 x 256 leave much of the device idle.
+constexpr int64_t kFusedQkv = 1024;
+
+// Fewer queries than a tile of cuDNN has are not worth a plan of their own, which takes 50 ms.
+constexpr int64_t kRaggedQueries = 128;
+
+// Splits of a sequence, except of one that needs more, and CTAs wanted on GPUs of any size, which
+// bounds the workspace.
+constexpr int64_t kMostSplits = 64, kMostCtas = 512;
+
+int64_t most_splits(int64_t max_kv_len) {
+  return std::max(std::min(ceil_div(max_kv_len, int64_t{kLeastKeys}), kMostSplits),
+                  attention_fewest_splits(max_kv_len));
+}
 
 // Reading through a screen is faster up to this share of active neurons.
 constexpr double kScreenedShare = 1.0 / 80.0;
@@ -35,6 +61,79 @@ LayersPath layers_path(const Layers& layers, const Batch& batch) {
 
 bool gate_screen_pays(double nnz_per_token, int64_t ffn) {
   return nnz_per_token <= kScreenedShare * static_cast<double>(ffn);
+}
+
+bool norm_apart(int64_t tokens) { return tokens >= kNormApart; }
+
+bool sorts_rows_by_id(int64_t tokens, bool dense) { return tokens >= kSortedTokens && !dense; }
+
+LinearKernel linear_kernel(const Device& device, int64_t rows, int64_t cols, int64_t row_tokens) {
+  if (rows <= std::min(kSkinnyRows, row_tokens)) return LinearKernel::kSkinny;
+  // With more than two tiles of 64 rows of w per SM cuBLASLt is faster.
+  const bool batch = rows <= kBatchRows && cols % 8 == 0 && device.hopper &&
+                     cols <= int64_t{128} * device.multiprocessors;
+  return batch ? LinearKernel::kBatch : LinearKernel::kGemm;
+}
+
+int64_t padded_rows(int64_t tokens) {
+  if (tokens <= kSkinnyRows) return tokens;
+  return round_up(tokens, tokens <= kRowStep ? int64_t{16} : kRowStep);
+}
+
+bool fused_qkv_pays(int64_t tokens) { return tokens >= kFusedQkv; }
+
+GemmRules gemm_rules(int64_t rows) {
+  if (rows >= 2048) return {.proven_tiles = true};
+  if (rows < 64) return {};
+  return {.follows_rules = true,
+          .medium_tiles = rows >= 256,
+          .full_wave = rows <= 72,
+          .few_clusters_of_four = rows == 64};
+}
+
+bool gemm_bits_known(int64_t rows, int64_t cols, int64_t inner, bool trans_a) {
+  const auto known = [](int64_t size, int64_t multiple) {
+    return size >= 512 && size % multiple == 0;
+  };
+  return known(inner, 256) && known(cols, 64) && (trans_a ? known(rows, 64) : rows >= 64);
+}
+
+AttentionKernel attention_kernel(int64_t max_q_len, bool paged) {
+  return max_q_len == 1 && paged ? AttentionKernel::kDecode : AttentionKernel::kOther;
+}
+
+bool ragged_attention_pays(int64_t max_q_len) { return max_q_len >= kRaggedQueries; }
+
+int64_t attention_ctas(const AttentionHeads& h) {
+  return h.kv_heads * ceil_div(h.heads / h.kv_heads, int64_t{kMostQueries});
+}
+
+int64_t attention_fewest_splits(int64_t max_kv_len) {
+  return ceil_div(max_kv_len, int64_t{kMostKeys});
+}
+
+AttentionDivision attention_division(const AttentionHeads& h, int64_t sequences, int64_t max_kv_len,
+                                     int64_t multiprocessors) {
+  const int64_t ctas = sequences * attention_ctas(h);
+  // With heads of more than 64 columns an SM's registers hold one CTA of the most warps.
+  const int64_t ctas_per_sm = h.head_dim <= 64 ? 2 : 1;
+  const int64_t wanted = std::min(ctas_per_sm * multiprocessors, kMostCtas) / ctas;
+  const int64_t splits =
+      std::clamp(wanted, attention_fewest_splits(max_kv_len), most_splits(max_kv_len));
+  // The fewer CTAs there are, the more warps each has; in 8 bits at least 4, because a load brings
+  // half as many bytes.
+  const int64_t warps_per_cta = int64_t{kWarpsPerSm} * multiprocessors / (ctas * splits);
+  const int64_t warps =
+      std::clamp<int64_t>(warps_per_cta, h.eight_bits ? 4 : 1, attention_most_warps(h.head_dim));
+  return {.splits = splits,
+          .warps = static_cast<int>(std::bit_floor(static_cast<uint64_t>(warps))),
+          .loads = warps_per_cta == 0 ? 4 : 8};
+}
+
+int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len) {
+  if (most_splits(max_kv_len) == 1) return sequences;
+  return std::min(sequences * most_splits(max_kv_len),
+                  std::max(sequences * attention_fewest_splits(max_kv_len), kMostCtas));
 }
 
 }  // namespace twell::route

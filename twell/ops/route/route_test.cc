@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 namespace twell::route {
 namespace {
 
@@ -100,6 +102,114 @@ TEST(GateScreen, PaysForFewActiveNeurons) {
   EXPECT_TRUE(gate_screen_pays(-1.0, 5632));
   EXPECT_TRUE(gate_screen_pays(70.0, 5632));
   EXPECT_FALSE(gate_screen_pays(71.0, 5632));
+}
+
+TEST(LayersPaths, Thresholds) {
+  EXPECT_FALSE(norm_apart(3));
+  EXPECT_TRUE(norm_apart(4));
+  EXPECT_FALSE(sorts_rows_by_id(511, false));
+  EXPECT_TRUE(sorts_rows_by_id(512, false));
+  EXPECT_FALSE(sorts_rows_by_id(100'000, true));
+}
+
+// Every number of rows up to one that is beyond all limits, on both kinds of GPU.
+TEST(LinearKernels, EveryNumberOfRows) {
+  for (const bool hopper : {false, true}) {
+    for (const int64_t row_tokens : {0, 3, 8}) {
+      for (const int64_t cols : {2048, 2052, 16896, 16904}) {
+        for (int64_t rows = 1; rows <= 130; ++rows) {
+          const bool fits = rows <= row_tokens;
+          const bool batch = hopper && rows <= 64 && cols != 2052 && cols <= 16896;
+          EXPECT_EQ(
+              linear_kernel({.hopper = hopper, .multiprocessors = 132}, rows, cols, row_tokens),
+              fits    ? LinearKernel::kSkinny
+              : batch ? LinearKernel::kBatch
+                      : LinearKernel::kGemm)
+              << hopper << " " << row_tokens << " " << cols << " " << rows;
+        }
+      }
+    }
+  }
+}
+
+TEST(PaddedRows, AreFewNumbers) {
+  for (int64_t tokens = 1; tokens <= 8; ++tokens) EXPECT_EQ(padded_rows(tokens), tokens);
+  EXPECT_EQ(padded_rows(9), 16);
+  EXPECT_EQ(padded_rows(16), 16);
+  EXPECT_EQ(padded_rows(113), 128);
+  EXPECT_EQ(padded_rows(128), 128);
+  EXPECT_EQ(padded_rows(129), 256);
+  EXPECT_EQ(padded_rows(16385), 16512);
+}
+
+TEST(Gemms, PreferProposalsByRows) {
+  for (const int64_t rows : {1, 16, 63}) {
+    EXPECT_FALSE(gemm_rules(rows).follows_rules || gemm_rules(rows).proven_tiles) << rows;
+  }
+  const auto rules = [](int64_t rows) {
+    const GemmRules r = gemm_rules(rows);
+    EXPECT_TRUE(r.follows_rules && !r.proven_tiles) << rows;
+    return std::tuple(r.medium_tiles, r.full_wave, r.few_clusters_of_four);
+  };
+  EXPECT_EQ(rules(64), std::tuple(false, true, true));
+  EXPECT_EQ(rules(72), std::tuple(false, true, false));
+  EXPECT_EQ(rules(73), std::tuple(false, false, false));
+  EXPECT_EQ(rules(255), std::tuple(false, false, false));
+  EXPECT_EQ(rules(256), std::tuple(true, false, false));
+  EXPECT_EQ(rules(2047), std::tuple(true, false, false));
+  EXPECT_TRUE(gemm_rules(2048).proven_tiles);
+  EXPECT_FALSE(gemm_rules(2048).follows_rules);
+}
+
+TEST(Gemms, BitsAreKnownOfLargeWholeSizes) {
+  EXPECT_TRUE(gemm_bits_known(64, 5632, 2048, false));
+  EXPECT_FALSE(gemm_bits_known(63, 5632, 2048, false));
+  EXPECT_FALSE(gemm_bits_known(64, 5632, 2048, true));  // weight gradients: at least 512 rows
+  EXPECT_TRUE(gemm_bits_known(576, 5632, 2048, true));
+  EXPECT_FALSE(gemm_bits_known(577, 5632, 2048, true));
+  EXPECT_FALSE(gemm_bits_known(64, 5600, 2048, false));
+  EXPECT_FALSE(gemm_bits_known(64, 448, 2048, false));
+  EXPECT_FALSE(gemm_bits_known(64, 5632, 2112, false));
+}
+
+TEST(Qkv, IsFusedForManyTokens) {
+  EXPECT_FALSE(fused_qkv_pays(1023));
+  EXPECT_TRUE(fused_qkv_pays(1024));
+}
+
+TEST(Attention, KernelsByQueries) {
+  EXPECT_EQ(attention_kernel(1, true), AttentionKernel::kDecode);
+  EXPECT_EQ(attention_kernel(1, false), AttentionKernel::kOther);
+  EXPECT_EQ(attention_kernel(2, true), AttentionKernel::kOther);
+  EXPECT_FALSE(ragged_attention_pays(127));
+  EXPECT_TRUE(ragged_attention_pays(128));
+}
+
+TEST(Attention, DividesKeys) {
+  const auto divide = [](const AttentionHeads& heads, int64_t sequences, int64_t keys) {
+    const AttentionDivision d = attention_division(heads, sequences, keys, 132);
+    EXPECT_LE(sequences * d.splits, attention_most_splits(sequences, keys));
+    return std::tuple(d.splits, d.warps, d.loads);
+  };
+  const AttentionHeads plain{.heads = 32, .kv_heads = 32, .head_dim = 64};
+  EXPECT_EQ(divide(plain, 1, 256), std::tuple(1, 8, 8));
+  EXPECT_EQ(divide(plain, 1, 2000), std::tuple(8, 8, 8));
+  EXPECT_EQ(divide(plain, 8, 2049), std::tuple(2, 4, 8));
+  EXPECT_EQ(divide(plain, 66, 256), std::tuple(1, 1, 8));
+  EXPECT_EQ(divide(plain, 67, 256), std::tuple(1, 1, 4));
+  EXPECT_EQ(divide({.heads = 32, .kv_heads = 8, .head_dim = 256}, 8, 2000), std::tuple(2, 4, 8));
+  EXPECT_EQ(divide({.heads = 32, .kv_heads = 32, .head_dim = 64, .eight_bits = true}, 256, 256),
+            std::tuple(1, 4, 4));
+  // Smaller batches in a workspace for a larger one.
+  for (const int64_t most : {1, 8, 64, 300}) {
+    for (const int64_t keys : {256, 2049, 131'073}) {
+      for (int64_t sequences = 1; sequences <= most; ++sequences) {
+        EXPECT_LE(sequences * attention_division(plain, sequences, keys, 132).splits,
+                  attention_most_splits(most, keys))
+            << sequences << " of " << most << ", " << keys;
+      }
+    }
+  }
 }
 
 }  // namespace
