@@ -24,6 +24,9 @@ target_compile_definitions(twell_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:FMT_
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<VERSION_LESS:${CMAKE_CUDA_COMPILER_VERSION}.0,13>>:FMT_CONSTEVAL=>)
 # nvcc warns of a conversion to the same type although its `requires` rules that out (matrix.h).
 target_compile_options(twell_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-diag-suppress=554>)
+if(TWELL_LINEINFO)
+  target_compile_options(twell_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo>)
+endif()
 if(TWELL_WERROR)
   target_compile_options(twell_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-Werror>

@@ -27,7 +27,10 @@ class NcclTest : public testing::Test {
     TWELL_SKIP_WITHOUT_GPU();
     int devices = 0;
     TWELL_CUDA_CHECK(cudaGetDeviceCount(&devices));
-    if (devices < kRanks) GTEST_SKIP() << "needs " << kRanks << " GPUs, there are " << devices;
+    if (devices < kRanks) {
+      const std::string why = fmt::format("needs {} GPUs, there are {}", kRanks, devices);
+      TWELL_SKIP_OF_GPUS(kRanks, why);
+    }
     if (const std::string why = nccl_unavailable(); !why.empty()) GTEST_SKIP() << why;
   }
 
