@@ -255,7 +255,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
-  options.stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
+  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
   options.cancel = &stop;
   if (talks) return run_chat(*session, tokenizer, *chat, arguments.system, options);
   Output output(arguments, prompts);

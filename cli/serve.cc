@@ -65,8 +65,8 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint);
   if (options.model.empty()) options.model = default_model_name(common.checkpoint);
-  options.stop_tokens = stop_tokens(config, tokenizer);
-  options.chat_stop_tokens = stop_tokens(config, tokenizer, chat ? chat->eos_token() : "");
+  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
+  options.chat_stop_tokens = options.stop_tokens;
   options.http.read = std::chrono::seconds(arguments.request_seconds);
   options.http.write = std::chrono::seconds(arguments.write_seconds);
   options.request_bytes = arguments.request_mib << 20;

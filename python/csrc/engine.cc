@@ -184,9 +184,9 @@ class LoadedEngine {
                   no_chat_.empty() ? "there is no chat template" : no_chat_);
     return *chat_;
   }
-  // Token ids that end a text, or an answer of a chat.
-  std::vector<int32_t> stop_tokens(bool chat) const {
-    return twell::stop_tokens(config_, tokenizer_, chat ? this->chat().eos_token() : "");
+  // Token ids that end a text.
+  std::vector<int32_t> stop_tokens() const {
+    return twell::stop_tokens(folder_, config_, tokenizer_);
   }
 
   // Steps the scheduler until `done()`. Any thread may call it; one at a time steps for all.
@@ -392,7 +392,7 @@ NB_MODULE(_engine, m) {
                                                    .min_p = min_p,
                                                    .seed = seed},
                                        .max_tokens = max_tokens,
-                                       .stop_tokens = e->stop_tokens(chat),
+                                       .stop_tokens = e->stop_tokens(),
                                        .stop_strings = std::move(stop),
                                        .log_probs = log_probs,
                                        .prompt_log_probs = prompt_log_probs,

@@ -241,4 +241,8 @@ void write_folder_atomic(const fs::path& path, const std::function<void(const fs
   }
 }
 
+bool is_lfs_pointer(std::string_view start) {
+  return start.starts_with("version https://git-lfs.github.com/spec/");
+}
+
 }  // namespace twell

@@ -76,4 +76,9 @@ void put_folder_in_place(const std::filesystem::path& fresh, const std::filesyst
 // Creates the folder and its parents; an InputError when that cannot be done.
 void make_folder(const std::filesystem::path& path);
 
+// Whether the bytes are a Git LFS pointer, which stands for a file that was not fetched.
+bool is_lfs_pointer(std::string_view start);
+inline constexpr std::string_view kLfsAdvice =
+    "it is a Git LFS pointer, not the file that it stands for: fetch that with 'git lfs pull'";
+
 }  // namespace twell

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/base/json_fields.h"
 #include "twell/base/utf8.h"
 
@@ -187,6 +188,7 @@ class JsonBuilder {
     throw InputError(fmt::format("{} is not a JSON object", source_));
   }
   [[noreturn]] void fail(size_t byte, std::string_view why) const {
+    TWELL_REQUIRE(!is_lfs_pointer(text_), "{}: {}", source_, kLfsAdvice);
     throw InputError(fmt::format("{}: not valid JSON at {}: {}", source_, place_of(byte), why));
   }
 

@@ -85,6 +85,11 @@ TEST(Json, SaysWhereItIsNotValid) {
   EXPECT_THAT(fault(std::string("[1,\0 2]", 7)), HasSubstr("not valid JSON at byte 4"));
 }
 
+TEST(Json, NamesAPointerOfGitLfs) {
+  EXPECT_THAT(fault("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"),
+              HasSubstr("x: it is a Git LFS pointer"));
+}
+
 TEST(Json, ReadsNumbersAtTheirLimits) {
   const auto read = [](const std::string& text) { return parse_json("[" + text + "]", "x")[0]; };
   EXPECT_EQ(read("-0"), 0);

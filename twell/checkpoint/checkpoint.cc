@@ -50,6 +50,7 @@ void require_tied_head_equal(const OpenCheckpoint& opened) {
   const TensorInfo* head = opened.tensors.find(kHead);
   if (head == nullptr || !opened.config.tied_embeddings) return;
   const TensorInfo& embedding = *opened.tensors.find(kEmbedding);
+  if (head == &embedding) return;
   TWELL_REQUIRE(head->shape == embedding.shape && equal_values(*head, embedding),
                 "{}: config.json ties the embeddings, but {} differs from {}; set "
                 "tie_word_embeddings to false",
@@ -91,8 +92,16 @@ CheckpointTensors::CheckpointTensors(const fs::path& folder) {
 }
 
 const TensorInfo* CheckpointTensors::find(std::string_view name) const {
-  const auto it = tensors_.find(name);
-  return it == tensors_.end() ? nullptr : it->second;
+  for (const auto* tensors : {&tensors_, &stand_ins_}) {
+    const auto it = tensors->find(name);
+    if (it != tensors->end()) return it->second;
+  }
+  return nullptr;
+}
+
+void CheckpointTensors::stand_in(std::string_view name, std::string_view other) {
+  const TensorInfo* const info = find(other);
+  if (info != nullptr && find(name) == nullptr) stand_ins_.emplace(name, info);
 }
 
 std::vector<const TensorInfo*> CheckpointTensors::all() const {
@@ -113,6 +122,10 @@ bool may_be_extra(const std::string& name, const ModelConfig& config) {
   return name == "lm_head.weight" && config.tied_embeddings;
 }
 
+bool OpenCheckpoint::is_extra(const TensorInfo& info) const {
+  return may_be_extra(info.name, config) && tensors.find(kEmbedding) != &info;
+}
+
 ModelConfig load_config(const fs::path& folder) {
   TWELL_REQUIRE(fs::exists(folder), "{} does not exist", folder.string());
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
@@ -123,6 +136,8 @@ ModelConfig load_config(const fs::path& folder) {
 OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
   OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
+  // Of two tied tensors some writers keep the head alone.
+  if (config.tied_embeddings) opened.tensors.stand_in(kEmbedding, kHead);
   for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
   require_no_extra(opened.tensors, opened.table, config);
   require_tied_head_equal(opened);
@@ -141,10 +156,10 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
   // hashes are checked while the values are read.
   const OpenCheckpoint opened = open_with_hashes_unread(folder);
   auto model = std::make_unique<Model>(opened.config);
-  std::unordered_map<std::string_view, const ParamSpec*> specs;
-  for (const ParamSpec& spec : model->table) specs.emplace(spec.name, &spec);
+  std::unordered_map<const TensorInfo*, const ParamSpec*> specs;
+  for (const ParamSpec& spec : model->table) specs.emplace(opened.tensors.find(spec.name), &spec);
   const auto place_of = [&](const TensorInfo& info) -> TensorPlace {
-    const auto found = specs.find(info.name);
+    const auto found = specs.find(&info);
     if (found == specs.end()) return {};
     const ParamSpec& spec = *found->second;
     return {.out = model->flat.data() + spec.offset,

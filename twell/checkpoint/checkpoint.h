@@ -38,7 +38,9 @@ class CheckpointTensors {
  public:
   explicit CheckpointTensors(const std::filesystem::path& folder);
   const TensorInfo* find(std::string_view name) const;  // null when there is none
-  std::vector<const TensorInfo*> all() const;           // sorted by name
+  // Makes `name` stand for the tensor of another name, where there is one and none of this name.
+  void stand_in(std::string_view name, std::string_view other);
+  std::vector<const TensorInfo*> all() const;  // sorted by name
   const std::map<std::string, SafetensorsFile>& files() const { return files_; }
   void verify_hashes() const;
   const std::string& source() const { return source_; }  // the file that messages name
@@ -46,7 +48,7 @@ class CheckpointTensors {
  private:
   std::string source_;
   std::map<std::string, SafetensorsFile> files_;
-  std::map<std::string, const TensorInfo*, std::less<>> tensors_;
+  std::map<std::string, const TensorInfo*, std::less<>> tensors_, stand_ins_;
 };
 
 // A folder whose configuration, tensor names, shapes, dtypes and hashes have been checked. The
@@ -55,6 +57,9 @@ struct OpenCheckpoint {
   ModelConfig config;
   std::vector<ParamSpec> table;
   CheckpointTensors tensors;  // float tensors for every parameter of the table, in its shape
+
+  // Whether the model does not need the tensor.
+  bool is_extra(const TensorInfo& info) const;
 };
 OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
 // The same without the hashes, for callers whose load_tensors checks them.

@@ -267,6 +267,26 @@ TEST_F(CheckpointTest, TiedHeadMayBeStoredWhenItIsEqual) {
   EXPECT_THAT(refusal(), HasSubstr("lm_head.weight differs from model.embed_tokens.weight"));
 }
 
+TEST_F(CheckpointTest, OfTiedTensorsTheHeadAloneMayBeStored) {
+  const Model model = random_model(small_config(), 1);
+  save_model(model, folder_, DType::kF32);
+  auto tensors = read_tensors();
+  TensorToWrite head = tensors.at("model.embed_tokens.weight");
+  head.name = "lm_head.weight";
+  tensors.erase("model.embed_tokens.weight");
+  tensors.emplace(head.name, head);
+  write_tensors(weights(), tensors);
+  expect_equal(*load_model(ctx_, folder_), model);
+  const OpenCheckpoint opened = open_checkpoint(folder_);
+  EXPECT_EQ(opened.tensors.all().size(), tensors.size());
+  EXPECT_FALSE(opened.is_extra(*opened.tensors.find("lm_head.weight")));
+  put("lm_head.weight", 0, std::string("\x00\x00\xC0\x7F", 4));
+  EXPECT_THAT(refusal(), HasSubstr("lm_head.weight"));
+  tensors.erase(head.name);
+  write_tensors(weights(), tensors);
+  EXPECT_THAT(refusal(), HasSubstr("model.embed_tokens.weight [20, 24] is missing"));
+}
+
 TEST_F(CheckpointTest, WrongDtypesAndMissingFilesAreRefused) {
   save_model(random_model(small_config(), 1), folder_, DType::kF32);
   auto tensors = read_tensors();

@@ -56,8 +56,7 @@ class Conversion {
     return may_be_extra(info.name, opened_.config) && info.name != "lm_head.weight";
   }
   bool is_converted(const TensorInfo& info) const {
-    return options_.dtype && info.dtype != dtype_name(*options_.dtype) &&
-           !may_be_extra(info.name, opened_.config);
+    return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info);
   }
   bool changes(const SafetensorsFile& file) const {
     return std::any_of(file.tensors().begin(), file.tensors().end(), [this](const auto& entry) {
@@ -67,7 +66,7 @@ class Conversion {
 
   void require_finite(const SafetensorsFile& file) const {
     for (const TensorInfo* info : file.file_order()) {
-      if (may_be_extra(info->name, opened_.config)) continue;
+      if (opened_.is_extra(*info)) continue;
       const int64_t index = first_non_finite(info->bytes, info->dtype);
       if (index >= 0) refuse_non_finite(*info, index, file.path().string());
       file.release(info->bytes);

@@ -178,6 +178,8 @@ std::vector<const TensorInfo*> SafetensorsContent::file_order() const {
 
 SafetensorsContent parse_safetensors(std::span<const std::byte> file, const std::string& source) {
   uint64_t header_bytes = 0;
+  TWELL_REQUIRE(!is_lfs_pointer({reinterpret_cast<const char*>(file.data()), file.size()}),
+                "{}: {}", source, kLfsAdvice);
   TWELL_REQUIRE(file.size() >= sizeof(header_bytes), "{}: {} bytes are too few for safetensors",
                 source, file.size());
   std::memcpy(&header_bytes, file.data(), sizeof(header_bytes));

@@ -101,6 +101,8 @@ TEST(Safetensors, TakesNearlyLinearTimeForManyTensors) {
 }
 
 TEST(Safetensors, RefusesBadFrames) {
+  EXPECT_THAT(refusal("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"),
+              HasSubstr("it is a Git LFS pointer"));
   EXPECT_THAT(refusal(""), HasSubstr("0 bytes are too few"));
   EXPECT_THAT(refusal("1234567"), HasSubstr("too few"));
   EXPECT_THAT(refusal(std::string(8, '\xff')), HasSubstr("truncated"));

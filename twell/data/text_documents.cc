@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/base/json.h"
 #include "twell/base/utf8.h"
 
@@ -276,6 +277,7 @@ bool is_tar(std::string_view start) {
 }
 
 std::string_view binary_reason(std::string_view start) {
+  if (is_lfs_pointer(start)) return kLfsAdvice;
   if (is_tar(start)) return "it is a tar archive; unpack it and give the folder";
   if (start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF")) {
     return "it is UTF-16; convert it to UTF-8";

@@ -418,6 +418,15 @@ TEST(TextSource, RefusesTarArchivesByName) {
   EXPECT_EQ(source_fault(folder.write("b.txt", std::string(600, '0'))), "no fault");
 }
 
+TEST(TextSource, NamesPointersOfGitLfs) {
+  const TempFolder folder;
+  const std::string pointer =
+      "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n";
+  for (const char* name : {"a.txt", "a.jsonl", "a.parquet"}) {
+    EXPECT_THAT(source_fault(folder.write(name, pointer)), HasSubstr("it is a Git LFS pointer"));
+  }
+}
+
 TEST(TextSource, StopsAtTheByteLimit) {
   const TempFolder folder;
   folder.write("a", "12345");

@@ -2,9 +2,14 @@
 #include "twell/infer/generate.h"
 
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/base/json.h"
+#include "twell/base/json_fields.h"
 #include "twell/infer/sampler.h"
 
 namespace twell {
@@ -26,12 +31,31 @@ std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& toke
   return ids;
 }
 
-std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
-                                 std::string_view end_of_answer) {
-  std::vector<int32_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
-  if (config.eos_token >= 0) tokens.push_back(static_cast<int32_t>(config.eos_token));
-  if (!end_of_answer.empty()) tokens.push_back(tokenizer.find(end_of_answer));
-  return tokens;
+std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const ModelConfig& config,
+                                 const Tokenizer& tokenizer) {
+  std::set<int64_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
+  tokens.insert(config.eos_token);
+  const auto field = [&](const char* file, const char* name) -> nlohmann::json {
+    const std::filesystem::path path = checkpoint / file;
+    if (!std::filesystem::exists(path)) return {};
+    return parse_json_field(read_file(path), name, path.string(), {.keys = JsonKeys::kLast});
+  };
+  const nlohmann::json ids = field("generation_config.json", "eos_token_id");
+  for (const nlohmann::json& id :
+       ids.is_array() || ids.is_null() ? ids : nlohmann::json::array({ids})) {
+    TWELL_REQUIRE(id.is_number_integer(),
+                  "{}: eos_token_id must be the id of a token or a list of them, got {}",
+                  (checkpoint / "generation_config.json").string(), show(ids));
+    tokens.insert(id.get<int64_t>());
+  }
+  nlohmann::json end = field("tokenizer_config.json", "eos_token");
+  if (end.is_object()) end = end.value("content", nlohmann::json());
+  if (end.is_string()) tokens.insert(tokenizer.find(end.get<std::string>()));
+  std::vector<int32_t> out;
+  for (const int64_t id : tokens) {
+    if (id >= 0 && id < config.vocab_size) out.push_back(static_cast<int32_t>(id));
+  }
+  return out;
 }
 
 GenerationRequest text_request(const ModelConfig& config, const Tokenizer& tokenizer,

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -44,10 +45,11 @@ struct Generation {
 std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& tokenizer,
                                 std::string_view prompt, bool begin_token = true);
 
-// Every token that ends a text according to config.json, and the token that ends an answer
-// according to the chat template; empty: there is none.
-std::vector<int32_t> stop_tokens(const ModelConfig& config, const Tokenizer& tokenizer,
-                                 std::string_view end_of_answer = {});
+// Every token that ends a text according to a checkpoint's config.json, generation_config.json
+// ("eos_token_id") and tokenizer_config.json ("eos_token"). InputError names the file and the
+// fault.
+std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const ModelConfig& config,
+                                 const Tokenizer& tokenizer);
 
 // The prompt as a request whose text and tokens are collected; calls on_done at its end, on the
 // thread that steps the scheduler.

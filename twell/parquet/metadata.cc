@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/parquet/thrift.h"
 
 namespace twell {
@@ -135,6 +136,7 @@ ParquetRowGroup read_row_group(ThriftReader& in) {
 
 ParquetMetadata parse_parquet_metadata(std::span<const std::byte> file, const std::string& source) {
   constexpr size_t kTail = 8;  // the metadata's size and the closing magic
+  TWELL_REQUIRE(!is_lfs_pointer(as_text(file)), "{}: {}", source, kLfsAdvice);
   TWELL_REQUIRE(!as_text(file).ends_with(kEncrypted), "{}: encrypted Parquet is not read", source);
   TWELL_REQUIRE(file.size() >= kMagic.size() + kTail && as_text(file).starts_with(kMagic) &&
                     as_text(file).ends_with(kMagic),

@@ -127,6 +127,31 @@ bool is_white_space(int32_t character) {
          category == UTF8PROC_CATEGORY_ZP;
 }
 
+bool is_word_character(int32_t character) {
+  switch (utf8proc_category(character)) {
+    case UTF8PROC_CATEGORY_LU:
+    case UTF8PROC_CATEGORY_LL:
+    case UTF8PROC_CATEGORY_LT:
+    case UTF8PROC_CATEGORY_LM:
+    case UTF8PROC_CATEGORY_LO:
+    case UTF8PROC_CATEGORY_MN:
+    case UTF8PROC_CATEGORY_MC:
+    case UTF8PROC_CATEGORY_ME:
+    case UTF8PROC_CATEGORY_ND:
+    case UTF8PROC_CATEGORY_NL:
+    case UTF8PROC_CATEGORY_PC:
+      return true;
+    default:
+      break;
+  }
+  // The joiners, and letters in circles and squares.
+  return character == 0x200C || character == 0x200D ||
+         (character >= 0x24B6 && character <= 0x24E9) ||
+         (character >= 0x1F130 && character <= 0x1F149) ||
+         (character >= 0x1F150 && character <= 0x1F169) ||
+         (character >= 0x1F170 && character <= 0x1F189);
+}
+
 bool is_unknown_to_reference(int32_t character) { return is_in(kNewer, character); }
 
 std::string_view normalize_nfc(std::string_view text, std::string& buffer) {

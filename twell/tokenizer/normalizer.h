@@ -20,7 +20,8 @@ struct Character {
   size_t size = 1;  // bytes
 };
 Character first_character(std::string_view text);
-bool is_white_space(int32_t character);  // as Unicode's White_Space
+bool is_white_space(int32_t character);     // as Unicode's White_Space
+bool is_word_character(int32_t character);  // as \w of Unicode's regular expressions (UTS #18)
 
 // Whether Hugging Face's `tokenizers` does not know this mark (Unicode 10 and later).
 bool is_unknown_to_reference(int32_t character);

@@ -147,7 +147,8 @@ class TokenizerWorkspacePool {
 
 // ---- Added tokens.
 
-// Finds added tokens in a text: the leftmost match, and the longest of those that start there.
+// Finds added tokens in a text: the leftmost match, and the longest of those that start there. Of
+// equal contents the one added first is found.
 class AddedTokenMatcher {
  public:
   struct Match {
@@ -164,7 +165,7 @@ class AddedTokenMatcher {
       node = child->second;
       if (is_new) nodes_.emplace_back();
     }
-    nodes_[node].id = id;
+    if (nodes_[node].id < 0) nodes_[node].id = id;
     starts_[static_cast<uint8_t>(content[0])] = true;
   }
   // Finds the first match at or after `from`; returns false when there is none.
@@ -254,21 +255,51 @@ size_t white_space_at_end(std::string_view text) {
   return text.size() - begin;
 }
 
+// Whether the text starts, or ends, with a character of a word.
+bool starts_with_word(std::string_view text) {
+  return !text.empty() && is_word_character(first_character(text).code);
+}
+
+bool ends_with_word(std::string_view text) {
+  for (size_t size = 1; size <= std::min<size_t>(text.size(), 4); ++size) {
+    const Character last = first_character(text.substr(text.size() - size));
+    if (last.code >= 0 && last.size == size) return is_word_character(last.code);
+  }
+  return false;
+}
+
+// How an added token is found, as a bit mask by id.
+constexpr uint8_t kLeftStrip = 1, kRightStrip = 2, kSingleWord = 4;
+
 // Appends the ids of the added tokens in text and calls encode(piece) for the text between them.
-// strips[id]: bit mask of the white space that the token absorbs, 1 before it, 2 after it.
+// The search goes on at a token's end, in the white space that it absorbs too: `tokenizers` finds
+// tokens of white space there although they overlap.
 template <typename Encode>
-void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>& strips,
+void split_at_added(const AddedTokenMatcher& matcher, const std::vector<uint8_t>& flags,
                     std::string_view text, std::vector<int32_t>& out, const Encode& encode) {
   size_t done = 0;
+  size_t space_end = 0;  // end of the white space last absorbed, which is one stretch
   AddedTokenMatcher::Match match;
-  while (!matcher.empty() && matcher.find(text, done, match)) {
-    const uint8_t strip = strips[static_cast<size_t>(match.id)];
-    if ((strip & 1) != 0) {
+  for (size_t from = 0; !matcher.empty() && matcher.find(text, from, match);) {
+    from = match.end;
+    const uint8_t found = flags[static_cast<size_t>(match.id)];
+    if ((found & kSingleWord) != 0 &&
+        (ends_with_word(text.substr(0, match.begin)) || starts_with_word(text.substr(match.end)))) {
+      continue;
+    }
+    if ((found & kLeftStrip) != 0) {
+      match.begin = std::max(match.begin, done);
       match.begin -= white_space_at_end(text.substr(done, match.begin - done));
     }
-    if ((strip & 2) != 0) match.end += white_space_at_start(text.substr(match.end));
+    if ((found & kRightStrip) != 0) {
+      if (match.end >= space_end) {
+        space_end = match.end + white_space_at_start(text.substr(match.end));
+      }
+      match.end = space_end;
+    }
+    if (match.begin > match.end) continue;  // `tokenizers` itself fails there
     if (match.begin > done) encode(text.substr(done, match.begin - done));
-    out.push_back(match.id);
+    if (match.begin < match.end) out.push_back(match.id);  // else all of it was absorbed before
     done = match.end;
   }
   if (done < text.size()) encode(text.substr(done));
@@ -281,7 +312,7 @@ struct Tokenizer::Impl {
       : spec(std::move(spec_in)),
         mergeable(mergeable_ids(spec)),
         kinds(spec.tokens.size(), Kind::kPlain),
-        strips(spec.tokens.size(), 0),
+        flags(spec.tokens.size(), 0),
         bytes(byte_ids(spec, mergeable)),
         bpe(bytes, spec.merges),
         pre_tokenizer(spec.pre_tokenizer) {
@@ -289,12 +320,18 @@ struct Tokenizer::Impl {
     for (const AddedToken& token : spec.added) {
       added.emplace(token.content, token.id);
       kinds[static_cast<size_t>(token.id)] = token.special ? Kind::kSpecial : Kind::kAdded;
-      strips[static_cast<size_t>(token.id)] =
-          static_cast<uint8_t>((token.lstrip ? 1 : 0) + (token.rstrip ? 2 : 0));
-      if (token.normalized && (spec.nfc || spec.sentence_piece)) {
-        in_normalized.add(normalized(token.content, workspace), token.id);
-      } else {
-        as_given.add(token.content, token.id);
+      flags[static_cast<size_t>(token.id)] =
+          static_cast<uint8_t>((token.lstrip ? kLeftStrip : 0) | (token.rstrip ? kRightStrip : 0) |
+                               (token.single_word ? kSingleWord : 0));
+    }
+    for (const bool special : {true, false}) {  // special tokens have precedence
+      for (const AddedToken& token : spec.added) {
+        if (token.special != special) continue;
+        if (token.normalized) {
+          in_normalized.add(normalized(token.content, workspace), token.id);
+        } else {
+          as_given.add(token.content, token.id);
+        }
       }
     }
     if (!spec.sentence_piece) return;
@@ -420,7 +457,7 @@ struct Tokenizer::Impl {
   IdsByName mergeable;              // ids of plain tokens by TokenizerSpec::tokens
   IdsByName added;                  // ids of added tokens by their content
   std::vector<Kind> kinds;          // by id
-  std::vector<uint8_t> strips;      // by id, for split_at_added
+  std::vector<uint8_t> flags;       // by id, for split_at_added
   AddedTokenMatcher as_given;       // finds added tokens in the text as given
   AddedTokenMatcher in_normalized;  // finds added tokens in the normalized text
   std::array<int32_t, 256> bytes;   // ids of single bytes
@@ -461,10 +498,10 @@ void Tokenizer::encode(std::string_view text, std::vector<int32_t>& out, bool al
   TokenizerWorkspace& workspace = *lent;
   const AddedTokenMatcher& as_given = allow_special ? impl.as_given : kNone;
   const AddedTokenMatcher& in_normalized = allow_special ? impl.in_normalized : kNone;
-  split_at_added(as_given, impl.strips, text, out, [&](std::string_view piece) {
+  split_at_added(as_given, impl.flags, text, out, [&](std::string_view piece) {
     const bool at_start = piece.data() == text.data();
     const std::string_view normalized = impl.normalized(piece, workspace);
-    split_at_added(in_normalized, impl.strips, normalized, out, [&](std::string_view part) {
+    split_at_added(in_normalized, impl.flags, normalized, out, [&](std::string_view part) {
       impl.encode_piece(part, at_start && part.data() == normalized.data(), workspace, out);
     });
   });

@@ -320,8 +320,7 @@ AddedToken read_added_token(const json& value, size_t index, const json& vocab) 
   TWELL_REQUIRE(!token.content.empty(), "{}: \"content\" is empty", part.where());
   token.lstrip = part.boolean("lstrip", false);
   token.rstrip = part.boolean("rstrip", false);
-  TWELL_REQUIRE(!part.boolean("single_word", false), "{} ({}): \"single_word\" is not supported",
-                part.where(), excerpt(token.content));
+  token.single_word = part.boolean("single_word", false);
   part.finish({"id", "content", "special", "normalized", "single_word", "lstrip", "rstrip"});
   const auto entry = vocab.find(token.content);
   token.in_vocab = entry != vocab.end();
@@ -331,15 +330,17 @@ AddedToken read_added_token(const json& value, size_t index, const json& vocab) 
   return token;
 }
 
+// Tokens outside the vocabulary get the ids behind it in the order of the list, as `tokenizers`
+// numbers them, whatever their ids in the file.
 std::vector<AddedToken> read_added_tokens(const JsonFields& file, const json& vocab) {
   std::vector<AddedToken> added;
   if (file.find("added_tokens") == nullptr) return added;
   const json& list = file.array("added_tokens");
-  for (size_t i = 0; i < list.size(); ++i) added.push_back(read_added_token(list[i], i, vocab));
-  const auto by_id = [](const AddedToken& a, const AddedToken& b) { return a.id < b.id; };
-  std::sort(added.begin(), added.end(), by_id);
+  auto next_id = static_cast<int32_t>(vocab.size());
   IdsByName seen;
-  for (const AddedToken& token : added) {
+  for (size_t i = 0; i < list.size(); ++i) {
+    AddedToken& token = added.emplace_back(read_added_token(list[i], i, vocab));
+    if (!token.in_vocab) token.id = next_id++;
     TWELL_REQUIRE(seen.emplace(token.content, token.id).second, "added_tokens lists {} twice",
                   excerpt(token.content));
   }
@@ -492,7 +493,7 @@ ordered_json added_tokens(const TokenizerSpec& spec) {
   for (const AddedToken& token : spec.added) {
     list.push_back({{"id", token.id},
                     {"content", token.content},
-                    {"single_word", false},
+                    {"single_word", token.single_word},
                     {"lstrip", token.lstrip},
                     {"rstrip", token.rstrip},
                     {"normalized", token.normalized},

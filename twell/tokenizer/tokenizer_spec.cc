@@ -12,16 +12,19 @@ namespace twell {
 std::unordered_map<std::string, int32_t> mergeable_ids(const TokenizerSpec& spec) {
   std::unordered_map<std::string, int32_t> ids;
   ids.reserve(spec.tokens.size());
-  std::vector<bool> left_out(spec.tokens.size(), false);
+  std::vector<bool> is_added(spec.tokens.size(), false);
   std::string bytes;
   for (const AddedToken& token : spec.added) {
-    const bool reads_the_same =
-        token.in_vocab && (spec.sentence_piece ||
-                           (alphabet_to_bytes(token.content, bytes) && bytes == token.content));
-    if (!reads_the_same) left_out[static_cast<size_t>(token.id)] = true;
+    is_added[static_cast<size_t>(token.id)] = true;
+    if (!token.in_vocab) continue;
+    if (spec.sentence_piece) {
+      ids.emplace(token.content, token.id);
+    } else if (alphabet_to_bytes(token.content, bytes)) {
+      ids.emplace(bytes, token.id);
+    }
   }
   for (size_t id = 0; id < spec.tokens.size(); ++id) {
-    if (!left_out[id]) ids.emplace(spec.tokens[id], static_cast<int32_t>(id));
+    if (!is_added[id]) ids.emplace(spec.tokens[id], static_cast<int32_t>(id));
   }
   return ids;
 }
@@ -46,8 +49,11 @@ std::string hash_tokenizer(const TokenizerSpec& spec) {
   add(1);  // version of this list of fields
   add(std::ssize(spec.tokens));
   for (const std::string& token : spec.tokens) add_text(token);
-  add(std::ssize(spec.added));
-  for (const AddedToken& token : spec.added) {
+  std::vector<AddedToken> added = spec.added;
+  std::sort(added.begin(), added.end(),
+            [](const AddedToken& a, const AddedToken& b) { return a.id < b.id; });
+  add(std::ssize(added));
+  for (const AddedToken& token : added) {
     add(token.id);
     add(token.normalized);
     add(token.in_vocab);
@@ -64,10 +70,10 @@ std::string hash_tokenizer(const TokenizerSpec& spec) {
     add(static_cast<int64_t>(step.kind));
     add_text(step.pattern);
   }
-  for (const AddedToken& token : spec.added) {
-    if (token.lstrip || token.rstrip) {
+  for (const AddedToken& token : added) {
+    if (token.lstrip || token.rstrip || token.single_word) {
       add(token.id);
-      add(int64_t{token.lstrip} + 2 * int64_t{token.rstrip});
+      add(int64_t{token.lstrip} + 2 * int64_t{token.rstrip} + 4 * int64_t{token.single_word});
     }
   }
   if (spec.sentence_piece) {

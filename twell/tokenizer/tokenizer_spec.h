@@ -25,6 +25,7 @@ struct AddedToken {
   bool normalized = false;  // searched for in the normalized text instead of the given one
   bool in_vocab = false;    // also listed in the model's vocabulary
   bool lstrip = false, rstrip = false;  // absorbs white space before it, after it
+  bool single_word = false;             // not where a character of a word stands before it or after
 };
 
 // How a BPE converted from SentencePiece (Llama 2, Mistral, TinyLlama) treats a text. Its tokens
@@ -46,7 +47,7 @@ inline constexpr std::string_view kSpaceMark = "\u2581";  // "▁"
 struct TokenizerSpec {
   // [V] by id: raw bytes; for added tokens the content; with sentence_piece the file's spelling.
   std::vector<std::string> tokens;
-  std::vector<AddedToken> added;  // by id
+  std::vector<AddedToken> added;  // in the file's order
   std::vector<BpeMerge> merges;   // by rank
   bool ignore_merges = false;     // a pre-token that is a token becomes its id (Llama-3)
   int32_t unknown_id = -1;        // for bytes without a token; -1: drop them
@@ -59,10 +60,9 @@ struct TokenizerSpec {
 // InputError "<source>: ..." in one line for anything malformed, inconsistent or unsupported.
 TokenizerSpec parse_tokenizer_json(std::string_view json, const std::string& source);
 std::string write_tokenizer_json(const TokenizerSpec& spec);
-// Ids, by TokenizerSpec::tokens, of the tokens that merges can take or make: those of the
-// vocabulary and, when it is byte-level, only those it lists in the byte alphabet. An added token
-// listed under its plain text counts only if its spelling in the alphabet is the same (ASCII, no
-// spaces).
+// Ids, by raw bytes (with sentence_piece by spelling), of the tokens that merges can take or make:
+// those of the vocabulary. The vocabulary reads an added token's name as all others: as spelled in
+// the byte alphabet when it is byte-level, and not at all when it is not spelled in it.
 std::unordered_map<std::string, int32_t> mergeable_ids(const TokenizerSpec& spec);
 // The token's name in the file.
 std::string token_name(const TokenizerSpec& spec, int32_t id);

@@ -56,6 +56,28 @@ TEST_P(GoldenTokenizer, GivesTheIdsOfTheReference) {
   }
 }
 
+// Added tokens of every setting, and of ids that do not follow the list
+// (make_added_tokens_golden.py).
+TEST(AddedTokens, AreFoundAsTheReferenceFindsThem) {
+  const auto all = nlohmann::json::parse(read_file(kGolden / "added_tokens.json"));
+  ASSERT_EQ(all.size(), 30u);
+  for (const nlohmann::json& one : all) {
+    auto file = nlohmann::json::parse(read_file(kGolden / one.at("file").get<std::string>()));
+    file["added_tokens"] = one.at("added");
+    file["post_processor"] = nullptr;
+    if (one.contains("normalizer")) file["normalizer"] = one.at("normalizer");
+    const Tokenizer tokenizer = Tokenizer::parse(file.dump(), "x");
+    const Tokenizer again = Tokenizer::parse(tokenizer.to_json(), "x");
+    EXPECT_EQ(again.hash(), tokenizer.hash());
+    for (size_t i = 0; i < one.at("texts").size(); ++i) {
+      const auto text = one.at("texts")[i].get<std::string>();
+      EXPECT_EQ(nlohmann::json(tokenizer.encode(text)), one.at("ids")[i])
+          << text << one.at("added");
+      EXPECT_EQ(again.encode(text), tokenizer.encode(text));
+    }
+  }
+}
+
 // The texts have emoji sequences, every space, digits of every script, marks and code.
 TEST_P(GoldenTokenizer, GivesTheIdsOfTheReferenceForRareText) {
   const Tokenizer tokenizer = golden(GetParam());
