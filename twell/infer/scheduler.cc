@@ -67,6 +67,7 @@ struct Scheduler::Request {
   bool is_cancelled() const {
     return cancelled.load() || (asked.cancel != nullptr && asked.cancel->load());
   }
+  uint64_t client() const { return asked.client; }
   int64_t prompt_tokens() const { return std::ssize(asked.prompt); }
   int64_t left() const { return std::ssize(context) - fed; }
   // Whether the logits after prompt tokens are still wanted.
@@ -161,8 +162,9 @@ std::optional<int64_t> Scheduler::submit(std::vector<GenerationRequest> asked) {
   }
 
   const std::lock_guard lock(mutex_);
-  const bool full = options_.max_waiting > 0 &&
-                    std::ssize(waiting_) + std::ssize(requests) > options_.max_waiting;
+  const bool is_first = !requests.empty() && waiting_.size_of(requests.front()->client()) == 0;
+  const int64_t most = options_.max_waiting + (is_first ? options_.max_waiting / 16 : 0);
+  const bool full = options_.max_waiting > 0 && waiting_.size() + std::ssize(requests) > most;
   if (full || draining_) {
     refused_ += std::ssize(requests);
     return std::nullopt;
@@ -198,7 +200,7 @@ SchedulerStats Scheduler::stats() const {
   SchedulerStats stats = stats_;
   stats.submitted = submitted_;
   stats.refused = refused_;
-  stats.waiting = std::ssize(waiting_);
+  stats.waiting = waiting_.size();
   return stats;
 }
 
@@ -289,18 +291,16 @@ void Scheduler::forget(Request& request) {
 
 void Scheduler::end_cancelled() {
   Requests ended;
-  const auto take_out = [&](auto& requests) {
-    std::erase_if(requests, [&](Request* request) {
-      if (!request->is_cancelled()) return false;
-      ended.push_back(request);
-      return true;
-    });
+  const auto is_over = [&](Request* request) {
+    if (!request->is_cancelled()) return false;
+    ended.push_back(request);
+    return true;
   };
-  take_out(running_);
-  take_out(starting_);
+  std::erase_if(running_, is_over);
+  std::erase_if(starting_, is_over);
   {
     const std::lock_guard lock(mutex_);
-    take_out(waiting_);
+    waiting_.erase_if(is_over);
   }
   for (Request* request : ended) end(*request, StopReason::kCancelled);
 }
@@ -334,9 +334,9 @@ Draw Scheduler::draw_of(const Request& request) const {
           .log_probs = request.only_scores() ? std::nullopt : request.asked.log_probs};
 }
 
-// The first request in the queue waits until the cache has room for the rest of its prompt and for
-// a further block of each sequence that grows, so that it is not preempted at once; nobody
-// overtakes it.
+// The request whose turn it is waits until the cache has room for the rest of its prompt and for a
+// further block of each sequence that grows, so that it is not preempted at once. Nobody overtakes
+// it but a client with fewer slots.
 void Scheduler::admit_waiting() {
   const int64_t block = session_.cache_use().block_tokens;
   const auto blocks = [&](int64_t tokens) { return (tokens + block - 1) / block; };
@@ -347,14 +347,19 @@ void Scheduler::admit_waiting() {
     const int64_t fed = blocks(std::ssize(request.context) + request.unknown);
     return std::min(fed + 1, blocks(session_.capacity())) - held;
   };
-  while (!free_slots_.empty()) {
+  PlacesHeld held = places_held();
+  const auto put_back = [&](Request* request) {
+    const std::lock_guard lock(mutex_);
+    waiting_.push_front(request);
+  };
+  while (true) {
     Request* request = nullptr;
     {
       const std::lock_guard lock(mutex_);
-      if (waiting_.empty()) return;
-      request = waiting_.front();
-      waiting_.pop_front();
+      request = waiting_.pop(held);
     }
+    if (request == nullptr) return;
+    if (free_slots_.empty() && !preempt_for(*request, held)) return put_back(request);
     const int64_t slot = free_slots_.back();
     // Prompts whose scores are wanted go through the layers as a whole.
     std::span<const int32_t> shared;
@@ -369,10 +374,12 @@ void Scheduler::admit_waiting() {
     if (!alone && session_.free_tokens() / block < promised) {
       session_.clear(slot);
       request->fed = 0;
-      const std::lock_guard lock(mutex_);
-      waiting_.push_front(request);
+      const bool made_room = preempt_for(*request, held);
+      put_back(request);
+      if (made_room) continue;
       return;
     }
+    ++held[request->client()];
     request->slot = slot;
     free_slots_.pop_back();
     if (!request->admitted) {
@@ -385,19 +392,43 @@ void Scheduler::admit_waiting() {
   }
 }
 
-// Takes the slot of the request that arrived last; it waits in front of all others and is computed
-// again.
-void Scheduler::preempt_youngest() {
-  Requests& from = starting_.empty() ? running_ : starting_;
-  Request* const request = from.back();
-  from.pop_back();
-  forget(*request);
-  session_.clear(request->slot);
-  free_slots_.push_back(std::exchange(request->slot, -1));
-  request->fed = 0;
+PlacesHeld Scheduler::places_held() const {
+  PlacesHeld held;
+  for (const Request* request : running_) ++held[request->client()];
+  for (const Request* request : starting_) ++held[request->client()];
+  return held;
+}
+
+// Takes the slot of a request, which waits in front of its client's others and is computed again.
+void Scheduler::preempt(Request& request) {
+  if (std::erase(starting_, &request) == 0) std::erase(running_, &request);
+  forget(request);
+  session_.clear(request.slot);
+  free_slots_.push_back(std::exchange(request.slot, -1));
+  request.fed = 0;
   ++counts_.preemptions;
   const std::lock_guard lock(mutex_);
-  waiting_.push_front(request);
+  waiting_.push_front(&request);
+}
+
+void Scheduler::preempt_youngest() { preempt(*(starting_.empty() ? running_ : starting_).back()); }
+
+// Takes a slot, if the request's client has none, from the client with the most, if these are
+// several: from the youngest of its sequences.
+bool Scheduler::preempt_for(const Request& request, PlacesHeld& held) {
+  if (places_of(held, request.client()) > 0) return false;
+  int64_t most = 0;
+  for (const auto& [client, places] : held) most = std::max(most, places);
+  if (most < 2) return false;
+  const auto has_most = [&](const Request* one) { return held[one->client()] == most; };
+  Request* youngest = nullptr;
+  for (const Requests* requests : {&starting_, &running_}) {
+    const auto found = std::find_if(requests->rbegin(), requests->rend(), has_most);
+    if (youngest == nullptr && found != requests->rend()) youngest = *found;
+  }
+  --held[youngest->client()];
+  preempt(*youngest);
+  return true;
 }
 
 // Makes room for tokens of the request, at the cost of those that arrived after it. False when it
@@ -428,7 +459,7 @@ NewTokens Scheduler::tokens_of(Request& request, std::span<const int32_t> piece)
 bool Scheduler::grows(const Request& request) const {
   return !request.only_scores() &&
          request.usage.tokens + request.unknown < request.asked.max_tokens &&
-         request.fed < session_.capacity();
+         request.prompt_tokens() + request.usage.tokens + request.unknown < session_.capacity();
 }
 
 bool Scheduler::needs_tokens() const {
@@ -481,16 +512,35 @@ bool Scheduler::begin_pass() {
   return true;
 }
 
-// Adds the next piece of the prompts, in order of arrival: the rest of some, part of one more. They
-// have the room that sequences that grow leave, and at least half of the step.
+// What each client with incomplete prompts may add to a step with room for so many of their tokens:
+// an equal share, or all of its prompts where that is less.
+std::unordered_map<uint64_t, int64_t> Scheduler::prompt_shares(int64_t room) const {
+  std::unordered_map<uint64_t, int64_t> shares;
+  for (const Request* request : starting_) shares[request->client()] += request->left();
+  std::vector<int64_t*> by_size;
+  for (auto& [client, tokens] : shares) by_size.push_back(&tokens);
+  std::ranges::sort(by_size, {}, [](const int64_t* tokens) { return *tokens; });
+  int64_t clients = std::ssize(by_size);
+  for (int64_t* tokens : by_size) {
+    *tokens = std::min(*tokens, (room + clients - 1) / clients);
+    room -= *tokens;
+    --clients;
+  }
+  return shares;
+}
+
+// Adds the next pieces of the prompts, of each client in order of arrival: the rest of some, part
+// of one more. They have the room that sequences that grow leave, and at least half of the step.
 void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws) {
   const int64_t all = options_.prefill_tokens;
-  int64_t room = std::max(all - std::ssize(tokens), (all + 1) / 2);
-  for (size_t i = 0; i < starting_.size() && room > 0; ++i) {
+  auto shares = prompt_shares(std::max(all - std::ssize(tokens), (all + 1) / 2));
+  for (size_t i = 0; i < starting_.size(); ++i) {
     Request& request = *starting_[i];
-    const int64_t count = std::min(request.left(), room);
+    int64_t& share = shares[request.client()];
+    const int64_t count = std::min(request.left(), share);
+    if (count == 0) continue;
     if (!reserve_or_preempt(request, count)) break;
-    room -= count;
+    share -= count;
     tokens.push_back(tokens_of(
         request, std::span(request.context)
                      .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))));
@@ -534,7 +584,7 @@ std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
   if (request.stream.stopped()) return StopReason::kStopString;
   if (request.is_cancelled()) return StopReason::kCancelled;
   if (request.usage.tokens == asked.max_tokens) return StopReason::kMaxTokens;
-  if (std::ssize(request.context) > session_.capacity()) return StopReason::kContextFull;
+  if (std::ssize(request.context) >= session_.capacity()) return StopReason::kContextFull;
   emit(request, {});
   return {};
 }

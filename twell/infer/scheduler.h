@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs any number of requests on one session with continuous batching: prompts go through the
-// layers in pieces, together with the tokens of other requests, first come, first served.
+// layers in pieces, together with the tokens of other requests. Of one client it is first come,
+// first served. Clients take turns: a free slot goes to the one that has the fewest, a client that
+// has none gets one of who has several, whose sequence waits and is computed again, and clients
+// share the prompt tokens of a step equally.
 //
 // Where the session computes ahead, a step begins with the tokens that the device is still drawing,
 // and the events of the last step are reported while it runs. A sequence that ends with a token
@@ -33,6 +36,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "twell/infer/fair_queue.h"
 #include "twell/infer/log_probs.h"
 #include "twell/infer/sampler.h"
 #include "twell/infer/session.h"
@@ -88,6 +92,7 @@ struct GenerationRequest {
   // Whether to take keys and values of an equal beginning from the cache, where the session shares
   // them. They come from another batch, whose rounding may decide between nearly equal logits.
   bool share_beginning = true;
+  uint64_t client = 0;  // who asks: clients share the session equally
   // Called on the engine thread, which waits for it: it must neither block nor throw. The event is
   // valid during the call.
   std::function<void(const GenerationEvent& event)> on_event;
@@ -126,7 +131,9 @@ struct SchedulerStats {
 };
 
 struct SchedulerOptions {
-  int64_t max_waiting = 0;  // requests without a slot; 0: any number
+  // Requests without a slot; 0: any number. A client of whom none waits may exceed it by a
+  // sixteenth, so that nobody keeps others out.
+  int64_t max_waiting = 0;
   // Tokens of a step with prompts: one of each sequence that grows, and pieces of prompts, which
   // get at least half. Bounds the time between two tokens of a sequence; 0: what suits the device.
   int64_t prefill_tokens = 0;
@@ -185,11 +192,15 @@ class Scheduler {
   void end_cancelled();
   void admit_waiting();
   bool reserve_or_preempt(const Request& request, int64_t tokens);
+  bool preempt_for(const Request& request, PlacesHeld& held);
+  void preempt(Request& request);
   void preempt_youngest();
+  PlacesHeld places_held() const;
   // Begins a pass of the session with a token of every sequence that grows, and pieces of prompts
   // behind them; false when there is nothing to begin.
   bool begin_pass();
   void add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws);
+  std::unordered_map<uint64_t, int64_t> prompt_shares(int64_t room) const;
   // The piece as the session takes it, with the scores that the request wants.
   NewTokens tokens_of(Request& request, std::span<const int32_t> piece) const;
   // Whether the limits allow the request a further token after those being drawn.
@@ -215,8 +226,8 @@ class Scheduler {
   const Tokenizer& tokenizer_;
   SchedulerOptions options_;
 
-  // Of the engine thread. Requests are in order of arrival, and those in running_ arrived before
-  // those in starting_.
+  // Of the engine thread. Requests are in the order in which they got their slots, and those in
+  // running_ got theirs before those in starting_.
   Requests starting_;  // have a slot; prompts incomplete
   Requests running_;
   std::deque<Pass> passes_;  // in the order in which they began
@@ -226,7 +237,7 @@ class Scheduler {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<Request*> waiting_;
+  FairQueue<Request> waiting_;
   // Owns every request that has not ended, so that none is lost when the session throws.
   std::unordered_map<int64_t, std::unique_ptr<Request>> live_;
   int64_t submitted_ = 0, refused_ = 0;

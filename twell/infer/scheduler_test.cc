@@ -178,7 +178,7 @@ class SchedulerTest : public testing::Test {
       at->times += times;
     };
     for (const int32_t id : ids) see(id, 0);
-    while (std::ssize(out) < asked.max_tokens && std::ssize(ids) <= capacity) {
+    while (std::ssize(out) < asked.max_tokens && std::ssize(ids) < capacity) {
       const int32_t next =
           next_of(ids, {.sampler = asked.sampler, .index = out.size(), .seen = seen});
       if (next == kNoToken) return {out, StopReason::kNotFinite};
@@ -216,6 +216,7 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     const auto below = [&](int64_t n) {
       return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
     };
+    const bool several = seed % 4 >= 2;  // clients
     const int64_t block = 1 + below(6), capacity = 20 + below(40);
     const int64_t least = (capacity + block - 1) / block;
     FakeSession session(1 + below(8), capacity, least + below(2 * least), block, 1 + below(20),
@@ -233,6 +234,7 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
         asked.push_back(request(prompt, 1 + below(30), heard[submitted], submitted));
         if (submitted % 4 == 1) asked.back().stop_tokens = counting(20, 20);
         if (submitted % 8 == 2) asked.back().sampler.presence_penalty = 1.0f;
+        if (several) asked.back().client = below(3);
         EXPECT_EQ(scheduler.submit(asked.back()), static_cast<int64_t>(submitted));
       }
       if (below(10) == 0) scheduler.cancel(below(kRequests));
@@ -252,7 +254,7 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
       } else {
         EXPECT_EQ(heard[i].ids, want) << i;
         EXPECT_EQ(heard[i].stop, reason) << i;
-        if (want.empty()) continue;
+        if (want.empty() || several) continue;
         // Nobody overtakes: first tokens come in order of arrival.
         EXPECT_GE(heard[i].first_at, last_first) << i;
         last_first = heard[i].first_at;
@@ -293,7 +295,7 @@ TEST_F(SchedulerTest, ComputesAheadOfItsReports) {
   EXPECT_EQ(limited.ids, expected(asked[0], 64));
   EXPECT_EQ(full.ids, expected(asked[1], 64));
   EXPECT_EQ(full.stop, StopReason::kContextFull);
-  EXPECT_EQ(session.passed, 8 + 60 + 19 + 4);
+  EXPECT_EQ(session.passed, 8 + 60 + 19 + 3);
   EXPECT_EQ(session.overlapped, 20 - 1);  // all passes but the last
 
   GenerationRequest stops = asked[0];
@@ -367,6 +369,76 @@ TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
   EXPECT_EQ(oldest.ids, expected(asked[0], 40));
   EXPECT_EQ(youngest.ids, expected(asked[1], 40));
   EXPECT_EQ(waiting.ids, expected(asked[2], 40));
+}
+
+// A client with a hundred sequences holds all slots and the whole cache; another's single token
+// comes within a few steps, from a slot that the first gives up and gets back.
+TEST_F(SchedulerTest, ClientsTakeTurns) {
+  for (const int64_t blocks : {400, 70}) {  // room for all slots, and for four of them
+    SCOPED_TRACE(blocks);
+    FakeSession session(16, 100, blocks, 4, 64);
+    Scheduler scheduler(session, tokenizer_);
+    std::vector<TimedEvents> many(100);
+    std::vector<GenerationRequest> asked;
+    for (size_t i = 0; i < many.size(); ++i) {
+      asked.push_back(request(counting(1, 20), 70, many[i], i));
+      asked.back().client = 1;
+    }
+    scheduler.submit(asked);
+    for (int i = 0; i < 40; ++i) scheduler.step();
+    for (uint64_t client = 2; client < 5; ++client) {
+      TimedEvents single;
+      GenerationRequest one = request(counting(50, 5), 1, single);
+      one.client = client;
+      scheduler.submit(one);
+      for (int i = 0; i < 3; ++i) scheduler.step();
+      EXPECT_EQ(single.ids, expected(one, 100));
+    }
+    while (scheduler.step()) {
+    }
+    for (size_t i = 0; i < many.size(); ++i) EXPECT_EQ(many[i].ids, expected(asked[i], 100));
+  }
+}
+
+TEST_F(SchedulerTest, ClientsShareThePromptTokensOfAStep) {
+  FakeSession session(8, 1000, 700, 16, 512);
+  Scheduler scheduler(session, tokenizer_, {.prefill_tokens = 30});
+  TimedEvents big[3], small[2];
+  for (TimedEvents& heard : big) scheduler.submit(request(counting(7, 500), 1, heard));
+  scheduler.step();
+  for (uint64_t i = 0; i < 2; ++i) {
+    GenerationRequest one = request(counting(9, 5), 1, small[i]);
+    one.client = 1 + i;
+    scheduler.submit(one);
+  }
+  scheduler.step();
+  EXPECT_EQ(small[0].ids.size() + small[1].ids.size(), 2u);
+  EXPECT_EQ(session.passed, 60);  // the rest is the first client's
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(big[2].ids.size(), 1u);
+}
+
+TEST_F(SchedulerTest, AFullQueueHasRoomForClientsWithNothingInIt) {
+  FakeSession session(1, 64, 32, 4, 64);
+  Scheduler scheduler(session, tokenizer_, {.max_waiting = 32});
+  TimedEvents heard;
+  const auto submit = [&](uint64_t client, size_t count) {
+    std::vector<GenerationRequest> all(count, request(counting(1, 4), 2, heard));
+    for (GenerationRequest& one : all) one.client = client;
+    return scheduler.submit(std::move(all)).has_value();
+  };
+  EXPECT_FALSE(submit(1, 35));
+  EXPECT_TRUE(submit(1, 32));
+  EXPECT_FALSE(submit(1, 1));
+  EXPECT_FALSE(submit(2, 3));
+  EXPECT_TRUE(submit(2, 1));
+  EXPECT_FALSE(submit(2, 1));
+  EXPECT_TRUE(submit(3, 1));
+  EXPECT_FALSE(submit(4, 1));
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(heard.ends, 34);
 }
 
 TEST_F(SchedulerTest, SharesBeginningsOnlyWhereAsked) {

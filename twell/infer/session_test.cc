@@ -148,8 +148,8 @@ TEST(Generate, StopsForEachReason) {
   options.sampler = {.top_k = 256, .seed = 11};
   const Generation full = generate(session, tokenizer, "x", options);
   if (full.reason == StopReason::kContextFull) {
-    // The last token is sampled from a full context and never enters it.
-    EXPECT_EQ(static_cast<int64_t>(full.ids.size()), model->config.context);
+    // The prompt of one token and the new ones are the context's.
+    EXPECT_EQ(static_cast<int64_t>(full.ids.size()), model->config.context - 1);
   } else {
     EXPECT_EQ(full.reason, StopReason::kEndOfText);
   }
