@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // twell serve: OpenAI's API over HTTP for one model.
 #include <fmt/core.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
@@ -57,8 +58,19 @@ std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& chec
   }
 }
 
+// As many open files as the system lets this process have: each connection is one.
+void allow_open_files() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   ServerOptions& options = arguments.server;
+  TWELL_REQUIRE(!arguments.host.empty(),
+                "--host is empty: 127.0.0.1 is this machine alone, 0.0.0.0 every address");
+  allow_open_files();
   if (!arguments.api_key_file.empty()) options.keys = ApiKeys::load(arguments.api_key_file);
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
@@ -107,6 +119,11 @@ void add_serve_command(Command& root, CommonOptions& common) {
   add_checkpoint_option(command, common);
   command.value("--host", &arguments->host, "ADDRESS",
                 "Address to listen on; the default takes connections of this machine only");
+  command
+      .value("--allow-host", &arguments->server.allowed_hosts, "NAME",
+             "A further name under which clients reach the server; without API keys, requests to "
+             "other names than localhost and --host are refused; *: any name")
+      .several_values();
   command.value("--port", &arguments->port, "N", "Port to listen on; 0: any free one")
       .range(0, 65535);
   command.value("--api-key-file", &arguments->api_key_file, "FILE",
@@ -149,7 +166,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
   command
       .value("--max-connections", &arguments->server.http.connections, "N",
              "Connections at once; further ones are answered with 503")
-      .range(1, 900);
+      .range(1, 100000);
   command
       .value("--max-body", &arguments->server.http.body_bytes, "BYTES", "Size of a request's body")
       .range(1024, 1 << 30);

@@ -13,7 +13,7 @@ packages=(
   g++ cmake ninja-build pkg-config
   libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libsnappy-dev libxxhash-dev zlib1g-dev libgloo-dev
-  libcpp-httplib-dev
+  libboost-dev
 )
 cuda=0
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
@@ -25,7 +25,7 @@ clang=(clang libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
   packages+=("${clang[@]}")
 elif [[ $option == --test ]]; then
-  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 python3-dev python3-venv git)
+  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 nginx-light python3-dev python3-venv git)
   # The release of Debian, or 0. Ubuntu has Chromium as a snap only, which containers cannot install,
   # so its test is skipped there. Debian 13 has no clang-format 14, which comes from PyPI instead.
   debian=$(. /etc/os-release && [[ $ID == debian ]] && echo "${VERSION_ID:-99}" || echo 0)

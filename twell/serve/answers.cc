@@ -21,11 +21,52 @@ int64_t bytes_of(const GenerationEvent& event) {
 
 }  // namespace
 
+bool failed(const std::optional<StopReason>& stop) {
+  return stop == StopReason::kFailed || stop == StopReason::kNotFinite ||
+         stop == StopReason::kCancelled;
+}
+
+bool Answers::Mailbox::is_ready() const {
+  return overflowed || has_failed || (stream ? !events.empty() : running == 0);
+}
+
+bool Answers::Mailbox::add(const GenerationEvent& event, size_t sequence) {
+  const int64_t bytes = bytes_of(event);
+  {
+    const std::lock_guard lock(mutex);
+    if (overflowed) return false;
+    if (!share.grow(bytes)) return overflowed = true;
+  }
+  AnswerEvent copy{
+      .sequence = sequence,
+      .token = event.token,
+      .text = std::string(event.text),
+      .prompt_log_probs = {event.prompt_log_probs.begin(), event.prompt_log_probs.end()},
+      .stop = event.stop,
+      .usage = event.usage};
+  if (event.log_probs != nullptr) copy.log_probs = *event.log_probs;
+  const std::lock_guard lock(mutex);
+  if (overflowed) return false;  // nobody takes events any more, and the share is empty
+  const bool was_ready = is_ready();
+  events.push_back(std::move(copy));
+  waiting_bytes += bytes;
+  running -= event.stop.has_value();
+  has_failed = has_failed || failed(event.stop);
+  return !was_ready && is_ready();
+}
+
+// The lock is held, so that `ready` is not called after the end of Answers.
+void Answers::Mailbox::wake() {
+  const std::lock_guard lock(mutex);
+  if (ready && is_ready()) ready();
+}
+
 Answers::~Answers() {
   {
     // Events may still come until the sequences are cancelled; nobody takes them.
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->overflowed = true;
+    mailbox_->ready = nullptr;
     mailbox_->events.clear();
     mailbox_->share.clear();
   }
@@ -40,32 +81,7 @@ bool Answers::add(GenerationRequest request) {
   if (!prompts_.grow(2 * std::ssize(request.prompt) * int64_t{sizeof(int32_t)})) return false;
   request.on_event = [&waker = waker_, mailbox = mailbox_,
                       sequence = added_.size()](const GenerationEvent& event) {
-    const int64_t bytes = bytes_of(event);
-    {
-      const std::lock_guard lock(mailbox->mutex);
-      mailbox->overflowed = mailbox->overflowed || !mailbox->share.grow(bytes);
-      if (mailbox->overflowed) {
-        mailbox->arrived.notify_one();
-        return;
-      }
-    }
-    AnswerEvent copy{
-        .sequence = sequence,
-        .token = event.token,
-        .text = std::string(event.text),
-        .prompt_log_probs = {event.prompt_log_probs.begin(), event.prompt_log_probs.end()},
-        .stop = event.stop,
-        .usage = event.usage};
-    if (event.log_probs != nullptr) copy.log_probs = *event.log_probs;
-    bool first = false;
-    {
-      const std::lock_guard lock(mailbox->mutex);
-      first = mailbox->events.empty();
-      if (mailbox->overflowed) return;
-      mailbox->events.push_back(std::move(copy));
-      mailbox->waiting_bytes += bytes;
-    }
-    if (first) waker.wake({mailbox, &mailbox->arrived});
+    if (mailbox->add(event, sequence)) waker.wake(mailbox);
   };
   added_.push_back(std::move(request));
   return true;
@@ -73,6 +89,10 @@ bool Answers::add(GenerationRequest request) {
 
 bool Answers::submit() {
   const size_t count = added_.size();
+  {
+    const std::lock_guard lock(mailbox_->mutex);
+    mailbox_->running = count;
+  }
   const std::optional<int64_t> first = scheduler_.submit(std::exchange(added_, {}));
   if (!first) return false;
   first_request_ = *first;
@@ -80,13 +100,17 @@ bool Answers::submit() {
   return true;
 }
 
-std::vector<AnswerEvent> Answers::take(std::chrono::milliseconds at_most) {
-  std::unique_lock lock(mailbox_->mutex);
-  mailbox_->arrived.wait_for(lock, at_most,
-                             [&] { return mailbox_->overflowed || !mailbox_->events.empty(); });
+void Answers::notify(std::function<void()> ready) {
+  const std::lock_guard lock(mailbox_->mutex);
+  mailbox_->ready = std::move(ready);
+  if (mailbox_->is_ready()) mailbox_->ready();
+}
+
+std::vector<AnswerEvent> Answers::take() {
+  const std::lock_guard lock(mailbox_->mutex);
   std::vector<AnswerEvent> events = std::exchange(mailbox_->events, {});
   const int64_t bytes = std::exchange(mailbox_->waiting_bytes, 0);
-  if (!keeps_events_) mailbox_->share.shrink(bytes);
+  if (mailbox_->stream) mailbox_->share.shrink(bytes);
   for (const AnswerEvent& event : events) ended_ += event.stop.has_value();
   return events;
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sequences that one HTTP request waits for: the engine thread adds their events, the thread of
-// the connection takes them.
+// The sequences that one HTTP request waits for: the engine thread adds their events, a thread of
+// the server takes them once it has heard of them.
 #pragma once
 
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,17 +28,19 @@ struct AnswerEvent {
   Usage usage;
 };
 
-// Used by one thread.
+// Whether a sequence has ended without an answer: the model failed, or the server stops.
+bool failed(const std::optional<StopReason>& stop);
+
+// Used by one thread at a time.
 class Answers {
  public:
-  // The budget holds the prompts, and the events until they are taken, or as long as this object
-  // lives where `keeps_events`. All arguments must outlive the engine thread.
-  Answers(Scheduler& scheduler, Waker& waker, MemoryBudget& budget, bool keeps_events)
+  // The budget holds the prompts, and the events: of a stream until they are taken, of a whole
+  // answer as long as this object lives. All arguments must outlive the engine thread.
+  Answers(Scheduler& scheduler, Waker& waker, MemoryBudget& budget, bool stream)
       : scheduler_(scheduler),
         waker_(waker),
         prompts_(budget),
-        mailbox_(std::make_shared<Mailbox>(budget)),
-        keeps_events_(keeps_events) {}
+        mailbox_(std::make_shared<Mailbox>(budget, stream)) {}
   // Cancels the sequences that have not ended.
   ~Answers();
   Answers(const Answers&) = delete;
@@ -50,30 +51,42 @@ class Answers {
   // Hands the added sequences to the scheduler, which takes all of them or none. False when it has
   // no room for them or drains. InputError as for Scheduler::submit().
   bool submit();
-  // Waits for events, at most so long, and returns those that are new, in order.
-  std::vector<AnswerEvent> take(std::chrono::milliseconds at_most);
+  // From now on until this object's end, `ready` is called when there is something to take: of a
+  // stream with its first event and the first after each take(), of a whole answer when all is
+  // there. Also when a sequence failed or events were lost.
+  void notify(std::function<void()> ready);
+  // The events that are new, in order.
+  std::vector<AnswerEvent> take();
   // Whether events were lost because the budget was used up. Nothing more arrives then.
   bool overflowed() const;
   // Whether every event of every sequence has been taken.
   bool done() const { return ended_ == submitted_; }
 
  private:
-  struct Mailbox {
-    explicit Mailbox(MemoryBudget& budget) : share(budget) {}
+  struct Mailbox final : Sleeper {
+    Mailbox(MemoryBudget& budget, bool stream_in) : stream(stream_in), share(budget) {}
 
-    std::mutex mutex;  // guards what follows
-    std::condition_variable arrived;
+    // Adds an event, unless events are lost, and says whether there is something to take that there
+    // was not before.
+    bool add(const GenerationEvent& event, size_t sequence);
+    bool is_ready() const;
+    void wake() override;
+
+    const bool stream;
+    mutable std::mutex mutex;  // guards what follows
+    std::function<void()> ready;
     std::vector<AnswerEvent> events;
     MemoryBudget::Share share;
     int64_t waiting_bytes = 0;  // of `events`
+    size_t running = 0;         // sequences whose last event has not been added
+    bool has_failed = false;    // one of them
     bool overflowed = false;    // or nobody takes events any more
   };
 
   Scheduler& scheduler_;
   Waker& waker_;
   MemoryBudget::Share prompts_;
-  std::shared_ptr<Mailbox> mailbox_;  // the engine thread may add to it after our end
-  bool keeps_events_;
+  std::shared_ptr<Mailbox> mailbox_;      // the engine thread may add to it after our end
   std::vector<GenerationRequest> added_;  // not yet handed over
   size_t submitted_ = 0;
   int64_t first_request_ = 0;  // the scheduler's number of the first one

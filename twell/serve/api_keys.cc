@@ -41,13 +41,19 @@ ApiKeys ApiKeys::load(const std::filesystem::path& file) {
   return ApiKeys(std::move(keys));
 }
 
-bool ApiKeys::allow(std::string_view authorization) const {
-  if (keys_.empty()) return true;
-  constexpr std::string_view kScheme = "Bearer ";
-  if (!authorization.starts_with(kScheme)) return false;
+std::optional<size_t> ApiKeys::find(std::string_view authorization) const {
+  constexpr std::string_view kScheme = "bearer ";
+  const auto lower = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; };
+  if (authorization.size() < kScheme.size() ||
+      !std::equal(kScheme.begin(), kScheme.end(), authorization.begin(),
+                  [&](char expected, char c) { return lower(c) == expected; })) {
+    return std::nullopt;
+  }
   const std::string_view given = authorization.substr(kScheme.size());
-  bool found = false;
-  for (const std::string& key : keys_) found |= equal_in_constant_time(given, key);
+  std::optional<size_t> found;
+  for (size_t i = 0; i < keys_.size(); ++i) {
+    if (equal_in_constant_time(given, keys_[i])) found = i;
+  }
   return found;
 }
 

@@ -17,6 +17,10 @@ TEST(ApiKeys, OnlyWholeKeysAreAllowed) {
                             "Bearer alphaalpha", "Basic alpha", "Bearer  alpha"}) {
     EXPECT_FALSE(keys.allow(wrong)) << wrong;
   }
+  // The scheme's name may be in any case (RFC 9110), the key not.
+  EXPECT_TRUE(keys.allow("bearer alpha"));
+  EXPECT_EQ(keys.find("BEARER beta"), 1u);
+  EXPECT_FALSE(keys.find("bearer ALPHA"));
   EXPECT_TRUE(ApiKeys().allow(""));
 }
 

@@ -6,9 +6,12 @@
 #include <benchmark/benchmark.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <ctime>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "twell/infer/scheduler.h"
@@ -74,6 +77,27 @@ class WaitingSession final : public Session {
   Clock::time_point ends_[2];
 };
 
+// Takes the events of a sequence whenever it hears of some.
+void take_all(Answers& answers) {
+  std::mutex mutex;
+  std::condition_variable heard;
+  bool ready = false;
+  answers.notify([&] {
+    {
+      const std::lock_guard lock(mutex);
+      ready = true;
+    }
+    heard.notify_one();
+  });
+  while (!answers.done()) {
+    {
+      std::unique_lock lock(mutex);
+      heard.wait(lock, [&] { return std::exchange(ready, false); });
+    }
+    answers.take();
+  }
+}
+
 // `answered`: a thread takes each sequence's events; otherwise nobody hears of them.
 void steps(benchmark::State& state, bool answered) {
   const int64_t sequences = state.range(0);
@@ -94,12 +118,10 @@ void steps(benchmark::State& state, bool answered) {
       scheduler.submit(request(i));
       continue;
     }
-    answers.push_back(std::make_unique<Answers>(scheduler, waker, memory, false));
+    answers.push_back(std::make_unique<Answers>(scheduler, waker, memory, true));
     answers.back()->add(request(i));
     answers.back()->submit();
-    connections.emplace_back([&own = *answers.back()] {
-      while (!own.done()) own.take(std::chrono::milliseconds(20));
-    });
+    connections.emplace_back([&own = *answers.back()] { take_all(own); });
   }
   while (scheduler.stats().prompt_tokens < sequences * kPrompt) scheduler.step();
   session.waiting_seconds = 0.0;

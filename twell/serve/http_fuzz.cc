@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // Any bytes on a connection of the HTTP server: what comes back is HTTP, a body within the limits
-// reaches the handler, and the connection ends.
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <cerrno>
+// reaches the handler, and the connection ends. The reader alone sees the same requests however the
+// bytes are cut.
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "twell/base/error.h"
+#include "twell/serve/http_reader.h"
 #include "twell/serve/http_server.h"
+#include "twell/serve/test_client.h"
 
 namespace twell {
 namespace {
 
-constexpr int64_t kBodyBytes = 4096;
+constexpr int64_t kHeaderBytes = 4096, kBodyBytes = 4096;
 
 // A server of the whole process.
 class EchoServer {
@@ -27,11 +25,12 @@ class EchoServer {
   EchoServer()
       : server_(
             {.connections = 8,
-             .header_bytes = 4096,
+             .header_bytes = kHeaderBytes,
              .body_bytes = kBodyBytes,
              .read = std::chrono::seconds(5),
              .write = std::chrono::seconds(5),
              .keep_alive = std::chrono::seconds(5)},
+            memory_,
             [](int status, const std::string& message) {
               return fmt::format("{} {}", status, message);
             },
@@ -44,9 +43,7 @@ class EchoServer {
     server_.get_below("/below/", echo);
     server_.post("/post", echo);
     server_.post("/stream", [](const HttpRequest& request) {
-      return HttpReply{.stream = [body = request.body](const HttpReply::Write& write) {
-        write(body.empty() ? "empty" : body);
-      }};
+      return HttpReply{.stream = std::make_shared<Echo>(request.body)};
     });
     port_ = server_.bind("127.0.0.1", 0);
     thread_ = std::thread([this] { server_.run(); });
@@ -58,41 +55,51 @@ class EchoServer {
   int port() const { return port_; }
 
  private:
+  class Echo final : public HttpStream {
+   public:
+    explicit Echo(std::string body) : body_(std::move(body)) {}
+    void notify(std::function<void()> ready) override { ready(); }
+    State next(std::string& piece) override {
+      piece = body_.empty() ? "empty" : body_;
+      return State::kEnds;
+    }
+
+   private:
+    std::string body_;
+  };
+
+  MemoryBudget memory_{int64_t{1} << 30};
   HttpServer server_;
   int port_ = 0;
   std::thread thread_;
 };
 
-// Sends the bytes and returns all that comes back.
-std::string talk(int port, std::string_view bytes) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  int socket = -1;
-  for (int fault = EINTR; fault != 0;) {  // libFuzzer's timer interrupts system calls
-    socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const bool connected =
-        ::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
-    fault = connected ? 0 : errno;
-    TWELL_CHECK(fault == 0 || fault == EINTR, "cannot connect: {}", std::strerror(fault));
-    if (fault != 0) ::close(socket);
+// The requests that a reader finds in the bytes, given to it in pieces of at most so many, and how
+// it ends.
+std::vector<std::string> requests_of(std::string_view bytes, size_t most) {
+  MemoryBudget memory(int64_t{1} << 30);
+  HttpReader reader({kHeaderBytes, kBodyBytes}, memory);
+  std::vector<std::string> found;
+  while (!bytes.empty()) {
+    std::string_view piece = bytes.substr(0, most);
+    bytes.remove_prefix(piece.size());
+    while (true) {
+      const HttpReader::Step step = reader.read(piece);
+      if (step == HttpReader::Step::kMore) break;
+      if (step == HttpReader::Step::kFault) {
+        found.push_back(fmt::format("fault {}", reader.fault().status));
+        return found;
+      }
+      if (step == HttpReader::Step::kHead) continue;
+      MemoryBudget::Share share(memory);
+      found.push_back(fmt::format("{} {} {}", reader.head().method, reader.head().path,
+                                  reader.take_body(share)));
+      reader.next();
+      if (piece.empty()) break;
+    }
   }
-  const timeval limit{.tv_sec = 30, .tv_usec = 0};
-  ::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
-  ::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  ::shutdown(socket, SHUT_WR);
-  std::string reply;
-  char piece[4096];
-  for (;;) {
-    const ssize_t count = ::recv(socket, piece, sizeof(piece), 0);
-    if (count < 0 && errno == EINTR) continue;
-    TWELL_CHECK(count >= 0 || errno != EAGAIN, "the connection does not end");
-    if (count <= 0) break;
-    reply.append(piece, static_cast<size_t>(count));
-  }
-  ::close(socket);
-  return reply;
+  found.push_back(reader.begun() ? "cut off" : "end");
+  return found;
 }
 
 }  // namespace
@@ -100,7 +107,12 @@ std::string talk(int port, std::string_view bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static twell::EchoServer server;
-  const std::string reply = twell::talk(server.port(), {reinterpret_cast<const char*>(data), size});
-  TWELL_CHECK(reply.empty() || reply.starts_with("HTTP/1."), "no HTTP: {}", reply);
+  const std::string_view bytes(reinterpret_cast<const char*>(data), size);
+  const std::vector<std::string> whole = twell::requests_of(bytes, bytes.size());
+  for (const size_t most : {1, 7}) {
+    TWELL_CHECK(twell::requests_of(bytes, most) == whole, "cut at {}: other requests", most);
+  }
+  const std::string reply = twell::talk(server.port(), bytes);
+  TWELL_CHECK(reply.empty() || reply.starts_with("HTTP/1.1 "), "no HTTP: {}", reply);
   return 0;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// An HTTP/1.1 server for untrusted clients, a thread per connection. It parses with cpp-httplib and
-// reads and writes the sockets itself, because the library bounds neither the size of all headers
-// nor the time of a whole request.
+// An HTTP/1.1 server for untrusted clients on Boost.Asio: a few threads do all reading and writing,
+// so that a connection that waits or streams costs memory and no thread, and a few others run the
+// handlers of POST requests, which may take long. http_reader.h says what a request is.
 #pragma once
 
 #include <chrono>
@@ -13,6 +13,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "twell/serve/memory_budget.h"
 
 namespace twell {
 
@@ -27,55 +29,89 @@ struct HttpLimits {
 
 struct HttpRequest {
   std::string method;
-  std::string path;  // decoded, without the query
+  std::string path;                 // decoded, without the query
+  std::optional<std::string> host;  // as the client sent it
   std::string authorization;
-  std::string body;
-  // Whether the client is still connected. Does not block.
-  std::function<bool()> connected;
+  std::string body;        // decompressed
+  int64_t connection = 0;  // 1, 2, ...: the same for the requests of one connection
+  // What the body occupies of the server's memory budget, as long as somebody holds it.
+  std::shared_ptr<MemoryBudget::Share> memory;
+};
+
+struct HttpReply;
+
+// What a reply waits for. Its destruction tells that nobody waits any more, because the reply is
+// complete or the client has gone.
+class HttpPending {
+ public:
+  virtual ~HttpPending() = default;
+  // Called once, before anything else. From now on until this object's end, `ready` is called on
+  // any thread when there may be something new. It returns at once.
+  virtual void notify(std::function<void()> ready) = 0;
+};
+
+// A body whose pieces become known one after the other.
+class HttpStream : public HttpPending {
+ public:
+  enum class State { kWaits, kEnds };
+  // Adds what is new to the piece. Called by one thread at a time, when the client has taken the
+  // last piece. An exception closes the connection in the middle of the body.
+  virtual State next(std::string& piece) = 0;
+};
+
+// A reply that becomes known as a whole.
+class HttpLater : public HttpPending {
+ public:
+  // Nothing while it is not known. Called by one thread at a time.
+  virtual std::optional<HttpReply> reply() = 0;
 };
 
 struct HttpReply {
-  // Sends a piece; false when the client has gone or does not read.
-  using Write = std::function<bool(std::string_view piece)>;
-
   int status = 200;
   std::string type = "application/json";
   std::string body;
   std::vector<std::pair<std::string, std::string>> headers;
-  // When set, called after the headers are sent, and writes the body in pieces. An exception closes
-  // the connection in the middle of the body.
-  std::function<void(const Write& write)> stream;
+  std::shared_ptr<HttpStream> stream;  // where set, makes the body
+  std::shared_ptr<HttpLater> later;    // where set, makes the reply; nothing else counts
 };
 
 class HttpServer {
  public:
   // May be called on many threads at once. An exception becomes a reply with status 500.
   using Handler = std::function<HttpReply(const HttpRequest&)>;
-  // The JSON body of a failure that the server itself reports: 400, 404, 405, 413, 415, 500, 503.
+  // The JSON body of a failure that the server itself reports: 400, 404, 405, 413, 415, 417, 499,
+  // 500, 503.
   using ErrorBody = std::function<std::string(int status, const std::string& message)>;
   // Called before a request's body is read, which it leaves empty; a reply refuses the request.
   using Admit = std::function<std::optional<HttpReply>(const HttpRequest&)>;
 
-  HttpServer(const HttpLimits& limits, ErrorBody error_body, Admit admit);
+  // The budget holds the bodies of requests; it must outlive this object.
+  HttpServer(const HttpLimits& limits, MemoryBudget& budget, ErrorBody error_body, Admit admit);
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
-  // Routes are fixed before run(). POST bodies must have the content type application/json.
+  // Routes are fixed before run(). Handlers of GET requests return at once. POST bodies must have
+  // the content type application/json.
   void get(const std::string& path, Handler handler);
   void get_below(const std::string& prefix, Handler handler);
   void post(const std::string& path, Handler handler);
 
-  // Listens; port 0 picks a free one. Returns the port. InputError when the address is not usable.
+  // Listens; port 0 picks a free one. Returns the port. InputError when the address is empty or not
+  // usable, or when the process may not open so many connections.
   int bind(const std::string& host, int port);
-  // Serves until stop(), then waits until the handlers in progress have returned. InputError when
-  // there are fewer threads than connections, or when no more connections can be accepted.
+  // Serves until stop(), then until the handlers in progress have returned and their replies are
+  // sent. InputError when the threads cannot be started or no more connections can be accepted.
   void run();
-  // Thread-safe. Connections without a request in progress are closed.
+  // Thread-safe. From now on clients must read what they are sent within a second or two.
+  void hurry();
+  // Thread-safe. Connections without a request in progress are closed, half-sent requests and
+  // pending replies are dropped.
   void stop();
 
+  struct Impl;  // http_server.cc
+
  private:
-  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -34,6 +34,11 @@ class MemoryBudget {
       budget_.used_ -= bytes;
     }
     void clear() { shrink(bytes_); }
+    // Adds what another share of the budget holds, which is then empty.
+    void take(Share& other) {
+      bytes_ += other.bytes_;
+      other.bytes_ = 0;
+    }
 
    private:
     MemoryBudget& budget_;

@@ -49,7 +49,8 @@ std::string shown(const json& value) {
 }
 
 // The fields of a request's object. Each is read once; finish() refuses those that nobody read. A
-// field with the value null counts as absent.
+// field with the value null counts as absent, one that this server does not know as well: clients
+// send back whole messages of answers, with a null in every field that was not used.
 class Fields {
  public:
   explicit Fields(std::string_view body) {
@@ -109,9 +110,9 @@ class Fields {
   }
   void finish() const {
     for (const auto& [field, value] : object_.items()) {
-      if (!read_.contains(field) && !(name_.empty() && ignored_fields().contains(field))) {
-        refuse(full(field), "this server knows no such field");
-      }
+      const bool known =
+          read_.contains(field) || (name_.empty() && ignored_fields().contains(field));
+      if (!known && !value.is_null()) refuse(full(field), "this server knows no such field");
     }
   }
 
@@ -150,7 +151,8 @@ AnswerOptions parse_options(Fields& fields) {
   sampler.top_p = fields.real("top_p", 1.0f, 0.0, 1.0);
   if (sampler.top_p == 0.0f) sampler.temperature = 0.0f;  // only the most likely token is left
   if (sampler.top_p == 0.0f) sampler.top_p = 1.0f;
-  sampler.min_p = fields.real("min_p", 0.0f, 0.0, 1.0);
+  // The sampler takes values below 1; the largest of them keeps the most likely token, as 1 does.
+  sampler.min_p = std::min(fields.real("min_p", 0.0f, 0.0, 1.0), std::nextafter(1.0f, 0.0f));
   sampler.presence_penalty = fields.real("presence_penalty", 0.0f, -2.0, 2.0);
   sampler.frequency_penalty = fields.real("frequency_penalty", 0.0f, -2.0, 2.0);
   sampler.repetition_penalty = fields.real("repetition_penalty", 1.0f, 0.01, 100.0);
@@ -379,9 +381,15 @@ void CompletionLogProbs::add(const TokenLogProbs& token) {
   add_token(token.token.id);
   values_.push_back(finite(token.token.log_prob));
   ordered_json top = ordered_json::object();
-  top[token_name(tokenizer_, token.token.id)] = finite(token.token.log_prob);
+  const auto add_top = [&](const TokenLogProb& one) {
+    // Different tokens can have the same text, such as an added one and one of the vocabulary.
+    std::string name = token_name(tokenizer_, one.id);
+    if (top.contains(name)) name = fmt::format("token:{}", one.id);
+    top[name] = finite(one.log_prob);
+  };
+  add_top(token.token);
   for (const TokenLogProb& other : token.top) {
-    top[token_name(tokenizer_, other.id)] = finite(other.log_prob);
+    if (other.id != token.token.id) add_top(other);
   }
   tops_.push_back(std::move(top));
 }

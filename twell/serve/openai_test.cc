@@ -75,6 +75,35 @@ TEST(OpenAi, CompletionFields) {
   EXPECT_EQ(options.choices, 2);
 }
 
+// What the openai client makes of an answer, put back into the history, has a null in every field
+// that was not used.
+TEST(OpenAi, ANullIsNoField) {
+  const ChatRequest request = parse_chat(
+      R"({"messages": [{"role": "user", "content": "a", "name": null, "tool_call_id": null},
+                       {"role": "assistant", "content": "b", "refusal": null, "annotations": null,
+                        "audio": null, "function_call": null, "tool_calls": null, "x": null}],
+          "function_call": null, "audio": null, "prediction": null, "web_search_options": null,
+          "reasoning_effort": null, "temperature": null, "stream": true,
+          "stream_options": {"include_usage": null, "x": null}, "verbosity": null})",
+      kMost);
+  EXPECT_EQ(request.messages_json,
+            R"([{"role":"user","content":"a"},{"role":"assistant","content":"b"}])");
+  EXPECT_FALSE(request.options.stream_usage);
+  EXPECT_EQ(parse_completion(R"({"prompt": "a", "x": null})", kMost).prompts.size(), 1u);
+  EXPECT_EQ(parse_tokenize(R"({"prompt": "a", "messages": null, "x": null})").prompt, "a");
+  EXPECT_EQ(parse_detokenize(R"({"tokens": [1], "x": null})").size(), 1u);
+}
+
+TEST(OpenAi, AMinPOfOneKeepsTheMostLikelyToken) {
+  for (const auto& [text, most] : {std::pair("0.5", 0.5f), std::pair("1", 1.0f)}) {
+    const auto body = fmt::format(R"({{"prompt": "a", "min_p": {}}})", text);
+    const SamplerOptions sampler = parse_completion(body, kMost).options.sampler;
+    EXPECT_NO_THROW(sampler.validate());
+    EXPECT_GE(sampler.min_p, most - 1e-6f);
+  }
+  EXPECT_EQ(completion_error(R"({"prompt": "a", "min_p": 1.01})").param, "min_p");
+}
+
 TEST(OpenAi, PromptsOfTokenIds) {
   using Ids = std::vector<int32_t>;
   const auto one = parse_completion(R"({"prompt": [1, 2]})", kMost).prompts;
@@ -176,6 +205,19 @@ TEST(OpenAi, ErrorsHaveOpenAisForm) {
             R"({"error":{"message":"no \"m\"","type":"not_found_error","param":"model",)"
             R"("code":"model_not_found"}})");
   EXPECT_EQ(error_json(ApiError(400, "bad"))["error"]["param"], nullptr);
+}
+
+// A token can have the text by which another one is named.
+TEST(OpenAi, LogProbsOfTokensWithEqualTexts) {
+  const Tokenizer tokenizer = Tokenizer::parse(R"({"model": {"type": "BPE", "merges": [],
+      "vocab": {"\u00c3": 0, "b": 1}}, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false},
+      "decoder": {"type": "ByteLevel"}, "added_tokens": [
+      {"id": 2, "content": "bytes:\\xc3", "special": true}]})",
+                                               "the test");
+  CompletionLogProbs log_probs(tokenizer);
+  log_probs.add({.token = {0, -1.0f}, .top = {{2, -0.5f}, {0, -1.0f}, {1, -2.0f}}});
+  EXPECT_EQ(to_text(log_probs.take()["top_logprobs"][0]),
+            R"({"bytes:\\xc3":-1.0,"token:2":-0.5,"b":-2.0})");
 }
 
 TEST(OpenAi, LogProbsOfTokensThatAreNotUtf8) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Serves one model with OpenAI's API over HTTP. docs/serving.md describes endpoints and fields.
 //
-// A thread per connection parses, renders chat templates and tokenizes; one engine thread runs the
-// model (infer/scheduler.h).
+// A few threads read and write connections, others parse, render chat templates and tokenize
+// (http_server.h); one engine thread runs the model (infer/scheduler.h).
 #pragma once
 
 #include <atomic>
@@ -26,6 +26,9 @@ struct ServerOptions {
   std::vector<int32_t> stop_tokens;       // end a completion
   std::vector<int32_t> chat_stop_tokens;  // end a chat completion
   ApiKeys keys;
+  // Names besides this machine's and the bound address under which clients without keys reach the
+  // server; "*": any (allowed_hosts.h).
+  std::vector<std::string> allowed_hosts;
   HttpLimits http;
   // Sequences without a slot; a request with more than fit is answered with 503.
   int64_t max_waiting = 1024;
@@ -48,7 +51,7 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // As HttpServer::bind().
+  // As HttpServer::bind(). InputError also for an allowed host that is no host.
   int bind(const std::string& host, int port);
   // Serves until `stop` is true. Then it refuses new requests, lets those in progress finish within
   // options.drain, cancels the rest, and returns. Throws what the model throws.

@@ -14,7 +14,7 @@ Waker::~Waker() {
   thread_.join();
 }
 
-void Waker::wake(std::shared_ptr<std::condition_variable> sleeper) {
+void Waker::wake(std::shared_ptr<Sleeper> sleeper) {
   bool first = false;
   {
     const std::lock_guard lock(mutex_);
@@ -30,7 +30,7 @@ void Waker::run() {
     changed_.wait(lock, [&] { return ending_ || !sleepers_.empty(); });
     const auto sleepers = std::exchange(sleepers_, {});
     lock.unlock();
-    for (const auto& sleeper : sleepers) sleeper->notify_one();
+    for (const auto& sleeper : sleepers) sleeper->wake();
     lock.lock();
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Wakes waiting threads for a thread that has no time to: a wake-up is a system call, which costs
+// Wakes those that wait for a thread that has no time to: a wake-up is a system call, which costs
 // the engine thread more than all else that it does for a token of a sequence.
 #pragma once
 
@@ -11,6 +11,13 @@
 
 namespace twell {
 
+// Somebody who waits.
+class Sleeper {
+ public:
+  virtual ~Sleeper() = default;
+  virtual void wake() = 0;  // does not throw
+};
+
 class Waker {
  public:
   Waker() : thread_([this] { run(); }) {}
@@ -19,15 +26,15 @@ class Waker {
   Waker(const Waker&) = delete;
   Waker& operator=(const Waker&) = delete;
 
-  // Soon calls notify_one().
-  void wake(std::shared_ptr<std::condition_variable> sleeper);
+  // Soon calls the sleeper's wake().
+  void wake(std::shared_ptr<Sleeper> sleeper);
 
  private:
   void run();
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::vector<std::shared_ptr<std::condition_variable>> sleepers_;
+  std::vector<std::shared_ptr<Sleeper>> sleepers_;
   bool ending_ = false;
   std::thread thread_;  // last: it uses the others
 };

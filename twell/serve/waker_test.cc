@@ -10,7 +10,9 @@
 namespace twell {
 namespace {
 
-struct Sleeper {
+struct Waiting final : Sleeper {
+  void wake() override { changed.notify_one(); }
+
   std::mutex mutex;
   std::condition_variable changed;
   int events = 0;
@@ -19,13 +21,13 @@ struct Sleeper {
 // Threads that wait for events of another one hear of each, whatever the order.
 TEST(Waker, WakesEverySleeper) {
   constexpr int kThreads = 8, kEvents = 500;
-  std::vector<std::shared_ptr<Sleeper>> sleepers;
+  std::vector<std::shared_ptr<Waiting>> sleepers;
   std::vector<std::thread> threads;
   std::vector<int> heard(kThreads);
-  for (int i = 0; i < kThreads; ++i) sleepers.push_back(std::make_shared<Sleeper>());
+  for (int i = 0; i < kThreads; ++i) sleepers.push_back(std::make_shared<Waiting>());
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
-      Sleeper& sleeper = *sleepers[static_cast<size_t>(i)];
+      Waiting& sleeper = *sleepers[static_cast<size_t>(i)];
       std::unique_lock lock(sleeper.mutex);
       while (heard[static_cast<size_t>(i)] < kEvents) {
         sleeper.changed.wait(lock, [&] { return sleeper.events > 0; });
@@ -41,7 +43,7 @@ TEST(Waker, WakesEverySleeper) {
           const std::lock_guard lock(sleeper->mutex);
           ++sleeper->events;
         }
-        waker.wake({sleeper, &sleeper->changed});
+        waker.wake(sleeper);
       }
     }
   }
