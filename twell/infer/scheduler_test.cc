@@ -424,8 +424,10 @@ TEST_F(SchedulerTest, AFullQueueHasRoomForClientsWithNothingInIt) {
   Scheduler scheduler(session, tokenizer_, {.max_waiting = 32});
   TimedEvents heard;
   const auto submit = [&](uint64_t client, size_t count) {
-    std::vector<GenerationRequest> all(count, request(counting(1, 4), 2, heard));
-    for (GenerationRequest& one : all) one.client = client;
+    GenerationRequest one = request(counting(1, 4), 2, heard);
+    one.on_event = nullptr;
+    one.client = client;
+    std::vector<GenerationRequest> all(count, one);
     return scheduler.submit(std::move(all)).has_value();
   };
   EXPECT_FALSE(submit(1, 35));
@@ -438,7 +440,7 @@ TEST_F(SchedulerTest, AFullQueueHasRoomForClientsWithNothingInIt) {
   EXPECT_FALSE(submit(4, 1));
   while (scheduler.step()) {
   }
-  EXPECT_EQ(heard.ends, 34);
+  EXPECT_EQ(scheduler.stats().ended[static_cast<size_t>(StopReason::kMaxTokens)], 34);
 }
 
 TEST_F(SchedulerTest, SharesBeginningsOnlyWhereAsked) {

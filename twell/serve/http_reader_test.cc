@@ -46,16 +46,16 @@ Read read_all(std::string_view bytes, size_t most = 1 << 20) {
   return out;
 }
 
-std::string post(const std::string& fields, const std::string& body = "") {
+std::string post_with(const std::string& fields, const std::string& body = "") {
   return "POST /p HTTP/1.1\r\nHost: h\r\n" + fields + "\r\n\r\n" + body;
 }
 
 TEST(HttpReader, RequestsOneAfterTheOther) {
   const std::string bytes =
-      "GET /a%20b?c=%zz HTTP/1.1\r\nHost: h\r\n\r\n" + post("Content-Length: 3", "abc") +
-      post("content-LENGTH:\t3 ", "GET") + "HEAD / HTTP/1.0\r\n\r\n" +
-      post("Transfer-Encoding: Chunked",
-           "2;n=v;q=\"\\\"x\"\r\nab\r\n0a\r\n0123456789\r\n0\r\nT: x\r\n\r\n") +
+      "GET /a%20b?c=%zz HTTP/1.1\r\nHost: h\r\n\r\n" + post_with("Content-Length: 3", "abc") +
+      post_with("content-LENGTH:\t3 ", "GET") + "HEAD / HTTP/1.0\r\n\r\n" +
+      post_with("Transfer-Encoding: Chunked",
+                "2;n=v;q=\"\\\"x\"\r\nab\r\n0a\r\n0123456789\r\n0\r\nT: x\r\n\r\n") +
       "GET /g HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nGET /" +
       "GET /last HTTP/1.1\r\nHost:\r\nX: \x80\xff\r\n\r\n";
   const Read whole = read_all(bytes);
@@ -75,48 +75,48 @@ TEST(HttpReader, WhatCanBeUnderstoodDifferentlyIsAFault) {
   const std::string line = "GET / HTTP/1.1\r\n", host = "Host: h\r\n",
                     chunked = "Transfer-Encoding: chunked";
   const std::string faults[] = {
-      post("Content-Length: 3\r\nContent-Length: 4", "abcd"),
-      post("Content-Length: 3\r\nContent-Length: 3", "abc"),
-      post("Content-Length: 45abc"),
-      post("Content-Length: 45, 0"),
-      post("Content-Length: 3, 3", "abc"),
-      post("Content-Length: +3", "abc"),
-      post("Content-Length: -3", "abc"),
-      post("Content-Length: 0x3", "abc"),
-      post("Content-Length: 3 3", "abc"),
-      post("Content-Length: ", "abc"),
-      post("Content-Length: 99999999999999999999"),
-      post("Content-Length: 3\r\n" + chunked, "0\r\n\r\n"),
-      post(chunked + "\r\nContent-Length: 3", "0\r\n\r\n"),
-      post(chunked + "\r\n" + chunked, "0\r\n\r\n"),
-      post("Transfer-Encoding: gzip"),
-      post("Transfer-Encoding: gzip, chunked", "0\r\n\r\n"),
-      post("Transfer-Encoding: chunked, chunked", "0\r\n\r\n"),
-      post("Transfer-Encoding: chunked, identity", "0\r\n\r\n"),
-      post("Transfer-Encoding: identity", "abc"),
-      post("Transfer-Encoding: xchunked", "0\r\n\r\n"),
-      post("Transfer-Encoding: \"chunked\"", "0\r\n\r\n"),
-      post("Transfer-Encoding: chunked;x", "0\r\n\r\n"),
-      post("Transfer-Encoding:", "0\r\n\r\n"),
-      post("Transfer-Encoding : chunked", "0\r\n\r\n"),
-      post("Transfer-Encoding\t: chunked", "0\r\n\r\n"),
-      post("Content-Length : 3", "abc"),
-      post(" Content-Length: 3", "abc"),
-      post("X: a\r\n Content-Length: 3", "abc"),
-      post("X: a\r\n\tb"),
-      post("X: a\r\n \r\nContent-Length: 3", "abc"),
-      post("X: a\nContent-Length: 3", "abc"),
-      post("X: a\rContent-Length: 3", "abc"),
-      post("X: a\vb"),
-      post(std::string("X: a\0b", 6)),
-      post("X: a\x7f"),
-      post("X"),
-      post(": a"),
-      post("X Y: a"),
-      post("X\x80: a"),
-      post("Host: h2"),
-      post("Content-Type: a\r\nContent-Type: b"),
-      post("Authorization: a\r\nAuthorization: b"),
+      post_with("Content-Length: 3\r\nContent-Length: 4", "abcd"),
+      post_with("Content-Length: 3\r\nContent-Length: 3", "abc"),
+      post_with("Content-Length: 45abc"),
+      post_with("Content-Length: 45, 0"),
+      post_with("Content-Length: 3, 3", "abc"),
+      post_with("Content-Length: +3", "abc"),
+      post_with("Content-Length: -3", "abc"),
+      post_with("Content-Length: 0x3", "abc"),
+      post_with("Content-Length: 3 3", "abc"),
+      post_with("Content-Length: ", "abc"),
+      post_with("Content-Length: 99999999999999999999"),
+      post_with("Content-Length: 3\r\n" + chunked, "0\r\n\r\n"),
+      post_with(chunked + "\r\nContent-Length: 3", "0\r\n\r\n"),
+      post_with(chunked + "\r\n" + chunked, "0\r\n\r\n"),
+      post_with("Transfer-Encoding: gzip"),
+      post_with("Transfer-Encoding: gzip, chunked", "0\r\n\r\n"),
+      post_with("Transfer-Encoding: chunked, chunked", "0\r\n\r\n"),
+      post_with("Transfer-Encoding: chunked, identity", "0\r\n\r\n"),
+      post_with("Transfer-Encoding: identity", "abc"),
+      post_with("Transfer-Encoding: xchunked", "0\r\n\r\n"),
+      post_with("Transfer-Encoding: \"chunked\"", "0\r\n\r\n"),
+      post_with("Transfer-Encoding: chunked;x", "0\r\n\r\n"),
+      post_with("Transfer-Encoding:", "0\r\n\r\n"),
+      post_with("Transfer-Encoding : chunked", "0\r\n\r\n"),
+      post_with("Transfer-Encoding\t: chunked", "0\r\n\r\n"),
+      post_with("Content-Length : 3", "abc"),
+      post_with(" Content-Length: 3", "abc"),
+      post_with("X: a\r\n Content-Length: 3", "abc"),
+      post_with("X: a\r\n\tb"),
+      post_with("X: a\r\n \r\nContent-Length: 3", "abc"),
+      post_with("X: a\nContent-Length: 3", "abc"),
+      post_with("X: a\rContent-Length: 3", "abc"),
+      post_with("X: a\vb"),
+      post_with(std::string("X: a\0b", 6)),
+      post_with("X: a\x7f"),
+      post_with("X"),
+      post_with(": a"),
+      post_with("X Y: a"),
+      post_with("X\x80: a"),
+      post_with("Host: h2"),
+      post_with("Content-Type: a\r\nContent-Type: b"),
+      post_with("Authorization: a\r\nAuthorization: b"),
       "POST /p HTTP/1.0\r\n" + chunked + "\r\n\r\n0\r\n\r\n",
       line + "\r\n",  // no Host
       line + host + "X: a\n\n",
@@ -184,9 +184,9 @@ TEST(HttpReader, ChunksThatAreNone) {
                                 "2;a=" + std::string(5000, 'b') + "\r\nab\r\n0\r\n\r\n"};
   for (const std::string& body : bodies) {
     for (const size_t most : {size_t{1} << 20, size_t{1}}) {
-      const Read read = read_all(
-          post("Transfer-Encoding: chunked", body) + "GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n",
-          most);
+      const Read read = read_all(post_with("Transfer-Encoding: chunked", body) +
+                                     "GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n",
+                                 most);
       EXPECT_TRUE(read.requests.empty()) << body << "\nis " << read.requests.front();
       EXPECT_EQ(read.end, "fault 400") << body.substr(0, 100);
     }
@@ -195,24 +195,25 @@ TEST(HttpReader, ChunksThatAreNone) {
 
 TEST(HttpReader, Limits) {
   const std::string long_field = "X: " + std::string(kHeader, 'a');
-  EXPECT_EQ(read_all(post(long_field)).end, "fault 400");
+  EXPECT_EQ(read_all(post_with(long_field)).end, "fault 400");
   EXPECT_EQ(read_all(std::string(2 * kHeader, 'a')).end, "fault 400");
-  EXPECT_EQ(read_all(post("Content-Length: 101", std::string(101, 'a'))).end, "fault 413");
-  EXPECT_EQ(read_all(post("Transfer-Encoding: chunked", "65\r\n")).end, "fault 413");
-  EXPECT_EQ(read_all(post("Transfer-Encoding: chunked", "ffffffffffffffff\r\n")).end, "fault 413");
+  EXPECT_EQ(read_all(post_with("Content-Length: 101", std::string(101, 'a'))).end, "fault 413");
+  EXPECT_EQ(read_all(post_with("Transfer-Encoding: chunked", "65\r\n")).end, "fault 413");
+  EXPECT_EQ(read_all(post_with("Transfer-Encoding: chunked", "ffffffffffffffff\r\n")).end,
+            "fault 413");
   std::string small;
   for (int i = 0; i < 101; ++i) small += "1\r\na\r\n";
-  EXPECT_EQ(read_all(post("Transfer-Encoding: chunked", small)).end, "fault 413");
+  EXPECT_EQ(read_all(post_with("Transfer-Encoding: chunked", small)).end, "fault 413");
   std::string wordy;
   for (int i = 0; i < 90; ++i) wordy += "1;" + std::string(40, 'x') + "\r\na\r\n";
-  EXPECT_EQ(read_all(post("Transfer-Encoding: chunked", wordy)).end, "fault 400");
-  EXPECT_EQ(read_all(post("Content-Length: 9", "abc")).end, "more");
+  EXPECT_EQ(read_all(post_with("Transfer-Encoding: chunked", wordy)).end, "fault 400");
+  EXPECT_EQ(read_all(post_with("Content-Length: 9", "abc")).end, "more");
 }
 
 TEST(HttpReader, BodiesCountTowardsTheBudget) {
   MemoryBudget memory(60);
   HttpReader reader({kHeader, kBody}, memory);
-  const std::string bytes = post("Content-Length: 40", std::string(40, 'a'));
+  const std::string bytes = post_with("Content-Length: 40", std::string(40, 'a'));
   std::string_view rest = bytes;
   EXPECT_EQ(reader.read(rest), HttpReader::Step::kHead);
   EXPECT_EQ(reader.read(rest), HttpReader::Step::kDone);
@@ -234,7 +235,7 @@ TEST(HttpReader, BodiesCountTowardsTheBudget) {
 TEST(HttpReader, TheHead) {
   MemoryBudget memory(60);
   HttpReader reader({kHeader, kBody}, memory);
-  const std::string bytes = post(
+  const std::string bytes = post_with(
       "content-type: Application/JSON\r\nAUTHORIZATION: Bearer k\r\nExpect: 100-continue\r\n"
       "Accept-Encoding: br\r\nAccept-Encoding: gzip\r\nContent-Encoding: gzip\r\n"
       "Connection: x, Close\r\nContent-Length: 7");
