@@ -87,7 +87,6 @@ cudaError_t launch_clear_counts(int32_t* counts, int64_t rows, int32_t* progress
 // Both are exact on every input and deterministic, never synchronise, and can be captured in a CUDA
 // graph.
 
-struct BatchFfnCuda;
 struct ScreenedFfnCuda;
 namespace tile_union {
 struct Tiles;
@@ -123,15 +122,16 @@ class TileUnionWorkspace {
   int64_t bytes() const;
   // For GateGemmCuda::progress of the gate GEMM before a call of `tokens` tokens.
   GateProgress progress(int64_t tokens) const;
-  // Memory for at least [max_tokens, ffn] values that is free between calls.
+  // Memory that is free between calls: for at least [tokens rounded up to 128, ffn rounded up to
+  // 64] values, and for words.
   __nv_bfloat16* values() const { return activations_.data(); }
+  uint32_t* words() const { return entries_.data(); }
+  int64_t word_count() const { return entries_.size(); }
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
   friend void screened_ffn_cuda(CudaContext&, const ScreenedFfnCuda&, TileUnionWorkspace&);
   tile_union::Tiles tiles(int64_t tokens, int64_t ffn) const;
-  friend void medium_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, __nv_bfloat16*,
-                                    TileUnionWorkspace&);
   int64_t max_tokens_;
   int64_t ffn_;
   DeviceBuffer<int32_t> tile_tokens_;        // [tiles, 128]

@@ -66,8 +66,4 @@ class FewTokenWorkspace {
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);
 
-// gate: memory for [M rounded up to 128, F rounded up to 16] values that is free between calls.
-void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem, __nv_bfloat16* gate,
-                           TileUnionWorkspace& workspace);
-
 }  // namespace twell

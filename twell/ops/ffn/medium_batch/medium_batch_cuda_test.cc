@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
 // bit: only the roundings of g, of h and of y to bf16 are left, and the test makes the same ones.
-#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
+#include "twell/ops/ffn/medium_batch/medium_batch_cuda.h"
 
 #include <gtest/gtest.h>
 
@@ -71,8 +71,14 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   const auto device_x = upload(to_bf16s(x)), device_first = upload(to_bf16s(first)),
              device_up = upload(to_bf16s(up)), device_down = upload(to_bf16s(down));
   const auto activity = upload(std::vector<ActivityCuda>(1));
-  TileUnionWorkspace workspace(tokens, ffn);
-  const auto gate = poisoned<__nv_bfloat16>((tokens + 127) / 128 * 128 * (ffn + 15) / 16 * 16);
+  const int64_t values = MediumBatchWorkspace::values(tokens, ffn),
+                words = MediumBatchWorkspace::words(tokens, ffn);
+  const auto gate = poisoned<__nv_bfloat16>(values), h = poisoned<__nv_bfloat16>(values);
+  const auto lists = poisoned<uint32_t>(words);
+  const MediumBatchWorkspace workspace =
+      MediumBatchWorkspace::in(tokens, ffn, gate.data(), h.data(), lists.data(), words);
+  EXPECT_THROW(
+      MediumBatchWorkspace::in(tokens, ffn, gate.data(), h.data(), lists.data(), words - 1), Error);
   const auto run = [&] {
     const auto y = c.add ? upload(to_bf16s(before)) : poisoned<__nv_bfloat16>(tokens * width);
     medium_batch_ffn_cuda(ctx,
@@ -87,7 +93,7 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
                            .add = c.add,
                            .activity = activity.data(),
                            .squared = c.squared},
-                          gate.data(), workspace);
+                          workspace);
     stream.synchronize();
     return download(y);
   };

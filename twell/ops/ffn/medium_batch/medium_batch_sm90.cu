@@ -25,7 +25,7 @@
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/gpu/sm90/wgmma.cuh"
 #include "twell/gpu/warp_mma.cuh"
-#include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
+#include "twell/ops/ffn/medium_batch/medium_batch_cuda.h"
 #include "twell/ops/ffn/medium_batch/medium_batch_schedule.h"
 
 namespace twell {
@@ -900,13 +900,13 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cluster, uint32_t sha
 }  // namespace
 }  // namespace medium_batch
 
-void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem, __nv_bfloat16* gate,
-                           TileUnionWorkspace& workspace) {
+void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
+                           const MediumBatchWorkspace& workspace) {
   using namespace medium_batch;
   check_ffn_call(ctx, problem.width, problem.ffn);
-  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens && problem.ffn <= workspace.max_ffn,
               "medium batch FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
-              workspace.max_tokens_, workspace.ffn_);
+              workspace.max_tokens, workspace.max_ffn);
   if (problem.tokens == 0) return;
   const MediumBatchSchedule schedule(problem.tokens, problem.width, problem.ffn,
                                      ctx.multiprocessors());
@@ -916,14 +916,12 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem, __nv_b
   const int cluster_x = schedule.tiles % 2 == 0 ? 2 : 1;
   const int cluster_y = schedule.tiles % 2 == 0 || schedule.tiles == 1 ? 1 : 2;
   const bool gated = problem.w_gate != nullptr;
-  // The workspace's lists per tile and column tile have room for more than [tiles, F] ids, its
-  // masks for as many words as a tile has segments of at least 48 neurons.
-  const Lists lists{.gate = gate,
-                    .ids = reinterpret_cast<int32_t*>(workspace.entries_.data()),
-                    .counts = reinterpret_cast<int32_t*>(workspace.mask_.data()),
-                    .h = reinterpret_cast<uint8_t*>(workspace.activations_.data()),
-                    .union_ids = workspace.union_ids_.data(),
-                    .totals = workspace.union_size_.data(),
+  const Lists lists{.gate = workspace.gate,
+                    .ids = workspace.ids,
+                    .counts = workspace.counts,
+                    .h = workspace.h,
+                    .union_ids = workspace.union_ids,
+                    .totals = workspace.totals,
                     .places = ceil_div(ffn, kGroup) * kGroup,
                     .segments = static_cast<int>(schedule.segments),
                     .neurons = static_cast<int>(schedule.neurons)};
