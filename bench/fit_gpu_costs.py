@@ -4,9 +4,11 @@ r"""Fits the costs of twell/ops/ffn/costs.cc to sweeps: prints its constants, ho
 is predicted, the same for each shape when it is left out of the fit, what auto would choose, and which
 constants of the source differ.
 
-    cd bench/results && python3 ../fit_gpu_costs.py 2026-11-23-h200-sweep-auto.csv \
-        2026-11-23-h200-ffn-sweep.csv 2026-11-23-h200-medium-batch.csv \
-        2026-11-22-h100-ffn-sweep-quick.jsonl -- 2026-11-23-h200-sweep-rules.csv 2026-11-23-h100-sweep.csv
+    cd bench/results && sweeps=2026-11-23-sweeps.csv && python3 ../fit_gpu_costs.py \
+        $sweeps:h200_fitted $sweeps:h200_before 2026-11-23-h200-medium-batch.csv \
+        2026-11-22-h100-ffn-sweep-quick.jsonl -- $sweeps:h200_rules $sweeps:h100
+
+FILE:SWEEP is one sweep of a file with columns SWEEP.NAME.
 
 The first file is what the costs must predict. Of the others, these are fitted too: medium batches;
 tile-union with 129 to 1,024 tokens on an H200, where the first file has medium batches; and up to 64
@@ -73,9 +75,17 @@ def growth(row):
 
 
 def read(path):
+    path, _, sweep = path.partition(":")
     with open(path) as file:
         if path.endswith(".jsonl"):
             rows = [json.loads(line) for line in file]
+        elif sweep:
+            lines = file.read().splitlines()
+            gpu = next(line for line in lines if line.startswith(f"# {sweep} "))
+            cases = csv.DictReader(line for line in lines if not line.startswith("#"))
+            rows = [{name.removeprefix(sweep + "."): value for name, value in case.items()
+                     if "." not in name or name.startswith(sweep + ".")} | {"gpu": gpu}
+                    for case in cases if case[f"{sweep}.dense_us"]]
         else:
             gpu = file.readline()  # a comment that names the GPU
             rows = [{**row, "gpu": gpu} for row in csv.DictReader(file)]

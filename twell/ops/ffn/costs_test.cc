@@ -69,40 +69,47 @@ struct SweepRow {
   std::tuple<int64_t, int64_t, int64_t> shape() const { return {layer.width, layer.ffn, tokens}; }
 };
 
-// Cases of up to 128 tokens, which count no unions, know how they grow from more tokens of the same
-// pattern, as a model that has read a prompt does.
-std::vector<SweepRow> sweep(const char* name) {
-  std::ifstream file(std::string(TWELL_SOURCE_DIR "/bench/results/") + name);
+// A sweep of a file whose columns are SWEEP.NAME beside those of the case, or NAME where it holds
+// one sweep. Cases of up to 128 tokens, which count no unions, know how they grow from more tokens
+// of the same pattern, as a model that has read a prompt does.
+std::vector<SweepRow> sweep(const std::string& name, const char* path = "2026-11-23-sweeps.csv") {
+  std::ifstream file(std::string(TWELL_SOURCE_DIR "/bench/results/") + path);
   std::vector<SweepRow> rows;
   std::map<std::tuple<int64_t, int64_t, std::string>, double> growth;
-  std::string line;
-  bool with_auto = false;
-  while (std::getline(file, line)) {
+  std::map<std::string, size_t> columns;
+  for (std::string line; std::getline(file, line);) {
     if (line.starts_with("#")) continue;
-    if (line.starts_with("width")) {
-      with_auto = line.find(",auto,") != std::string::npos;
+    std::vector<std::string> field;
+    std::stringstream stream(line + ",");
+    for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
+    if (columns.empty()) {
+      for (size_t k = 0; k < field.size(); ++k) columns[field[k]] = k;
       continue;
     }
-    std::vector<std::string> field;
-    std::stringstream stream(line);
-    for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
-    const size_t times = with_auto ? 9 : 8;  // the first column of times; the last one is a union
-    rows.push_back({.pattern = field.at(3),
-                    .layer = {.width = std::stoll(field.at(0)), .ffn = std::stoll(field.at(1))},
-                    .tokens = std::stoll(field.at(2)),
-                    .activity = {.nnz_per_token = std::stod(field.at(4)),
-                                 .union_share = std::stod(field.at(5)),
-                                 .largest_union = std::stod(field.back()),
-                                 .extra_tiles = std::stod(field.at(6))},
-                    .sparse = field.at(7),
-                    .ran = with_auto ? field.at(8) : "",
-                    .dense_us = std::stod(field.at(times)),
-                    .sparse_us = std::stod(field.at(times + 1)),
-                    .auto_us = with_auto ? std::stod(field.at(times + 2)) : 0.0});
+    const auto text = [&](const std::string& column) {
+      auto found = columns.find(name + "." + column);
+      if (found == columns.end()) found = columns.find(column);
+      return found == columns.end() ? std::string() : field.at(found->second);
+    };
+    const auto value = [&](const std::string& column) {
+      const std::string word = text(column);
+      return word.empty() ? 0.0 : std::stod(word);
+    };
+    if (text("dense_us").empty()) continue;
+    rows.push_back({.pattern = text("pattern"),
+                    .layer = {.width = std::stoll(text("width")), .ffn = std::stoll(text("ffn"))},
+                    .tokens = std::stoll(text("tokens")),
+                    .activity = {.nnz_per_token = value("nnz_per_token"),
+                                 .union_share = value("union_share"),
+                                 .largest_union = value("largest_union"),
+                                 .extra_tiles = value("extra_tiles")},
+                    .sparse = text("sparse"),
+                    .ran = text("auto"),
+                    .dense_us = value("dense_us"),
+                    .sparse_us = value("sparse_us"),
+                    .auto_us = value("auto_us")});
     SweepRow& row = rows.back();
-    if (std::string_view(name).find("h100") != std::string_view::npos) {
-      row.layer.device.bandwidth = 3.352e6;
-    }
+    if (name == "h100") row.layer.device.bandwidth = 3.352e6;
     if (row.activity.union_share >= 0.0 && row.tokens >= 256) {
       growth.emplace(std::tuple(row.layer.width, row.layer.ffn, row.pattern),
                      union_growth(row.activity, row.layer.ffn));
@@ -117,7 +124,7 @@ std::vector<SweepRow> sweep(const char* name) {
 
 // Ten shapes from D 512, F 2048 to D 8192, F 28672, twenty numbers of tokens from 1 to 65,536, and
 // activity from 0.05% to all.
-std::vector<SweepRow> sweep_with_auto() { return sweep("2026-11-23-h200-sweep-auto.csv"); }
+std::vector<SweepRow> sweep_with_auto() { return sweep("h200_fitted"); }
 
 std::string_view sparse_launch(const SweepRow& row) {
   return choose_gpu_ffn(row.layer, {.tokens = row.tokens, .policy = FfnPolicy::kSparse},
@@ -129,7 +136,7 @@ std::string_view sparse_launch(const SweepRow& row) {
 using MediumKey = std::tuple<int64_t, int64_t, int64_t, std::string>;
 std::map<MediumKey, SweepRow> medium_batches() {
   std::map<MediumKey, SweepRow> rows;
-  for (SweepRow& row : sweep("2026-11-23-h200-medium-batch.csv")) {
+  for (SweepRow& row : sweep("", "2026-11-23-h200-medium-batch.csv")) {
     const MediumKey key{row.layer.width, row.layer.ffn, row.tokens, row.pattern};
     rows.emplace(key, std::move(row));
   }
@@ -138,7 +145,7 @@ std::map<MediumKey, SweepRow> medium_batches() {
 
 // The sweep before, with the medium batches that were measured beside it.
 TEST(GpuFfnCosts, ChooseWellInTheWholeSweep) {
-  const std::vector<SweepRow> rows = sweep("2026-11-23-h200-ffn-sweep.csv");
+  const std::vector<SweepRow> rows = sweep("h200_before");
   const std::map<MediumKey, SweepRow> medium = medium_batches();
   ASSERT_EQ(rows.size(), 2800u);
   ASSERT_EQ(medium.size(), 1100u);
@@ -227,9 +234,9 @@ TEST(GpuFfnCosts, ChooseWellInSweepsOfWhatAutoRan) {
     Judged bounds;  // least cases and worst, most of the others
   };
   // The sweep that the costs are fitted to, a later one, and one on another GPU.
-  for (const auto& [name, bounds] : {Bounds{"2026-11-23-h200-sweep-auto.csv", {2870, 2, 31, 0.95}},
-                                     Bounds{"2026-11-23-h200-sweep-rules.csv", {2910, 4, 31, 0.93}},
-                                     Bounds{"2026-11-23-h100-sweep.csv", {2910, 2, 30, 0.96}}}) {
+  for (const auto& [name, bounds] :
+       {Bounds{"h200_fitted", {2870, 2, 31, 0.95}}, Bounds{"h200_rules", {2910, 4, 31, 0.93}},
+        Bounds{"h100", {2910, 2, 30, 0.96}}}) {
     SCOPED_TRACE(name);
     const Judged judged = judge(name);
     EXPECT_GE(judged.cases, bounds.cases);
