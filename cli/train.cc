@@ -126,7 +126,7 @@ std::string turn_off_useless_l1(Command& command, const TrainFlags& flags,
 std::vector<fs::path> companions(const TrainFlags& flags) {
   std::vector<fs::path> found;
   for (const char* name : {"tokenizer_config.json", "special_tokens_map.json",
-                           "generation_config.json", "chat_template.jinja"}) {
+                           "generation_config.json", "chat_template.jinja", "chat_template.json"}) {
     if (!flags.from.empty() && fs::is_regular_file(flags.from / name)) {
       found.push_back(flags.from / name);
     }

@@ -160,7 +160,7 @@ TEST_F(HostileCheckpoint, TemplatesWithoutEnd) {
   std::string deep;
   for (int i = 0; i < 5000; ++i) deep += "{% if true %}";
   chat_refused(deep, "nested too deeply");
-  chat_refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "'macro' is not supported");
+  chat_refused("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests calls");
   chat_refused("{% include 'chat_template.jinja' %}", "'include' is not supported");
   chat_refused("{% for i in range(10000000000) %}{% endfor %}", "range");
   chat_refused(

@@ -1,25 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/chat_template/chat_template.h"
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/json.h"
-#include "twell/chat_template/jinja.h"
+#include "twell/chat_template/jinja/json_value.h"
+#include "twell/chat_template/jinja/parser.h"
+#include "twell/chat_template/jinja/renderer.h"
 
 namespace twell {
 namespace fs = std::filesystem;
 using jinja::Value;
-using Json = nlohmann::ordered_json;  // keeps the file's order of keys, which templates see
-
-struct ChatTemplate::Impl {
-  std::string source;
-  jinja::Body body;
-  std::map<std::string, Value> variables;  // includes the special tokens
-  std::string eos_token;
-};
+using Json = nlohmann::json;
 
 namespace {
 
@@ -27,28 +23,8 @@ constexpr size_t kMaxTemplateBytes = size_t{1} << 20;
 constexpr const char* kSpecialTokens[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                           "pad_token", "cls_token", "mask_token"};
 
-Value to_value(const Json& json, int depth = 1) {
-  TWELL_REQUIRE(depth <= jinja::kMaxDepth, "messages are nested more than {} deep",
-                jinja::kMaxDepth);
-  if (json.is_boolean()) return Value::of(json.get<bool>());
-  if (json.is_number_float()) return Value::of(json.get<double>());
-  if (json.is_number_unsigned() && json.get<uint64_t>() > INT64_MAX) {
-    return Value::of(json.get<double>());
-  }
-  if (json.is_number_integer()) return Value::of(json.get<int64_t>());
-  if (json.is_string()) return Value::of(json.get<std::string>());
-  if (json.is_array()) {
-    std::vector<Value> items;
-    for (const Json& item : json) items.push_back(to_value(item, depth + 1));
-    return Value::of(std::move(items));
-  }
-  if (json.is_object()) {
-    std::vector<std::pair<std::string, Value>> items;
-    for (const auto& [key, item] : json.items()) items.emplace_back(key, to_value(item, depth + 1));
-    return Value::of(std::move(items));
-  }
-  return Value::none();
-}
+// Template texts by name, with where they come from.
+using Texts = std::map<std::string, std::pair<std::string, std::string>>;
 
 // The text of a token, which is a string or an object with the text in "content".
 std::string token_text(const Json& value) {
@@ -58,85 +34,192 @@ std::string token_text(const Json& value) {
              : "";
 }
 
-std::string find_template(const Json& config, const std::string& source) {
+// chat_template of a file: a text, or a list or object of named ones.
+Texts texts_of(const Json& config, const std::string& source) {
   const auto found = config.find("chat_template");
   TWELL_REQUIRE(found != config.end() && !found->is_null(),
                 "{}: there is no chat_template; this model was not made for chats", source);
-  if (found->is_string()) return found->get<std::string>();
+  Texts out;
+  if (found->is_string()) out["default"] = {source, found->get<std::string>()};
   if (found->is_array()) {
     for (const Json& entry : *found) {
-      if (entry.is_object() && entry.value("name", "") == "default" && entry.contains("template") &&
-          entry["template"].is_string()) {
-        return entry["template"].get<std::string>();
+      if (!entry.is_object() || !entry.contains("template") || !entry["template"].is_string() ||
+          !entry.contains("name") || !entry["name"].is_string()) {
+        continue;
       }
+      const std::string name = entry["name"].get<std::string>();
+      out[name] = {fmt::format("{} ({})", source, name), entry["template"].get<std::string>()};
     }
   }
-  throw InputError(
-      fmt::format("{}: chat_template is neither a text nor a list with one named "
-                  "\"default\"",
-                  source));
+  TWELL_REQUIRE(out.contains("default") || out.contains("tool_use"),
+                "{}: chat_template is neither a text nor a list with one named \"default\"",
+                source);
+  return out;
+}
+
+Json parse_object(std::string_view text, const std::string& source) {
+  Json out = parse_json(text, source, {.keys = JsonKeys::kLast});
+  TWELL_REQUIRE(out.is_object(), "{}: not a JSON object", source);
+  return out;
+}
+
+Json read_object(const fs::path& file) {
+  return fs::exists(file) ? parse_object(read_file(file), file.string()) : Json::object();
+}
+
+Texts texts_in(const fs::path& folder, const Json& config) {
+  Texts out;
+  const fs::path file = folder / "chat_template.jinja";
+  if (fs::exists(file)) {
+    out["default"] = {file.string(), read_file(file)};
+    std::error_code none;
+    for (const auto& entry : fs::directory_iterator(folder / "additional_chat_templates", none)) {
+      if (entry.path().extension() != ".jinja") continue;
+      out[entry.path().stem().string()] = {entry.path().string(), read_file(entry.path())};
+    }
+    return out;
+  }
+  const fs::path json = folder / "chat_template.json";
+  if (fs::exists(json)) return texts_of(read_object(json), json.string());
+  const fs::path config_file = folder / "tokenizer_config.json";
+  TWELL_REQUIRE(fs::exists(config_file),
+                "{} has no chat template: it needs tokenizer_config.json or chat_template.jinja",
+                folder.string());
+  return texts_of(config, config_file.string());
 }
 
 }  // namespace
 
+struct ChatTemplate::Impl {
+  // One of a model's templates. A fault in one that is not the default is told when it is used.
+  struct Named {
+    std::string source;  // for messages
+    std::string text;
+    jinja::Template tree;
+    std::string fault;
+  };
+
+  static Named prepared(const std::string& source, std::string text) {
+    Named out{source, std::move(text), {}, {}};
+    TWELL_REQUIRE(out.text.size() <= kMaxTemplateBytes,
+                  "{}: a chat template of {} bytes is too long; at most {} are taken", source,
+                  out.text.size(), kMaxTemplateBytes);
+    out.tree = jinja::parse_template(out.text, source);
+    return out;
+  }
+
+  std::map<std::string, Named> templates;  // by name: "default", "tool_use"
+  jinja::Variables variables;              // the special tokens
+  std::string eos_token;
+
+  void add_template(const std::string& name, const std::string& source, std::string text) {
+    if (name == "default") {
+      templates[name] = prepared(source, std::move(text));
+      return;
+    }
+    try {
+      templates[name] = prepared(source, text);
+    } catch (const InputError& error) {
+      templates[name] = Named{source, std::move(text), {}, error.what()};
+    }
+  }
+
+  void add_tokens(const Json& config) {
+    for (const char* name : kSpecialTokens) {
+      const std::string token = config.contains(name) ? token_text(config[name]) : "";
+      if (!token.empty()) variables.try_emplace(name, Value::of(token));
+    }
+    const auto eos = variables.find("eos_token");
+    if (eos != variables.end()) eos_token = *eos->second.text();
+  }
+
+  const Named& pick(bool with_tools) const {
+    auto found = with_tools ? templates.find("tool_use") : templates.end();
+    if (found == templates.end()) found = templates.find("default");
+    TWELL_REQUIRE(found != templates.end(),
+                  "{}: there is no chat template for conversations without tools",
+                  templates.begin()->second.source);
+    return found->second;
+  }
+};
+
 ChatTemplate::ChatTemplate(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
 ChatTemplate ChatTemplate::load(const fs::path& folder) {
-  const fs::path config = folder / "tokenizer_config.json";
-  const fs::path file = folder / "chat_template.jinja";
-  const bool own_file = fs::exists(file);
-  TWELL_REQUIRE(fs::exists(config) || own_file,
-                "{} has no chat template: it needs tokenizer_config.json or chat_template.jinja",
-                folder.string());
-  return parse(fs::exists(config) ? read_file(config) : "{}",
-               own_file ? file.string() : config.string(), own_file ? read_file(file) : "");
+  const Json config = read_object(folder / "tokenizer_config.json");
+  auto impl = std::make_shared<Impl>();
+  for (auto& [name, text] : texts_in(folder, config)) {
+    if (name == "default" || name == "tool_use") impl->add_template(name, text.first, text.second);
+  }
+  impl->add_tokens(config);
+  impl->add_tokens(read_object(folder / "special_tokens_map.json"));
+  return ChatTemplate(std::move(impl));
 }
 
 ChatTemplate ChatTemplate::parse(std::string_view tokenizer_config, const std::string& source,
                                  std::string_view given_template) {
-  const Json config = parse_ordered_json(tokenizer_config, source, {.keys = JsonKeys::kLast});
-  TWELL_REQUIRE(config.is_object(), "{}: not a JSON object", source);
-  const std::string text =
-      given_template.empty() ? find_template(config, source) : std::string(given_template);
-  TWELL_REQUIRE(text.size() <= kMaxTemplateBytes, "{}: a chat template of {} bytes is too long",
-                source, text.size());
+  const Json config = parse_object(tokenizer_config, source);
   auto impl = std::make_shared<Impl>();
-  impl->source = source;
-  impl->body = jinja::parse_template(text, source);
-  for (const char* name : kSpecialTokens) {
-    const std::string token = config.contains(name) ? token_text(config[name]) : "";
-    if (!token.empty()) impl->variables[name] = Value::of(token);
+  Texts texts;
+  if (given_template.empty()) {
+    texts = texts_of(config, source);
+  } else {
+    texts["default"] = {source, std::string(given_template)};
   }
-  if (impl->variables.contains("eos_token")) {
-    impl->eos_token = *impl->variables["eos_token"].text();
+  for (auto& [name, text] : texts) {
+    if (name == "default" || name == "tool_use") impl->add_template(name, text.first, text.second);
   }
-  // transformers always passes these, even when there are none.
-  impl->variables["tools"] = Value::none();
-  impl->variables["documents"] = Value::none();
+  impl->add_tokens(config);
   return ChatTemplate(std::move(impl));
+}
+
+std::string ChatTemplate::render(const ChatInput& input) const {
+  jinja::Variables variables = impl_->variables;
+  const auto list = [](std::string_view text, const char* what) {
+    if (text.empty()) return Value::none();
+    Value value = jinja::parse_json(text, what);
+    TWELL_REQUIRE(value.list() != nullptr || value.is_none(), "{} must be a JSON list", what);
+    return value;
+  };
+  if (!input.variables.empty()) {
+    const Value given = jinja::parse_json(input.variables, "the template's variables");
+    TWELL_REQUIRE(given.dict() != nullptr, "the template's variables must be a JSON object");
+    for (const auto& [name, value] : given.dict()->items) variables[*name.text()] = value;
+  }
+  const Value tools = list(input.tools, "tools");
+  const Impl::Named& picked = impl_->pick(!tools.is_none());
+  TWELL_REQUIRE(picked.fault.empty(), "{}", picked.fault);
+  const Value messages = list(input.messages, "messages");
+  TWELL_REQUIRE(messages.list() != nullptr, "messages must be a JSON list");
+  // transformers always passes these, even when there are none.
+  variables["messages"] = messages;
+  variables["tools"] = tools;
+  variables["documents"] = list(input.documents, "documents");
+  variables["add_generation_prompt"] = Value::of(input.add_generation_prompt);
+  return jinja::render(picked.tree, variables, picked.source);
 }
 
 std::string ChatTemplate::render_json(std::string_view messages_json,
                                       bool add_generation_prompt) const {
-  const Json messages = parse_ordered_json(messages_json, "the messages",
-                                           {.depth = jinja::kMaxDepth, .keys = JsonKeys::kLast});
-  TWELL_REQUIRE(messages.is_array(), "messages must be a JSON list");
-  std::map<std::string, Value> variables = impl_->variables;
-  variables["messages"] = to_value(messages);
-  variables["add_generation_prompt"] = Value::of(add_generation_prompt);
-  return jinja::render(impl_->body, variables, impl_->source);
+  return render(ChatInput{.messages = messages_json.empty() ? "null" : messages_json,
+                          .tools = {},
+                          .documents = {},
+                          .variables = {},
+                          .add_generation_prompt = add_generation_prompt});
 }
 
 std::string ChatTemplate::render(const std::vector<ChatMessage>& messages,
                                  bool add_generation_prompt) const {
-  Json list = Json::array();
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const ChatMessage& message : messages) {
     list.push_back({{"role", message.role}, {"content", message.content}});
   }
-  return render_json(list.dump(-1, ' ', false, Json::error_handler_t::replace),
+  return render_json(list.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace),
                      add_generation_prompt);
 }
 
 const std::string& ChatTemplate::eos_token() const { return impl_->eos_token; }
+
+const std::string& ChatTemplate::tool_template() const { return impl_->pick(true).text; }
 
 }  // namespace twell

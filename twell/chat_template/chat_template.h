@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chat templates of tokenizer_config.json: they turn messages into the prompt format of a model.
-// Supports the part of Jinja that published templates use; anything else gives an InputError that
-// names it. Renders like transformers' apply_chat_template.
+// Chat templates: they turn messages into the prompt format of a model. Templates are rendered as
+// transformers' apply_chat_template does with jinja2; what is not supported gives an InputError
+// that names it. See jinja/ for the language.
 #pragma once
 
 #include <filesystem>
@@ -17,23 +17,36 @@ struct ChatMessage {
   std::string content;
 };
 
-// Copies share their content.
+// What a template is given, as JSON; empty: none.
+struct ChatInput {
+  std::string_view messages;   // list of objects, as for transformers
+  std::string_view tools;      // list of objects, as OpenAI's API takes them
+  std::string_view documents;  // list of objects
+  std::string_view variables;  // object: further variables, such as {"enable_thinking": false}
+  bool add_generation_prompt = true;  // end with the start of the assistant's answer
+};
+
+// Copies share their content. Several threads may render at once.
 class ChatTemplate {
  public:
-  // Loads the folder's chat_template.jinja, or chat_template of its tokenizer_config.json (of
-  // several the one named "default"), with that file's special tokens. InputError when there is
-  // none or its syntax is not supported.
+  // Reads the folder's templates: chat_template.jinja (and additional_chat_templates/*.jinja), else
+  // chat_template.json, else chat_template of tokenizer_config.json. Of several, "tool_use" is for
+  // conversations with tools and "default" for all others. The special tokens are those of
+  // tokenizer_config.json and, where it lacks them, of special_tokens_map.json. InputError when
+  // there is no template or it cannot be used.
   static ChatTemplate load(const std::filesystem::path& folder);
   // tokenizer_config: the file's text, which must hold the template unless one is given.
   static ChatTemplate parse(std::string_view tokenizer_config, const std::string& source,
                             std::string_view given_template = {});
 
-  // messages_json: a JSON list of objects, as for transformers. add_generation_prompt: end with the
-  // start of the assistant's answer. InputError with the line of the template.
+  // InputError with the line of the template and the reason.
+  std::string render(const ChatInput& input) const;
   std::string render_json(std::string_view messages_json, bool add_generation_prompt) const;
   std::string render(const std::vector<ChatMessage>& messages, bool add_generation_prompt) const;
   // Text of the token that ends an answer; empty when the file names none.
   const std::string& eos_token() const;
+  // The text of the template that conversations with tools are rendered by.
+  const std::string& tool_template() const;
 
  private:
   struct Impl;
