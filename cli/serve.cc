@@ -49,11 +49,14 @@ std::string default_model_name(const std::filesystem::path& checkpoint) {
   return folder.filename().string();
 }
 
-std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& checkpoint) {
+// why: the reason when there is none that can be used.
+std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& checkpoint,
+                                               std::string& why) {
   try {
     return ChatTemplate::load(checkpoint);
   } catch (const InputError& error) {
-    print_error("twell: no /v1/chat/completions: {}\n", error.what());
+    why = error.what();
+    print_error("twell: no /v1/chat/completions: {}\n", why);
     return std::nullopt;
   }
 }
@@ -75,7 +78,7 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint);
+  const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint, options.no_chat);
   if (options.model.empty()) options.model = default_model_name(common.checkpoint);
   options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
   options.chat_stop_tokens = options.stop_tokens;

@@ -63,29 +63,32 @@ Json parse_object(std::string_view text, const std::string& source) {
   return out;
 }
 
+// Messages name files without their folder, because a server's clients read them.
+std::string name_of(const fs::path& file) { return file.filename().string(); }
+
 Json read_object(const fs::path& file) {
-  return fs::exists(file) ? parse_object(read_file(file), file.string()) : Json::object();
+  return fs::exists(file) ? parse_object(read_file(file), name_of(file)) : Json::object();
 }
 
 Texts texts_in(const fs::path& folder, const Json& config) {
   Texts out;
   const fs::path file = folder / "chat_template.jinja";
   if (fs::exists(file)) {
-    out["default"] = {file.string(), read_file(file)};
+    out["default"] = {name_of(file), read_file(file)};
     std::error_code none;
     for (const auto& entry : fs::directory_iterator(folder / "additional_chat_templates", none)) {
       if (entry.path().extension() != ".jinja") continue;
-      out[entry.path().stem().string()] = {entry.path().string(), read_file(entry.path())};
+      out[entry.path().stem().string()] = {name_of(entry.path()), read_file(entry.path())};
     }
     return out;
   }
   const fs::path json = folder / "chat_template.json";
-  if (fs::exists(json)) return texts_of(read_object(json), json.string());
+  if (fs::exists(json)) return texts_of(read_object(json), name_of(json));
   const fs::path config_file = folder / "tokenizer_config.json";
   TWELL_REQUIRE(fs::exists(config_file),
-                "{} has no chat template: it needs tokenizer_config.json or chat_template.jinja",
-                folder.string());
-  return texts_of(config, config_file.string());
+                "there is no chat template; it would be in chat_template.jinja or "
+                "tokenizer_config.json of the checkpoint");
+  return texts_of(config, name_of(config_file));
 }
 
 }  // namespace

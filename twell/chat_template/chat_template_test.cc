@@ -307,5 +307,31 @@ TEST(ChatTemplate, IsFoundInTheFolder) {
   EXPECT_EQ(ChatTemplate::load(folder.path()).render({{"user", "x"}}, true), "user");
 }
 
+TEST(ChatTemplate, OfSeveralTheOneForToolsIsPicked) {
+  const TempFolder folder;
+  folder.write("tokenizer_config.json", R"({"chat_template": [
+      {"name": "tool_use", "template": "T{{ tools | length }}"},
+      {"name": "default", "template": "D{{ eos_token }}"}]})");
+  folder.write("special_tokens_map.json", R"({"eos_token": {"content": "<eos>"}})");
+  const ChatTemplate listed = ChatTemplate::load(folder.path());
+  EXPECT_EQ(listed.render({.messages = "[]"}), "D<eos>");
+  EXPECT_EQ(listed.render({.messages = "[]", .tools = "[]"}), "T0");
+  EXPECT_EQ(listed.eos_token(), "<eos>");
+  EXPECT_EQ(listed.tool_template(), "T{{ tools | length }}");
+  folder.write("chat_template.json", R"({"chat_template": "J"})");
+  EXPECT_EQ(ChatTemplate::load(folder.path()).render({.messages = "[]", .tools = "[]"}), "J");
+  folder.write("chat_template.jinja", "F");
+  std::filesystem::create_directory(folder.path() / "additional_chat_templates");
+  folder.write("additional_chat_templates/tool_use.jinja", "{% nope %}");
+  const ChatTemplate files = ChatTemplate::load(folder.path());
+  EXPECT_EQ(files.render({.messages = "[]"}), "F");
+  try {
+    files.render({.messages = "[]", .tools = "[]"});
+    FAIL() << "a template that cannot be used";
+  } catch (const InputError& error) {  // without the folder, because clients read it
+    EXPECT_STREQ(error.what(), "tool_use.jinja: line 1: there is no statement 'nope'");
+  }
+}
+
 }  // namespace
 }  // namespace twell

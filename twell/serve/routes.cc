@@ -328,7 +328,12 @@ ApiError Routes::too_long(const std::string& size, const char* field) const {
 
 std::string Routes::render(const std::string& messages_json) const {
   if (chat_ == nullptr) {
-    throw ApiError(400, "this model has no chat template; use /v1/completions", "messages");
+    throw ApiError(
+        400,
+        options_.no_chat.empty()
+            ? "this model has no chat template; use /v1/completions"
+            : fmt::format("this model cannot chat; use /v1/completions ({})", options_.no_chat),
+        "messages");
   }
   return chat_->render_json(messages_json, /*add_generation_prompt=*/true);
 }

@@ -37,6 +37,7 @@ struct ServerOptions {
   int64_t request_bytes = int64_t{4} << 30;
   int64_t prefill_tokens = 0;      // SchedulerOptions::prefill_tokens
   std::chrono::seconds drain{30};  // for running requests once the server is told to stop
+  std::string no_chat;             // why there is no chat template, for clients that send messages
   // Joules that the device has used so far; empty where unknown.
   std::function<double()> joules;
 };

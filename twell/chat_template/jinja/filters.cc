@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <optional>
 
 #include "twell/chat_template/jinja/access.h"
 #include "twell/chat_template/jinja/methods.h"
@@ -258,8 +259,12 @@ Value round_filter(const FilterCall& call) {
 }
 
 Value file_size(const FilterCall& call) {
-  const FilterCall plain{call.budget, call.value, call.arguments, {nullptr}};
-  const double bytes = *to_real(plain).real();
+  require_defined(call.value);
+  const auto number = call.value.is_number()         ? std::optional(as_real(call.value))
+                      : call.value.text() != nullptr ? real_of(call.budget, *call.value.text())
+                                                     : std::nullopt;
+  TWELL_REQUIRE(number, "filesizeformat needs a number, not {}", shown(call.budget, call.value));
+  const double bytes = *number;
   const bool binary = call.flag(0);
   const double base = binary ? 1024 : 1000;
   if (bytes == 1) return call.budget.text("1 Byte");
