@@ -43,7 +43,10 @@ std::vector<AttentionDivision> divisions_of(const AttentionCuda& p, int64_t keys
     for (const int64_t splits : {1, 2, 4, 8, 16, 32, 64}) {
       const int64_t of_split = ceil_div(keys, splits);
       if (of_split > kMostKeys || (splits > 1 && of_split < kLeastKeys)) continue;
-      if (splits * p.sequences.count > attention_most_splits(p.sequences.count, keys)) continue;
+      if (splits > 1 &&
+          splits * p.sequences.count > attention_partial_splits(p.sequences.count, keys)) {
+        continue;
+      }
       all.push_back({splits, warps});
       if (warps == 1 && p.heads == p.kv_heads) all.push_back({splits, warps, /*loads=*/4});
     }

@@ -41,12 +41,6 @@ int64_t most_ragged(int64_t max_sequences) {
   return ragged_count(std::min(max_sequences, kMaxRagged));
 }
 
-// (sequence, split, head) triples whose results are combined.
-int64_t partial_results(int64_t max_sequences, int64_t heads, int64_t max_kv_len) {
-  const int64_t splits = attention_most_splits(max_sequences, max_kv_len);
-  return splits == max_sequences ? 0 : splits * heads;
-}
-
 constexpr int kThreads = 128;
 
 // A CTA writes the lengths, the offsets and the table of a sequence as cuDNN takes them.
@@ -109,8 +103,9 @@ AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t he
     : max_sequences_(max_sequences),
       max_kv_len_(max_kv_len),
       ragged_count_(most_ragged(max_sequences)),
-      max_sums_(partial_results(max_sequences, heads, max_kv_len) * 2),
-      values_(partial_results(max_sequences, heads, max_kv_len) * head_dim),
+      partial_splits_(attention_partial_splits(max_sequences, max_kv_len)),
+      max_sums_(partial_splits_ * heads * 2),
+      values_(partial_splits_ * heads * head_dim),
       arrived_(max_sequences * heads),
       ragged_(ragged_memory(nullptr, ragged_count_, max_kv_len).size) {
   TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
@@ -119,7 +114,7 @@ AttentionWorkspaceCuda::AttentionWorkspaceCuda(int64_t max_sequences, int64_t he
 
 int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t heads, int64_t head_dim,
                                              int64_t max_kv_len) {
-  return partial_results(max_sequences, heads, max_kv_len) * (head_dim + 2) *
+  return attention_partial_splits(max_sequences, max_kv_len) * heads * (head_dim + 2) *
              static_cast<int64_t>(sizeof(float)) +
          (max_sequences * heads +
           ragged_memory(nullptr, most_ragged(max_sequences), max_kv_len).size) *
@@ -128,10 +123,9 @@ int64_t AttentionWorkspaceCuda::bytes_needed(int64_t max_sequences, int64_t head
 
 AttentionSplits AttentionWorkspaceCuda::splits(const AttentionDivision& division,
                                                int64_t sequences) const {
-  const int64_t most = attention_most_splits(max_sequences_, max_kv_len_);
-  TWELL_CHECK(sequences * division.splits <= most,
+  TWELL_CHECK(division.splits == 1 || sequences * division.splits <= partial_splits_,
               "attention: {} splits of each of {} sequences in a workspace for {}", division.splits,
-              sequences, most);
+              sequences, partial_splits_);
   return {.count = division.splits,
           .warps = division.warps,
           .loads = division.loads,

@@ -26,7 +26,7 @@ namespace twell {
 
 // Sequences as cuDNN takes them. Few different sizes need few of its plans, so these are rounded
 // up; further sequences are empty. cuDNN multiplies values behind the end of a sequence's keys, in
-// its last block and in block 0, by zero: they must be finite.
+// its last block (launch_kv_clear_behind) and in block 0, by zero: they must be finite.
 struct AttentionRagged {
   int64_t count = 0;          // 0: not made
   int64_t max_q_len = 0;      // rounded up
@@ -76,7 +76,7 @@ struct AttentionCuda {
   const __nv_bfloat16* mask = nullptr;  // of DocumentMask or null; cuDNN alone takes one
 };
 
-using route::attention_most_splits;
+using route::attention_partial_splits;
 using route::AttentionDivision;
 
 // A division and the memory for it. Each split of a sequence leaves a partial result.
@@ -99,13 +99,13 @@ class AttentionWorkspaceCuda {
                               int64_t max_kv_len);
   int64_t max_sequences() const { return max_sequences_; }
   int64_t max_kv_len() const { return max_kv_len_; }
-  // For a division of so many sequences. Error if it has more than attention_most_splits().
+  // For a division of so many sequences. Error if it has more than attention_partial_splits().
   AttentionSplits splits(const AttentionDivision& division, int64_t sequences) const;
   // Memory for so many ragged sequences of the workspace's length; count 0 if they are too many.
   AttentionRagged ragged(int64_t count) const;
 
  private:
-  int64_t max_sequences_, max_kv_len_, ragged_count_;
+  int64_t max_sequences_, max_kv_len_, ragged_count_, partial_splits_;
   DeviceBuffer<float> max_sums_, values_;
   DeviceBuffer<int32_t> arrived_, ragged_;
 };

@@ -98,6 +98,18 @@ __global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) 
   }
 }
 
+// A CTA takes a sequence's rows of a layer.
+__global__ void __launch_bounds__(kThreads) kv_clear_behind_kernel(KvClearBehind p) {
+  const int sequence = static_cast<int>(blockIdx.x), kv_len = p.kv_len[sequence];
+  const int used = kv_len % kKvBlock;
+  if (used == 0) return;  // also an empty sequence, which has no block
+  const int32_t block = p.tables[p.kv_begin[sequence] + kv_len / kKvBlock];
+  auto* const rows = reinterpret_cast<uint4*>(p.v + blockIdx.y * p.layer_size +
+                                              int64_t{kv_row(block, used)} * p.width);
+  const int pieces = (kKvBlock - used) * static_cast<int>(p.width / kPiece);
+  for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kThreads) rows[i] = uint4{};
+}
+
 template <int kLanes>
 cudaError_t launch_store(const KvStoreBytes& p, cudaStream_t stream) {
   const int64_t ctas = ceil_div(p.tokens * 2 * p.kv_heads * kLanes, int64_t{kThreads});
@@ -121,6 +133,14 @@ cudaError_t launch_kv_load_bytes(const KvLoadBytes& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(p.max_kv_len, int64_t{kKvBlock})),
                   static_cast<unsigned>(p.sequences), static_cast<unsigned>(2 * p.kv_heads));
   kv_load_bytes_kernel<<<grid, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_kv_clear_behind(const KvClearBehind& p, cudaStream_t stream) {
+  if (p.sequences == 0 || p.layers == 0) return cudaSuccess;
+  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(p.sequences), static_cast<unsigned>(p.layers));
+  kv_clear_behind_kernel<<<grid, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

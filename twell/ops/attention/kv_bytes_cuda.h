@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and values between bf16 and the 8 bits of a cache on the GPU (format/kv_blocks.h).
-// The rule is that of model/kv_cache.h: a head's scale is its largest magnitude over 127, and NaN
-// where the head is not finite. Never synchronises; can be captured in a CUDA graph.
+// Rows of keys and values in a cache on the GPU (format/kv_blocks.h): between bf16 and 8 bits, and
+// those behind the ends of sequences. The rule of 8 bits is that of model/kv_cache.h: a head's
+// scale is its largest magnitude over 127, and NaN where the head is not finite. Never
+// synchronises; can be captured in a CUDA graph.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,5 +43,20 @@ struct KvLoadBytes {
   __nv_bfloat16* v = nullptr;
 };
 cudaError_t launch_kv_load_bytes(const KvLoadBytes& problem, cudaStream_t stream);
+
+// Makes rows zero that lie behind the end of a sequence in its last block, in the values of all
+// layers: cuDNN multiplies them by zero, and what an earlier sequence left there may be NaN. Such
+// rows are nobody's until the sequence grows into them.
+struct KvClearBehind {
+  int64_t sequences = 0;
+  int64_t layers = 0;
+  int64_t layer_size = 0;             // values of a layer
+  int64_t width = 0;                  // H_kv * hd, a multiple of 8
+  const int32_t* kv_len = nullptr;    // [sequences]
+  const int64_t* kv_begin = nullptr;  // [sequences] where a sequence's table begins
+  const int32_t* tables = nullptr;
+  __nv_bfloat16* v = nullptr;  // [layers, rows, width]
+};
+cudaError_t launch_kv_clear_behind(const KvClearBehind& problem, cudaStream_t stream);
 
 }  // namespace twell

@@ -130,10 +130,12 @@ AttentionDivision attention_division(const AttentionHeads& h, int64_t sequences,
           .loads = warps_per_cta == 0 ? 4 : 8};
 }
 
-int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len) {
-  if (most_splits(max_kv_len) == 1) return sequences;
-  return std::min(sequences * most_splits(max_kv_len),
-                  std::max(sequences * attention_fewest_splits(max_kv_len), kMostCtas));
+int64_t attention_partial_splits(int64_t max_sequences, int64_t max_kv_len) {
+  const int64_t most = most_splits(max_kv_len), fewest = attention_fewest_splits(max_kv_len);
+  if (most == 1) return 0;
+  // More splits than a sequence needs are made only while all of them together are few.
+  const int64_t needed = fewest == 1 ? 0 : max_sequences * fewest;
+  return std::min(max_sequences * most, std::max(needed, kMostCtas));
 }
 
 }  // namespace twell::route

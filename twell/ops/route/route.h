@@ -142,8 +142,9 @@ AttentionDivision attention_division(const AttentionHeads& heads, int64_t sequen
                                      int64_t max_kv_len, int64_t multiprocessors);
 // Splits that a sequence of so many keys needs.
 int64_t attention_fewest_splits(int64_t max_kv_len);
-// Splits of all sequences together, at most, in the divisions of up to so many sequences.
-int64_t attention_most_splits(int64_t sequences, int64_t max_kv_len);
+// Splits of all sequences together, at most, in those divisions of 1 to max_sequences sequences
+// that have more than one of each. Small batches divide keys that large ones leave whole.
+int64_t attention_partial_splits(int64_t max_sequences, int64_t max_kv_len);
 // Warps of a CTA for whose results shared memory has room.
 constexpr int attention_most_warps(int64_t head_dim) { return head_dim <= 128 ? 8 : 4; }
 

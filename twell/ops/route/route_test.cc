@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include <tuple>
 
 namespace twell::route {
@@ -188,7 +190,6 @@ TEST(Attention, KernelsByQueries) {
 TEST(Attention, DividesKeys) {
   const auto divide = [](const AttentionHeads& heads, int64_t sequences, int64_t keys) {
     const AttentionDivision d = attention_division(heads, sequences, keys, 132);
-    EXPECT_LE(sequences * d.splits, attention_most_splits(sequences, keys));
     return std::tuple(d.splits, d.warps, d.loads);
   };
   const AttentionHeads plain{.heads = 32, .kv_heads = 32, .head_dim = 64};
@@ -200,13 +201,27 @@ TEST(Attention, DividesKeys) {
   EXPECT_EQ(divide({.heads = 32, .kv_heads = 8, .head_dim = 256}, 8, 2000), std::tuple(2, 4, 8));
   EXPECT_EQ(divide({.heads = 32, .kv_heads = 32, .head_dim = 64, .eight_bits = true}, 256, 256),
             std::tuple(1, 4, 4));
-  // Smaller batches in a workspace for a larger one.
-  for (const int64_t most : {1, 8, 64, 300}) {
-    for (const int64_t keys : {256, 2049, 131'073}) {
-      for (int64_t sequences = 1; sequences <= most; ++sequences) {
-        EXPECT_LE(sequences * attention_division(plain, sequences, keys, 132).splits,
-                  attention_most_splits(most, keys))
-            << sequences << " of " << most << ", " << keys;
+}
+
+// A workspace for N sequences has room for the divisions of every smaller batch, which may divide
+// keys that N sequences leave whole.
+TEST(Attention, AWorkspaceHoldsTheDivisionsOfSmallerBatches) {
+  for (const auto& [heads, kv_heads, head_dim] :
+       {std::tuple(32, 1, 64), std::tuple(32, 2, 128), std::tuple(32, 8, 64),
+        std::tuple(32, 32, 64), std::tuple(7, 1, 256), std::tuple(1, 1, 8)}) {
+    for (const int64_t keys : {1, 256, 257, 300, 2048, 2049, 16'384, 131'073, 1 << 20}) {
+      for (const int sms : {16, 132, 1000}) {
+        for (const bool eight_bits : {false, true}) {
+          int64_t needed = 0;  // by batches so far that divide keys
+          for (int64_t n = 1; n <= 4096; ++n) {
+            const int64_t splits =
+                attention_division({heads, kv_heads, head_dim, eight_bits}, n, keys, sms).splits;
+            if (splits > 1) needed = std::max(needed, n * splits);
+            ASSERT_LE(needed, attention_partial_splits(n, keys))
+                << n << " sequences of " << keys << " keys, " << kv_heads << " key heads of "
+                << head_dim << ", " << sms << " SMs";
+          }
+        }
       }
     }
   }
