@@ -119,14 +119,9 @@ void BlockManager::release(int64_t number) {
   sequence = {};
 }
 
-std::vector<int32_t> BlockManager::discard(int64_t number) {
-  std::vector<int32_t> freed;
-  for (const int32_t block : at(number).table) {
-    hide(block);
-    if (blocks_[static_cast<size_t>(block)].references == 1) freed.push_back(block);
-  }
+void BlockManager::discard(int64_t number) {
+  for (const int32_t block : at(number).table) hide(block);
   release(number);
-  return freed;
 }
 
 int32_t BlockManager::take() {

@@ -34,8 +34,7 @@ class BlockManager {
   void append(int64_t sequence, std::span<const int32_t> ids);
   void release(int64_t sequence);  // the sequence is empty afterwards
   // The same, and no later sequence takes over a block of it. Sequences that share one keep theirs.
-  // Returns the blocks that no sequence holds any more.
-  std::vector<int32_t> discard(int64_t sequence);
+  void discard(int64_t sequence);
 
   int64_t length(int64_t sequence) const { return at(sequence).length; }
   std::span<const int32_t> table(int64_t sequence) const { return at(sequence).table; }

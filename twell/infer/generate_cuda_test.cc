@@ -276,6 +276,58 @@ TEST_F(GenerateCudaTest, OutputThatIsNotFiniteEndsItsRequestAlone) {
   }
 }
 
+// Keys and values of a sequence that was cancelled, preempted or stopped may be NaN, and stay where
+// they are. Later sequences in the same blocks give the bits that they give in a new cache, also
+// where cuDNN reads behind their ends.
+TEST_F(GenerateCudaTest, WhatASequenceLeavesBehindReachesNoOther) {
+  ModelConfig config = model_->config;
+  config.tied_embeddings = false;
+  config.head_dim = 64;
+  Model model(config);
+  init_weights(cpu_, model, 1);
+  constexpr int32_t kNan = 9;
+  const Matrix<float> embedding = model_matrices(config, model.flat.data()).embedding;
+  embedding.data[kNan * embedding.cols] = std::numeric_limits<float>::quiet_NaN();
+  const ModelCuda device_model(*ctx_, model);
+  std::vector<int32_t> bad = random_ids(500, kVocab, 1);
+  bad[0] = kNan;
+  for (const bool eight_bits : {false, true}) {
+    SCOPED_TRACE(eight_bits);
+    const SessionOptions options{.slots = 3,
+                                 .capacity = 512,
+                                 .cache_bytes = 8 * KvCacheCuda::block_bytes(config, eight_bits),
+                                 .cache = {.eight_bits = eight_bits}};
+    const auto logits = [&](bool after_bad) {
+      SessionCuda session(*ctx_, device_model, options);
+      if (after_bad) {
+        EXPECT_TRUE(std::isnan(session.append(0, bad)[0]));
+        session.clear(0);
+      }
+      std::vector<float> all;
+      const auto add = [&](std::span<const float> row) {
+        all.insert(all.end(), row.begin(), row.end());
+      };
+      // Prompts of cuDNN and of our own kernel, and steps of one and of more sequences.
+      for (const int64_t slot : {1, 2}) {
+        std::vector<int32_t> ids = random_ids(slot == 1 ? 150 : 20, kVocab, 7);
+        for (int32_t& id : ids) id = id == kNan ? kNan + 1 : id;
+        add(session.append(slot, ids));
+      }
+      for (int32_t step = 0; step < 4; ++step) {
+        for (const auto& slots : {std::vector<int64_t>{1}, std::vector<int64_t>{1, 2}}) {
+          const std::vector<int32_t> ids(slots.size(), 20 + step);
+          const ConstMatrixF rows = session.decode(slots, ids);
+          add({rows.data, static_cast<size_t>(rows.rows * rows.cols)});
+        }
+      }
+      return all;
+    };
+    const std::vector<float> want = logits(false);
+    EXPECT_TRUE(std::ranges::all_of(want, [](float value) { return std::isfinite(value); }));
+    EXPECT_EQ(logits(true), want);
+  }
+}
+
 TEST_F(GenerateCudaTest, SessionsGiveTheirMemoryBack) {
   const auto use = [&](int64_t slots) {
     SessionCuda session(*ctx_, *device_model_, {.slots = slots});

@@ -65,9 +65,9 @@ std::vector<ForwardSequence> Session::one_each(std::span<const int64_t> slots,
   return sequences;
 }
 
-int32_t Session::draw_from(std::span<const float> logits, const Draw& draw) {
+int32_t Session::draw_from(std::span<const float> logits, const Draw& draw, Context& ctx) {
   const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
-  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen);
+  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen, &ctx);
 }
 
 void Session::appended(int64_t call, std::span<const NewTokens> tokens) {
@@ -111,9 +111,8 @@ void Session::clear(int64_t slot) {
 }
 
 void Session::discard(int64_t slot) {
-  const std::vector<int32_t> freed = blocks_.discard(slot);
+  blocks_.discard(slot);
   show(slot, {}, 0);
-  clear_blocks(freed);
 }
 
 double Session::nnz_per_token() {

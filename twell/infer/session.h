@@ -145,7 +145,7 @@ class Session {
   // The same with as many of its blocks as the memory holds. InputError if that is none.
   static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
-  static int32_t draw_from(std::span<const float> logits, const Draw& draw);
+  static int32_t draw_from(std::span<const float> logits, const Draw& draw, Context& ctx);
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
   // cache.
   void make_room(int64_t slot, std::span<const int32_t> ids);
@@ -162,8 +162,6 @@ class Session {
   int64_t blocks() const { return plan_.blocks; }
   // The device's cache is told that this is the slot's sequence.
   virtual void show(int64_t slot, std::span<const int32_t> table, int64_t length) = 0;
-  // Keys and values in these blocks, which no sequence holds, are not finite.
-  virtual void clear_blocks(std::span<const int32_t>) {}
 
  private:
   // A token that was appended before it was known.

@@ -276,10 +276,6 @@ void SessionCuda::undo_penalties() {
   TWELL_CUDA_CHECK(launch_penalize(penalties_, ctx_.stream()));
 }
 
-void SessionCuda::clear_blocks(std::span<const int32_t> blocks) {
-  cache_.enqueue_clear(blocks, ctx_.stream());
-}
-
 std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
   std::vector<ActiveNeurons> layers;
   const FfnPlansCuda& plans = forward_.ffn_plans();

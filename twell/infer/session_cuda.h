@@ -56,7 +56,6 @@ class SessionCuda : public Session {
   static int64_t other_bytes(const CudaContext& ctx, const ModelConfig& config,
                              const CachePlan& cache, const SessionOptions& options);
   void show(int64_t slot, std::span<const int32_t> table, int64_t length) override;
-  void clear_blocks(std::span<const int32_t> blocks) override;
   // Enqueues the layers and the output head, for the last token of each sequence. Tokens are
   // packed, and waited for where scores are wanted.
   void enqueue_packed(std::span<const NewTokens> tokens);

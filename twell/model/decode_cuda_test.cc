@@ -74,6 +74,14 @@ class DecodeCudaTest : public testing::TestWithParam<DecodeCase> {
       }
       cache_->set_table(slot, table);
     }
+    // NaN wherever nothing is stored, but for block 0 (kv_cache_cuda.h).
+    const auto size = static_cast<size_t>(cache_->layer_size() - kKvBlock * config.kv_width());
+    for (int64_t layer = 0; layer < config.layers; ++layer) {
+      for (__nv_bfloat16* part : {cache_->keys(layer), cache_->values(layer)}) {
+        TWELL_CUDA_CHECK(
+            cudaMemset(part + kKvBlock * config.kv_width(), 0xff, size * sizeof(__nv_bfloat16)));
+      }
+    }
     for (size_t slot = 0; slot < kLengths.size(); ++slot) {
       texts_.push_back(random_ids(kLengths[slot] + kSteps, config.vocab_size, slot));
     }

@@ -461,7 +461,19 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   done(ForwardStage::kEmbedding);
   for (SequenceGroup& group : staged_.groups) {
     group.ragged = {};  // for this very batch
-    if (!group.widened) group.ragged = attention_ragged(ctx_, attention_of(0, group), attention_);
+    if (group.widened) continue;
+    const AttentionCuda first_layer = attention_of(0, group);
+    group.ragged = attention_ragged(ctx_, first_layer, attention_);
+    if (group.ragged.count == 0) continue;
+    TWELL_CUDA_CHECK(launch_kv_clear_behind({.sequences = group.count,
+                                             .layers = config_.layers,
+                                             .layer_size = staged_.cache->layer_size(),
+                                             .width = config_.kv_width(),
+                                             .kv_len = first_layer.sequences.kv_len,
+                                             .kv_begin = first_layer.sequences.kv_begin,
+                                             .tables = first_layer.sequences.tables,
+                                             .v = staged_.cache->values(0)},
+                                            ctx_.stream()));
   }
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
   const route::LayersPath path =

@@ -14,7 +14,6 @@ KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capac
     : KvTables(config, slots, capacity, kKvBlock, blocks),
       eight_bits_(eight_bits),
       table_size_(ceil_div(capacity, kKvBlock)),
-      layers_(config.layers),
       width_(config.kv_width()),
       head_dim_(config.head_dim),
       layer_size_((blocks_ + 1) * kKvBlock * width_),
@@ -34,7 +33,12 @@ KvCacheCuda::KvCacheCuda(const ModelConfig& config, int64_t slots, int64_t capac
     }
   }
   if (!eight_bits) {
-    TWELL_CUDA_CHECK(cudaMemset(values_.wide.data(), 0, static_cast<size_t>(values_.wide.bytes())));
+    const auto bytes = [](int64_t values) {
+      return static_cast<size_t>(values) * sizeof(__nv_bfloat16);
+    };
+    // Block 0 of each layer.
+    TWELL_CUDA_CHECK(cudaMemset2D(values_.wide.data(), bytes(layer_size_), 0,
+                                  bytes(kKvBlock * width_), static_cast<size_t>(config.layers)));
     TWELL_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));  // our streams do not wait for it
   }
   tables_on_device_ = DeviceBuffer<int32_t>(slots * table_size_);
@@ -65,19 +69,6 @@ void KvCacheCuda::set_table(int64_t slot, std::span<const int32_t> blocks) {
   int64_t& copied = copied_[static_cast<size_t>(slot)];
   copied = std::min(copied, int64_t{changed});
   KvTables::set_table(slot, blocks);
-}
-
-void KvCacheCuda::enqueue_clear(std::span<const int32_t> blocks, cudaStream_t stream) const {
-  if (eight_bits_) return;  // nothing reads behind the ends of sequences
-  const auto bytes = [](int64_t values) {
-    return static_cast<size_t>(values) * sizeof(__nv_bfloat16);
-  };
-  const int64_t block_values = kKvBlock * width_;
-  for (const int32_t block : blocks) {
-    TWELL_CUDA_CHECK(cudaMemset2DAsync(values_.wide.data() + (block + 1) * block_values,
-                                       bytes(layer_size_), 0, bytes(block_values),
-                                       static_cast<size_t>(layers_), stream));
-  }
 }
 
 void KvCacheCuda::enqueue_tables(cudaStream_t stream) {

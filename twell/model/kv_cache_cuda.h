@@ -2,10 +2,11 @@
 // Keys and values of past tokens on the GPU, per layer: [blocks * kKvBlock, H_kv * hd], rotated
 // keys, in bf16 or in 8 bits with an f32 scale per token and head, by the rule of kv_cache.h. A
 // sequence's tokens lie in the blocks of its slot's table (format/kv_blocks.h). Block 0 is no
-// sequence's: in bf16 its values are zero, and the others' are finite, because cuDNN also reads
-// behind the ends of sequences. Nothing reads 8 bits there. The host keeps tables and lengths;
-// kernels read the tables from device memory, so that captured graphs stay valid when tables
-// change.
+// sequence's: in bf16 its values are zero, because cuDNN reads it behind the ends of sequences.
+// What else lies behind an end may be NaN, left by another sequence: whoever lets cuDNN read it
+// clears it first (ops/attention/kv_bytes_cuda.h), and nothing else reads it. The host keeps tables
+// and lengths; kernels read the tables from device memory, so that captured graphs stay valid when
+// tables change.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,8 +46,6 @@ class KvCacheCuda : public KvTables {
   int64_t row(int64_t slot, int64_t position) const;
   // Blocks are counted from 0 here and in table().
   void set_table(int64_t slot, std::span<const int32_t> blocks);
-  // Enqueues that their values become zero again, in bf16.
-  void enqueue_clear(std::span<const int32_t> blocks, cudaStream_t stream) const;
   int64_t blocks() const { return blocks_ + 1; }  // with block 0
 
   // Enqueues copies of what set_table() has changed; call it before kernels that read the tables.
@@ -54,6 +53,7 @@ class KvCacheCuda : public KvTables {
   const int32_t* tables() const { return tables_on_device_.data(); }  // on the device
   // Where a slot's table begins there.
   int64_t table_begin(int64_t slot) const { return slot * table_size_; }
+  int64_t layer_size() const { return layer_size_; }  // keys, or values, of a layer
 
  private:
   // The keys, or the values, of all layers.
@@ -72,7 +72,7 @@ class KvCacheCuda : public KvTables {
   }
 
   bool eight_bits_;
-  int64_t table_size_, layers_, width_, head_dim_, layer_size_;
+  int64_t table_size_, width_, head_dim_, layer_size_;
   std::vector<int64_t> copied_;  // entries of each slot's table that are on the device
   Rows keys_, values_;
   DeviceBuffer<int32_t> tables_on_device_;  // [slots, table_size]
