@@ -36,7 +36,10 @@ class Row {
   __device__ Row(const float* logits, int64_t vocab, float top, float temperature)
       : logits_(logits), vocab_(vocab), top_(top), per_unit_(1.4426950408889634f / temperature) {}
 
-  __device__ float weight(float logit) const { return exp2f((logit - top_) * per_unit_); }
+  // The factor is infinite for the smallest temperatures, and zero times that is NaN.
+  __device__ float weight(float logit) const {
+    return logit == top_ ? 1.0f : exp2f((logit - top_) * per_unit_);
+  }
   __device__ u64 mass(float logit, float least) const {
     const float relative = weight(logit);
     return relative < least ? 0 : static_cast<u64>(relative * kOne);

@@ -76,7 +76,9 @@ INSTANTIATE_TEST_SUITE_P(
                     SamplerOptions{.temperature = 1.3f, .top_p = 0.9f},
                     SamplerOptions{.top_p = 0.001f},
                     SamplerOptions{.temperature = 0.8f, .top_k = 300, .top_p = 0.95f},
-                    SamplerOptions{.min_p = 0.2f},
+                    SamplerOptions{.min_p = 0.2f}, SamplerOptions{.temperature = 1e-40f},
+                    SamplerOptions{.temperature = 1e-45f, .top_k = 7},
+                    SamplerOptions{.temperature = 1e-39f, .top_p = 0.5f, .min_p = 0.3f},
                     SamplerOptions{.top_k = 50, .top_p = 0.5f, .min_p = 0.01f}));
 
 struct PenaltyCase {
