@@ -22,6 +22,7 @@
 
 #include <cstdint>
 
+#include "twell/base/host_device.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/format/gate_screen.h"
 #include "twell/format/kv_blocks.h"
@@ -52,7 +53,8 @@ struct DecodeLayer {
 };
 
 // Arrays in which CTAs exchange results, for one call in flight; zeros before the first call.
-// uint64_t: words of a tag and 32 bits (gpu/tagged.cuh), either two bf16 values or an f32.
+// uint64_t: words of a tag and 32 bits (gpu/tagged.cuh), either two bf16 values or an f32. They
+// lie one array behind the other, from x on.
 struct DecodeWorkspace {
   uint64_t* x = nullptr;               // [2, M, D / 2] after a layer's attention, after its FFN
   uint64_t* qkv = nullptr;             // [M, H + 2 H_kv, hd / 2] values i and i + hd / 2 of a head
@@ -63,7 +65,10 @@ struct DecodeWorkspace {
   uint64_t* fired = nullptr;           // [SMs] sparse layers: whether the CTA has a part of y
   uint64_t* tagged_parts = nullptr;    // [SMs, D] the parts of y, for one token
   float* parts = nullptr;              // [SMs, M, D] the parts of y, for more
-  uint32_t* state = nullptr;           // [3] tags used by all calls so far, two counters
+  uint32_t* state = nullptr;           // [3] tags used by calls so far, two counters
+
+  // Where the words with tags end.
+  TWELL_HOST_DEVICE uint64_t* words_end() const { return reinterpret_cast<uint64_t*>(parts); }
 };
 
 struct DecodeWorkspaceShape {

@@ -285,7 +285,7 @@ class GridBarrier {
   }
 
   // The last CTA resets the counters for the next kernel; returns true in one thread of it.
-  __device__ __forceinline__ bool leave() {
+  __device__ __forceinline__ bool leave() const {
     if (threadIdx.x != 0 || atomicAdd(left_, 1u) != gridDim.x - 1) return false;
     *arrived_ = 0;
     *left_ = 0;
@@ -298,6 +298,9 @@ class GridBarrier {
 };
 
 // --- The layers ---
+// After so many tags the next call might need more than there are.
+constexpr uint32_t kLastTags = ~0u - (kMaxDecodeLayers + 1);
+
 // A group of q/k/v rows.
 struct QkvGroup {
   int head;   // of all H + 2 H_kv
@@ -430,7 +433,24 @@ class Layers {
                            }
                          });
     }
-    if (barrier_.leave()) *p_.workspace.state = done + 1 + static_cast<uint32_t>(p_.layers);
+    finish(done + 1 + static_cast<uint32_t>(p_.layers));
+  }
+
+  // Notes the tags used so far. Before they run out, which takes a day of steps, all words are
+  // cleared and the tags start again: words that are left from then would otherwise look ready.
+  __device__ __forceinline__ void finish(uint32_t used) const {
+    const bool restarts = used > kLastTags;
+    if (restarts) {  // once no thread of any CTA waits for a word, and all words are written
+      __threadfence();
+      sync_threads();
+    }
+    if (!barrier_.leave()) return;
+    if (restarts) {
+      __threadfence();
+      for (uint64_t* word = p_.workspace.x; word < p_.workspace.words_end(); ++word) *word = 0;
+      used = 0;
+    }
+    *p_.workspace.state = used;
   }
 
   // Writes the kernel's input as tagged words, for which the first layer waits as any other does.
