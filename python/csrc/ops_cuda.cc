@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA kernels of torch.ops.twell.*: PyTorch's current device and stream, PyTorch's allocator
 // for results, saved activations and the workspace of a training call. The workspaces of inference
-// belong to the runtime of the plan, one per stream and shape of layer. Nothing synchronises but
-// fetch_cuda_counts. Calls can be captured: the memory that a captured call uses stays until its
-// plans are released.
+// and of libraries belong to the runtime of the plan, one per stream and shape of layer. Nothing
+// synchronises but fetch_cuda_counts. Calls can be captured: each capture has workspaces and counts
+// of its own, because graphs may be replayed at once, and they are freed when the graph is gone and
+// the next call comes, or the plans are released.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
+#include <memory>
 #include <tuple>
+#include <utility>
 
 #include "python/csrc/ops.h"
 #include "python/csrc/plan.h"
@@ -26,11 +30,12 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Allows this thread to allocate device memory while a stream is being captured. The library's
-// allocations are for memory that lives on, not for nodes of the graph.
+// Allows this thread to allocate and free device memory while a stream of the process is being
+// captured, which would end the capture otherwise. The library's allocations are for memory that
+// lives on, not for nodes of the graph.
 class AllowAllocation {
  public:
-  AllowAllocation() { TWELL_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  AllowAllocation() { cudaThreadExchangeStreamCaptureMode(&mode_); }
   ~AllowAllocation() { cudaThreadExchangeStreamCaptureMode(&mode_); }
   AllowAllocation(const AllowAllocation&) = delete;
   AllowAllocation& operator=(const AllowAllocation&) = delete;
@@ -60,41 +65,101 @@ DeviceBuffer<T> zeroed(int64_t n) {
   });
 }
 
-struct WorkspaceOf {
-  std::unique_ptr<FfnWorkspaceCuda> workspace;
-  bool captured = false;  // a graph may use it
+using LayerKey = std::tuple<int64_t, int64_t, bool>;  // D, F, gated
+
+// Where calls are enqueued: a device and a stream, and the capture that the stream is in, or 0.
+using Where = std::tuple<int, cudaStream_t, unsigned long long>;
+
+// The capture that a stream is in.
+struct Capture {
+  explicit Capture(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    cudaGraph_t of_stream = nullptr;
+#if CUDART_VERSION >= 13000
+    TWELL_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(stream, &status, &id, &of_stream, nullptr, nullptr, nullptr));
+#else
+    TWELL_CUDA_CHECK(
+        cudaStreamGetCaptureInfo_v2(stream, &status, &id, &of_stream, nullptr, nullptr));
+#endif
+    if (status == cudaStreamCaptureStatusNone) return;
+    number = id;
+    graph = of_stream;
+  }
+  unsigned long long number = 0;  // 0: none
+  cudaGraph_t graph = nullptr;
 };
 
-using LayerKey = std::tuple<int64_t, int64_t, bool>;  // D, F, gated
+// Whether a graph and all that was instantiated from it are gone.
+class GraphEnd {
+ public:
+  // Null: there is no graph.
+  explicit GraphEnd(cudaGraph_t graph) {
+    if (graph == nullptr) return;
+    gone_ = std::make_shared<std::atomic<bool>>(false);
+    auto of_graph = std::make_unique<Gone>(gone_);
+    cudaUserObject_t object = nullptr;
+    // CUDA calls this from a thread that may not call CUDA, so it only leaves a note.
+    const cudaHostFn_t note = [](void* gone) {
+      const std::unique_ptr<Gone> owned(static_cast<Gone*>(gone));
+      (*owned)->store(true);
+    };
+    TWELL_CUDA_CHECK(
+        cudaUserObjectCreate(&object, of_graph.get(), note, 1, cudaUserObjectNoDestructorSync));
+    of_graph.release();
+    TWELL_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+  }
+  bool came() const { return gone_ != nullptr && gone_->load(); }
+
+ private:
+  using Gone = std::shared_ptr<std::atomic<bool>>;
+  Gone gone_;
+};
 
 }  // namespace
 
 struct RuntimeCuda {
   struct OnStream {
-    explicit OnStream(cudaStream_t stream) : ctx(stream) {}
+    OnStream(cudaStream_t stream, const Capture& capture) : ctx(stream), graph(capture.graph) {}
     CudaContext ctx;
-    std::map<LayerKey, WorkspaceOf> workspaces;
-    std::vector<WorkspaceOf> outgrown;  // that graphs may still use
+    GraphEnd graph;
+    std::map<LayerKey, std::unique_ptr<FfnWorkspaceCuda>> workspaces;
+    // That were too small for a later call of the same capture.
+    std::vector<std::unique_ptr<FfnWorkspaceCuda>> outgrown;
   };
-  std::map<std::pair<int, cudaStream_t>, OnStream> streams;
+  std::map<Where, std::shared_ptr<OnStream>> streams;
+  ~RuntimeCuda() {
+    if (streams.empty()) return;
+    const AllowAllocation allow;
+    streams.clear();
+  }
 };
 
 struct PlanCuda {
   // What one layer counts on one stream.
   struct OnStream {
-    OnStream(int64_t ffn, FfnPolicy policy)
-        : train(zeroed<FfnTrainCountsCuda>(2)),
+    OnStream(std::shared_ptr<RuntimeCuda::OnStream> of_stream, int64_t ffn, FfnPolicy policy)
+        : runtime(std::move(of_stream)),
+          train(zeroed<FfnTrainCountsCuda>(2)),
           active(zeroed<uint8_t>(ffn)),
           inference(
               made_apart([&](CudaContext& ctx) { return FfnPlansCuda(ctx, 1, ffn, policy); })) {}
+    std::shared_ptr<RuntimeCuda::OnStream> runtime;
     DeviceBuffer<FfnTrainCountsCuda> train;  // of the call in flight; since the last update
     DeviceBuffer<uint8_t> active;            // [F]
     FfnPlansCuda inference;
   };
-  std::map<std::pair<int, cudaStream_t>, OnStream> streams;
+  std::map<Where, OnStream> streams;
   // Holds what the layer's calls in inference counted on all streams, as of the last update,
   // because a CUDA graph is captured on another stream than the one that measured.
   LayerActivity activity;
+  // Python may release a plan while any stream of the process is captured.
+  ~PlanCuda() {
+    if (streams.empty()) return;
+    const AllowAllocation allow;
+    streams.clear();
+  }
 };
 
 std::shared_ptr<RuntimeCuda> make_runtime_cuda() { return std::make_shared<RuntimeCuda>(); }
@@ -114,32 +179,37 @@ class Call {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
+    const Capture capture(stream_);
+    where_ = {device_, stream_, capture.number};
     auto& streams = plan_->runtime->cuda->streams;
-    runtime_ = &streams.try_emplace({device_, stream_}, stream_).first->second;
+    std::erase_if(streams, [](const auto& entry) { return entry.second->graph.came(); });
+    std::erase_if(plan_->cuda->streams,
+                  [](const auto& entry) { return entry.second.runtime->graph.came(); });
+    std::shared_ptr<RuntimeCuda::OnStream>& of_stream = streams[where_];
+    if (!of_stream) of_stream = std::make_shared<RuntimeCuda::OnStream>(stream_, capture);
+    runtime_ = of_stream;
   }
 
   CudaContext& ctx() { return runtime_->ctx; }
   Plan& plan() { return *plan_; }
   PlanCuda::OnStream& counted(int64_t ffn) {
     auto& streams = plan_->cuda->streams;
-    return streams.try_emplace({device_, stream_}, ffn, plan_->policy).first->second;
+    return streams.try_emplace(where_, runtime_, ffn, plan_->policy).first->second;
   }
 
   FfnWorkspaceCuda& workspace(const LayerShape& shape) {
-    WorkspaceOf& slot = runtime_->workspaces[{shape.width, shape.ffn, shape.gated}];
-    if (!slot.workspace || slot.workspace->max_tokens() < shape.tokens) {
-      if (slot.captured) runtime_->outgrown.push_back(std::move(slot));
-      slot = {};  // freed before the next one is allocated
+    auto& workspace = runtime_->workspaces[{shape.width, shape.ffn, shape.gated}];
+    if (!workspace || workspace->max_tokens() < shape.tokens) {
+      const bool captured = std::get<2>(where_) != 0;
+      if (captured && workspace) runtime_->outgrown.push_back(std::move(workspace));
+      workspace = nullptr;  // freed before the next one is allocated
       int64_t tokens = 64;
       while (tokens < shape.tokens) tokens *= 2;
-      slot.workspace = made_apart([&](CudaContext& ctx) {
+      workspace = made_apart([&](CudaContext& ctx) {
         return std::make_unique<FfnWorkspaceCuda>(ctx, tokens, shape.width, shape.ffn, shape.gated);
       });
     }
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    TWELL_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
-    if (status != cudaStreamCaptureStatusNone) slot.captured = true;
-    return *slot.workspace;
+    return *workspace;
   }
 
  private:
@@ -149,7 +219,8 @@ class Call {
   AllowAllocation allow_;
   int device_;
   cudaStream_t stream_ = nullptr;
-  RuntimeCuda::OnStream* runtime_ = nullptr;
+  Where where_;
+  std::shared_ptr<RuntimeCuda::OnStream> runtime_;
 };
 
 Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
@@ -301,17 +372,18 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
 
 void fetch_cuda_counts(Plan& plan) {
   for (auto& [where, counted] : plan.cuda->streams) {
-    const torch::stable::accelerator::DeviceGuard guard(where.first);
-    TWELL_CUDA_CHECK(cudaSetDevice(where.first));
-    CudaContext& ctx = plan.runtime->cuda->streams.at(where).ctx;
+    const auto& [device, stream, capture] = where;
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    TWELL_CUDA_CHECK(cudaSetDevice(device));
+    CudaContext& ctx = counted.runtime->ctx;
     FfnTrainCountsCuda totals;
     std::vector<uint8_t> active(static_cast<size_t>(counted.active.size()));
     TWELL_CUDA_CHECK(cudaMemcpyAsync(&totals, counted.train.data() + 1, sizeof totals,
-                                     cudaMemcpyDeviceToHost, where.second));
-    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.train.data() + 1, 0, sizeof totals, where.second));
+                                     cudaMemcpyDeviceToHost, stream));
+    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.train.data() + 1, 0, sizeof totals, stream));
     TWELL_CUDA_CHECK(cudaMemcpyAsync(active.data(), counted.active.data(), active.size(),
-                                     cudaMemcpyDeviceToHost, where.second));
-    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.active.data(), 0, active.size(), where.second));
+                                     cudaMemcpyDeviceToHost, stream));
+    TWELL_CUDA_CHECK(cudaMemsetAsync(counted.active.data(), 0, active.size(), stream));
     const int64_t tokens_before = counted.inference[0].plan.tokens;
     const int64_t nnz_before = counted.inference[0].plan.nnz;
     counted.inference[0].activity = plan.cuda->activity;
@@ -338,7 +410,7 @@ FfnTrainExecution choose_train_cuda(const Plan& plan, const LayerShape& shape,
                                     FfnTrainPolicy policy, double nnz, double union_share) {
   if (plan.cuda->streams.empty()) return FfnTrainExecution::kDense;
   const auto& [where, counted] = *plan.cuda->streams.begin();
-  const CudaContext& ctx = plan.runtime->cuda->streams.at(where).ctx;
+  const CudaContext& ctx = counted.runtime->ctx;
   return choose_gpu_ffn_train(gpu_ffn_layer(ctx, train_shape(shape)), shape.tokens, policy,
                               {.nnz_per_token = nnz, .union_share = union_share});
 }

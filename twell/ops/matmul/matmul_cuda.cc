@@ -146,6 +146,10 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
+// A plan takes some KiB and 0.1 ms to make. Callers of ever new numbers of rows, as PyTorch's are,
+// start again with none.
+constexpr size_t kMostPlans = 1024;
+
 struct MatmulPlans {
   std::map<MatmulShapeCuda, MatmulPlanCuda> plans;
   bool tuning = false;
@@ -280,6 +284,7 @@ void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bflo
   MatmulPlans& cache = ctx.service<MatmulPlans>();
   auto found = cache.plans.find(shape);
   if (found == cache.plans.end()) {
+    if (cache.plans.size() >= kMostPlans) cache.plans.clear();
     found = cache.plans.try_emplace(shape, ctx, shape).first;
     if (cache.tuning) found->second.tune(ctx, a, b, c);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
+#include <tuple>
 
 #include "twell/ops/ffn/ffn_call_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -8,6 +9,8 @@
 
 namespace twell {
 namespace {
+
+constexpr size_t kMostPlans = 256;  // of a layer's GEMMs; each takes some KiB and 0.3 ms to make
 
 // Gate and up into buffers.gate.
 layer_ops::GateUp gate_up(const FfnCallCuda& call) {
@@ -59,8 +62,10 @@ void launch_dense_gemms(const FfnCallCuda& call) {
   FfnBuffersCuda& buffers = call.buffers;
   const Activation activation = problem.weights.activation;
   const bool biased = problem.weights.biased();
-  std::unique_ptr<DenseFfnCuda>& dense =
-      buffers.dense[{problem.rows, activation, problem.add, biased}];
+  const std::tuple kind{problem.rows, activation, problem.add, biased};
+  // Callers of ever new numbers of rows, as PyTorch's are, start again with none.
+  if (buffers.dense.size() >= kMostPlans && !buffers.dense.contains(kind)) buffers.dense.clear();
+  std::unique_ptr<DenseFfnCuda>& dense = buffers.dense[kind];
   if (!dense) {
     dense = std::make_unique<DenseFfnCuda>(
         call.ctx, problem.rows, call.width(), call.ffn(), call.gated(), buffers.gate.data(),
