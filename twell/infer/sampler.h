@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "twell/base/context.h"
 #include "twell/base/host_device.h"
 
 namespace twell {
@@ -54,8 +55,9 @@ TWELL_HOST_DEVICE inline float penalized(float logit, int32_t times, float repet
 // Penalties apply to the tokens in `seen`, each of which is there once; then filters, in the order
 // temperature, top-k, top-p, min-p, each to the result of the previous one. A pure function of its
 // arguments: `stream` identifies the sequence, `index` the token in it. Returns kNoToken for logits
-// from which none can be drawn.
+// from which none can be drawn. ctx: whose threads share the work on large vocabularies; sums then
+// have other roundings, which decide only where a random number is within 1e-13 of a boundary.
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index, std::span<const SeenToken> seen = {});
+               uint64_t index, std::span<const SeenToken> seen = {}, Context* ctx = nullptr);
 
 }  // namespace twell

@@ -93,7 +93,10 @@ int64_t SessionCpu::append_and_draw(std::span<const NewTokens> tokens,
       append_scored(row, tokens[i]);
     }
   }
-  for (size_t i = 0; i < tokens.size(); ++i) draw_row(static_cast<int64_t>(i), draws[i]);
+  // One row is shared by the threads, several are dealt out.
+  ctx_.parallel_for(std::ssize(tokens), 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) draw_row(i, draws[static_cast<size_t>(i)]);
+  });
   return ++calls_;
 }
 
@@ -137,7 +140,7 @@ void SessionCpu::append_logits(int64_t slot, std::span<const int32_t> ids,
 }
 
 void SessionCpu::draw_row(int64_t row, const Draw& draw) {
-  drawn_[static_cast<size_t>(row)] = {.id = draw_from(logits_row(row), draw),
+  drawn_[static_cast<size_t>(row)] = {.id = draw_from(logits_row(row), draw, ctx_),
                                       .top = draw.log_probs.value_or(0),
                                       .vocab = draw.vocab};
 }
