@@ -24,8 +24,10 @@ import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
 
+import psutil
 import torch
 
 import twell
@@ -220,6 +222,124 @@ def check_compile_and_graphs():
         got = results(step, leaves(tensors, torch.bfloat16), d_y, 1e-3)
     other.synchronize()
     check("another stream", all(torch.equal(got[k], want[k]) for k in want))
+
+
+def captured(run, stream=None):
+    """A CUDA graph of run(), captured on `stream`, and what run() returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = run()
+    return graph, out
+
+
+def check_graphs_at_once():
+    """Graphs captured on one stream and replayed at once on two, each of many calls that leave the
+    GPU room for the other's."""
+    capture_stream = torch.cuda.Stream()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for policy, tokens in (("dense", 40), ("auto", 40), ("sparse", 40), ("auto", 700)):
+        tensors = operands(tokens, 1024, 2816, True)
+        plan = twell.Plan(policy)
+
+        def layers(x):
+            outs = []
+            for _ in range(20):
+                outs.append(twell.ffn(x, *tensors[1:], plan))
+                x = torch.nn.functional.rms_norm(outs[-1].float(), (1024,)).bfloat16()
+            return torch.stack(outs)
+
+        inputs = [torch.randn_like(tensors[0]) for _ in range(2)]
+        with torch.no_grad():
+            want = [layers(x) for x in inputs]
+            both = [captured(lambda x=x: layers(x), capture_stream) for x in inputs]
+            same = True
+            for _ in range(20):
+                torch.cuda.synchronize()
+                for (graph, _), stream in zip(both, streams):
+                    with torch.cuda.stream(stream):
+                        graph.replay()
+                torch.cuda.synchronize()
+                same = same and all(torch.equal(y, w) for (_, y), w in zip(both, want))
+        check(f"two graphs at once, {policy}, {tokens} tokens", same)
+
+    # Training, whose counts of a call belong to the graph too.
+    tensors = operands(256, 512, 1408, True)
+    plan = prepared_plan("auto", tensors)
+    inputs = [[t * 1.0 for t in tensors] for _ in range(2)]
+    inputs[1][0] = torch.randn_like(tensors[0])
+
+    def many(x):
+        with torch.no_grad():
+            out = [twell.ffn_train(*x, plan) for _ in range(20)]
+        return torch.stack([y for y, _, _ in out]), torch.stack([l1 for _, l1, _ in out])
+
+    want = [many(x) for x in inputs]
+    both = [captured(lambda x=x: many(x), capture_stream) for x in inputs]
+    same = True
+    for _ in range(20):
+        torch.cuda.synchronize()
+        for (graph, _), stream in zip(both, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        same = same and all(
+            torch.equal(g, w) for (_, got), wanted in zip(both, want) for g, w in zip(got, wanted)
+        )
+    check("two graphs of ffn_train at once", same)
+
+
+def check_graphs_and_plans():
+    """Plans come and go while streams are captured; graphs and maps of plans give memory back."""
+    tensors = operands(40, 512, 1408, True)
+    with torch.no_grad():
+        plan, *others = (twell.Plan() for _ in range(3))
+        for one in (plan, *others):
+            twell.ffn(*tensors, one)
+        torch.cuda.synchronize()
+
+        def run():
+            y = twell.ffn(*tensors, plan)
+            # Released with their memory, the first by another thread.
+            helper = threading.Thread(target=others.pop)
+            helper.start()
+            helper.join()
+            others.clear()
+            return y + twell.ffn(*tensors, plan)
+
+        want = 2 * twell.ffn(*tensors, plan)
+        try:
+            graph, y = captured(run)
+            y.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            check("a plan released during a capture", torch.equal(y, want))
+            del graph, y
+        except RuntimeError as error:
+            check("a plan released during a capture", False, str(error).splitlines()[0])
+            return
+
+        free = []
+        for _ in range(12):
+            graph, y = captured(lambda: twell.ffn(*tensors, plan))
+            graph.replay()
+            torch.cuda.synchronize()
+            del graph, y
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+        check("graphs give their workspaces back", free[-1] >= free[3], f"{free[3] - free[-1]} bytes")
+
+        x = torch.randn(6000, 512, device="cuda").bfloat16()
+        dense = twell.Plan("dense")
+
+        def grown(sizes):
+            before = psutil.Process().memory_info().rss
+            for tokens in sizes:
+                twell.ffn(x[:tokens], *tensors[1:], dense)
+            torch.cuda.synchronize()
+            return (psutil.Process().memory_info().rss - before) >> 10
+
+        first, then = grown(range(100, 1100)), grown(range(1100, 6000, 2))
+        check("numbers of tokens take bounded memory", then < 4096, f"{first}, then {then} KiB")
 
 
 def per_call(run, calls=10):
@@ -747,14 +867,16 @@ def main():
                         "most likely token after any of the first 2,048 is that token again")
     parser.add_argument("--steps", type=int, default=6, help="measured training steps")
     parser.add_argument("--limits", action="store_true", help="see above")
-    parser.add_argument("--only", nargs="*", help="parts: ops, graphs, optimizer, engine, curve, "
-                        "overhead, model")
+    parser.add_argument("--only", nargs="*", help="parts: ops, graphs, graphs_at_once, plans, "
+                        "optimizer, engine, curve, overhead, model")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, twell {twell.__version__}")
     torch.manual_seed(0)
     parts = {
         "ops": check_ops,
         "graphs": check_compile_and_graphs,
+        "graphs_at_once": check_graphs_at_once,
+        "plans": check_graphs_and_plans,
         "optimizer": check_optimizer,
         "engine": check_engine,
         "curve": check_curve,
