@@ -87,6 +87,35 @@ TEST(AdamW, MatchesDoubleReference) {
   }
 }
 
+// eps decides for gradients of its size: it is added to the root of the corrected second moment.
+TEST(AdamW, EpsIsAddedBehindTheBiasCorrection) {
+  constexpr int kSteps = 3;
+  Context ctx(1);
+  State state(300);
+  const std::vector<float> initial = state.weight;
+  const AdamW base = {.learning_rate = 0.1, .eps = 1e-3, .weight_decay = 0.0};
+  const auto grad = [](int step, size_t i) {
+    return 1e-3f * normal(5, static_cast<uint64_t>(step), i);
+  };
+  for (int step = 1; step <= kSteps; ++step) {
+    for (size_t i = 0; i < state.grad.size(); ++i) state.grad[i] = grad(step, i);
+    AdamW options = base;
+    options.step = step;
+    adamw_step(ctx, options, state.params());
+  }
+  for (size_t i = 0; i < initial.size(); ++i) {
+    double w = initial[i], m = 0.0, v = 0.0;
+    for (int step = 1; step <= kSteps; ++step) {
+      const double g = grad(step, i);
+      m = base.beta1 * m + (1 - base.beta1) * g;
+      v = base.beta2 * v + (1 - base.beta2) * g * g;
+      w -= base.learning_rate * m / (1 - std::pow(base.beta1, step)) /
+           (std::sqrt(v / (1 - std::pow(base.beta2, step))) + base.eps);
+    }
+    EXPECT_NEAR(state.weight[i], w, kUlps * kSteps * std::max(1.0, std::abs(w))) << i;
+  }
+}
+
 TEST(AdamW, SameBitsForAnyThreadCountAndSplit) {
   const int64_t n = (1 << 16) + 37;
   State one(n), three(n), pieces(n);

@@ -147,10 +147,11 @@ TEST_P(CrossEntropyShapes, MatchesDoubleReference) {
   EXPECT_EQ(evaluated.loss_sum, out.result.loss_sum);
 }
 
+// The last one's tokens take two chunks: one has 256 where the vocabulary is large.
 INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropyShapes,
                          testing::Values(Shape{1, 8, 1}, Shape{1, 16, 3}, Shape{7, 24, 33},
                                          Shape{127, 8, 50}, Shape{129, 16, 1000},
-                                         Shape{300, 8, 4097}));
+                                         Shape{300, 8, 4097}, Shape{270, 2, 33000}));
 
 TEST(CrossEntropy, ReferenceGradientMatchesFiniteDifferences) {
   const Case c({5, 8, 11}, 0.5f);
@@ -164,29 +165,6 @@ TEST(CrossEntropy, ReferenceGradientMatchesFiniteDifferences) {
     const double slope =
         (reference(c, plus, 1.0).loss_sum - reference(c, minus, 1.0).loss_sum) / (2 * kStep);
     EXPECT_NEAR(r.d_x[i], slope, 1e-8) << i;
-  }
-}
-
-// A vocabulary so large that the tokens take several chunks.
-TEST(CrossEntropy, ChunksAddUp) {
-  const Case c({150, 8, 70000}, 0.2f);
-  Context ctx(2);
-  const Output all = run(ctx, c, 1.0f, 0.0f);
-  double loss = 0.0;
-  for (int64_t m = 0; m < c.shape.tokens; ++m) {
-    loss += cross_entropy(ctx, {.x = c.x_view().slice_rows(m, 1),
-                                .weight = c.weight_view(),
-                                .targets = std::span(c.targets).subspan(static_cast<size_t>(m), 1)})
-                .loss_sum;
-  }
-  EXPECT_NEAR(all.result.loss_sum, loss, 1e-5 * loss);
-  // Each token's gradient sums to zero over the vocabulary.
-  for (int64_t k = 0; k < c.shape.width; ++k) {
-    double sum = 0.0;
-    for (int64_t v = 0; v < c.shape.vocab; ++v) {
-      sum += static_cast<double>(all.d_weight[static_cast<size_t>(v * c.shape.width + k)]);
-    }
-    EXPECT_NEAR(sum, 0.0, 1e-3);
   }
 }
 

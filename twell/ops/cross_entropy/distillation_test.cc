@@ -13,7 +13,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kTokens = 131, kWidth = 24, kVocab = 37;  // two chunks
+constexpr int64_t kTokens = 131, kWidth = 24, kVocab = 37;
 constexpr double kEpsilon = 0x1p-23;
 
 struct Problem {
@@ -127,6 +127,44 @@ TEST(Distillation, WithoutAShareItIsTheCrossEntropy) {
   for (int64_t i = 0; i < kTokens * kWidth; ++i) {
     ASSERT_NEAR(d_x.data()[i], expected.data()[i], 64 * kEpsilon);
   }
+}
+
+// Where the vocabulary is large, a chunk has 128 tokens, so that these give the sums of two calls.
+TEST(Distillation, ChunksAddUp) {
+  constexpr int64_t kAll = 131, kFirst = 128, kMany = 33'000, kNarrow = 2;
+  const auto x = TestMatrix::random(kAll, kNarrow, 1),
+             weight = TestMatrix::random(kMany, kNarrow, 2),
+             teacher_x = TestMatrix::random(kAll, kNarrow, 3),
+             teacher_weight = TestMatrix::random(kMany, kNarrow, 4);
+  std::vector<int32_t> targets;
+  for (int64_t m = 0; m < kAll; ++m) {
+    targets.push_back(m % 7 == 3 ? -1 : static_cast<int32_t>(m * 251 % kMany));
+  }
+  TestMatrix d_x(kAll, kNarrow), d_weight(kMany, kNarrow);
+  TestMatrix d_x_parts(kAll, kNarrow), d_weight_parts(kMany, kNarrow);
+  std::fill_n(d_weight.data(), kMany * kNarrow, 1.0f);
+  std::fill_n(d_weight_parts.data(), kMany * kNarrow, 1.0f);
+  Context ctx(2);
+  const auto run = [&](int64_t first, int64_t count, TestMatrix& to_x, TestMatrix& to_weight) {
+    return distill(ctx, {.x = x.view().slice_rows(first, count),
+                         .weight = weight.view(),
+                         .teacher_x = teacher_x.view().slice_rows(first, count),
+                         .teacher_weight = teacher_weight.view(),
+                         .targets = std::span(targets).subspan(static_cast<size_t>(first),
+                                                               static_cast<size_t>(count)),
+                         .share = 0.3f,
+                         .grad_scale = 0.5f,
+                         .d_x = to_x.view().slice_rows(first, count),
+                         .d_weight = to_weight.view()});
+  };
+  const DistillationResult all = run(0, kAll, d_x, d_weight);
+  const DistillationResult first = run(0, kFirst, d_x_parts, d_weight_parts);
+  const DistillationResult rest = run(kFirst, kAll - kFirst, d_x_parts, d_weight_parts);
+  EXPECT_EQ(all.tokens, first.tokens + rest.tokens);
+  EXPECT_NEAR(all.ce_sum, first.ce_sum + rest.ce_sum, 1e-12 * all.ce_sum);
+  EXPECT_NEAR(all.kl_sum, first.kl_sum + rest.kl_sum, 1e-12 * all.ce_sum);
+  EXPECT_TRUE(d_x.same_bits(d_x_parts));
+  EXPECT_TRUE(d_weight.same_bits(d_weight_parts));
 }
 
 TEST(Distillation, RefusesVocabulariesThatDiffer) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/ops/ffn_train/ffn_train_cpu.h"
 #include "twell/ops/ffn_train/ffn_train_reference.h"
 
 namespace twell {
@@ -280,6 +281,25 @@ TEST(FfnTrainHybrid, StatisticsSayWhatRan) {
         EXPECT_EQ(layer.stats.tail_rows, c.heavy_rows);
       }
     }
+  }
+}
+
+// Heavy rows in more than one chunk, and compact ones in more than one span of tokens.
+TEST(FfnTrainHybrid, HeavyRowsBeyondAChunkMatchTheReference) {
+  constexpr int64_t kTokens = 2340, kFfn = 48;
+  for (const bool gated : {true, false}) {
+    Problem p = reference::make_problem(
+        kTokens, 8, kFfn, gated, [](int64_t m) { return m % 4 == 1 ? kFfn - m % 3 : m % 11; });
+    p.l1_scale = static_cast<double>(0.3f);
+    const reference::Result expected = reference::run(p);
+    Context ctx(2);
+    Layer layer(p);
+    layer.run(ctx, FfnTrainPolicy::kHybrid);
+    EXPECT_EQ(layer.stats.execution, FfnTrainExecution::kHybrid);
+    EXPECT_EQ(layer.stats.tail_rows, kTokens / 4);
+    EXPECT_GT(layer.stats.tail_rows, kDenseChunk);
+    expect_matches(layer, expected);
+    expect_stats(layer.stats, p, expected);
   }
 }
 
