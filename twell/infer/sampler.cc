@@ -160,6 +160,15 @@ class Weighed {
   Weighed(const Passes& passes, std::span<const float> logits, std::span<const int32_t> ids,
           const LogitRange& range, const LogitWeights& weights, double least = 0.0)
       : passes_(passes), logits_(logits), ids_(ids), weights_(weights) {
+    if (logits.size() <= kFew) {
+      double each[kFew];
+      weigh(logits, weights, each);
+      for (const double weight : std::span(each).first(logits.size())) {
+        total_ += weight;
+        if (weight >= least) kept_ += weight;
+      }
+      return;
+    }
     const double width = static_cast<double>(range.highest) - range.lowest;
     const double scale = kLogitBuckets / std::min(width, kWidestRange / weights.per_unit);
     buckets_ = {
@@ -177,7 +186,7 @@ class Weighed {
   // As find_in_order() does.
   template <typename Reached>
   Crossing find(const Reached& reached, double sum = 0.0) const {
-    if (!divides_ || logits_.size() <= kFew) {
+    if (!divides_) {
       return find_in_order(logits_, ids_, weights_, reached, sum);
     }
     int32_t bucket = 0;
@@ -207,9 +216,9 @@ class Weighed {
   std::span<const int32_t> ids_;
   LogitWeights weights_;
   LogitBuckets buckets_;
-  bool divides_;
+  bool divides_ = false;  // into buckets, which are filled then
   double mass_[kLogitBuckets] = {};
-  double total_, kept_;
+  double total_ = 0.0, kept_ = 0.0;
 };
 
 // The k most likely tokens, of more than k.

@@ -46,6 +46,52 @@ TEST(Session, PiecewiseEqualsAtOnce) {
   expect_close(expected, got);
 }
 
+// Passes of a few tokens, and more logits than are computed together.
+TEST(Session, PassesAndBlocksOfLogitsEqualStepByStep) {
+  Context ctx(2);
+  ModelConfig config = test_model(ctx, kVocab)->config;
+  config.context = 200;
+  Model model(config);
+  init_weights(ctx, model, 1);
+  const std::vector<int32_t> ids = random_ids(190, kVocab, 3);
+  SessionCpu steps(ctx, model, {});
+  std::vector<std::vector<float>> want;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const std::span<const float> row = steps.append(0, std::span(ids).subspan(i, 1));
+    want.emplace_back(row.begin(), row.end());
+  }
+  for (const int64_t prefill : {0, 7, 100}) {
+    SCOPED_TRACE(testing::Message() << "passes of " << prefill);
+    SessionCpu session(ctx, model, {.slots = 2, .prefill_tokens = prefill});
+    expect_close(session.append(1, ids), want.back());
+    size_t seen = 0;
+    session.append_logits(0, ids, [&](int64_t first, ConstMatrixF rows) {
+      ASSERT_EQ(first, static_cast<int64_t>(seen));
+      for (int64_t row = 0; row < rows.rows; ++row, ++seen) {
+        expect_close({rows.row(row), static_cast<size_t>(rows.cols)}, want[seen]);
+      }
+    });
+    EXPECT_EQ(seen, ids.size());
+    // Scores of the tokens after each, and the logits after the last, from which is drawn.
+    std::vector<TokenLogProbs> scores;
+    const NewTokens tokens{.slot = 1,
+                           .ids = ids,
+                           .targets = std::span(ids).subspan(1),
+                           .vocab = kVocab,
+                           .scores = &scores};
+    session.clear(1);
+    const Draw greedy{.sampler = {.temperature = 0.0f}, .vocab = kVocab};
+    int32_t next = kNoToken;
+    session.drawn(session.append_and_draw({&tokens, 1}, {&greedy, 1}), {&next, 1});
+    ASSERT_EQ(scores.size(), ids.size() - 1);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const TokenLogProbs score = token_log_probs(want[i], ids[i + 1], 0, kVocab);
+      EXPECT_NEAR(scores[i].token.log_prob, score.token.log_prob, 1e-3) << i;
+    }
+    EXPECT_EQ(next, sample(want.back(), greedy.sampler, 0, 0));
+  }
+}
+
 // Keys and values are off by at most 1/254 of the largest of their head, so logits by about a
 // percent of their size in this model of two layers.
 TEST(Session, EightBitCacheIsClose) {
@@ -87,6 +133,43 @@ TEST(Session, SlotsAreIndependent) {
   EXPECT_EQ(alone.length(0), 0);
   alone.append(0, a);
   expect_close(second, alone.append(0, std::span(next).subspan(1, 1)));
+}
+
+// Keys and values of a sequence that was cancelled may be NaN, and stay where they are.
+TEST(Session, WhatASequenceLeavesBehindReachesNoOther) {
+  Context ctx(2);
+  constexpr int32_t kNan = 9;
+  const auto model = model_with_nan(ctx, kVocab, kNan);
+  std::vector<int32_t> bad = random_ids(48, kVocab, 1);
+  bad[0] = kNan;
+  for (const bool eight_bits : {false, true}) {
+    SCOPED_TRACE(eight_bits);
+    const SessionOptions options{.slots = 2,
+                                 .cache = {.block_tokens = 16, .eight_bits = eight_bits}};
+    const auto logits = [&](bool after_bad) {
+      SessionCpu session(ctx, *model, options);
+      if (after_bad) {
+        for (const int64_t slot : {0, 1}) {
+          EXPECT_TRUE(std::isnan(session.append(slot, bad)[0]));
+          session.clear(slot);
+        }
+      }
+      std::vector<float> all;
+      for (const int64_t slot : {0, 1}) {
+        std::vector<int32_t> ids = random_ids(slot == 0 ? 21 : 5, kVocab, 7);
+        for (int32_t& id : ids) id = id == kNan ? kNan + 1 : id;
+        const std::span<const float> row = session.append(slot, ids);
+        all.insert(all.end(), row.begin(), row.end());
+      }
+      const std::vector<int64_t> slots = {0, 1};
+      const ConstMatrixF rows = session.decode(slots, std::vector<int32_t>{3, 4});
+      all.insert(all.end(), rows.data, rows.data + rows.rows * rows.cols);
+      return all;
+    };
+    const std::vector<float> want = logits(false);
+    EXPECT_TRUE(std::ranges::all_of(want, [](float value) { return std::isfinite(value); }));
+    EXPECT_EQ(logits(true), want);
+  }
 }
 
 TEST(Session, RefusesWhatDoesNotFit) {
