@@ -569,8 +569,9 @@ class AttentionDecodeCudaTest : public testing::TestWithParam<AttentionShape> {}
 void expect_every_division_near(const AttentionShape& shape, bool eight_bits) {
   const auto [heads, kv_heads, head_dim, none] = shape;
   const std::vector<int64_t> ends = {1, 255, 256, 257, 1023, 1024, 1025, 2000, 5000};
-  for (const int64_t sequences : {1, 4, 8, 16, 64}) {
+  for (const int64_t sequences : {1, 8, 64}) {
     for (size_t longest = 0; longest < ends.size(); ++longest) {
+      if (sequences == 64 && longest % 3 != 2) continue;  // references take long
       std::vector<Lengths> lengths;
       for (size_t i = 0; i < static_cast<size_t>(sequences); ++i) {
         lengths.push_back({1, ends[longest - i % (longest + 1)]});
